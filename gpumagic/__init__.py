@@ -1,0 +1,83 @@
+"""See and steer your GPUs from a notebook.
+
+`%load_ext gpumagic` adds four magics: `%gpuinfo`, `%devices`, `%%ondevice` and `%%oomguard`. The same engine
+is a plain Python API:
+
+    gpumagic.gpuinfo()                      the GPUs, who uses them, or why there is none
+    gpumagic.devices()                      the live tensors and what holds them
+    with gpumagic.ondevice("cuda:1") as run: ...     new tensors land there; run.report tells what moved
+    with gpumagic.oomguard() as guard: ...           out-of-memory is freed and explained; guard.report
+
+Importing this package imports none of torch, pandas and pynvml, and does no work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from gpumagic import simgpu
+    from gpumagic.api import devices, gpuinfo, oomguard, ondevice
+    from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, SimgpuUnavailable
+    from gpumagic.probes.oom import OutOfMemory
+    from gpumagic.reports import GPUReport, OomReport, TensorReport, TransferReport
+
+    __version__: str
+
+__all__ = [
+    "DeviceNotFound",
+    "GPUReport",
+    "GpuMagicError",
+    "OomReport",
+    "OptionError",
+    "OutOfMemory",
+    "SimgpuUnavailable",
+    "TensorReport",
+    "TransferReport",
+    "devices",
+    "gpuinfo",
+    "ondevice",
+    "oomguard",
+    "simgpu",
+]
+
+_HOMES = {
+    **dict.fromkeys(("devices", "gpuinfo", "ondevice", "oomguard"), "gpumagic.api"),
+    **dict.fromkeys(("DeviceNotFound", "GpuMagicError", "OptionError", "SimgpuUnavailable"), "gpumagic.errors"),
+    **dict.fromkeys(("GPUReport", "OomReport", "TensorReport", "TransferReport"), "gpumagic.reports"),
+    "OutOfMemory": "gpumagic.probes.oom",
+}
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Add the magics to a shell; called by `%load_ext gpumagic`."""
+    from gpumagic import extension
+
+    extension.load(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """Take everything back that loading added; called by `%unload_ext gpumagic`."""
+    from gpumagic import extension
+
+    extension.unload(shell)
+
+
+def __getattr__(name: str) -> object:
+    import importlib
+
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("gpumagic")
+    if name == "simgpu":
+        return importlib.import_module("gpumagic.simgpu")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'gpumagic' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

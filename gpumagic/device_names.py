@@ -1,0 +1,105 @@
+"""Device names as people write them -> the names torch uses.
+
+``cuda``, ``cuda:1``, ``mps``, ``xpu:0``, ``cpu``, ``meta``, ``simgpu:1`` mean what they mean in torch; a bare
+number or ``gpu:1`` is that index of whatever accelerator the machine has; ``auto`` is the one with most free
+memory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+
+from gpumagic.errors import DeviceNotFound
+from gpumagic.probes import allocator
+
+ALWAYS_THERE = ("cpu", "meta")
+
+
+def resolve(name: str, fallback: str | None = None) -> str:
+    """Return the full torch name, such as ``"cuda:1"``, of a device written in any of the accepted ways.
+
+    Args:
+        name: what the user wrote.
+        fallback: the device to use instead where ``name`` can be read but is not on this machine.
+
+    Raises:
+        DeviceNotFound: neither is there; the message names the nearest and those that are.
+    """
+    if fallback is not None:
+        fallback = resolve(fallback)
+    try:
+        return _resolve(name.strip())
+    except DeviceNotFound:
+        if fallback is None or not _is_readable(name):
+            raise
+        return fallback
+
+
+def available() -> list[str]:
+    """Return every device that this process can use, accelerators first. Imports torch."""
+    return [*allocator.accelerators(), *ALWAYS_THERE]
+
+
+def completions() -> list[str]:
+    """Return names to offer on Tab, without importing torch if nothing has yet."""
+    if "torch" not in sys.modules:
+        return ["cuda", "auto", *ALWAYS_THERE]
+    return [*available(), "auto"]
+
+
+def _resolve(name: str) -> str:
+    if "{" in name or "$" in name:
+        raise DeviceNotFound(f"{name!r} was left as it is: is the variable in it defined?")
+    accelerators = allocator.accelerators()
+    if name.lower() == "auto":
+        return _freest(accelerators)
+    match = re.fullmatch(r"([a-z]*?):?(\d+)?", name.lower())
+    if match is None or not any(match.groups()):
+        raise _unknown(name)
+    backend, index = match[1], match[2]
+    if backend in ALWAYS_THERE and int(index or 0) == 0:
+        return backend
+    return _indexed(name, backend, index, accelerators)
+
+
+def _indexed(name: str, backend: str, index: str | None, accelerators: list[str]) -> str:
+    if backend in ("", "gpu"):
+        candidates = accelerators
+    else:
+        candidates = [each for each in accelerators if each.partition(":")[0] == backend]
+    if not candidates:
+        raise _unknown(name)
+    if index is None:
+        return allocator.current(candidates[0].partition(":")[0]) if backend != "gpu" else candidates[0]
+    wanted = f":{int(index)}"
+    found = [each for each in candidates if each.endswith(wanted)]
+    if not found:
+        raise _unknown(name)
+    return found[0]
+
+
+def _freest(accelerators: list[str]) -> str:
+    if not accelerators:
+        raise _unknown("auto")
+    from gpumagic.probes import gpus
+
+    return gpus.probe().best or accelerators[0]
+
+
+def _is_readable(name: str) -> bool:
+    known = ("auto", "gpu", "cuda", "mps", "xpu", "hpu", "npu", "simgpu", *ALWAYS_THERE)
+    return name.strip().partition(":")[0].lower() in known or name.strip().isdigit()
+
+
+def _unknown(name: str) -> DeviceNotFound:
+    here = available()
+    listed = ", ".join(here)
+    if not allocator.accelerators():
+        if _is_readable(name):
+            return DeviceNotFound(f"{name!r} is not here: torch sees no GPU (%gpuinfo says why); there are {listed}")
+        return DeviceNotFound(f"{name!r} is not a device; there are {listed}")
+    near = difflib.get_close_matches(name.lower(), here, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return DeviceNotFound(f"{name!r} is not a device here; {hint}There are {listed}".replace("? There", "? There"))

@@ -1,0 +1,31 @@
+"""What can go wrong, by name.
+
+Every error a user can cause is a `GpuMagicError` whose message is one line that ends in what to do.
+The magics turn them into IPython's `UsageError` in one place (`magics.py`); the plain API raises them as they are.
+
+    GpuMagicError
+    |-- OptionError          an option, a size or a count that cannot be read
+    |-- DeviceNotFound       a device that cannot be read or is not here
+    `-- SimgpuUnavailable    the simulated accelerator cannot be built or changed
+
+`gpumagic.OutOfMemory` is not among them: it must be a subclass of torch's own, so it lives beside the
+code that recognises out-of-memory, `gpumagic.probes.oom`.
+"""
+
+from __future__ import annotations
+
+
+class GpuMagicError(Exception):
+    """Base of the errors that a user of gpumagic can cause and mend."""
+
+
+class OptionError(GpuMagicError, ValueError):
+    """An option or its value cannot be read; the message says what would be."""
+
+
+class DeviceNotFound(GpuMagicError, ValueError):
+    """The device named is not one of this machine's; the message lists those that are."""
+
+
+class SimgpuUnavailable(GpuMagicError, RuntimeError):
+    """The simulated accelerator cannot be built here, or not be changed any more."""

@@ -1,0 +1,176 @@
+"""What each magic accepts, declared once: for parsing, for `--help`, for `%magic?` and for completion.
+
+A line that cannot be read is an `OptionError` of one line that ends in what would be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NoReturn
+
+from gpumagic.errors import OptionError
+
+_UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a size such as ``"512"``, ``"100MB"``, ``"1.5GiB"`` or ``"2g"`` means.
+
+    Units are binary whichever way they are written: 1 GB here is 1 GiB, as in torch's own messages.
+
+    Raises:
+        OptionError: the text is not a size; the message names what would be.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise OptionError(f"{text!r} is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def whole_number(text: str) -> int:
+    """Return a count of at least 1, or raise `OptionError`."""
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise OptionError(f"{text!r} is not a whole number of at least 1, such as 3")
+    return int(text)
+
+
+def variable_name(text: str) -> str:
+    """Return a Python name to store a report under, or raise `OptionError`."""
+    if not text.isidentifier():
+        raise OptionError(f"{text!r} cannot be a variable; write a Python name, such as -o report")
+    return text
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises `OptionError` with a suggestion instead of printing and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message}; see {self.prog} --help")
+
+    def parse_line(self, line: str) -> argparse.Namespace:
+        """Return the options of a magic's line; a trailing `;` and a comment are not part of it.
+
+        Raises:
+            OptionError: an unknown option (the nearest known one is suggested), a bad value, an open quote.
+        """
+        line = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip().removesuffix(";")
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise OptionError(f"{self.prog}: {error} in {line!r}; close it or leave it out") from None
+        try:
+            options, unknown = self.parse_known_args(words)
+        except argparse.ArgumentError as error:  # only where a subclass of ours is told not to exit
+            self.error(str(error))
+        if unknown:
+            raise OptionError(self._unknown(unknown[0]))
+        return options
+
+    def option_strings(self) -> list[str]:
+        """Return every option as it is typed, in the order of the help."""
+        return [string for action in self._actions for string in action.option_strings]
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> object:
+        try:
+            return super()._get_value(action, arg_string)
+        except OptionError as error:  # a ValueError, which argparse would replace with a vaguer text
+            raise argparse.ArgumentError(action, str(error)) from None
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"{self.prog}: {word!r} is one argument too many; see {self.prog} --help"
+        near = difflib.get_close_matches(word, self.option_strings(), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(self.option_strings())}"
+        return f"{self.prog} has no option {word}; {hint}"
+
+
+def _parser(prog: str, description: str) -> Parser:
+    parser = Parser(
+        prog=prog, description=description, add_help=False, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("-h", "--help", action="store_true", help="show this help; a cell does not run")
+    return parser
+
+
+def _add_report_options(parser: Parser) -> None:
+    parser.add_argument("-o", "--out", metavar="NAME", type=variable_name, help="also store the report in a variable")
+
+
+def _gpuinfo() -> Parser:
+    parser = _parser("%gpuinfo", "Show the GPUs, who uses them, and this kernel's part; or why there is none.")
+    parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these: cuda:1, 1, all are shown without")
+    parser.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
+    parser.add_argument("-a", "--all", action="store_true", help="every field: clocks, fan, bus, UUID...")
+    parser.add_argument("--best", action="store_true", help="only return the device with most free memory")
+    parser.add_argument("--json", action="store_true", help="return JSON text instead of the table")
+    return parser
+
+
+def _devices() -> Parser:
+    parser = _parser("%devices", "List the live tensors, one row a storage: where, how big, whose, and why.")
+    parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these devices")
+    parser.add_argument("-n", metavar="N", type=whole_number, default=20, help="show N rows (20)")
+    parser.add_argument(
+        "--min", metavar="SIZE", type=parse_size, default=0, help="only storages of at least SIZE, such as 1MiB"
+    )
+    parser.add_argument("--sort", choices=("size", "name", "device", "dtype", "kind"), default="size", help="order")
+    parser.add_argument("--by", choices=("device", "dtype", "kind", "holder"), help="totals by this key instead")
+    return parser
+
+
+def _ondevice() -> Parser:
+    parser = _parser(
+        "%%ondevice",
+        "Run the cell with new tensors landing on DEVICE, then report what was created where and what moved.\n"
+        "%ondevice DEVICE inside a cell does the same for the rest of that cell.",
+    )
+    parser.add_argument("device", nargs="?", metavar="DEVICE", help="cuda:1, 1, auto (most free memory), cpu, meta")
+    parser.add_argument("--fallback", metavar="DEVICE", help="use this device where DEVICE is not there")
+    parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
+    _add_report_options(parser)
+    return parser
+
+
+def _oomguard() -> Parser:
+    parser = _parser(
+        "%%oomguard",
+        "Run the cell; if it runs out of memory, free all that the failure pins, say what ran out and what would\n"
+        "help, and let the cell fail, so that Run All stops.\n"
+        "%oomguard inside a cell guards the rest of that cell.",
+    )
+    parser.add_argument("--retry", metavar="N", type=whole_number, default=0, help="run again up to N times once freed")
+    parser.add_argument("--keep", action="store_true", help="keep the failed frames for %%debug; say what they hold")
+    parser.add_argument("--keep-going", action="store_true", help="let Run All go on after the report")
+    _add_report_options(parser)
+    return parser
+
+
+_DECLARATIONS: dict[str, Callable[[], Parser]] = {
+    "gpuinfo": _gpuinfo,
+    "devices": _devices,
+    "ondevice": _ondevice,
+    "oomguard": _oomguard,
+}
+
+MAGICS: Sequence[str] = tuple(_DECLARATIONS)
+
+
+@cache
+def parser(magic: str) -> Parser:
+    """Return the parser of one of `MAGICS`."""
+    return _DECLARATIONS[magic]()
+
+
+def option_strings(magic: str) -> list[str]:
+    """Return the options of a magic as they are typed, for completion."""
+    return parser(magic).option_strings()
+
+
+# `%%oomguard` options that need the cell's text, because they run it more than once.
+RERUNNING = {"oomguard": ("--retry",), "ondevice": ()}

@@ -1,0 +1,127 @@
+"""The torch allocator's own figures, for any backend, without bringing a backend to life.
+
+"Allocated" are bytes in live tensors, "reserved" what the allocator took from the driver for them and for
+reuse, "peak" the highest "allocated" since the process began or the user last reset it. Asking a backend that
+nobody has used yet would create a context of some hundred MiB (pytorch#86493), so figures are only read of
+backends that are initialised.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+BACKENDS = ("cuda", "xpu", "mps")
+"""In-tree accelerators, in torch's order; an out-of-tree one (PrivateUse1) comes before them, as in torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorFigures:
+    """One device's allocator at one moment, in bytes."""
+
+    allocated: int
+    reserved: int
+    peak: int
+    """Highest ``allocated`` since the counter was last reset by the user; gpumagic never resets it."""
+
+
+def accelerators() -> list[str]:
+    """Return the devices torch can use here, such as ``["cuda:0", "cuda:1"]``. Imports torch, initialises nothing."""
+    found = []
+    for backend in _backends():
+        module = device_module(backend)
+        if module is not None and module.is_available():
+            found += [f"{backend}:{index}" for index in range(module.device_count())]
+    return found
+
+
+def current(backend: str) -> str:
+    """Return the backend's current device, such as ``"cuda:0"``, without initialising it."""
+    module = device_module(backend)
+    if module is None or not is_initialised(backend) or not hasattr(module, "current_device"):
+        return f"{backend}:0"
+    return f"{backend}:{module.current_device()}"
+
+
+def figures(device: str) -> AllocatorFigures | None:
+    """Return a device's allocator figures, or None where it has no counting allocator or is not in use yet."""
+    if "torch" not in sys.modules:
+        return None
+    backend, _, index = device.partition(":")
+    module = device_module(backend)
+    if module is None or not is_initialised(backend):
+        return None
+    if backend == "mps":
+        return _mps_figures(module)
+    if not hasattr(module, "memory_allocated"):
+        return None
+    number = int(index or 0)
+    return AllocatorFigures(
+        allocated=module.memory_allocated(number),
+        reserved=module.memory_reserved(number),
+        peak=module.max_memory_allocated(number),
+    )
+
+
+def all_figures() -> dict[str, AllocatorFigures]:
+    """Return the figures of every device that is in use; empty before anything is."""
+    if "torch" not in sys.modules:
+        return {}
+    backends = [backend for backend in _backends() if is_initialised(backend)]
+    devices = [device for device in accelerators() if device.partition(":")[0] in backends] if backends else []
+    found = {device: figures(device) for device in devices}
+    return {device: figure for device, figure in found.items() if figure is not None}
+
+
+def capacity(device: str) -> tuple[int, int] | None:
+    """Return (free, total) bytes of a device in use by its driver's account, or None where it cannot be asked."""
+    backend, _, index = device.partition(":")
+    module = device_module(backend)
+    if module is None or not is_initialised(backend) or not hasattr(module, "mem_get_info"):
+        return None
+    free, total = module.mem_get_info(int(index or 0))
+    return int(free), int(total)
+
+
+def empty_caches() -> None:
+    """Give the cached blocks of every backend in use back to its driver."""
+    for backend in _backends():
+        module = device_module(backend)
+        if module is not None and is_initialised(backend) and hasattr(module, "empty_cache"):
+            module.empty_cache()
+
+
+def is_initialised(backend: str) -> bool:
+    """Return whether the backend has been used in this process; asking does not change it."""
+    module = device_module(backend)
+    if module is None:
+        return False
+    if hasattr(module, "is_initialized"):
+        return bool(module.is_initialized())
+    return bool(module.is_available())  # MPS has no context to create
+
+
+def device_module(backend: str) -> ModuleType | None:
+    """Return ``torch.cuda`` for ``"cuda"`` and so on, or None where torch has no such accelerator."""
+    import torch
+
+    if backend not in _backends():
+        return None
+    module = getattr(torch, backend, None)
+    return module if isinstance(module, ModuleType) else None
+
+
+def _backends() -> tuple[str, ...]:
+    import torch
+
+    out_of_tree = torch._C._get_privateuse1_backend_name()
+    if isinstance(getattr(torch, out_of_tree, None), ModuleType):
+        return (out_of_tree, *BACKENDS)
+    return BACKENDS
+
+
+def _mps_figures(module: ModuleType) -> AllocatorFigures:
+    # MPS counts no peak; its current figure is the only lower bound there is.
+    allocated = module.current_allocated_memory()
+    return AllocatorFigures(allocated, module.driver_allocated_memory(), allocated)

@@ -1,0 +1,94 @@
+"""The neutral model between a report and its two forms: a document is a list of blocks.
+
+A view (`render/gpu.py`, `render/tensors.py`, ...) turns one kind of report into a `Document`; `render/text.py`
+and `render/html.py` turn any document into text. Views decide what is said and in which order, renderers how
+it looks. Text in here is plain: escaping is the renderers' work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a bar: a share of the whole from 0 to 1, and what it stands for."""
+
+    share: float
+    role: Literal["main", "second", "other"] = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of a table: its text, and optionally a bar of parts before it and a muted look."""
+
+    text: str
+    bar: tuple[Segment, ...] = ()
+    muted: bool = False
+    title: str = ""
+    """Said on hovering in HTML (why a figure is absent, the full name); never the only place of a fact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table."""
+
+    title: str
+    align: Literal["left", "right"] = "left"
+    priority: int = 0
+    """When the width does not suffice, columns of the highest number go first; 0 stays always."""
+    shrinks: bool = False
+    """Whether its text may be cut to fit the width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells under titled columns; a plain string stands for a cell without a bar."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell | str]]
+    caption: str = ""
+    """Names the table for screen readers; not shown in text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """The first line of a report: what it is, and its one most telling figure."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Paragraph:
+    """A sentence or two, wrapped to the width; muted for legends and notes."""
+
+    text: str
+    muted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Numbered lines of code with a note beside those that have one."""
+
+    lines: Sequence[tuple[int, str, str]]
+    """``(line number, code, note)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Blocks behind a summary: `<details>` in HTML; in text only the summary is shown."""
+
+    summary: str
+    blocks: Sequence[Block]
+
+
+Block = Heading | Paragraph | Table | Listing | Fold
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A report ready to be rendered."""
+
+    blocks: Sequence[Block] = field(default_factory=tuple)

@@ -1,0 +1,86 @@
+"""Documents as HTML that survives every front end.
+
+Semantic tags and inline styles with literal values only: JupyterLab drops `<style>`, scripts and `var()` from
+untrusted notebooks and GitHub drops the styles too, so each bar has its number beside it and nothing is said
+by colour alone. No text or background colour is set: the theme's own hold in the dark and in the light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Table
+from gpumagic.render.units import printable
+
+COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(230,140,30,.65)"}
+TRACK = "rgba(128,128,128,.25)"
+MUTED = "opacity:.65"
+
+
+def render(document: Document) -> str:
+    """Return the document as one `<div>`."""
+    body = "".join(_block(block) for block in document.blocks)
+    return f'<div style="max-width:100%;overflow-x:auto">{body}</div>'
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, Heading):
+        return f'<p style="margin:.3em 0"><strong>{_text(block.text)}</strong></p>'
+    if isinstance(block, Paragraph):
+        style = f"margin:.3em 0;{MUTED}" if block.muted else "margin:.3em 0"
+        return f'<p style="{style}">{_text(block.text)}</p>'
+    if isinstance(block, Table):
+        return _table(block)
+    if isinstance(block, Listing):
+        return _listing(block)
+    if isinstance(block, Fold):
+        inner = "".join(_block(each) for each in block.blocks)
+        return f"<details><summary>{_text(block.summary)}</summary>{inner}</details>"
+    raise TypeError(f"not a block: {block!r}")
+
+
+def _table(table: Table) -> str:
+    caption = f'<caption style="text-align:left;{MUTED}">{_text(table.caption)}</caption>' if table.caption else ""
+    head = "".join(f'<th scope="col" style="text-align:{c.align}">{_text(c.title)}</th>' for c in table.columns)
+    body = "".join(_row(row, table.columns) for row in table.rows)
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _row(row: Sequence[Cell | str], columns: Sequence[Column]) -> str:
+    return "<tr>" + "".join(_cell(cell, column) for cell, column in zip(row, columns, strict=True)) + "</tr>"
+
+
+def _cell(cell: Cell | str, column: Column) -> str:
+    cell = Cell(cell) if isinstance(cell, str) else cell
+    style = f"text-align:{column.align};white-space:nowrap"
+    if cell.muted:
+        style += f";{MUTED}"
+    title = f' title="{_text(cell.title)}"' if cell.title else ""
+    return f'<td style="{style}"{title}>{_bar(cell)}{_text(cell.text)}</td>'
+
+
+def _bar(cell: Cell) -> str:
+    if not cell.bar:
+        return ""
+    parts = "".join(
+        f'<span style="display:inline-block;height:.8em;width:{100 * max(0.0, min(1.0, s.share)):.1f}%;'
+        f'background:{COLOURS[s.role]}"></span>'
+        for s in cell.bar
+    )
+    track = f"display:inline-block;width:9em;height:.8em;line-height:.8em;font-size:1em;background:{TRACK}"
+    return f'<span aria-hidden="true" style="{track};margin-right:.6em;white-space:nowrap;overflow:hidden">{parts}</span>'
+
+
+def _listing(listing: Listing) -> str:
+    rows = "".join(
+        f'<tr><td style="text-align:right;{MUTED}">{number}</td>'
+        f'<td style="text-align:left;white-space:pre"><code>{_text(code)}</code></td>'
+        f'<td style="text-align:left">{_text(note)}</td></tr>'
+        for number, code, note in listing.lines
+    )
+    return f"<table><tbody>{rows}</tbody></table>"
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))

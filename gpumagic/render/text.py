@@ -1,0 +1,167 @@
+"""Documents as plain text: aligned, cut to the width, with an ASCII form for terminals without unicode."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+import unicodedata
+from collections.abc import Sequence
+
+from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Table
+from gpumagic.render.units import printable
+
+NOTEBOOK_WIDTH = 100
+BAR_WIDTH = 12
+GAP = "  "
+
+
+def render(document: Document, width: int | None = None, unicode: bool | None = None) -> str:
+    """Return the document as lines of at most ``width`` characters (default: the terminal's, 100 in notebooks)."""
+    width = terminal_width() if width is None else width
+    unicode = terminal_has_unicode() if unicode is None else unicode
+    parts = [_block(block, width, unicode) for block in document.blocks]
+    text = "\n".join(part for part in parts if part)
+    return text if unicode else to_ascii(text)
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal, or 100 where the output goes elsewhere.
+
+    A kernel inherits the terminal of the server that started it; its own stdout says whether that matters.
+    """
+    if os.environ.get("COLUMNS", "").isdigit() or sys.stdout is None or sys.stdout.isatty():
+        return max(40, shutil.get_terminal_size((NOTEBOOK_WIDTH, 24)).columns)
+    return NOTEBOOK_WIDTH
+
+
+def terminal_has_unicode() -> bool:
+    """Return whether stdout can encode the characters of bars and dashes."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        "█░…×→".encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def to_ascii(text: str) -> str:
+    """Return the text with its drawing characters replaced and anything else outside ASCII escaped."""
+    table = {"█": "#", "▓": "=", "▒": "-", "░": ".", "…": "~", "×": "x", "→": ">", "─": "-", "·": "-", "▸": ">"}
+    plain = "".join(table.get(ch, ch) for ch in text)
+    return plain.encode("ascii", "backslashreplace").decode()
+
+
+def _block(block: Block, width: int, unicode: bool) -> str:
+    if isinstance(block, Heading):
+        return _wrap(block.text, width)
+    if isinstance(block, Paragraph):
+        return _wrap(block.text, width)
+    if isinstance(block, Table):
+        return _table(block, width)
+    if isinstance(block, Listing):
+        return _listing(block, width)
+    if isinstance(block, Fold):
+        return _wrap(block.summary, width)
+    raise TypeError(f"not a block: {block!r}")
+
+
+def _wrap(text: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(printable(text), width, break_on_hyphens=False, subsequent_indent="  "))
+
+
+def _listing(listing: Listing, width: int) -> str:
+    digits = max((len(str(number)) for number, _, _ in listing.lines), default=1)
+    lines = []
+    for number, code, note in listing.lines:
+        line = f"{number:>{digits}} | {printable(code)}"
+        lines.append(_cut(f"{line}   # {printable(note)}" if note else line, width))
+    return "\n".join(lines)
+
+
+def _table(table: Table, width: int) -> str:
+    columns = list(table.columns)
+    grid = [[_cell_text(cell) for cell in row] for row in table.rows]
+    keep = _columns_that_fit(columns, grid, width)
+    columns = [columns[i] for i in keep]
+    grid = [[row[i] for i in keep] for row in grid]
+    widths = _widths(columns, grid, width)
+    lines = [_row([column.title for column in columns], columns, widths)]
+    lines.append(GAP.join("─" * w for w in widths))
+    lines += [_row(row, columns, widths) for row in grid]
+    return "\n".join(lines)
+
+
+def _cell_text(cell: Cell | str) -> str:
+    if isinstance(cell, str):
+        return printable(cell)
+    text = printable(cell.text)
+    return f"{_bar(cell)} {text}" if cell.bar else text
+
+
+def _bar(cell: Cell) -> str:
+    glyphs = {"main": "█", "second": "▓", "other": "▒"}
+    bar, end = "", 0.0
+    for segment in cell.bar:
+        end += max(0.0, segment.share)
+        filled = min(BAR_WIDTH, round(end * BAR_WIDTH))
+        if segment.share > 0 and filled == len(bar) < BAR_WIDTH and not bar:
+            filled = 1  # something is never drawn as nothing
+        bar += glyphs[segment.role] * (filled - len(bar))
+    return bar + "░" * (BAR_WIDTH - len(bar))
+
+
+def _columns_that_fit(columns: Sequence[Column], grid: list[list[str]], width: int) -> list[int]:
+    keep = list(range(len(columns)))
+    while len(keep) > 1 and _total(_least_widths(columns, grid, keep)) > width:
+        droppable = [i for i in keep if columns[i].priority > 0]
+        if not droppable:
+            break
+        keep.remove(max(droppable, key=lambda i: (columns[i].priority, i)))
+    return keep
+
+
+def _least_widths(columns: Sequence[Column], grid: list[list[str]], keep: list[int]) -> list[int]:
+    natural = [max([_width(columns[i].title), *(_width(row[i]) for row in grid)]) for i in keep]
+    return [min(w, 16) if columns[i].shrinks else w for i, w in zip(keep, natural, strict=True)]
+
+
+def _widths(columns: Sequence[Column], grid: list[list[str]], width: int) -> list[int]:
+    widths = [max([_width(c.title), *(_width(row[i]) for row in grid)]) for i, c in enumerate(columns)]
+    while _total(widths) > width:
+        shrinkable = [i for i, c in enumerate(columns) if c.shrinks and widths[i] > 8]
+        if not shrinkable:
+            break
+        widths[max(shrinkable, key=lambda i: widths[i])] -= 1
+    return widths
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _row(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
+    padded = [_pad(_cut(text, w), w, c.align) for text, c, w in zip(cells, columns, widths, strict=True)]
+    return GAP.join(padded).rstrip()
+
+
+def _pad(text: str, width: int, align: str) -> str:
+    space = " " * (width - _width(text))
+    return space + text if align == "right" else text + space
+
+
+def _cut(text: str, width: int) -> str:
+    if _width(text) <= width:
+        return text
+    while _width(text) > width - 1:
+        text = text[: min(len(text) - 1, width - 1)]
+    return text + "…"
+
+
+def _width(text: str) -> int:
+    """Return how many terminal columns the text takes: East Asian wide characters take two, accents none."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(ch) in "WF" for ch in text)
+    return len(text) + wide - sum(unicodedata.combining(ch) != 0 for ch in text)
