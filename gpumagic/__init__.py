@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic import simgpu
-    from gpumagic.api import devices, gpuinfo, oomguard, ondevice
+    from gpumagic.api import devices, gpuinfo, ondevice, oomguard
     from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, SimgpuUnavailable
     from gpumagic.probes.oom import OutOfMemory
     from gpumagic.reports import GPUReport, OomReport, TensorReport, TransferReport

@@ -255,6 +255,19 @@ class TensorReport(Report[TensorRow]):
         return self.tensors
 
 
+# -- names, in more than one report ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A name of the notebook, and the bytes it keeps on one device."""
+
+    name: str
+    device: str
+    nbytes: int
+    kind: str = "plain"
+
+
 # -- %%ondevice -------------------------------------------------------------------------------------------
 
 
@@ -294,8 +307,8 @@ class TransferReport(Report[TransferRow]):
     peak: Mapping[str, int] = field(default_factory=dict)
     """``{device: bytes}`` allocated at most during the cell, where the allocator's counter tells it exactly."""
     elapsed: float = 0.0
-    elsewhere: tuple[str, ...] = ()
-    """Variables the cell used that live on another device, as ``"x (cpu, 2.0 GiB)"`` would name them."""
+    elsewhere: tuple[Holder, ...] = ()
+    """Variables the cell names that live on another device at its end."""
     advice: tuple[str, ...] = ()
     error: str | None = None
     """The type of the exception that ended the cell, if one did."""
@@ -321,16 +334,6 @@ class Advice:
     edit: str | None = None
     """The code to type."""
     evidence: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A name of the notebook and the bytes that unbinding it would release."""
-
-    name: str
-    device: str
-    nbytes: int
-    kind: str = "plain"
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,1 @@
+"""The only code that touches drivers, torch and the garbage collector. Probes return records; they never format."""

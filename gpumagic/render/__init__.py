@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.render import html, text
@@ -24,17 +25,13 @@ def to_html(report: Report[Any]) -> str:
 
 def to_document(report: Report[Any]) -> Document:
     """Return the neutral document of a report, from the view that knows its kind."""
-    return _view(report)(report)
+    view: Callable[[Report[Any]], Document] = import_module(_VIEWS[type(report).__name__]).view
+    return view(report)
 
 
-def _view(report: Report[Any]) -> Callable[[Any], Document]:
-    from gpumagic import reports
-    from gpumagic.render import gpu, oom, tensors, transfers
-
-    views: dict[type, Callable[[Any], Document]] = {
-        reports.GPUReport: gpu.view,
-        reports.TensorReport: tensors.view,
-        reports.TransferReport: transfers.view,
-        reports.OomReport: oom.view,
-    }
-    return views[type(report)]
+_VIEWS = {
+    "GPUReport": "gpumagic.render.gpu",
+    "TensorReport": "gpumagic.render.tensors",
+    "TransferReport": "gpumagic.render.transfers",
+    "OomReport": "gpumagic.render.oom",
+}

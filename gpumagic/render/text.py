@@ -21,7 +21,7 @@ def render(document: Document, width: int | None = None, unicode: bool | None = 
     """Return the document as lines of at most ``width`` characters (default: the terminal's, 100 in notebooks)."""
     width = terminal_width() if width is None else width
     unicode = terminal_has_unicode() if unicode is None else unicode
-    parts = [_block(block, width, unicode) for block in document.blocks]
+    parts = [_block(block, width) for block in document.blocks]
     text = "\n".join(part for part in parts if part)
     return text if unicode else to_ascii(text)
 
@@ -53,7 +53,7 @@ def to_ascii(text: str) -> str:
     return plain.encode("ascii", "backslashreplace").decode()
 
 
-def _block(block: Block, width: int, unicode: bool) -> str:
+def _block(block: Block, width: int) -> str:
     if isinstance(block, Heading):
         return _wrap(block.text, width)
     if isinstance(block, Paragraph):

@@ -49,9 +49,9 @@ def shape(dims: tuple[int, ...]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text from outside with everything that could steer a terminal or reorder a line made visible.
+    r"""Return text from outside with everything that could steer a terminal or reorder a line made visible.
 
-    Control characters, bidirectional overrides, lone surrogates and line breaks become escapes such as ``\\x1b``.
+    Control characters, bidirectional overrides, lone surrogates and line breaks become escapes such as ``\x1b``.
     """
     return "".join(ch if _is_plain(ch) else ch.encode("unicode_escape").decode() for ch in text)
 

@@ -1,0 +1,90 @@
+"""The plain Python API: the magics without IPython, for scripts, functions and notebooks that have no magics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from gpumagic import device_names
+from gpumagic.reports import GPUReport, TensorReport
+
+if TYPE_CHECKING:
+    from gpumagic.device_run import DeviceRun
+    from gpumagic.oom_guard import OomGuard
+
+
+def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) -> GPUReport:
+    """Return the state of the GPUs joined with this process's use of them; never initialises CUDA.
+
+    Args:
+        devices: only these, such as ``"cuda:1"``; all without.
+        processes: also show the processes on each GPU.
+        everything: also show clocks, fan, bus id and so on.
+
+    Raises:
+        DeviceNotFound: a device that is not here.
+    """
+    from gpumagic.probes import gpus
+
+    names = [device_names.resolve(device) for device in devices]
+    return gpus.probe(names, processes=processes, everything=everything)
+
+
+def devices(
+    *devices: str,
+    minimum: int = 0,
+    sort: str = "size",
+    by: str | None = None,
+    limit: int | None = 20,
+    namespace: Mapping[str, object] | None = None,
+) -> TensorReport:
+    """Return the live tensors of this process, one row a storage.
+
+    Args:
+        devices: only these, such as ``"cuda:1"``; all without.
+        minimum: only storages of at least this many bytes.
+        sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
+        by: show totals by ``"device"``, ``"dtype"``, ``"kind"`` or ``"holder"`` instead of rows.
+        limit: how many rows to show; the report has all.
+        namespace: where names are looked up; the caller's globals by default.
+
+    Raises:
+        DeviceNotFound: a device that is not here.
+    """
+    import sys
+
+    from gpumagic.probes import tensors
+
+    names = [device_names.resolve(device) for device in devices]
+    if namespace is None:
+        namespace = sys._getframe(1).f_globals
+    return tensors.probe(namespace, devices=names, minimum=minimum, sort=sort, group_by=by, limit=limit)
+
+
+def ondevice(device: str, *, fallback: str | None = None) -> DeviceRun:
+    """Return a context manager in which new tensors land on ``device``; its ``report`` tells what moved.
+
+    Args:
+        device: ``"cuda:1"``, ``"1"``, ``"auto"`` (most free memory), ``"cpu"``, ``"meta"``...
+        fallback: the device to use where ``device`` is not on this machine.
+
+    Raises:
+        DeviceNotFound: the device is not here, and no fallback is given.
+    """
+    from gpumagic import device_run
+
+    return device_run.for_caller(device_names.resolve(device, fallback))
+
+
+def oomguard(*, keep: bool = False, keep_going: bool = False) -> OomGuard:
+    """Return a context manager that turns out-of-memory into a report and gives the memory back.
+
+    Args:
+        keep: keep the failed frames for a debugger, and say what they hold.
+        keep_going: swallow the failure after the report instead of raising `OutOfMemory`.
+    """
+    import sys
+
+    from gpumagic.oom_guard import OomGuard
+
+    return OomGuard(keep=keep, keep_going=keep_going, namespace=sys._getframe(1).f_globals)

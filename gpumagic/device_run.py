@@ -1,0 +1,114 @@
+"""`ondevice`: a block that runs with a default device, and tells afterwards what moved."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gpumagic.probes import allocator, residents, transfers
+from gpumagic.probes.call_sites import CallSites
+from gpumagic.reports import TransferReport
+
+if TYPE_CHECKING:
+    from gpumagic.probes.recording import RecordingContext
+
+
+
+class DeviceRun(contextlib.ContextDecorator):
+    """Run a block with new tensors landing on a device; `report` says what it created and moved.
+
+    Args:
+        device: a full torch name, such as ``"cuda:1"``.
+        namespace: the globals in which the block runs; the caller's, where it is a `with` block.
+        filename: the file whose lines are reported; None for a notebook's cell.
+        show: whether the report is shown when a cell ends.
+        store: called with the finished report.
+
+    Attributes:
+        report: the `TransferReport`, once the block has ended; None before.
+    """
+
+    name = "ondevice"
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        namespace: Mapping[str, object],
+        filename: str | None = None,
+        show: bool = True,
+        store: Callable[[TransferReport], None] | None = None,
+    ) -> None:
+        self.device = device
+        self.report: TransferReport | None = None
+        self._namespace = namespace
+        self._filename = filename
+        self._show = show
+        self._store = store
+
+    def open(self) -> None:
+        """Make the device the default and the current one, and start counting."""
+        from gpumagic.probes.recording import RecordingContext
+
+        self._sites = CallSites(self._namespace, self._filename)
+        self._sites.find()  # learns the cell's file while its first line is on the stack
+        self._log = transfers.TransferLog(self._sites)
+        self._context: RecordingContext = RecordingContext(self.device, self._log)
+        self._previous = _make_current(self.device)
+        self._context.__enter__()
+        self._watch = transfers.Watch()
+
+    def close(self, error: BaseException | None) -> None:
+        """Put the default and the current device back as they were, and take the closing figures."""
+        try:
+            self._watch.stop()
+        finally:
+            self._context.__exit__(None, None, None)
+            if self._previous is not None:
+                _make_current(self._previous)
+        self.report = transfers.report(self.device, self._log, self._watch, self._elsewhere(), error)
+        if self._store is not None:
+            self._store(self.report)
+
+    def finish(self, result: object) -> TransferReport | None:
+        """Return the report if it is to be shown."""
+        return self.report if self._show else None
+
+    def __enter__(self) -> DeviceRun:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
+        self.open()
+        return self
+
+    def __exit__(self, exc_type: object, error: BaseException | None, traceback: object) -> None:
+        self.close(error)
+
+    def _recreate_cm(self) -> DeviceRun:
+        # contextlib calls this for each call of a decorated function: every call is a run of its own.
+        return DeviceRun(
+            self.device, namespace=self._namespace, filename=self._filename, show=self._show, store=self._store
+        )
+
+    def _elsewhere(self) -> list[Any]:
+        if self._filename is not None or self._sites.filename is None:
+            return []  # a block in a file: its source is not just the block
+        source = "".join(linecache.getlines(self._sites.filename))
+        return residents.elsewhere(residents.names_in(source), self._namespace, self.device)
+
+
+def for_caller(device: str, depth: int = 2) -> DeviceRun:
+    """Return a run for a `with` block of the function ``depth`` frames up."""
+    caller = sys._getframe(depth)
+    return DeviceRun(device, namespace=caller.f_globals, filename=caller.f_code.co_filename)
+
+
+def _make_current(device: str) -> str | None:
+    """Make an accelerator its backend's current device, so that `.cuda()` means it; return the one before."""
+    backend, _, index = device.partition(":")
+    module = allocator.device_module(backend)
+    if module is None or not hasattr(module, "set_device"):
+        return None
+    previous = f"{backend}:{module.current_device()}"
+    module.set_device(int(index))
+    return previous

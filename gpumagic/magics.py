@@ -1,0 +1,115 @@
+"""The magics: four thin methods. Line -> options -> probe -> report; showing is the report's own work."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
+
+from gpumagic import api, device_names
+from gpumagic._compat import output_can_be_silenced
+from gpumagic.errors import GpuMagicError, OptionError
+from gpumagic.options import parser
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from gpumagic.cells import CellSessions
+
+
+def _magic(method: Callable[..., object]) -> Callable[..., object]:
+    """Make a method that takes options into a magic: parse the line, answer --help, say errors in one line.
+
+    This is the only place where our errors become IPython's `UsageError`.
+    """
+    declared = parser(method.__name__)
+
+    @functools.wraps(method)
+    def magic(self: GpuMagics, line: str, *cell: str | None) -> object:
+        try:
+            options = declared.parse_line(line)
+            if options.help:
+                print(declared.format_help())  # noqa: T201  # help is what was asked for
+                return None
+            result = method(self, options, *cell)
+        except GpuMagicError as error:
+            raise UsageError(str(error)) from None
+        return None if line.rstrip().endswith(";") else result
+
+    magic.__doc__ = declared.format_help()
+    silenced: Callable[..., object] = output_can_be_silenced(magic)
+    return silenced
+
+
+@magics_class
+class GpuMagics(Magics):
+    """`%gpuinfo`, `%devices`, `%%ondevice` and `%%oomguard`."""
+
+    def __init__(self, shell: InteractiveShell, sessions: CellSessions) -> None:
+        super().__init__(shell)
+        self._sessions = sessions
+
+    @line_magic
+    @_magic
+    def gpuinfo(self, options: Namespace) -> object:
+        """Return the state of the GPUs."""
+        report = api.gpuinfo(*options.devices, processes=options.processes, everything=options.all)
+        if options.best:
+            return report.best
+        return _json(report) if options.json else report
+
+    @line_magic
+    @_magic
+    def devices(self, options: Namespace) -> object:
+        """Return the live tensors."""
+        from gpumagic.probes import tensors
+
+        return tensors.probe(
+            self.shell.user_ns,
+            devices=[device_names.resolve(name) for name in options.devices],
+            minimum=options.min, sort=options.sort, group_by=options.by, limit=options.n, shell=self.shell,
+        )  # fmt: skip
+
+    @line_cell_magic
+    @_magic
+    def ondevice(self, options: Namespace, cell: str | None = None) -> object:
+        """Run the cell, or the rest of it, on a device."""
+        from gpumagic.device_run import DeviceRun
+
+        if options.device is None:
+            raise OptionError(f"%%ondevice needs a device; there are {', '.join(device_names.available())}")
+        device = device_names.resolve(options.device, options.fallback)
+        run = DeviceRun(
+            device, namespace=self.shell.user_ns, show=not options.quiet, store=self._store(options.out)
+        )  # fmt: skip
+        return self._run(run, cell)
+
+    @line_cell_magic
+    @_magic
+    def oomguard(self, options: Namespace, cell: str | None = None) -> object:
+        """Run the cell, or the rest of it, guarded."""
+        from gpumagic.oom_guard import OomGuard
+
+        guard = OomGuard(
+            self.shell, keep=options.keep, keep_going=options.keep_going,
+            namespace=self.shell.user_ns, store=self._store(options.out),
+        )  # fmt: skip
+        return self._run(guard, cell, retries=options.retry)
+
+    def _run(self, guard: Any, cell: str | None, **options: Any) -> object:
+        if cell is None:
+            return self._sessions.start(guard)
+        return self._sessions.run_body(guard, cell, **options)
+
+    def _store(self, name: str | None) -> Callable[[object], None] | None:
+        return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)
+
+
+def _json(report: Any) -> str:
+    import json
+
+    return json.dumps(report.to_dict(), indent=2)

@@ -1,0 +1,82 @@
+"""Which line of the cell is running, and by what name it calls the thing it moves."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+
+_MODULE_MOVES = frozenset({"to", "cuda", "cpu", "xpu", "to_empty"})
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """A place in the cell; all None where the cell's own code is not on the stack."""
+
+    line: int | None = None
+    code: str | None = None
+    name: str | None = None
+    module_call: str | None = None
+    """``"Module.to"`` and so on where a module's own move made the call."""
+
+
+class CallSites:
+    """Finds the cell's innermost running line, looking outward from an operator's call.
+
+    Args:
+        namespace: the globals in which the cell runs (the notebook's ``user_ns``, a script's ``globals()``).
+        filename: the file of the code being watched; None for a cell, whose file is that of the nearest
+            module-level frame over ``namespace``.
+    """
+
+    def __init__(self, namespace: Mapping[str, object], filename: str | None = None) -> None:
+        self._namespace = namespace
+        self.filename = filename
+
+    def find(self, subject: object = None) -> CallSite:
+        """Return where the cell stands now; ``subject`` is the object moved, whose name the line may say."""
+        frames, module_frame = self._frames()
+        filename = self.filename = self.filename or self._cell_file(frames)
+        frame = next((each for each in frames if each.f_code.co_filename == filename), None)
+        if frame is None:
+            return CallSite()
+        module_call = None
+        if module_frame is not None:
+            subject, module_call = module_frame.f_locals.get("self"), f"Module.{module_frame.f_code.co_name}"
+        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        return CallSite(frame.f_lineno, code or None, _name(frame, subject), module_call)
+
+    def _frames(self) -> tuple[list[FrameType], FrameType | None]:
+        """Return the frames over the namespace, innermost first, and a module's move made from the innermost."""
+        found: list[FrameType] = []
+        module_frame = None
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_globals is self._namespace:
+                found.append(frame)
+            elif not found and _is_module_move(frame):
+                module_frame = frame
+            frame = frame.f_back
+        return found, module_frame
+
+    @staticmethod
+    def _cell_file(frames: list[FrameType]) -> str | None:
+        return next((each.f_code.co_filename for each in frames if each.f_code.co_name == "<module>"), None)
+
+
+def _is_module_move(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name in _MODULE_MOVES and frame.f_globals.get("__name__") == "torch.nn.modules.module"
+
+
+def _name(frame: FrameType, subject: object) -> str | None:
+    """Return the variable of the frame's code that is bound to the subject.
+
+    Only globals are read: asking a function's frame for its locals would make a snapshot that keeps them
+    alive on Python before 3.13 (gh-113939).
+    """
+    if subject is None:
+        return None
+    return next((name for name in frame.f_code.co_names if frame.f_globals.get(name) is subject), None)

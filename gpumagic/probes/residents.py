@@ -1,0 +1,53 @@
+"""Where the variables that a piece of code names live: tensors and modules, by device."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+
+from gpumagic.reports import Holder
+
+
+def names_in(source: str) -> list[str]:
+    """Return the variables that the code reads, in order of appearance; none if it cannot be parsed."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a cell with magics in it: its transformed text is parsed, this one was not
+        return []
+    loads = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    return list(dict.fromkeys(loads))
+
+
+def elsewhere(names: Iterable[str], namespace: Mapping[str, object], device: str) -> list[Holder]:
+    """Return the named tensors and modules that have bytes on a device other than ``device``."""
+    found = []
+    for name in names:
+        for where, nbytes in _bytes_by_device(namespace.get(name)).items():
+            if where not in (device, "meta"):
+                found.append(Holder(name, where, nbytes))
+    return sorted(found, key=lambda holder: -holder.nbytes)
+
+
+def _bytes_by_device(value: object) -> dict[str, int]:
+    import torch
+
+    totals: dict[str, int] = {}
+    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
+    if issubclass(type(value), torch.Tensor):
+        tensors = [value]
+    elif issubclass(type(value), torch.nn.Module):
+        tensors = _module_tensors(value)
+    else:
+        return totals
+    with torch._C.DisableTorchFunction():
+        for tensor in tensors:
+            where = str(tensor.device)  # type: ignore[attr-defined]
+            totals[where] = totals.get(where, 0) + tensor.numel() * tensor.element_size()  # type: ignore[attr-defined]
+    return totals
+
+
+def _module_tensors(module: object) -> list[object]:
+    import torch
+
+    assert isinstance(module, torch.nn.Module)
+    return [*module.parameters(), *module.buffers()]

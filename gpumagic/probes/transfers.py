@@ -1,0 +1,138 @@
+"""What a cell creates where, and which of its lines move what: the log and its report.
+
+The log is filled by `recording.RecordingContext` while the cell runs; it keeps numbers and names, never a
+tensor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gpumagic.advice.moves import suggestions
+from gpumagic.probes import allocator
+from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.probes.call_sites import CallSites
+from gpumagic.reports import Holder, TransferReport, TransferRow
+
+SCOPE = (
+    "Counts what lines ask for in this thread; copies inside operators, indexing across devices and torch.load "
+    "are not seen."
+)
+
+
+def is_host(device: str) -> bool:
+    """Return whether a device's memory is the host's own."""
+    return device.partition(":")[0] == "cpu"
+
+
+def direction(source: str, target: str) -> str:
+    """Return ``"host-to-device"``, ``"device-to-host"`` or ``"device-to-device"``."""
+    if is_host(source):
+        return "host-to-device"
+    return "device-to-host" if is_host(target) else "device-to-device"
+
+
+@dataclass
+class _Sum:
+    count: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class TransferLog:
+    """The running sums of one cell."""
+
+    sites: CallSites
+    created: dict[str, _Sum] = field(default_factory=dict)
+    moves: dict[tuple[object, ...], _Sum] = field(default_factory=dict)
+    syncs: Counter[int] = field(default_factory=Counter)
+
+    def add_created(self, device: str, nbytes: int) -> None:
+        """Count one new tensor."""
+        total = self.created.setdefault(device, _Sum())
+        total.count += 1
+        total.nbytes += nbytes
+
+    def add_move(self, source: str, target: str, nbytes: int, seconds: float, cause: str, subject: object) -> None:
+        """Count one move at the line that is running now."""
+        site = self.sites.find(subject)
+        cause = site.module_call or cause
+        key = (direction(source, target), source, target, site.line, site.code, site.name, cause)
+        total = self.moves.setdefault(key, _Sum())
+        total.count += 1
+        total.nbytes += nbytes
+        total.seconds += seconds
+
+    def add_sync(self) -> None:
+        """Count one operation that made the host wait for the device, at the line that is running now."""
+        line = self.sites.find().line
+        if line is not None:
+            self.syncs[line] += 1
+
+    def rows(self) -> tuple[TransferRow, ...]:
+        """Return the moves, most bytes first."""
+        rows = [
+            TransferRow(way, source, target, total.count, total.nbytes, total.seconds, line, code, name, cause)  # type: ignore[arg-type]
+            for (way, source, target, line, code, name, cause), total in self.moves.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+
+class Watch:
+    """The clock and the allocators' figures from the start of a cell to its end."""
+
+    def __init__(self) -> None:
+        self._before = allocator.all_figures()
+        self._start = time.perf_counter()
+        self._elapsed: float | None = None
+        self._after: dict[str, AllocatorFigures] = {}
+
+    def stop(self) -> None:
+        """Take the closing figures."""
+        self._elapsed = time.perf_counter() - self._start
+        self._after = allocator.all_figures()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds from start to stop."""
+        return time.perf_counter() - self._start if self._elapsed is None else self._elapsed
+
+    def peak(self) -> dict[str, int]:
+        """Return the cell's peak by device, where it can be known without resetting the user's counter.
+
+        The counter is the highest since the process began, so it tells this cell's peak only if the cell
+        raised it.
+        """
+        earlier = {device: figures.peak for device, figures in self._before.items()}
+        return {device: now.peak for device, now in self._after.items() if now.peak > earlier.get(device, 0)}
+
+
+def report(
+    device: str, log: TransferLog, watch: Watch, elsewhere: Sequence[Holder], error: BaseException | None
+) -> TransferReport:
+    """Return the report of one finished cell.
+
+    Args:
+        device: the default device of the cell.
+        log: what was recorded.
+        watch: the stopped watch of the cell.
+        elsewhere: variables that the cell names and that live on another device.
+        error: what ended the cell, if anything did; only the name of its type is kept.
+    """
+    moves, syncs = log.rows(), dict(sorted(log.syncs.items()))
+    return TransferReport(
+        device=device,
+        moves=moves,
+        created={where: (total.count, total.nbytes) for where, total in sorted(log.created.items())},
+        syncs=syncs,
+        peak=watch.peak(),
+        elapsed=watch.elapsed,
+        elsewhere=tuple(elsewhere),
+        advice=suggestions(moves, syncs, elsewhere),
+        error=type(error).__name__ if error is not None else None,
+        notes=(SCOPE,),
+    )
