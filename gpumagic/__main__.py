@@ -1,0 +1,61 @@
+"""`python -m gpumagic demo` and `python -m gpumagic gpuinfo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpumagic.errors import GpuMagicError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the process's exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except GpuMagicError as error:
+        print(f"gpumagic: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("gpumagic: interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m gpumagic", description="See and steer your GPUs.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="run the tour on this machine's GPU, or on a simulated one")
+    demo.add_argument(
+        "--output", type=Path, default=Path("gpumagic-demo"), metavar="DIR", help="where the executed tour goes"
+    )
+    demo.set_defaults(run=_demo)
+    info = commands.add_parser("gpuinfo", help="show the GPUs, or why there is none")
+    info.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1")
+    info.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
+    info.add_argument("-a", "--all", action="store_true", help="every field: clocks, fan, bus, UUID...")
+    info.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    info.set_defaults(run=_gpuinfo)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from gpumagic import demo
+
+    return demo.run(options.output)
+
+
+def _gpuinfo(options: argparse.Namespace) -> int:
+    import json
+
+    from gpumagic import api
+
+    report = api.gpuinfo(*options.devices, processes=options.processes, everything=options.all)
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
