@@ -94,6 +94,8 @@ class GpuMagics(Magics):
         """Run the cell, or the rest of it, guarded."""
         from gpumagic.oom_guard import OomGuard
 
+        if options.retry and cell is None:
+            raise OptionError("--retry runs the cell again, so it needs all of it: %%oomguard on the first line")
         guard = OomGuard(
             self.shell, keep=options.keep, keep_going=options.keep_going,
             namespace=self.shell.user_ns, store=self._store(options.out),

@@ -11,10 +11,11 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from gpumagic.errors import OptionError
 
+_T = TypeVar("_T")
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
@@ -26,7 +27,7 @@ def parse_size(text: str) -> int:
     Raises:
         OptionError: the text is not a size; the message names what would be.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII)
     if match is None:
         raise OptionError(f"{text!r} is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
@@ -34,7 +35,7 @@ def parse_size(text: str) -> int:
 
 def whole_number(text: str) -> int:
     """Return a count of at least 1, or raise `OptionError`."""
-    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+    if not re.fullmatch(r"\d+", text, re.ASCII) or int(text) < 1:
         raise OptionError(f"{text!r} is not a whole number of at least 1, such as 3")
     return int(text)
 
@@ -63,10 +64,7 @@ class Parser(argparse.ArgumentParser):
             words = shlex.split(line)
         except ValueError as error:
             raise OptionError(f"{self.prog}: {error} in {line!r}; close it or leave it out") from None
-        try:
-            options, unknown = self.parse_known_args(words)
-        except argparse.ArgumentError as error:  # only where a subclass of ours is told not to exit
-            self.error(str(error))
+        options, unknown = self.parse_known_args(words)
         if unknown:
             raise OptionError(self._unknown(unknown[0]))
         return options
@@ -75,18 +73,12 @@ class Parser(argparse.ArgumentParser):
         """Return every option as it is typed, in the order of the help."""
         return [string for action in self._actions for string in action.option_strings]
 
-    def _get_value(self, action: argparse.Action, arg_string: str) -> object:
-        try:
-            return super()._get_value(action, arg_string)
-        except OptionError as error:  # a ValueError, which argparse would replace with a vaguer text
-            raise argparse.ArgumentError(action, str(error)) from None
-
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"{self.prog}: {word!r} is one argument too many; see {self.prog} --help"
         near = difflib.get_close_matches(word, self.option_strings(), n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(self.option_strings())}"
-        return f"{self.prog} has no option {word}; {hint}"
+        return f"{self.prog} has no option {word!r}; {hint}"
 
 
 def _parser(prog: str, description: str) -> Parser:
@@ -98,8 +90,20 @@ def _parser(prog: str, description: str) -> Parser:
     return parser
 
 
+def _typed(read: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Let argparse say our error: it keeps the text of an ArgumentTypeError and drops that of a ValueError."""
+
+    def argument(text: str) -> _T:
+        try:
+            return read(text)
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return argument
+
+
 def _add_report_options(parser: Parser) -> None:
-    parser.add_argument("-o", "--out", metavar="NAME", type=variable_name, help="also store the report in a variable")
+    parser.add_argument("-o", "--out", metavar="NAME", type=_typed(variable_name), help="also store the report in a variable")
 
 
 def _gpuinfo() -> Parser:
@@ -115,9 +119,9 @@ def _gpuinfo() -> Parser:
 def _devices() -> Parser:
     parser = _parser("%devices", "List the live tensors, one row a storage: where, how big, whose, and why.")
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these devices")
-    parser.add_argument("-n", metavar="N", type=whole_number, default=20, help="show N rows (20)")
+    parser.add_argument("-n", metavar="N", type=_typed(whole_number), default=20, help="show N rows (20)")
     parser.add_argument(
-        "--min", metavar="SIZE", type=parse_size, default=0, help="only storages of at least SIZE, such as 1MiB"
+        "--min", metavar="SIZE", type=_typed(parse_size), default=0, help="only storages of at least SIZE, such as 1MiB"
     )
     parser.add_argument("--sort", choices=("size", "name", "device", "dtype", "kind"), default="size", help="order")
     parser.add_argument("--by", choices=("device", "dtype", "kind", "holder"), help="totals by this key instead")
@@ -144,7 +148,7 @@ def _oomguard() -> Parser:
         "help, and let the cell fail, so that Run All stops.\n"
         "%oomguard inside a cell guards the rest of that cell.",
     )
-    parser.add_argument("--retry", metavar="N", type=whole_number, default=0, help="run again up to N times once freed")
+    parser.add_argument("--retry", metavar="N", type=_typed(whole_number), default=0, help="run again up to N times once freed")
     parser.add_argument("--keep", action="store_true", help="keep the failed frames for %%debug; say what they hold")
     parser.add_argument("--keep-going", action="store_true", help="let Run All go on after the report")
     _add_report_options(parser)

@@ -1,0 +1,89 @@
+"""Devices are found however they are written, and one that is not here is refused with those that are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumagic import device_names
+from gpumagic.errors import DeviceNotFound
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("simgpu:1", "simgpu:1"), ("SIMGPU:01", "simgpu:1"), ("1", "simgpu:1"), ("gpu:1", "simgpu:1"),
+        ("gpu", "simgpu:0"), ("simgpu", "simgpu:0"), ("cpu", "cpu"), ("cpu:0", "cpu"), ("meta", "meta"), (" 0 ", "simgpu:0"),
+    ],
+)  # fmt: skip
+def test_every_way_of_writing_a_device_means_the_same(two_devices: list[str], name: str, device: str) -> None:
+    assert device_names.resolve(name) == device
+
+
+def test_auto_is_the_device_with_most_free_memory(two_devices: list[str]) -> None:
+    import torch
+
+    taken = torch.ones(2**22, device="simgpu:0")
+    assert device_names.resolve("auto") == "simgpu:1"
+    del taken
+
+
+def test_a_bare_backend_is_its_current_device(two_devices: list[str]) -> None:
+    import torch
+
+    torch.accelerator.set_device_index(1)
+    try:
+        assert device_names.resolve("simgpu") == "simgpu:1"
+    finally:
+        torch.accelerator.set_device_index(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("simgpu:9", "did you mean simgpu:0?"),
+        ("simgpux", "did you mean simgpu:0?"),
+        ("9", "There are simgpu:0, simgpu:1, cpu, meta"),
+        ("cuda:9", "There are simgpu:0, simgpu:1, cpu, meta"),
+        ("cpu:3", "There are"),
+        ("", "There are"),
+        (":", "There are"),
+        ("cuda:{i}", "is the variable in it defined?"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused_with_those_that_are(
+    two_devices: list[str], name: str, said: str
+) -> None:
+    with pytest.raises(DeviceNotFound) as caught:
+        device_names.resolve(name)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fallback_stands_in_for_a_device_that_is_not_here_but_not_for_a_typing_error(
+    two_devices: list[str],
+) -> None:
+    assert device_names.resolve("cuda:3", fallback="cpu") == "cpu"
+    assert device_names.resolve("simgpu:1", fallback="cpu") == "simgpu:1"
+    with pytest.raises(DeviceNotFound, match="simgpux"):
+        device_names.resolve("simgpux", fallback="cpu")
+    with pytest.raises(DeviceNotFound, match="nowhere"):
+        device_names.resolve("simgpu:0", fallback="nowhere")
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_device_or_one_line(name: str) -> None:
+    try:
+        assert device_names.resolve(name) in [*device_names.available(), "cpu", "meta"]
+    except DeviceNotFound as error:
+        assert len(str(error).splitlines()) == 1  # noqa: PT017  # both outcomes are right
+
+
+def test_completion_does_not_import_torch() -> None:
+    code = "import sys, gpumagic.device_names as d; print(d.completions(), 'torch' in sys.modules)"
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert said == "['cuda', 'auto', 'cpu', 'meta'] False\n"

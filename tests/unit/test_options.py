@@ -1,0 +1,74 @@
+"""Lines are read as their users mean them, and what cannot be read is said in one line with a suggestion."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumagic.errors import OptionError
+from gpumagic.options import MAGICS, option_strings, parse_size, parser
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), ("512", 512), ("1k", 1024), ("1KiB", 1024), ("1 kB", 1024), ("1.5GiB", 3 * 2**29), ("2g", 2**31)],
+)
+def test_sizes_are_binary_however_they_are_written(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["3parsecs", "", "-1", "1e9", "GiB", "1 2", "nan", "1.GiB", "١"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(OptionError, match=r"is not a size; write bytes or a unit: 4096, 100MiB, 1\.5GiB"):
+        parse_size(text)
+
+
+@given(st.integers(0, 2**50), st.sampled_from(["", "B", "k", "KiB", "MB", "g", "TiB"]))
+def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
+    factor = {"": 1, "B": 1, "k": 2**10, "KiB": 2**10, "MB": 2**20, "g": 2**30, "TiB": 2**40}[unit]
+    assert abs(parse_size(f"{number}{unit}") - number * factor) <= number * factor * 1e-15
+
+
+@pytest.mark.parametrize(
+    ("magic", "line", "message"),
+    [
+        ("devices", "--min 3parsecs", "argument --min: '3parsecs' is not a size; write bytes or a unit"),
+        ("oomguard", "--retry x", "argument --retry: 'x' is not a whole number of at least 1, such as 3"),
+        ("devices", "--mim 3", "%devices has no option '--mim'; did you mean --min?"),
+        ("gpuinfo", "--proceses", "%gpuinfo has no option '--proceses'; did you mean --processes?"),
+        ("devices", "--sort weight", "invalid choice: 'weight'"),
+        ("ondevice", "cuda:0 cuda:1", "'cuda:1' is one argument too many"),
+        ("ondevice", "cuda -o 1x", "'1x' cannot be a variable"),
+        ("devices", "'cuda", "close it or leave it out"),
+        ("devices", "-n 0", "'0' is not a whole number of at least 1"),
+        ("devices", "--min", "expected one argument"),
+    ],
+)
+def test_a_bad_line_is_one_line_that_says_what_would_be_right(magic: str, line: str, message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        parser(magic).parse_line(line)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_comment_and_a_semicolon_are_not_arguments() -> None:
+    assert parser("devices").parse_line("cuda:1 # the second").devices == ["cuda:1"]
+    assert parser("devices").parse_line("# all of them").devices == []
+    assert parser("devices").parse_line("cuda:1;").devices == ["cuda:1"]
+
+
+@given(magic=st.sampled_from(MAGICS), line=st.text(max_size=60))
+def test_any_line_is_read_or_refused_in_one_printable_error(magic: str, line: str) -> None:
+    try:
+        parser(magic).parse_line(line)
+    except OptionError as error:
+        assert len(str(error).splitlines()) == 1  # noqa: PT017  # both outcomes are right, anything else is not
+
+
+@pytest.mark.parametrize("magic", MAGICS)
+def test_help_names_every_option_and_does_not_need_the_device(magic: str) -> None:
+    assert parser(magic).parse_line("--help").help
+    text = parser(magic).format_help()
+    assert all(option in text for option in option_strings(magic))
+    assert max(map(len, text.splitlines())) <= 120
