@@ -1,0 +1,175 @@
+"""Why torch can use no GPU here: one sentence that names the cause and the remedy."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumagic.probes.cards import Snapshot
+from gpumagic.probes.nvml import Failure
+from gpumagic.probes.torch_build import TorchBuild
+from gpumagic.probes.visibility import Visibility
+
+SYSTEM = Path("/")
+NVIDIA, DISPLAY = "0x10de", "0x03"
+INSTALL_TORCH = "install a CUDA build with the command that https://pytorch.org/get-started gives"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the machine around this process looks like, from its files and environment alone."""
+
+    platform: str = "linux"
+    colab: bool = False
+    kaggle: bool = False
+    container: bool = False
+    wsl: bool = False
+    driver_loaded: bool = False
+    card: bool = False
+    """Whether an NVIDIA card is on the PCI bus."""
+
+
+def surroundings() -> Surroundings:
+    """Look around; starts nothing and needs no rights."""
+    return Surroundings(
+        platform=sys.platform,
+        colab="COLAB_RELEASE_TAG" in os.environ or "google.colab" in sys.modules,
+        kaggle="KAGGLE_KERNEL_RUN_TYPE" in os.environ,
+        container=_exists(".dockerenv", "run/.containerenv") or "KUBERNETES_SERVICE_HOST" in os.environ,
+        wsl=_exists("dev/dxg"),
+        driver_loaded=_exists("proc/driver/nvidia/version", "dev/nvidiactl", "sys/module/nvidia"),
+        card=_has_card(),
+    )
+
+
+def cause(
+    answer: Snapshot | Failure, build: TorchBuild, view: Visibility | None, here: Surroundings | None = None
+) -> str:
+    """Return why torch can use no GPU, with the remedy.
+
+    Args:
+        answer: what NVML said.
+        build: the installed torch.
+        view: what CUDA_VISIBLE_DEVICES leaves visible of NVML's cards; None if NVML did not answer.
+        here: the machine; looked at if not given.
+    """
+    here = here or surroundings()
+    if build.hip:
+        return "torch is a ROCm build, whose GPUs are only shown once in use: run torch.cuda.init() and ask again."
+    if isinstance(answer, Failure):
+        return _no_driver(answer, build, here)
+    if not answer.cards:
+        return _no_card(here)
+    if build.version is None:
+        return "PyTorch is not installed in this environment, so nothing here can use the GPU: pip install torch."
+    if build.known and build.cuda is None:
+        return f"torch {build.version} is a CPU-only build and cannot use the GPU: {INSTALL_TORCH}."
+    return _hidden(answer, view)
+
+
+def _hidden(answer: Snapshot, view: Visibility | None) -> str:
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is not None and view is not None and not view.cards and view.instance is None:
+        problem = view.problem or "names no GPU"
+        return (
+            f"CUDA_VISIBLE_DEVICES={variable!r} {problem}, so this process may use none of the "
+            f"{len(answer.cards)} here: correct or unset it and restart the kernel."
+        )
+    if any(card.mig and not card.instances for card in answer.cards):
+        return "The GPU is in MIG mode without an instance: have an administrator create one (nvidia-smi mig)."
+    return "CUDA started in this process and found none of the driver's GPUs: restart the kernel."
+
+
+def _no_driver(failure: Failure, build: TorchBuild, here: Surroundings) -> str:
+    if here.colab:
+        return "This Colab runtime has no GPU: choose one in the menu Runtime > Change runtime type."
+    if here.kaggle:
+        return "This Kaggle session has no GPU: choose one under Settings > Accelerator."
+    if here.platform == "darwin":
+        return "A Mac has no NVIDIA driver; its own GPU is shown once torch is imported and was built with MPS."
+    if build.xpu:
+        return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
+    known = _SENTENCES.get(failure.problem)
+    if known is not None:
+        return known(here)
+    return f"The NVIDIA driver does not answer ({failure.detail}): see what nvidia-smi says in a terminal."
+
+
+def _no_library(here: Surroundings) -> str:
+    if here.driver_loaded and here.container:
+        return (
+            "The driver is loaded, but its library libnvidia-ml.so.1 was not brought into this container: start "
+            "it with the NVIDIA Container Toolkit and NVIDIA_DRIVER_CAPABILITIES=compute,utility."
+        )
+    if here.driver_loaded:
+        return (
+            "The NVIDIA driver is loaded, but its library libnvidia-ml.so.1 is not found: reinstall the "
+            "driver's user-space package of the same version."
+        )
+    return _no_card(here)
+
+
+def _no_card(here: Surroundings) -> str:
+    if here.wsl:
+        return "WSL shows no NVIDIA driver: install NVIDIA's driver in Windows (not in WSL), then wsl --shutdown."
+    if here.card and not here.container:
+        return "There is an NVIDIA card, but no driver: install NVIDIA's driver and reboot."
+    if here.card:
+        return (
+            "The machine has an NVIDIA card, but this container was started without it: start it with --gpus "
+            "all (Docker) or ask for nvidia.com/gpu (Kubernetes)."
+        )
+    if here.container:
+        return (
+            "This container has no NVIDIA GPU and no driver: if its machine has one, start it with --gpus all "
+            "(Docker) or ask for nvidia.com/gpu (Kubernetes)."
+        )
+    return "This machine has no NVIDIA GPU and no NVIDIA driver: run where there is one."
+
+
+def _not_loaded(here: Surroundings) -> str:
+    if here.container and not here.driver_loaded:
+        return (
+            "The driver's library is in this container, but no GPU: start it with --gpus all (Docker) or ask for "
+            "nvidia.com/gpu (Kubernetes)."
+        )
+    return "The NVIDIA driver is installed but not loaded: run sudo modprobe nvidia, or reboot."
+
+
+_SENTENCES: dict[str, Callable[[Surroundings], str]] = {
+    "no binding": lambda _: "nvidia-ml-py is not installed, so the driver cannot be asked: pip install nvidia-ml-py.",
+    "no library": _no_library,
+    "no driver": _not_loaded,
+    "version mismatch": lambda _: (
+        "The NVIDIA driver was updated while the old one still runs (library and kernel module differ): reboot."
+    ),
+    "no permission": lambda _: (
+        "This user may not open the NVIDIA devices: check the rights of /dev/nvidia* (on many machines the group "
+        "video), or ask an administrator."
+    ),
+    "old driver": lambda _: "The NVIDIA driver is too old to be asked: install a current one.",
+}
+
+
+def _exists(*names: str) -> bool:
+    return any((SYSTEM / name).exists() for name in names)
+
+
+def _has_card() -> bool:
+    try:
+        return any(
+            _reads(device / "vendor").startswith(NVIDIA) and _reads(device / "class").startswith(DISPLAY)
+            for device in (SYSTEM / "sys/bus/pci/devices").iterdir()
+        )
+    except OSError:
+        return False
+
+
+def _reads(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,101 @@
+"""Devices that NVML does not know: those torch alone reports, and the simulated ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+
+from gpumagic.probes import allocator
+from gpumagic.probes.torch_build import TorchBuild
+from gpumagic.reports import GpuRow
+
+NVML_ONLY = ("nvml_index", "memory_reserved", "other_processes", "utilization", "temperature", "power",
+             "power_limit", "throttle_reasons", "processes", "bus_id", "performance_state", "fan", "clock_sm",
+             "clock_sm_max", "clock_memory", "clock_memory_max", "compute_capability", "uuid")  # fmt: skip
+
+
+def rows(build: TorchBuild, known: Sequence[GpuRow]) -> list[GpuRow]:
+    """Return the devices that only torch reports: CUDA and ROCm in use without NVML, XPU and MPS.
+
+    Empty while torch is not imported. A backend not in use is not asked, because asking could start it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    found = []
+    if torch.cuda.is_initialized():
+        missing = set(_names("cuda", torch.cuda)) - {row.device for row in known}
+        found += [_torch_row(name, torch.cuda, "NVML does not list it") for name in sorted(missing)]
+    if build.xpu and torch.xpu.is_available():
+        found += [_torch_row(name, torch.xpu, "torch does not report it") for name in _names("xpu", torch.xpu)]
+    if sys.platform == "darwin" and torch.backends.mps.is_available():
+        found.append(_mps_row(torch.mps))
+    return found
+
+
+def simulated_rows() -> list[GpuRow]:
+    """Return the devices of simgpu, if this process has enabled it."""
+    simgpu = sys.modules.get("gpumagic.simgpu")
+    if simgpu is None or not simgpu.is_enabled():
+        return []
+    import torch
+
+    module: ModuleType = torch.simgpu
+    return [_simulated_row(index, module) for index in range(module.device_count())]
+
+
+def with_kernel_figures(row: GpuRow) -> GpuRow:
+    """Return the row with the part of this kernel's allocator; 0 while torch has not used the device at all."""
+    if row.device is None:
+        reason = "torch cannot use it"
+        return replace(row, reasons={**row.reasons, "kernel_allocated": reason, "kernel_reserved": reason})
+    figures = allocator.figures(row.device)
+    if figures is not None:
+        return replace(row, kernel_allocated=figures.allocated, kernel_reserved=figures.reserved)
+    if "torch" not in sys.modules or not allocator.is_initialised(row.device.partition(":")[0]):
+        return replace(row, kernel_allocated=0, kernel_reserved=0)
+    reason = "no counting allocator"
+    return replace(row, reasons={**row.reasons, "kernel_allocated": reason, "kernel_reserved": reason})
+
+
+def _simulated_row(index: int, module: ModuleType) -> GpuRow:
+    free, total = module.mem_get_info(index)
+    uuid = getattr(module.get_device_properties(index), "uuid", None)
+    return with_kernel_figures(
+        GpuRow(
+            device=f"simgpu:{index}", name=str(module.get_device_name(index)), simulated=True,
+            memory_total=int(total), memory_free=int(free), memory_used=int(total) - int(free),
+            uuid=None if uuid is None else str(uuid), reasons=dict.fromkeys(NVML_ONLY, "simulated"),
+        )
+    )  # fmt: skip
+
+
+def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
+    index = int(name.partition(":")[2])
+    properties = module.get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    row = with_kernel_figures(
+        GpuRow(
+            device=name, name=str(properties.name), memory_total=int(properties.total_memory),
+            uuid=None if uuid is None else str(uuid), reasons=dict.fromkeys(NVML_ONLY, reason),
+        )
+    )  # fmt: skip
+    if not row.kernel_reserved:
+        reason = "asking torch would create a context there"  # pytorch#86493
+        return replace(row, reasons={**row.reasons, "memory_free": reason, "memory_used": reason})
+    free, total = allocator.capacity(name) or (None, None)
+    used = None if free is None or total is None else total - free
+    return replace(row, memory_free=free, memory_used=used)
+
+
+def _mps_row(module: ModuleType) -> GpuRow:
+    """Return Apple's GPU. Its memory is the machine's; ``total`` is what Metal recommends as the most to use."""
+    reasons = dict.fromkeys((*NVML_ONLY, "memory_free", "memory_used"), "torch does not report it")
+    total = int(module.recommended_max_memory())
+    return with_kernel_figures(GpuRow("mps:0", name="Apple GPU (unified memory)", memory_total=total, reasons=reasons))
+
+
+def _names(backend: str, module: ModuleType) -> list[str]:
+    return [f"{backend}:{index}" for index in range(module.device_count())]

@@ -1,0 +1,159 @@
+"""Whose processes are they? The driver's pids, told apart where they are another pid namespace's.
+
+In a container the driver may list the host's pids (nvidia-docker#1483), its own view of this namespace's, or
+none at all, depending on its version. A host pid can equal a pid in here by chance, so a number alone proves
+nothing there: only a process that holds CUDA's device file open is taken for the one the driver means.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from gpumagic.probes.cards import Process
+from gpumagic.reports import ProcessRow
+
+PROC = Path("/proc")
+INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+"""Linux's fixed number of the host's own pid namespace (PROC_PID_INIT_INO)."""
+CUDA_FILES = ("/dev/nvidia-uvm", "/dev/dxg")
+"""Opened by CUDA and not by NVML; the second is WSL's."""
+CONTAINED = "this container hides whose they are"
+UNSAID = "n/a (WDDM)"
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """The processes on one card, and what those other than this kernel use."""
+
+    rows: tuple[ProcessRow, ...]
+    others: int | None
+    reason: str | None = None
+    """Why ``others`` is None."""
+    estimated: bool = False
+    """True where ``others`` is what is used less this kernel's part, because the list may be incomplete."""
+
+
+def attribute(listed: Sequence[Process], used: int | None) -> Attribution:
+    """Return the driver's list with names and users, as far as it is about processes in here.
+
+    Args:
+        listed: the driver's list for one card.
+        used: bytes in use on it, without what the driver reserves; None if that is not known apart.
+    """
+    rows = [_row(each) for each in listed if is_local(each.pid)]
+    outside = [each for each in listed if not is_local(each.pid)]
+    if outside:
+        rows.append(_outside(outside))
+    rows.sort(key=lambda row: (not row.this_kernel, row.pid is None, -(row.memory or 0)))
+    others, reason = _estimate(rows, used) if in_container() else _sum(rows)
+    return Attribution(tuple(rows), others, reason, estimated=in_container() and others is not None)
+
+
+def _sum(rows: Sequence[ProcessRow]) -> tuple[int | None, str | None]:
+    figures = [row.memory for row in rows if not row.this_kernel]
+    total = _total(figures)
+    return total, UNSAID if total is None else None
+
+
+def _estimate(rows: Sequence[ProcessRow], used: int | None) -> tuple[int | None, str | None]:
+    own = [row.memory for row in rows if row.this_kernel]
+    if used is None or (not own and uses_cuda(os.getpid())):
+        return None, CONTAINED  # this kernel is among those outside, or left out of the list
+    mine = _total(own)
+    return (None, UNSAID) if mine is None else (max(0, used - mine), None)
+
+
+def _total(figures: Sequence[int | None]) -> int | None:
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) if len(known) == len(figures) else None
+
+
+def is_local(pid: int) -> bool:
+    """Return whether the driver's pid means the process of that number in here."""
+    if not in_container():
+        return True
+    return uses_cuda(pid)
+
+
+def in_container() -> bool:
+    """Return whether this process lives in a pid namespace of its own, so that the driver's pids may not be ours."""
+    try:
+        return str((PROC / "self/ns/pid").readlink()) != INITIAL_PID_NAMESPACE
+    except OSError:
+        return sys.platform == "linux"  # a sandbox that hides it is one; Windows has no namespaces
+
+
+def uses_cuda(pid: int) -> bool:
+    """Return whether a process in here has CUDA's device file open; False if that may not be looked at."""
+    try:
+        return any(_target(link).startswith(CUDA_FILES) for link in (PROC / str(pid) / "fd").iterdir())
+    except OSError:
+        return False
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
+
+
+def _row(process: Process) -> ProcessRow:
+    return ProcessRow(
+        pid=process.pid, name=program(process.pid), user=_user(process.pid), memory=process.memory,
+        this_kernel=process.pid == os.getpid(), kind=process.kind,
+    )  # fmt: skip
+
+
+def _outside(processes: Sequence[Process]) -> ProcessRow:
+    count, memory = len(processes), _total([each.memory for each in processes])
+    name = f"{count} process{'es' if count > 1 else ''} outside this container"
+    return ProcessRow(pid=None, name=name, user=None, memory=memory, kind=processes[0].kind)
+
+
+def program(pid: int) -> str | None:
+    """Return a process's program and, of an interpreter, its script or module; never arguments."""
+    try:
+        raw = (PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return None
+    words = [os.fsdecode(word) for word in raw.split(b"\0") if word]
+    if not words:
+        return _comm(pid)
+    name = PurePath(words[0]).name
+    return f"{name} {script}" if name.startswith("python") and (script := _script(words[1:])) else name
+
+
+def _script(words: Sequence[str]) -> str | None:
+    for position, word in enumerate(words):
+        if word == "-m":
+            return f"-m {words[position + 1]}" if position + 1 < len(words) else None
+        if word == "-c":
+            return "-c"
+        if not word.startswith("-"):
+            return PurePath(word).name
+    return None
+
+
+def _comm(pid: int) -> str | None:
+    try:
+        return (PROC / str(pid) / "comm").read_text(errors="replace").strip() or None
+    except OSError:
+        return None
+
+
+def _user(pid: int) -> str | None:
+    try:
+        uid = (PROC / str(pid)).stat().st_uid
+    except OSError:
+        return None
+    try:
+        import pwd
+
+        return pwd.getpwuid(uid).pw_name
+    except (ImportError, KeyError):
+        return str(uid)

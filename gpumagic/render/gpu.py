@@ -1,0 +1,276 @@
+"""The view of `%gpuinfo`: a row a device, what is absent and why, and what the figures mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
+from gpumagic.render.units import NOT_AVAILABLE, count, percent, size
+from gpumagic.reports import GPUReport, GpuRow, ProcessRow
+
+BAR = "Bar, from the left: tensors of this kernel, its cache, all else in use."
+OF_THE_KERNEL = ("kernel_allocated", "other_processes")
+UTIL = "Util: share of the last moments in which any kernel ran; 100% is not full."
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A column of the table: where its cell comes from and which field's reason explains its absence."""
+
+    column: Column
+    field: str
+    cell: Callable[[GpuRow], Cell | str]
+
+
+def view(report: GPUReport) -> Document:
+    """Return the report as a table of devices, or as one paragraph where there is none."""
+    blocks: list[Block] = [Heading(_headline(report))]
+    if report.cause:
+        blocks.append(Paragraph(report.cause))
+    if report.devices:
+        blocks += _devices(report.devices)
+    if report.show_processes and report.devices:
+        blocks += _processes(report.devices)
+    if report.show_all:
+        blocks += [_details(row) for row in report.devices]
+    blocks += [Paragraph(note, muted=True) for note in report.notes]
+    return Document(tuple(blocks))
+
+
+def _headline(report: GPUReport) -> str:
+    real = {row.device if row.nvml_index is None else row.nvml_index for row in report.devices if not row.simulated}
+    simulated = sum(row.simulated for row in report.devices)
+    parts = [count(len(real), "GPU") if real else "No GPU"]
+    if simulated:
+        parts[0] += f", {simulated} simulated"
+    if report.torch_version is None:
+        parts.append("torch is not installed")
+    else:
+        parts.append(f"torch {report.torch_version} ({_build(report.cuda_build)})")
+    if report.driver_version:
+        parts.append(f"driver {report.driver_version}")
+    if report.cuda_visible_devices is not None:
+        parts.append(f'CUDA_VISIBLE_DEVICES="{report.cuda_visible_devices}"')
+    return " · ".join(parts)
+
+
+def _build(label: str | None) -> str:
+    if label is None:
+        return "CPU-only build"
+    return f"CUDA {label}" if label[:1].isdigit() else label
+
+
+# -- the table of devices ---------------------------------------------------------------------------------
+
+
+def _devices(rows: Sequence[GpuRow]) -> list[Block]:
+    shown = [figure for figure in FIGURES if any(_has(row, figure) for row in rows)]
+    if not any(_is_renumbered(row) for row in rows):
+        shown = [figure for figure in shown if figure.field != "nvml_index"]
+    grid = [[_cell(row, figure) for figure in shown] for row in rows]
+    blocks: list[Block] = [Table([figure.column for figure in shown], grid, "GPUs")]
+    blocks += [Paragraph(sentence) for sentence in _throttled(rows)]
+    absent = _absences(rows)
+    if absent:
+        blocks.append(Paragraph(absent, muted=True))
+    legend = [BAR] * any(_bar(row) for row in rows) + [UTIL] * any(row.utilization is not None for row in rows)
+    if legend:
+        blocks.append(Paragraph(" ".join(legend), muted=True))
+    return blocks
+
+
+def _has(row: GpuRow, figure: Figure) -> bool:
+    return figure.field == "device" or getattr(row, figure.field) is not None
+
+
+def _cell(row: GpuRow, figure: Figure) -> Cell | str:
+    if _has(row, figure):
+        return figure.cell(row)
+    return Cell(NOT_AVAILABLE, muted=True, title=row.reasons.get(figure.field, ""))
+
+
+def _absences(rows: Sequence[GpuRow]) -> str:
+    """Return why figures of the table are absent, in words, since a title is only seen with a mouse."""
+    unnamed: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for row in (row for row in rows if not row.simulated):
+        outer = row.reasons.get("device", "")
+        if row.device is None:
+            unnamed.setdefault(outer, []).append(_short(row))
+        for figure in (figure for figure in FIGURES if not _has(row, figure)):
+            reason = row.reasons.get(figure.field, "not known")
+            if reason != outer and not (row.device is None and figure.field in OF_THE_KERNEL):
+                reasons.setdefault(reason, {}).setdefault(figure.column.title, []).append(_short(row))
+    sentences = [f"Not usable in torch here: {', '.join(names)} ({reason})." for reason, names in unnamed.items()]
+    return " ".join([*sentences, *(_absence(reason, where, len(rows)) for reason, where in reasons.items())])
+
+
+def _absence(reason: str, where: Mapping[str, Sequence[str]], total: int) -> str:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for title, devices in where.items():
+        groups.setdefault(tuple(devices), []).append(title)
+    parts = [
+        ", ".join(titles) + ("" if len(devices) == total else f" of {', '.join(devices)}")
+        for devices, titles in groups.items()
+    ]
+    said = reason if reason.startswith(NOT_AVAILABLE) else f"{NOT_AVAILABLE} ({reason})"
+    return f"{'; '.join(parts)}: {said}."
+
+
+def _throttled(rows: Sequence[GpuRow]) -> list[str]:
+    return [
+        f"{_short(row)} is held back by: {', '.join(row.throttle_reasons)}." for row in rows if row.throttle_reasons
+    ]
+
+
+def _short(row: GpuRow) -> str:
+    if row.device is not None:
+        return row.device
+    return f"NVML {row.nvml_index}" if row.nvml_index is not None else "?"
+
+
+def _device(row: GpuRow) -> Cell:
+    if row.device is None:
+        return Cell(_short(row), muted=True, title=row.reasons.get("device", ""))
+    if row.predicted:
+        return Cell(f"{row.device}?", title="predicted from the environment")
+    return Cell(row.device)
+
+
+def _is_renumbered(row: GpuRow) -> bool:
+    return row.device is not None and row.nvml_index is not None and not row.device.endswith(f":{row.nvml_index}")
+
+
+def _name(row: GpuRow) -> Cell:
+    name = (row.name or "").removeprefix("NVIDIA ")
+    if row.simulated and "simulated" not in name.lower():
+        name += " (simulated)"
+    return Cell(name, title=row.name or "")
+
+
+def _memory(row: GpuRow) -> Cell:
+    if row.memory_used is None:
+        return Cell(size(row.memory_total), title=row.reasons.get("memory_used", ""))
+    return Cell(pair(row.memory_used, row.memory_total), bar=_bar(row), title=_memory_title(row))
+
+
+def _memory_title(row: GpuRow) -> str:
+    parts = [f"free {size(row.memory_free)}", f"used {size(row.memory_used)}"]
+    if row.memory_reserved is not None:
+        parts.append(f"kept by the driver {size(row.memory_reserved)}")
+    return ", ".join(parts)
+
+
+def _bar(row: GpuRow) -> tuple[Segment, ...]:
+    if not row.memory_total or row.memory_used is None:
+        return ()
+    allocated, reserved = row.kernel_allocated or 0, row.kernel_reserved or 0
+    return (
+        Segment(allocated / row.memory_total, "main"),
+        Segment(max(0, reserved - allocated) / row.memory_total, "second"),
+        Segment(max(0, row.memory_used - reserved) / row.memory_total, "other"),
+    )
+
+
+def _kernel(row: GpuRow) -> Cell | str:
+    if not row.kernel_reserved:
+        return Cell("nothing", muted=True, title="torch holds no memory there in this process")
+    return Cell(pair(row.kernel_allocated or 0, row.kernel_reserved), title="in tensors / with the cache")
+
+
+def _power(row: GpuRow) -> str:
+    limit = "" if row.power_limit is None else f"/{row.power_limit:.0f}"
+    return f"{row.power:.0f}{limit} W"
+
+
+def pair(part: int, whole: int | None) -> str:
+    """Return two sizes in the unit of the larger: ``"3.1 / 15.0 GiB"``; what is not nothing is never "0.0"."""
+    if whole is None:
+        return size(part)
+    figure, unit = size(max(part, whole)).split(" ")
+    scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
+    digits = 0 if unit == "B" or (unit in ("KiB", "MiB") and float(figure) >= 100) else 1
+    shown = [f"{value / scale:.{digits}f}" for value in (part, whole)]
+    if part and float(shown[0]) == 0:
+        shown[0] = "<0.1" if digits else "<1"
+    return f"{shown[0]} / {shown[1]} {unit}"
+
+
+FIGURES = (
+    Figure(Column("Device"), "device", _device),
+    Figure(Column("NVML", "right", 2), "nvml_index", lambda row: str(row.nvml_index)),
+    Figure(Column("Name", shrinks=True), "name", _name),
+    Figure(Column("Memory"), "memory_total", _memory),
+    Figure(Column("This kernel", "right", 1), "kernel_allocated", _kernel),
+    Figure(Column("Others", "right", 4), "other_processes", lambda row: size(row.other_processes)),
+    Figure(Column("Util", "right", 3), "utilization", lambda row: percent(row.utilization)),
+    Figure(Column("Temp", "right", 5), "temperature", lambda row: f"{row.temperature:.0f} C"),
+    Figure(Column("Power", "right", 6), "power", _power),
+)
+
+
+# -- processes (-p) and every field (-a) ------------------------------------------------------------------
+
+
+def _processes(rows: Sequence[GpuRow]) -> list[Block]:
+    columns = [Column("Device"), Column("PID", "right"), Column("Memory", "right"), Column("User", priority=1),
+               Column("Process", shrinks=True)]  # fmt: skip
+    grid = [_process(row, each) for row in rows for each in row.processes or ()]
+    if grid:
+        return [Heading("Processes"), Table(columns, grid, "Processes on the GPUs")]
+    known = any(row.processes is not None for row in rows)
+    return [Paragraph("No process uses a GPU." if known else "The processes are not known here.")]
+
+
+def _process(row: GpuRow, each: ProcessRow) -> list[Cell | str]:
+    name = each.name or ("another user's or an ended process" if each.pid is not None else "unknown")
+    marks = ["this kernel"] * each.this_kernel + ["graphics"] * (each.kind == "graphics")
+    return [
+        _short(row),
+        Cell("-", muted=True) if each.pid is None else str(each.pid),
+        Cell(NOT_AVAILABLE, muted=True, title="the driver does not say") if each.memory is None else size(each.memory),
+        each.user or Cell("-", muted=True),
+        Cell(name + (f" ({', '.join(marks)})" if marks else ""), title=name),
+    ]
+
+
+def _details(row: GpuRow) -> Table:
+    grid = [[label, _detail(row, field, show)] for field, (label, show) in DETAILS.items()]
+    return Table([Column(_short(row)), Column(row.name or "unknown", shrinks=True)], grid, f"All of {_short(row)}")
+
+
+def _detail(row: GpuRow, field: str, show: Callable[[GpuRow], str]) -> Cell | str:
+    if getattr(row, field) is not None:
+        return show(row)
+    reason = row.reasons.get(field, "")
+    if reason.startswith(NOT_AVAILABLE):
+        return Cell(reason, muted=True)
+    return Cell(f"{NOT_AVAILABLE} ({reason})" if reason else NOT_AVAILABLE, muted=True)
+
+
+def _clock(now: int | None, most: int | None) -> str:
+    return f"{now} MHz" if most is None else f"{now} / {most} MHz"
+
+
+DETAILS: Mapping[str, tuple[str, Callable[[GpuRow], str]]] = {
+    "nvml_index": ("NVML index", lambda row: str(row.nvml_index)),
+    "uuid": ("UUID", lambda row: str(row.uuid)),
+    "bus_id": ("PCI bus", lambda row: str(row.bus_id)),
+    "compute_capability": ("Compute capability", lambda row: str(row.compute_capability)),
+    "memory_total": ("Memory, total", lambda row: size(row.memory_total)),
+    "memory_used": ("Memory, used", lambda row: size(row.memory_used)),
+    "memory_free": ("Memory, free", lambda row: size(row.memory_free)),
+    "memory_reserved": ("Memory, driver's own", lambda row: size(row.memory_reserved)),
+    "kernel_allocated": ("This kernel, tensors", lambda row: size(row.kernel_allocated)),
+    "kernel_reserved": ("This kernel, with cache", lambda row: size(row.kernel_reserved)),
+    "other_processes": ("Other processes", lambda row: size(row.other_processes)),
+    "utilization": ("Utilisation", lambda row: percent(row.utilization)),
+    "temperature": ("Temperature", lambda row: f"{row.temperature:.0f} C"),
+    "power": ("Power", _power),
+    "fan": ("Fan", lambda row: percent(row.fan)),
+    "performance_state": ("Performance state", lambda row: f"{row.performance_state} (P0 is the fastest)"),
+    "clock_sm": ("SM clock", lambda row: _clock(row.clock_sm, row.clock_sm_max)),
+    "clock_memory": ("Memory clock", lambda row: _clock(row.clock_memory, row.clock_memory_max)),
+    "throttle_reasons": ("Held back by", lambda row: ", ".join(row.throttle_reasons or ()) or "nothing"),
+}
