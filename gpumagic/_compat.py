@@ -1,0 +1,90 @@
+"""Where IPython 7.34 (Colab, Kaggle) and IPython 9 differ, and what both have but neither documents."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
+
+Magic = TypeVar("Magic", bound=Callable[..., object])
+Complete = Callable[[str], "tuple[str, list[str]]"]
+
+_NO_CODE = {tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.DEDENT}
+
+
+def output_can_be_silenced(magic: Magic) -> Magic:
+    """Mark a magic whose value a trailing `;` hides; IPython before 8.8 has no such mark (ipython PR#13841)."""
+    try:
+        from IPython.core.magic import output_can_be_silenced as mark
+    except ImportError:
+        return magic
+    marked: Magic = mark(magic)
+    return marked
+
+
+def ends_with_semicolon(code: str) -> bool:
+    """Tell whether Python code ends in a `;`, which IPython 7.34 asks only of a whole cell (ipython PR#13841)."""
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    last = [token.string for token in tokens if token.type not in _NO_CODE][-1:]
+    return last == [";"]
+
+
+def executing(shell: InteractiveShell) -> ExecutionInfo | None:
+    """Return the cell whose statements IPython runs, silent ones too, of which no event tells.
+
+    `displayhook.exec_result` is public but undocumented, from 7.34 to 9.18. A nested `run_cell` resets it to
+    None, and the threads of subshells share it.
+    """
+    result = shell.displayhook.exec_result
+    return None if result is None else result.info
+
+
+def execution_count(shell: InteractiveShell) -> int:
+    """Return the number of the running cell; IPython 9.9 counts before it runs, 7.34 after (ipython PR#15088)."""
+    result = shell.displayhook.exec_result
+    number: int = (result and result.execution_count) or shell.execution_count
+    return number
+
+
+def add_completer(shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete) -> Callable[[], None]:
+    """Complete lines that match a pattern, and return what takes that back (ipython PR#13745, since 8.6).
+
+    Args:
+        shell: where.
+        pattern: what a line must match from its start.
+        complete: takes the line up to the cursor; returns its last fragment, and what may stand in its place.
+    """
+    try:
+        from IPython.core.completer import context_matcher
+    except ImportError:
+        return _add_hook(shell, pattern, complete)
+    from IPython.core.completer import SimpleCompletion
+
+    @context_matcher()  # type: ignore[untyped-decorator, unused-ignore]
+    def gpumagic_matcher(context: Any) -> dict[str, Any]:
+        line = context.text_until_cursor
+        if not pattern.match(line):
+            return {"completions": []}
+        fragment, names = complete(line)
+        offers = [SimpleCompletion(text=name, type="magic") for name in names]
+        return {"completions": offers, "matched_fragment": fragment, "suppress": True}
+
+    shell.Completer.custom_matchers.append(gpumagic_matcher)
+    return lambda: shell.Completer.custom_matchers.remove(gpumagic_matcher)
+
+
+def _add_hook(shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete) -> Callable[[], None]:
+    """Complete through IPython 7's hook, whose fragment starts after the last `:`, so that `cuda:1` is cut."""
+
+    def hook(_: InteractiveShell, event: Any) -> list[str]:
+        fragment, names = complete(event.text_until_cursor)
+        cut = len(fragment) - len(event.symbol)
+        return [name[cut:] for name in names]
+
+    shell.set_hook("complete_command", hook, re_key=pattern)
+    return lambda: shell.strdispatchers["complete_command"].regexs.pop(pattern, None)

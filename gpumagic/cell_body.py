@@ -1,0 +1,101 @@
+"""The body of a cell magic as code: compiled once, run as often as asked.
+
+IPython's own steps: its transformers, its compiler with the session's `__future__` imports, its name space.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from gpumagic import _compat
+from gpumagic.errors import GpuMagicError
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+class CellBody:
+    """The code under a cell magic's line.
+
+    Args:
+        shell: where it is to run.
+        text: the body as the magic got it.
+        cell: the text of the running cell, so that tracebacks name its lines; "" where there is none.
+
+    Raises:
+        SyntaxError: it cannot be compiled.
+        GpuMagicError: it awaits, and an event loop is running already.
+    """
+
+    def __init__(self, shell: InteractiveShell, text: str, cell: str = "") -> None:
+        self._shell = shell
+        source = shell.transform_cell(text)
+        above = _above(text, cell)
+        self.ends_cell = above is not None
+        """Whether the running cell consists of this body and the magics above it."""
+        self.is_silenced = _compat.ends_with_semicolon(source)
+        """Whether a trailing `;` hides the value."""
+        self._codes = self._compile(text, source, above, cell)
+        self._awaits = any(code.co_flags & inspect.CO_COROUTINE for code in self._codes)
+        if self._awaits and _loop_is_running():
+            raise GpuMagicError(
+                "a body that the magic itself runs cannot await inside a notebook's event loop; await in another cell"
+            )
+
+    def run(self) -> object:
+        """Run the body and return the value of its last expression, or None."""
+        __tracebackhide__ = True
+        if self._awaits:
+            return self._shell.loop_runner(self._run_awaiting())
+        value = None
+        for code in self._codes:
+            value = self._evaluate(code)
+        return value
+
+    def _evaluate(self, code: CodeType) -> Any:
+        __tracebackhide__ = True
+        return eval(code, self._shell.user_global_ns, self._shell.user_ns)  # noqa: S307  # to run it is the task
+
+    async def _run_awaiting(self) -> object:
+        __tracebackhide__ = True
+        value = None
+        for code in self._codes:
+            value = self._evaluate(code)
+            if code.co_flags & inspect.CO_COROUTINE:
+                value = await value
+        return value
+
+    def _compile(self, text: str, source: str, above: str | None, cell: str) -> list[CodeType]:
+        blank = text[: len(text) - len(text.lstrip())].count("\n")  # IPython drops the body's leading blank lines
+        head = "\n" * (1 + blank) if above is None else above
+        compiler = self._shell.compile
+        number = _compat.execution_count(self._shell)
+        name = compiler.cache(head + source, number, raw_code=cell if self.ends_cell else None)
+        parsed = compiler.ast_parse("\n" * head.count("\n") + source, filename=name)
+        statements = self._shell.transform_ast(parsed).body
+        last = [statements.pop()] if statements and isinstance(statements[-1], ast.Expr) else []
+        with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0):
+            codes = [compiler(ast.Module(statements, []), name, "exec")]
+            codes += [compiler(ast.Expression(each.value), name, "eval") for each in last]
+        return codes
+
+
+def _above(text: str, cell: str) -> str | None:
+    """Return the lines of the cell above the body and its leading blank lines, or None where it is not the cell's."""
+    body, cell = text.strip(), cell.rstrip()
+    if not body or not cell.endswith(body):
+        return None
+    above = cell[: len(cell) - len(body)]
+    return above[: above.rfind("\n") + 1] or None
+
+
+def _loop_is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

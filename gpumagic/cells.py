@@ -1,0 +1,286 @@
+"""How a cell runs under a guard, and when the guard's report is shown.
+
+A cell under `%%ondevice` runs as IPython's own cell. `promotion` makes its first line the line magic before IPython
+compiles it; that magic calls `CellSessions.start`, and the session ends with the cell: `Guard.close` right after the
+last statement, `Guard.finish` once IPython has shown and stored the value or the traceback. So values, `;`, `await`,
+history, tracebacks and interrupts are IPython's (ipython#11314, #14157, #13797 tell of magics where they are not).
+
+Where a cell magic is called with its body, by an exported script or to run the body again, `run_body` runs it.
+This module knows nothing of devices and memory: those are the guards' business.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+from IPython.display import display
+
+from gpumagic import _compat
+from gpumagic.cell_body import CellBody
+from gpumagic.errors import GpuMagicError
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
+
+
+class Outcome(Protocol):
+    """How a cell ended: IPython's `ExecutionResult`, or `BodyOutcome`.
+
+    `error_in_exec` may be changed by `Guard.finish`: None lets Run All go on, another exception fails the cell instead.
+    """
+
+    error_in_exec: BaseException | None
+
+
+@dataclass
+class BodyOutcome:
+    """How a body that `CellSessions.run_body` ran has ended."""
+
+    error_in_exec: BaseException | None = None
+    result: object = None
+
+
+class Guard(Protocol):
+    """What a magic puts around one cell. One instance serves one cell; of one name the last in a cell counts."""
+
+    name: str
+
+    def open(self) -> None:
+        """Start, before the first statement; on an error, leave nothing behind."""
+
+    def close(self, error: BaseException | None) -> None:
+        """Stop, right after the last statement, in its thread and on every way out, silent cells included.
+
+        A guard that a later one of its name replaces is closed at that moment, so one of another name, opened
+        in between, may still be open.
+        """
+
+    def finish(self, result: Outcome) -> object | None:
+        """Return the report to show, or None. The value or the traceback is on the screen; not for silent cells."""
+
+
+class RetryingGuard(Guard, Protocol):
+    """A guard that can have its body run again."""
+
+    def retry(self, error: BaseException) -> bool:
+        """Tell, between `close` and the next `open`, whether to run the body again after this error."""
+
+
+@dataclass(eq=False)
+class _Session:
+    guard: Guard
+    info: ExecutionInfo
+    thread: int
+    depth: int  # how many cells that show something were running in the thread, each inside the one before
+    closed: bool = False
+
+    def close(self, error: BaseException | None) -> None:
+        if not self.closed:
+            self.closed = True
+            self.guard.close(error)
+
+
+@dataclass
+class _Ready:
+    """Stands in for a guard that is through, whose report waits for the end of its cell."""
+
+    name: str
+    report: object
+
+    def open(self) -> None:
+        pass
+
+    def close(self, error: BaseException | None) -> None:
+        pass
+
+    def finish(self, result: Outcome) -> object:
+        return self.report
+
+
+class CellSessions:
+    """The guards of the cells that are running in one shell."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._sessions: list[_Session] = []
+        self._cells: dict[int, list[ExecutionInfo]] = {}  # by thread, since subshells run cells in threads
+        self._events: tuple[tuple[str, Callable[..., None]], ...] = (
+            ("pre_run_cell", self._cell_starts),
+            ("post_execute", self._cell_ends),
+            ("post_run_cell", self._cell_is_shown),
+        )
+
+    def install(self) -> None:
+        """Follow the shell's cells, the one that runs now included."""
+        for event, callback in self._events:
+            self._shell.events.register(event, callback)
+        current = _compat.executing(self._shell)
+        if current is not None and not current.silent:
+            self._cell_starts(current)
+
+    def uninstall(self) -> None:
+        """Undo `install`; what is open in this thread is closed, without a report."""
+        for event, callback in self._events:
+            self._shell.events.unregister(event, callback)
+        mine = self._mine()
+        self._sessions.clear()
+        _in_reverse(mine, lambda session: session.close(None))
+
+    def start(self, guard: Guard) -> None:
+        """Put a guard around the rest of the running cell.
+
+        Raises:
+            GpuMagicError: no cell is running in this thread; or what `guard.open` raises.
+        """
+        info = self._running()
+        if info is None:
+            raise GpuMagicError(
+                f"%{guard.name} acts on the rest of a cell, and here is none; "
+                f"in a script write `with gpumagic.{guard.name}(...):`"
+            )
+        session = self._add(guard, info)
+        try:
+            guard.open()
+        except BaseException:
+            self._forget([session])
+            raise
+
+    def run_body(self, guard: Guard, body: str, *, retries: int = 0) -> object:
+        """Run the body of a cell magic under a guard and return the value of its last expression, as `%%time` does.
+
+        Args:
+            guard: must be a `RetryingGuard` where ``retries`` is not 0; it is opened and closed each time.
+            body: the text under the magic's line.
+            retries: how often to run the body again at most.
+
+        Raises:
+            GpuMagicError: the body awaits while an event loop runs, as one does in a notebook; it has not run then.
+            BaseException: what the body raised, or what `guard.finish` put in its place.
+        """
+        __tracebackhide__ = True
+        info = self._running()
+        code = CellBody(self._shell, body, "" if info is None else info.raw_cell)
+        outcome = self._attempt(guard, code)
+        for _ in range(retries):
+            if outcome.error_in_exec is None or not cast("RetryingGuard", guard).retry(outcome.error_in_exec):
+                break
+            del outcome  # the failed attempt's frames must be gone before the next one
+            outcome = self._attempt(guard, code)
+        self._show(guard.finish(outcome), guard.name, info if code.ends_cell else None)
+        try:
+            if outcome.error_in_exec is not None:
+                raise outcome.error_in_exec
+            return None if code.is_silenced else outcome.result
+        finally:
+            del outcome  # its error's traceback holds this frame, and so itself
+
+    @staticmethod
+    def _attempt(guard: Guard, code: CellBody) -> BodyOutcome:
+        __tracebackhide__ = True
+        outcome = BodyOutcome()
+        guard.open()
+        try:
+            outcome.result = code.run()
+        except BaseException as error:
+            outcome.error_in_exec = error
+        guard.close(outcome.error_in_exec)
+        try:
+            return outcome
+        finally:
+            del outcome
+
+    def _show(self, report: object, name: str, info: ExecutionInfo | None) -> None:
+        """Show a body's report: when its cell is through where the body is the cell's, else now."""
+        if report is None:
+            return
+        if info is None:
+            display(report)
+        else:
+            self._add(_Ready(name, report), info)
+
+    def _add(self, guard: Guard, info: ExecutionInfo) -> _Session:
+        """Add a guard to a cell; an earlier one of its name is closed, and shows nothing."""
+        earlier = [each for each in self._mine() if each.info is info and each.guard.name == guard.name]
+        self._forget(earlier)
+        _in_reverse(earlier, lambda session: session.close(None))
+        thread = threading.get_ident()
+        session = _Session(guard, info, thread, depth=len(self._cells.get(thread, ())))
+        self._sessions.append(session)
+        return session
+
+    def _mine(self) -> list[_Session]:
+        """Return this thread's sessions: what a guard enters belongs to its thread, as torch's modes do."""
+        thread = threading.get_ident()
+        return [session for session in self._sessions if session.thread == thread]
+
+    def _forget(self, sessions: list[_Session]) -> None:
+        for session in sessions:
+            self._sessions.remove(session)
+
+    def _running(self) -> ExecutionInfo | None:
+        """Return the innermost cell that runs in this thread."""
+        info = _compat.executing(self._shell)
+        mine = self._cells.get(threading.get_ident(), [])
+        others = [each for cells in self._cells.values() if cells is not mine for each in cells]
+        if info is not None and not any(info is each for each in others):
+            return info
+        return mine[-1] if mine else None
+
+    def _cell_starts(self, info: ExecutionInfo) -> None:
+        self._cells.setdefault(threading.get_ident(), []).append(info)
+
+    def _cell_ends(self) -> None:
+        """Close the guards of the cell that ran last; by identity, since empty cells and widgets fire this too."""
+        result = self._shell.last_execution_result
+        if result is None:
+            return
+        ended = [session for session in self._mine() if session.info is result.info]
+        if result.info.silent:  # such a cell shows nothing, so no `post_run_cell` follows
+            self._forget(ended)
+        _in_reverse(ended, lambda session: session.close(result.error_in_exec))
+
+    def _cell_is_shown(self, result: ExecutionResult | None) -> None:
+        """Finish the guards of the cell that has ended, and of all that ran inside it and never said so."""
+        cells = self._cells.get(threading.get_ident(), [])
+        place = _place(cells, result)
+        if place is None:
+            return
+        del cells[place:]
+        ended = [session for session in self._mine() if session.depth > place]
+        self._forget(ended)
+        outcome: Outcome = BodyOutcome() if result is None else result
+        _in_reverse(ended, lambda session: session.close(outcome.error_in_exec))
+        _in_reverse(ended, lambda session: _finish(session, outcome))
+        if ended and result is not None:
+            self._shell.last_execution_succeeded = result.success
+
+
+def _finish(session: _Session, outcome: Outcome) -> None:
+    report = None if session.info.silent else session.guard.finish(outcome)
+    if report is not None:
+        display(report)
+
+
+def _place(cells: list[ExecutionInfo], result: ExecutionResult | None) -> int | None:
+    """Return which of the running cells a result is of.
+
+    When Ctrl-C breaks a terminal's event loop, IPython makes up a new result with a new info for the cell; when it
+    breaks ipykernel's, there is no result.
+    """
+    for place in reversed(range(len(cells))):
+        if result is None or cells[place] is result.info:
+            return place
+        if result.error_in_exec is not None and cells[place].raw_cell == result.info.raw_cell:
+            return place
+    return None
+
+
+def _in_reverse(sessions: list[_Session], act: Callable[[_Session], None]) -> None:
+    """Do something with each session, the last one first, whatever the others raise."""
+    with ExitStack() as stack:
+        for session in sessions:
+            stack.callback(act, session)

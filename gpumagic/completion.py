@@ -1,0 +1,63 @@
+"""Tab after one of the magics: its options, their values, devices and variables."""
+
+from __future__ import annotations
+
+import re
+from argparse import Action
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gpumagic import _compat, device_names, options
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+# `%ondevice `, `%%ondevice `, `r = %devices `; the name itself is completed by IPython.
+_LINE = re.compile(rf"(?:\s*[^%#'\"]*=\s*|\s*)%%?({'|'.join(options.MAGICS)})\s")
+
+
+def install(shell: InteractiveShell) -> Callable[[], None]:
+    """Complete the lines of our magics in a shell, and return what takes that back."""
+    return _compat.add_completer(shell, _LINE, lambda line: complete(line, shell.user_ns))
+
+
+def complete(line: str, namespace: dict[str, object]) -> tuple[str, list[str]]:
+    """Return the last fragment of a magic's line, and what may stand in its place.
+
+    Args:
+        line: the text up to the cursor, from the start of the line.
+        namespace: whose names are offered where an option takes a variable.
+    """
+    match = _LINE.match(line)
+    assert match is not None
+    parser = options.parser(match[1])
+    words = line[match.end() :].split(" ")
+    fragment, before = words[-1], [word for word in words[:-1] if word]
+    actions = {string: action for action in parser._actions for string in action.option_strings}
+    option, equals, value = fragment.partition("=")
+    if equals and option in actions:
+        return value, _starting(value, _values(actions[option], namespace))
+    if before and before[-1] in actions and actions[before[-1]].nargs != 0:
+        names = _values(actions[before[-1]], namespace)
+        fragment = fragment.rpartition(",")[2]
+    elif fragment.startswith("-"):
+        names = [name for name in options.option_strings(match[1]) if name not in before]
+    else:
+        positional = [action for action in parser._actions if not action.option_strings]
+        names = [name for action in positional for name in _values(action, namespace)]
+    return fragment, _starting(fragment, names)
+
+
+def _values(action: Action, namespace: dict[str, object]) -> list[str]:
+    """Return what an option may be followed by, which its declaration says in its metavar."""
+    if action.choices is not None:
+        return [str(choice) for choice in action.choices]
+    if action.metavar == "DEVICE":
+        return device_names.completions()
+    if action.metavar in {"NAME", "NAMES"} and action.dest != "out":
+        return sorted(name for name in namespace if not name.startswith("_"))
+    return []
+
+
+def _starting(fragment: str, names: list[str]) -> list[str]:
+    return [name for name in names if name.startswith(fragment)]

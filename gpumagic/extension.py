@@ -1,0 +1,98 @@
+"""What `%load_ext gpumagic` adds to a shell, and how all of it is taken back."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from gpumagic import completion
+from gpumagic.cells import CellSessions
+from gpumagic.errors import GpuMagicError
+from gpumagic.promotion import PromoteCellMagics
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.magic import Magics
+
+# Where a shell keeps the way back: its own place for what extensions remember.
+_KEY = "gpumagic_unload"
+
+
+def load(shell: InteractiveShell) -> None:
+    """Add the magics, the cell hooks and the completion to a shell; a second time does nothing."""
+    from gpumagic.magics import GpuMagics
+    from gpumagic.options import RERUNNING
+
+    attach(shell, GpuMagics, RERUNNING)
+    if os.environ.get("GPUMAGIC_SIMGPU"):
+        _enable_simgpu()
+
+
+def unload(shell: InteractiveShell) -> None:
+    """Take back all that `load` added; without it, nothing."""
+    undo = shell.meta.pop(_KEY, None)
+    if undo is not None:
+        undo.close()
+
+
+def attach(
+    shell: InteractiveShell,
+    magics: Callable[[InteractiveShell, CellSessions], Magics],
+    needs_body: Mapping[str, Collection[str]],
+) -> None:
+    """Wire a class of magics into a shell, unless something is wired already.
+
+    Args:
+        shell: where.
+        magics: makes the magics for a shell and its cell sessions.
+        needs_body: the cell magics to promote, each with the options for which it needs the body itself.
+    """
+    if _KEY in shell.meta:
+        return
+    sessions = CellSessions(shell)
+    transformer = PromoteCellMagics(needs_body)
+    with ExitStack() as undo:
+        undo.callback(_register(shell, magics(shell, sessions)))
+        shell.input_transformers_cleanup.append(transformer)
+        undo.callback(shell.input_transformers_cleanup.remove, transformer)
+        undo.callback(completion.install(shell))
+        sessions.install()
+        undo.callback(sessions.uninstall)
+        shell.meta[_KEY] = undo.pop_all()
+
+
+def _register(shell: InteractiveShell, magics: Magics) -> Callable[[], None]:
+    """Register magics, and return what puts back whatever had their names before."""
+    registered = shell.magics_manager
+    before = {kind: dict(registered.magics[kind]) for kind in magics.magics}
+    registered.register(magics)
+
+    def undo() -> None:
+        for kind, ours in magics.magics.items():
+            for name, method in ours.items():
+                _put_back(registered.magics[kind], name, method, before[kind])
+        registered.registry.pop(type(magics).__name__, None)
+        shell.configurables.remove(magics)
+
+    return undo
+
+
+def _put_back(table: dict[str, Any], name: str, ours: Any, before: dict[str, Any]) -> None:
+    if table.get(name) != ours:  # someone took the name since
+        return
+    if name in before:
+        table[name] = before[name]
+    else:
+        del table[name]
+
+
+def _enable_simgpu() -> None:
+    from gpumagic import simgpu
+
+    try:
+        simgpu.enable_from_environment()
+    except GpuMagicError as error:
+        print(f"gpumagic: {error}", file=sys.stderr)  # noqa: T201  # a cell is there to read it
