@@ -1,0 +1,278 @@
+"""`%gpuinfo` over the real pynvml and a stub driver library, each machine in a process of its own."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nvml_stub.machine import GIB, Machine
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("gcc") is None, reason="the stub driver is built with gcc on Linux"
+)
+MakeMachine = Callable[..., Machine]
+NOT_SUPPORTED, NO_PERMISSION, LOST, UNKNOWN = 3, 4, 15, 999
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> MakeMachine:
+    return lambda gpus=1, **options: Machine(tmp_path, gpus, **options)
+
+
+def only(answer: dict[str, Any]) -> dict[str, Any]:
+    [row] = answer["report"]["devices"]
+    return row
+
+
+def test_a_healthy_gpu_has_every_figure_of_the_driver(machine: MakeMachine) -> None:
+    answer = machine().probe("everything=True")
+    row = only(answer)
+    expected = {
+        "device": "cuda:0", "nvml_index": 0, "name": "NVIDIA A100-SXM4-80GB", "memory_total": 80 * GIB,
+        "memory_used": 9 * GIB, "memory_free": 70 * GIB, "memory_reserved": GIB // 2, "utilization": 30.0,
+        "temperature": 60.0, "power": 250.5, "power_limit": 400.0, "throttle_reasons": [], "fan": 40.0,
+        "performance_state": "P0", "clock_sm": 1410, "clock_sm_max": 1980, "compute_capability": "8.0",
+        "bus_id": "00000000:01:00.0", "processes": [], "other_processes": 0, "predicted": False, "reasons": {},
+    }  # fmt: skip
+    assert {name: row[name] for name in expected} == expected
+    report = answer["report"]
+    assert (report["torch_version"], report["cuda_build"], report["driver_version"]) == ("2.13.0", "12.8", "570.86")
+    assert report["best"] == "cuda:0"
+    assert report["cause"] is None
+
+
+def test_torch_is_not_imported(machine: MakeMachine) -> None:
+    assert machine(2).probe("processes=True, everything=True")["imported"] == []
+
+
+def test_cuda_is_not_initialised_where_torch_is_imported(machine: MakeMachine) -> None:
+    answer = machine().probe(before="import torch", extra="torch.cuda.is_initialized()", real_torch=True)
+    assert answer["extra"] is False
+    assert answer["report"]["devices"][0]["memory_total"] == 80 * GIB
+
+
+def test_eight_gpus_with_twenty_processes_take_at_most_160_calls(machine: MakeMachine) -> None:
+    eight = machine(8)
+    eight.say(*(f"{number % 8}.compute {1000 + number} {GIB}" for number in range(20)))
+    answer = eight.probe("processes=True")
+    assert sum(len(row["processes"]) for row in answer["report"]["devices"]) == 20
+    assert 0 < answer["calls"] <= 160
+
+
+def test_a_second_probe_initialises_nothing_again(machine: MakeMachine) -> None:
+    first = machine()
+    extra = "(gpus.probe(), stub.nvml_stub_calls() - before - calls)[1]"
+    answer = first.probe(extra=extra)
+    assert answer["extra"] == answer["calls"] - 1
+
+
+def test_nvml_is_initialised_again_after_someone_shut_it_down(machine: MakeMachine) -> None:
+    before = "gpus.probe(); import pynvml; pynvml.nvmlShutdown()"
+    assert only(machine().probe(before=before))["memory_total"] == 80 * GIB
+
+
+# -- which GPU is which -----------------------------------------------------------------------------------
+
+
+def test_names_follow_cuda_visible_devices(machine: MakeMachine) -> None:
+    answer = machine(3).probe(CUDA_VISIBLE_DEVICES="2,0")
+    assert [(row["device"], row["nvml_index"]) for row in answer["report"]["devices"]] == [
+        ("cuda:0", 2), ("cuda:1", 0), (None, 1),
+    ]  # fmt: skip
+    assert "not visible to CUDA in this process" in answer["text"]
+
+
+def test_equal_gpus_are_not_marked_as_predicted_but_unequal_ones_are(machine: MakeMachine) -> None:
+    mixed = machine(2)
+    assert not any(row["predicted"] for row in mixed.probe()["report"]["devices"])
+    mixed.say("1.name NVIDIA GeForce RTX 4090")
+    answer = mixed.probe()
+    assert all(row["predicted"] for row in answer["report"]["devices"])
+    assert "cuda:0?" in answer["text"]
+    assert not any(row["predicted"] for row in mixed.probe(CUDA_DEVICE_ORDER="PCI_BUS_ID")["report"]["devices"])
+    assert not any(row["predicted"] for row in mixed.probe(CUDA_VISIBLE_DEVICES="GPU-1")["report"]["devices"])
+
+
+@pytest.mark.parametrize("value", ["", "-1", "1,1", "7"])
+def test_hidden_gpus_are_shown_with_the_cause(machine: MakeMachine, value: str) -> None:
+    answer = machine(2).probe(CUDA_VISIBLE_DEVICES=value)
+    assert [row["device"] for row in answer["report"]["devices"]] == [None, None]
+    assert f"CUDA_VISIBLE_DEVICES={value!r}" in answer["report"]["cause"]
+    assert "restart the kernel" in answer["report"]["cause"]
+    assert answer["report"]["best"] is None
+
+
+def test_a_cpu_only_torch_is_named_as_the_cause_beside_the_gpu(machine: MakeMachine) -> None:
+    answer = machine(cuda=None).probe()
+    assert only(answer)["device"] is None
+    assert "CPU-only build" in answer["report"]["cause"]
+
+
+# -- the fault matrix -------------------------------------------------------------------------------------
+
+
+def test_an_old_driver_is_asked_in_the_old_way(machine: MakeMachine) -> None:
+    old = machine(old_driver=True)
+    old.say("0.throttle 0x4", f"0.compute 4711 {GIB}")
+    row = only(old.probe("everything=True"))
+    assert (row["memory_total"], row["memory_free"], row["temperature"]) == (80 * GIB, 70 * GIB, 60.0)
+    assert row["memory_used"] == 9 * GIB + GIB // 2
+    assert row["memory_reserved"] is None
+    assert row["reasons"]["memory_reserved"] == "counted in memory_used by this driver"
+    assert (row["throttle_reasons"], row["performance_state"], row["other_processes"]) == (["power cap"], "P0", GIB)
+
+
+def test_memory_that_is_not_supported_is_absent_with_its_reason(machine: MakeMachine) -> None:
+    unified = machine()
+    unified.fail("nvmlDeviceGetMemoryInfo_v2", NOT_SUPPORTED)
+    unified.fail("nvmlDeviceGetMemoryInfo", NOT_SUPPORTED)
+    answer = unified.probe()
+    row = only(answer)
+    assert (row["memory_total"], row["memory_used"], row["memory_free"]) == (None, None, None)
+    assert row["reasons"]["memory_total"] == "not supported"
+    assert row["utilization"] == 30.0
+    assert "Memory: n/a (not supported)" in answer["text"]
+
+
+def test_the_older_memory_call_helps_where_the_newer_one_fails(machine: MakeMachine) -> None:
+    wsl = machine()
+    wsl.fail("nvmlDeviceGetMemoryInfo_v2", UNKNOWN)
+    assert only(wsl.probe())["memory_free"] == 70 * GIB
+
+
+@pytest.mark.parametrize("where", ["handle", "queries"])
+def test_a_lost_gpu_hides_no_other(machine: MakeMachine, where: str) -> None:
+    broken = machine(3)
+    names = ["HandleByIndex_v2"] if where == "handle" else [
+        "Name", "UUID", "MemoryInfo_v2", "MemoryInfo", "UtilizationRates", "TemperatureV", "Temperature", "PowerUsage",
+        "EnforcedPowerLimit", "CurrentClocksEventReasons", "ComputeRunningProcesses_v3", "MigMode",
+    ]  # fmt: skip
+    for name in names:
+        broken.fail(f"nvmlDeviceGet{name}", LOST, device=1)
+    answer = broken.probe()
+    rows = {row["nvml_index"]: row for row in answer["report"]["devices"]}
+    assert [rows[index]["memory_total"] for index in range(3)] == [80 * GIB, None, 80 * GIB]
+    assert rows[1]["reasons"]["memory_total"] == "lost"
+    assert rows[1]["reasons"]["utilization"] == "lost"
+    assert "lost" in answer["text"]
+
+
+def test_process_memory_the_driver_does_not_say_is_not_a_zero(machine: MakeMachine) -> None:
+    windows = machine()
+    windows.say("0.compute 4711 -1")
+    row = only(windows.probe("processes=True"))
+    assert row["processes"][0]["memory"] is None
+    assert row["other_processes"] is None
+    assert row["reasons"]["other_processes"] == "n/a (WDDM)"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(18, "reboot"), (9, "not loaded"), (4, "/dev/nvidia"), (999, "nvidia-smi")],
+)
+def test_a_driver_that_does_not_start_is_named_with_a_remedy(machine: MakeMachine, code: int, words: str) -> None:
+    dead = machine()
+    dead.say(f"init {code}")
+    before = "from gpumagic.probes import absence; absence.SYSTEM = Path('/nonexistent')"
+    answer = dead.probe(before=before)
+    assert answer["report"]["devices"] == []
+    assert words in answer["report"]["cause"]
+    assert "No GPU" in answer["text"]
+
+
+@pytest.mark.parametrize("problem", ["not supported", "undecodable"])
+def test_a_name_that_cannot_be_read_costs_only_the_name(machine: MakeMachine, problem: str) -> None:
+    nameless = machine()
+    if problem == "undecodable":
+        nameless.say(b"0.name NVIDIA \xff\xfe")
+    else:
+        nameless.fail("nvmlDeviceGetName", NOT_SUPPORTED)
+    row = only(nameless.probe())
+    assert row["name"] is None
+    assert row["reasons"]["name"] in ("not supported", "not decodable")
+    assert row["memory_total"] == 80 * GIB
+
+
+def test_mig_instances_are_rows_and_their_card_says_why_it_has_no_utilisation(machine: MakeMachine) -> None:
+    sliced = machine()
+    sliced.say("0.mig")
+    for number in (32, 33):
+        sliced.add_card(number)
+        sliced.say(f"{number}.parent 0", f"{number}.name NVIDIA A100-SXM4-80GB MIG 3g.40gb")
+        sliced.say(f"{number}.uuid MIG-{number}", f"{number}.memory {40 * GIB} 0 {30 * GIB} {10 * GIB}")
+    rows = sliced.probe(CUDA_VISIBLE_DEVICES="MIG-33")["report"]["devices"]
+    assert [(row["device"], row["uuid"]) for row in rows][0] == ("cuda:0", "MIG-33")
+    parent = next(row for row in rows if row["uuid"].startswith("GPU-"))
+    assert parent["utilization"] is None
+    assert parent["reasons"]["utilization"] == "n/a (MIG)"
+    assert parent["reasons"]["device"] == "split into MIG instances"
+    assert rows[0]["memory_total"] == 40 * GIB
+    unset = sliced.probe()
+    assert [row["uuid"] for row in unset["report"]["devices"] if row["device"]] == ["MIG-32"]
+    assert unset["text"].startswith("1 GPU")
+
+
+def test_a_throttled_gpu_says_so_in_words(machine: MakeMachine) -> None:
+    hot = machine()
+    hot.say("0.throttle 0x44")
+    assert "cuda:0 is held back by: power cap, hardware thermal limit." in hot.probe()["text"]
+
+
+# -- processes --------------------------------------------------------------------------------------------
+
+
+def test_the_kernels_own_process_is_marked_and_not_counted_as_another(machine: MakeMachine) -> None:
+    shared = machine()
+    shared.say(f"0.compute 4711 {2 * GIB}", f"0.compute 4712 {3 * GIB}", f"0.graphics 4712 {3 * GIB}")
+    shared.process(4711, "/usr/bin/python3 -m ipykernel_launcher -f secret.json")
+    shared.process(4712, "/usr/bin/python3 -u /home/bob/train.py --key=secret")
+    row = only(shared.probe("processes=True", before="import os; os.getpid = lambda: 4711"))
+    assert [(each["pid"], each["name"], each["this_kernel"]) for each in row["processes"]] == [
+        (4711, "python3 -m ipykernel_launcher", True),
+        (4712, "python3 train.py", False),
+    ]
+    assert row["other_processes"] == 3 * GIB
+
+
+def test_host_pids_in_a_container_are_not_matched_to_local_processes(machine: MakeMachine) -> None:
+    contained = machine()
+    contained.namespace("pid:[4026532999]")
+    contained.process(4711, "bash")  # a local process that has the host pid's number by chance
+    contained.say(f"0.compute 4711 {2 * GIB}", f"0.compute 99999 {GIB}")
+    answer = contained.probe("processes=True")
+    [outside] = only(answer)["processes"]
+    assert (outside["pid"], outside["memory"]) == (None, 3 * GIB)
+    assert "2 processes outside this container" in answer["text"]
+
+
+def test_a_container_that_hides_this_kernel_gives_no_figure_for_others(machine: MakeMachine) -> None:
+    contained = machine()
+    contained.namespace("pid:[4026532999]")
+    contained.process(4711, "python3", files=("/dev/nvidia-uvm",))
+    contained.say(f"0.compute 99999 {GIB}")
+    row = only(contained.probe(before="import os; os.getpid = lambda: 4711"))
+    assert row["other_processes"] is None
+    assert row["reasons"]["other_processes"] == "this container hides whose they are"
+
+
+def test_a_container_whose_pids_are_its_own_gets_an_estimate_that_says_so(machine: MakeMachine) -> None:
+    contained = machine()
+    contained.namespace("pid:[4026532999]")
+    contained.process(4711, "python3", files=("/dev/nvidia-uvm",))
+    contained.say(f"0.compute 4711 {2 * GIB}")
+    answer = contained.probe(before="import os; os.getpid = lambda: 4711")
+    assert only(answer)["other_processes"] == 7 * GIB
+    assert any("estimated" in note for note in answer["report"]["notes"])
+
+
+def test_a_scrambled_process_list_is_dropped_not_shown(machine: MakeMachine) -> None:
+    scrambled = machine()
+    scrambled.say("0.compute 4294967295 17")
+    row = only(scrambled.probe("processes=True"))
+    assert row["processes"] is None
+    assert row["reasons"]["processes"] == "unreadable"
+    assert row["other_processes"] is None
