@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from gpumagic import device_names
-from gpumagic.reports import GPUReport, TensorReport
 
 if TYPE_CHECKING:
     from gpumagic.device_run import DeviceRun
     from gpumagic.oom_guard import OomGuard
+    from gpumagic.reports import GPUReport, TensorReport
 
 
 def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) -> GPUReport:

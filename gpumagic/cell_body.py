@@ -6,7 +6,6 @@ IPython's own steps: its transformers, its compiler with the session's `__future
 from __future__ import annotations
 
 import ast
-import asyncio
 import inspect
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -94,6 +93,8 @@ def _above(text: str, cell: str) -> str | None:
 
 
 def _loop_is_running() -> bool:
+    import asyncio  # not with %load_ext: it costs as much as all of ours
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
