@@ -1,0 +1,224 @@
+"""Real shells and real kernels, with `probe_magics` at hand to load into them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from jupyter_client.manager import KernelManager
+from traitlets.config import Config
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(HERE))
+PATIENCE = 60  # seconds until a kernel that says nothing is taken for hung
+
+
+def environment(home: Path, **extra: str) -> dict[str, str]:
+    """Return the environment for a child process: our modules importable, an empty IPython profile, one thread."""
+    paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "IPYTHONDIR": str(home), "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore", **extra,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def bare_shell():
+    """Return a real in-process shell whose displays are kept instead of shown."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.HistoryAccessor.enabled = False
+    InteractiveShell.clear_instance()
+    shell = InteractiveShell.instance(config=config, display_pub_class=CapturingDisplayPublisher)
+    yield shell
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def shell(bare_shell):
+    """Return such a shell with the probe magics loaded."""
+    import probe_magics
+
+    probe_magics.events.clear()
+    probe_magics.modes().clear()
+    bare_shell.run_line_magic("load_ext", "probe_magics")
+    yield bare_shell
+    assert probe_magics.modes() == [], "a cell left its mode behind"
+
+
+@pytest.fixture
+def events(shell):
+    """Return what has happened to the guards of the shell's cells so far."""
+    return shell.user_ns["events"]
+
+
+@pytest.fixture
+def shown(bare_shell):
+    """Return a function that lists what has been displayed, as plain text."""
+
+    def texts():
+        return [output["data"]["text/plain"] for output in bare_shell.display_pub.outputs]
+
+    return texts
+
+
+@dataclass
+class Cell:
+    """What a front end saw of one cell."""
+
+    status: str = "no reply"
+    ename: str = ""
+    evalue: str = ""
+    count: int | None = None
+    payload: list = field(default_factory=list)
+    seen: list[tuple[str, str]] = field(default_factory=list)
+
+    def texts(self, *kinds: str) -> list[str]:
+        return [text for kind, text in self.seen if kind in kinds]
+
+    @property
+    def value(self) -> str | None:
+        return next(iter(self.texts("execute_result")), None)
+
+    @property
+    def reports(self) -> list[str]:
+        return self.texts("display_data")
+
+    @property
+    def tracebacks(self) -> list[str]:
+        return self.texts("error")
+
+    @property
+    def stdout(self) -> str:
+        return "".join(self.texts("stdout"))
+
+    @property
+    def stderr(self) -> str:
+        return "".join(self.texts("stderr"))
+
+    def hear(self, message: dict) -> None:
+        kind, content = message["msg_type"], message["content"]
+        if kind == "stream":
+            self.seen.append((content["name"], content["text"]))
+        elif kind in {"display_data", "execute_result"}:
+            self.seen.append((kind, content["data"]["text/plain"]))
+        elif kind == "error":
+            self.seen.append((kind, plain("\n".join(content["traceback"]))))
+
+    def take(self, reply: dict) -> Cell:
+        self.status = reply["status"]
+        self.ename, self.evalue = reply.get("ename", ""), reply.get("evalue", "")
+        self.count, self.payload = reply.get("execution_count"), reply.get("payload", [])
+        return self
+
+
+def plain(text: str) -> str:
+    """Return text without terminal colours."""
+    import re
+
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+class Kernel:
+    """A real kernel of the Python that runs the tests, spoken to as a front end does."""
+
+    def __init__(self, home: Path, **extra: str) -> None:
+        self.manager = KernelManager()
+        self.manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        self.manager.start_kernel(env=environment(home, **extra))
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=PATIENCE)
+
+    def stop(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+    def run(self, code: str, **options: object) -> Cell:
+        return self.run_all(code, **options)[0]
+
+    def run_all(self, *codes: str, **options: object) -> list[Cell]:
+        """Send all cells at once, as Run All does, and wait for each."""
+        return self._collect([self.client.execute(code, **options) for code in codes])
+
+    def interrupt(self, code: str, *later: str) -> list[Cell]:
+        """Run cells and press Ctrl-C when the first has printed ``ready``."""
+        sent = [self.client.execute(each) for each in (code, *later)]
+        return self._collect(sent, on_ready=self.manager.interrupt_kernel)
+
+    def ask(self, request: str, *args: object) -> dict:
+        message = getattr(self.client, request)(*args)
+        while True:
+            reply = self.client.get_shell_msg(timeout=PATIENCE)
+            if reply["parent_header"].get("msg_id") == message:
+                return reply["content"]
+
+    def value(self, code: str) -> str | None:
+        return self.run(code).value
+
+    def _collect(self, sent: list[str], on_ready=None) -> list[Cell]:
+        cells = {message: Cell() for message in sent}
+        idle: set[str] = set()
+        deadline = time.monotonic() + PATIENCE
+        while idle != set(sent):
+            message = self._iopub(deadline)
+            parent = message["parent_header"].get("msg_id")
+            if parent not in cells:
+                continue
+            if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+                idle.add(parent)
+            cells[parent].hear(message)
+            if on_ready and "ready" in cells[parent].stdout:
+                on_ready()
+                on_ready = None
+        waiting = set(sent)
+        while waiting:
+            reply = self.client.get_shell_msg(timeout=PATIENCE)
+            parent = reply["parent_header"].get("msg_id")
+            if parent in waiting:
+                cells[parent].take(reply["content"])
+                waiting.remove(parent)
+        return list(cells.values())
+
+    def _iopub(self, deadline: float) -> dict:
+        try:
+            return self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError("the kernel says nothing") from None
+
+
+@pytest.fixture(scope="session")
+def start_kernel(tmp_path_factory):
+    """Return a function that starts a kernel, with extra environment variables; all are stopped at the end."""
+    kernels = []
+
+    def start(**extra):
+        kernels.append(Kernel(tmp_path_factory.mktemp("ipython"), **extra))
+        return kernels[-1]
+
+    yield start
+    for kernel in kernels:
+        kernel.stop()
+
+
+@pytest.fixture(scope="module")
+def module_kernel(start_kernel):
+    kernel = start_kernel()
+    assert kernel.run("%load_ext probe_magics").status == "ok"
+    yield kernel
+    assert kernel.value("modes()") == "[]", "a cell left its mode behind"
+
+
+@pytest.fixture
+def kernel(module_kernel):
+    """Return a kernel with the probe magics, shared by the module; what happened before is forgotten."""
+    module_kernel.run("events.clear()")
+    return module_kernel
