@@ -1,0 +1,148 @@
+"""Compile the backend once and find it again, in the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from gpumagic.errors import SimgpuUnavailable
+
+NAME = "gpumagic_simgpu"
+HERE = Path(__file__).parent
+SOURCES = ("simgpu.cpp", "autocast.cpp")
+HEADERS = ("allocator.h",)
+FLAGS = ["-O1", "-g0", "-w"]
+
+
+def load() -> ModuleType:
+    """Return the compiled backend; the first call of a new torch, Python or gpumagic compiles it, half a minute.
+
+    Raises:
+        SimgpuUnavailable: there is no compiler, no ninja or no setuptools, or it does not compile.
+    """
+    home = cache_folder() / _key()
+    if not _library(home).exists():
+        with _only_process(home.with_suffix(".lock")):
+            if not _library(home).exists():
+                return _compile(home)
+    return _import(_library(home))
+
+
+def cache_folder() -> Path:
+    """Return where compiled backends are kept: beside torch's own extensions where the user placed those."""
+    if os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "gpumagic"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumagic" / "simgpu"
+
+
+def _key() -> str:
+    import torch
+
+    digest = hashlib.sha256(torch.__version__.encode())
+    digest.update(str(torch.compiled_with_cxx11_abi()).encode())
+    for source in (*SOURCES, *HEADERS):
+        digest.update((HERE / source).read_bytes())
+    return f"{sysconfig.get_config_var('SOABI') or sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
+
+
+def _library(home: Path) -> Path:
+    return home / f"{NAME}.so"
+
+
+def _import(library: Path) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(library))
+    spec = importlib.util.spec_from_loader(NAME, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _only_process(lock: Path) -> Iterator[None]:
+    # The kernel drops this lock with its process, so an interrupted compile leaves none behind, unlike the file
+    # that torch.utils.cpp_extension waits for.
+    import fcntl
+
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = lock.open("w")
+    except OSError as error:
+        raise SimgpuUnavailable(
+            f"the simulated GPU cannot be kept in {lock.parent} ({error.strerror}); "
+            "set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    with handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(home: Path) -> ModuleType:
+    _check_tools()
+    sys.stderr.write("gpumagic: compiling the simulated GPU, once, about 30 s ...\n")
+    sys.stderr.flush()
+    # A folder of its own, so that an interrupted compile leaves nothing that could be taken for a finished one.
+    with tempfile.TemporaryDirectory(prefix="building-", dir=home.parent, ignore_cleanup_errors=True) as folder:
+        module = _build_in(folder)
+        home.mkdir(exist_ok=True)
+        (Path(folder) / f"{NAME}.so").replace(_library(home))
+    return module
+
+
+def _build_in(folder: str) -> ModuleType:
+    from torch.utils import cpp_extension
+
+    sources = [str(HERE / source) for source in SOURCES]
+    try:
+        with _ninja_on_path():
+            built = cpp_extension.load(NAME, sources, extra_cflags=FLAGS, build_directory=folder)
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        told = next((line for line in lines if "error:" in line), lines[0]).strip()
+        raise SimgpuUnavailable(
+            f"the simulated GPU does not compile with this torch and compiler ({told}); "
+            "it was tried with torch 2.13 and g++ 12"
+        ) from error
+    assert isinstance(built, ModuleType)
+    return built
+
+
+def _check_tools() -> None:
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None:
+        raise SimgpuUnavailable(
+            f"the simulated GPU is compiled on first use and there is no C++ compiler ({compiler}) here; "
+            "install one, e.g. `apt install g++`"
+        )
+    if importlib.util.find_spec("setuptools") is None:
+        raise SimgpuUnavailable(
+            "the simulated GPU is compiled on first use and torch needs setuptools for that; "
+            "install it, e.g. `pip install setuptools`"
+        )
+    with _ninja_on_path():
+        if shutil.which("ninja") is None:
+            raise SimgpuUnavailable(
+                "the simulated GPU is compiled on first use and torch needs ninja for that; "
+                "install it, e.g. `pip install ninja`"
+            )
+
+
+@contextlib.contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    # pip puts ninja beside python, which is on PATH only while the environment is activated.
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
