@@ -95,11 +95,18 @@ def _is_readable(name: str) -> bool:
 
 def _unknown(name: str) -> DeviceNotFound:
     here = available()
-    listed = ", ".join(here)
+    listed = f"there are {', '.join(here)}"
     if not allocator.accelerators():
         if _is_readable(name):
-            return DeviceNotFound(f"{name!r} is not here: torch sees no GPU (%gpuinfo says why); there are {listed}")
-        return DeviceNotFound(f"{name!r} is not a device; there are {listed}")
-    near = difflib.get_close_matches(name.lower(), here, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return DeviceNotFound(f"{name!r} is not a device here; {hint}There are {listed}".replace("? There", "? There"))
+            return DeviceNotFound(f"{name!r} is not here: torch sees no GPU (%gpuinfo says why); {listed}")
+        return DeviceNotFound(f"{name!r} is not a device; {listed}")
+    near = _nearest(name.lower(), here)
+    hint = f"did you mean {near}? " if near else ""
+    return DeviceNotFound(f"{name!r} is not a device here; {hint}{listed}")
+
+
+def _nearest(name: str, names: list[str]) -> str | None:
+    """Return the most similar name, the first of equals, or None if none is similar."""
+    likeness = {each: difflib.SequenceMatcher(None, name, each).ratio() for each in names}
+    best = max(names, key=lambda each: likeness[each])
+    return best if likeness[best] > 0.5 else None

@@ -47,11 +47,11 @@ def test_a_bare_backend_is_its_current_device(two_devices: list[str]) -> None:
     [
         ("simgpu:9", "did you mean simgpu:0?"),
         ("simgpux", "did you mean simgpu:0?"),
-        ("9", "There are simgpu:0, simgpu:1, cpu, meta"),
-        ("cuda:9", "There are simgpu:0, simgpu:1, cpu, meta"),
-        ("cpu:3", "There are"),
-        ("", "There are"),
-        (":", "There are"),
+        ("9", "there are simgpu:0, simgpu:1, cpu, meta"),
+        ("cuda:9", "there are simgpu:0, simgpu:1, cpu, meta"),
+        ("cpu:3", "there are"),
+        ("", "there are"),
+        (":", "there are"),
         ("cuda:{i}", "is the variable in it defined?"),
     ],
 )

@@ -1,0 +1,244 @@
+"""`%%ondevice` puts new tensors where it says, and its report is what the device's own copy counters say."""
+
+from __future__ import annotations
+
+import linecache
+import pickle
+import textwrap
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import gpumagic
+from gpumagic import simgpu
+from gpumagic.device_run import DeviceRun
+from gpumagic.reports import TransferReport
+
+pytestmark = pytest.mark.usefixtures("two_devices")
+
+SETUP = """
+import torch
+x = torch.ones(100, 10)
+g = torch.ones(8, 4, device="simgpu:0")
+far = torch.ones(5, 5, device="simgpu:1")
+model = torch.nn.Linear(4, 3)
+"""
+
+# name -> a cell of which every move is asked for by a line, so that the report must equal the counters.
+CELLS = {
+    "nothing": "y = torch.zeros(10)",
+    "to by string": "y = x.to('simgpu:0')",
+    "to by device": "y = x.to(torch.device('simgpu', 1))",
+    "to by other tensor": "y = x.to(g)",
+    "to with dtype": "y = x.to('simgpu:0', torch.float16)",
+    "to with dtype first": "y = x.to(torch.float64).to('simgpu:0')",
+    "to non_blocking": "y = x.to('simgpu:0', non_blocking=True)",
+    "to where it already is": "y = g.to('simgpu:0')",
+    "to a copy where it already is": "y = g.to('simgpu:0', copy=True)",
+    "method of the backend": "y = x.simgpu()",
+    "cpu": "y = g.cpu()",
+    "cpu then numpy": "y = g.cpu().numpy()",
+    "between devices": "y = far.to('simgpu:0')",
+    "of a view": "y = x[::2].to('simgpu:0')",
+    "of a transposed device view": "y = g.T.cpu()",
+    "copy_ in": "g.copy_(torch.ones(8, 4, device='cpu'))",
+    "copy_ out": "z = torch.empty(8, 4, device='cpu'); z.copy_(g)",
+    "copy_ across": "z = torch.empty(5, 5); z.copy_(far)",
+    "copy_ within": "z = torch.empty(8, 4); z.copy_(g)",
+    "module": "model.to('simgpu:0')",
+    "module by method": "model.simgpu()",
+    "module and back": "model.to('simgpu:0'); model.cpu()",
+    "tensor of a list": "y = torch.tensor([1.0, 2.0, 3.0])",
+    "tensor on the cpu": "y = torch.tensor([1.0, 2.0, 3.0], device='cpu')",
+    "as_tensor of a cpu tensor": "y = torch.as_tensor(x)",
+    "as_tensor of numpy": "import numpy; y = torch.as_tensor(numpy.ones(7))",
+    "from_numpy then to": "import numpy; y = torch.from_numpy(numpy.ones(7)).to('simgpu:0')",
+    "new_tensor": "y = g.new_tensor([1, 2, 3])",
+    "item": "y = g[0, 0].item()",
+    "float": "y = float(g.sum())",
+    "bool": "y = 1 if g[0, 0] > 0 else 2",
+    "tolist": "y = g.tolist()",
+    "tolist of one": "y = g[0, 0].tolist()",
+    "loop of items": "total = 0\nfor i in range(8):\n    total += g[i, 0].item()",
+    "format of one": "text = f'{g[0, 0]:.3f}'",
+    "print": "text = str(g)",
+    "print of one": "text = repr(g.sum())",
+    "print in format": "text = f'{far}'",
+    "state dict": "model.to('simgpu:0').load_state_dict(torch.nn.Linear(4, 3, device='cpu').state_dict())",
+    "training step": """
+        net = torch.nn.Linear(10, 2)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        for start in range(0, 100, 50):
+            loss = net(x.to('simgpu:0')[start:start + 50]).pow(2).mean()
+            opt.zero_grad(); loss.backward(); opt.step()
+        last = loss.item()
+        """,
+}
+
+
+def run(cell: str, device: str = "simgpu:0") -> tuple[TransferReport, list[Any], dict[str, Any]]:
+    """Run a cell as the magic does, and return its report, the device's own record of copies, and its names."""
+    namespace: dict[str, Any] = {}
+    exec(SETUP, namespace)
+    source = textwrap.dedent(cell).strip()
+    code = compile(source, "<cell>", "exec")
+    linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
+    guard = DeviceRun(device, namespace=namespace)
+    simgpu.reset_copies()
+    guard.open()
+    try:
+        exec(code, namespace)
+    finally:
+        guard.close(None)
+    assert guard.report is not None
+    return guard.report, simgpu.copies(), namespace
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_report_is_what_the_copy_counters_say(name: str) -> None:
+    report, copies, _ = run(CELLS[name])
+    counted: Counter[tuple[str, str, str]] = Counter()
+    moved: Counter[tuple[str, str, str]] = Counter()
+    for direction, source, target, nbytes in copies:
+        if source != target:
+            counted[direction, source, target] += 1
+            moved[direction, source, target] += nbytes
+    assert Counter({key: n for key, n in _sum(report, "count").items() if n}) == counted
+    assert _sum(report, "nbytes") == moved
+
+
+def _sum(report: TransferReport, field: str) -> Counter[tuple[str, str, str]]:
+    total: Counter[tuple[str, str, str]] = Counter()
+    for row in report:
+        total[row.direction, row.source, row.target] += getattr(row, field)
+    return total
+
+
+def test_a_move_is_told_with_its_line_its_variable_and_its_cause() -> None:
+    report, _, _ = run("a = 1\ny = x.to('simgpu:0')\nmodel.to('simgpu:1')")
+    rows = {row.line: row for row in report}
+    assert (rows[2].name, rows[2].cause, rows[2].nbytes) == ("x", ".to", 4000)
+    assert (rows[3].name, rows[3].cause, rows[3].nbytes) == ("model", "Module.to", 60)
+
+
+def test_moves_of_one_line_are_one_row_and_a_loop_is_called_one() -> None:
+    report, _, _ = run("for _ in range(10):\n    y = x.to('simgpu:0')")
+    (row,) = report
+    assert (row.count, row.nbytes, row.line) == (10, 40_000, 2)
+    assert report.advice[0] == "line 2 moved x 10 times: move it once, before the loop"
+
+
+def test_a_function_of_the_cell_is_told_by_its_own_line() -> None:
+    report, _, _ = run("def load():\n    return x.to('simgpu:0')\nload()")
+    assert [row.line for row in report] == [2]
+
+
+def test_what_the_cell_names_elsewhere_is_told_with_its_bytes() -> None:
+    report, _, _ = run("y = g + 1\nz = x.to('simgpu:0')\nw = far.sum()")
+    assert [(each.name, each.device, each.nbytes) for each in report.elsewhere] == [
+        ("x", "cpu", 4000), ("far", "simgpu:1", 100), ("w", "simgpu:1", 4),
+    ]  # fmt: skip
+    assert report.advice == ("x is still on cpu too: a move makes a copy; rebind the name to keep only that",)
+
+
+def test_a_name_that_the_move_rebinds_is_not_left_behind() -> None:
+    report, _, _ = run("x = x.to('simgpu:0')")
+    assert report.elsewhere == report.advice == ()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "torch.zeros(3)", "torch.tensor([1, 2])", "torch.arange(4)", "torch.randn(2)", "torch.nn.Linear(2, 2).weight",
+        "torch.randperm(5)", "torch.zeros(2).new_ones(2)", "torch.empty(())",
+    ],
+)  # fmt: skip
+def test_new_tensors_land_on_the_device(made: str) -> None:
+    report, _, namespace = run(f"made = {made}", device="simgpu:1")
+    assert str(namespace["made"].device) == "simgpu:1"
+    assert report.created["simgpu:1"][0] >= 1
+
+
+def test_an_explicit_device_and_a_generators_device_win() -> None:
+    _, _, names = run("a = torch.zeros(3, device='cpu')\nb = torch.rand(3, generator=torch.Generator('cpu'))")
+    assert names["a"].device.type == names["b"].device.type == "cpu"
+
+
+def test_a_shuffling_data_loader_works() -> None:
+    _, _, names = run(
+        """
+        data = torch.utils.data.TensorDataset(torch.arange(6.0, device='cpu'))
+        seen = sorted(v.item() for (batch,) in torch.utils.data.DataLoader(data, batch_size=2, shuffle=True) for v in batch)
+        """
+    )
+    assert names["seen"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_created_counts_and_bytes_are_those_of_the_factory_calls() -> None:
+    report, _, _ = run("a = torch.zeros(10)\nb = torch.ones(3, device='cpu')\nc = torch.zeros_like(a)\nd = a + 1")
+    assert report.created == {"cpu": (1, 12), "simgpu:0": (2, 80)}
+
+
+def test_the_peak_is_told_only_if_the_cell_raised_it() -> None:
+    at = torch.accelerator.max_memory_allocated(0)
+    nbytes = at + 2**20
+    report, _, _ = run(f"big = torch.empty({nbytes}, dtype=torch.uint8)\ndel big")
+    assert report.peak["simgpu:0"] == torch.accelerator.max_memory_allocated(0) > at
+    report, _, _ = run("small = torch.empty(10)")
+    assert "simgpu:0" not in report.peak
+
+
+@pytest.mark.parametrize("outer", [None, "cpu", "simgpu:1"])
+def test_an_outer_default_and_the_current_device_are_restored_after_an_error(outer: str | None) -> None:
+    torch.set_default_device(outer)
+    torch.accelerator.set_device_index(0)
+    try:
+        with pytest.raises(ZeroDivisionError), gpumagic.ondevice("simgpu:1"):
+            assert torch.accelerator.current_device_index() == 1
+            1 / 0  # noqa: B018
+        assert str(torch.zeros(1).device) == (outer or "cpu")
+        assert torch.accelerator.current_device_index() == 0
+    finally:
+        torch.set_default_device(None)
+
+
+def test_runs_nest_and_each_counts_its_own() -> None:
+    with gpumagic.ondevice("simgpu:0") as outer:
+        with gpumagic.ondevice("simgpu:1") as inner:
+            assert str(torch.zeros(1).device) == "simgpu:1"
+        assert str(torch.zeros(1).device) == "simgpu:0"
+    assert outer.report is not None
+    assert inner.report is not None
+    assert set(inner.report.created) == {"simgpu:1"}
+    assert set(outer.report.created) == {"simgpu:0"}
+
+
+def test_the_context_manager_tells_the_lines_of_its_own_file() -> None:
+    x = torch.ones(10)
+    with gpumagic.ondevice("simgpu:0") as run:
+        x.to("simgpu:0")
+    assert run.report is not None
+    (row,) = run.report
+    assert row.code == 'x.to("simgpu:0")'
+
+
+def test_a_decorated_function_runs_on_the_device_each_time() -> None:
+    @gpumagic.ondevice("simgpu:1")
+    def make() -> torch.Tensor:
+        return torch.zeros(1)
+
+    assert [str(make().device) for _ in range(2)] == ["simgpu:1"] * 2
+
+
+def test_a_report_is_plain_data_that_keeps_no_tensor_alive() -> None:
+    report, _, names = run("y = x.to('simgpu:0')")
+    before = torch.accelerator.memory_allocated(0)
+    kept = pickle.loads(pickle.dumps(report))
+    names.clear()
+    assert torch.accelerator.memory_allocated(0) < before
+    assert kept.to_dict() == report.to_dict()
+    assert list(report.to_pandas().columns) == [
+        "direction", "source", "target", "count", "nbytes", "seconds", "line", "code", "name", "cause",
+    ]  # fmt: skip
