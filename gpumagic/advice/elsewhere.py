@@ -1,0 +1,25 @@
+"""Another device of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumagic.advice.facts import Facts
+from gpumagic.render.units import size
+from gpumagic.reports import Advice
+
+
+def other_device(facts: Facts) -> Iterator[Advice]:
+    """Run the cell where all that it uses, made and asked for has room."""
+    if not facts.free_elsewhere or facts.requested is None or facts.grown is None:
+        return
+    device = max(facts.free_elsewhere, key=lambda each: facts.free_elsewhere[each])
+    needed = facts.used_nbytes + facts.grown + facts.requested
+    if facts.free_elsewhere[device] >= needed:
+        yield Advice(
+            f"Run the cell on {device}" + (", with what it uses moved there" if facts.used_nbytes else ""),
+            None,
+            True,
+            f"%%ondevice {device}",
+            f"{device} has {size(facts.free_elsewhere[device])} free; the cell needed at least {size(needed)}",
+        )

@@ -1,0 +1,220 @@
+"""From a failure to a report, in two steps: what must be read before the release, and what after it.
+
+The probes measure, `advice` judges; this module only passes the one to the other.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from gpumagic.advice import cell_code, negatives, ranking, verdict
+from gpumagic.advice.facts import Facts, Scene
+from gpumagic.probes import allocator, claims, host, oom, scene, surroundings
+from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.probes.oom import OomEvent
+from gpumagic.render.units import size
+from gpumagic.reports import OomReport
+
+NOTHING = AllocatorFigures(0, 0, 0)
+"""The figures of a backend that was not in use yet."""
+
+Figures = Mapping[str, AllocatorFigures]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is known of a failure while its frames are whole. Holds none of them."""
+
+    event: OomEvent
+    device: str | None
+    scene: Scene
+    before: Figures
+    at_failure: Figures
+    capacity: int | None
+    free: int | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What the guard knows besides the failure."""
+
+    namespace: Mapping[str, object]
+    bound: Mapping[str, int] = field(default_factory=dict)
+    """``{name: id of its value}`` when the block began."""
+    shell: object | None = None
+    pinned: int | None = None
+    """Bytes that the frames kept for a debugger hold, at least."""
+    retries: int = 0
+    recovered: bool = False
+
+
+def examine(error: Exception, namespace: Mapping[str, object], before: Figures) -> Failure | None:
+    """Return what the error and its frames tell, or None if it is not out-of-memory."""
+    at_failure = allocator.all_figures()
+    rooms = {device: _room(device) for device in at_failure}
+    free = min((room[0] for room in rooms.values() if room is not None), default=None)
+    event = oom.recognise(error, free)
+    if event is None:
+        return None
+    device = _device(event, rooms)
+    seen, notes = Scene(), []
+    try:
+        seen = scene.read(error, namespace)
+    except Exception as fault:  # our own failure must not cost the user the release
+        notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
+    capacity, free = _capacity(event, rooms.get(device) if device else None)
+    return Failure(event, device, seen, before, at_failure, capacity, free, tuple(notes))
+
+
+def pinned(error: BaseException, namespace: Mapping[str, object], failure: Failure) -> int | None:
+    """Return the bytes that the frames of an error that is to be kept hold; None where that cannot be looked at."""
+    if failure.device is None or "torch" not in sys.modules:
+        return None
+    return claims.in_frames(error, namespace, failure.device)
+
+
+def conclude(failure: Failure, circumstances: Circumstances) -> OomReport:
+    """Return the report, from the failure and from what is alive now."""
+    notes = list(failure.notes)
+    facts = _bare_facts(failure)
+    try:
+        facts = _facts(failure, circumstances)
+    except Exception as fault:  # a partial report is better than the loss of it
+        notes.append(f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}")
+    return _report(facts, failure, circumstances, notes)
+
+
+def _facts(failure: Failure, circumstances: Circumstances) -> Facts:
+    facts = _bare_facts(failure)
+    device = failure.device
+    if device is None:
+        return facts
+    namespace, bound = circumstances.namespace, circumstances.bound
+    claimed = claims.by_names(namespace, device, circumstances.shell)
+    used = surroundings.names_used(facts.cell.reads, namespace) if facts.cell is not None else set(namespace)
+    fresh = facts.cell.rebinds if facts.cell is not None else frozenset()
+    read_first = surroundings.names_used(facts.cell.reads - fresh, namespace) if facts.cell is not None else set()
+    old = {name for name, value in namespace.items() if bound.get(name) == id(value)}
+    spare = (old | claims.outputs(claimed)) - used - fresh
+    free_elsewhere, others = surroundings.other_devices(device)
+    return replace(
+        facts,
+        holders=claims.rows(claimed, device),
+        leftovers=tuple(claim for claim in claimed if claim.names <= spare),
+        stale={name: claims.released(claimed, [name]) for name in (old & fresh) - read_first},
+        models=surroundings.models(used, namespace, device),
+        batches=surroundings.batch_sizes(facts.cell, used, namespace) if facts.cell is not None else (),
+        free_elsewhere=free_elsewhere,
+        used_nbytes=sum(claim.nbytes for claim in claimed if claim.names & used & old),
+        other_processes=others,
+    )
+
+
+def _bare_facts(failure: Failure) -> Facts:
+    """Return the facts that need no look at the notebook."""
+    event, device = failure.event, failure.device or ""
+    source = failure.scene.source
+    return Facts(
+        kind=event.kind,
+        memory=event.memory,
+        device=failure.device,
+        requested=event.numbers.requested,
+        capacity=failure.capacity,
+        free=failure.free,
+        unallocated=_unallocated(failure),
+        before=failure.before.get(device) or (NOTHING if device in failure.at_failure else None),
+        at_failure=failure.at_failure.get(device),
+        after=allocator.all_figures().get(device),
+        from_allocator=event.from_allocator,
+        segments_can_expand=_segments_can_expand(event),
+        message=event.message,
+        scene=failure.scene,
+        cell=cell_code.read(source) if source else None,
+    )
+
+
+def _report(facts: Facts, failure: Failure, circumstances: Circumstances, notes: list[str]) -> OomReport:
+    before, at_failure, after = facts.before, facts.at_failure, facts.after
+    return OomReport(
+        kind=facts.kind,
+        certainty=failure.event.certainty,
+        device=facts.device,
+        requested=facts.requested,
+        allocated_before=before.allocated if before else None,
+        allocated_at_failure=at_failure.allocated if at_failure else None,
+        allocated_after=after.allocated if after else None,
+        reserved_before=before.reserved if before else None,
+        reserved_at_failure=at_failure.reserved if at_failure else None,
+        reserved_after=after.reserved if after else None,
+        line=facts.scene.line,
+        code=facts.scene.code,
+        verdict=verdict.sentence(facts),
+        holders=facts.holders,
+        advice=ranking.advise(facts),
+        capacity=facts.capacity,
+        retries=circumstances.retries,
+        recovered=circumstances.recovered,
+        message=failure.event.message,
+        notes=(*notes, *negatives.sentences(facts), *_notes(failure, circumstances)),
+    )
+
+
+def _room(device: str) -> tuple[int, int] | None:
+    try:
+        return allocator.capacity(device)
+    except RuntimeError:  # a sticky CUDA error makes every further call fail
+        return None
+
+
+def _device(event: OomEvent, rooms: Mapping[str, tuple[int, int] | None]) -> str | None:
+    """Return the device that failed: the one the text names, else the fullest in use of its type."""
+    if event.memory != "device":
+        return "cpu"
+    if event.device is not None:
+        return event.device
+    free = {
+        device: room[0] if room is not None else 0
+        for device, room in rooms.items()
+        if event.backend in (None, device.partition(":")[0])
+    }
+    return min(free, key=lambda device: free[device], default=None)
+
+
+def _capacity(event: OomEvent, room: tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """Return (capacity, free when it failed), the driver's capacity before the text's, the text's free before now's."""
+    if event.memory == "host":
+        room = host.memory()
+    capacity = room[1] if room is not None else event.numbers.capacity
+    free = event.numbers.free if event.numbers.free is not None else (room[0] if room is not None else None)
+    return capacity, free
+
+
+def _unallocated(failure: Failure) -> int | None:
+    figures = failure.at_failure.get(failure.device or "")
+    measured = figures.reserved - figures.allocated if figures is not None else None
+    return failure.event.numbers.unallocated if failure.event.numbers.unallocated is not None else measured
+
+
+def _segments_can_expand(event: OomEvent) -> bool:
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    hinted = "expandable_segments" in event.text or "max_split_size_mb" in event.text
+    return event.from_allocator and hinted and "expandable_segments:True" not in settings
+
+
+def _notes(failure: Failure, circumstances: Circumstances) -> list[str]:
+    event, notes = failure.event, []
+    if circumstances.pinned is not None:
+        notes.append(f"Kept for %debug: the failed frames hold at least {size(circumstances.pinned)} of it.")
+    if event.raised != event.message:
+        notes.append(f"It arrived as {event.raised}")
+    if event.numbers.requested is not None and not event.numbers.exact:
+        notes.append("The size of the request is as the error's text rounds it.")
+    if event.memory == "device" and event.device is None and failure.device is not None:
+        notes.append(f"The error does not name the device; {failure.device} is the fullest of its kind in use.")
+    if failure.scene.inside is not None:
+        notes.append(f"Inside {failure.scene.inside}")
+    return notes

@@ -1,0 +1,172 @@
+"""`oomguard`: a block that, when it runs out of memory, gives the memory back and says why and what helps.
+
+While nothing goes wrong it reads the allocator's figures once and does nothing else. The order after a failure:
+recognise it, read its frames, let whoever handles the exception finish, empty the frames, then look at what
+is left. See `probes/release.py` for why not earlier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from gpumagic.probes import allocator, oom, release
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from gpumagic.diagnosis import Failure
+    from gpumagic.probes.allocator import AllocatorFigures
+    from gpumagic.reports import OomReport
+
+class OomGuard(contextlib.ContextDecorator):
+    """Guard a block against running out of memory; `report` says what happened, None if nothing did.
+
+    As a cell's guard, the user sees IPython's own traceback and then the report, and the cell fails with the
+    one-line `OutOfMemory`. As a `with` block or decorator it raises `OutOfMemory`. Variables of a function
+    that is still running when the block ends stay alive as long as that function's frame does.
+
+    Args:
+        shell: the shell that shows the traceback; its copies of the error are forgotten with it.
+        keep: leave the failed frames as they are, for `%debug`, and say what they hold.
+        keep_going: swallow the failure after the report.
+        store: called with the finished report.
+        namespace: the globals of the guarded code, where names are looked up; the shell's, or ``__main__``'s.
+
+    Attributes:
+        report: the `OomReport` of the last failure, once it is finished.
+    """
+
+    name = "oomguard"
+
+    def __init__(
+        self,
+        shell: InteractiveShell | None = None,
+        *,
+        keep: bool = False,
+        keep_going: bool = False,
+        store: Callable[[OomReport], None] | None = None,
+        namespace: Mapping[str, object] | None = None,
+    ) -> None:
+        self.report: OomReport | None = None
+        self._shell = shell
+        self._keep = keep
+        self._keep_going = keep_going
+        self._store = store
+        self._namespace = namespace if namespace is not None else _namespace(shell)
+        self._failure: Failure | None = None
+        self._retries = 0
+        self._recovered = False
+        self._before: dict[str, AllocatorFigures] = {}
+        self._bound: dict[str, int] = {}
+
+    def open(self) -> None:
+        """Read the allocator's figures and which names are bound; costs well under a millisecond."""
+        if self._retries:
+            return  # a further try is measured against the state before the first
+        self._before = allocator.all_figures()
+        self._bound = {name: id(value) for name, value in list(self._namespace.items())}
+
+    def close(self, error: BaseException | None) -> None:
+        """Look at how the block ended; after out-of-memory, read its frames while they are whole."""
+        self._recovered = error is None and self._failure is not None
+        if error is not None:
+            self._failure = self._examine(error)
+
+    def finish(self, result: Any = None) -> OomReport | None:
+        """Release and report, once IPython has shown and stored the traceback.
+
+        Args:
+            result: IPython's result of the cell; its error is replaced by `OutOfMemory`, or by None to go on.
+        """
+        if self._failure is None:
+            return None
+        error = getattr(result, "error_in_exec", None)
+        report = self._conclude(None if self._recovered else error)
+        if error is not None and not self._recovered and not self._keep:
+            instead = None if self._keep_going else out_of_memory(report)
+            result.error_in_exec = instead
+            release.forget_result(self._shell, error, instead)
+        elif error is not None and self._keep_going:
+            result.error_in_exec = None
+        return report
+
+    def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
+        self.report, self._failure, self._retries = None, None, 0
+        self.open()
+        return self
+
+    def __exit__(self, exc_type: object, error: BaseException | None, traceback: object) -> bool:
+        del exc_type, traceback
+        self.close(error)
+        if self._failure is None:
+            return False
+        report = self._conclude(error)
+        if not self._keep and not self._keep_going:
+            del error
+            _raise_alone(out_of_memory(report))
+        return self._keep_going
+
+    def retry(self, error: BaseException) -> bool:
+        """Return whether the failure was out-of-memory; if so, what it pinned is released for the next try."""
+        if self._failure is None:
+            return False
+        self._retries += 1
+        release.release(error, self._shell)
+        return True
+
+    def _recreate_cm(self) -> OomGuard:
+        return self  # one report, of the last call that failed
+
+    def _examine(self, error: BaseException) -> Failure | None:
+        if not isinstance(error, Exception):
+            return None
+        from gpumagic import diagnosis
+
+        return diagnosis.examine(error, self._namespace, self._before)
+
+    def _conclude(self, error: BaseException | None) -> OomReport:
+        """Release unless told to keep, then say what is known; the failure is forgotten."""
+        from gpumagic import diagnosis
+
+        assert self._failure is not None
+        failure, self._failure = self._failure, None
+        pinned = None
+        if error is not None and self._keep:
+            pinned = diagnosis.pinned(error, self._namespace, failure)
+        elif error is not None:
+            release.release(error, self._shell)
+        circumstances = diagnosis.Circumstances(
+            self._namespace, self._bound, self._shell, pinned, self._retries, self._recovered
+        )  # fmt: skip
+        self.report = diagnosis.conclude(failure, circumstances)
+        if self._store is not None:
+            self._store(self.report)
+        return self.report
+
+
+def out_of_memory(report: OomReport) -> BaseException:
+    """Return the one-line error a guarded cell fails with: it says what happened and holds on to nothing."""
+    where = f" in line {report.line}" if report.line is not None else ""
+    what = f"{report.device} ran out of memory{where}" if report.device else f"out of memory{where}"
+    error: BaseException = oom.OutOfMemory(f"{what} ({report.message})")
+    return error
+
+
+def _raise_alone(error: BaseException) -> NoReturn:
+    """Raise without the exception being handled as context: that one keeps its arguments alive."""
+    try:
+        raise error
+    finally:
+        error.__context__ = None
+        error.__suppress_context__ = True
+        del error
+
+
+def _namespace(shell: InteractiveShell | None) -> Mapping[str, object]:
+    if shell is not None:
+        names: Mapping[str, object] = shell.user_ns
+        return names
+    return vars(sys.modules["__main__"])

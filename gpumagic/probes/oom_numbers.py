@@ -1,0 +1,110 @@
+"""The numbers in an out-of-memory text, in the fifteen ways they have been written, with their traps.
+
+Texts round to two decimals, print the device's index as a raw byte (torch 2.2 and 2.3, pytorch#126766) and
+print 16 EiB where the driver knew nothing (microsoft/WSL#11050). A number here is a fallback for
+what the allocator cannot be asked any more, and the size of the request, which stands nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_UNITS = {"b": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4, "p": 1024**5}
+_SIZE = r"(\d[\d,]*(?:\.\d+)?)\s*([KMGTP]i?B|bytes?|B)\b"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What an error's text says, in bytes; None where it says nothing credible."""
+
+    requested: int | None = None
+    exact: bool = False
+    """False where the text rounded the request to two decimals."""
+    index: int | None = None
+    """The device's index."""
+    capacity: int | None = None
+    free: int | None = None
+    allocated: int | None = None
+    unallocated: int | None = None
+    """Reserved by torch but unallocated: what fragmentation could have cost."""
+    limit: int | None = None
+    """A cap below the capacity: a memory fraction, MPS's watermark."""
+
+
+_REQUESTED = (
+    rf"[Tt]ried to allocate\s+{_SIZE}",
+    rf"Requested\s*:\s*{_SIZE}",
+    r"Requested size: (\d[\d,]*)(?:\s*([KMGTP]i?B|bytes?|B)\b)?",
+    rf"[Oo]ut of memory (?:while trying to allocate|allocating) {_SIZE}",
+    rf"Failed to allocate request for [^(]*\({_SIZE}\)",
+    rf"Failed to allocate request for {_SIZE}",
+    rf"Unable to allocate {_SIZE}",
+    rf"calloc (?:async )?{_SIZE}",
+    rf"unable to (?:mmap|write|resize) {_SIZE}",
+    rf"allocate (?:about )?{_SIZE}",
+)
+_CAPACITY = (rf"total capac?i?ty of {_SIZE}", rf"{_SIZE} total capacity", rf"Device limit\s*:\s*{_SIZE}")
+_FREE = (
+    rf"of which {_SIZE} is free",
+    rf"{_SIZE} free[;)]",
+    rf"Free \(according to CUDA\)\s*:\s*{_SIZE}",
+)
+_ALLOCATED = (
+    rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
+    rf"{_SIZE} already allocated",
+    rf"MPS allocated: {_SIZE}",
+    rf"Currently allocated\s*:\s*{_SIZE}",
+)
+_UNALLOCATED = (rf"{_SIZE} is reserved by PyTorch but unallocated",)
+_LIMIT = (rf"{_SIZE} allowed[;,]", rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}", rf"fraction\)\s*:\s*{_SIZE}")
+
+
+def read(text: str) -> Numbers:
+    """Return the numbers of one error's text; what exceeds twice the capacity is a sentinel and left out."""
+    requested = _find(_REQUESTED, text)
+    capacity = _first(_CAPACITY, text)
+    return Numbers(
+        requested=_bytes(requested),
+        exact=requested is not None and _unit(requested) == 1,
+        index=_index(text),
+        capacity=capacity,
+        free=_credible(_first(_FREE, text), capacity),
+        allocated=_credible(_first(_ALLOCATED, text), capacity),
+        unallocated=_credible(_first(_UNALLOCATED, text), capacity),
+        limit=_credible(_first(_LIMIT, text), capacity),
+    )
+
+
+def _find(patterns: tuple[str, ...], text: str) -> re.Match[str] | None:
+    return next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
+
+
+def _first(patterns: tuple[str, ...], text: str) -> int | None:
+    return _bytes(_find(patterns, text))
+
+
+def _bytes(match: re.Match[str] | None) -> int | None:
+    if match is None:
+        return None
+    number = float(match.groups()[-2].replace(",", ""))
+    return int(number * _unit(match))
+
+
+def _unit(match: re.Match[str]) -> int:
+    letter = (match.groups()[-1] or "b")[0].lower()
+    return _UNITS[letter]
+
+
+def _index(text: str) -> int | None:
+    match = re.search(r"(?:GPU|on device|device ordinal|device:GPU:)\s?(\d+)\b", text)
+    if match is not None:
+        return int(match[1])
+    raw = re.search(r"GPU ([\x00-\x1f]) has a total", text)  # torch 2.2 and 2.3 print the number as a character
+    return ord(raw[1]) if raw is not None else None
+
+
+def _credible(value: int | None, capacity: int | None) -> int | None:
+    if value is None or (capacity is not None and value > 2 * capacity) or value >= 2**60:
+        return None
+    return value

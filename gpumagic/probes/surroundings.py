@@ -1,0 +1,110 @@
+"""What lives around a failure once its frames are empty: what the cell works with, and where else there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+from gpumagic.advice.cell_code import CellCode, is_batch_name
+from gpumagic.advice.facts import BatchSize, Model
+
+
+def names_used(reads: Iterable[str], namespace: Mapping[str, object]) -> set[str]:
+    """Return the names that code reading these names uses, itself or through functions and classes of the notebook."""
+    used: set[str] = set()
+    waiting = list(reads)
+    while waiting:
+        name = waiting.pop()
+        if name not in used and name in namespace:
+            used.add(name)
+            waiting += _names_behind(namespace[name], namespace)
+    return used
+
+
+def _names_behind(value: object, namespace: Mapping[str, object]) -> Iterator[str]:
+    for function in _functions_of(value):
+        if function.__globals__ is namespace:
+            yield from _names_in(function.__code__)
+
+
+def _functions_of(value: object) -> Iterator[FunctionType]:
+    value = getattr(value, "__func__", value) if type(value).__name__ == "method" else value
+    if isinstance(value, FunctionType):
+        yield value
+        return
+    for base in (value if isinstance(value, type) else type(value)).__mro__:
+        if base.__module__ == "__main__":
+            yield from (each for each in vars(base).values() if isinstance(each, FunctionType))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def models(names: Iterable[str], namespace: Mapping[str, object], device: str) -> tuple[Model, ...]:
+    """Return the modules among these names that have parameters on the device, largest first."""
+    import torch
+
+    found = []
+    for name in names:
+        module: Any = namespace[name]
+        if issubclass(type(module), torch.nn.Module):
+            here = [each for each in module.parameters() if str(each.device) == device]
+            if here:
+                found.append(_model(name, module, here))
+    return tuple(sorted(found, key=lambda model: -model.nbytes))
+
+
+def _model(name: str, module: Any, parameters: list[Any]) -> Model:
+    import torch
+
+    checkpoints = getattr(module, "is_gradient_checkpointing", None)
+    return Model(
+        name=name,
+        nbytes=sum(each.nbytes for each in parameters),
+        float32_nbytes=sum(each.nbytes for each in parameters if each.dtype == torch.float32),
+        training=module.training,
+        checkpoints=checkpoints if isinstance(checkpoints, bool) else None,
+    )
+
+
+def batch_sizes(cell: CellCode, names: Iterable[str], namespace: Mapping[str, object]) -> tuple[BatchSize, ...]:
+    """Return the batch sizes the cell works with: its literals, then variables it uses, then DataLoaders."""
+    found = [BatchSize(literal.name, literal.value, literal.line) for literal in cell.batches]
+    written = {literal.name for literal in cell.batches}
+    for name in sorted(set(names) - written):
+        value = namespace[name]
+        if is_batch_name(name) and type(value) is int and value > 1:
+            found.append(BatchSize(name, value))
+        elif _is_loader(value) and not found:  # a loader says no more than the number it was made with
+            size: Any = getattr(value, "batch_size", None)
+            if isinstance(size, int) and size > 1:
+                found.append(BatchSize(name, size, loader=True))
+    return tuple(found)
+
+
+def _is_loader(value: object) -> bool:
+    import torch.utils.data
+
+    return issubclass(type(value), torch.utils.data.DataLoader)
+
+
+def other_devices(device: str) -> tuple[dict[str, int], int | None]:
+    """Return the free bytes of the other devices of the same type, and what other processes hold on this one.
+
+    Asks the driver's tools, not the devices: `mem_get_info` of a device not yet in use would create a context.
+    """
+    from gpumagic.probes import gpus
+
+    rows = {row.device: row for row in gpus.probe() if row.device is not None}
+    backend = device.partition(":")[0]
+    free = {
+        other: row.memory_free
+        for other, row in rows.items()
+        if other != device and other.partition(":")[0] == backend and row.memory_free is not None
+    }
+    return free, rows[device].other_processes if device in rows else None

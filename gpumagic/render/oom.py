@@ -1,0 +1,121 @@
+"""The view of an out-of-memory report: the verdict, what came back, who holds the rest, what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
+from gpumagic.render.units import NOT_AVAILABLE, count, size
+from gpumagic.reports import Advice, Holder, OomReport
+
+SHOWN_ADVICE = 5
+SHOWN_HOLDERS = 6
+
+
+def view(report: OomReport) -> Document:
+    """Return the report with its verdict first; details that few need are folded away."""
+    blocks: list[Block] = [Heading(_headline(report)), Paragraph(report.verdict)]
+    if report.code is not None:
+        blocks.append(Listing([(report.line or 0, report.code, "")]))
+    if report.allocated_at_failure is not None:
+        blocks.append(_memory(report))
+    if report.holders:
+        blocks += _holders(report)
+    blocks += _advice(report.advice)
+    blocks += [Paragraph(note, muted=True) for note in report.notes]
+    return Document(tuple(blocks))
+
+
+def _headline(report: OomReport) -> str:
+    where = f" on {report.device}" if report.device else ""
+    parts = [f"Out of memory{where}" + (f", line {report.line}" if report.line is not None else "")]
+    if report.certainty == "probable":
+        parts[0] = f"Probably o{parts[0][1:]}"
+    if report.recovered:
+        parts.append(f"passed after {count(report.retries, 'retry', 'retries')}")
+    elif report.retries:
+        parts.append(f"also after {count(report.retries, 'retry', 'retries')}")
+    freed = _freed(report)
+    if freed is not None and freed > 0 and not report.recovered:
+        parts.append(f"{size(freed)} given back")
+    return " · ".join(parts)
+
+
+def _freed(report: OomReport) -> int | None:
+    if report.allocated_at_failure is None or report.allocated_after is None:
+        return None
+    return report.allocated_at_failure - report.allocated_after
+
+
+def _memory(report: OomReport) -> Table:
+    stages = (
+        ("before the cell", report.allocated_before, report.reserved_before),
+        ("at the failure", report.allocated_at_failure, report.reserved_at_failure),
+        ("now", report.allocated_after, report.reserved_after),
+    )
+    columns = [
+        Column(report.device or "memory"),
+        Column("allocated" + (f", of {size(report.capacity)}" if report.capacity else "")),
+        Column("cached", "right", priority=1),
+    ]
+    rows: list[list[Cell | str]] = [
+        [stage, _bar(allocated, reserved, report.capacity), _cached(allocated, reserved)]
+        for stage, allocated, reserved in stages
+    ]
+    return Table(columns, rows, caption="Memory before, at the failure and now")
+
+
+def _bar(allocated: int | None, reserved: int | None, capacity: int | None) -> Cell:
+    if allocated is None or not capacity:
+        return Cell(size(allocated))
+    cached = max(0, (reserved or allocated) - allocated)
+    return Cell(size(allocated), (Segment(allocated / capacity), Segment(cached / capacity, "second")))
+
+
+def _cached(allocated: int | None, reserved: int | None) -> str:
+    return NOT_AVAILABLE if allocated is None or reserved is None else size(reserved - allocated)
+
+
+def _holders(report: OomReport) -> Iterator[Block]:
+    shown, rest = report.holders[:SHOWN_HOLDERS], report.holders[SHOWN_HOLDERS:]
+    yield _holder_table(shown, report.allocated_after)
+    if rest:
+        more = size(sum(holder.nbytes for holder in rest))
+        yield Fold(f"and {count(len(rest), 'more name')} with {more}", [_holder_table(rest, report.allocated_after)])
+
+
+def _holder_table(holders: tuple[Holder, ...], allocated: int | None) -> Table:
+    whole = allocated or sum(holder.nbytes for holder in holders) or 1
+    columns = [Column("held by", shrinks=True), Column("what", priority=1), Column("would be released by del")]
+    rows: list[list[Cell | str]] = [
+        [holder.name, holder.kind, Cell(size(holder.nbytes), (Segment(holder.nbytes / whole),))]
+        for holder in holders
+    ]
+    return Table(columns, rows, caption="Names that hold memory on the device")
+
+
+def _advice(advice: tuple[Advice, ...]) -> Iterator[Block]:
+    if not advice:
+        return
+    yield Heading("What would help")
+    for number, each in enumerate(advice[:SHOWN_ADVICE], 1):
+        yield from _suggestion(number, each)
+    rest = list(enumerate(advice[SHOWN_ADVICE:], SHOWN_ADVICE + 1))
+    if rest:
+        blocks = [block for number, each in rest for block in _suggestion(number, each)]
+        yield Fold(f"and {len(rest)} more: " + "; ".join(each.title for _, each in rest), blocks)
+
+
+def _suggestion(number: int, advice: Advice) -> Iterator[Block]:
+    yield Paragraph(f"{number}. {advice.title}{_worth(advice)}")
+    if advice.edit:
+        yield Listing([(number, line, "") for line in advice.edit.splitlines()])
+    if advice.evidence:
+        yield Paragraph(f"   {advice.evidence}", muted=True)
+
+
+def _worth(advice: Advice) -> str:
+    enough = {True: "enough for the request that failed", False: "not enough alone", None: ""}[advice.covers]
+    frees = f"frees {size(advice.frees)}" if advice.frees is not None else ""
+    worth = ", ".join(filter(None, (frees, enough)))
+    return f": {worth}" if worth else ""
