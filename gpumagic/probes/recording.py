@@ -36,15 +36,16 @@ class RecordingContext(DeviceContext):
         super().__init__(device)
         self.log = log
         self.cause = cause
+        self._handler = _handlers().get
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True  # IPython leaves such frames out of the user's traceback
-        handler = _handlers().get(func)
-        if handler is None:
-            return func(*args, **(kwargs or {}))
-        return handler(self, func, args, kwargs or {})
+        handler = self._handler(func)
+        if handler is not None:
+            return handler(self, func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def add_move(self, source: str, result: torch.Tensor, seconds: float, cause: str, subject: object) -> None:
         """Count a move if ``result`` lies elsewhere than ``source``; reading back to the host is also a wait."""
