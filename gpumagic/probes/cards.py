@@ -29,7 +29,6 @@ THROTTLE_REASONS = {
     0x200: "board limit",
     0x400: "reliability limit",
 }
-WHOLE_CARD = ("utilization", "temperature", "power", "power_limit", "throttle_reasons")
 LARGEST_PID = 2**22 if sys.platform != "win32" else 2**32
 
 
@@ -55,6 +54,7 @@ class Card:
     instances: tuple[Card, ...] = ()
     mig: bool = False
     """Whether the card is in MIG mode: CUDA then uses its instances, never the card itself."""
+    is_instance: bool = False
 
     @property
     def uuid(self) -> str | None:
@@ -135,9 +135,8 @@ def _instance(binding: ModuleType, handle: Any, index: int) -> Card:
     _identity(readings, binding, handle)
     _memory(readings, binding, handle)
     processes = _processes(readings, binding, handle)
-    # The driver keeps these for the whole card only (nvitop#5, dcgm-exporter#216); 0 would be a lie.
-    whole = dict.fromkeys(WHOLE_CARD, "n/a (MIG)")
-    return Card(index, readings.values, {**whole, **readings.reasons}, processes)
+    # The driver keeps all else for the whole card only (nvitop#5, dcgm-exporter#216); 0 would be a lie.
+    return Card(index, readings.values, {"all": "n/a (MIG)", **readings.reasons}, processes, is_instance=True)
 
 
 def _because_of_mig(reasons: Mapping[str, str]) -> dict[str, str]:

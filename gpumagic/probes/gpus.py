@@ -17,13 +17,14 @@ from gpumagic.errors import DeviceNotFound
 from gpumagic.probes import absence, cards, other_devices
 from gpumagic.probes.cards import Card, Snapshot
 from gpumagic.probes.nvml import Failure
-from gpumagic.probes.processes import attribute, in_container
+from gpumagic.probes.processes import attribute
 from gpumagic.probes.torch_build import TorchBuild, torch_build
 from gpumagic.probes.visibility import Visibility, visible
 from gpumagic.reports import GPUReport, GpuRow
 
 ONLY_WITH_ALL = ("bus_id", "performance_state", "fan", "clock_sm", "clock_sm_max", "clock_memory",
                  "clock_memory_max", "compute_capability")  # fmt: skip
+ESTIMATED = "estimated"
 FIGURES = tuple(field.name for field in fields(GpuRow) if field.name not in ("predicted", "simulated", "reasons"))
 
 
@@ -50,7 +51,7 @@ def probe(devices: Sequence[str] = (), *, processes: bool = False, everything: b
     build = torch_build()
     answer = cards.snapshot(everything=everything)
     rows, notes, view = _nvidia_rows(answer, build)
-    rows += other_devices.rows(build, known=rows)
+    rows += other_devices.rows(build, known=rows, refusal=_refusal(answer))
     cause = absence.cause(answer, build, view) if not any(_is_real(row) for row in rows) else None
     rows = [explained(row) for row in (*rows, *other_devices.simulated_rows())]
     if any(row.simulated for row in rows):
@@ -63,6 +64,10 @@ def probe(devices: Sequence[str] = (), *, processes: bool = False, everything: b
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=best(rows), cause=cause,
         show_processes=processes, show_all=everything, notes=tuple(notes),
     )  # fmt: skip
+
+
+def _refusal(answer: Snapshot | Failure) -> str:
+    return f"NVML: {answer.problem}" if isinstance(answer, Failure) else "NVML does not list it"
 
 
 def best(rows: Sequence[GpuRow]) -> str | None:
@@ -124,7 +129,7 @@ def _certain_names(torch: ModuleType, flat: Sequence[Card]) -> dict[int, Naming]
 
 def _predicted_names(answer: Snapshot, flat: Sequence[Card], view: Visibility) -> dict[int, Naming]:
     if view.instance is not None:
-        instances = [position for position, each in enumerate(flat) if not _is_card(answer, each)]
+        instances = [position for position, each in enumerate(flat) if each.is_instance]
         return {instances[view.instance]: Naming(0, predicted=False)}
     unsure = _order_is_unsure(answer, view)
     names = {}
@@ -136,10 +141,6 @@ def _predicted_names(answer: Snapshot, flat: Sequence[Card], view: Visibility) -
             position = next(i for i, each in enumerate(flat) if each is target)
             names[position] = Naming(ordinal, predicted=unsure)
     return names
-
-
-def _is_card(answer: Snapshot, each: Card) -> bool:
-    return any(each is card for card in answer.cards)
 
 
 def _order_is_unsure(answer: Snapshot, view: Visibility) -> bool:
@@ -159,8 +160,8 @@ def _row(card: Card, naming: Naming | None, build: TorchBuild) -> GpuRow:
         reasons["device"] = _unnamed(card, build)
     if listed is None:
         reasons["other_processes"] = reasons.get("processes") or reasons.get("all", "")
-    elif listed.reason:
-        reasons["other_processes"] = listed.reason
+    elif listed.reason or listed.estimated:
+        reasons["other_processes"] = listed.reason or ESTIMATED
     row = GpuRow(
         device=f"cuda:{naming.ordinal}" if naming else None, nvml_index=card.index,
         predicted=naming is not None and naming.predicted, **card.values, reasons=reasons,
@@ -176,15 +177,15 @@ def _used_apart(card: Card) -> int | None:
 
 
 def _unnamed(card: Card, build: TorchBuild) -> str:
-    if "all" in card.reasons:
-        return card.reasons["all"]
+    if not card.values:
+        return card.reasons.get("all", "not known")
     if card.mig:
         return "split into MIG instances"
     if build.version is None:
         return "torch is not installed"
     if build.known and build.cuda is None:
         return "torch is not built for it"
-    return "not visible to CUDA in this process"
+    return "CUDA uses one MIG instance a process" if card.is_instance else "not visible to CUDA in this process"
 
 
 def explained(row: GpuRow) -> GpuRow:
@@ -200,7 +201,7 @@ def _reason(name: str, known: Mapping[str, str]) -> str:
 
 
 def _notes(answer: Snapshot, rows: Sequence[GpuRow], view: Visibility) -> list[str]:
-    estimated = in_container() and any(row.other_processes is not None for row in rows)
+    estimated = any(row.reasons.get("other_processes") == ESTIMATED for row in rows)
     candidates = {
         "Names marked ? are predicted: until CUDA is in use in this process only it knows how it numbers these "
         "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID makes it number them as nvidia-smi does.": any(

@@ -16,18 +16,23 @@ NVML_ONLY = ("nvml_index", "memory_reserved", "other_processes", "utilization", 
              "clock_sm_max", "clock_memory", "clock_memory_max", "compute_capability", "uuid")  # fmt: skip
 
 
-def rows(build: TorchBuild, known: Sequence[GpuRow]) -> list[GpuRow]:
+def rows(build: TorchBuild, known: Sequence[GpuRow], refusal: str) -> list[GpuRow]:
     """Return the devices that only torch reports: CUDA and ROCm in use without NVML, XPU and MPS.
 
-    Empty while torch is not imported. A backend not in use is not asked, because asking could start it.
+    Empty while torch is not imported. CUDA not in use is not asked, because asking would start it.
+
+    Args:
+        build: what the installed torch was built for.
+        known: the rows that NVML gave.
+        refusal: why NVML gave no more.
     """
     torch = sys.modules.get("torch")
     if torch is None:
         return []
     found = []
     if torch.cuda.is_initialized():
-        missing = set(_names("cuda", torch.cuda)) - {row.device for row in known}
-        found += [_torch_row(name, torch.cuda, "NVML does not list it") for name in sorted(missing)]
+        listed = {row.device for row in known}
+        found += [_torch_row(name, torch.cuda, refusal) for name in _names("cuda", torch.cuda) if name not in listed]
     if build.xpu and torch.xpu.is_available():
         found += [_torch_row(name, torch.xpu, "torch does not report it") for name in _names("xpu", torch.xpu)]
     if sys.platform == "darwin" and torch.backends.mps.is_available():

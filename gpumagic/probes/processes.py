@@ -22,7 +22,7 @@ INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 CUDA_FILES = ("/dev/nvidia-uvm", "/dev/dxg")
 """Opened by CUDA and not by NVML; the second is WSL's."""
 CONTAINED = "this container hides whose they are"
-UNSAID = "n/a (WDDM)"
+UNSAID = "n/a (WDDM)" if sys.platform == "win32" or Path("/dev/dxg").exists() else "not said by the driver"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,10 @@ def attribute(listed: Sequence[Process], used: int | None) -> Attribution:
     if outside:
         rows.append(_outside(outside))
     rows.sort(key=lambda row: (not row.this_kernel, row.pid is None, -(row.memory or 0)))
-    others, reason = _estimate(rows, used) if in_container() else _sum(rows)
-    return Attribution(tuple(rows), others, reason, estimated=in_container() and others is not None)
+    # A list that has pids from outside is the host's, and whole; another may be cut down to this container.
+    incomplete = in_container() and not (outside and not uses_cuda(os.getpid()))
+    others, reason = _estimate(rows, used) if incomplete else _sum(rows)
+    return Attribution(tuple(rows), others, reason, estimated=incomplete and others is not None)
 
 
 def _sum(rows: Sequence[ProcessRow]) -> tuple[int | None, str | None]:

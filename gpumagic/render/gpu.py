@@ -10,7 +10,6 @@ from gpumagic.render.units import NOT_AVAILABLE, count, percent, size
 from gpumagic.reports import GPUReport, GpuRow, ProcessRow
 
 BAR = "Bar, from the left: tensors of this kernel, its cache, all else in use."
-OF_THE_KERNEL = ("kernel_allocated", "other_processes")
 UTIL = "Util: share of the last moments in which any kernel ran; 100% is not full."
 
 
@@ -29,7 +28,7 @@ def view(report: GPUReport) -> Document:
     if report.cause:
         blocks.append(Paragraph(report.cause))
     if report.devices:
-        blocks += _devices(report.devices)
+        blocks += _devices(report.devices, explained=report.cause is not None)
     if report.show_processes and report.devices:
         blocks += _processes(report.devices)
     if report.show_all:
@@ -64,16 +63,16 @@ def _build(label: str | None) -> str:
 # -- the table of devices ---------------------------------------------------------------------------------
 
 
-def _devices(rows: Sequence[GpuRow]) -> list[Block]:
+def _devices(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
     shown = [figure for figure in FIGURES if any(_has(row, figure) for row in rows)]
     if not any(_is_renumbered(row) for row in rows):
         shown = [figure for figure in shown if figure.field != "nvml_index"]
     grid = [[_cell(row, figure) for figure in shown] for row in rows]
     blocks: list[Block] = [Table([figure.column for figure in shown], grid, "GPUs")]
     blocks += [Paragraph(sentence) for sentence in _throttled(rows)]
-    absent = _absences(rows)
+    absent = [*([] if explained else _unusable(rows)), *_absences(rows)]
     if absent:
-        blocks.append(Paragraph(absent, muted=True))
+        blocks.append(Paragraph(" ".join(absent), muted=True))
     legend = [BAR] * any(_bar(row) for row in rows) + [UTIL] * any(row.utilization is not None for row in rows)
     if legend:
         blocks.append(Paragraph(" ".join(legend), muted=True))
@@ -90,20 +89,30 @@ def _cell(row: GpuRow, figure: Figure) -> Cell | str:
     return Cell(NOT_AVAILABLE, muted=True, title=row.reasons.get(figure.field, ""))
 
 
-def _absences(rows: Sequence[GpuRow]) -> str:
-    """Return why figures of the table are absent, in words, since a title is only seen with a mouse."""
-    unnamed: dict[str, list[str]] = {}
-    reasons: dict[str, dict[str, list[str]]] = {}
-    for row in (row for row in rows if not row.simulated):
-        outer = row.reasons.get("device", "")
+def _unusable(rows: Sequence[GpuRow]) -> list[str]:
+    """Return which of the driver's GPUs have no name in torch, and why."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
         if row.device is None:
-            unnamed.setdefault(outer, []).append(_short(row))
-        for figure in (figure for figure in FIGURES if not _has(row, figure)):
-            reason = row.reasons.get(figure.field, "not known")
-            if reason != outer and not (row.device is None and figure.field in OF_THE_KERNEL):
+            reasons.setdefault(row.reasons.get("device", "not known"), []).append(_short(row))
+    parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
+    return [f"Not usable in torch here: {'; '.join(parts)}."] if parts else []
+
+
+def _absences(rows: Sequence[GpuRow]) -> list[str]:
+    """Return why figures of the table are absent, in words, since a title is only seen with a mouse."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        for figure in FIGURES:
+            if not _has(row, figure) and not row.simulated and not _goes_without_saying(row, figure):
+                reason = row.reasons.get(figure.field, "not known")
                 reasons.setdefault(reason, {}).setdefault(figure.column.title, []).append(_short(row))
-    sentences = [f"Not usable in torch here: {', '.join(names)} ({reason})." for reason, names in unnamed.items()]
-    return " ".join([*sentences, *(_absence(reason, where, len(rows)) for reason, where in reasons.items())])
+    return [_absence(reason, where, len(rows)) for reason, where in reasons.items()]
+
+
+def _goes_without_saying(row: GpuRow, figure: Figure) -> bool:
+    of_the_kernel = figure.field in ("kernel_allocated", "nvml_index")
+    return row.device is None and (of_the_kernel or row.reasons.get(figure.field) == row.reasons.get("device"))
 
 
 def _absence(reason: str, where: Mapping[str, Sequence[str]], total: int) -> str:
@@ -114,8 +123,12 @@ def _absence(reason: str, where: Mapping[str, Sequence[str]], total: int) -> str
         ", ".join(titles) + ("" if len(devices) == total else f" of {', '.join(devices)}")
         for devices, titles in groups.items()
     ]
-    said = reason if reason.startswith(NOT_AVAILABLE) else f"{NOT_AVAILABLE} ({reason})"
-    return f"{'; '.join(parts)}: {said}."
+    return f"{'; '.join(parts)}: {_absent(reason)}."
+
+
+def _absent(reason: str | None) -> str:
+    reason = reason or "not known"
+    return reason if reason.startswith(NOT_AVAILABLE) else f"{NOT_AVAILABLE} ({reason})"
 
 
 def _throttled(rows: Sequence[GpuRow]) -> list[str]:
@@ -127,7 +140,7 @@ def _throttled(rows: Sequence[GpuRow]) -> list[str]:
 def _short(row: GpuRow) -> str:
     if row.device is not None:
         return row.device
-    return f"NVML {row.nvml_index}" if row.nvml_index is not None else "?"
+    return f"NVML {row.nvml_index}" + (" MIG" if (row.uuid or "").startswith("MIG-") else "")
 
 
 def _device(row: GpuRow) -> Cell:
@@ -217,10 +230,14 @@ def _processes(rows: Sequence[GpuRow]) -> list[Block]:
     columns = [Column("Device"), Column("PID", "right"), Column("Memory", "right"), Column("User", priority=1),
                Column("Process", shrinks=True)]  # fmt: skip
     grid = [_process(row, each) for row in rows for each in row.processes or ()]
-    if grid:
-        return [Heading("Processes"), Table(columns, grid, "Processes on the GPUs")]
-    known = any(row.processes is not None for row in rows)
-    return [Paragraph("No process uses a GPU." if known else "The processes are not known here.")]
+    blocks: list[Block] = [Heading("Processes"), Table(columns, grid, "Processes on the GPUs")] if grid else []
+    hidden = [row for row in rows if row.processes is None]
+    if not grid and len(hidden) < len(rows):
+        blocks.append(Paragraph("No process uses a GPU."))
+    blocks += [
+        Paragraph(f"Processes of {_short(row)}: {_absent(row.reasons.get('processes'))}.", muted=True) for row in hidden
+    ]
+    return blocks
 
 
 def _process(row: GpuRow, each: ProcessRow) -> list[Cell | str]:
@@ -236,17 +253,15 @@ def _process(row: GpuRow, each: ProcessRow) -> list[Cell | str]:
 
 
 def _details(row: GpuRow) -> Table:
-    grid = [[label, _detail(row, field, show)] for field, (label, show) in DETAILS.items()]
+    known = {field: each for field, each in DETAILS.items() if row.reasons.get(field) != "simulated"}
+    grid = [[label, _detail(row, field, show)] for field, (label, show) in known.items()]
     return Table([Column(_short(row)), Column(row.name or "unknown", shrinks=True)], grid, f"All of {_short(row)}")
 
 
 def _detail(row: GpuRow, field: str, show: Callable[[GpuRow], str]) -> Cell | str:
     if getattr(row, field) is not None:
         return show(row)
-    reason = row.reasons.get(field, "")
-    if reason.startswith(NOT_AVAILABLE):
-        return Cell(reason, muted=True)
-    return Cell(f"{NOT_AVAILABLE} ({reason})" if reason else NOT_AVAILABLE, muted=True)
+    return Cell(_absent(row.reasons.get(field)), muted=True)
 
 
 def _clock(now: int | None, most: int | None) -> str:
@@ -269,7 +284,7 @@ DETAILS: Mapping[str, tuple[str, Callable[[GpuRow], str]]] = {
     "temperature": ("Temperature", lambda row: f"{row.temperature:.0f} C"),
     "power": ("Power", _power),
     "fan": ("Fan", lambda row: percent(row.fan)),
-    "performance_state": ("Performance state", lambda row: f"{row.performance_state} (P0 is the fastest)"),
+    "performance_state": ("State (P0 is fastest)", lambda row: str(row.performance_state)),
     "clock_sm": ("SM clock", lambda row: _clock(row.clock_sm, row.clock_sm_max)),
     "clock_memory": ("Memory clock", lambda row: _clock(row.clock_memory, row.clock_memory_max)),
     "throttle_reasons": ("Held back by", lambda row: ", ".join(row.throttle_reasons or ()) or "nothing"),

@@ -78,7 +78,7 @@ class Machine:
 
     def add_card(self, number: int) -> None:
         self.say(
-            f"{number}.name NVIDIA A100-SXM4-80GB", f"{number}.uuid GPU-{number}{'a' * 7}-0000-0000-0000-00000000000{number}",
+            f"{number}.name NVIDIA A100-SXM4-80GB", f"{number}.uuid GPU-{number:08d}-0000-0000-0000-000000000000",
             f"{number}.memory {80 * GIB} {GIB // 2} {70 * GIB} {9 * GIB}", f"{number}.util {30 + number}",
             f"{number}.temp 60", f"{number}.power 250500", f"{number}.cap 400000", f"{number}.throttle 0x1",
             f"{number}.state 0", f"{number}.fan 40", f"{number}.clock 1410 1980",
@@ -92,7 +92,13 @@ class Machine:
         self.say(f"fail {device} {symbol} {code}")
 
     def probe(
-        self, arguments: str = "", *, before: str = "", extra: str = "None", real_torch: bool = False, **environment: str
+        self,
+        arguments: str = "",
+        *,
+        before: str = "",
+        extra: str = "None",
+        real_torch: bool = False,
+        **environment: str,
     ) -> dict[str, Any]:
         """Return the report as JSON, its text, the NVML calls it took and which heavy modules were imported."""
         settings = self.folder / "machine.txt"
@@ -108,7 +114,11 @@ class Machine:
             "COLUMNS": "80",
         }
         result = subprocess.run(
-            [sys.executable, "-c", code], env={**clean, **paths, **environment}, capture_output=True, text=True, check=False
+            [sys.executable, "-c", code],
+            env={**clean, **paths, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert result.returncode == 0, result.stderr
         assert not result.stderr, result.stderr

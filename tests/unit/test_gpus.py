@@ -1,0 +1,245 @@
+"""The join: NVML's cards with torch's names and figures, choice and selection of devices, reasons."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from nvml_stub.fake import GIB, FakeLibrary, install
+
+from gpumagic.errors import DeviceNotFound
+from gpumagic.probes import absence, allocator, gpus, nvml, other_devices
+from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.probes.torch_build import TorchBuild, torch_build
+from gpumagic.reports import GPUReport, GpuRow
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    """Two cards under the real pynvml, a torch that is built for CUDA, and no variables that hide cards."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
+    monkeypatch.setattr(other_devices, "simulated_rows", list)
+    return install(monkeypatch, FakeLibrary(2))
+
+
+@pytest.fixture
+def cuda_in_use(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`torch.cuda` as it answers once initialised, with the cards in the reverse of NVML's order."""
+    uuids = ["00000001", "00000000"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    properties = [SimpleNamespace(uuid=uuid, name="NVIDIA Fake", total_memory=8 * GIB) for uuid in uuids]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    figures = {"cuda:0": AllocatorFigures(GIB, 2 * GIB, GIB), "cuda:1": AllocatorFigures(0, 0, 0)}
+    monkeypatch.setattr(allocator, "figures", figures.get)
+    return torch.cuda
+
+
+def names(report: GPUReport) -> list[tuple[str | None, int | None]]:
+    """Return torch's and NVML's name of each row."""
+    return [(row.device, row.nvml_index) for row in report]
+
+
+def test_cards_in_use_are_named_by_uuid(library: FakeLibrary, cuda_in_use: ModuleType) -> None:
+    """Once CUDA is in use the order of numbers says nothing, and nothing is predicted."""
+    report = gpus.probe()
+    assert names(report) == [("cuda:0", 1), ("cuda:1", 0)]
+    assert not any(row.predicted for row in report)
+    assert (report[0].kernel_allocated, report[0].kernel_reserved) == (GIB, 2 * GIB)
+
+
+def test_a_changed_variable_does_not_rename_cards_in_use(
+    library: FakeLibrary, cuda_in_use: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA read it when it started; what it says now is for the next process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert names(gpus.probe()) == [("cuda:0", 1), ("cuda:1", 0)]
+
+
+def test_a_kernel_that_never_used_cuda_holds_nothing_there(library: FakeLibrary) -> None:
+    """Nothing is a true figure: torch's allocator has not started, and asking must not start it."""
+    assert [(row.kernel_allocated, row.kernel_reserved) for row in gpus.probe()] == [(0, 0), (0, 0)]
+    assert not torch.cuda.is_initialized()
+
+
+def test_cuda_devices_are_shown_by_torch_alone_where_nvml_is_missing(
+    cuda_in_use: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is asked only where this kernel already has a context: asking would create one."""
+    monkeypatch.setattr(gpus, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
+    monkeypatch.setattr(nvml, "connect", lambda: nvml.Failure("no binding"))
+    monkeypatch.setattr(other_devices, "simulated_rows", list)
+    asked: list[str] = []
+    monkeypatch.setattr(allocator, "capacity", lambda device: asked.append(device) or (5 * GIB, 8 * GIB))
+    first, second = gpus.probe()
+    assert (first.device, first.memory_free, first.memory_used) == ("cuda:0", 5 * GIB, 3 * GIB)
+    assert (second.memory_total, second.memory_free) == (8 * GIB, None)
+    assert "context" in second.reasons["memory_free"]
+    assert first.reasons["utilization"] == "NVML: no binding"
+    assert asked == ["cuda:0"]
+
+
+def test_every_absent_figure_has_a_reason_and_no_other(library: FakeLibrary) -> None:
+    """A blank says nothing."""
+    library.faults["nvmlDeviceGetName"] = 3
+    for row in gpus.probe(everything=True):
+        assert set(row.reasons) == {name for name in gpus.FIGURES if getattr(row, name) is None}
+        assert all(row.reasons.values())
+
+
+def test_figures_not_asked_for_say_how_to_get_them(library: FakeLibrary) -> None:
+    """The default table does not ask for what it does not show."""
+    assert gpus.probe()[0].reasons["fan"] == "only read with -a"
+    assert gpus.probe(everything=True)[0].reasons["fan"] == "driver too old"
+
+
+def row(device: str | None, free: int | None, allocated: int = 0, reserved: int = 0, **more: bool) -> GpuRow:
+    """Return a row with room."""
+    return GpuRow(device, memory_free=free, kernel_allocated=allocated, kernel_reserved=reserved, **more)
+
+
+@pytest.mark.parametrize(
+    ("rows", "best"),
+    [
+        ([], None),
+        ([row(None, 9)], None),
+        ([row("cuda:0", None)], None),
+        ([row("cuda:0", 1), row("cuda:1", 2)], "cuda:1"),
+        ([row("cuda:0", 2), row("cuda:1", 2)], "cuda:0"),
+        ([row("cuda:0", 1, allocated=1, reserved=9), row("cuda:1", 2)], "cuda:0"),
+        ([row("simgpu:0", 9, simulated=True), row("cuda:0", 1)], "cuda:0"),
+        ([row("simgpu:0", 9, simulated=True)], "simgpu:0"),
+    ],
+)
+def test_the_best_device_has_most_room(rows: list[GpuRow], best: str | None) -> None:
+    """Cached memory of this kernel is room too; a simulated device is the last choice."""
+    assert gpus.best(rows) == best
+
+
+@pytest.mark.parametrize(
+    ("wanted", "devices"),
+    [([], ["cuda:0", "cuda:1"]), (["1"], ["cuda:1"]), (["gpu:1"], ["cuda:1"]), (["cuda"], ["cuda:0", "cuda:1"]),
+     (["CUDA:1", "cuda:0", "1"], ["cuda:1", "cuda:0"]), (["auto"], ["cuda:0"]), (["GPU-00000001"], ["cuda:1"])],
+)  # fmt: skip
+def test_devices_are_selected_as_they_are_written(library: FakeLibrary, wanted: list[str], devices: list[str]) -> None:
+    """Each device once, in the order asked for."""
+    assert [row.device for row in gpus.probe(wanted)] == devices
+
+
+def test_a_device_that_is_not_here_is_an_error_that_lists_those_that_are(library: FakeLibrary) -> None:
+    """The user sees at once what to type instead."""
+    with pytest.raises(DeviceNotFound, match=r"cuda:7.*there are cuda:0, cuda:1"):
+        gpus.probe(["cuda:7"])
+
+
+def test_the_flags_of_the_view_are_kept(library: FakeLibrary) -> None:
+    """The report knows what it was asked for."""
+    report = gpus.probe(processes=True, everything=True)
+    assert (report.show_processes, report.show_all) == (True, True)
+
+
+def test_simulated_devices_are_rows_with_a_note(two_devices: list[str]) -> None:
+    """They are marked, have the allocator's figures, and say why there is no real one."""
+    kept = torch.zeros(1000, device="simgpu:1")
+    report = gpus.probe()
+    simulated = [row for row in report if row.simulated]
+    assert [row.device for row in simulated] == two_devices
+    assert simulated[1].kernel_allocated == torch.simgpu.memory_allocated(1) >= kept.nbytes
+    assert simulated[1].memory_free == torch.simgpu.mem_get_info(1)[0]
+    assert simulated[0].reasons["temperature"] == "simulated"
+    assert any("simulated" in note for note in report.notes)
+
+
+# -- why there is none ------------------------------------------------------------------------------------
+
+
+Here = absence.Surroundings
+CPU, CUDA = TorchBuild("2.13.0+cpu"), TorchBuild("2.13.0", "12.8")
+
+
+@pytest.mark.parametrize(
+    ("problem", "here", "words"),
+    [
+        ("no library", Here(), "no NVIDIA GPU"),
+        ("no library", Here(card=True), "install NVIDIA's driver and reboot"),
+        ("no library", Here(card=True, container=True), "--gpus all"),
+        ("no library", Here(container=True), "--gpus all"),
+        ("no library", Here(driver_loaded=True), "reinstall the driver's user-space package"),
+        ("no library", Here(driver_loaded=True, container=True), "NVIDIA_DRIVER_CAPABILITIES"),
+        ("no library", Here(wsl=True), "in Windows"),
+        ("no library", Here(colab=True, container=True), "Runtime > Change runtime type"),
+        ("no library", Here(kaggle=True, container=True), "Settings > Accelerator"),
+        ("no library", Here(platform="darwin"), "MPS"),
+        ("no driver", Here(), "modprobe nvidia"),
+        ("no driver", Here(container=True), "--gpus all"),
+        ("version mismatch", Here(), "reboot"),
+        ("no permission", Here(), "/dev/nvidia"),
+        ("no binding", Here(), "pip install nvidia-ml-py"),
+        ("error", Here(), "nvidia-smi"),
+    ],
+)
+def test_each_cause_has_one_sentence_with_its_remedy(problem: str, here: absence.Surroundings, words: str) -> None:
+    """One sentence: it ends with its only full stop."""
+    said = absence.cause(nvml.Failure(problem, "Unknown Error"), CUDA, None, here)
+    assert words in said
+    assert said.endswith(".")
+    assert "\n" not in said
+
+
+def test_a_rocm_build_is_told_how_its_gpus_appear() -> None:
+    """NVML's absence explains nothing there."""
+    assert "torch.cuda.init()" in absence.cause(nvml.Failure("no library"), TorchBuild("2", hip="6.2"), None, Here())
+
+
+def test_the_surroundings_are_read_from_the_files_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card on the PCI bus, a loaded driver and a container leave files that anyone may look at."""
+    monkeypatch.setattr(absence, "SYSTEM", tmp_path)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    bare = absence.surroundings()
+    assert (bare.card, bare.container, bare.driver_loaded, bare.wsl) == (False, False, False, False)
+    device = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x10de\n")
+    (device / "class").write_text("0x030200\n")
+    (tmp_path / ".dockerenv").touch()
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    full = absence.surroundings()
+    assert (full.card, full.container, full.driver_loaded) == (True, True, True)
+
+
+# -- which torch ------------------------------------------------------------------------------------------
+
+
+def test_the_build_is_read_without_importing_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Importing torch takes a second and more; its version file says the same."""
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError")
+    (package / "version.py").write_text("from typing import Optional\n__version__ = '2.9.1+cu128'\n"
+                                        "cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n")  # fmt: skip
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert torch_build() == TorchBuild("2.9.1+cu128", "12.8")
+
+
+def test_the_build_read_from_its_file_is_the_one_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways agree on the torch that runs these tests."""
+    imported = torch_build()
+    monkeypatch.delitem(sys.modules, "torch")
+    assert torch_build() == imported
+
+
+@pytest.mark.parametrize(
+    ("build", "label"),
+    [(CPU, None), (CUDA, "12.8"), (TorchBuild("2", hip="6.2"), "ROCm 6.2"), (TorchBuild("2", xpu="2025"), "XPU 2025")],
+)
+def test_builds_are_labelled(build: TorchBuild, label: str | None) -> None:
+    """ROCm has torch.cuda too, so its label must differ from a CUDA version."""
+    assert build.label == label
