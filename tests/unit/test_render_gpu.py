@@ -1,0 +1,197 @@
+"""The view of `%gpuinfo`: golden text in 80 columns, and HTML that stays safe and complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from gpumagic.render import to_html, to_text
+from gpumagic.render.gpu import pair
+from gpumagic.reports import GPUReport, GpuRow, ProcessRow
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+PROCESSES = (
+    ProcessRow(4211, "python -m ipykernel_launcher", "ana", 20 * GIB, this_kernel=True),
+    ProcessRow(77, "python train.py", "bob", 10 * GIB),
+    ProcessRow(12, None, None, None, kind="graphics"),
+    ProcessRow(None, "2 processes outside this container", None, GIB),
+)
+A100: dict[str, Any] = {
+    "name": "NVIDIA A100-SXM4-80GB", "memory_total": 80 * GIB, "memory_used": 32 * GIB, "memory_free": 48 * GIB,
+    "memory_reserved": 512 * MIB, "kernel_allocated": 12 * GIB, "kernel_reserved": 20 * GIB,
+    "other_processes": 11 * GIB, "utilization": 37.0, "temperature": 61.0, "power": 252.3, "power_limit": 400.0,
+    "throttle_reasons": (), "processes": PROCESSES,
+}  # fmt: skip
+FIRST = GpuRow("cuda:0", 0, "GPU-1", **A100)
+
+
+def report(*rows: GpuRow, **more: Any) -> GPUReport:
+    """Return a report of those devices on a healthy machine."""
+    facts = {"torch_version": "2.13.0", "cuda_build": "12.8", "driver_version": "570.86"}
+    return GPUReport(rows, **{**facts, **more})
+
+
+def shown(*rows: GpuRow, width: int = 80, unicode: bool = True, **more: Any) -> str:
+    """Return the text of such a report."""
+    return to_text(report(*rows, **more), width, unicode)
+
+
+def test_one_gpu_in_80_columns() -> None:
+    """What matters most fits: whose memory, and how busy."""
+    assert shown(FIRST).splitlines() == [
+        "1 GPU · torch 2.13.0 (CUDA 12.8) · driver 570.86",
+        "Device  Name            Memory                            This kernel  Util",
+        "──────  ──────────────  ────────────────────────────  ───────────────  ────",
+        "cuda:0  A100-SXM4-80GB  ██▓▒▒░░░░░░░ 32.0 / 80.0 GiB  12.0 / 20.0 GiB   37%",
+        "Bar, from the left: tensors of this kernel, its cache, all else in use. Util:",
+        "  share of the last moments in which any kernel ran; 100% is not full.",
+    ]
+
+
+def test_wider_terminals_show_every_column() -> None:
+    """Others, temperature and power come back as soon as there is room."""
+    lines = shown(FIRST, width=110).splitlines()
+    assert lines[1].split("  ")[-1].strip() == "Power"
+    assert lines[3].endswith("  11.0 GiB   37%  61 C  252/400 W")
+
+
+def test_ascii_terminals_get_ascii() -> None:
+    """Bars and dashes have a plain form."""
+    text = shown(FIRST, unicode=False)
+    assert text.isascii()
+    assert "##=--....... 32.0 / 80.0 GiB" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize("flags", [{}, {"show_processes": True}, {"show_all": True}])
+def test_no_line_is_wider_than_the_terminal(width: int, flags: dict[str, bool]) -> None:
+    """Whatever is shown."""
+    second = dataclasses.replace(FIRST, device="cuda:11", nvml_index=7, predicted=True)
+    simulated = GpuRow("simgpu:0", name="Simulated GPU", memory_total=GIB, memory_used=0, simulated=True)
+    assert all(len(line) <= width for line in shown(FIRST, second, simulated, width=width, **flags).splitlines())
+
+
+def test_nvml_indices_appear_where_they_differ() -> None:
+    """And a predicted name carries its mark."""
+    other = dataclasses.replace(FIRST, device="cuda:1", nvml_index=3, predicted=True)
+    text = shown(FIRST, other)
+    assert re.search(r"^cuda:1\? +3  A100", text, re.MULTILINE)
+    assert "NVML" not in shown(FIRST)
+
+
+def test_a_column_that_nobody_has_is_left_out_and_explained() -> None:
+    """A column of n/a says less than a sentence."""
+    rows = [dataclasses.replace(FIRST, utilization=None, reasons={"utilization": "n/a (MIG)"})] * 2
+    text = shown(*rows)
+    assert "Util  " not in text.splitlines()[1]
+    assert "Util: n/a (MIG)." in text
+
+
+def test_a_cell_that_one_device_lacks_is_explained_by_name() -> None:
+    """In the text as well as in the title, which only a mouse finds."""
+    lost = GpuRow("cuda:1", 1, reasons=dict.fromkeys(A100, "lost"), kernel_allocated=0, kernel_reserved=0)
+    text = shown(FIRST, lost, width=110)
+    assert "Name, Memory, Others, Util, Temp, Power of cuda:1: n/a (lost)." in text
+    assert 'title="lost">n/a</td>' in to_html(report(FIRST, lost))
+
+
+def test_a_gpu_torch_cannot_use_says_why() -> None:
+    """It has no name in torch, so it goes by NVML's."""
+    hidden = dataclasses.replace(
+        FIRST, device=None, nvml_index=1, reasons={"device": "not visible to CUDA in this process"}
+    )
+    text = shown(FIRST, hidden)
+    assert "NVML 1" in text.splitlines()[4]
+    assert "Not usable in torch here: NVML 1 (not visible to CUDA in this process)." in " ".join(text.split())
+
+
+def test_throttling_is_told_in_words() -> None:
+    """Only where something holds a GPU back."""
+    assert "held back" not in shown(FIRST)
+    hot = dataclasses.replace(FIRST, throttle_reasons=("power cap", "hardware thermal limit"))
+    assert "cuda:0 is held back by: power cap, hardware thermal limit." in shown(hot)
+
+
+def test_simulated_devices_cannot_be_taken_for_gpus() -> None:
+    """Neither in the heading nor in the table."""
+    row = GpuRow("simgpu:0", name="GPU", memory_total=GIB, memory_used=0, simulated=True)
+    lines = shown(row, driver_version=None, cuda_build=None).splitlines()
+    assert lines[0] == "No GPU, 1 simulated · torch 2.13.0 (CPU-only build)"
+    assert "GPU (simulated)" in lines[3]
+
+
+def test_without_a_gpu_there_is_one_paragraph() -> None:
+    """The cause with its remedy, and the facts about torch."""
+    text = to_text(GPUReport((), "2.13.0+cpu", cause="This machine has no NVIDIA GPU."), 80)
+    assert text.splitlines() == ["No GPU · torch 2.13.0+cpu (CPU-only build)", "This machine has no NVIDIA GPU."]
+    assert "torch is not installed" in to_text(GPUReport((), cause="None."), 80)
+
+
+def test_processes_are_listed_on_request() -> None:
+    """This kernel is marked; what the driver does not say is not a zero."""
+    assert "PID" not in shown(FIRST)
+    assert shown(FIRST, show_processes=True).splitlines()[6:] == [
+        "Processes",
+        "Device   PID    Memory  User  Process",
+        "──────  ────  ────────  ────  ─────────────────────────────────────────────",
+        "cuda:0  4211  20.0 GiB  ana   python -m ipykernel_launcher (this kernel)",
+        "cuda:0    77  10.0 GiB  bob   python train.py",
+        "cuda:0    12       n/a  -     another user's or an ended process (graphics)",
+        "cuda:0     -   1.0 GiB  -     2 processes outside this container",
+    ]
+
+
+def test_no_process_and_no_list_of_processes_are_told_apart() -> None:
+    """One is a fact about the GPU, the other about the driver."""
+    idle = dataclasses.replace(FIRST, processes=())
+    assert "No process uses a GPU." in shown(idle, show_processes=True)
+    unknown = dataclasses.replace(FIRST, processes=None, reasons={"processes": "no permission"})
+    assert "Processes of cuda:0: n/a (no permission)." in shown(unknown, show_processes=True)
+
+
+def test_all_fields_have_a_value_or_a_reason() -> None:
+    """The long form says of each field what is known."""
+    full = dataclasses.replace(FIRST, clock_sm=1410, clock_sm_max=1980, reasons={"fan": "not supported"})
+    text = shown(full, show_all=True)
+    assert re.search(r"^SM clock +1410 / 1980 MHz$", text, re.MULTILINE)
+    assert re.search(r"^Fan +n/a \(not supported\)$", text, re.MULTILINE)
+    assert re.search(r"^Memory, driver's own +512\.0 MiB$", text, re.MULTILINE)
+
+
+def test_hostile_names_are_escaped() -> None:
+    """A process may call itself anything."""
+    evil = ProcessRow(1, "<script>alert(1)</script>\x1b[2J", "<b>", None)
+    row = dataclasses.replace(FIRST, name='"><img src=x>', processes=(evil,))
+    html = to_html(report(row, show_processes=True, show_all=True, cuda_visible_devices="<i>"))
+    assert not re.search(r"<(script|img|b>|i>)", html)
+    assert "\x1b" not in html
+    assert "\x1b" not in shown(row, show_processes=True)
+
+
+def test_html_has_the_figures_beside_the_bars() -> None:
+    """The bar's parts are this kernel's tensors, its cache, and the rest; none is said by colour alone."""
+    html = to_html(report(FIRST))
+    assert re.findall(r"width:([\d.]+)%", html)[:4] == ["100", "15.0", "10.0", "15.0"]
+    assert "32.0 / 80.0 GiB" in html
+    assert "252/400 W" in html
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [
+        (0, 15 * GIB, "0.0 / 15.0 GiB"),
+        (1, 15 * GIB, "<0.1 / 15.0 GiB"),
+        (3 * GIB, 15 * GIB, "3.0 / 15.0 GiB"),
+        (256 * MIB, 341 * MIB, "256 / 341 MiB"),
+        (1, 341 * MIB, "<1 / 341 MiB"),
+        (10, 20, "10 / 20 B"),
+        (3 * KIB, None, "3.0 KiB"),
+        (2 * GIB, GIB, "2.0 / 1.0 GiB"),
+    ],
+)
+def test_pairs_share_a_unit_and_never_show_something_as_nothing(part: int, whole: int | None, text: str) -> None:
+    """Comparing them takes no arithmetic."""
+    assert pair(part, whole) == text
