@@ -41,6 +41,8 @@ class Column:
     """When the width does not suffice, columns of the highest number go first; 0 stays always."""
     shrinks: bool = False
     """Whether its text may be cut to fit the width."""
+    cut: Literal["end", "middle"] = "end"
+    """Where it is cut: a path such as ``model.layers[3].weight`` tells most at its ends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _row(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
-    padded = [_pad(_cut(text, w), w, c.align) for text, c, w in zip(cells, columns, widths, strict=True)]
+    padded = [_pad(_CUTS[c.cut](text, w), w, c.align) for text, c, w in zip(cells, columns, widths, strict=True)]
     return GAP.join(padded).rstrip()
 
 
@@ -157,6 +157,17 @@ def _cut(text: str, width: int) -> str:
     while _width(text) > width - 1:
         text = text[: min(len(text) - 1, width - 1)]
     return text + "…"
+
+
+def _cut_middle(text: str, width: int) -> str:
+    if _width(text) <= width:
+        return text
+    start = _cut(text, width - width // 2)
+    tail = next(text[at:] for at in range(len(text) - width // 2, len(text) + 1) if _width(text[at:]) <= width // 2)
+    return start + tail
+
+
+_CUTS = {"end": _cut, "middle": _cut_middle}
 
 
 def _width(text: str) -> int:

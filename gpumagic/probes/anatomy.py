@@ -1,0 +1,180 @@
+"""How to look inside an object without running anybody's code.
+
+Containers, instances, modules and optimizers are opened by reading what CPython stores: `dict.items`, an
+instance's `__dict__`, its slots. An attribute that a class could have overridden is never asked for, so lazy
+objects stay lazy and dead proxies stay quiet.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
+from typing import Any, Literal, NamedTuple
+
+Style = Literal["name", ".", "[", "{", "state"]
+"""How a child hangs on its parent: a variable, an attribute, an index or key, a set's element, an optimizer's state."""
+
+VARIABLE, OWN, CONTAINED, OPTIMIZER = range(4)
+"""How well a step names what it leads to; the lowest is best."""
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, bytearray, type(None), type, range, slice})
+_PRUNE_FROM = 64
+
+_dict_of = type.__dict__["__dict__"].__get__
+_mro_of = type.__dict__["__mro__"].__get__
+_flags_of = type.__dict__["__flags__"].__get__
+
+
+class Fields(NamedTuple):
+    """How CPython itself reads the attributes of a type's instances."""
+
+    instance_dict: Callable[[object], object] | None
+    slots: tuple[tuple[str, Callable[[object], object]], ...]
+
+
+class Branch(NamedTuple):
+    """Children of one object that hang on it by the same kind of step."""
+
+    style: Style
+    rank: int
+    children: Iterable[tuple[Any, object]]
+    below: object = None
+    """The parameter whose state the children are, for an optimizer's."""
+
+
+class Opener(NamedTuple):
+    """How the instances of one type are opened."""
+
+    branches: Callable[[Any, Opener], Iterator[Branch]]
+    fields: Fields | None = None
+    container: type | None = None
+    is_tensor: bool = False
+
+    def length(self, value: object) -> int:
+        """Return how many children a container has, 0 for anything else."""
+        return int(self.container.__len__(value)) if self.container else 0  # type: ignore[attr-defined]
+
+
+def opener_of(kind: type) -> Opener | None:
+    """Return how to open the instances of a type, or None if they cannot hold a tensor."""
+    import torch
+
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return Opener(_nothing, is_tensor=True)
+    if issubclass(kind, torch.Tensor):
+        return Opener(_inner_tensors, fields_of(kind), is_tensor=True)
+    known = {torch.nn.Module: _module, torch.optim.Optimizer: _optimizer, **_CONTAINERS}
+    for base, branches in known.items():
+        if issubclass(kind, base):
+            return Opener(branches, None if kind is base else fields_of(kind), base if base in _CONTAINERS else None)
+    if issubclass(kind, type | ModuleType) or not _flags_of(kind) & _HEAP_TYPE:
+        return None
+    fields = fields_of(kind)
+    return Opener(_instance, fields) if fields else None
+
+
+def fields_of(kind: type) -> Fields | None:
+    """Return how to read the attributes of a type's instances, or None if they have none."""
+    instance_dict, slots = None, []
+    for base in _mro_of(kind):
+        for name, entry in _dict_of(base).items():
+            if name == "__dict__" and type(entry) is GetSetDescriptorType:
+                instance_dict = instance_dict or entry.__get__
+            elif type(entry) is MemberDescriptorType and _flags_of(base) & _HEAP_TYPE:
+                slots.append((name, entry.__get__))
+    return Fields(instance_dict, tuple(slots)) if instance_dict or slots else None
+
+
+def attributes(value: object, fields: Fields | None) -> list[tuple[str, object]]:
+    """Return the slots and instance attributes of an object."""
+    if fields is None:
+        return []
+    found = [(name, _slot(read, value)) for name, read in fields.slots]
+    own = fields.instance_dict(value) if fields.instance_dict else None
+    if isinstance(own, dict):
+        found += list(dict.items(own))
+    return found
+
+
+def _slot(read: Callable[[object], object], value: object) -> object:
+    try:
+        return read(value)
+    except AttributeError:  # it was never set
+        return None
+
+
+def _nothing(_value: object, _how: Opener) -> Iterator[Branch]:
+    return iter(())
+
+
+def _inner_tensors(value: object, how: Opener) -> Iterator[Branch]:
+    # Only the tensors: a fake tensor also holds its mode, and that the whole tracer.
+    import torch
+
+    own = attributes(value, how.fields)
+    yield Branch(".", CONTAINED, [(name, item) for name, item in own if issubclass(type(item), torch.Tensor)])
+
+
+def _instance(value: object, how: Opener) -> Iterator[Branch]:
+    # Attributes often lie inline in an instance, and asking for its `__dict__` would allocate one.
+    if _may_hold(gc.get_referents(value)):
+        yield Branch(".", CONTAINED, attributes(value, how.fields))
+
+
+def _sequence(value: Any, how: Opener) -> Iterator[Branch]:
+    items = list(_ITERATE[how.container](value))
+    if len(items) < _PRUNE_FROM or _may_hold(items):
+        names = _dict_of(type(value)).get("_fields")
+        if type(names) is tuple and len(names) == len(items):  # a named tuple
+            yield Branch(".", CONTAINED, zip(names, items, strict=True))
+        else:
+            yield Branch("[", CONTAINED, enumerate(items))
+    yield Branch(".", CONTAINED, attributes(value, how.fields))
+
+
+def _set(value: Any, how: Opener) -> Iterator[Branch]:
+    items = list(_ITERATE[how.container](value))
+    if len(items) < _PRUNE_FROM or _may_hold(items):
+        yield Branch("{", CONTAINED, enumerate(items))
+
+
+def _dict(value: dict[Any, object], how: Opener) -> Iterator[Branch]:
+    items = list(dict.items(value))
+    if len(items) < _PRUNE_FROM or _may_hold([item for _, item in items]):
+        yield Branch("[", CONTAINED, items)
+    yield Branch(".", CONTAINED, attributes(value, how.fields))
+
+
+def _module(value: object, how: Opener) -> Iterator[Branch]:
+    own = dict(attributes(value, how.fields))
+    for name in ("_parameters", "_buffers", "_modules"):
+        children = own.pop(name, None)
+        if isinstance(children, dict):
+            yield Branch(".", OWN, list(dict.items(children)))
+    yield Branch(".", CONTAINED, own.items())
+
+
+def _optimizer(value: object, how: Opener) -> Iterator[Branch]:
+    own = dict(attributes(value, how.fields))
+    states = own.pop("state", None)
+    if isinstance(states, dict):
+        for parameter, state in list(dict.items(states)):
+            if isinstance(state, dict):
+                yield Branch(".", OPTIMIZER, list(dict.items(state)), below=parameter)
+    yield Branch(".", OPTIMIZER, own.items())
+
+
+_ITERATE: dict[type | None, Callable[[Any], Iterable[object]]] = {
+    list: list.__iter__, tuple: tuple.__iter__, deque: deque.__iter__,
+    set: set.__iter__, frozenset: frozenset.__iter__,
+}  # fmt: skip
+_CONTAINERS: dict[type, Callable[[Any, Opener], Iterator[Branch]]] = {
+    dict: _dict, list: _sequence, tuple: _sequence, deque: _sequence, set: _set, frozenset: _set,
+}  # fmt: skip
+
+
+def _may_hold(values: Iterable[object]) -> bool:
+    return not _ATOMS.issuperset(map(type, values))

@@ -1,0 +1,66 @@
+"""What Python can see on each device against what its allocator has handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpumagic.probes import allocator
+from gpumagic.reports import DeviceMemoryRow, TensorRow
+
+GRANULE = 512
+"""Bytes: the caching allocators of torch hand out multiples of it (kMinBlockSize)."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    tensors: int = 0
+    storages: int = 0
+    named: int = 0
+    held: int = 0
+
+
+def granule(device: str) -> int:
+    """Return what a device's allocator rounds sizes up to; 1 where it does not round, or not in a known way."""
+    known = allocator.figures(device) is not None and not device.startswith("mps")
+    return GRANULE if known else 1
+
+
+def by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
+    """Return one row for each device that has live tensors or an allocator in use, accelerators first."""
+    figures = allocator.all_figures()
+    sums: dict[str, _Sum] = {device: _Sum() for device in figures}
+    for row in rows:
+        total = sums.setdefault(row.device, _Sum())
+        total.tensors += row.views + 1
+        total.storages += 1
+        if row.name is not None:
+            total.named += row.nbytes or 0
+        else:
+            total.held += row.nbytes or 0
+    ordered = sorted(sums.items(), key=lambda item: (item[0] not in figures, item[0]))
+    return tuple(_row(device, total, figures.get(device)) for device, total in ordered)
+
+
+def notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list[str]:
+    """Return what a reader of the sums has to know to believe them."""
+    found = [
+        f"{row.device}: tensors sum to more than its allocator handed out; some of their memory came from elsewhere"
+        for row in devices
+        if row.unexplained is not None and row.unexplained < 0
+    ]
+    if unknown := sum(row.nbytes is None for row in rows):
+        found.append(f"storages of unknown size, in no sum: {unknown:,}")
+    return found
+
+
+def _row(device: str, total: _Sum, figures: allocator.AllocatorFigures | None) -> DeviceMemoryRow:
+    row = DeviceMemoryRow(device, total.tensors, total.storages, total.named, total.held)
+    if figures is None:
+        return row
+    return DeviceMemoryRow(
+        device, total.tensors, total.storages, total.named, total.held,
+        unexplained=figures.allocated - total.named - total.held,
+        allocated=figures.allocated,
+        cached=figures.reserved - figures.allocated,
+    )  # fmt: skip

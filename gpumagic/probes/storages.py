@@ -1,0 +1,257 @@
+"""Tensors -> the storages under them: which share one, how many bytes it occupies, how much of it is looked at.
+
+A tensor is only read through torch's own descriptors, so that no subclass, mode or property of the user's runs.
+Whatever cannot be read becomes an entry of unknown size, never an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+UNKNOWN_DIMENSION = -1
+"""Stands for a size that torch only knows by a symbol, such as the ragged one of a nested tensor."""
+
+_PARTS = {
+    "torch.sparse_coo": ("_indices", "_values"),
+    "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+
+
+class Look(NamedTuple):
+    """One tensor's look into a storage."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    elements: int
+    start: int
+    end: int
+    nbytes: int
+    """Bytes looked at between start and end: fewer where the tensor strides."""
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """One storage and what the tensors over it say together; it keeps none of them alive."""
+
+    device: str
+    nbytes: int | None
+    address: int = 0
+    """Of its first byte; 0 for what occupies nothing."""
+    key: int = 0
+    """What torch calls ``untyped_storage()._cdata``; 0 where there is none."""
+    note: str | None = None
+    looks: dict[int, Look] = field(default_factory=dict)
+    """By the `id` of each live tensor over it."""
+    requires_grad: bool = False
+    from_graph: bool = False
+    """Whether a tensor over it is the result of an operation that autograd recorded."""
+    is_parameter: bool = False
+
+
+class Ledger:
+    """The storages met so far, by identity."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch._C
+        self._parameter = torch.nn.Parameter
+        self._base = torch._C.TensorBase
+        self._devices: dict[object, str] = {}
+        self._dtypes: dict[object, tuple[str, int]] = {}
+        self.storages: dict[object, Storage] = {}
+        self.joined: list[list[Storage]] = []
+        """Storages that belong to one tensor: the parts of a sparse one."""
+
+    def add(self, tensor: torch.Tensor) -> Storage:
+        """Enter one live tensor; the caller keeps it alive for as long as its `id` is used."""
+        storage, parts = self.find(tensor)
+        if parts:
+            self.joined.append(parts)
+        storage.looks[id(tensor)] = self._look(storage, tensor)
+        storage.is_parameter |= issubclass(type(tensor), self._parameter)
+        if self._flag("requires_grad", tensor):
+            storage.requires_grad = True
+            storage.from_graph |= not self._flag("is_leaf", tensor)
+        return storage
+
+    def find(self, tensor: torch.Tensor) -> tuple[Storage, list[Storage]]:
+        """Return the entry of a tensor's storage, and for a sparse tensor those of all its parts."""
+        try:
+            storage = self._base.untyped_storage(tensor)
+            key = storage._cdata
+        except Exception:  # sparse, opaque, batched, functional: whatever refuses to show a storage
+            return self._without_storage(tensor)
+        entry = self.storages.get(key)
+        if entry is None:
+            entry = self.storages[key] = self._open(tensor, storage)
+            entry.key = key
+        return entry, []
+
+    def addresses(self, tensor: torch.Tensor) -> list[int]:
+        """Return the address of each storage under a tensor: one, several for a sparse tensor, or none."""
+        storage, parts = self.find(tensor)
+        return [each.key for each in parts or [storage] if each.key]
+
+    def _open(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Storage:
+        device = self._device(tensor)
+        try:
+            nbytes = storage.nbytes()
+            address = self._torch._data_address(tensor)
+        except Exception as error:
+            return Storage(device, None, note=f"its size cannot be read ({type(error).__name__})")
+        if address == 0 and nbytes > 0:
+            return Storage(device, 0, note=_why_weightless(tensor, device))
+        emptied = nbytes == 0 and prod(self._shape(tensor)) > 0
+        return Storage(device, nbytes, address, note="its storage was emptied" if emptied else None)
+
+    def _look(self, storage: Storage, tensor: torch.Tensor) -> Look:
+        shape = self._shape(tensor)
+        elements = prod(shape)
+        dtype = self._base.dtype.__get__(tensor)  # type: ignore[attr-defined]
+        name, itemsize = self._dtypes.get(dtype) or self._dtypes.setdefault(dtype, (_short(dtype), dtype.itemsize))
+        nbytes = storage.nbytes or 0
+        whole = Look(shape, name, elements, 0, nbytes, nbytes)
+        try:
+            if nbytes == 0 or (elements * itemsize == nbytes and self._base.is_contiguous(tensor)):
+                return whole
+            strides, start = self._base.stride(tensor), self._base.storage_offset(tensor) * itemsize
+        except Exception:  # sparse and nested tensors have no strides
+            return whole
+        if len(strides) != len(shape):
+            return whole
+        reach = sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 1 if elements else 0
+        distinct = prod(size for size, step in zip(shape, strides, strict=True) if step)
+        return Look(shape, name, elements, start, start + reach * itemsize, min(reach, distinct) * itemsize)
+
+    def _without_storage(self, tensor: torch.Tensor) -> tuple[Storage, list[Storage]]:
+        layout = self._layout(tensor)
+        try:
+            with self._torch._DisableTorchDispatch():  # type: ignore[attr-defined]
+                parts = [self.find(getattr(self._base, part)(tensor))[0] for part in _PARTS[layout]]
+        except Exception:  # mkldnn and other opaque layouts, tensors inside vmap...
+            unknown = Storage(self._device(tensor), None, note=f"layout {layout} does not tell its size")
+            return self.storages.setdefault(("no storage", id(tensor)), unknown), []
+        parts[-1].note = layout.removeprefix("torch.").replace("_", " ")
+        return parts[-1], parts
+
+    def _layout(self, tensor: torch.Tensor) -> str:
+        try:
+            return str(self._base.layout.__get__(tensor))  # type: ignore[attr-defined]
+        except Exception:
+            return type(tensor).__name__
+
+    def _device(self, tensor: torch.Tensor) -> str:
+        try:
+            device = self._base.device.__get__(tensor)  # type: ignore[attr-defined]
+        except Exception:
+            return "?"
+        return self._devices.get(device) or self._devices.setdefault(device, str(device))
+
+    def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        try:
+            sizes = tuple(self._base.shape.__get__(tensor))  # type: ignore[attr-defined]
+        except Exception:  # strided nested tensors have no single shape
+            return ()
+        return tuple(size if type(size) is int else UNKNOWN_DIMENSION for size in sizes)
+
+    def _flag(self, name: str, tensor: torch.Tensor) -> bool:
+        try:
+            return bool(getattr(self._base, name).__get__(tensor))
+        except Exception:
+            return False
+
+
+def groups(ledger: Ledger) -> list[list[Storage]]:
+    """Return the storages by block of memory: alone, or with what overlaps it, or as parts of a sparse tensor.
+
+    Two `torch.from_numpy` of one array are two storages over the same bytes (also dlpack and CUDA arrays).
+    """
+    leader: dict[Storage, Storage] = {}
+
+    def lead(storage: Storage) -> Storage:
+        while (above := leader.get(storage, storage)) is not storage:
+            storage = above
+        return storage
+
+    for parts in [*ledger.joined, *_overlapping(ledger)]:
+        for part in parts[1:]:
+            if lead(part) is not lead(parts[0]):
+                leader[lead(part)] = lead(parts[0])
+    if not leader:
+        return [[storage] for storage in ledger.storages.values()]
+    members: dict[Storage, list[Storage]] = {}
+    for storage in ledger.storages.values():
+        members.setdefault(lead(storage), []).append(storage)
+    return list(members.values())
+
+
+def occupied(block: Sequence[Storage], granule: int) -> int | None:
+    """Return the bytes that a block takes from its allocator, which hands out multiples of ``granule``."""
+    sizes = [storage.nbytes for storage in block]
+    if None in sizes:
+        return None
+    spans = [(s.address, s.address + -(-(s.nbytes or 0) // granule) * granule) for s in block]
+    return _union(spans) if len(spans) > 1 else spans[0][1] - spans[0][0]
+
+
+def looked_at(block: Sequence[Storage], looks: Sequence[Look]) -> int | None:
+    """Return the bytes of a block that some tensors look at; None where their strides cannot tell."""
+    storage = block[0]
+    if len(block) > 1 or storage.nbytes is None or not looks:
+        return None
+    return min(_union([(look.start, look.end) for look in looks]), sum(look.nbytes for look in looks), storage.nbytes)
+
+
+def _union(spans: Sequence[tuple[int, int]]) -> int:
+    total, reached = 0, 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _overlapping(ledger: Ledger) -> Iterator[list[Storage]]:
+    placed = [storage for storage in ledger.storages.values() if storage.nbytes and storage.address]
+    placed.sort(key=lambda storage: (storage.device, storage.address, -(storage.nbytes or 0)))
+    furthest: Storage | None = None
+    for storage in placed:
+        if furthest is not None and furthest.device == storage.device and storage.address < _end(furthest):
+            yield [furthest, storage]
+        if furthest is None or furthest.device != storage.device or _end(storage) > _end(furthest):
+            furthest = storage
+
+
+def _end(storage: Storage) -> int:
+    return storage.address + (storage.nbytes or 0)
+
+
+def _why_weightless(tensor: torch.Tensor, device: str) -> str:
+    if device == "meta":
+        return "meta: occupies nothing"
+    if any(base.__name__ == "FakeTensor" for base in type(tensor).__mro__):
+        return "fake: occupies nothing"
+    return "a wrapper: its parts have rows of their own"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hide what is read inside from `__torch_function__`, of subclasses and modes, and from autograd."""
+    import torch
+
+    with torch._C.DisableTorchFunction(), torch.no_grad():  # type: ignore[attr-defined]
+        yield

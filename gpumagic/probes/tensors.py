@@ -1,0 +1,213 @@
+"""The live tensors of this process -> one row a storage, and each device's sum against its allocator.
+
+Tensors are found by the exact type of every object the gc tracks: an `isinstance` would wake lazy objects and
+trip over dead proxies. Every object is let go before this returns, also when it fails.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gpumagic.probes import gradients, holders, reconcile
+from gpumagic.probes.kinds import KINDS, roles, subclasses
+from gpumagic.probes.paths import MAX_STEPS, Names
+from gpumagic.probes.storages import Ledger, Look, Storage, groups, looked_at, occupied, undisturbed
+from gpumagic.reports import TensorReport, TensorRow
+
+MAX_NAMES = 16
+"""Names kept of one storage; views of one tensor may have thousands."""
+
+
+def probe(
+    namespace: Mapping[str, object] | None = None,
+    *,
+    devices: Sequence[str] = (),
+    minimum: int = 0,
+    sort: str = "size",
+    group_by: str | None = None,
+    limit: int | None = 20,
+    shell: object | None = None,
+) -> TensorReport:
+    """Return every live tensor of this process, one row a storage. Never imports torch, runs no gc.
+
+    Args:
+        namespace: where names are looked up; the main module's globals by default.
+        devices: only these, such as ``"cuda:1"``, or ``"cuda"`` for all of a backend; all without.
+        minimum: only storages of at least this many bytes.
+        sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
+        group_by: the key to show totals by instead of rows.
+        limit: how many rows to show; the report has all.
+        shell: the IPython shell, whose outputs and last error may keep tensors alive.
+    """
+    if "torch" not in sys.modules:
+        return TensorReport((), limit=limit, group_by=group_by, notes=("torch is not imported: no tensors",))
+    census = _Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell)
+    try:
+        with undisturbed():
+            census.take()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # or it would keep every tensor of the process
+        raise
+    finally:
+        census.release()
+    found = [row for row in census.rows if _is_on(row.device, devices)]
+    summary = tuple(row for row in reconcile.by_device(census.rows) if _is_on(row.device, devices))
+    return TensorReport(
+        tensors=tuple(sorted((row for row in found if (row.nbytes or 0) >= minimum), key=_ORDERS[sort])),
+        by_device=summary,
+        limit=limit,
+        group_by=group_by,
+        notes=(*census.notes, *reconcile.notes(found, summary)),
+    )
+
+
+class _Block(NamedTuple):
+    """Storages that are one block of memory, with what names it."""
+
+    storages: list[Storage]
+    names: tuple[str, ...]
+    named: list[Look]
+    """What the tensors with a name look at: a view's hidden base says nothing about what is in use."""
+
+
+class _Census:
+    """One look at all tensors; what is left of it once released is plain data."""
+
+    def __init__(self, namespace: Mapping[str, object], shell: object | None) -> None:
+        self._namespace, self._shell = namespace, shell
+        self._search = holders.search_for(namespace, shell)
+        self._ledger = Ledger()
+        self._tensors: list[Any] = []
+        self._owners: list[object] = []
+        self._roles: dict[int, str] = {}
+        self._gradient_of: dict[Storage, int] = {}
+        self._holders: dict[int, str] = {}
+        self._granules: dict[str, int] = {}
+        self.rows: list[TensorRow] = []
+        self.notes: list[str] = []
+
+    def take(self) -> None:
+        """Find the tensors, name them, measure what is under them."""
+        self._find()
+        names = Names(self._search.run(holders.variables(self._namespace, self._shell)))
+        if self._search.gave_up:
+            self.notes.append(f"names were only looked for in the first {MAX_STEPS:,} objects that variables reach")
+        known = set(map(id, self._tensors))
+        self._tensors += [each for key, each in self._search.tensors.items() if key not in known]
+        self._roles = roles(self._owners)
+        for tensor in self._tensors:
+            self._ledger.add(tensor)
+        self._find_gradients()
+        blocks = [self._block(storages, names) for storages in groups(self._ledger)]
+        if not all(block.names for block in blocks):
+            self._holders = holders.hidden_holders(self._search, self._namespace, self._shell)
+        self.rows = [self._row(block) for block in blocks]
+
+    def release(self) -> None:
+        """Let go of every object."""
+        self._tensors.clear()
+        self._owners.clear()
+        self._search.release()
+
+    def _find(self) -> None:
+        import torch
+
+        tensor_types = subclasses(torch.Tensor)
+        wanted = tensor_types | subclasses(torch.nn.Module, torch.optim.Optimizer)
+        for each in [each for each in gc.get_objects() if type(each) in wanted]:
+            (self._tensors if type(each) in tensor_types else self._owners).append(each)
+        if frozen := gc.get_freeze_count():
+            self.notes.append(f"gc.freeze() hides {frozen:,} objects; of theirs only tensors with a name are listed")
+
+    def _find_gradients(self) -> None:
+        leaves = gradients.leaves(self._tensors)
+        found = gradients.peek(leaves)
+        if found is None:
+            self.notes.append("this torch does not show gradients that Python has not read; they are not listed")
+        for position, alias in found or ():
+            storage, _ = self._ledger.find(alias)
+            if not storage.looks:  # no Python object stands for this gradient: the alias does, then
+                storage = self._ledger.add(alias)
+            self._gradient_of[storage] = id(leaves[position])
+
+    def _block(self, storages: list[Storage], names: Names) -> _Block:
+        found: list[str] = []
+        named: list[Look] = []
+        for storage in storages:
+            owner = self._gradient_of.get(storage)
+            through = [] if owner is None else [f"{name}.grad" for name in names.of(owner)]
+            for tensor, look in storage.looks.items():
+                own = names.of(tensor)
+                found += own
+                if own or through:
+                    named.append(look)
+            found += through
+        return _Block(storages, tuple(dict.fromkeys(found))[:MAX_NAMES], named)
+
+    def _row(self, block: _Block) -> TensorRow:
+        storages, names = block.storages, block.names
+        device = storages[0].device
+        looks = [look for storage in storages for look in storage.looks.values()]
+        shown = max(block.named or looks, key=lambda look: look.elements)
+        viewed = looked_at(storages, block.named or looks)
+        return TensorRow(
+            device=device,
+            nbytes=occupied(storages, self._granule(device)),
+            shape=shown.shape,
+            dtype=shown.dtype,
+            kind=self._kind(storages),
+            name=names[0] if names else None,
+            names=names,
+            holder=None if names else self._holder(storages),
+            views=len(looks) - 1,
+            requires_grad=any(storage.requires_grad for storage in storages),
+            viewed_nbytes=viewed,
+            note=next((storage.note for storage in storages if storage.note), None)
+            or _small_view(viewed, storages[0].nbytes),
+        )
+
+    def _granule(self, device: str) -> int:
+        return self._granules.get(device) or self._granules.setdefault(device, reconcile.granule(device))
+
+    def _kind(self, storages: Sequence[Storage]) -> str:
+        found = {self._roles.get(tensor, "plain") for storage in storages for tensor in storage.looks}
+        for storage in storages:
+            if storage in self._gradient_of:
+                found.add("gradient")
+            if storage.is_parameter:
+                found.add("parameter")
+            if storage.from_graph:
+                found.add("activation")
+        return min(found, key=KINDS.index, default="plain")
+
+    def _holder(self, storages: Sequence[Storage]) -> str | None:
+        tensors = [tensor for storage in storages for tensor in storage.looks]
+        tensors += [self._gradient_of[storage] for storage in storages if storage in self._gradient_of]
+        return next((self._holders[tensor] for tensor in tensors if tensor in self._holders), None)
+
+
+def _small_view(viewed: int | None, nbytes: int | None) -> str | None:
+    if viewed is None or not nbytes or 2 * viewed > nbytes:
+        return None
+    return "kept by a small view"
+
+
+def _is_on(device: str, wanted: Sequence[str]) -> bool:
+    return not wanted or any(device == each or device.startswith(f"{each}:") for each in wanted)
+
+
+def _by_size(row: TensorRow) -> tuple[object, ...]:
+    return -(row.nbytes or 0), row.name is None, row.name or "", row.device
+
+
+_ORDERS: dict[str, Callable[[TensorRow], Any]] = {
+    "size": _by_size,
+    "name": lambda row: (row.name is None, row.name or "", *_by_size(row)),
+    "device": lambda row: (row.device, *_by_size(row)),
+    "dtype": lambda row: (row.dtype, *_by_size(row)),
+    "kind": lambda row: (KINDS.index(row.kind), *_by_size(row)),
+}
