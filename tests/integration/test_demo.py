@@ -1,0 +1,89 @@
+"""The demo command and every demo notebook run from beginning to end, in fresh kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from gpumagic import demo
+from gpumagic.options import MAGICS
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "demo_notebooks").glob("*.ipynb"))
+
+
+def test_the_demo_runs_the_tour_and_says_what_it_showed_and_where(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumagic", "demo", "--output", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    executed, page = tmp_path / "out" / "tour.ipynb", tmp_path / "out" / "tour.html"
+    assert str(executed) in done.stdout
+    assert str(page) in done.stdout
+    shown = {line.split()[0]: line for line in done.stdout.split("each magic showed:")[1].splitlines() if line.strip()}
+    assert all(len(shown[f"%{magic}"].split()) > 2 for magic in MAGICS)
+    assert "nothing" not in " ".join(shown[f"%{magic}"].split()[1] for magic in MAGICS)
+    assert "<table" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_only_cells_marked_so_fail(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert demo.execute(notebook) is None
+    for cell in notebook.cells:
+        errors = [output for output in cell.get("outputs", ()) if output.output_type == "error"]
+        assert bool(errors) == ("raises-exception" in cell.metadata.get("tags", ())), cell.source
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_with_its_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in code)
+    text = "".join(output["data"].get("text/html", "") for cell in code for output in cell.outputs if "data" in output)
+    assert "simulated" in text or "NVIDIA" in text  # says on what it ran
+
+
+def test_the_notebooks_outputs_name_no_path_of_the_machine_that_made_them() -> None:
+    for path in NOTEBOOKS:
+        text = path.read_text(encoding="utf-8")
+        assert not any(place in text for place in ("/home/", "/root/", "/Users/", "/tmp/", "/work/")), path
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them() -> None:
+    code = (
+        "import importlib.util as u; real = u.find_spec\n"
+        "u.find_spec = lambda name, package=None: None if name == 'nbclient' else real(name, package)\n"
+        "from gpumagic.__main__ import main; raise SystemExit(main(['demo']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"gpumagic: the demo needs nbclient; install them with: {sys.executable} -m pip install 'gpumagic[demo]'"
+    ]
+
+
+def test_gpuinfo_runs_in_a_terminal_without_ipython() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['IPython'] = None\n"
+         "from gpumagic.__main__ import main; raise SystemExit(main(['gpuinfo']))"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_a_wrong_device_on_the_command_line_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumagic", "gpuinfo", "gpux"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "is not a device" in done.stderr
