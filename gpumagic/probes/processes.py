@@ -44,13 +44,15 @@ def attribute(listed: Sequence[Process], used: int | None) -> Attribution:
         listed: the driver's list for one card.
         used: bytes in use on it, without what the driver reserves; None if that is not known apart.
     """
-    rows = [_row(each) for each in listed if is_local(each.pid)]
-    outside = [each for each in listed if not is_local(each.pid)]
+    contained = in_container()
+    local = {each.pid for each in listed if not contained or uses_cuda(each.pid)}
+    rows = [_row(each) for each in listed if each.pid in local]
+    outside = [each for each in listed if each.pid not in local]
     if outside:
         rows.append(_outside(outside))
     rows.sort(key=lambda row: (not row.this_kernel, row.pid is None, -(row.memory or 0)))
     # A list that has pids from outside is the host's, and whole; another may be cut down to this container.
-    incomplete = in_container() and not (outside and not uses_cuda(os.getpid()))
+    incomplete = contained and not (outside and not uses_cuda(os.getpid()))
     others, reason = _estimate(rows, used) if incomplete else _sum(rows)
     return Attribution(tuple(rows), others, reason, estimated=incomplete and others is not None)
 
@@ -74,15 +76,8 @@ def _total(figures: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(figures) else None
 
 
-def is_local(pid: int) -> bool:
-    """Return whether the driver's pid means the process of that number in here."""
-    if not in_container():
-        return True
-    return uses_cuda(pid)
-
-
 def in_container() -> bool:
-    """Return whether this process lives in a pid namespace of its own, so that the driver's pids may not be ours."""
+    """Return whether this process lives in a pid namespace of its own, where the driver's pids may not be ours."""
     try:
         return str((PROC / "self/ns/pid").readlink()) != INITIAL_PID_NAMESPACE
     except OSError:

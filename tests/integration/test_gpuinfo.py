@@ -60,6 +60,14 @@ def test_cuda_is_not_initialised_where_torch_is_imported(machine: MakeMachine) -
     assert answer["report"]["devices"][0]["memory_total"] == 80 * GIB
 
 
+def test_no_child_process_is_started_and_nothing_sleeps(machine: MakeMachine) -> None:
+    """Python's own audit events tell; the hook sees a deliberate child, so it would see another."""
+    watched = ("subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system", "time.sleep")
+    before = f"seen = []; sys.addaudithook(lambda event, _: seen.append(event) if event in {watched} else None)"
+    extra = "(list(seen), os.system('true'), len(seen))"
+    assert machine(2).probe("processes=True, everything=True", before=before, extra=extra)["extra"] == [[], 0, 1]
+
+
 def test_eight_gpus_with_twenty_processes_take_at_most_160_calls(machine: MakeMachine) -> None:
     """Without persistence mode each call can be slow."""
     eight = machine(8)
