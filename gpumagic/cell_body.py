@@ -84,12 +84,16 @@ class CellBody:
 
 
 def _above(text: str, cell: str) -> str | None:
-    """Return the lines of the cell above the body and its leading blank lines, or None where it is not the cell's."""
+    """Return the lines of the cell above the body, or None where the cell is not some magics and this body."""
     body, cell = text.strip(), cell.rstrip()
     if not body or not cell.endswith(body):
         return None
     above = cell[: len(cell) - len(body)]
-    return above[: above.rfind("\n") + 1] or None
+    lines = above[: above.rfind("\n") + 1]
+    is_whole = not above[len(lines) :].strip() and all(
+        line.startswith("%%") for line in lines.split("\n") if line.strip()
+    )
+    return lines if lines and is_whole else None
 
 
 def _loop_is_running() -> bool:

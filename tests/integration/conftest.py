@@ -6,6 +6,7 @@ import os
 import queue
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def bare_shell():
     config.HistoryAccessor.enabled = False
     InteractiveShell.clear_instance()
     shell = InteractiveShell.instance(config=config, display_pub_class=CapturingDisplayPublisher)
+    shell.run_line_magic("colors", "nocolor")
     yield shell
     InteractiveShell.clear_instance()
 
@@ -147,12 +149,12 @@ class Kernel:
 
     def run_all(self, *codes: str, **options: object) -> list[Cell]:
         """Send all cells at once, as Run All does, and wait for each."""
-        return self._collect([self.client.execute(code, **options) for code in codes])
+        return self.collect([self.client.execute(code, **options) for code in codes])
 
     def interrupt(self, code: str, *later: str) -> list[Cell]:
         """Run cells and press Ctrl-C when the first has printed ``ready``."""
         sent = [self.client.execute(each) for each in (code, *later)]
-        return self._collect(sent, on_ready=self.manager.interrupt_kernel)
+        return self.collect(sent, on_ready=self.manager.interrupt_kernel)
 
     def ask(self, request: str, *args: object) -> dict:
         message = getattr(self.client, request)(*args)
@@ -161,10 +163,29 @@ class Kernel:
             if reply["parent_header"].get("msg_id") == message:
                 return reply["content"]
 
+    def open_subshell(self) -> str | None:
+        """Open a second line of execution in the kernel, or return None where it has none (ipykernel before 7)."""
+        if "create_subshell_request" not in self.run("sorted(get_ipython().kernel.control_handlers)").value:
+            return None
+        self.client.control_channel.send(self.client.session.msg("create_subshell_request", {}))
+        return self.client.get_control_msg(timeout=PATIENCE)["content"]["subshell_id"]
+
+    def send_to(self, subshell: str, code: str) -> str:
+        """Send a cell to a subshell, and return the id of the message."""
+        content = {
+            "code": code, "silent": False, "store_history": False, "user_expressions": {}, "allow_stdin": False,
+            "stop_on_error": True,
+        }  # fmt: skip
+        message = self.client.session.msg("execute_request", content)
+        message["header"]["subshell_id"] = subshell
+        self.client.shell_channel.send(message)
+        return message["header"]["msg_id"]
+
     def value(self, code: str) -> str | None:
         return self.run(code).value
 
-    def _collect(self, sent: list[str], on_ready=None) -> list[Cell]:
+    def collect(self, sent: list[str], on_ready: Callable[[], None] | None = None) -> list[Cell]:
+        """Wait for each of the requests sent, those included that ``on_ready`` adds when a cell prints ``ready``."""
         cells = {message: Cell() for message in sent}
         idle: set[str] = set()
         deadline = time.monotonic() + PATIENCE
@@ -179,6 +200,7 @@ class Kernel:
             if on_ready and "ready" in cells[parent].stdout:
                 on_ready()
                 on_ready = None
+                cells.update((late, Cell()) for late in sent if late not in cells)
         waiting = set(sent)
         while waiting:
             reply = self.client.get_shell_msg(timeout=PATIENCE)

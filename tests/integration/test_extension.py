@@ -1,0 +1,144 @@
+"""Loading adds what it says, and unloading takes all of it back; in real shells."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from gpumagic import extension
+from gpumagic.errors import SimgpuUnavailable
+
+NAMES = {"gpuinfo", "devices", "ondevice", "oomguard"}
+
+
+def state(shell):
+    """Return all of a shell that an extension could leave something in."""
+    completer = getattr(shell.Completer, "custom_matchers", [])
+    dispatch = shell.strdispatchers["complete_command"]
+    return {
+        "magics": {kind: dict(table) for kind, table in shell.magics_manager.magics.items()},
+        "registry": dict(shell.magics_manager.registry),
+        "transformers": list(shell.input_transformers_cleanup),
+        "others": list(shell.input_transformers_post) + list(shell.ast_transformers),
+        "events": {event: list(calls) for event, calls in shell.events.callbacks.items()},
+        "matchers": list(completer),
+        "hooks": (set(dispatch.strs), set(dispatch.regexs)),
+        "configurables": list(shell.configurables),
+        "meta": dict(shell.meta),
+        "names": set(shell.user_ns),
+        "hidden": set(shell.user_ns_hidden),
+    }
+
+
+def test_unloading_is_the_exact_inverse_of_loading(bare_shell):
+    """Nothing is left in any table, list or name space."""
+    bare_shell.run_line_magic("load_ext", "probe_magics")  # IPython 9 fills in its own lazy magics at their first use
+    bare_shell.run_line_magic("unload_ext", "probe_magics")
+    before = state(bare_shell)
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    assert state(bare_shell) != before
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    assert state(bare_shell) == before
+
+
+def test_loading_adds_the_four_magics(bare_shell):
+    """Two of them for cells too, and no name in the user's name space."""
+    names = set(bare_shell.user_ns)
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    assert set(bare_shell.magics_manager.magics["line"]) >= NAMES
+    assert set(bare_shell.magics_manager.magics["cell"]) >= {"ondevice", "oomguard"}
+    assert set(bare_shell.user_ns) == names
+
+
+def test_loading_twice_is_loading_once(bare_shell):
+    """Also where the hook is called by hand."""
+    extension.load(bare_shell)
+    once = state(bare_shell)
+    extension.load(bare_shell)
+    assert state(bare_shell) == once
+    extension.unload(bare_shell)
+    extension.unload(bare_shell)
+
+
+def test_reloading_leaves_one_of_everything(bare_shell, shown):
+    """A cell reports once afterwards."""
+    bare_shell.run_line_magic("load_ext", "probe_magics")
+    counts = {event: len(calls) for event, calls in bare_shell.events.callbacks.items()}
+    for _ in range(3):
+        bare_shell.run_line_magic("reload_ext", "probe_magics")
+    assert {event: len(calls) for event, calls in bare_shell.events.callbacks.items()} == counts
+    bare_shell.run_cell("%%ondevice cuda\n1")
+    assert shown() == ["<report of ondevice cuda>"]
+
+
+def test_a_magic_of_the_users_that_had_the_name_comes_back(bare_shell):
+    """And one that took the name later stays."""
+
+    def theirs(line):
+        return "theirs"
+
+    def later(line):
+        return "later"
+
+    bare_shell.register_magic_function(theirs, "line", "devices")
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    assert bare_shell.find_line_magic("devices") is not theirs
+    bare_shell.register_magic_function(later, "line", "gpuinfo")
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    assert bare_shell.find_line_magic("devices") is theirs
+    assert bare_shell.find_line_magic("gpuinfo") is later
+
+
+def test_after_unloading_the_magics_are_gone(bare_shell, capsys):
+    """IPython says so, as of any unknown magic."""
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    assert not bare_shell.run_cell("%%ondevice cpu\nran = True").success
+    assert "`%%ondevice` not found" in capsys.readouterr().err
+    assert "ran" not in bare_shell.user_ns
+
+
+def test_two_shells_do_not_share_anything(bare_shell):
+    """What one unloads the other keeps."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    other = InteractiveShell(config=bare_shell.config)
+    extension.load(bare_shell)
+    extension.load(other)
+    extension.unload(bare_shell)
+    assert other.find_line_magic("gpuinfo") is not None
+    assert bare_shell.find_line_magic("gpuinfo") is None
+
+
+def test_a_simulated_gpu_that_cannot_be_had_is_one_warning(bare_shell, monkeypatch, capsys):
+    """Loading goes on."""
+
+    def unavailable():
+        raise SimgpuUnavailable("no compiler here; install one")
+
+    fake = types.ModuleType("gpumagic.simgpu")
+    fake.enable_from_environment = unavailable
+    monkeypatch.setitem(sys.modules, "gpumagic.simgpu", fake)
+    monkeypatch.setattr("gpumagic.simgpu", fake, raising=False)
+    monkeypatch.setenv("GPUMAGIC_SIMGPU", "2x1GiB")
+    extension.load(bare_shell)
+    assert capsys.readouterr().err == "gpumagic: no compiler here; install one\n"
+    assert bare_shell.find_line_magic("gpuinfo") is not None
+
+
+@pytest.mark.parametrize("used", ["", "get_ipython().run_cell('%%ondevice --help\\n1')"])
+def test_loading_imports_nothing_heavy(start_kernel, used):
+    """Neither torch nor pandas, nor the driver's library, in a process that had none of them."""
+    kernel = start_kernel()
+    heavy = "sorted({'torch', 'pandas', 'pynvml', 'numpy', 'matplotlib'} & set(sys.modules))"
+    kernel.run("import sys\n%load_ext gpumagic\n" + used)
+    assert kernel.value(heavy) == "[]"
+
+
+def test_a_cell_may_load_and_use_it_at_once(start_kernel):
+    """The line form, which IPython looks up when its line is reached."""
+    cell = start_kernel().run("%load_ext gpumagic\n%ondevice --help\n1 + 1")
+    assert cell.value == "2"
+    assert "usage: %%ondevice" in cell.stdout
