@@ -34,7 +34,7 @@ def _accumulate(line: int, count: int) -> str:
 
 
 def _left_behind(row: TransferRow, elsewhere: Sequence[Holder]) -> bool:
-    if row.cause.startswith("Module.") or row.direction != "host-to-device":
+    if row.cause.startswith("Module.") or row.direction != "host-to-device" or _is_repeated(row):
         return False
     return any(holder.name == row.name and holder.device == row.source for holder in elsewhere)
 

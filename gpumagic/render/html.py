@@ -7,7 +7,6 @@ by colour alone. No text or background colour is set: the theme's own hold in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Table
@@ -42,34 +41,43 @@ def _block(block: Block) -> str:
 
 def _table(table: Table) -> str:
     caption = f'<caption style="text-align:left;{MUTED}">{_text(table.caption)}</caption>' if table.caption else ""
-    head = "".join(f'<th scope="col" style="text-align:{c.align}">{_text(c.title)}</th>' for c in table.columns)
-    body = "".join(_row(row, table.columns) for row in table.rows)
+    barred = [any(isinstance(row[i], Cell) and row[i].bar for row in table.rows) for i in range(len(table.columns))]
+    head = "".join(map(_title, table.columns, barred))
+    body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, barred))}</tr>" for row in table.rows)
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _row(row: Sequence[Cell | str], columns: Sequence[Column]) -> str:
-    return "<tr>" + "".join(_cell(cell, column) for cell, column in zip(row, columns, strict=True)) + "</tr>"
+def _title(column: Column, barred: bool) -> str:
+    space = _track("", "") if barred else ""
+    return f'<th scope="col" style="text-align:{column.align};white-space:nowrap">{_text(column.title)}{space}</th>'
 
 
-def _cell(cell: Cell | str, column: Column) -> str:
+def _cell(cell: Cell | str, column: Column, barred: bool) -> str:
     cell = Cell(cell) if isinstance(cell, str) else cell
-    style = f"text-align:{column.align};white-space:nowrap"
+    style, title = f"text-align:{column.align};white-space:nowrap", cell.title
+    if column.shrinks:
+        style += ";max-width:26em;overflow:hidden;text-overflow:ellipsis"
+        title = title or cell.text
     if cell.muted:
         style += f";{MUTED}"
-    title = f' title="{_text(cell.title)}"' if cell.title else ""
-    return f'<td style="{style}"{title}>{_bar(cell)}{_text(cell.text)}</td>'
+    hover = f' title="{_text(title)}"' if title else ""
+    bar = _bar(cell) if barred else ""
+    return f'<td style="{style}"{hover}>{_text(cell.text)}{bar}</td>'
 
 
 def _bar(cell: Cell) -> str:
-    if not cell.bar:
-        return ""
     parts = "".join(
         f'<span style="display:inline-block;height:.8em;width:{100 * max(0.0, min(1.0, s.share)):.1f}%;'
         f'background:{COLOURS[s.role]}"></span>'
         for s in cell.bar
     )
-    track = f"display:inline-block;width:9em;height:.8em;line-height:.8em;font-size:1em;background:{TRACK}"
-    return f'<span aria-hidden="true" style="{track};margin-right:.6em;white-space:nowrap;overflow:hidden">{parts}</span>'
+    return _track(parts, f"background:{TRACK}" if cell.bar else "")
+
+
+def _track(parts: str, look: str) -> str:
+    """Return the ground of a bar; without a look it only keeps the place, so that numbers line up."""
+    style = "display:inline-block;width:9em;height:.8em;line-height:.8em;font-size:1em;margin-left:.6em"
+    return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden;{look}">{parts}</span>'
 
 
 def _listing(listing: Listing) -> str:

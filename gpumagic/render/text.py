@@ -8,6 +8,7 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Table
 from gpumagic.render.units import printable
@@ -82,7 +83,9 @@ def _listing(listing: Listing, width: int) -> str:
 
 def _table(table: Table, width: int) -> str:
     columns = list(table.columns)
-    grid = [[_cell_text(cell) for cell in row] for row in table.rows]
+    shown = [_column_texts(column, [row[i] for row in table.rows]) for i, column in enumerate(columns)]
+    columns = [replace(column, title=texts[0]) for column, texts in zip(columns, shown, strict=True)]
+    grid = [list(row) for row in zip(*(texts[1:] for texts in shown), strict=True)]
     keep = _columns_that_fit(columns, grid, width)
     columns = [columns[i] for i in keep]
     grid = [[row[i] for i in keep] for row in grid]
@@ -93,11 +96,15 @@ def _table(table: Table, width: int) -> str:
     return "\n".join(lines)
 
 
-def _cell_text(cell: Cell | str) -> str:
-    if isinstance(cell, str):
-        return printable(cell)
-    text = printable(cell.text)
-    return f"{_bar(cell)} {text}" if cell.bar else text
+def _column_texts(column: Column, cells: Sequence[Cell | str]) -> list[str]:
+    """Return a column's title and texts; where there are bars, each stands behind its number, all aligned."""
+    full = [cell if isinstance(cell, Cell) else Cell(cell) for cell in cells]
+    texts = [printable(column.title), *(printable(cell.text) for cell in full)]
+    if not any(cell.bar for cell in full):
+        return texts
+    width = max(map(_width, texts))
+    bars = ["", *(_bar(cell) if cell.bar else "" for cell in full)]
+    return [f"{_pad(text, width, column.align)} {bar:{BAR_WIDTH}}" for text, bar in zip(texts, bars, strict=True)]
 
 
 def _bar(cell: Cell) -> str:

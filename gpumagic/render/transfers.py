@@ -71,7 +71,7 @@ def _sentences(report: TransferReport) -> list[str]:
         parts = [f"{device} {count(n, 'tensor')}, {size(nbytes)}" for device, (n, nbytes) in report.created.items()]
         sentences.append("Created: " + "; ".join(parts) + ".")
     if report.syncs:
-        lines = ", ".join(f"line {line} ({n:,} times)" for line, n in report.syncs.items())
+        lines = "; ".join(f"line {line}, {count(n, 'time')}" for line, n in report.syncs.items())
         sentences.append(f"The host waited for the device at {lines}.")
     if report.peak:
         sentences.append("Peak: " + "; ".join(f"{device} {size(n)}" for device, n in report.peak.items()) + ".")
