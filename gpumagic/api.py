@@ -26,8 +26,8 @@ def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) ->
     """
     from gpumagic.probes import gpus
 
-    names = [device_names.resolve(device) for device in devices]
-    return gpus.probe(names, processes=processes, everything=everything)
+    # The probe reads the names itself: `device_names.resolve` asks torch, which would start CUDA's driver.
+    return gpus.probe(devices, processes=processes, everything=everything)
 
 
 def devices(

@@ -25,6 +25,8 @@ from gpumagic.reports import GPUReport, GpuRow
 ONLY_WITH_ALL = ("bus_id", "performance_state", "fan", "clock_sm", "clock_sm_max", "clock_memory",
                  "clock_memory_max", "compute_capability")  # fmt: skip
 ESTIMATED = "estimated"
+READABLE = r"auto|\d+|(gpu|cuda|mps|xpu|simgpu)(:\d+)?|(GPU|MIG)-.+"
+"""What can be asked for where there is no GPU: the answer is why, not that the name is wrong."""
 FIGURES = tuple(field.name for field in fields(GpuRow) if field.name not in ("predicted", "simulated", "reasons"))
 
 
@@ -46,7 +48,8 @@ def probe(devices: Sequence[str] = (), *, processes: bool = False, everything: b
         everything: whether to read and show every field: clocks, fan, bus...
 
     Raises:
-        DeviceNotFound: there are GPUs, but not one of ``devices``.
+        DeviceNotFound: one of ``devices`` is not here, or names no GPU at all. Where there is no GPU the report
+            says why instead.
     """
     build = torch_build()
     answer = cards.snapshot(everything=everything)
@@ -217,14 +220,14 @@ def _notes(answer: Snapshot, rows: Sequence[GpuRow], view: Visibility) -> list[s
 
 
 def _selected(rows: Sequence[GpuRow], wanted: Sequence[str]) -> tuple[GpuRow, ...]:
-    if not wanted or not rows:
-        return tuple(rows)
-    chosen: list[GpuRow] = []
-    for name in wanted:
-        found = [row for row in rows if _means(name.strip(), row, rows)]
-        if not found:
+    chosen: list[GpuRow] = [] if wanted else list(rows)
+    for name in (each.strip() for each in wanted):
+        found = [row for row in rows if _means(name, row, rows)]
+        readable = re.fullmatch(READABLE, name, re.IGNORECASE)
+        if not found and (rows or not readable):
             here = ", ".join(row.device for row in rows if row.device) or "none that torch can use"
-            raise DeviceNotFound(f"{name!r} is not a GPU here; there are {here}")
+            wrong = "a GPU here" if readable or name in ("cpu", "meta") else "a device"
+            raise DeviceNotFound(f"{name!r} is not {wrong}; there are {here}")
         chosen += [row for row in found if not any(row is each for each in chosen)]
     return tuple(chosen)
 

@@ -53,6 +53,12 @@ def test_torch_is_not_imported(machine: MakeMachine) -> None:
     assert machine(2).probe("processes=True, everything=True")["imported"] == []
 
 
+def test_asking_for_one_device_by_name_does_not_import_torch_either(machine: MakeMachine) -> None:
+    """The public function takes names as people write them."""
+    before = "import gpumagic; gpumagic.gpuinfo('cuda:1', '0')"
+    assert machine(2).probe("['1']", before=before)["imported"] == []
+
+
 def test_cuda_is_not_initialised_where_torch_is_imported(machine: MakeMachine) -> None:
     """Not by asking for anything either."""
     answer = machine().probe(before="import torch", extra="torch.cuda.is_initialized()", real_torch=True)

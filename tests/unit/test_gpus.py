@@ -136,6 +136,18 @@ def test_a_device_that_is_not_here_is_an_error_that_lists_those_that_are(library
         gpus.probe(["cuda:7"])
 
 
+def test_where_there_is_no_gpu_a_device_asked_for_is_answered_with_the_cause(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A good name is no mistake there; a bad one still is."""
+    library.faults["nvmlInitWithFlags"] = 18
+    report = gpus.probe(["cuda:1"])
+    assert len(report) == 0
+    assert "reboot" in (report.cause or "")
+    with pytest.raises(DeviceNotFound, match="gpux"):
+        gpus.probe(["gpux"])
+
+
 def test_the_flags_of_the_view_are_kept(library: FakeLibrary) -> None:
     """The report knows what it was asked for."""
     report = gpus.probe(processes=True, everything=True)

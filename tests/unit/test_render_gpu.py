@@ -20,7 +20,7 @@ PROCESSES = (
     ProcessRow(None, "2 processes outside this container", None, GIB),
 )
 A100: dict[str, Any] = {
-    "name": "NVIDIA A100-SXM4-80GB", "memory_total": 80 * GIB, "memory_used": 32 * GIB, "memory_free": 48 * GIB,
+    "name": "NVIDIA A100-SXM4-48GB", "memory_total": 48 * GIB, "memory_used": 32 * GIB, "memory_free": 16 * GIB,
     "memory_reserved": 512 * MIB, "kernel_allocated": 12 * GIB, "kernel_reserved": 20 * GIB,
     "other_processes": 11 * GIB, "utilization": 37.0, "temperature": 61.0, "power": 252.3, "power_limit": 400.0,
     "throttle_reasons": (), "processes": PROCESSES,
@@ -45,7 +45,7 @@ def test_one_gpu_in_80_columns() -> None:
         "1 GPU · torch 2.13.0 (CUDA 12.8) · driver 570.86",
         "Device  Name            Memory                            This kernel  Util",
         "──────  ──────────────  ────────────────────────────  ───────────────  ────",
-        "cuda:0  A100-SXM4-80GB  ██▓▒▒░░░░░░░ 32.0 / 80.0 GiB  12.0 / 20.0 GiB   37%",
+        "cuda:0  A100-SXM4-48GB  32.0 / 48.0 GiB ███▓▓▒▒▒░░░░  12.0 / 20.0 GiB   37%",
         "Bar, from the left: tensors of this kernel, its cache, all else in use. Util:",
         "  share of the last moments in which any kernel ran; 100% is not full.",
     ]
@@ -62,7 +62,7 @@ def test_ascii_terminals_get_ascii() -> None:
     """Bars and dashes have a plain form."""
     text = shown(FIRST, unicode=False)
     assert text.isascii()
-    assert "##=--....... 32.0 / 80.0 GiB" in text
+    assert "32.0 / 48.0 GiB ###==---...." in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -174,8 +174,8 @@ def test_hostile_names_are_escaped() -> None:
 def test_html_has_the_figures_beside_the_bars() -> None:
     """The bar's parts are this kernel's tensors, its cache, and the rest; none is said by colour alone."""
     html = to_html(report(FIRST))
-    assert re.findall(r"width:([\d.]+)%", html)[:4] == ["100", "15.0", "10.0", "15.0"]
-    assert "32.0 / 80.0 GiB" in html
+    assert re.findall(r"width:([\d.]+)%", html)[:4] == ["100", "25.0", "16.7", "25.0"]
+    assert "32.0 / 48.0 GiB" in html
     assert "252/400 W" in html
 
 
