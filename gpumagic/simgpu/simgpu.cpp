@@ -27,6 +27,7 @@
 #include <map>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace simgpu {
 
@@ -453,16 +454,23 @@ void copy_geometry(const Tensor& from, c10::TensorImpl* to) {
   } else if (to->storage_offset() != from.storage_offset()) {
     to->set_storage_offset(from.storage_offset());
   }
+  if (to->is_conj() != from.is_conj()) {
+    to->_set_conj(from.is_conj());
+  }
+  if (to->is_neg() != from.is_neg()) {
+    to->_set_neg(from.is_neg());
+  }
 }
 
 Tensor view_of(const Storage& storage, DispatchKey key, const Tensor& like) {
-  Tensor made = at::detail::make_tensor<c10::TensorImpl>(Storage(storage), DispatchKeySet(key), like.dtype());
+  DispatchKeySet keys(key);
+  if (like._is_zerotensor()) {
+    keys = keys.add(DispatchKey::ZeroTensor);
+  }
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(Storage(storage), keys, like.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   made._set_conj(like.is_conj());
   made._set_neg(like.is_neg());
-  if (like._is_zerotensor()) {
-    made._set_zero(true);
-  }
   if (like.unsafeGetTensorImpl()->is_wrapped_number()) {
     made.unsafeGetTensorImpl()->set_wrapped_number(true);
   }
@@ -588,18 +596,45 @@ class HostCall {
 
 // ---- Operands on different devices ------------------------------------------------------------------------
 
-// Finds the card that an operator runs on and refuses operands elsewhere, with CUDA's exception: a 0-dim
-// tensor on the CPU is as good as a number, unless the operator writes to it.
+// Operators that take a 0-dim tensor on the CPU for a number, as CUDA's do: those that native_functions.yaml marks
+// `device_check: NoCheck` and that have several operands. All other operators of torch insist on one device.
+const std::unordered_set<std::string>& operators_that_take_numbers() {
+  static const auto* names = new std::unordered_set<std::string>{
+      "__ilshift__", "__irshift__", "__lshift__", "__rshift__", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_",
+      "_fused_sgd_", "_index_put_impl_", "add", "addcdiv", "addcmul", "atan2", "bernoulli", "binary_cross_entropy",
+      "binomial", "bitwise_and", "bitwise_left_shift", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "copysign",
+      "div", "eq", "fill", "floor_divide", "fmax", "fmin", "fmod", "ge", "gt", "heaviside", "hypot", "index",
+      "index_fill", "le", "lerp", "logical_and", "logical_or", "logical_xor", "lt", "masked_fill", "max", "maximum",
+      "min", "minimum", "mse_loss", "mul", "ne", "pow", "remainder", "rsub", "smooth_l1_loss",
+      "special_chebyshev_polynomial_t", "special_chebyshev_polynomial_u", "special_chebyshev_polynomial_v",
+      "special_chebyshev_polynomial_w", "special_hermite_polynomial_h", "special_hermite_polynomial_he",
+      "special_laguerre_polynomial_l", "special_legendre_polynomial_p", "special_shifted_chebyshev_polynomial_t",
+      "special_shifted_chebyshev_polynomial_u", "special_shifted_chebyshev_polynomial_v",
+      "special_shifted_chebyshev_polynomial_w", "special_xlog1py", "special_zeta", "sub", "where", "xlogy"};
+  return *names;
+}
+
+bool takes_numbers(const c10::OperatorName& name) {
+  constexpr std::string_view torchs_own = "aten::";
+  if (name.name.compare(0, torchs_own.size(), torchs_own) != 0) {
+    return true;
+  }
+  std::string base = name.name.substr(torchs_own.size());
+  const auto& known = operators_that_take_numbers();
+  if (known.count(base) == 0 && base.back() == '_') {
+    base.pop_back();
+  }
+  return known.count(base) != 0;
+}
+
+// Finds the card that an operator runs on and refuses operands elsewhere, with the exception above; an operator
+// never writes to a tensor elsewhere.
 class CommonDevice {
  public:
   explicit CommonDevice(const c10::OperatorHandle& op) : op_(op) {}
 
   void see(const Tensor& tensor, const c10::Argument& argument) {
-    if (!tensor.defined()) {
-      return;
-    }
-    const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-    if (tensor.device().type() == c10::kCPU && tensor.dim() == 0 && !written) {
+    if (!tensor.defined() || is_number(tensor, argument)) {
       return;
     }
     if (!first_.has_value()) {
@@ -614,6 +649,14 @@ class CommonDevice {
   }
 
  private:
+  bool is_number(const Tensor& tensor, const c10::Argument& argument) const {
+    if (tensor.device().type() != c10::kCPU || tensor.dim() != 0) {
+      return false;
+    }
+    const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    return !written && (tensor.unsafeGetTensorImpl()->is_wrapped_number() || takes_numbers(op_.operator_name()));
+  }
+
   void refuse(Device other, const c10::Argument& argument) const {
     TORCH_CHECK(
         false, "Expected all tensors to be on the same device, but found at least two devices, ", *first_,
@@ -980,8 +1023,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("equal", equal);
-  // Without this, torch's shape inference for it would move the indices a first time.
-  m.impl("index.Tensor", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  // Left to itself torch would run these as several operators, would look for a kernel of the backend inside
+  // them, or (index) would move the indices a first time to infer the result's shape.
+  for (const char* name :
+       {"native_layer_norm", "native_group_norm", "native_channel_shuffle", "silu_backward", "mish_backward", "all.dims",
+        "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "conj_physical_", "mode.values", "_linalg_solve_ex", "index.Tensor"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
   m.impl("set_", set_nothing);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Tensor", set_tensor);
@@ -993,6 +1041,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", gru_cell);
   m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
+}
+
+// copy_ resolves lazy conjugation and negation by copying, so the copy itself has to take them as they are.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 // ---- Bringing it to life ----------------------------------------------------------------------------------
