@@ -27,13 +27,18 @@ class AllocatorFigures:
 
 
 def accelerators() -> list[str]:
-    """Return the devices torch can use here, such as ``["cuda:0", "cuda:1"]``. Imports torch, initialises nothing."""
-    found = []
-    for backend in _backends():
-        module = device_module(backend)
-        if module is not None and module.is_available():
-            found += [f"{backend}:{index}" for index in range(module.device_count())]
-    return found
+    """Return the devices torch can use here, such as ``["cuda:0", "cuda:1"]``. Imports torch.
+
+    Counting asks NVML where it can; `is_available` would call cuInit, which freezes CUDA_VISIBLE_DEVICES and
+    makes forking unsafe (vllm PR#15951).
+    """
+    modules = {backend: device_module(backend) for backend in _backends()}
+    return [
+        f"{backend}:{index}"
+        for backend, module in modules.items()
+        if module is not None
+        for index in range(module.device_count())
+    ]
 
 
 def current(backend: str) -> str:
