@@ -21,7 +21,7 @@ VARIABLE, OWN, CONTAINED, OPTIMIZER = range(4)
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, bytearray, type(None), type, range, slice})
-_PRUNE_FROM = 64
+_PIECE = 512
 
 _dict_of = type.__dict__["__dict__"].__get__
 _mro_of = type.__dict__["__mro__"].__get__
@@ -126,26 +126,42 @@ def _instance(value: object, how: Opener) -> Iterator[Branch]:
 
 def _sequence(value: Any, how: Opener) -> Iterator[Branch]:
     items = list(_ITERATE[how.container](value))
-    if len(items) < _PRUNE_FROM or _may_hold(items):
-        names = _dict_of(type(value)).get("_fields")
-        if type(names) is tuple and len(names) == len(items):  # a named tuple
-            yield Branch(".", CONTAINED, zip(names, items, strict=True))
-        else:
-            yield Branch("[", CONTAINED, enumerate(items))
+    names = _dict_of(type(value)).get("_fields")
+    if type(names) is tuple and len(names) == len(items):  # a named tuple
+        yield Branch(".", CONTAINED, zip(names, items, strict=True))
+    else:
+        for start, piece in _promising(items):
+            yield Branch("[", CONTAINED, enumerate(piece, start))
     yield Branch(".", CONTAINED, attributes(value, how.fields))
 
 
 def _set(value: Any, how: Opener) -> Iterator[Branch]:
-    items = list(_ITERATE[how.container](value))
-    if len(items) < _PRUNE_FROM or _may_hold(items):
-        yield Branch("{", CONTAINED, enumerate(items))
+    for start, piece in _promising(list(_ITERATE[how.container](value))):
+        yield Branch("{", CONTAINED, enumerate(piece, start))
 
 
 def _dict(value: dict[Any, object], how: Opener) -> Iterator[Branch]:
     items = list(dict.items(value))
-    if len(items) < _PRUNE_FROM or _may_hold([item for _, item in items]):
-        yield Branch("[", CONTAINED, items)
+    for start, piece in _promising([item for _, item in items]):
+        yield Branch("[", CONTAINED, items[start : start + len(piece)])
     yield Branch(".", CONTAINED, attributes(value, how.fields))
+
+
+def _promising(items: list[object]) -> Iterator[tuple[int, list[object]]]:
+    """Yield the pieces of a long list, with their position, that hold more than atoms and containers of atoms."""
+    if len(items) < _PIECE:
+        yield 0, items
+        return
+    for start in range(0, len(items), _PIECE):
+        piece = items[start : start + _PIECE]
+        if _may_hold(piece) and (_any_tensor(piece) or _may_hold(gc.get_referents(*piece))):
+            yield start, piece
+
+
+def _any_tensor(items: list[object]) -> bool:
+    import torch
+
+    return any(issubclass(kind, torch.Tensor) for kind in set(map(type, items)))
 
 
 def _module(value: object, how: Opener) -> Iterator[Branch]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from gpumagic.probes.anatomy import VARIABLE, Branch, Opener, Style, opener_of
@@ -17,6 +17,9 @@ MAX_DEPTH = 32
 MAX_STEPS = 250_000
 """Children looked at before a search gives up: about 50 ms."""
 _LARGE = 1_000
+"""Children that make a container wait until the smaller ones have been opened."""
+_HUGE = 50_000
+"""Children that are only looked at if some tensor has no name yet."""
 _MAX_PATHS = 16
 
 
@@ -64,59 +67,72 @@ class Search:
         self._queue.clear()
         self._large.clear()
 
-    def run(self, roots: Iterable[tuple[str, object]]) -> dict[int, list[Path]]:
-        """Follow each root to every tensor below it; return the ways to each, by the tensor's `id`."""
+    def run(self, roots: Iterable[tuple[str, object]], wanted: Iterable[int] | None = None) -> dict[int, list[Path]]:
+        """Follow each root to every tensor below it; return the ways to each, by the tensor's `id`.
+
+        Args:
+            roots: names, or labels, with what they stand for.
+            wanted: the tensors to find; huge containers stay closed once none of them is without a way.
+        """
         self._steps, self._paths = self._limit, {}
+        missing = None if wanted is None else set(wanted)
         self._meet(Branch("name", VARIABLE, list(roots)), None)
-        while self._queue or self._large:
-            value, path = self._queue.popleft() if self._queue else heapq.heappop(self._large)[2:]
-            opener = self._openers[type(value)]
-            assert opener is not None
-            self._steps -= opener.length(value) // 8  # even what is skipped is glanced at
-            if self._steps <= 0 or path.depth >= MAX_DEPTH:
-                self.gave_up = True
-                continue
-            for branch in opener.branches(value, opener):
-                self._meet(branch, path)
+        while self._steps > 0 and (self._queue or self._large):
+            if self._queue:
+                value, path = self._queue.popleft()
+            else:
+                length, _, value, path = heapq.heappop(self._large)
+                if length >= _HUGE and missing is not None and missing <= self._paths.keys():
+                    break
+                self._steps -= length // 4  # even what holds nothing is glanced at
+            if path.depth < MAX_DEPTH:
+                self._open(value, path)
+        self.gave_up |= self._steps <= 0
+        self._queue.clear()
+        self._large.clear()
         return self._paths
 
+    def _open(self, value: object, path: Path) -> None:
+        opener = self._openers[type(value)]
+        assert opener is not None
+        for branch in opener.branches(value, opener):
+            if self._steps <= 0:
+                return
+            self._meet(branch, path)
+
     def _meet(self, branch: Branch, parent: Path | None) -> None:
-        if branch.below is not None:
+        style, rank, children, below = branch
+        if below is not None:
             assert parent is not None
-            parent = Path(parent, "state", id(branch.below), branch.rank, parent.depth + 1)
-        style = branch.style
-        rank, depth = (branch.rank, 0) if parent is None else (max(branch.rank, parent.rank), parent.depth + 1)
+            parent = Path(parent, "state", id(below), rank, parent.depth + 1)
+        rank, depth = (rank, 0) if parent is None else (max(rank, parent.rank), parent.depth + 1)
         openers, seen = self._openers, self._seen
-        for key, child in branch.children:
-            self._steps -= 1
+        children = list(islice(children, self._steps))
+        self._steps -= len(children)
+        for key, child in children:
             kind = type(child)
-            try:
-                opener = openers[kind]
-            except KeyError:
-                opener = openers[kind] = opener_of(kind)
+            opener = openers[kind] if kind in openers else openers.setdefault(kind, opener_of(kind))
             if opener is None:
                 continue
-            path = Path(parent, style, key, rank, depth)
             if opener.is_tensor:
-                self._note(child, path)
+                self._note(child, Path(parent, style, key, rank, depth))
                 if opener.fields is None:
                     continue
-            if id(child) not in seen:
-                seen.add(id(child))
-                self._await(child, path, opener)
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            length = opener.length(child)
+            if length >= _LARGE:
+                entry = (length, next(self._order), child, Path(parent, style, key, rank, depth))
+                heapq.heappush(self._large, entry)
+            elif length or opener.fields is not None:
+                self._queue.append((child, Path(parent, style, key, rank, depth)))
 
     def _note(self, tensor: object, path: Path) -> None:
         self.tensors[id(tensor)] = tensor
         ways = self._paths.setdefault(id(tensor), [])
         if len(ways) < _MAX_PATHS:
             ways.append(path)
-
-    def _await(self, value: object, path: Path, opener: Opener) -> None:
-        length = opener.length(value)
-        if length >= _LARGE:
-            heapq.heappush(self._large, (length, next(self._order), value, path))
-        elif length or opener.container is None or opener.fields:
-            self._queue.append((value, path))
 
 
 class Names:

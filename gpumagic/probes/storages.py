@@ -6,11 +6,12 @@ Whatever cannot be read becomes an entry of unknown size, never an error.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -64,9 +65,13 @@ class Ledger:
     def __init__(self) -> None:
         import torch
 
-        self._torch = torch._C
+        base: Any = torch._C.TensorBase
+        self._torch: Any = torch._C
+        self._base = base
         self._parameter = torch.nn.Parameter
-        self._base = torch._C.TensorBase
+        self._plain = (torch.Tensor, torch.nn.Parameter)
+        self._size, self._dtype, self._device_of = base.shape.__get__, base.dtype.__get__, base.device.__get__
+        self._requires_grad, self._is_leaf = base.requires_grad.__get__, base.is_leaf.__get__
         self._devices: dict[object, str] = {}
         self._dtypes: dict[object, tuple[str, int]] = {}
         self.storages: dict[object, Storage] = {}
@@ -75,14 +80,20 @@ class Ledger:
 
     def add(self, tensor: torch.Tensor) -> Storage:
         """Enter one live tensor; the caller keeps it alive for as long as its `id` is used."""
-        storage, parts = self.find(tensor)
+        try:
+            storage, parts = self.find(tensor)
+            look = self._look(storage, tensor)
+            requires_grad = self._requires_grad(tensor)
+            from_graph = requires_grad and not self._is_leaf(tensor)
+        except Exception as error:  # a subclass that answers for its own metadata, and fails at it
+            storage, parts = self._unknown(tensor, f"it cannot be read ({type(error).__name__})"), []
+            look, requires_grad, from_graph = Look((), "?", 0, 0, 0, 0), False, False
         if parts:
             self.joined.append(parts)
-        storage.looks[id(tensor)] = self._look(storage, tensor)
+        storage.looks[id(tensor)] = look
         storage.is_parameter |= issubclass(type(tensor), self._parameter)
-        if self._flag("requires_grad", tensor):
-            storage.requires_grad = True
-            storage.from_graph |= not self._flag("is_leaf", tensor)
+        storage.requires_grad |= requires_grad
+        storage.from_graph |= from_graph
         return storage
 
     def find(self, tensor: torch.Tensor) -> tuple[Storage, list[Storage]]:
@@ -118,7 +129,7 @@ class Ledger:
     def _look(self, storage: Storage, tensor: torch.Tensor) -> Look:
         shape = self._shape(tensor)
         elements = prod(shape)
-        dtype = self._base.dtype.__get__(tensor)  # type: ignore[attr-defined]
+        dtype = self._dtype(tensor)
         name, itemsize = self._dtypes.get(dtype) or self._dtypes.setdefault(dtype, (_short(dtype), dtype.itemsize))
         nbytes = storage.nbytes or 0
         whole = Look(shape, name, elements, 0, nbytes, nbytes)
@@ -137,39 +148,37 @@ class Ledger:
     def _without_storage(self, tensor: torch.Tensor) -> tuple[Storage, list[Storage]]:
         layout = self._layout(tensor)
         try:
-            with self._torch._DisableTorchDispatch():  # type: ignore[attr-defined]
+            with self._torch._DisableTorchDispatch():
                 parts = [self.find(getattr(self._base, part)(tensor))[0] for part in _PARTS[layout]]
         except Exception:  # mkldnn and other opaque layouts, tensors inside vmap...
-            unknown = Storage(self._device(tensor), None, note=f"layout {layout} does not tell its size")
-            return self.storages.setdefault(("no storage", id(tensor)), unknown), []
+            return self._unknown(tensor, f"layout {layout} does not tell its size"), []
         parts[-1].note = layout.removeprefix("torch.").replace("_", " ")
         return parts[-1], parts
 
+    def _unknown(self, tensor: torch.Tensor, why: str) -> Storage:
+        return self.storages.setdefault(("no storage", id(tensor)), Storage(self._device(tensor), None, note=why))
+
     def _layout(self, tensor: torch.Tensor) -> str:
         try:
-            return str(self._base.layout.__get__(tensor))  # type: ignore[attr-defined]
+            return str(self._base.layout.__get__(tensor))
         except Exception:
             return type(tensor).__name__
 
     def _device(self, tensor: torch.Tensor) -> str:
         try:
-            device = self._base.device.__get__(tensor)  # type: ignore[attr-defined]
+            device = self._device_of(tensor)
         except Exception:
             return "?"
         return self._devices.get(device) or self._devices.setdefault(device, str(device))
 
     def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         try:
-            sizes = tuple(self._base.shape.__get__(tensor))  # type: ignore[attr-defined]
+            sizes = tuple(self._size(tensor))
         except Exception:  # strided nested tensors have no single shape
             return ()
+        if type(tensor) in self._plain:
+            return sizes
         return tuple(size if type(size) is int else UNKNOWN_DIMENSION for size in sizes)
-
-    def _flag(self, name: str, tensor: torch.Tensor) -> bool:
-        try:
-            return bool(getattr(self._base, name).__get__(tensor))
-        except Exception:
-            return False
 
 
 def groups(ledger: Ledger) -> list[list[Storage]]:
@@ -198,22 +207,27 @@ def groups(ledger: Ledger) -> list[list[Storage]]:
 
 def occupied(block: Sequence[Storage], granule: int) -> int | None:
     """Return the bytes that a block takes from its allocator, which hands out multiples of ``granule``."""
-    sizes = [storage.nbytes for storage in block]
-    if None in sizes:
-        return None
-    spans = [(s.address, s.address + -(-(s.nbytes or 0) // granule) * granule) for s in block]
-    return _union(spans) if len(spans) > 1 else spans[0][1] - spans[0][0]
+    spans = []
+    for storage in block:
+        if storage.nbytes is None:
+            return None
+        spans.append((storage.address, storage.address + -(-storage.nbytes // granule) * granule))
+    return _union(spans)
 
 
 def looked_at(block: Sequence[Storage], looks: Sequence[Look]) -> int | None:
     """Return the bytes of a block that some tensors look at; None where their strides cannot tell."""
     storage = block[0]
-    if len(block) > 1 or storage.nbytes is None or not looks:
+    if len(block) > 1 or storage.nbytes is None:
         return None
-    return min(_union([(look.start, look.end) for look in looks]), sum(look.nbytes for look in looks), storage.nbytes)
+    if len(looks) == 1:
+        return looks[0].nbytes
+    return min(_union([(look.start, look.end) for look in looks]), sum(look.nbytes for look in looks))
 
 
 def _union(spans: Sequence[tuple[int, int]]) -> int:
+    if len(spans) == 1:
+        return spans[0][1] - spans[0][0]
     total, reached = 0, 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, reached))
@@ -250,8 +264,17 @@ def _short(dtype: torch.dtype) -> str:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hide what is read inside from `__torch_function__`, of subclasses and modes, and from autograd."""
+    """Hide what is read inside from `__torch_function__`, of subclasses and modes, from autograd and from the gc.
+
+    The records made here are many: they would set off a collection, which frees what the user still has a use for.
+    """
     import torch
 
-    with torch._C.DisableTorchFunction(), torch.no_grad():  # type: ignore[attr-defined]
-        yield
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch._C.DisableTorchFunction(), torch.no_grad():  # type: ignore[attr-defined]
+            yield
+    finally:
+        if collects:
+            gc.enable()

@@ -93,9 +93,8 @@ class _Census:
     def take(self) -> None:
         """Find the tensors, name them, measure what is under them."""
         self._find()
-        names = Names(self._search.run(holders.variables(self._namespace, self._shell)))
-        if self._search.gave_up:
-            self.notes.append(f"names were only looked for in the first {MAX_STEPS:,} objects that variables reach")
+        variables = holders.variables(self._namespace, self._shell)
+        names = Names(self._search.run(variables, wanted=map(id, self._tensors)))
         known = set(map(id, self._tensors))
         self._tensors += [each for key, each in self._search.tensors.items() if key not in known]
         self._roles = roles(self._owners)
@@ -104,6 +103,8 @@ class _Census:
         self._find_gradients()
         blocks = [self._block(storages, names) for storages in groups(self._ledger)]
         if not all(block.names for block in blocks):
+            if self._search.gave_up:
+                self.notes.append(f"names were only looked for in the first {MAX_STEPS:,} objects of the variables")
             self._holders = holders.hidden_holders(self._search, self._namespace, self._shell)
         self.rows = [self._row(block) for block in blocks]
 
@@ -139,24 +140,26 @@ class _Census:
         named: list[Look] = []
         for storage in storages:
             owner = self._gradient_of.get(storage)
-            through = [] if owner is None else [f"{name}.grad" for name in names.of(owner)]
+            through = [f"{name}.grad" for name in names.of(owner)] if owner is not None else []
             for tensor, look in storage.looks.items():
                 own = names.of(tensor)
-                found += own
                 if own or through:
+                    found += own
                     named.append(look)
             found += through
         return _Block(storages, tuple(dict.fromkeys(found))[:MAX_NAMES], named)
 
     def _row(self, block: _Block) -> TensorRow:
-        storages, names = block.storages, block.names
-        device = storages[0].device
+        storages, names, named = block
+        first = storages[0]
         looks = [look for storage in storages for look in storage.looks.values()]
-        shown = max(block.named or looks, key=lambda look: look.elements)
-        viewed = looked_at(storages, block.named or looks)
+        named = named or looks
+        shown = named[0] if len(named) == 1 else max(named, key=_elements)
+        viewed = looked_at(storages, named)
+        note = first.note if len(storages) == 1 else next((each.note for each in storages if each.note), None)
         return TensorRow(
-            device=device,
-            nbytes=occupied(storages, self._granule(device)),
+            device=first.device,
+            nbytes=occupied(storages, self._granule(first.device)),
             shape=shown.shape,
             dtype=shown.dtype,
             kind=self._kind(storages),
@@ -164,30 +167,34 @@ class _Census:
             names=names,
             holder=None if names else self._holder(storages),
             views=len(looks) - 1,
-            requires_grad=any(storage.requires_grad for storage in storages),
+            requires_grad=any([storage.requires_grad for storage in storages]),
             viewed_nbytes=viewed,
-            note=next((storage.note for storage in storages if storage.note), None)
-            or _small_view(viewed, storages[0].nbytes),
+            note=note or _small_view(viewed, first.nbytes),
         )
 
     def _granule(self, device: str) -> int:
         return self._granules.get(device) or self._granules.setdefault(device, reconcile.granule(device))
 
     def _kind(self, storages: Sequence[Storage]) -> str:
-        found = {self._roles.get(tensor, "plain") for storage in storages for tensor in storage.looks}
+        found = {"plain"}
         for storage in storages:
+            found.update(self._roles[tensor] for tensor in storage.looks if tensor in self._roles)
             if storage in self._gradient_of:
                 found.add("gradient")
             if storage.is_parameter:
                 found.add("parameter")
             if storage.from_graph:
                 found.add("activation")
-        return min(found, key=KINDS.index, default="plain")
+        return "plain" if len(found) == 1 else min(found, key=KINDS.index)
 
     def _holder(self, storages: Sequence[Storage]) -> str | None:
         tensors = [tensor for storage in storages for tensor in storage.looks]
         tensors += [self._gradient_of[storage] for storage in storages if storage in self._gradient_of]
         return next((self._holders[tensor] for tensor in tensors if tensor in self._holders), None)
+
+
+def _elements(look: Look) -> int:
+    return look.elements
 
 
 def _small_view(viewed: int | None, nbytes: int | None) -> str | None:
