@@ -104,7 +104,8 @@ class GpuMagics(Magics):
 
     def _run(self, guard: Any, cell: str | None, **options: Any) -> object:
         if cell is None:
-            return self._sessions.start(guard)
+            self._sessions.start(guard)
+            return None
         return self._sessions.run_body(guard, cell, **options)
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:

@@ -55,7 +55,8 @@ class Report(Generic[Row]):
 
         names = [column.name for column in dataclasses.fields(self.row_type)]
         records = [[getattr(row, name) for name in names] for row in self.rows]
-        return pd.DataFrame(records, columns=names)
+        frame: pd.DataFrame = pd.DataFrame(records, columns=names)
+        return frame
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole report as JSON-ready data: dicts, lists, strings, numbers and None."""

@@ -41,7 +41,9 @@ def _block(block: Block) -> str:
 
 def _table(table: Table) -> str:
     caption = f'<caption style="text-align:left;{MUTED}">{_text(table.caption)}</caption>' if table.caption else ""
-    barred = [any(isinstance(row[i], Cell) and row[i].bar for row in table.rows) for i in range(len(table.columns))]
+    barred = [
+        any(isinstance(cell, Cell) and cell.bar for cell in cells) for cells in zip(*table.rows, strict=True)
+    ] or [False] * len(table.columns)
     head = "".join(map(_title, table.columns, barred))
     body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, barred))}</tr>" for row in table.rows)
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
