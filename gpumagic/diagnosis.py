@@ -216,5 +216,5 @@ def _notes(failure: Failure, circumstances: Circumstances) -> list[str]:
     if event.memory == "device" and event.device is None and failure.device is not None:
         notes.append(f"The error does not name the device; {failure.device} is the fullest of its kind in use.")
     if failure.scene.inside is not None:
-        notes.append(f"Inside {failure.scene.inside}")
+        notes.append(f"It failed inside {failure.scene.inside}")
     return notes

@@ -83,14 +83,17 @@ class OomGuard(contextlib.ContextDecorator):
         """
         if self._failure is None:
             return None
-        error = getattr(result, "error_in_exec", None)
-        report = self._conclude(None if self._recovered else error)
-        if error is not None and not self._recovered and not self._keep:
-            instead = None if self._keep_going else out_of_memory(report)
-            result.error_in_exec = instead
-            release.forget_result(self._shell, error, instead)
-        elif error is not None and self._keep_going:
-            result.error_in_exec = None
+        if self._recovered:
+            return self._conclude()
+        if self._keep:
+            report = self._conclude(self._pinned(result.error_in_exec))
+            result.error_in_exec = None if self._keep_going else result.error_in_exec
+            return report
+        release.strip(result.error_in_exec, self._shell)
+        result.error_in_exec = None  # else the result would keep what the error's arguments hold
+        release.reclaim()
+        report = self._conclude()
+        result.error_in_exec = None if self._keep_going else out_of_memory(report)
         return report
 
     def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
@@ -103,10 +106,17 @@ class OomGuard(contextlib.ContextDecorator):
         self.close(error)
         if self._failure is None:
             return False
-        report = self._conclude(error)
-        if not self._keep and not self._keep_going:
+        if error is None:
+            self._conclude()
+        elif self._keep:
+            self._conclude(self._pinned(error))
+        else:
+            release.strip(error, self._shell)
             del error
-            _raise_alone(out_of_memory(report))
+            release.reclaim()
+            report = self._conclude()
+            if not self._keep_going:
+                _raise_alone(out_of_memory(report))
         return self._keep_going
 
     def retry(self, error: BaseException) -> bool:
@@ -114,7 +124,8 @@ class OomGuard(contextlib.ContextDecorator):
         if self._failure is None:
             return False
         self._retries += 1
-        release.release(error, self._shell)
+        release.strip(error, self._shell)
+        release.reclaim()
         return True
 
     def _recreate_cm(self) -> OomGuard:
@@ -127,17 +138,18 @@ class OomGuard(contextlib.ContextDecorator):
 
         return diagnosis.examine(error, self._namespace, self._before)
 
-    def _conclude(self, error: BaseException | None) -> OomReport:
-        """Release unless told to keep, then say what is known; the failure is forgotten."""
+    def _pinned(self, error: BaseException) -> int | None:
+        from gpumagic import diagnosis
+
+        assert self._failure is not None
+        return diagnosis.pinned(error, self._namespace, self._failure)
+
+    def _conclude(self, pinned: int | None = None) -> OomReport:
+        """Make the report of the last failure, from what is alive now; the failure is forgotten."""
         from gpumagic import diagnosis
 
         assert self._failure is not None
         failure, self._failure = self._failure, None
-        pinned = None
-        if error is not None and self._keep:
-            pinned = diagnosis.pinned(error, self._namespace, failure)
-        elif error is not None:
-            release.release(error, self._shell)
         circumstances = diagnosis.Circumstances(
             self._namespace, self._bound, self._shell, pinned, self._retries, self._recovered
         )  # fmt: skip

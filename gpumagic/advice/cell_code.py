@@ -40,6 +40,7 @@ class Accumulation:
 class CellCode:
     """The facts in a cell's text."""
 
+    names: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
     rebinds: frozenset[str] = frozenset()
     """Names whose first use is to be bound anew, so that the old value only takes up room meanwhile."""
@@ -73,6 +74,7 @@ def read(source: str) -> CellCode | None:
     nodes = list(ast.walk(tree))
     names = [node for node in nodes if isinstance(node, ast.Name)]
     return CellCode(
+        names=frozenset(node.id for node in names),
         reads=frozenset(node.id for node in names if isinstance(node.ctx, ast.Load)),
         rebinds=frozenset(_rebinds(tree)),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpumagic.probes import exception_graph, gradients, holders, reconcile
 from gpumagic.probes.storages import Ledger, Storage, undisturbed
@@ -89,11 +89,10 @@ def _claims(
 
 def _storages(search: Search, name: str, value: object, ledger: Ledger) -> Iterator[Storage]:
     search.run([(name, value)])
-    tensors: list[Any] = list(search.tensors.values())
-    leaves = [each for each in tensors if each.is_leaf and each.requires_grad]
-    tensors += [gradient for _, gradient in gradients.peek(leaves) or ()]
-    for tensor in tensors:
-        yield ledger.place(tensor)
+    tensors = list(search.tensors.values())
+    for tensor in (*tensors, *(gradient for _, gradient in gradients.peek(gradients.leaves(tensors)) or ())):
+        storage, parts = ledger.find(tensor)
+        yield from parts or [storage]
 
 
 def _kind(value: object) -> str:

@@ -17,17 +17,17 @@ from gpumagic.probes import allocator, exception_graph
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-DEBUGGER_FRAMES = ("curframe", "botframe", "stopframe", "returnframe", "userframe")
-"""Where the debugger that `%debug` leaves behind keeps frames; `stack` and `curframe_locals` go with them."""
+DEBUGGER_FRAMES = ("curframe", "curframe_locals", "botframe", "stopframe", "returnframe", "userframe")
+"""Where the debugger that `%debug` leaves behind keeps frames, beside its `stack`."""
 
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
-def release(error: BaseException, shell: InteractiveShell | None = None) -> None:
-    """Free what a failure keeps alive: strip its frames, forget it, collect garbage, empty the caches.
+def strip(error: BaseException, shell: InteractiveShell | None = None) -> None:
+    """Empty the frames of a failure, take its tracebacks away and have Python and IPython forget it.
 
-    Call it outside any `except` block: the exception being handled keeps what it holds. Frames that still run
-    are left alone.
+    Frames that still run are left alone. What the exception itself holds, in its arguments, goes when the
+    caller lets go of it.
 
     Args:
         error: the exception; its causes, contexts and group members are stripped with it.
@@ -38,22 +38,22 @@ def release(error: BaseException, shell: InteractiveShell | None = None) -> None
     frames = [step.tb_frame for step in tracebacks]
     _forget_in_python(family)
     if shell is not None:
-        _forget_in_shell(shell, {id(step) for step in tracebacks}, {id(frame) for frame in frames})
+        _forget_in_shell(shell, {id(step) for step in tracebacks})
     for each in family:
         each.__traceback__ = None
     del family, tracebacks
     while frames:
         _empty(frames.pop())
+
+
+def reclaim() -> None:
+    """Collect garbage and give the cached memory of every backend back to its driver.
+
+    Call it after `strip`, outside any `except` block: the exception being handled keeps what it holds.
+    """
     gc.collect()
     allocator.empty_caches()
     _empty_host_cache()
-
-
-def forget_result(shell: InteractiveShell | None, error: BaseException, instead: BaseException | None) -> None:
-    """Replace an error in the shell's last result, which keeps it (and its arguments) until the next cell ends."""
-    result: Any = getattr(shell, "last_execution_result", None)
-    if getattr(result, "error_in_exec", None) is error:
-        result.error_in_exec = instead
 
 
 def _empty(frame: FrameType) -> None:
@@ -73,19 +73,30 @@ def _forget_in_python(family: list[BaseException]) -> None:
             delattr(sys, name)
 
 
-def _forget_in_shell(shell: InteractiveShell, tracebacks: set[int], frames: set[int]) -> None:
+def _forget_in_shell(shell: InteractiveShell, tracebacks: set[int]) -> None:
     formatter: Any = getattr(shell, "InteractiveTB", None)
     if id(getattr(formatter, "tb", None)) in tracebacks:
         formatter.tb = None
-    debugger = getattr(formatter, "pdb", None)
-    if debugger is None:
-        return
-    held = [getattr(debugger, name, None) for name in DEBUGGER_FRAMES]
-    if any(id(frame) in frames for frame in held if frame is not None):
-        for name in (*DEBUGGER_FRAMES, "curframe_locals"):
-            if hasattr(debugger, name):
-                setattr(debugger, name, None)
-        debugger.stack = []
+    debugger: Any = getattr(formatter, "pdb", None)
+    if debugger is not None and not _is_in_use(debugger):
+        _forget_in_debugger(debugger)
+
+
+def _is_in_use(debugger: object) -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "interaction" and frame.f_locals.get("self") is debugger:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _forget_in_debugger(debugger: Any) -> None:
+    """Drop the frames that a finished `%debug` still holds, of this failure or of an earlier one."""
+    for name in DEBUGGER_FRAMES:
+        if hasattr(debugger, name):
+            setattr(debugger, name, None)
+    debugger.stack = []
 
 
 def _empty_host_cache() -> None:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from gpumagic.advice import cell_code
-from gpumagic.advice.cell_code import Accumulation
+from gpumagic.advice.cell_code import Accumulation, CellCode
 from gpumagic.advice.facts import Growth, Scene
 from gpumagic.probes import exception_graph
 
@@ -34,17 +34,18 @@ def read(error: BaseException, namespace: Mapping[str, object]) -> Scene:
         return Scene(functions=_functions(stack))
     filename = own[0][0].f_code.co_filename
     frame, line = [each for each in own if each[0].f_code.co_filename == filename][-1]
-    source = "".join(linecache.getlines(filename, frame.f_globals)) if not Path(filename).exists() else ""
+    text = "".join(linecache.getlines(filename, frame.f_globals)) if not Path(filename).exists() else ""
+    cell = cell_code.read(text) if text else None
     return Scene(
         line=line,
         code=_code(frame, line),
-        source=source or None,
+        source=text or None,
         functions=_functions(stack),
         inside=_inside([each for each in stack if _is_users(each)][-1:], frame),
         calls_backward=any("backward" in frame.f_code.co_names for frame, _ in own),
         autocast=any("autocast" in frame.f_code.co_names for frame, _ in own),
-        growths=tuple(_growths(source, own)),
-        graph_names=_graph_names(own),
+        growths=tuple(_growths(cell, own)),
+        graph_names=_graph_names(cell, own),
     )
 
 
@@ -72,8 +73,7 @@ def _inside(deepest: list[Standing], shown: FrameType) -> str | None:
     return f"{frame.f_code.co_name}(), line {line}" + (f": {code}" if code else "")
 
 
-def _growths(source: str, own: list[Standing]) -> Iterator[Growth]:
-    cell = cell_code.read(source) if source else None
+def _growths(cell: CellCode | None, own: list[Standing]) -> Iterator[Growth]:
     for accumulation in cell.accumulations if cell is not None else ():
         for frame, _ in own:
             growth = _growth(accumulation, frame.f_locals.get(accumulation.target))
@@ -93,12 +93,15 @@ def _growth(found: Accumulation, target: object) -> Growth | None:
     )  # fmt: skip
 
 
-def _graph_names(own: list[Standing]) -> tuple[str, ...]:
+def _graph_names(cell: CellCode | None, own: list[Standing]) -> tuple[str, ...]:
+    # A cell's locals are the whole notebook, of which only what it names is this failure's. IPython compiles each
+    # of its statements apart, so the frame's own code names too little.
+    named = cell.names if cell is not None else frozenset[str]()
     found = {}
     for frame, _ in own:
-        # A cell's locals are the whole notebook: only what this code names is this failure's.
-        for name in (*frame.f_code.co_names, *frame.f_code.co_varnames):
-            if has_graph(frame.f_locals.get(name)):
+        variables = frame.f_locals
+        for name in sorted(named) if variables is frame.f_globals else frame.f_code.co_varnames:
+            if has_graph(variables.get(name)):
                 found[name] = True
     return tuple(found)
 
