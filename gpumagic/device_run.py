@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from gpumagic.probes.recording import RecordingContext
 
 
-
 class DeviceRun(contextlib.ContextDecorator):
     """Run a block with new tensors landing on a device; `report` says what it created and moved.
 

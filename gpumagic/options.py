@@ -103,7 +103,9 @@ def _typed(read: Callable[[str], _T]) -> Callable[[str], _T]:
 
 
 def _add_report_options(parser: Parser) -> None:
-    parser.add_argument("-o", "--out", metavar="NAME", type=_typed(variable_name), help="also store the report in a variable")
+    parser.add_argument(
+        "-o", "--out", metavar="NAME", type=_typed(variable_name), help="also store the report in a variable"
+    )
 
 
 def _gpuinfo() -> Parser:
@@ -148,7 +150,9 @@ def _oomguard() -> Parser:
         "help, and let the cell fail, so that Run All stops.\n"
         "%oomguard inside a cell guards the rest of that cell.",
     )
-    parser.add_argument("--retry", metavar="N", type=_typed(whole_number), default=0, help="run again up to N times once freed")
+    parser.add_argument(
+        "--retry", metavar="N", type=_typed(whole_number), default=0, help="run again up to N times once freed"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the failed frames for %%debug; say what they hold")
     parser.add_argument("--keep-going", action="store_true", help="let Run All go on after the report")
     _add_report_options(parser)

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.benchmark
 SETUP = """
 import torch
 torch.set_num_threads(1)
-net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+linear, relu = torch.nn.Linear, torch.nn.ReLU
+net = torch.nn.Sequential(linear(16, 32), relu(), linear(32, 16), relu(), linear(16, 4))
 opt = torch.optim.AdamW(net.parameters(), foreach=False)
 x, y = torch.randn(8, 16), torch.randn(8, 4)
 """

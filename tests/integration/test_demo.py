@@ -71,11 +71,11 @@ def test_missing_packages_are_named_with_the_command_that_installs_them() -> Non
 
 
 def test_gpuinfo_runs_in_a_terminal_without_ipython() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.modules['IPython'] = None\n"
-         "from gpumagic.__main__ import main; raise SystemExit(main(['gpuinfo']))"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    code = (
+        "import sys; sys.modules['IPython'] = None\n"
+        "from gpumagic.__main__ import main; raise SystemExit(main(['gpuinfo']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

@@ -18,8 +18,14 @@ FORBIDDEN = {
     "reports.py": {"gpumagic.probes", "gpumagic.magics", "gpumagic.cells", "torch", "IPython"},
     "probes": {"gpumagic.render", "gpumagic.magics", "gpumagic.extension", "gpumagic.api"},
     # Its sentences carry sizes, so it may use `render.units` and nothing else of the renderers.
-    "advice": {"gpumagic.probes", "gpumagic.render.document", "gpumagic.render.text", "gpumagic.render.html",
-               "torch", "IPython"},
+    "advice": {
+        "gpumagic.probes",
+        "gpumagic.render.document",
+        "gpumagic.render.text",
+        "gpumagic.render.html",
+        "torch",
+        "IPython",
+    },
 }
 
 

@@ -17,7 +17,8 @@ from gpumagic.errors import DeviceNotFound
     ("name", "device"),
     [
         ("simgpu:1", "simgpu:1"), ("SIMGPU:01", "simgpu:1"), ("1", "simgpu:1"), ("gpu:1", "simgpu:1"),
-        ("gpu", "simgpu:0"), ("simgpu", "simgpu:0"), ("cpu", "cpu"), ("cpu:0", "cpu"), ("meta", "meta"), (" 0 ", "simgpu:0"),
+        ("gpu", "simgpu:0"), ("simgpu", "simgpu:0"), ("cpu", "cpu"), ("cpu:0", "cpu"), ("meta", "meta"),
+        (" 0 ", "simgpu:0"),
     ],
 )  # fmt: skip
 def test_every_way_of_writing_a_device_means_the_same(two_devices: list[str], name: str, device: str) -> None:
@@ -55,9 +56,7 @@ def test_a_bare_backend_is_its_current_device(two_devices: list[str]) -> None:
         ("cuda:{i}", "is the variable in it defined?"),
     ],
 )
-def test_a_device_that_is_not_here_is_refused_with_those_that_are(
-    two_devices: list[str], name: str, said: str
-) -> None:
+def test_a_device_that_is_not_here_is_refused_with_those_that_are(two_devices: list[str], name: str, said: str) -> None:
     with pytest.raises(DeviceNotFound) as caught:
         device_names.resolve(name)
     assert said in str(caught.value)

@@ -22,14 +22,12 @@ TABLE = Table(
 
 
 def test_a_table_is_aligned_under_its_titles() -> None:
-    assert text.render(Document((TABLE,)), width=100, unicode=True) == "\n".join(
-        [
-            "Device  Name                                 Used               Bus",
-            "──────  ───────────────────────────────  ─────────────────────  ───────",
-            "cuda:0  NVIDIA H200                      35.2 GiB ███▓▓▓░░░░░░  00:1E.0",
-            "cuda:1  A device with quite a long name       n/a               00:1F.0",
-        ]
-    )
+    assert text.render(Document((TABLE,)), width=100, unicode=True).splitlines() == [
+        "Device  Name                                 Used               Bus",
+        "──────  ───────────────────────────────  ─────────────────────  ───────",
+        "cuda:0  NVIDIA H200                      35.2 GiB ███▓▓▓░░░░░░  00:1E.0",
+        "cuda:1  A device with quite a long name       n/a               00:1F.0",
+    ]
 
 
 def test_a_narrow_terminal_loses_the_least_column_and_then_cuts_names() -> None:
@@ -78,7 +76,8 @@ def test_any_text_in_a_table_stays_on_its_line_and_in_its_cell(
 
 
 def test_html_uses_nothing_that_a_front_end_drops() -> None:
-    document = Document((Heading("h"), Paragraph("p", muted=True), TABLE, Listing(((1, "a", "b"),)), Fold("f", [TABLE])))
+    blocks = (Heading("h"), Paragraph("p", muted=True), TABLE, Listing(((1, "a", "b"),)), Fold("f", [TABLE]))
+    document = Document(blocks)
     shown = html.render(document)
     assert not any(word in shown for word in ("<style", "<script", "<svg", "var(", "class=", "color:", "currentColor"))
     parsed = _Parsed()
