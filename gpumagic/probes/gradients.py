@@ -54,7 +54,7 @@ def peek(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]] | Non
     if not leaves:
         return []
     try:
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             found = torch._C._jit_interpret_graph(_graph(), (list(leaves),))
     except Exception:  # a torch without this interpreter; only the gradients that Python has seen are listed then
         return None

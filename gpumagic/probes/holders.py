@@ -10,7 +10,7 @@ from typing import Any
 
 from gpumagic.probes import exception_graph
 from gpumagic.probes.paths import Names, Search
-from gpumagic.probes.storages import Ledger, undisturbed
+from gpumagic.probes.storages import Ledger, uncollected, undisturbed
 from gpumagic.reports import Holder, TensorReport
 
 TRACEBACK = "last traceback"
@@ -27,7 +27,7 @@ def name_storages(namespace: Mapping[str, object], shell: object | None = None) 
     ledger = Ledger()
     found: dict[int, list[str]] = {}
     try:
-        with undisturbed():
+        with undisturbed(), uncollected():
             names = Names(search.run(variables(namespace, shell)))
             for key, tensor in search.tensors.items():
                 for address in ledger.addresses(tensor):

@@ -264,17 +264,20 @@ def _short(dtype: torch.dtype) -> str:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hide what is read inside from `__torch_function__`, of subclasses and modes, from autograd and from the gc.
-
-    The records made here are many: they would set off a collection, which frees what the user still has a use for.
-    """
+    """Hide what is read inside from `__torch_function__`, of subclasses and modes, and from autograd."""
     import torch
 
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Let no collection set in: the many records made inside would bring one on, which frees what is being counted."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch._C.DisableTorchFunction(), torch.no_grad():  # type: ignore[attr-defined]
-            yield
+        yield
     finally:
         if collects:
             gc.enable()

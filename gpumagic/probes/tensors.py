@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from gpumagic.probes import gradients, holders, reconcile
 from gpumagic.probes.kinds import KINDS, roles, subclasses
 from gpumagic.probes.paths import MAX_STEPS, Names
-from gpumagic.probes.storages import Ledger, Look, Storage, groups, looked_at, occupied, undisturbed
+from gpumagic.probes.storages import Ledger, Look, Storage, groups, looked_at, occupied, uncollected, undisturbed
 from gpumagic.reports import TensorReport, TensorRow
 
 MAX_NAMES = 16
@@ -46,23 +46,28 @@ def probe(
     if "torch" not in sys.modules:
         return TensorReport((), limit=limit, group_by=group_by, notes=("torch is not imported: no tensors",))
     census = _Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell)
+    with uncollected():
+        rows = _taken(census)
+        found = [row for row in rows if _is_on(row.device, devices)]
+        summary = tuple(row for row in reconcile.by_device(rows) if _is_on(row.device, devices))
+        return TensorReport(
+            tensors=tuple(sorted((row for row in found if (row.nbytes or 0) >= minimum), key=_ORDERS[sort])),
+            by_device=summary,
+            limit=limit,
+            group_by=group_by,
+            notes=(*census.notes, *reconcile.notes(found, summary)),
+        )
+
+
+def _taken(census: _Census) -> list[TensorRow]:
     try:
         with undisturbed():
-            census.take()
+            return census.take()
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # or it would keep every tensor of the process
         raise
     finally:
         census.release()
-    found = [row for row in census.rows if _is_on(row.device, devices)]
-    summary = tuple(row for row in reconcile.by_device(census.rows) if _is_on(row.device, devices))
-    return TensorReport(
-        tensors=tuple(sorted((row for row in found if (row.nbytes or 0) >= minimum), key=_ORDERS[sort])),
-        by_device=summary,
-        limit=limit,
-        group_by=group_by,
-        notes=(*census.notes, *reconcile.notes(found, summary)),
-    )
 
 
 class _Block(NamedTuple):
@@ -87,10 +92,9 @@ class _Census:
         self._gradient_of: dict[Storage, int] = {}
         self._holders: dict[int, str] = {}
         self._granules: dict[str, int] = {}
-        self.rows: list[TensorRow] = []
         self.notes: list[str] = []
 
-    def take(self) -> None:
+    def take(self) -> list[TensorRow]:
         """Find the tensors, name them, measure what is under them."""
         self._find()
         variables = holders.variables(self._namespace, self._shell)
@@ -106,7 +110,7 @@ class _Census:
             if self._search.gave_up:
                 self.notes.append(f"names were only looked for in the first {MAX_STEPS:,} objects of the variables")
             self._holders = holders.hidden_holders(self._search, self._namespace, self._shell)
-        self.rows = [self._row(block) for block in blocks]
+        return [self._row(block) for block in blocks]
 
     def release(self) -> None:
         """Let go of every object."""
@@ -167,7 +171,7 @@ class _Census:
             names=names,
             holder=None if names else self._holder(storages),
             views=len(looks) - 1,
-            requires_grad=any([storage.requires_grad for storage in storages]),
+            requires_grad=any(storage.requires_grad for storage in storages),
             viewed_nbytes=viewed,
             note=note or _small_view(viewed, first.nbytes),
         )

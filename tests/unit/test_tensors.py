@@ -1,0 +1,525 @@
+"""The live tensors of a process as rows: every layout, true bytes, kinds, and no trace of having looked."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+
+from gpumagic.probes import tensors
+from gpumagic.probes.tensors import probe
+
+
+def row_of(name, namespace, **options):
+    """Return the one row that carries a name."""
+    (row,) = [row for row in probe(namespace, **options) if name in row.names]
+    return row
+
+
+def live_tensors():
+    """Return how many tensors the gc sees."""
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+# -- what must not crash it -------------------------------------------------------------------------------
+
+
+class Refuses(torch.Tensor):
+    """A tensor whose `__torch_function__` always fails."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError("not even metadata")
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without a storage of its own, over an inner one."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError("no operator")
+
+
+class FailsAtItsSizes(torch.Tensor):
+    """A tensor that answers for its own sizes, and fails at it."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 2), dispatch_sizes_strides_policy="sizes")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError("no sizes")
+
+
+def quiet(make):
+    """Return what a maker makes, without torch's warnings about prototypes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+def emptied():
+    """Return a tensor whose storage was given back, as FSDP does between uses."""
+    tensor = torch.ones(10)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake():
+    """Return a fake tensor that claims to be on a GPU."""
+    with FakeTensorMode():
+        return torch.ones(40_000, 40_000, device="cuda")
+
+
+def ragged(layout):
+    """Return a nested tensor of 5 elements."""
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+def compressed(make, *block):
+    """Return a compressed sparse identity of parts that share their storages with nothing."""
+    return make(torch.arange(4), torch.arange(3), torch.ones(3, *block))
+
+
+INT64 = 8
+MATRIX = {
+    "dense": (lambda: torch.ones(10), 40, None),
+    "0-dim": (lambda: torch.tensor(1.0), 4, None),
+    "empty": (lambda: torch.empty(0), 0, None),
+    "meta": (lambda: torch.ones(1000, device="meta"), 0, "meta: occupies nothing"),
+    "fake": (fake, 0, "fake: occupies nothing"),
+    "sparse COO": (lambda: torch.eye(3).to_sparse(), 3 * 4 + 2 * 3 * INT64, "sparse coo"),
+    "sparse CSR": (lambda: compressed(torch.sparse_csr_tensor), 3 * 4 + (4 + 3) * INT64, "sparse csr"),
+    "sparse CSC": (lambda: compressed(torch.sparse_csc_tensor), 3 * 4 + (4 + 3) * INT64, "sparse csc"),
+    "sparse BSR": (lambda: compressed(torch.sparse_bsr_tensor, 2, 2), 3 * 4 * 4 + (4 + 3) * INT64, "sparse bsr"),
+    "mkldnn": (lambda: torch.ones(3, 3).to_mkldnn(), None, "layout torch._mkldnn does not tell its size"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), 3, None),
+    "jagged nested": (lambda: ragged(torch.jagged), 0, "a wrapper: its parts have rows of their own"),
+    "strided nested": (lambda: ragged(torch.strided), 20, None),
+    "uninitialised": (lambda: torch.nn.LazyLinear(3).weight, 0, None),
+    "resized to nothing": (emptied, 0, "its storage was emptied"),
+    "raising subclass": (lambda: torch.ones(10).as_subclass(Refuses), 40, None),
+    "wrapper subclass": (lambda: Wrapper(torch.ones(10)), 0, "a wrapper: its parts have rows of their own"),
+    "raising sizes": (FailsAtItsSizes, 0, "a wrapper: its parts have rows of their own"),
+    "copy on write": (lambda: torch._lazy_clone(torch.ones(10)), 40, None),
+    "inference": (lambda: torch.inference_mode()(torch.ones)(10), 40, None),
+    "conjugate": (lambda: torch.ones(4, dtype=torch.complex64).conj(), 32, None),
+}
+
+
+@pytest.mark.parametrize("case", MATRIX)
+def test_every_layout_is_a_row_with_its_true_bytes_or_says_why_not(case) -> None:
+    make, nbytes, note = MATRIX[case]
+    namespace = {"it": quiet(make)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        row = row_of("it", namespace)
+    assert (row.nbytes, row.note) == (nbytes, note)
+
+
+def test_a_wrapper_s_parts_are_named_below_it() -> None:
+    nested = quiet(lambda: ragged(torch.jagged))
+    assert row_of("nested._values", {"nested": nested}).nbytes == 20
+    assert row_of("wrapped.inner", {"wrapped": Wrapper(torch.ones(10))}).nbytes == 40
+
+
+def test_a_tensor_inside_vmap_is_of_unknown_size() -> None:
+    seen = []
+
+    def look(x):
+        seen.append(row_of("x", {"x": x}))
+        return x
+
+    torch.vmap(look)(torch.ones(3, 4))
+    assert [row.nbytes for row in seen] == [None]
+
+
+class RaisesOnClass:
+    """An unbound proxy: asking for its class fails."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("working outside of a context")
+
+
+class Lazy:
+    """A lazy object: asking for its class evaluates it."""
+
+    evaluated = 0
+
+    @property
+    def __class__(self):
+        Lazy.evaluated += 1
+        return torch.Tensor
+
+    def __getattr__(self, name):
+        Lazy.evaluated += 1
+        return torch.ones(1)
+
+    def __len__(self):
+        Lazy.evaluated += 1
+        return 1
+
+
+def test_dead_proxies_and_lazy_objects_stay_as_they_are() -> None:
+    class Target:
+        pass
+
+    target = Target()
+    dead = weakref.proxy(target)
+    del target
+    namespace = {"dead": dead, "raises": RaisesOnClass(), "lazy": Lazy(), "x": torch.ones(3), "many": [Lazy(), dead]}
+    Lazy.evaluated = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = probe(namespace)
+    assert Lazy.evaluated == 0
+    assert "x" in [row.name for row in report]
+
+
+def test_no_mode_of_the_user_sees_what_is_read() -> None:
+    calls = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    namespace = {"x": torch.ones(10)[:3], "s": torch.eye(3).to_sparse()}
+    with Watch():
+        probe(namespace)
+    assert calls == []
+
+
+# -- bytes ------------------------------------------------------------------------------------------------
+
+
+def test_views_are_folded_under_their_storage() -> None:
+    base = torch.ones(100, 100)
+    row = row_of("base", {"base": base, "top": base[:10], "turned": base.t(), "bits": base.view(torch.int32)})
+    assert (row.nbytes, row.views, row.note) == (40_000, 3, None)
+    assert set(row.names) == {"base", "top", "turned", "bits"}
+
+
+@pytest.mark.parametrize("make", [lambda big: big[:1], lambda big: big[:1].detach(), lambda big: big.data[:1]])
+def test_a_small_view_that_keeps_a_large_storage_is_flagged(make) -> None:
+    small = make(torch.ones(1000, 1000))
+    row = row_of("small", {"small": small})
+    assert (row.nbytes, row.viewed_nbytes, row.shape) == (4_000_000, 4_000, (1, 1000))
+    assert row.note == "kept by a small view"
+
+
+def test_a_strided_view_looks_at_its_elements_only() -> None:
+    column = torch.ones(1000, 1000)[:, 0]
+    assert row_of("column", {"column": column}).viewed_nbytes == 4_000
+
+
+def test_views_that_cover_the_storage_together_are_not_flagged() -> None:
+    left, right = torch.ones(1000).chunk(2)
+    row = row_of("left", {"left": left, "right": right})
+    assert (row.viewed_nbytes, row.note) == (4_000, None)
+
+
+def test_an_expanded_scalar_costs_its_scalar() -> None:
+    row = row_of("wide", {"wide": torch.zeros(1).expand(1000, 1000)})
+    assert (row.nbytes, row.shape, row.note) == (4, (1000, 1000), None)
+
+
+def test_arrays_of_numpy_seen_through_two_storages_count_once() -> None:
+    array = np.ones(100, dtype=np.float32)
+    namespace = {
+        "whole": torch.from_numpy(array),
+        "again": torch.from_numpy(array),
+        "half": torch.from_numpy(array[50:]),
+    }
+    row = row_of("whole", namespace)
+    assert (row.nbytes, set(row.names), row.views) == (400, {"whole", "again", "half"}, 2)
+
+
+def test_overlapping_arrays_count_their_union() -> None:
+    array = np.ones(100, dtype=np.uint8)
+    namespace = {
+        "low": torch.from_numpy(array[:60]),
+        "high": torch.from_numpy(array[40:]),
+        "in": torch.from_numpy(array[:5]),
+    }
+    assert row_of("low", namespace).nbytes == 100
+    assert row_of("high", namespace) == row_of("in", namespace) == row_of("low", namespace)
+
+
+def test_a_sparse_tensor_shares_its_row_with_the_values_it_was_made_of() -> None:
+    values = torch.ones(3)
+    sparse = torch.sparse_coo_tensor(torch.arange(3)[None], values, (3,))
+    row = row_of("sparse", {"sparse": sparse, "values": values})
+    assert set(row.names) == {"sparse", "values"}
+    assert row.nbytes == 3 * 4 + 3 * INT64
+
+
+def test_empty_tensors_without_an_address_stay_apart() -> None:
+    namespace = {"one": torch.empty(0), "two": torch.empty(0), "m": torch.ones(5, device="meta")}
+    assert len({row_of(name, namespace).names for name in namespace}) == 3
+
+
+# -- kinds ------------------------------------------------------------------------------------------------
+
+
+def trained(device="cpu"):
+    """Return a model, its optimizer and its loss after one step."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4)).to(device)
+    optimizer = torch.optim.Adam(model.parameters())
+    loss = model(torch.ones(2, 8, device=device)).sum()
+    loss.backward()
+    optimizer.step()
+    return model, optimizer, loss
+
+
+def test_what_a_training_step_leaves_is_told_apart() -> None:
+    model, optimizer, loss = trained()
+    kinds = {row.name: row.kind for row in probe({"model": model, "opt": optimizer, "loss": loss, "x": torch.ones(3)})}
+    assert kinds["model[0].weight"] == "parameter"
+    assert kinds["model[1].running_mean"] == "buffer"
+    assert kinds["model[0].weight.grad"] == "gradient"
+    assert kinds["opt.state[model[0].weight].exp_avg"] == "optimizer state"
+    assert kinds["loss"] == "activation"
+    assert kinds["x"] == "plain"
+
+
+def test_kinds_do_not_depend_on_names() -> None:
+    keep = trained()
+    shapes = {(row.kind, row.shape) for row in probe({}) if row.name is None}
+    assert {("parameter", (4, 8)), ("gradient", (4, 8)), ("optimizer state", (4, 8)), ("buffer", (4,))} <= shapes
+    assert keep
+
+
+# -- no trace ---------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_listed_without_becoming_objects_and_two_reports_agree() -> None:
+    model = torch.nn.Linear(4, 4)
+    model(torch.ones(2, 4)).sum().backward()
+    before = live_tensors()
+    first = probe({"model": model})
+    assert live_tensors() == before
+    assert "model.weight.grad" in [row.name for row in first]
+    assert probe({"model": model}) == first
+    assert model.weight.grad is not None  # now Python sees it
+    assert live_tensors() == before + 1
+    assert probe({"model": model}) == first
+
+
+def test_a_torch_that_cannot_show_unseen_gradients_says_so(monkeypatch) -> None:
+    model, _, _ = trained()
+    monkeypatch.delattr(torch._C, "_jit_interpret_graph")
+    report = probe({"model": model})
+    assert any("gradients" in note for note in report.notes)
+    assert all(row.kind != "gradient" for row in report if row.name and row.name.startswith("model"))
+
+
+def test_no_unpack_hook_fires() -> None:
+    fired = []
+    with saved_tensors_hooks(lambda x: x, lambda x: fired.append(x) or x):
+        weight = Parameter(torch.ones(10))
+        loss = (weight * weight).sum()
+    assert row_of("loss", {"loss": loss, "weight": weight}).kind == "activation"
+    assert fired == []
+
+
+def test_garbage_that_awaits_the_gc_is_counted_not_collected() -> None:
+    many = [torch.ones(1) for _ in range(2000)]
+    cycle: list[object] = [torch.ones(7, 11, 13)]
+    cycle.append(cycle)
+    del cycle
+    report = probe({"many": many})
+    assert (7, 11, 13) in [row.shape for row in report]
+    assert gc.isenabled()
+
+
+def test_no_tensor_lives_longer_for_having_been_listed() -> None:
+    keep = [torch.ones(10) for _ in range(10)]
+    watchers = [weakref.ref(tensor) for tensor in keep]
+    report = probe({"keep": keep})
+    del keep
+    assert [watch() for watch in watchers] == [None] * 10
+    assert len(report) >= 10
+
+
+@pytest.mark.parametrize("broken", ["groups", "roles", "occupied"])
+def test_its_own_failure_keeps_no_tensor(monkeypatch, broken) -> None:
+    def fail(*_args, **_options):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tensors, broken, fail)
+    tensor = torch.ones(10)
+    watch = weakref.ref(tensor)
+    namespace = {"tensor": tensor, "list": [tensor]}
+    with pytest.raises(ZeroDivisionError) as caught:
+        probe(namespace)
+    del tensor
+    namespace.clear()
+    assert caught.value.__traceback__ is not None  # the traceback lives
+    assert watch() is None
+
+
+def test_a_name_that_is_frozen_away_is_found_through_the_namespace() -> None:
+    frozen = torch.ones(123)
+    gc.freeze()
+    try:
+        report = probe({"frozen": frozen})
+    finally:
+        gc.unfreeze()
+    assert "frozen" in [row.name for row in report]
+    assert any("gc.freeze()" in note for note in report.notes)
+
+
+def test_without_torch_the_report_is_empty_and_says_so() -> None:
+    code = (
+        "import sys\nfrom gpumagic.probes.tensors import probe\nreport = probe({})\n"
+        "print(len(report), report.notes, 'torch' in sys.modules, str(report).splitlines()[0])"
+    )
+    output = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert output.strip() == "0 ('torch is not imported: no tensors',) False No live tensors"
+
+
+# -- what is asked for ------------------------------------------------------------------------------------
+
+
+def test_devices_minimum_and_order_are_obeyed() -> None:
+    namespace = {"b": torch.ones(1000), "a": torch.ones(10), "m": torch.ones(1, device="meta")}
+    assert {row.device for row in probe(namespace, devices=["meta"])} == {"meta"}
+    assert {row.device for row in probe(namespace, devices=["meta"]).by_device} == {"meta"}
+    assert all(row.nbytes >= 4000 for row in probe(namespace, minimum=4000))
+    sizes = [row.nbytes for row in probe(namespace)]
+    assert sizes == sorted(sizes, reverse=True)
+    names = [row.name for row in probe(namespace, sort="name") if row.name]
+    assert names == sorted(names)
+
+
+def test_unknown_sizes_are_counted_in_a_note() -> None:
+    report = probe({"opaque": quiet(lambda: torch.ones(3, 3).to_mkldnn())})
+    assert "storages of unknown size, in no sum: 1" in report.notes
+
+
+def test_the_sums_are_those_of_the_rows() -> None:
+    report = probe({"a": torch.ones(1000), "b": [torch.ones(10)]})
+    (cpu,) = [row for row in report.by_device if row.device == "cpu"]
+    rows = [row for row in report if row.device == "cpu"]
+    assert cpu.named == sum(row.nbytes or 0 for row in rows if row.name)
+    assert cpu.held == sum(row.nbytes or 0 for row in rows if not row.name)
+    assert (cpu.allocated, cpu.unexplained, cpu.cached) == (None, None, None)
+    assert (cpu.storages, cpu.tensors) == (len(rows), sum(row.views + 1 for row in rows))
+
+
+# -- against an allocator ---------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("new"), st.integers(0, 1), st.integers(0, 2000)),
+        st.tuples(st.just("view"), st.integers(0, 30), st.integers(1, 50)),
+        st.tuples(st.just("alias"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("list"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("dict"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("hide"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("delete"), st.integers(0, 30), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+def play(steps, devices):
+    """Return the variables and the unreachable tensors that a random program leaves."""
+    names: dict[str, object] = {}
+    hidden: list[object] = []
+    for number, (action, which, size) in enumerate(steps):
+        chosen = list(names)[which % len(names)] if names else None
+        if action == "new":
+            names[f"v{number}"] = torch.ones(size, device=devices[which])
+        elif chosen is None:
+            continue
+        elif action == "view":
+            value = names[chosen]
+            names[f"v{number}"] = value[:size] if isinstance(value, torch.Tensor) else value
+        elif action == "alias":
+            names[f"v{number}"] = names[chosen]
+        elif action == "list":
+            names[f"v{number}"] = [names[chosen], (names[chosen],)]
+        elif action == "dict":
+            names[f"v{number}"] = {"k": names[chosen]}
+        elif action == "hide":
+            hidden.append(names.pop(chosen))
+        else:
+            del names[chosen]
+    return names, hidden
+
+
+def accelerator_sums(report):
+    """Return what the report says of each simulated device."""
+    return {row.device: row for row in report.by_device if row.device.startswith("simgpu")}
+
+
+@pytest.fixture(scope="module")
+def used_devices(two_devices):
+    """Two simulated devices with their allocators at work."""
+    for device in two_devices:
+        torch.ones(1, device=device)
+    return two_devices
+
+
+@given(steps=STEPS)
+def test_named_and_unnamed_bytes_are_exactly_what_the_allocator_handed_out(steps, used_devices) -> None:
+    namespace, hidden = play(steps, used_devices)
+    report = probe(namespace)
+    for device, row in accelerator_sums(report).items():
+        assert row.allocated == torch.simgpu.memory_allocated(int(device[-1]))
+        assert (row.unexplained, row.named + row.held) == (0, row.allocated)
+        assert row.cached == torch.simgpu.memory_reserved(int(device[-1])) - row.allocated
+    assert hidden is not None
+
+
+@given(steps=STEPS)
+def test_every_reachable_tensor_is_named_and_dies_when_it_would_have(steps, used_devices) -> None:
+    namespace, hidden = play(steps, used_devices)
+    reached: list[object] = list(namespace.values())
+    for value in reached:
+        if isinstance(value, dict | list | tuple):
+            reached.extend(value.values() if isinstance(value, dict) else value)
+    keys = {value.untyped_storage()._cdata for value in reached if isinstance(value, torch.Tensor)}
+    watchers = [weakref.ref(value) for value in reached if isinstance(value, torch.Tensor)]
+    del reached
+    report = probe(namespace)
+    assert sum(row.name is not None for row in report) == len(keys)
+    namespace.clear()
+    hidden.clear()
+    value = None
+    assert [watch() for watch in watchers] == [None] * len(watchers)
+    assert value is None
+
+
+def test_what_autograd_keeps_is_unexplained_and_what_it_knows_is_not(used_devices) -> None:
+    device = used_devices[0]
+    model, optimizer, loss = trained(device)
+    namespace = {"model": model, "opt": optimizer, "loss": loss}
+    with_graph = accelerator_sums(probe(namespace))[device]
+    assert with_graph.named + with_graph.held + with_graph.unexplained == with_graph.allocated
+    assert with_graph.unexplained >= 0
+    namespace["loss"] = loss = loss.detach()
+    without = accelerator_sums(probe(namespace))[device]
+    assert without.unexplained == 0
