@@ -43,8 +43,9 @@ import sys, warnings
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # IPython 7.34's own, on this Python
     from IPython.core.interactiveshell import InteractiveShell
-    shell = InteractiveShell.instance()
-    shell.run_line_magic("load_ext", "gpumagic")
+    from traitlets.config import Config
+    shell = InteractiveShell.instance(config=Config(HistoryManager=Config(enabled=False)))
+shell.run_line_magic("load_ext", "gpumagic")
 heavy = sorted({"torch", "pandas", "pynvml"} & set(sys.modules))
 print("loaded" if not heavy and shell.find_line_magic("gpuinfo") else f"imported {heavy}")
 """
