@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 Style = Literal["name", ".", "[", "{", "state"]
@@ -69,8 +69,10 @@ def opener_of(kind: type) -> Opener | None:
     known = {torch.nn.Module: _module, torch.optim.Optimizer: _optimizer, **_CONTAINERS}
     for base, branches in known.items():
         if issubclass(kind, base):
-            return Opener(branches, None if kind is base else fields_of(kind), base if base in _CONTAINERS else None)
-    if issubclass(kind, type | ModuleType) or not _flags_of(kind) & _HEAP_TYPE:
+            container = base if base in _CONTAINERS else None
+            return Opener(branches, None if kind is container else fields_of(kind), container)
+    made_by_class = _flags_of(kind) & _HEAP_TYPE or kind is SimpleNamespace
+    if issubclass(kind, type | ModuleType) or not made_by_class:
         return None
     fields = fields_of(kind)
     return Opener(_instance, fields) if fields else None
@@ -81,7 +83,7 @@ def fields_of(kind: type) -> Fields | None:
     instance_dict, slots = None, []
     for base in _mro_of(kind):
         for name, entry in _dict_of(base).items():
-            if name == "__dict__" and type(entry) is GetSetDescriptorType:
+            if name == "__dict__" and type(entry) in (GetSetDescriptorType, MemberDescriptorType):
                 instance_dict = instance_dict or entry.__get__
             elif type(entry) is MemberDescriptorType and _flags_of(base) & _HEAP_TYPE:
                 slots.append((name, entry.__get__))

@@ -50,7 +50,8 @@ class Search:
     """
 
     def __init__(self, closed: Iterable[object] = (), steps: int = MAX_STEPS) -> None:
-        self._seen = {id(each) for each in closed}
+        self._closed = list(closed)  # kept, or another object could come by one's `id`
+        self._seen = set(map(id, self._closed))
         self._openers: dict[type, Opener | None] = {}
         self._limit = self._steps = steps
         self._queue: deque[tuple[object, Path]] = deque()
@@ -64,6 +65,7 @@ class Search:
     def release(self) -> None:
         """Let go of every object, however the search ended."""
         self.tensors.clear()
+        self._closed.clear()
         self._queue.clear()
         self._large.clear()
 

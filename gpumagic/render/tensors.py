@@ -106,7 +106,7 @@ def _name(line: _Line) -> str:
 
 
 def _sized(nbytes: int | None, whole: int) -> Cell:
-    return Cell(f"{size(nbytes):>9}", bar=(Segment((nbytes or 0) / whole if whole else 0.0),))
+    return Cell(size(nbytes), bar=(Segment((nbytes or 0) / whole if whole else 0.0),))
 
 
 def _notes(lines: Sequence[_Line]) -> list[Block]:
@@ -119,7 +119,7 @@ def _notes(lines: Sequence[_Line]) -> list[Block]:
 
 def _note(row: TensorRow) -> str:
     if row.nbytes and row.viewed_nbytes is not None and 2 * row.viewed_nbytes <= row.nbytes:
-        return f"a view of {size(row.viewed_nbytes)} keeps {size(row.nbytes)}"
+        return f"a view of {size(row.viewed_nbytes)} keeps {size(row.nbytes)}; a .clone() of it would not"
     return row.note or ""
 
 
@@ -145,19 +145,26 @@ def _root(name: str) -> str:
 
 
 def _totals(report: TensorReport, key: Callable[[TensorRow], str], title: str) -> Table:
-    totals: dict[str, list[int]] = {}
+    alike: dict[str, list[TensorRow]] = {}
     for row in report.tensors:
-        total = totals.setdefault(key(row), [0, 0, 0])
-        for position, amount in enumerate((row.nbytes or 0, row.views + 1, 1)):
-            total[position] += amount
-    whole = sum(nbytes for nbytes, _, _ in totals.values())
-    ordered = sorted(totals.items(), key=lambda item: (-item[1][0], item[0]))
+        alike.setdefault(key(row), []).append(row)
+    sizes = {name: _sum(rows) for name, rows in alike.items()}
+    whole = sum(nbytes or 0 for nbytes in sizes.values())
     columns = [Column(title, shrinks=True), *(Column(name, "right") for name in ("Size", "Tensors", "Storages"))]
     rows = [
-        (Cell(name), _sized(nbytes, whole), f"{tensors:,}", f"{storages:,}")
-        for name, (nbytes, tensors, storages) in ordered
+        (name, _sized(sizes[name], whole), f"{sum(row.views + 1 for row in alike[name]):,}", f"{len(alike[name]):,}")
+        for name in sorted(alike, key=lambda name: (-(sizes[name] or 0), name))
     ]
     return Table(columns, rows, caption=f"Live tensors by {title.lower()}")
+
+
+def _sum(rows: Sequence[TensorRow]) -> int | None:
+    known = [row.nbytes for row in rows if row.nbytes is not None]
+    return sum(known) if known else None
+
+
+_LEAST = {"Storages": 3, "Tensors": 2, "Cached": 1}
+"""What a narrow terminal can do without, the highest first: the rest is the sum that has to add up."""
 
 
 def _devices(rows: Iterable[DeviceMemoryRow]) -> list[Block]:
@@ -165,7 +172,7 @@ def _devices(rows: Iterable[DeviceMemoryRow]) -> list[Block]:
     counted = any(row.allocated is not None for row in rows)
     titles = ["Tensors", "Storages", "Named", "Unnamed"]
     titles += ["Unexplained", "Allocated", "Cached"] if counted else []
-    columns = [Column("Device"), *(Column(title, "right", int(title == "Storages")) for title in titles)]
+    columns = [Column("Device"), *(Column(title, "right", _LEAST.get(title, 0)) for title in titles)]
     cells: list[list[str]] = []
     for row in rows:
         cells.append([row.device, f"{row.tensors:,}", f"{row.storages:,}", size(row.named), size(row.held)])

@@ -1,0 +1,288 @@
+"""The names of tensors: plain variables, paths through what they hold, and nobody's code run on the way."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumagic.probes import holders
+from gpumagic.probes.holders import name_storages, released_by, root_of
+from gpumagic.probes.paths import Search
+from gpumagic.probes.tensors import probe
+
+
+def names_of(tensor, namespace, shell=None):
+    """Return the names of a tensor's storage."""
+    return name_storages(namespace, shell).get(tensor.untyped_storage()._cdata, ())
+
+
+class Slotted:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("never_set", "weight")
+
+    def __init__(self, weight):
+        self.weight = weight
+
+
+@dataclasses.dataclass
+class Batch:
+    """What a collate function returns."""
+
+    inputs: torch.Tensor
+
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+class Attentive:
+    """An object whose every attribute access is an event."""
+
+    calls = 0
+
+    def __init__(self, tensor):
+        object.__setattr__(self, "tensor", tensor)
+
+    def __getattribute__(self, name):
+        Attentive.calls += 1
+        raise RuntimeError(name)
+
+    def __iter__(self):
+        Attentive.calls += 1
+        raise RuntimeError
+
+    __len__ = __bool__ = __hash__ = __eq__ = __iter__
+
+
+class LoudDict(dict):
+    """A dict that nobody may ask."""
+
+    def items(self):
+        raise RuntimeError
+
+    __iter__ = __len__ = keys = values = items
+
+
+WAYS = {
+    "x": lambda t: {"x": t},
+    "batch[0]": lambda t: {"batch": [t]},
+    "batch[1][2]": lambda t: {"batch": (0, [1, 2, t])},
+    "cfg['k']": lambda t: {"cfg": {"k": t}},
+    "cfg[3]": lambda t: {"cfg": {3: t}},
+    "cfg['3']": lambda t: {"cfg": {"3": t}},
+    "cfg[tuple]": lambda t: {"cfg": {(1, 2): t}},
+    "q[0]": lambda t: {"q": collections.deque([t])},
+    "s{...}": lambda t: {"s": {t}},
+    "o['a'][0]": lambda t: {"o": collections.OrderedDict(a=[t])},
+    "d['a']": lambda t: {"d": collections.defaultdict(list, a=t)},
+    "pair.y": lambda t: {"pair": Pair(0, t)},
+    "run.best.weight": lambda t: {"run": SimpleNamespace(best=Slotted(t))},
+    "batch.inputs": lambda t: {"batch": Batch(t)},
+    "odd.tensor": lambda t: {"odd": Attentive(t)},
+    "loud['k']": lambda t: {"loud": LoudDict(k=t)},
+    "net.weight": lambda t: {"net": module(weight=torch.nn.Parameter(t))},
+    "net.mean": lambda t: {"net": module(mean=t)},
+    "net[0].weight": lambda t: {"net": torch.nn.Sequential(module(weight=torch.nn.Parameter(t)))},
+    "net.layers[1].weight": lambda t: {
+        "net": layered(torch.nn.ModuleList([module(), module(weight=torch.nn.Parameter(t))]))
+    },
+    "net.layers.head.weight": lambda t: {
+        "net": layered(torch.nn.ModuleDict({"head": module(weight=torch.nn.Parameter(t))}))
+    },
+    "models[0].cache['k']": lambda t: {"models": [cached(t)]},
+    "ps[0]": lambda t: {"ps": torch.nn.ParameterList([torch.nn.Parameter(t)])},
+}
+
+
+def module(**tensors):
+    """Return a module with these parameters and buffers."""
+    made = torch.nn.Module()
+    for name, tensor in tensors.items():
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        (made.register_parameter if is_parameter else made.register_buffer)(name, tensor)
+    return made
+
+
+def layered(layers):
+    """Return a module with sub-modules."""
+    made = torch.nn.Module()
+    made.layers = layers
+    return made
+
+
+def cached(tensor):
+    """Return a module that keeps a tensor on the side."""
+    made = torch.nn.Module()
+    made.cache = {"k": tensor}
+    return made
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_tensor_is_named_as_one_would_type_it(name) -> None:
+    tensor = torch.ones(3)
+    Attentive.calls = 0
+    assert names_of(tensor, WAYS[name](tensor)) == (name,)
+    assert Attentive.calls == 0
+
+
+def test_optimizer_states_are_named_by_their_parameter() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    assert names_of(momentum, {"opt": optimizer, "model": model}) == ("opt.state[model.weight].momentum_buffer",)
+    alone = "opt.state[opt.param_groups[0]['params'][0]].momentum_buffer"
+    assert names_of(momentum, {"opt": optimizer}) == (alone,)
+
+
+def test_a_variable_comes_before_a_module_s_path_and_that_before_a_container() -> None:
+    model = torch.nn.Linear(2, 2)
+    namespace = {"everything": list(model.parameters()), "model": model, "w": model.weight}
+    assert names_of(model.weight, namespace) == ("w", "model.weight", "everything[0]")
+    assert names_of(model.bias, namespace) == ("model.bias", "everything[1]")
+
+
+def test_a_gradient_is_named_by_its_owner() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.sum().backward()
+    (row,) = [row for row in probe({"cfg": {"w": weight}}) if row.kind == "gradient" and row.name]
+    assert row.name == "cfg['w'].grad"
+
+
+def test_cycles_end() -> None:
+    tensor = torch.ones(3)
+    ring: list[object] = [tensor]
+    ring.append({"self": ring})
+    assert names_of(tensor, {"ring": ring}) == ("ring[0]",)
+
+
+def test_a_deep_chain_ends_without_recursion() -> None:
+    chain: object = torch.ones(3)
+    for _ in range(100_000):
+        chain = [chain]
+    assert name_storages({"chain": chain}) == {}
+
+
+def test_a_list_of_a_million_records_does_not_hide_what_is_beside_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    records = [{"id": [number]} for number in range(300_000)]
+    namespace = {"records": records, "model": model}
+    search = Search()
+    found = search.run(namespace.items())
+    search.release()
+    assert search.gave_up
+    assert id(model[0][0].weight) in found
+
+
+def test_records_of_atoms_are_passed_over() -> None:
+    tensor = torch.ones(3)
+    records: list[object] = [[number] for number in range(300_000)]
+    records.append(tensor)
+    assert names_of(tensor, {"records": records}) == ("records[300000]",)
+
+
+def test_a_search_that_gives_up_says_so(monkeypatch) -> None:
+    search = Search(steps=10)
+    search.run([("many", [[torch.ones(1)] for _ in range(20)])])
+    assert search.gave_up
+
+
+def test_a_search_keeps_nothing_once_released() -> None:
+    tensor = torch.ones(3)
+    watch = weakref.ref(tensor)
+    namespace = {"cfg": {"k": [tensor]}}
+    search = Search()
+    search.run(namespace.items())
+    search.release()
+    del tensor
+    namespace.clear()
+    assert watch() is None
+
+
+def test_slots_that_were_never_set_are_passed_over() -> None:
+    empty = Slotted.__new__(Slotted)
+    assert name_storages({"empty": empty}) == {}
+
+
+KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False))
+
+
+@given(
+    path=st.lists(
+        st.one_of(st.tuples(st.just("list"), st.integers(0, 3)), st.tuples(st.just("dict"), KEYS)), max_size=6
+    )
+)
+def test_evaluating_the_name_gives_the_tensor(path) -> None:
+    tensor = torch.ones(1)
+    value: object = tensor
+    for kind, key in reversed(path):
+        value = [None] * key + [value] if kind == "list" else {key: value}
+    (name,) = names_of(tensor, {"root": value})
+    assert eval(name, {"root": value, "inf": float("inf")}) is tensor
+
+
+# -- what a shell keeps -----------------------------------------------------------------------------------
+
+
+def shell_with(namespace, hidden):
+    """Return what the probe reads of a shell."""
+    namespace.update(hidden)
+    return SimpleNamespace(user_ns=namespace, user_ns_hidden=dict(hidden))
+
+
+def test_ipython_s_own_variables_are_not_names_until_the_user_rebinds_them() -> None:
+    tensor, mine = torch.ones(3), torch.ones(4)
+    namespace: dict[str, object] = {}
+    shell = shell_with(namespace, {"_": tensor, "_3": tensor, "_oh": {3: tensor}, "__": 0})
+    namespace["__"] = mine
+    assert names_of(tensor, namespace, shell) == ()
+    assert names_of(mine, namespace, shell) == ("__",)
+    (row,) = [row for row in probe(namespace, shell=shell) if row.holder]
+    assert (row.name, row.holder) == (None, "Out[3]")
+
+
+def test_an_output_is_named_by_its_number_before_the_underscore() -> None:
+    listed = [torch.ones(3)]
+    namespace: dict[str, object] = {}
+    shell = shell_with(namespace, {"_": listed, "_7": listed, "_oh": {7: listed}})
+    assert [row.holder for row in probe(namespace, shell=shell) if row.holder] == ["Out[7]"]
+
+
+def test_what_only_the_hidden_namespace_has_is_said_to_be_there() -> None:
+    shell = SimpleNamespace(user_ns_hidden={"_3": torch.ones(3)})
+    assert [row.holder for row in probe({}, shell=shell) if row.holder] == ["user_ns_hidden['_3']"]
+
+
+def test_the_shell_is_not_a_way_to_a_tensor() -> None:
+    tensor = torch.ones(3)
+    shell = SimpleNamespace(user_ns_hidden={}, secret=tensor)
+    assert names_of(tensor, {"ip": shell}, shell) == ()
+
+
+# -- what unbinding would release -------------------------------------------------------------------------
+
+
+def test_only_what_one_variable_alone_reaches_is_released_by_it() -> None:
+    shared, own = torch.ones(100), torch.ones(1000)
+    report = probe({"a": [shared, own], "b": shared})
+    assert [(held.name, held.nbytes) for held in released_by(report)] == [("a", 4000)]
+
+
+@pytest.mark.parametrize(
+    ("name", "root"),
+    [("x", "x"), ("model.fc.weight", "model"), ("batch[0].x", "batch"), ("cfg['a.b']", "cfg"), ("s{...}", "s")],
+)
+def test_the_root_of_a_name_is_its_variable(name, root) -> None:
+    assert root_of(name) == root
+
+
+def test_names_are_looked_up_in_a_copy_that_the_user_may_change() -> None:
+    assert holders.variables({"a": 1}, None) == [("a", 1)]
