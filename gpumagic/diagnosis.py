@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpumagic.advice import cell_code, negatives, ranking, verdict
@@ -52,29 +52,33 @@ class Circumstances:
     recovered: bool = False
 
 
-def examine(error: Exception, namespace: Mapping[str, object], before: Figures) -> Failure | None:
+def examine(
+    error: Exception, namespace: Mapping[str, object], before: Figures, outside: Collection[int] = ()
+) -> Failure | None:
     """Return what the error and its frames tell, or None if it is not out-of-memory."""
     at_failure = allocator.all_figures()
     rooms = {device: _room(device) for device in at_failure}
     free = min((room[0] for room in rooms.values() if room is not None), default=None)
-    event = oom.recognise(error, free)
+    event = oom.recognise(error, free, outside)
     if event is None:
         return None
     device = _device(event, rooms)
     seen, notes = Scene(), []
     try:
-        seen = scene.read(error, namespace)
+        seen = scene.read(error, namespace, outside)
     except Exception as fault:  # our own failure must not cost the user the release
         notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
     capacity, free = _capacity(event, rooms.get(device) if device else None)
     return Failure(event, device, seen, before, at_failure, capacity, free, tuple(notes))
 
 
-def pinned(error: BaseException, namespace: Mapping[str, object], failure: Failure) -> int | None:
+def pinned(
+    error: BaseException, namespace: Mapping[str, object], failure: Failure, outside: Collection[int] = ()
+) -> int | None:
     """Return the bytes that the frames of an error that is to be kept hold; None where that cannot be looked at."""
     if failure.device is None or "torch" not in sys.modules:
         return None
-    return claims.in_frames(error, namespace, failure.device)
+    return claims.in_frames(error, namespace, failure.device, outside)
 
 
 def conclude(failure: Failure, circumstances: Circumstances) -> OomReport:

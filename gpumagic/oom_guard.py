@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gpumagic.probes import allocator, oom, release
+from gpumagic.probes import allocator, exception_graph, oom, release
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -61,11 +61,13 @@ class OomGuard(contextlib.ContextDecorator):
         self._recovered = False
         self._before: dict[str, AllocatorFigures] = {}
         self._bound: dict[str, int] = {}
+        self._outside: frozenset[int] = frozenset()
 
     def open(self) -> None:
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
         if self._retries:
             return  # a further try is measured against the state before the first
+        self._outside = exception_graph.being_handled()
         self._before = allocator.all_figures()
         self._bound = {name: id(value) for name, value in list(self._namespace.items())}
 
@@ -89,7 +91,7 @@ class OomGuard(contextlib.ContextDecorator):
             report = self._conclude(self._pinned(result.error_in_exec))
             result.error_in_exec = None if self._keep_going else result.error_in_exec
             return report
-        release.strip(result.error_in_exec, self._shell)
+        release.strip(result.error_in_exec, self._shell, self._outside)
         result.error_in_exec = None  # else the result would keep what the error's arguments hold
         release.reclaim()
         report = self._conclude()
@@ -111,7 +113,7 @@ class OomGuard(contextlib.ContextDecorator):
         elif self._keep:
             self._conclude(self._pinned(error))
         else:
-            release.strip(error, self._shell)
+            release.strip(error, self._shell, self._outside)
             del error
             release.reclaim()
             report = self._conclude()
@@ -124,7 +126,7 @@ class OomGuard(contextlib.ContextDecorator):
         if self._failure is None:
             return False
         self._retries += 1
-        release.strip(error, self._shell)
+        release.strip(error, self._shell, self._outside)
         release.reclaim()
         return True
 
@@ -136,13 +138,13 @@ class OomGuard(contextlib.ContextDecorator):
             return None
         from gpumagic import diagnosis
 
-        return diagnosis.examine(error, self._namespace, self._before)
+        return diagnosis.examine(error, self._namespace, self._before, self._outside)
 
     def _pinned(self, error: BaseException) -> int | None:
         from gpumagic import diagnosis
 
         assert self._failure is not None
-        return diagnosis.pinned(error, self._namespace, self._failure)
+        return diagnosis.pinned(error, self._namespace, self._failure, self._outside)
 
     def _conclude(self, pinned: int | None = None) -> OomReport:
         """Make the report of the last failure, from what is alive now; the failure is forgotten."""

@@ -24,12 +24,12 @@ def leftovers(facts: Facts) -> Iterator[Advice]:
         return
     names = sorted({name for claim in large for name in claim.names})
     yield Advice(
-        f"Delete what earlier cells left: {count(len(names), 'name')}",
+        f"Delete {count(len(names), 'name')} that earlier cells left",
         frees,
         facts.covers(frees),
         _deletion(large),
         "; ".join(f"{', '.join(sorted(claim.names))} {size(claim.nbytes)}" for claim in large)
-        + ". This cell and the functions it calls do not use them.",
+        + "; neither this cell nor what it calls uses them",
     )
 
 

@@ -7,7 +7,7 @@ two names share for the first of them only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,9 +37,11 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
     return _claims(roots, namespace, device, shell)
 
 
-def in_frames(error: BaseException, namespace: Mapping[str, object], device: str) -> int:
+def in_frames(
+    error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()
+) -> int:
     """Return the bytes on a device that only the frames of an error reach; graphs may hold more, unseen."""
-    locals_ = [each for frame, _ in exception_graph.frames(error) for each in holders.locals_of(frame)]
+    locals_ = [each for frame, _ in exception_graph.frames(error, outside) for each in holders.locals_of(frame)]
     roots = [*holders.variables(namespace, None), (FRAMES, locals_)]
     return released(_claims(roots, namespace, device, None), [FRAMES])
 

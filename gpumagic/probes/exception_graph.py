@@ -7,14 +7,20 @@ traceback, not from memory.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import FrameType, TracebackType
 
 
-def walk(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and every exception it reaches, each once, nearest first."""
-    seen: set[int] = set()
+def walk(error: BaseException, outside: Collection[int] = ()) -> Iterator[BaseException]:
+    """Yield the error and every exception it reaches, each once, nearest first.
+
+    Args:
+        error: where to begin.
+        outside: ids of exceptions that are not part of it, though Python chained it to them: see `being_handled`.
+    """
+    seen = set(outside)
     waiting = deque([error])
     while waiting:
         current = waiting.popleft()
@@ -27,10 +33,16 @@ def walk(error: BaseException) -> Iterator[BaseException]:
         waiting.extend(each for each in linked if isinstance(each, BaseException))
 
 
-def frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+def being_handled() -> frozenset[int]:
+    """Return the ids of the exceptions being handled here and now: what is raised next gets them as its context."""
+    current = sys.exc_info()[1]
+    return frozenset() if current is None else frozenset(id(each) for each in walk(current))
+
+
+def frames(error: BaseException, outside: Collection[int] = ()) -> Iterator[tuple[FrameType, int]]:
     """Yield each frame the error's whole graph holds with the line it stood on, callers before callees."""
     seen: set[int] = set()
-    for each in walk(error):
+    for each in walk(error, outside):
         for step in traceback_steps(each.__traceback__):
             if id(step.tb_frame) not in seen:
                 seen.add(id(step.tb_frame))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,15 +49,16 @@ class OomEvent:
     text: str = ""
 
 
-def recognise(error: BaseException, free: int | None = None) -> OomEvent | None:
+def recognise(error: BaseException, free: int | None = None, outside: Collection[int] = ()) -> OomEvent | None:
     """Return what ran out, or None for any other exception.
 
     Args:
         error: the exception that ended the cell; causes, contexts and group members are looked at too.
         free: bytes free on the fullest device in use; settles texts that mean several things.
+        outside: ids of exceptions that were being handled before, and are none of this one's.
     """
     probable = None
-    for each in exception_graph.walk(error):
+    for each in exception_graph.walk(error, outside):
         kind = _kind_of(each)
         if kind is None or not _is_credible(kind, free):
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Collection
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,9 @@ DEBUGGER_FRAMES = ("curframe", "curframe_locals", "botframe", "stopframe", "retu
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
-def strip(error: BaseException, shell: InteractiveShell | None = None) -> None:
+def strip(
+    error: BaseException, shell: InteractiveShell | None = None, outside: Collection[int] = ()
+) -> None:
     """Empty the frames of a failure, take its tracebacks away and have Python and IPython forget it.
 
     Frames that still run are left alone. What the exception itself holds, in its arguments, goes when the
@@ -32,8 +35,9 @@ def strip(error: BaseException, shell: InteractiveShell | None = None) -> None:
     Args:
         error: the exception; its causes, contexts and group members are stripped with it.
         shell: the shell that showed it, whose copies are to be forgotten.
+        outside: ids of exceptions that were being handled before, and are left alone.
     """
-    family = list(exception_graph.walk(error))
+    family = list(exception_graph.walk(error, outside))
     tracebacks = [step for each in family for step in exception_graph.traceback_steps(each.__traceback__)]
     frames = [step.tb_frame for step in tracebacks]
     _forget_in_python(family)

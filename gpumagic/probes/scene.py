@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import linecache
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,14 +21,15 @@ Standing = tuple[FrameType, int]
 """A frame and the line it stood on."""
 
 
-def read(error: BaseException, namespace: Mapping[str, object]) -> Scene:
+def read(error: BaseException, namespace: Mapping[str, object], outside: Collection[int] = ()) -> Scene:
     """Return where the error happened and what its frames' variables confirm.
 
     Args:
         error: the exception, with its tracebacks still on.
         namespace: the globals of the user's code; frames over them are the user's.
+        outside: ids of exceptions that were being handled before, and are none of this one's.
     """
-    stack = list(exception_graph.frames(error))
+    stack = list(exception_graph.frames(error, outside))
     own = [each for each in stack if each[0].f_globals is namespace] or [each for each in stack if _is_users(each)]
     if not own:
         return Scene(functions=_functions(stack))

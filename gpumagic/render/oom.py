@@ -55,7 +55,7 @@ def _memory(report: OomReport) -> Table:
     )
     columns = [
         Column(report.device or "memory"),
-        Column("allocated" + (f", of {size(report.capacity)}" if report.capacity else "")),
+        Column("allocated" + (f" of {size(report.capacity)}" if report.capacity else ""), "right"),
         Column("cached", "right", priority=1),
     ]
     rows: list[list[Cell | str]] = [
@@ -86,7 +86,7 @@ def _holders(report: OomReport) -> Iterator[Block]:
 
 def _holder_table(holders: tuple[Holder, ...], allocated: int | None) -> Table:
     whole = allocated or sum(holder.nbytes for holder in holders) or 1
-    columns = [Column("held by", shrinks=True), Column("what", priority=1), Column("would be released by del")]
+    columns = [Column("held by", shrinks=True), Column("what", priority=1), Column("freed by del", "right")]
     rows: list[list[Cell | str]] = [
         [holder.name, holder.kind, Cell(size(holder.nbytes), (Segment(holder.nbytes / whole),))]
         for holder in holders
@@ -107,11 +107,10 @@ def _advice(advice: tuple[Advice, ...]) -> Iterator[Block]:
 
 
 def _suggestion(number: int, advice: Advice) -> Iterator[Block]:
-    yield Paragraph(f"{number}. {advice.title}{_worth(advice)}")
+    evidence = f" ({advice.evidence})" if advice.evidence else ""
+    yield Paragraph(f"{number}. {advice.title}{_worth(advice)}{evidence}")
     if advice.edit:
         yield Listing([(number, line, "") for line in advice.edit.splitlines()])
-    if advice.evidence:
-        yield Paragraph(f"   {advice.evidence}", muted=True)
 
 
 def _worth(advice: Advice) -> str:

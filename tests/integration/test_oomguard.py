@@ -306,7 +306,7 @@ def test_deleting_what_the_advice_names_frees_what_it_says(guarded, bare_shell) 
     bare_shell.run_cell("a = take(1)\nb = a\nbig = {'one': [take(0.5)]}\nused = take(0.25)", store_history=True)
     bare_shell.run_cell("take(0.125)", store_history=True)
     guarded("used.sum()\nfail()")
-    advice = next(each for each in bare_shell.user_ns["report"].advice if "earlier cells" in each.title)
+    advice = next(each for each in bare_shell.user_ns["report"].advice if "earlier cells left" in each.title)
     before = allocated()
     assert advice.covers is False
     bare_shell.run_cell(advice.edit, store_history=True)
@@ -325,7 +325,7 @@ def test_leftovers_that_suffice_are_the_verdict(guarded, bare_shell) -> None:
 def test_a_name_that_a_called_function_needs_is_not_a_leftover(guarded, bare_shell) -> None:
     bare_shell.run_cell("table = take(2)\ndef look(): return table.nbytes + take(3).nbytes", store_history=True)
     guarded("look()")
-    assert not [each for each in bare_shell.user_ns["report"].advice if "earlier cells" in each.title]
+    assert not [each for each in bare_shell.user_ns["report"].advice if "earlier cells left" in each.title]
 
 
 def test_running_a_cell_twice_names_the_old_value_that_stood_in_the_way(guarded, bare_shell) -> None:

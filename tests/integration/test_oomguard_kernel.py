@@ -1,0 +1,71 @@
+"""%%oomguard in a real kernel: what the front end gets, and whether Run All stops."""
+
+from __future__ import annotations
+
+import pytest
+
+SETUP = """
+%load_ext gpumagic
+import torch, gpumagic
+gpumagic.simgpu.enable(devices=2, memory="4GiB")
+def take(gib): return torch.empty(int(gib * 2**30), dtype=torch.uint8, device="simgpu:0")
+def fail():
+    kept = take(2)
+    return take(9)
+"""
+ALLOCATED = "torch.accelerator.memory_allocated(0)"
+
+
+@pytest.fixture(scope="module")
+def guarded_kernel(start_kernel):
+    kernel = start_kernel()
+    cell = kernel.run(SETUP)
+    assert cell.status == "ok", cell.evalue
+    return kernel
+
+
+def let_it_settle(kernel) -> None:
+    """Send cells until one is run: after an error a kernel drops what is already on its way."""
+    for _ in range(20):
+        if kernel.run("pass").status == "ok":
+            return
+    raise AssertionError("the kernel runs nothing any more")
+
+
+def test_the_traceback_comes_first_then_the_report_and_run_all_stops(guarded_kernel) -> None:
+    failed, after = guarded_kernel.run_all("%%oomguard -o report\nfail()", "ran_on = True")
+    assert [kind for kind, _ in failed.seen if kind in {"error", "display_data"}] == ["error", "display_data"]
+    assert "OutOfMemoryError: simgpu out of memory." in failed.tracebacks[0]
+    assert failed.reports[0].startswith("Out of memory on simgpu:0")
+    assert (failed.status, failed.ename) == ("error", "OutOfMemory")
+    assert after.status == "aborted"
+    let_it_settle(guarded_kernel)
+    assert guarded_kernel.value(ALLOCATED) == "0"
+    assert guarded_kernel.value("report.allocated_at_failure") == str(2 * 2**30)
+
+
+def test_keep_going_lets_run_all_go_on(guarded_kernel) -> None:
+    failed, after = guarded_kernel.run_all("%%oomguard --keep-going\nfail()", "40 + 2")
+    assert failed.status == "ok"
+    assert after.value == "42"
+
+
+def test_awaited_code_is_released_too(guarded_kernel) -> None:
+    cell = "%%oomguard\nimport asyncio\nasync def work():\n    held = take(1)\n    await asyncio.sleep(0)\n    fail()\nawait work()"
+    assert guarded_kernel.run(cell).ename == "OutOfMemory"
+    assert guarded_kernel.value(ALLOCATED) == "0"
+
+
+def test_a_retry_that_fails_shows_one_line_and_the_report(guarded_kernel) -> None:
+    cell = guarded_kernel.run("%%oomguard --retry 1\nfail()")
+    assert cell.ename == "OutOfMemory"
+    assert len(cell.tracebacks) == 1
+    assert cell.tracebacks[0].startswith("OutOfMemory: simgpu:0 ran out of memory in line ")
+    assert "\n" not in cell.tracebacks[0].strip()
+    assert cell.reports[0].splitlines()[0] == "Out of memory on simgpu:0, line 2 · also after 1 retry · 2.0 GiB given back"
+    assert guarded_kernel.value(ALLOCATED) == "0"
+
+
+def test_the_next_cell_has_the_memory(guarded_kernel) -> None:
+    guarded_kernel.run("%%oomguard\nfail()")
+    assert guarded_kernel.value("take(4).nbytes") == str(4 * 2**30)

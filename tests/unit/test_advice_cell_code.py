@@ -1,0 +1,72 @@
+"""What a cell's text says about its use of memory is read without running it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumagic.advice import cell_code
+
+
+def read(source):
+    found = cell_code.read(source)
+    assert found is not None
+    return found
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused(text) -> None:
+    assert cell_code.read(text) is None or isinstance(cell_code.read(text), cell_code.CellCode)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "BATCH_SIZE", "bs", "per_device_train_batch_size", "microbatch"])
+def test_batch_sizes_are_known_by_their_usual_names(name) -> None:
+    (found,) = read(f"x = 1\n{name} = 64").batches
+    assert (found.name, found.value, found.line) == (name, 64, 2)
+
+
+@pytest.mark.parametrize("code", ["batch_index = 64", "obs = 3", "batch_size = n", "bs = 1", "bs = True", "jobs = 8"])
+def test_other_names_and_values_are_not_batch_sizes(code) -> None:
+    assert not read(code).batches
+
+
+def test_a_batch_size_given_as_an_argument_is_found() -> None:
+    assert [each.value for each in read("loader = DataLoader(d, batch_size=128)").batches] == [128]
+
+
+def test_sums_and_appends_in_loops_are_found_once_with_their_lines() -> None:
+    found = read("for e in range(2):\n  for x in d:\n    total += f(x)\n    all.append(x.loss)").accumulations
+    assert [(each.target, each.added, each.line, each.append) for each in found] == [
+        ("total", "f(x)", 3, False),
+        ("all", "x.loss", 4, True),
+    ]
+
+
+def test_sums_outside_loops_do_not_grow() -> None:
+    assert not read("total += loss\nlosses.append(loss)").accumulations
+
+
+@pytest.mark.parametrize(
+    ("code", "rebound"),
+    [
+        ("x = make()", {"x"}),
+        ("x = make()\nx.sum()", {"x"}),
+        ("x = x + 1", set()),
+        ("print(x)\nx = make()", set()),
+        ("x += 1", set()),
+        ("if ok:\n    x = make()", set()),
+        ("for x in y: pass", set()),
+        ("y = x = make()", {"x", "y"}),
+    ],
+)
+def test_a_name_is_rebound_if_nothing_read_it_before(code, rebound) -> None:
+    assert read(code).rebinds == rebound
+
+
+def test_training_autocast_and_no_grad_are_seen_however_they_are_imported() -> None:
+    assert read("loss.backward()").trains
+    assert read("with autocast('cuda'): pass").autocasts
+    assert read("with torch.inference_mode(): pass").switches_grad_off
+    plain = read("y = model(x)")
+    assert (plain.trains, plain.autocasts, plain.switches_grad_off) == (False, False, False)
