@@ -66,7 +66,7 @@ class Guard(Protocol):
 class RetryingGuard(Guard, Protocol):
     """A guard that can have its body run again."""
 
-    def retry(self, error: BaseException) -> bool:
+    def retry(self, error: Exception) -> bool:
         """Tell, between `close` and the next `open`, whether to run the body again after this error."""
 
 
@@ -165,11 +165,10 @@ class CellSessions:
         info = self._running()
         code = CellBody(self._shell, body, "" if info is None else info.raw_cell)
         outcome = self._attempt(guard, code)
-        for _ in range(retries):
-            if outcome.error_in_exec is None or not cast("RetryingGuard", guard).retry(outcome.error_in_exec):
-                break
+        while retries and _is_to_be_retried(guard, outcome):
             del outcome  # the failed attempt's frames must be gone before the next one
             outcome = self._attempt(guard, code)
+            retries -= 1
         self._show(guard.finish(outcome), guard.name, info if code.ends_cell else None)
         try:
             if outcome.error_in_exec is not None:
@@ -257,6 +256,12 @@ class CellSessions:
         _in_reverse(ended, lambda session: _finish(session, outcome))
         if ended and result is not None:
             self._shell.last_execution_succeeded = result.success
+
+
+def _is_to_be_retried(guard: Guard, outcome: BodyOutcome) -> bool:
+    """Ask the guard, but of errors only: Ctrl-C and `sys.exit` mean what they say."""
+    error = outcome.error_in_exec
+    return isinstance(error, Exception) and cast("RetryingGuard", guard).retry(error)
 
 
 def _finish(session: _Session, outcome: Outcome) -> None:

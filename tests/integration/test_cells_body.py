@@ -116,7 +116,8 @@ def test_future_imports_work(shell):
 
 def test_magics_strings_and_tabs_of_the_body_work(shell):
     """It is transformed as a cell is."""
-    shell.run_cell(RETRY + "%env PROBE=1\ns = '''a\nb\n\n\tc'''\nif s:\n\tt = 1")
+    shell.run_cell(RETRY + "here = %pwd\ns = '''a\nb\n\n\tc'''\nif s:\n\tt = 1")
+    assert shell.user_ns["here"]
     assert shell.user_ns["s"] == "a\nb\n\n\tc"
     assert shell.user_ns["t"] == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 
@@ -90,6 +89,7 @@ def test_a_syntax_error_runs_nothing(shell, events, shown):
     assert events == shown() == []
 
 
+@pytest.mark.filterwarnings("ignore:To exit")
 @pytest.mark.parametrize("statement", ["raise SystemExit(3)", "raise KeyboardInterrupt", "raise BaseException('b')"])
 def test_the_guard_is_closed_on_every_way_out(shell, events, statement):
     """Whatever is raised."""
@@ -108,7 +108,6 @@ def test_ctrl_c_that_breaks_the_event_loop_closes_the_guard(shell, events):
     """A terminal's loop drops the cell's coroutine then, and IPython makes up a result for it."""
 
     def interrupted(coroutine):
-        asyncio.get_event_loop_policy().new_event_loop().close()
         coroutine.send(None)
         interrupted.dropped = coroutine
         raise KeyboardInterrupt
