@@ -39,7 +39,7 @@ class Batch:
     inputs: torch.Tensor
 
 
-Pair = collections.namedtuple("Pair", "x y")
+Pair = collections.namedtuple("Pair", "x y")  # noqa: PYI024  the form found in notebooks
 
 
 class Attentive:
