@@ -53,7 +53,7 @@ class DeviceRun(contextlib.ContextDecorator):
         from gpumagic.probes.recording import RecordingContext
 
         self._sites = CallSites(self._namespace, self._filename)
-        self._sites.find()  # learns the cell's file while its first line is on the stack
+        self._sites.find()  # learns the cell's file while it is on the stack
         self._log = transfers.TransferLog(self._sites)
         self._context: RecordingContext = RecordingContext(self.device, self._log)
         self._previous = _make_current(self.device)

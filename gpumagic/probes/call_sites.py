@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import sys
 from collections.abc import Mapping
@@ -33,13 +34,15 @@ class CallSites:
 
     def __init__(self, namespace: Mapping[str, object], filename: str | None = None) -> None:
         self._namespace = namespace
+        self._is_cell = filename is None
         self.filename = filename
 
     def find(self, subject: object = None) -> CallSite:
         """Return where the cell stands now; ``subject`` is the object moved, whose name the line may say."""
         frames, module_frame = self._frames()
-        filename = self.filename = self.filename or self._cell_file(frames)
-        frame = next((each for each in frames if each.f_code.co_filename == filename), None)
+        if self._is_cell:
+            self.filename = self._cell_file(frames) or self.filename
+        frame = next((each for each in frames if each.f_code.co_filename == self.filename), None)
         if frame is None:
             return CallSite()
         module_call = None
@@ -63,7 +66,12 @@ class CallSites:
 
     @staticmethod
     def _cell_file(frames: list[FrameType]) -> str | None:
-        return next((each.f_code.co_filename for each in frames if each.f_code.co_name == "<module>"), None)
+        return next((each.f_code.co_filename for each in frames if _is_top_level(each)), None)
+
+
+def _is_top_level(frame: FrameType) -> bool:
+    # Not by name: IPython 7.34 calls a cell's "<module>" "<cell line: 1>".
+    return not frame.f_code.co_flags & inspect.CO_OPTIMIZED
 
 
 def _is_module_move(frame: FrameType) -> bool:

@@ -47,7 +47,7 @@ def _headline(report: TransferReport) -> str:
 
 
 def _moves(rows: Sequence[TransferRow], caption: str) -> Table:
-    largest = max((row.nbytes for row in rows), default=0) or 1
+    largest = max(row.nbytes for row in rows) if len(rows) > 1 else 0  # one bar alone says nothing
     return Table(_COLUMNS, [_row(row, largest) for row in rows], caption)
 
 
@@ -60,7 +60,7 @@ def _row(row: TransferRow, largest: int) -> list[Cell | str]:
         row.cause,
         f"{row.source} → {row.target}",
         f"{row.count:,}",
-        Cell(size(row.nbytes), bar=(Segment(row.nbytes / largest),)),
+        Cell(size(row.nbytes), bar=(Segment(row.nbytes / largest),) if largest else ()),
         duration(row.seconds),
     ]
 
