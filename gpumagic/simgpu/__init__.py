@@ -14,7 +14,6 @@ when the call returns, so streams and events order nothing; no sparse, quantized
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 
 from gpumagic.errors import OptionError, SimgpuUnavailable
@@ -74,10 +73,8 @@ def enable_from_environment() -> bool:
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return False
-    match = re.fullmatch(r"(?:(\d+)\s*(?:x\s*|$))?(.+)?", text, re.IGNORECASE | re.ASCII)
-    count, memory = match.groups() if match else (None, None)
     try:
-        enable(int(count or 1), memory or DEFAULT_MEMORY)
+        enable(*_count_and_memory(text))
     except OptionError:
         raise OptionError(
             f"{VARIABLE}={text!r} is not a number of GPUs and their memory; write {VARIABLE}=2x4GiB"
@@ -111,6 +108,15 @@ def reset_copies() -> None:
         from gpumagic.simgpu import _module
 
         _module.native.reset_copies()
+
+
+def _count_and_memory(text: str) -> tuple[int, str]:
+    from gpumagic.options import whole_number
+
+    count, times, memory = text.lower().partition("x")
+    if times:
+        return whole_number(count.strip()), memory
+    return (int(text), DEFAULT_MEMORY) if text.isdecimal() else (1, text)
 
 
 def _device_count(devices: int) -> int:

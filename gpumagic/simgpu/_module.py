@@ -117,6 +117,8 @@ def __getattr__(name: str) -> object:
         import torch
 
         return getattr(torch, name)
+    if name == "_initialized":  # torch.utils.checkpoint saves the generators' states only where this is true
+        return is_initialized()
     if name == "default_generators":
         return tuple(native.default_generator(index) for index in range(device_count()))
     raise AttributeError(f"module 'torch.{BACKEND}' has no attribute {name!r}")

@@ -715,7 +715,14 @@ Device check_operands(const c10::OperatorHandle& op, c10::ArrayRef<IValue> argum
       asked_for = arguments[i].toDevice();
     }
   }
-  return resolve(common.device().has_value() ? common.device() : asked_for);
+  if (!common.device().has_value()) {
+    return resolve(asked_for);
+  }
+  // A generator alone brings a call here.
+  TORCH_CHECK(
+      common.device()->type() == kSimgpu, "Expected a '", common.device()->type(),
+      "' device type for generator but found 'simgpu'");
+  return *common.device();
 }
 
 // ---- Every operator ---------------------------------------------------------------------------------------
@@ -966,16 +973,18 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell(
 std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
     const std::optional<Tensor>& grad_hy, const std::optional<Tensor>& grad_cy, const Tensor& cx, const Tensor& cy,
     const Tensor& workspace, bool has_bias) {
-  if (!grad_hy.has_value() && !grad_cy.has_value()) {
+  const bool through_hy = grad_hy.has_value() && grad_hy->defined();
+  const bool through_cy = grad_cy.has_value() && grad_cy->defined();
+  if (!through_hy && !through_cy) {
     return {};
   }
   HostCall call(check_same_device("aten::_thnn_fused_lstm_cell_backward", workspace, cx, cy));
   const auto chunks = call.lend(workspace).chunk(4, 1);
   const Tensor &in = chunks[0], &forget = chunks[1], &cell = chunks[2], &out = chunks[3];
   const Tensor tanh_cy = call.lend(cy).tanh();
-  const Tensor dhy = grad_hy.has_value() ? call.lend(grad_hy) : at::zeros_like(tanh_cy);
+  const Tensor dhy = through_hy ? call.lend(grad_hy) : at::zeros_like(tanh_cy);
   Tensor dcy = dhy * out * (1 - tanh_cy * tanh_cy);
-  if (grad_cy.has_value()) {
+  if (through_cy) {
     dcy = dcy + call.lend(grad_cy);
   }
   const Tensor gates = at::cat(

@@ -1,0 +1,97 @@
+"""How the backend is compiled, found again, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ENABLE = """
+from gpumagic import simgpu
+simgpu.enable_from_environment()
+import torch
+print(torch.ones(2, device="simgpu").sum())
+"""
+REFUSE = """
+import sys
+from gpumagic import simgpu
+from gpumagic.errors import SimgpuUnavailable
+{before}
+try:
+    simgpu.enable()
+except SimgpuUnavailable as error:
+    print(error)
+"""
+
+
+def python(code: str, cache: Path, **variables: str) -> subprocess.Popen[str]:
+    """Start a Python that keeps compiled backends in a folder of its own."""
+    environment = {key: value for key, value in os.environ.items() if key != "TORCH_EXTENSIONS_DIR"}
+    environment |= {"XDG_CACHE_HOME": str(cache), "GPUMAGIC_SIMGPU": "1x64MiB", **variables}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def refusal(code: str, cache: Path, path: Path) -> str:
+    """Return what is printed by a Python that has only one folder on PATH."""
+    with python(code, cache, PATH=str(path)) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out.strip()
+
+
+def test_two_processes_compile_once_over_the_rest_of_an_interrupted_compile(tmp_path: Path) -> None:
+    """One compiles and says so, the other waits; neither is held up by what a killed process left."""
+    home = tmp_path / "gpumagic" / "simgpu"
+    (home / "building-killed").mkdir(parents=True)
+    (home / "building-killed" / "lock").touch()
+    both = [python(ENABLE, tmp_path) for _ in range(2)]
+    told = [process.communicate(timeout=500) for process in both]
+    assert [out.strip() for out, _ in told] == ["tensor(2., device='simgpu:0')"] * 2
+    lines = [line for _, err in told for line in err.splitlines() if "gpumagic" in line]
+    assert lines == ["gpumagic: compiling the simulated GPU, once, about 30 s ..."]
+    assert len(list(home.glob("*/gpumagic_simgpu.so"))) == 1
+    with python(ENABLE, tmp_path, PATH="") as again:
+        assert again.communicate()[1] == "", "the second start needs no compiler and says nothing"
+
+
+def test_no_compiler_is_one_sentence_with_the_remedy(tmp_path: Path) -> None:
+    """With an empty PATH."""
+    told = refusal(REFUSE.format(before=""), tmp_path / "cache", tmp_path)
+    assert "C++ compiler" in told
+    assert told.endswith("install one, e.g. `apt install g++`")
+    assert "\n" not in told
+
+
+def test_no_ninja_is_one_sentence_with_the_remedy(tmp_path: Path) -> None:
+    """With a compiler and nothing else."""
+    (tmp_path / "c++").symlink_to(shutil.which("c++") or "/usr/bin/c++")
+    before = "sys.executable = '/nowhere/python'"  # its folder is searched too: pip puts ninja there
+    told = refusal(REFUSE.format(before=before), tmp_path / "cache", tmp_path)
+    assert told.endswith("install it, e.g. `pip install ninja`")
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path: Path) -> None:
+    """A file where the folder should be."""
+    (tmp_path / "file").touch()
+    told = refusal(REFUSE.format(before=""), tmp_path / "file", tmp_path)
+    assert told.endswith("set XDG_CACHE_HOME to a folder that can be written")
+
+
+def test_another_backend_in_torchs_only_slot_is_named(tmp_path: Path) -> None:
+    """There is one slot for out-of-tree devices."""
+    before = "import torch; torch.utils.rename_privateuse1_backend('npu')"
+    told = refusal(REFUSE.format(before=before), tmp_path, tmp_path)
+    assert "'npu' holds it" in told
+
+
+def test_importing_simgpu_imports_no_torch() -> None:
+    """Nor does asking whether it is enabled, or for the copies."""
+    code = (
+        "import sys; from gpumagic import simgpu; simgpu.is_enabled(), simgpu.copies(), simgpu.reset_copies();"
+        "print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
