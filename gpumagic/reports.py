@@ -106,6 +106,8 @@ class ProcessRow:
     this_kernel: bool = False
     kind: str = "compute"
     """``"compute"`` or ``"graphics"``."""
+    utilization: float | None = None
+    """Percent of the last second in which its kernels ran, where the driver has a sample; read with ``processes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,30 @@ class GpuRow:
     clock_memory: int | None = None
     clock_memory_max: int | None = None
     compute_capability: str | None = None
+    memory_utilization: float | None = None
+    """Percent of the last sample period in which memory was read or written: bandwidth, not occupancy."""
+    encoder_utilization: float | None = None
+    decoder_utilization: float | None = None
+    ecc_errors: int | None = None
+    """Uncorrected memory errors since the driver was loaded."""
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    """Lanes."""
+    pcie_width_max: int | None = None
+    pcie_sent: int | None = None
+    """Bytes a second from the device to the host, over 20 ms."""
+    pcie_received: int | None = None
+    nvlinks: int | None = None
+    """NVLinks that are up."""
+    nvlink_sent: int | None = None
+    """Bytes a second over all NVLinks while the report was made."""
+    nvlink_received: int | None = None
+    topology: Mapping[str, str] | None = None
+    """How each other GPU is reached, such as ``"NVLink"``, by NVML index."""
+    unified: bool = False
+    """True where the device has no memory of its own: ``memory_total`` and ``memory_free`` are then the host's, and
+    ``memory_used`` is what the driver charges to processes on it."""
     predicted: bool = False
     """True where ``device`` was inferred from the environment and CUDA may number differently."""
     simulated: bool = False

@@ -7,35 +7,26 @@ predicted from the environment; once it is, card and name are matched by UUID, t
 from __future__ import annotations
 
 import os
-import re
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from types import ModuleType
+from dataclasses import fields, replace
 
-from gpumagic.errors import DeviceNotFound
-from gpumagic.probes import absence, cards, other_devices
+from gpumagic.probes import absence, cards, other_devices, selection, torch_names
 from gpumagic.probes.cards import Card, Snapshot
 from gpumagic.probes.nvml import Failure
 from gpumagic.probes.processes import attribute
 from gpumagic.probes.torch_build import TorchBuild, torch_build
-from gpumagic.probes.visibility import Visibility, visible
+from gpumagic.probes.torch_names import Naming
+from gpumagic.probes.visibility import Visibility
 from gpumagic.reports import GPUReport, GpuRow
 
-ONLY_WITH_ALL = ("bus_id", "performance_state", "fan", "clock_sm", "clock_sm_max", "clock_memory",
-                 "clock_memory_max", "compute_capability")  # fmt: skip
+ONLY_WITH_ALL = ("bus_id", "fan", "clock_memory", "clock_memory_max", "compute_capability", "encoder_utilization",
+                 "decoder_utilization", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max",
+                 "pcie_sent", "pcie_received", "nvlinks", "nvlink_sent", "nvlink_received",
+                 "topology")  # fmt: skip
 ESTIMATED = "estimated"
-READABLE = r"auto|\d+|(gpu|cuda|mps|xpu|simgpu)(:\d+)?|(GPU|MIG)-.+"
-"""What can be asked for where there is no GPU: the answer is why, not that the name is wrong."""
-FIGURES = tuple(field.name for field in fields(GpuRow) if field.name not in ("predicted", "simulated", "reasons"))
-
-
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """What torch calls a card or instance, and whether that is only predicted."""
-
-    ordinal: int
-    predicted: bool
+FIGURES = tuple(
+    field.name for field in fields(GpuRow) if field.name not in ("predicted", "simulated", "unified", "reasons")
+)
 
 
 def probe(devices: Sequence[str] = (), *, processes: bool = False, everything: bool = False) -> GPUReport:
@@ -52,7 +43,7 @@ def probe(devices: Sequence[str] = (), *, processes: bool = False, everything: b
             says why instead.
     """
     build = torch_build()
-    answer = cards.snapshot(everything=everything)
+    answer = cards.snapshot(processes=processes, everything=everything)
     rows, notes, view = _nvidia_rows(answer, build)
     rows += other_devices.rows(build, known=rows, refusal=_refusal(answer))
     cause = absence.cause(answer, build, view) if not any(_is_real(row) for row in rows) else None
@@ -62,31 +53,15 @@ def probe(devices: Sequence[str] = (), *, processes: bool = False, everything: b
         notes += [f"No real GPU: {cause}"] if cause else []
         cause = None
     return GPUReport(
-        devices=_selected(rows, devices), torch_version=build.version, cuda_build=build.label,
+        devices=selection.selected(rows, devices), torch_version=build.version, cuda_build=build.label,
         driver_version=answer.driver_version if isinstance(answer, Snapshot) else None,
-        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=best(rows), cause=cause,
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=selection.best(rows), cause=cause,
         show_processes=processes, show_all=everything, notes=tuple(notes),
     )  # fmt: skip
 
 
 def _refusal(answer: Snapshot | Failure) -> str:
     return f"NVML: {answer.problem}" if isinstance(answer, Failure) else "NVML does not list it"
-
-
-def best(rows: Sequence[GpuRow]) -> str | None:
-    """Return the torch device with most room: free by its driver, or cached by this kernel and so reusable.
-
-    A real GPU is always before a simulated one; of equals the first is taken.
-    """
-    usable = [row for row in rows if row.device is not None and row.memory_free is not None]
-    return max(usable, key=lambda row: (not row.simulated, _room(row)), default=_NOTHING).device
-
-
-_NOTHING = GpuRow(device=None)
-
-
-def _room(row: GpuRow) -> int:
-    return (row.memory_free or 0) + (row.kernel_reserved or 0) - (row.kernel_allocated or 0)
 
 
 def _is_real(row: GpuRow) -> bool:
@@ -97,63 +72,17 @@ def _nvidia_rows(answer: Snapshot | Failure, build: TorchBuild) -> tuple[list[Gp
     if isinstance(answer, Failure):
         return [], [], None
     flat = [each for card in answer.cards for each in (card, *card.instances)]
-    view = _visibility(answer)
-    names = _names(answer, flat, build, view)
+    view = torch_names.visibility(answer)
+    names = torch_names.names(answer, flat, build, view)
     rows = [_row(each, names.get(position), build) for position, each in enumerate(flat)]
-    rows.sort(key=lambda row: (row.device is None, _ordinal(row.device)))
+    # By torch's number, a card's instances right behind it.
+    first = {row.nvml_index: _place(row) for row in sorted(rows, key=_place, reverse=True)}
+    rows.sort(key=lambda row: first[row.nvml_index])
     return rows, _notes(answer, rows, view), view
 
 
-def _visibility(answer: Snapshot) -> Visibility:
-    instances = [instance.uuid for card in answer.cards for instance in card.instances]
-    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible(variable, [card.uuid for card in answer.cards], instances)
-
-
-def _names(answer: Snapshot, flat: Sequence[Card], build: TorchBuild, view: Visibility) -> dict[int, Naming]:
-    """Return the torch ordinal of each position in ``flat`` that torch can use."""
-    if build.version is None or (build.known and build.cuda is None):
-        return {}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return _certain_names(torch, flat)
-    return _predicted_names(answer, flat, view)
-
-
-def _certain_names(torch: ModuleType, flat: Sequence[Card]) -> dict[int, Naming]:
-    positions = {_bare(each.uuid): position for position, each in enumerate(flat) if each.uuid}
-    names = {}
-    for ordinal in range(torch.cuda.device_count()):
-        uuid = _bare(str(getattr(torch.cuda.get_device_properties(ordinal), "uuid", "")))
-        if uuid in positions:
-            names[positions[uuid]] = Naming(ordinal, predicted=False)
-    return names
-
-
-def _predicted_names(answer: Snapshot, flat: Sequence[Card], view: Visibility) -> dict[int, Naming]:
-    if view.instance is not None:
-        instances = [position for position, each in enumerate(flat) if each.is_instance]
-        return {instances[view.instance]: Naming(0, predicted=False)}
-    unsure = _order_is_unsure(answer, view)
-    names = {}
-    for ordinal, index in enumerate(view.cards):
-        card = answer.cards[index]
-        # CUDA never uses a card in MIG mode itself, but its first instance.
-        target = card.instances[0] if card.mig and card.instances else card
-        if not (card.mig and not card.instances):
-            position = next(i for i, each in enumerate(flat) if each is target)
-            names[position] = Naming(ordinal, predicted=unsure)
-    return names
-
-
-def _order_is_unsure(answer: Snapshot, view: Visibility) -> bool:
-    """Return whether CUDA may number differently: by default it puts the fastest card first, whatever its slot."""
-    if any(card.mig for card in answer.cards):
-        return True
-    if view.by_uuid or len(answer.cards) == 1 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-        return False
-    names = [card.values.get("name") for card in answer.cards]
-    return None in names or len(set(names)) > 1
+def _place(row: GpuRow) -> tuple[bool, int, int]:
+    return row.device is None, selection.ordinal(row.device), row.nvml_index or 0
 
 
 def _row(card: Card, naming: Naming | None, build: TorchBuild) -> GpuRow:
@@ -213,41 +142,9 @@ def _notes(answer: Snapshot, rows: Sequence[GpuRow], view: Visibility) -> list[s
         f"CUDA_VISIBLE_DEVICES {view.problem}.": view.problem and any(row.device for row in rows),
         "The old package `pynvml` hides nvidia-ml-py; repair with: pip uninstall -y pynvml; pip install "
         "--force-reinstall nvidia-ml-py": answer.shadowed,
+        "Unified memory is the host's: total is all of it, free is what the host can still give, used is what the "
+        "driver charges to processes on the GPU.": any(row.unified for row in rows),
         "In this container the driver may hide others' processes: what they use is estimated, as memory used "
         "less this kernel's.": estimated,
     }
     return [note for note, applies in candidates.items() if applies]
-
-
-def _selected(rows: Sequence[GpuRow], wanted: Sequence[str]) -> tuple[GpuRow, ...]:
-    chosen: list[GpuRow] = [] if wanted else list(rows)
-    for name in (each.strip() for each in wanted):
-        found = [row for row in rows if _means(name, row, rows)]
-        readable = re.fullmatch(READABLE, name, re.IGNORECASE)
-        if not found and (rows or not readable):
-            here = ", ".join(row.device for row in rows if row.device) or "none that torch can use"
-            wrong = "a GPU here" if readable or name in ("cpu", "meta") else "a device"
-            raise DeviceNotFound(f"{name!r} is not {wrong}; there are {here}")
-        chosen += [row for row in found if not any(row is each for each in chosen)]
-    return tuple(chosen)
-
-
-def _means(name: str, row: GpuRow, rows: Sequence[GpuRow]) -> bool:
-    if name.startswith(("GPU-", "MIG-")):
-        return row.uuid is not None and row.uuid.startswith(name)
-    if row.device is None:
-        return False
-    lowered = name.lower()
-    if lowered == "auto":
-        return row.device == best(rows)
-    if re.fullmatch(r"(gpu:)?\d+", lowered):
-        return _ordinal(row.device) == int(lowered.rpartition(":")[2])
-    return lowered in (row.device, row.device.partition(":")[0], "gpu")
-
-
-def _ordinal(device: str | None) -> int:
-    return int((device or "").partition(":")[2] or 0)
-
-
-def _bare(uuid: str | None) -> str:
-    return re.sub(r"^(GPU-|MIG-)", "", uuid or "").lower()

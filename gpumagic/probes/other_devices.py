@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import ModuleType
 
 from gpumagic.probes import allocator
 from gpumagic.probes.torch_build import TorchBuild
 from gpumagic.reports import GpuRow
 
-NVML_ONLY = ("nvml_index", "memory_reserved", "other_processes", "utilization", "temperature", "power",
-             "power_limit", "throttle_reasons", "processes", "bus_id", "performance_state", "fan", "clock_sm",
-             "clock_sm_max", "clock_memory", "clock_memory_max", "compute_capability", "uuid")  # fmt: skip
+TORCH_TELLS = ("device", "name", "memory_total", "memory_used", "memory_free", "kernel_allocated", "kernel_reserved",
+               "predicted", "simulated", "unified", "reasons")  # fmt: skip
+NVML_ONLY = tuple(field.name for field in fields(GpuRow) if field.name not in TORCH_TELLS)
 
 
 def rows(build: TorchBuild, known: Sequence[GpuRow], refusal: str) -> list[GpuRow]:
@@ -99,7 +99,7 @@ def _mps_row(module: ModuleType) -> GpuRow:
     """Return Apple's GPU. Its memory is the machine's; ``total`` is what Metal recommends as the most to use."""
     reasons = dict.fromkeys((*NVML_ONLY, "memory_free", "memory_used"), "torch does not report it")
     total = int(module.recommended_max_memory())
-    return with_kernel_figures(GpuRow("mps:0", name="Apple GPU (unified memory)", memory_total=total, reasons=reasons))
+    return with_kernel_figures(GpuRow("mps:0", name="Apple GPU", memory_total=total, unified=True, reasons=reasons))
 
 
 def _names(backend: str, module: ModuleType) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from gpumagic.probes.cards import Process
+from gpumagic.probes.listed_processes import Process
 from gpumagic.reports import ProcessRow
 
 PROC = Path("/proc")
@@ -103,6 +103,7 @@ def _row(process: Process) -> ProcessRow:
     return ProcessRow(
         pid=process.pid, name=program(process.pid), user=_user(process.pid), memory=process.memory,
         this_kernel=process.pid == os.getpid(), kind=process.kind,
+        utilization=process.utilization,
     )  # fmt: skip
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
 NOT_AVAILABLE = "n/a"
+SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def size(nbytes: int | None) -> str:
@@ -19,6 +21,19 @@ def size(nbytes: int | None) -> str:
         if abs(value) < 1023.95:
             return f"{value:.1f} {unit}"
     return f"{value / 1024:.1f} PiB"
+
+
+def pair(part: int, whole: int | None) -> str:
+    """Return two sizes in the unit of the larger: ``"3.1 / 15.0 GiB"``; what is not nothing is never "0.0"."""
+    if whole is None:
+        return size(part)
+    figure, unit = size(max(part, whole)).split(" ")
+    scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
+    digits = 0 if unit == "B" or (unit in ("KiB", "MiB") and float(figure) >= 100) else 1
+    shown = [f"{value / scale:.{digits}f}" for value in (part, whole)]
+    if part and float(shown[0]) == 0:
+        shown[0] = "<0.1" if digits else "<1"
+    return f"{shown[0]} / {shown[1]} {unit}"
 
 
 def duration(seconds: float | None) -> str:
@@ -46,6 +61,29 @@ def count(number: int, noun: str, plural: str = "") -> str:
 def shape(dims: tuple[int, ...]) -> str:
     """Return a shape as torch prints it inside ``torch.Size``: ``"[64, 3]"``."""
     return "[" + ", ".join(map(str, dims)) + "]"
+
+
+def rate(nbytes: float | None) -> str:
+    """Return bytes a second as ``"12.3 GiB/s"``."""
+    return NOT_AVAILABLE if nbytes is None else f"{size(int(nbytes))}/s"
+
+
+def sparkline(values: Sequence[float | None], low: float = 0.0, high: float | None = None) -> str:
+    """Return a line of blocks as high as the values between ``low`` and ``high``; what is not known is a space.
+
+    Args:
+        values: oldest first.
+        low: what is drawn as the lowest block, and all below it.
+        high: what is drawn as the full block, and all above it; the largest value if not given.
+    """
+    top = max((value for value in values if value is not None), default=low) if high is None else high
+    span = top - low
+    return "".join(" " if value is None else _block(value - low, span) for value in values)
+
+
+def _block(height: float, span: float) -> str:
+    step = int(height / span * len(SPARKS)) if span > 0 else 0
+    return SPARKS[max(0, min(len(SPARKS) - 1, step))]
 
 
 def printable(text: str) -> str:

@@ -40,12 +40,84 @@ def test_a_healthy_gpu_has_every_figure_of_the_driver(machine: MakeMachine) -> N
         "temperature": 60.0, "power": 250.5, "power_limit": 400.0, "throttle_reasons": [], "fan": 40.0,
         "performance_state": "P0", "clock_sm": 1410, "clock_sm_max": 1980, "compute_capability": "8.0",
         "bus_id": "00000000:01:00.0", "processes": [], "other_processes": 0, "predicted": False, "reasons": {},
+        "memory_utilization": 12.0, "encoder_utilization": 3.0, "decoder_utilization": 4.0, "ecc_errors": 0,
+        "pcie_generation": 3, "pcie_generation_max": 4, "pcie_width": 8, "pcie_width_max": 16,
+        "pcie_sent": 1000 * 1024, "pcie_received": 2000 * 1024, "nvlinks": 12, "topology": {}, "unified": False,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == expected
     report = answer["report"]
     assert (report["torch_version"], report["cuda_build"], report["driver_version"]) == ("2.13.0", "12.8", "570.86")
     assert report["best"] == "cuda:0"
     assert report["cause"] is None
+
+
+def test_nvlink_rates_are_what_the_counters_grew_by_while_the_rest_was_read(machine: MakeMachine) -> None:
+    """PCIe's blocking questions take at least 40 ms between the two readings, and nothing else is waited for."""
+    row = only(machine().probe("everything=True"))
+    assert 0 < row["nvlink_sent"] <= 5000 * 1024 / 0.040
+    assert row["nvlink_received"] == pytest.approx(row["nvlink_sent"] * 7 / 5, rel=0.01)
+
+
+def test_a_card_without_nvlink_says_so_and_never_zero(machine: MakeMachine) -> None:
+    """No links is "not supported", not a rate of nothing."""
+    bare = machine()
+    bare.say("0.nvlinks 0")
+    row = only(bare.probe("everything=True"))
+    assert [row[name] for name in ("nvlinks", "nvlink_sent", "nvlink_received")] == [None, None, None]
+    assert {row["reasons"][name] for name in ("nvlinks", "nvlink_sent")} == {"not supported"}
+
+
+def test_the_way_from_card_to_card_is_told(machine: MakeMachine) -> None:
+    """NVLink where the driver allows peers over it, else the nearest common PCIe ancestor."""
+    three = machine(3)
+    three.say("2.nvlinks 0")
+    rows = three.probe("everything=True")["report"]["devices"]
+    assert rows[0]["topology"] == {"1": "NVLink", "2": "several PCIe switches"}
+    assert rows[2]["topology"] == {"0": "several PCIe switches", "1": "several PCIe switches"}
+
+
+def test_slow_questions_are_asked_on_request_only(machine: MakeMachine) -> None:
+    """Each of them blocks in the driver."""
+    row = only(machine().probe())
+    assert row["pcie_sent"] is None
+    assert row["reasons"]["pcie_sent"] == "only read with -a"
+
+
+def test_processes_have_their_latest_sample_and_no_false_zero(machine: MakeMachine) -> None:
+    """One without a sample may have been idle, or the driver may have looked away."""
+    shared = machine()
+    shared.say(f"0.compute 4711 {GIB}", f"0.compute 4712 {GIB}", "0.busy 4711 10", "0.busy 4711 35")
+    answer = shared.probe("processes=True")
+    assert {each["pid"]: each["utilization"] for each in only(answer)["processes"]} == {4711: 35.0, 4712: None}
+    assert "35%" in answer["text"]
+
+
+def test_uncorrected_memory_errors_are_told_without_being_asked_for(machine: MakeMachine) -> None:
+    """They end in wrong results or a dead kernel."""
+    worn = machine(2)
+    worn.say("1.ecc 3")
+    answer = worn.probe()
+    assert [row["ecc_errors"] for row in answer["report"]["devices"]] == [0, 3]
+    assert "cuda:1 has had 3 uncorrected memory errors" in answer["text"]
+
+
+@pytest.mark.parametrize("answers", ["refused", "the host's"])
+def test_unified_memory_is_labelled_and_the_hosts_use_is_not_the_gpus(machine: MakeMachine, answers: str) -> None:
+    """On GB10 the driver refuses, or is said to give the host's own figures (nvitop#208)."""
+    spark = machine()
+    total, available = 120 * GIB, 80 * GIB
+    (spark.folder / "meminfo").write_text(f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\n")
+    spark.say("0.name NVIDIA GB10", f"0.compute 4711 {2 * GIB}", f"0.memory {total} 0 {70 * GIB} {50 * GIB}")
+    if answers == "refused":
+        spark.fail("nvmlDeviceGetMemoryInfo_v2", NOT_SUPPORTED)
+        spark.fail("nvmlDeviceGetMemoryInfo", NOT_SUPPORTED)
+    before = f"from gpumagic.probes import host; host._MEMINFO = Path({str(spark.folder / 'meminfo')!r})"
+    answer = spark.probe(before=before)
+    row = only(answer)
+    assert (row["unified"], row["memory_total"], row["memory_free"]) == (True, total, available)
+    assert row["memory_used"] == 2 * GIB
+    assert row["reasons"]["memory_reserved"] == "the host's memory, shared"
+    assert "unified" in answer["text"]
 
 
 def test_torch_is_not_imported(machine: MakeMachine) -> None:
@@ -239,12 +311,15 @@ def test_mig_instances_are_rows_and_their_card_says_why_it_has_no_utilisation(ma
         sliced.say(f"{number}.parent 0", f"{number}.name NVIDIA A100-SXM4-80GB MIG 3g.40gb")
         sliced.say(f"{number}.uuid MIG-{number}", f"{number}.memory {40 * GIB} 0 {30 * GIB} {10 * GIB}")
     rows = sliced.probe(CUDA_VISIBLE_DEVICES="MIG-33")["report"]["devices"]
-    assert (rows[0]["device"], rows[0]["uuid"]) == ("cuda:0", "MIG-33")
+    assert [row["uuid"][:6] for row in rows] == ["GPU-00", "MIG-32", "MIG-33"]
+    assert [row["device"] for row in rows] == [None, None, "cuda:0"]
     parent = next(row for row in rows if row["uuid"].startswith("GPU-"))
     assert parent["utilization"] is None
     assert parent["reasons"]["utilization"] == "n/a (MIG)"
     assert parent["reasons"]["device"] == "split into MIG instances"
-    assert rows[0]["memory_total"] == 40 * GIB
+    assert rows[2]["memory_total"] == 40 * GIB
+    assert {rows[2]["utilization"], rows[2]["temperature"], rows[2]["ecc_errors"]} == {None}
+    assert rows[2]["reasons"]["utilization"] == "n/a (MIG)"
     unset = sliced.probe()
     assert [row["uuid"] for row in unset["report"]["devices"] if row["device"]] == ["MIG-32"]
     assert unset["text"].startswith("1 GPU")

@@ -42,14 +42,13 @@ class FakeLibrary:
         count._obj.value = self.cards
 
     def _nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> None:  # noqa: N802
-        self.current = index.value
         ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p))[0] = index.value + 1
 
     def _nvmlDeviceGetName(self, handle: Any, name: Any, size: Any) -> None:  # noqa: N802
         name.value = b"NVIDIA Fake"
 
     def _nvmlDeviceGetUUID(self, handle: Any, uuid: Any, size: Any) -> None:  # noqa: N802
-        uuid.value = self.uuids[self.current].encode()
+        uuid.value = self.uuids[_number(handle)].encode()
 
     def _nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> None:  # noqa: N802
         memory._obj.total, memory._obj.free, memory._obj.used = 8 * GIB, self.free, 3 * GIB
@@ -60,6 +59,11 @@ class FakeLibrary:
 
     def _nvmlDeviceGetTemperature(self, handle: Any, sensor: Any, value: Any) -> None:  # noqa: N802
         value._obj.value = 55
+
+
+def _number(handle: Any) -> int:
+    """Return the card a handle stands for: handles are numbers plus one, so that none is NULL."""
+    return (ctypes.cast(handle, ctypes.c_void_p).value or 0) - 1
 
 
 def install(monkeypatch: pytest.MonkeyPatch, library: FakeLibrary) -> FakeLibrary:

@@ -8,6 +8,9 @@
  *   D.uuid TEXT
  *   D.memory TOTAL RESERVED FREE USED     bytes, as v2 reports them; v1 counts RESERVED as used
  *   D.util N   D.temp N   D.power N   D.cap N   D.throttle N   D.state N   D.fan N   D.clock NOW MAX
+ *   D.memutil N   D.encoder N   D.decoder N   D.ecc N     D.pcie GEN MAX WIDTH MAX     D.traffic KIB KIB
+ *   D.nvlinks N               links that are up             D.nvlink KIB KIB    what its counters grow by a reading
+ *   D.busy PID PERCENT        a sample of a process; may be repeated
  *   D.compute PID BYTES       a process; may be repeated, -1 bytes stands for "not available"
  *   D.graphics PID BYTES
  *   D.mig                     the card is in MIG mode
@@ -20,6 +23,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define DEVICES 64
 #define FIRST_INSTANCE 32
@@ -33,6 +37,10 @@ typedef struct {
     char name[128], uuid[96];
     uint64_t total, reserved, free, used, throttle;
     uint32_t util, temp, power, cap, state, fan, clock, clock_max, mig;
+    uint32_t memutil, encoder, decoder, ecc, pcie[4], traffic[2], nvlinks, nvlink[2];
+    unsigned long long sent[2];
+    struct { uint32_t pid, percent; } busy[PROCESSES];
+    uint32_t samples;
     int parent;
     processes_t compute, graphics;
 } device_t;
@@ -66,6 +74,18 @@ static void set_device(device_t *d, const char *key, const char *rest) {
     else if (!strcmp(key, "state")) d->state = atoi(rest);
     else if (!strcmp(key, "fan")) d->fan = atoi(rest);
     else if (!strcmp(key, "clock")) sscanf(rest, "%u %u", &d->clock, &d->clock_max);
+    else if (!strcmp(key, "memutil")) d->memutil = atoi(rest);
+    else if (!strcmp(key, "encoder")) d->encoder = atoi(rest);
+    else if (!strcmp(key, "decoder")) d->decoder = atoi(rest);
+    else if (!strcmp(key, "ecc")) d->ecc = atoi(rest);
+    else if (!strcmp(key, "pcie")) sscanf(rest, "%u %u %u %u", d->pcie, d->pcie + 1, d->pcie + 2, d->pcie + 3);
+    else if (!strcmp(key, "traffic")) sscanf(rest, "%u %u", d->traffic, d->traffic + 1);
+    else if (!strcmp(key, "nvlinks")) d->nvlinks = atoi(rest);
+    else if (!strcmp(key, "nvlink")) sscanf(rest, "%u %u", d->nvlink, d->nvlink + 1);
+    else if (!strcmp(key, "busy") && d->samples < PROCESSES) {
+        sscanf(rest, "%u %u", &d->busy[d->samples].pid, &d->busy[d->samples].percent);
+        d->samples++;
+    }
     else if (!strcmp(key, "compute")) add(&d->compute, rest);
     else if (!strcmp(key, "graphics")) add(&d->graphics, rest);
     else if (!strcmp(key, "mig")) d->mig = 1;
@@ -158,7 +178,7 @@ int nvmlDeviceGetUtilizationRates(void *h, utilization_t *out) {
     ON(h);
     if (of(h)->mig) return NOT_SUPPORTED;
     out->gpu = of(h)->util;
-    out->memory = 0;
+    out->memory = of(h)->memutil;
     return 0;
 }
 int nvmlDeviceGetTemperature(void *h, unsigned sensor, unsigned *out) { ON(h); *out = of(h)->temp; return 0; }
@@ -170,6 +190,61 @@ int nvmlDeviceGetClockInfo(void *h, unsigned kind, unsigned *out) { ON(h); *out 
 int nvmlDeviceGetMaxClockInfo(void *h, unsigned kind, unsigned *out) { ON(h); *out = of(h)->clock_max; return 0; }
 int nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) { ON(h); *major = 8; *minor = 0; return 0; }
 int nvmlDeviceGetCurrentClocksThrottleReasons(void *h, uint64_t *out) { ON(h); *out = of(h)->throttle; return 0; }
+
+int nvmlDeviceGetTotalEccErrors(void *h, unsigned type, unsigned counter, uint64_t *out) {
+    ON(h);
+    *out = type == 1 && counter == 0 ? of(h)->ecc : 0;
+    return 0;
+}
+int nvmlDeviceGetEncoderUtilization(void *h, unsigned *out, unsigned *period) { ON(h); *out = of(h)->encoder; return 0; }
+int nvmlDeviceGetDecoderUtilization(void *h, unsigned *out, unsigned *period) { ON(h); *out = of(h)->decoder; return 0; }
+int nvmlDeviceGetCurrPcieLinkGeneration(void *h, unsigned *out) { ON(h); *out = of(h)->pcie[0]; return 0; }
+int nvmlDeviceGetMaxPcieLinkGeneration(void *h, unsigned *out) { ON(h); *out = of(h)->pcie[1]; return 0; }
+int nvmlDeviceGetCurrPcieLinkWidth(void *h, unsigned *out) { ON(h); *out = of(h)->pcie[2]; return 0; }
+int nvmlDeviceGetMaxPcieLinkWidth(void *h, unsigned *out) { ON(h); *out = of(h)->pcie[3]; return 0; }
+/* It blocks for 20 ms, as NVML's documentation says of it. */
+int nvmlDeviceGetPcieThroughput(void *h, unsigned way, unsigned *out) {
+    ON(h);
+    usleep(20000);
+    *out = of(h)->traffic[way];
+    return 0;
+}
+int nvmlDeviceGetNvLinkState(void *h, unsigned link, unsigned *out) {
+    ON(h);
+    if (!of(h)->nvlinks) return NOT_SUPPORTED;
+    if (link >= of(h)->nvlinks) return INVALID_ARGUMENT;
+    *out = 1;
+    return 0;
+}
+typedef struct { uint32_t id, scope; int64_t when, latency; uint32_t type; int rc; uint64_t value; } field_t;
+int nvmlDeviceGetFieldValues(void *h, int count, field_t *fields) {
+    ON(h);
+    for (int i = 0; i < count; i++) {
+        int way = fields[i].id - 138;
+        if (!of(h)->nvlinks || way < 0 || way > 1) { fields[i].rc = NOT_SUPPORTED; continue; }
+        of(h)->sent[way] += i < 2 ? of(h)->nvlink[way] : 0;
+        fields[i].rc = 0;
+        fields[i].value = of(h)->sent[way];
+    }
+    return 0;
+}
+int nvmlDeviceGetTopologyCommonAncestor(void *h, void *other, unsigned *out) { ON(h); *out = 20; return 0; }
+int nvmlDeviceGetP2PStatus(void *h, void *other, unsigned kind, unsigned *out) {
+    ON(h);
+    *out = of(h)->nvlinks && of(other)->nvlinks ? 0 : 1;
+    return 0;
+}
+typedef struct { uint32_t pid; uint64_t when; uint32_t sm, memory, encoder, decoder; } sample_t;
+int nvmlDeviceGetProcessUtilization(void *h, sample_t *out, unsigned *size, uint64_t since) {
+    ON(h);
+    if (!of(h)->samples) return NOT_FOUND;
+    if (!out) { *size = of(h)->samples; return INSUFFICIENT_SIZE; }
+    for (unsigned i = 0; i < of(h)->samples; i++) {
+        sample_t each = {of(h)->busy[i].pid, since + i + 1, of(h)->busy[i].percent, 0, 0, 0};
+        out[i] = each;
+    }
+    return 0;
+}
 
 typedef struct { char legacy[16]; uint32_t domain, bus, device, id, subsystem; char busId[32]; } pci_t;
 int nvmlDeviceGetPciInfo_v3(void *h, pci_t *out) {

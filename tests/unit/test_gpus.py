@@ -11,7 +11,7 @@ import torch
 from nvml_stub.fake import GIB, FakeLibrary, install
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.probes import absence, allocator, gpus, nvml, other_devices
+from gpumagic.probes import absence, allocator, gpus, nvml, other_devices, selection
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.torch_build import TorchBuild, torch_build
 from gpumagic.reports import GPUReport, GpuRow
@@ -117,7 +117,7 @@ def row(device: str | None, free: int | None, allocated: int = 0, reserved: int 
 )
 def test_the_best_device_has_most_room(rows: list[GpuRow], best: str | None) -> None:
     """Cached memory of this kernel is room too; a simulated device is the last choice."""
-    assert gpus.best(rows) == best
+    assert selection.best(rows) == best
 
 
 @pytest.mark.parametrize(

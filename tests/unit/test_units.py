@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.options import parse_size
-from gpumagic.render.units import count, duration, percent, printable, shape, size
+from gpumagic.render.units import count, duration, percent, printable, shape, size, sparkline
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,20 @@ def test_printable_text_has_no_control_character_and_one_line(text: str) -> None
 
 def test_an_escape_sequence_is_shown_not_sent() -> None:
     assert printable("a\x1b[31mb\u202ec") == "a\\x1b[31mb\\u202ec"
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high", "line"),
+    [
+        ([], 0, None, ""),
+        ([0, 50, 100], 0, 100, "▁▅█"),
+        ([3, 3, 3], 0, None, "███"),
+        ([0, 0], 0, None, "▁▁"),
+        ([1, None, 2], 0, 2, "▅ █"),
+        ([-5, 500], 0, 100, "▁█"),
+    ],
+)
+def test_sparklines_stay_within_their_scale_and_show_gaps(
+    values: list[float | None], low: float, high: float | None, line: str
+) -> None:
+    assert sparkline(values, low, high) == line

@@ -1,0 +1,202 @@
+"""The table of `%gpuinfo`: a row a device, and under it what is absent and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpumagic.render.document import Block, Cell, Column, Paragraph, Segment, Table
+from gpumagic.render.units import NOT_AVAILABLE, count, pair, percent, size
+from gpumagic.reports import GpuRow
+
+BAR = "Bar, from the left: tensors of this kernel, its cache, all else in use."
+UTIL = "Util: share of the last moments in which any kernel ran; 100% is not full."
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A column of the table: where its cell comes from and which field's reason explains its absence."""
+
+    column: Column
+    field: str
+    cell: Callable[[GpuRow], Cell | str]
+    extra: bool = False
+    """Whether nothing is said of it where no device has it; `-a` does."""
+
+
+def blocks(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
+    """Return the table and the sentences under it.
+
+    Args:
+        rows: the devices to show.
+        explained: whether the report already says why torch can use none of them.
+    """
+    shown = [figure for figure in FIGURES if any(_has(row, figure) for row in rows)]
+    if not any(_is_renumbered(row) for row in rows):
+        shown = [figure for figure in shown if figure.field != "nvml_index"]
+    grid = [[_cell(row, figure) for figure in shown] for row in rows]
+    found: list[Block] = [Table([figure.column for figure in shown], grid, "GPUs")]
+    found += [Paragraph(sentence) for sentence in (*_throttled(rows), *_worn(rows))]
+    missing = [*([] if explained else _unusable(rows)), *_absences(rows)]
+    if missing:
+        found.append(Paragraph(" ".join(missing), muted=True))
+    legend = [BAR] * any(_bar(row) for row in rows) + [UTIL] * any(row.utilization is not None for row in rows)
+    if legend:
+        found.append(Paragraph(" ".join(legend), muted=True))
+    return found
+
+
+def _has(row: GpuRow, figure: Figure) -> bool:
+    return figure.field == "device" or getattr(row, figure.field) is not None
+
+
+def _cell(row: GpuRow, figure: Figure) -> Cell | str:
+    if _has(row, figure):
+        return figure.cell(row)
+    reason = row.reasons.get(figure.field, "")
+    return Cell(reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason)
+
+
+def _unusable(rows: Sequence[GpuRow]) -> list[str]:
+    """Return which of the driver's GPUs have no name in torch, and why."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.device is None:
+            reasons.setdefault(row.reasons.get("device", "not known"), []).append(short(row))
+    parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
+    return [f"Not usable in torch here: {'; '.join(parts)}."] if parts else []
+
+
+def _absences(rows: Sequence[GpuRow]) -> list[str]:
+    """Return why figures of the table are absent, in words, since a title is only seen with a mouse."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        for figure in FIGURES:
+            if not _has(row, figure) and not row.simulated and not _goes_without_saying(rows, row, figure):
+                reason = row.reasons.get(figure.field, "not known")
+                reasons.setdefault(reason, {}).setdefault(figure.column.title, []).append(short(row))
+    return [_absence(reason, where, len(rows)) for reason, where in reasons.items()]
+
+
+def _goes_without_saying(rows: Sequence[GpuRow], row: GpuRow, figure: Figure) -> bool:
+    if figure.extra and not any(_has(each, figure) for each in rows):
+        return True
+    of_the_kernel = figure.field in ("kernel_allocated", "nvml_index")
+    return row.device is None and (of_the_kernel or row.reasons.get(figure.field) == row.reasons.get("device"))
+
+
+def _absence(reason: str, where: Mapping[str, Sequence[str]], total: int) -> str:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for title, devices in where.items():
+        groups.setdefault(tuple(devices), []).append(title)
+    parts = [
+        ", ".join(titles) + ("" if len(devices) == total else f" of {', '.join(devices)}")
+        for devices, titles in groups.items()
+    ]
+    return f"{'; '.join(parts)}: {absent(reason)}."
+
+
+def absent(reason: str | None) -> str:
+    """Return ``"n/a (reason)"``."""
+    reason = reason or "not known"
+    return reason if reason.startswith(NOT_AVAILABLE) else f"{NOT_AVAILABLE} ({reason})"
+
+
+def _throttled(rows: Sequence[GpuRow]) -> list[str]:
+    return [f"{short(row)} is held back by: {', '.join(row.throttle_reasons)}." for row in rows if row.throttle_reasons]
+
+
+def _worn(rows: Sequence[GpuRow]) -> list[str]:
+    return [
+        f"{short(row)} has had {count(row.ecc_errors, 'uncorrected memory error')} since its driver was loaded."
+        for row in rows
+        if row.ecc_errors
+    ]
+
+
+def short(row: GpuRow) -> str:
+    """Return torch's name of a device, or NVML's where torch has none."""
+    if row.device is not None:
+        return row.device
+    return f"NVML {row.nvml_index}" + (" MIG" if (row.uuid or "").startswith("MIG-") else "")
+
+
+def _device(row: GpuRow) -> Cell:
+    indent = "· " if (row.uuid or "").startswith("MIG-") else ""
+    if row.device is None:
+        return Cell(indent + short(row), muted=True, title=row.reasons.get("device", ""))
+    if row.predicted:
+        return Cell(f"{indent}{row.device}?", title="predicted from the environment")
+    return Cell(indent + row.device)
+
+
+def _is_renumbered(row: GpuRow) -> bool:
+    return row.device is not None and row.nvml_index is not None and not row.device.endswith(f":{row.nvml_index}")
+
+
+def _name(row: GpuRow) -> Cell:
+    name = (row.name or "").removeprefix("NVIDIA ")
+    if row.simulated and "simulated" not in name.lower():
+        name += " (simulated)"
+    if row.unified:
+        name += " (unified memory)"
+    return Cell(name, title=row.name or "")
+
+
+def _memory(row: GpuRow) -> Cell:
+    if row.memory_used is None:
+        return Cell(size(row.memory_total), title=row.reasons.get("memory_used", ""))
+    return Cell(pair(row.memory_used, row.memory_total), bar=_bar(row), title=_memory_title(row))
+
+
+def _memory_title(row: GpuRow) -> str:
+    parts = [f"free {size(row.memory_free)}", f"used {size(row.memory_used)}"]
+    if row.memory_reserved is not None:
+        parts.append(f"kept by the driver {size(row.memory_reserved)}")
+    return ", ".join(parts)
+
+
+def _bar(row: GpuRow) -> tuple[Segment, ...]:
+    if not row.memory_total or row.memory_used is None:
+        return ()
+    allocated, reserved = row.kernel_allocated or 0, row.kernel_reserved or 0
+    return (
+        Segment(allocated / row.memory_total, "main"),
+        Segment(max(0, reserved - allocated) / row.memory_total, "second"),
+        Segment(max(0, row.memory_used - reserved) / row.memory_total, "other"),
+    )
+
+
+def _kernel(row: GpuRow) -> Cell | str:
+    if not row.kernel_reserved:
+        return Cell("nothing", muted=True, title="torch holds no memory there in this process")
+    return Cell(pair(row.kernel_allocated or 0, row.kernel_reserved), title="in tensors / with the cache")
+
+
+def power(row: GpuRow) -> str:
+    """Return ``"252/400 W"``."""
+    limit = "" if row.power_limit is None else f"/{row.power_limit:.0f}"
+    return f"{row.power:.0f}{limit} W"
+
+
+def clock(now: int | None, most: int | None) -> str:
+    """Return ``"1410 / 1980 MHz"``."""
+    return f"{now} MHz" if most is None else f"{now} / {most} MHz"
+
+
+FIGURES = (
+    Figure(Column("Device"), "device", _device),
+    Figure(Column("NVML", "right", 2), "nvml_index", lambda row: str(row.nvml_index)),
+    Figure(Column("Name", shrinks=True), "name", _name),
+    Figure(Column("Memory"), "memory_total", _memory),
+    Figure(Column("This kernel", "right", 1), "kernel_allocated", _kernel),
+    Figure(Column("Others", "right", 4), "other_processes", lambda row: size(row.other_processes)),
+    Figure(Column("Util", "right", 3), "utilization", lambda row: percent(row.utilization)),
+    Figure(Column("Temp", "right", 5), "temperature", lambda row: f"{row.temperature:.0f} C"),
+    Figure(Column("Power", "right", 6), "power", power),
+    Figure(
+        Column("Mem busy", "right", 7), "memory_utilization", lambda row: percent(row.memory_utilization), extra=True
+    ),
+    Figure(Column("SM clock", "right", 8), "clock_sm", lambda row: clock(row.clock_sm, row.clock_sm_max), extra=True),
+    Figure(Column("State", "right", 9), "performance_state", lambda row: str(row.performance_state), extra=True),
+)

@@ -1,0 +1,90 @@
+"""Whatever the driver refuses, in any combination: a report, each figure the truth or absent with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from nvml_stub.fake import install
+from nvml_stub.full_fake import SYMBOLS, TRUTH, FullLibrary
+
+from gpumagic.probes import gpus, other_devices, processes
+from gpumagic.probes.torch_build import TorchBuild
+from gpumagic.render import to_html, to_text
+
+CARDS = 3
+CODES = st.sampled_from([1, 2, 3, 4, 6, 10, 13, 15, 16, 17, 25, 28, 999])
+FAULTS = st.dictionaries(
+    st.tuples(st.sampled_from(SYMBOLS), st.sampled_from([None, *range(CARDS)])), CODES, max_size=12
+)
+MISSING = st.sets(st.sampled_from(SYMBOLS), max_size=6)
+VISIBLE = st.sampled_from([None, "", "-1", "1,0", "2", "0,9", "GPU-00000001", "MIG-1", "x"])
+Faults = dict[tuple[str, int | None], int]
+
+
+@pytest.fixture(autouse=True)
+def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
+    monkeypatch.setattr(other_devices, "simulated_rows", list)
+    monkeypatch.setattr(processes, "in_container", lambda: False)
+
+
+def probe(library: FullLibrary, variable: str | None):
+    """Return the report of that library, everything asked."""
+    with pytest.MonkeyPatch.context() as patched:
+        if variable is None:
+            patched.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            patched.setenv("CUDA_VISIBLE_DEVICES", variable)
+        install(patched, library)
+        return gpus.probe(processes=True, everything=True)
+
+
+def test_without_a_fault_the_truth_is_whole() -> None:
+    """So that the property below cannot pass by saying nothing."""
+    for row in probe(FullLibrary(CARDS, {}, set()), None):
+        assert {name: getattr(row, name) for name in TRUTH} == TRUTH
+        assert [each.utilization for each in row.processes or ()] == [35.0]
+
+
+@given(faults=FAULTS, missing=MISSING, variable=VISIBLE)
+@example(faults={("nvmlDeviceGetHandleByIndex_v2", None): 15}, missing=set(), variable=None)
+@example(faults={}, missing=set(SYMBOLS), variable=None)
+@example(faults={("nvmlDeviceGetMemoryInfo_v2", None): 999}, missing={"nvmlDeviceGetTemperatureV"}, variable="1,0")
+def test_every_figure_is_true_or_absent_with_its_reason(
+    faults: Faults, missing: set[str], variable: str | None
+) -> None:
+    """Never a traceback, a blank or a false 0."""
+    report = probe(FullLibrary(CARDS, faults, missing), variable)
+    assert len(report) == CARDS
+    for row in report:
+        for name, truth in TRUTH.items():
+            assert getattr(row, name) in (truth, None), name
+        assert set(row.reasons) == {name for name in gpus.FIGURES if getattr(row, name) is None}
+        assert all(row.reasons.values())
+    json.dumps(report.to_dict())
+    for flags in ({}, {"show_processes": False, "show_all": False}):
+        shown = dataclasses.replace(report, **flags)
+        assert all(len(line) <= 80 for line in to_text(shown, 80).splitlines())
+        assert "<table" in to_html(shown)
+
+
+@given(faults=FAULTS, broken=st.integers(0, CARDS - 1))
+def test_faults_of_one_card_hide_nothing_of_the_others(faults: Faults, broken: int) -> None:
+    """Each card is asked on its own."""
+    on_one = {(symbol, broken): code for (symbol, _), code in faults.items() if symbol.startswith("nvmlDeviceGet")}
+    for row in probe(FullLibrary(CARDS, on_one, set()), None):
+        if row.nvml_index != broken:
+            assert {name: getattr(row, name) for name in TRUTH} == TRUTH
+
+
+@given(code=st.integers(1, 1000), symbol=st.sampled_from(["nvmlInitWithFlags", "nvmlDeviceGetCount_v2"]))
+def test_a_driver_that_does_not_answer_at_all_is_one_sentence(code: int, symbol: str) -> None:
+    """Whatever its number."""
+    report = probe(FullLibrary(CARDS, {(symbol, None): code}, set()), None)
+    assert len(report) == 0
+    assert (report.cause or "").endswith(".")
+    assert to_text(report, 80).startswith("No GPU")
