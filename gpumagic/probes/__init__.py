@@ -1,1 +1,15 @@
-"""The only code that touches drivers, torch and the garbage collector. Probes return records; they never format."""
+"""The only code that touches drivers, torch and the garbage collector. Probes return records; they never format.
+
+By magic, each with the module to start reading at:
+
+`%gpuinfo`    `gpus` joins what `cards` asks NVML (one question a field in `card_readings`, over `nvml`) with
+              `torch_names` (by `visibility` before CUDA is up), `processes` and `other_devices`; `absence` says
+              why there is no GPU.
+`%devices`    `tensors` scans; `storages` says what each occupies, `kinds` and `gradients` what it is for, `paths`
+              and `holders` who keeps it; `reconcile` accounts for the allocator's bytes.
+`%%ondevice`  `recording` is the mode, `transfers` its log, `call_sites` finds lines, `residents` what stayed behind.
+`%%oomguard`  `oom` recognises, `scene` reads the failed frames, `release` empties them, `surroundings` looks at
+              what is left, `claims` prices each name.
+Shared        `allocator`, torch's own figures for any backend; `anatomy`, looking inside objects without running
+              their code; `host`, the machine's memory.
+"""
