@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import weakref
 from types import SimpleNamespace
 
@@ -30,6 +31,13 @@ class Slotted:
 
     def __init__(self, weight):
         self.weight = weight
+
+
+class Plain:
+    """An object whose attributes CPython keeps inline until someone asks for its `__dict__`."""
+
+    def __init__(self):
+        self.number = 1
 
 
 @dataclasses.dataclass
@@ -205,6 +213,13 @@ def test_a_search_keeps_nothing_once_released() -> None:
     del tensor
     namespace.clear()
     assert watch() is None
+
+
+def test_looking_into_an_object_allocates_nothing_in_it() -> None:
+    plain = Plain()
+    before = [type(each) for each in gc.get_referents(plain)]
+    name_storages({"plain": plain})
+    assert [type(each) for each in gc.get_referents(plain)] == before
 
 
 def test_slots_that_were_never_set_are_passed_over() -> None:

@@ -353,6 +353,13 @@ def test_garbage_that_awaits_the_gc_is_counted_not_collected() -> None:
     assert gc.isenabled()
 
 
+def test_no_collection_sets_in_meanwhile(monkeypatch) -> None:
+    enabled = []
+    monkeypatch.setattr(tensors, "roles", lambda owners: enabled.append(gc.isenabled()) or {})
+    probe({})
+    assert (enabled, gc.isenabled()) == ([False], True)
+
+
 def test_no_tensor_lives_longer_for_having_been_listed() -> None:
     keep = [torch.ones(10) for _ in range(10)]
     watchers = [weakref.ref(tensor) for tensor in keep]
