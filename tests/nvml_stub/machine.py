@@ -103,21 +103,11 @@ class Machine:
         **environment: str,
     ) -> dict[str, Any]:
         """Return the report as JSON, its text, the NVML calls it took and which heavy modules were imported."""
-        settings = self.folder / "machine.txt"
-        settings.write_bytes(b"\n".join(self.lines) + b"\n")
         setup = f"from pathlib import Path; processes.PROC = Path({str(self.folder / 'proc')!r})\n{before}"
         code = PROBE.format(arguments=arguments, before=setup, extra=extra)
-        site = [] if real_torch else [str(self.folder / "site")]
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "NVIDIA_"))}
-        paths = {
-            "LD_LIBRARY_PATH": str(library(old_driver=self.old_driver)),
-            "NVML_STUB": str(settings),
-            "PYTHONPATH": os.pathsep.join([*site, str(ROOT)]),
-            "COLUMNS": "80",
-        }
         result = subprocess.run(
             [sys.executable, "-c", code],
-            env={**clean, **paths, **environment},
+            env={**self.environment(real_torch=real_torch), **environment},
             capture_output=True,
             text=True,
             check=False,
@@ -126,3 +116,17 @@ class Machine:
         assert not result.stderr, result.stderr
         answer: dict[str, Any] = json.loads(result.stdout)
         return answer
+
+    def environment(self, *, real_torch: bool = False) -> dict[str, str]:
+        """Return the environment of a process on this machine; what is said of it later has no effect there."""
+        settings = self.folder / "machine.txt"
+        settings.write_bytes(b"\n".join(self.lines) + b"\n")
+        site = [] if real_torch else [str(self.folder / "site")]
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "NVIDIA_"))}
+        paths = {
+            "LD_LIBRARY_PATH": str(library(old_driver=self.old_driver)),
+            "NVML_STUB": str(settings),
+            "PYTHONPATH": os.pathsep.join([*site, str(ROOT)]),
+            "COLUMNS": "80",
+        }
+        return {**clean, **paths}

@@ -3,7 +3,7 @@
  * One setting a line; D is a device number, 0.. for cards and 32.. for MIG instances:
  *
  *   init CODE                 what nvmlInit returns          driver TEXT      the driver's version
- *   count N                   how many cards
+ *   count N                   how many cards             block N             microseconds that PCIe throughput takes
  *   D.name TEXT               bytes are passed on as they are
  *   D.uuid TEXT
  *   D.memory TOTAL RESERVED FREE USED     bytes, as v2 reports them; v1 counts RESERVED as used
@@ -48,6 +48,7 @@ typedef struct { int device; char symbol[80]; int code; } fault_t;
 
 static device_t devices[DEVICES];
 static fault_t faults[FAULTS];
+static int block = 20000; /* microseconds */
 static int count = 1, init_code, fault_count, calls, loaded, initialised;
 static char driver[80] = "570.00";
 
@@ -97,6 +98,7 @@ static void set(char *line) {
     if (rest) *rest++ = 0; else rest = line + strlen(line);
     if (!strcmp(line, "init")) init_code = atoi(rest);
     else if (!strcmp(line, "driver")) snprintf(driver, sizeof driver, "%s", rest);
+    else if (!strcmp(line, "block")) block = atoi(rest);
     else if (!strcmp(line, "count")) count = atoi(rest);
     else if (!strcmp(line, "fail") && fault_count < FAULTS) {
         char device[8];
@@ -196,6 +198,17 @@ int nvmlDeviceGetTotalEccErrors(void *h, unsigned type, unsigned counter, uint64
     *out = type == 1 && counter == 0 ? of(h)->ecc : 0;
     return 0;
 }
+/* What only the peers of the benchmark ask: without an answer they would spend their time on errors. */
+int nvmlDeviceGetIndex(void *h, unsigned *out) { ON(h); *out = (intptr_t)h - 1; return 0; }
+int nvmlDeviceIsMigDeviceHandle(void *h, unsigned *out) { ON(h); *out = (intptr_t)h > FIRST_INSTANCE; return 0; }
+int nvmlDeviceGetPowerManagementLimit(void *h, unsigned *out) { ON(h); *out = of(h)->cap; return 0; }
+int nvmlDeviceGetDisplayActive(void *h, unsigned *out) { ON(h); *out = 0; return 0; }
+int nvmlDeviceGetDisplayMode(void *h, unsigned *out) { ON(h); *out = 0; return 0; }
+int nvmlDeviceGetPersistenceMode(void *h, unsigned *out) { ON(h); *out = 1; return 0; }
+int nvmlDeviceGetComputeMode(void *h, unsigned *out) { ON(h); *out = 0; return 0; }
+int nvmlDeviceGetDriverModel(void *h, unsigned *now, unsigned *pending) { ON(h); return NOT_SUPPORTED; }
+int nvmlDeviceGetDriverModel_v2(void *h, unsigned *now, unsigned *pending) { ON(h); return NOT_SUPPORTED; }
+
 int nvmlDeviceGetEncoderUtilization(void *h, unsigned *out, unsigned *period) { ON(h); *out = of(h)->encoder; return 0; }
 int nvmlDeviceGetDecoderUtilization(void *h, unsigned *out, unsigned *period) { ON(h); *out = of(h)->decoder; return 0; }
 int nvmlDeviceGetCurrPcieLinkGeneration(void *h, unsigned *out) { ON(h); *out = of(h)->pcie[0]; return 0; }
@@ -205,7 +218,7 @@ int nvmlDeviceGetMaxPcieLinkWidth(void *h, unsigned *out) { ON(h); *out = of(h)-
 /* It blocks for 20 ms, as NVML's documentation says of it. */
 int nvmlDeviceGetPcieThroughput(void *h, unsigned way, unsigned *out) {
     ON(h);
-    usleep(20000);
+    usleep(block);
     *out = of(h)->traffic[way];
     return 0;
 }
