@@ -7,8 +7,10 @@ statistics of `torch.accelerator` and raises `torch.OutOfMemoryError`, `torch.si
 
 It is a PrivateUse1 backend in C++ (`simgpu.cpp`), compiled once, in the user's cache. It was tried with torch 2.13.
 
-What differs from a GPU: memory that a CPU kernel takes and returns within one operator is not counted; work is done
-when the call returns, so streams and events order nothing; no sparse, quantized or nested tensors.
+What differs from a GPU: memory that a CPU kernel takes and returns within one operator is not counted; a large block
+is cut to size, so `memory_allocated` is exactly the sum of the live storages, each rounded up to 512 bytes; work is
+done when the call returns, so streams and events order nothing. What it does not do raises: sparse and quantized
+tensors, DataParallel (torch's CPU build lacks what it scatters with), DLPack, sending its tensors to other processes.
 """
 
 from __future__ import annotations

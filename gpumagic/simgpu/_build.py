@@ -72,8 +72,10 @@ def _import(library: Path) -> ModuleType:
 def _only_process(lock: Path) -> Iterator[None]:
     # The kernel drops this lock with its process, so an interrupted compile leaves none behind, unlike the file
     # that torch.utils.cpp_extension waits for.
-    import fcntl
-
+    try:
+        import fcntl
+    except ImportError:
+        raise SimgpuUnavailable("the simulated GPU runs on Linux and macOS; on Windows, use it in WSL") from None
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         handle = lock.open("w")
@@ -92,7 +94,10 @@ def _compile(home: Path) -> ModuleType:
     sys.stderr.write("gpumagic: compiling the simulated GPU, once, about 30 s ...\n")
     sys.stderr.flush()
     # A folder of its own, so that an interrupted compile leaves nothing that could be taken for a finished one.
-    with tempfile.TemporaryDirectory(prefix="building-", dir=home.parent, ignore_cleanup_errors=True) as folder:
+    unfinished = f"building-{home.name}-"
+    for left_behind in home.parent.glob(f"{unfinished}*"):
+        shutil.rmtree(left_behind, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=unfinished, dir=home.parent, ignore_cleanup_errors=True) as folder:
         module = _build_in(folder)
         home.mkdir(exist_ok=True)
         (Path(folder) / f"{NAME}.so").replace(_library(home))

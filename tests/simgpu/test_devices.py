@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -141,6 +142,26 @@ def test_sparse_tensors_are_refused_in_a_sentence() -> None:
         torch.eye(2, device="simgpu").to_sparse()
 
 
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [
+        (
+            lambda: nn.Embedding(4, 2, sparse=True, device="simgpu")(torch.tensor([1]).simgpu()).sum().backward(),
+            NotImplementedError,
+        ),
+        (lambda: torch.quantize_per_tensor(torch.ones(3, device="simgpu"), 0.1, 0, torch.quint8), NotImplementedError),
+        (lambda: nn.DataParallel(nn.Linear(2, 2).simgpu(), [0, 1])(torch.ones(2, 2).simgpu()), AttributeError),
+        (lambda: torch.from_dlpack(torch.ones(2, device="simgpu")), ValueError),
+        (lambda: ForkingPickler.dumps(torch.ones(2, device="simgpu")), RuntimeError),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_it_lacks_raises(use: Callable[[], object], error: type[Exception]) -> None:
+    """The known gaps: when one closes, this and the module's docstring change."""
+    with pytest.raises(error):
+        use()
+
+
 def test_streams_and_events_exist() -> None:
     """Work is done when the call returns; events still tell the time between them."""
     start, end = (torch.Event("simgpu", enable_timing=True) for _ in range(2))
@@ -170,10 +191,12 @@ def test_a_forked_child_can_work_on_its_copy() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
 
 
+@pytest.mark.usefixtures("nothing_allocated")
 def test_enabling_again_is_harmless_and_changing_needs_empty_devices() -> None:
     """Same arguments: nothing. Others: refused in one sentence while tensors live, done when none does."""
     simgpu.enable(devices=2, memory=4 * 2**30)
-    x = torch.ones(1, device="simgpu")
+    x = torch.ones(1, device="simgpu", requires_grad=True)
+    x.sum().backward()  # starts autograd's threads, one a device
     with pytest.raises(SimgpuUnavailable, match="hold tensors") as caught:
         simgpu.enable(devices=3, memory="1GiB")
     assert "\n" not in str(caught.value)
@@ -206,6 +229,7 @@ def test_the_environment_can_ask_for_them(text: str, monkeypatch: pytest.MonkeyP
     assert torch.accelerator.get_memory_info(1)[1] == 4 * 2**30
 
 
+@pytest.mark.usefixtures("nothing_allocated")
 def test_a_capacity_alone_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`GPUMAGIC_SIMGPU=3GiB`."""
     monkeypatch.setenv("GPUMAGIC_SIMGPU", "3GiB")

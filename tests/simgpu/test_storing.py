@@ -27,7 +27,9 @@ from gpumagic import simgpu
 def test_tensors_are_saved_and_loaded_anywhere(saved: str, target: object, loaded: str, tmp_path: Path) -> None:
     """From either kind of device to either, by every form of map_location."""
     x = torch.arange(6.0, device=saved).reshape(2, 3)
+    simgpu.reset_copies()
     torch.save({"x": x, "view": x[1]}, tmp_path / "x.pt")
+    assert simgpu.copies() == ([] if saved == "cpu" else [("device-to-host", saved, "cpu", 24)])
     read = torch.load(tmp_path / "x.pt", map_location=target)
     assert {str(t.device) for t in read.values()} == {loaded}
     assert read["view"].tolist() == [3, 4, 5]
