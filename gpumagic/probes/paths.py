@@ -133,8 +133,8 @@ class Search:
     def _note(self, tensor: object, path: Path) -> None:
         self.tensors[id(tensor)] = tensor
         ways = self._paths.setdefault(id(tensor), [])
-        if len(ways) < _MAX_PATHS:
-            ways.append(path)
+        if len(ways) < _MAX_PATHS or path.root() not in {way.root() for way in ways}:
+            ways.append(path)  # each variable that reaches it counts, further ways of the same do not
 
 
 class Names:

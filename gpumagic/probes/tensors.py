@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpumagic.probes import gradients, holders, reconcile
+from gpumagic.probes.blocks import groups, looked_at, occupied
 from gpumagic.probes.kinds import KINDS, roles, subclasses
 from gpumagic.probes.paths import MAX_STEPS, Names
-from gpumagic.probes.storages import Ledger, Look, Storage, groups, looked_at, occupied, uncollected, undisturbed
+from gpumagic.probes.storages import Ledger, Look, Storage, uncollected, undisturbed
 from gpumagic.reports import TensorReport, TensorRow
 
 MAX_NAMES = 16
@@ -151,7 +152,7 @@ class _Census:
                     found += own
                     named.append(look)
             found += through
-        return _Block(storages, tuple(dict.fromkeys(found))[:MAX_NAMES], named)
+        return _Block(storages, _few(dict.fromkeys(found)), named)
 
     def _row(self, block: _Block) -> TensorRow:
         storages, names, named = block
@@ -199,6 +200,17 @@ class _Census:
 
 def _elements(look: Look) -> int:
     return look.elements
+
+
+def _few(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the first of many names, and one for every further variable that reaches the storage."""
+    found = list(names)
+    if len(found) <= MAX_NAMES:
+        return tuple(found)
+    kept = found[:MAX_NAMES]
+    roots = {holders.root_of(name) for name in kept}
+    others = {root: name for name in reversed(found) if (root := holders.root_of(name)) not in roots}
+    return (*kept, *reversed(others.values()))
 
 
 def _small_view(viewed: int | None, nbytes: int | None) -> str | None:

@@ -124,6 +124,7 @@ def _note(row: TensorRow) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
+    names = list(dict.fromkeys(names))
     rest = len(names) - 3
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 

@@ -291,6 +291,13 @@ def test_only_what_one_variable_alone_reaches_is_released_by_it() -> None:
     assert [(held.name, held.nbytes) for held in released_by(report)] == [("a", 4000)]
 
 
+def test_no_number_of_names_hides_another_variable() -> None:
+    tensor = torch.ones(1000)
+    namespace = {"many": [tensor[:1] for _ in range(50)], "same": [tensor] * 50, "late": [[tensor]]}
+    assert released_by(probe(namespace)) == ()
+    assert {root_of(name) for name in names_of(tensor, namespace)} == {"many", "same", "late"}
+
+
 @pytest.mark.parametrize(
     ("name", "root"),
     [("x", "x"), ("model.fc.weight", "model"), ("batch[0].x", "batch"), ("cfg['a.b']", "cfg"), ("s{...}", "s")],
