@@ -18,6 +18,9 @@ from gpumagic.probes.oom import OomEvent
 from gpumagic.render.units import size
 from gpumagic.reports import OomReport
 
+WORTH_SAYING = 1024**2
+"""Bytes below which a difference is not worth a word."""
+
 NOTHING = AllocatorFigures(0, 0, 0)
 """The figures of a backend that was not in use yet."""
 
@@ -57,7 +60,8 @@ def examine(
 ) -> Failure | None:
     """Return what the error and its frames tell, or None if it is not out-of-memory."""
     at_failure = allocator.all_figures()
-    rooms = {device: _room(device) for device in at_failure}
+    # Only where memory was taken: asking the driver about an idle CUDA device would create a context on it.
+    rooms = {device: _room(device) for device, figures in at_failure.items() if figures.reserved}
     free = min((room[0] for room in rooms.values() if room is not None), default=None)
     event = oom.recognise(error, free, outside)
     if event is None:
@@ -107,13 +111,13 @@ def _facts(failure: Failure, circumstances: Circumstances) -> Facts:
     free_elsewhere, others = surroundings.other_devices(device)
     return replace(
         facts,
+        looked_at=True,
         holders=claims.rows(claimed, device),
         leftovers=tuple(claim for claim in claimed if claim.names <= spare),
         stale={name: claims.released(claimed, [name]) for name in (old & fresh) - read_first},
         models=surroundings.models(used, namespace, device),
         batches=surroundings.batch_sizes(facts.cell, used, namespace) if facts.cell is not None else (),
         free_elsewhere=free_elsewhere,
-        used_nbytes=sum(claim.nbytes for claim in claimed if claim.names & used & old),
         other_processes=others,
     )
 
@@ -163,7 +167,7 @@ def _report(facts: Facts, failure: Failure, circumstances: Circumstances, notes:
         retries=circumstances.retries,
         recovered=circumstances.recovered,
         message=failure.event.message,
-        notes=(*notes, *negatives.sentences(facts), *_notes(failure, circumstances)),
+        notes=(*notes, *negatives.sentences(facts), *_notes(facts, failure, circumstances)),
     )
 
 
@@ -209,7 +213,7 @@ def _segments_can_expand(event: OomEvent) -> bool:
     return event.from_allocator and hinted and "expandable_segments:True" not in settings
 
 
-def _notes(failure: Failure, circumstances: Circumstances) -> list[str]:
+def _notes(facts: Facts, failure: Failure, circumstances: Circumstances) -> list[str]:
     event, notes = failure.event, []
     if circumstances.pinned is not None:
         notes.append(f"Kept for %debug: the failed frames hold at least {size(circumstances.pinned)} of it.")
@@ -221,4 +225,13 @@ def _notes(failure: Failure, circumstances: Circumstances) -> list[str]:
         notes.append(f"The error does not name the device; {failure.device} is the fullest of its kind in use.")
     if failure.scene.inside is not None:
         notes.append(f"It failed inside {failure.scene.inside}")
+    nameless = _nameless(facts)
+    if nameless >= WORTH_SAYING:
+        notes.append(f"{size(nameless)} of what is allocated now has no name here: %devices says what keeps it.")
     return notes
+
+
+def _nameless(facts: Facts) -> int:
+    if facts.after is None or not facts.looked_at:
+        return 0
+    return facts.after.allocated - sum(holder.nbytes for holder in facts.holders)

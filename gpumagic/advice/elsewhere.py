@@ -11,13 +11,14 @@ from gpumagic.reports import Advice
 
 def other_device(facts: Facts) -> Iterator[Advice]:
     """Run the cell where all that it uses, made and asked for has room."""
-    if not facts.free_elsewhere or facts.requested is None or facts.grown is None:
+    if not facts.free_elsewhere or facts.requested is None or facts.at_failure is None:
         return
     device = max(facts.free_elsewhere, key=lambda each: facts.free_elsewhere[each])
-    needed = facts.used_nbytes + facts.grown + facts.requested
+    needed = facts.at_failure.allocated - facts.leftover_nbytes + facts.requested
+    brought = (facts.before.allocated if facts.before is not None else 0) - facts.leftover_nbytes
     if facts.free_elsewhere[device] >= needed:
         yield Advice(
-            f"Run the cell on {device}" + (", with what it uses moved there" if facts.used_nbytes else ""),
+            f"Run the cell on {device}" + (", with what it uses moved there" if brought > 0 else ""),
             None,
             True,
             f"%%ondevice {device}",

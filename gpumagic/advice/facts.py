@@ -96,6 +96,8 @@ class Facts:
     message: str = ""
     scene: Scene = field(default_factory=Scene)
     cell: CellCode | None = None
+    looked_at: bool = False
+    """Whether the notebook could be looked at: without it, no holders does not mean none."""
     holders: tuple[Holder, ...] = ()
     leftovers: tuple[Claim, ...] = ()
     """What is only reached by names bound before the cell that neither it nor anything it calls uses."""
@@ -105,8 +107,6 @@ class Facts:
     batches: tuple[BatchSize, ...] = ()
     free_elsewhere: Mapping[str, int] = field(default_factory=dict)
     """Free bytes of the other devices of the same type."""
-    used_nbytes: int = 0
-    """Bytes on the failing device of the names the cell uses: what another device would have to take."""
     other_processes: int | None = None
 
     @property

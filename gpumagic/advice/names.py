@@ -47,14 +47,13 @@ def stale(facts: Facts) -> Iterator[Advice]:
 
 
 def _deletion(claims: list[Claim]) -> str:
-    """Return the code that unbinds them; what was displayed is also in IPython's output cache, which %xdel clears."""
-    displayed = [claim for claim in claims if any(name.startswith("Out[") for name in claim.names)]
-    lines = [f"%xdel {_typed(claim)}" for claim in displayed]
-    done = {name for claim in displayed for name in claim.names}
-    plain = sorted({name for claim in claims for name in claim.names} - done)
-    return "\n".join([*lines, *([f"del {', '.join(plain)}"] if plain else [])])
+    """Return the code that unbinds them.
 
-
-def _typed(claim: Claim) -> str:
-    variables = sorted(name for name in claim.names if name.isidentifier())
-    return variables[0] if variables else min(claim.names).replace("Out[", "_").rstrip("]")
+    A displayed value is also in six places of IPython's, all of which `%xdel _N` clears. It comes last: it also
+    unbinds the variables that are the very same object, which `del` would then miss.
+    """
+    names = sorted({name for claim in claims for name in claim.names})
+    variables = [name for name in names if name.isidentifier()]
+    displayed = [name.replace("Out[", "_").rstrip("]") for name in names if not name.isidentifier()]
+    lines = [f"del {', '.join(variables)}"] if variables else []
+    return "\n".join([*lines, *(f"%xdel {each}" for each in displayed)])

@@ -5,6 +5,9 @@ from __future__ import annotations
 from gpumagic.advice.facts import Facts
 from gpumagic.render.units import size
 
+A_FAIR_SHARE = 10
+"""What holds less than one part in so many of the device is advice perhaps, but not the verdict."""
+
 
 def sentence(facts: Facts) -> str:
     """Return the verdict: the first explanation, from the most particular to a plain shortage, that the facts bear."""
@@ -53,7 +56,7 @@ def _cap(facts: Facts) -> str | None:
 
 def _others(facts: Facts) -> str | None:
     held = facts.other_processes or 0
-    if facts.short is None or facts.capacity is None or held < max(facts.short, facts.capacity // 20):
+    if facts.short is None or facts.capacity is None or held < max(facts.short, facts.capacity // A_FAIR_SHARE):
         return None
     return (
         f"Other processes hold {size(held)} of the {size(facts.capacity)} of {facts.device}; "
@@ -62,10 +65,11 @@ def _others(facts: Facts) -> str | None:
 
 
 def _leftovers(facts: Facts) -> str | None:
-    if not facts.short or facts.leftover_nbytes < facts.short:
+    held = facts.leftover_nbytes
+    if not facts.short or held < facts.short or held < (facts.capacity or 0) // A_FAIR_SHARE:
         return None
     return (
-        f"Earlier cells left {size(facts.leftover_nbytes)} on {facts.device} that this cell does not use; "
+        f"Earlier cells left {size(held)} on {facts.device} that this cell does not use; "
         f"{size(facts.short)} was missing for a request of {size(facts.requested)}."
     )
 

@@ -37,9 +37,7 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
     return _claims(roots, namespace, device, shell)
 
 
-def in_frames(
-    error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()
-) -> int:
+def in_frames(error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()) -> int:
     """Return the bytes on a device that only the frames of an error reach; graphs may hold more, unseen."""
     locals_ = [each for frame, _ in exception_graph.frames(error, outside) for each in holders.locals_of(frame)]
     roots = [*holders.variables(namespace, None), (FRAMES, locals_)]
@@ -63,7 +61,12 @@ def rows(claims: Iterable[Claim], device: str) -> tuple[Holder, ...]:
 
 
 def _outputs(namespace: Mapping[str, object], shell: object | None) -> Iterator[tuple[str, object]]:
-    return ((name, value) for name, value in holders.hidden_roots(namespace, shell) if name.startswith("Out["))
+    """Yield the displayed values, one that was displayed twice only once: `%xdel` clears both."""
+    seen: set[int] = set()
+    for name, value in holders.hidden_roots(namespace, shell):
+        if name.startswith("Out[") and id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
 
 
 def _claims(

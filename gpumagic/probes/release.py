@@ -24,9 +24,7 @@ DEBUGGER_FRAMES = ("curframe", "curframe_locals", "botframe", "stopframe", "retu
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
-def strip(
-    error: BaseException, shell: InteractiveShell | None = None, outside: Collection[int] = ()
-) -> None:
+def strip(error: BaseException, shell: InteractiveShell | None = None, outside: Collection[int] = ()) -> None:
     """Empty the frames of a failure, take its tracebacks away and have Python and IPython forget it.
 
     Frames that still run are left alone. What the exception itself holds, in its arguments, goes when the

@@ -10,6 +10,7 @@ from gpumagic.reports import Advice, Holder, OomReport
 
 SHOWN_ADVICE = 5
 SHOWN_HOLDERS = 6
+WORTH_A_ROW = 1024**2
 
 
 def view(report: OomReport) -> Document:
@@ -77,7 +78,9 @@ def _cached(allocated: int | None, reserved: int | None) -> str:
 
 
 def _holders(report: OomReport) -> Iterator[Block]:
-    shown, rest = report.holders[:SHOWN_HOLDERS], report.holders[SHOWN_HOLDERS:]
+    large = sum(holder.nbytes >= WORTH_A_ROW for holder in report.holders)  # they come largest first
+    shown = report.holders[: min(SHOWN_HOLDERS, max(1, large))]
+    rest = report.holders[len(shown) :]
     yield _holder_table(shown, report.allocated_after)
     if rest:
         more = size(sum(holder.nbytes for holder in rest))

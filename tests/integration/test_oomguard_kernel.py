@@ -51,8 +51,8 @@ def test_keep_going_lets_run_all_go_on(guarded_kernel) -> None:
 
 
 def test_awaited_code_is_released_too(guarded_kernel) -> None:
-    cell = "%%oomguard\nimport asyncio\nasync def work():\n    held = take(1)\n    await asyncio.sleep(0)\n    fail()\nawait work()"
-    assert guarded_kernel.run(cell).ename == "OutOfMemory"
+    body = "async def work():\n    held = take(1)\n    await asyncio.sleep(0)\n    fail()"
+    assert guarded_kernel.run(f"%%oomguard\nimport asyncio\n{body}\nawait work()").ename == "OutOfMemory"
     assert guarded_kernel.value(ALLOCATED) == "0"
 
 
@@ -62,7 +62,8 @@ def test_a_retry_that_fails_shows_one_line_and_the_report(guarded_kernel) -> Non
     assert len(cell.tracebacks) == 1
     assert cell.tracebacks[0].startswith("OutOfMemory: simgpu:0 ran out of memory in line ")
     assert "\n" not in cell.tracebacks[0].strip()
-    assert cell.reports[0].splitlines()[0] == "Out of memory on simgpu:0, line 2 · also after 1 retry · 2.0 GiB given back"
+    heading = cell.reports[0].splitlines()[0]
+    assert heading == "Out of memory on simgpu:0, line 2 · also after 1 retry · 2.0 GiB given back"
     assert guarded_kernel.value(ALLOCATED) == "0"
 
 

@@ -99,7 +99,7 @@ def test_leftovers_are_deleted_together_and_priced_together() -> None:
 
 def test_a_displayed_leftover_is_deleted_by_ipythons_own_magic() -> None:
     claims = (Claim(frozenset({"Out[5]"}), GIB), Claim(frozenset({"Out[6]", "x"}), GIB), Claim(frozenset({"y"}), GIB))
-    assert one(names.leftovers, replace(SHORTAGE, leftovers=claims)).edit == "%xdel _5\n%xdel x\ndel y"
+    assert one(names.leftovers, replace(SHORTAGE, leftovers=claims)).edit == "del x, y\n%xdel _5\n%xdel _6"
 
 
 def test_small_leftovers_are_not_mentioned() -> None:
@@ -185,10 +185,12 @@ def test_checkpointing_is_not_advised_without_gain_or_where_it_is_on(facts) -> N
 
 
 def test_another_device_is_named_only_if_all_the_cell_needs_fits_there() -> None:
-    room = replace(SHORTAGE, free_elsewhere={"cuda:1": 7 * GIB, "cuda:2": 9 * GIB}, used_nbytes=2 * GIB)
+    room = replace(SHORTAGE, free_elsewhere={"cuda:1": 7 * GIB, "cuda:2": 9 * GIB})
     advice = one(elsewhere.other_device, room)
     assert (advice.edit, advice.covers, advice.frees) == ("%%ondevice cuda:2", True, None)
-    assert not list(elsewhere.other_device(replace(room, used_nbytes=4 * GIB)))
+    assert not list(elsewhere.other_device(replace(room, requested=3 * GIB)))
+    left = replace(room, requested=3 * GIB, leftovers=(Claim(frozenset({"a"}), 3 * GIB),))
+    assert one(elsewhere.other_device, left).title == "Run the cell on cuda:2"
 
 
 def test_expandable_segments_are_advised_or_denied_by_what_was_unallocated() -> None:
