@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1")
     info.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
     info.add_argument("-a", "--all", action="store_true", help="every field: clocks, fan, bus, UUID...")
+    info.add_argument(
+        "-w", "--watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="refresh every SECONDS until Ctrl-C"
+    )
     info.add_argument("--json", action="store_true", help="print JSON instead of the table")
     info.set_defaults(run=_gpuinfo)
     return parser
@@ -50,9 +54,13 @@ def _demo(options: argparse.Namespace) -> int:
 def _gpuinfo(options: argparse.Namespace) -> int:
     import json
 
-    from gpumagic import api
+    from gpumagic import api, live
 
-    report = api.gpuinfo(*options.devices, processes=options.processes, everything=options.all)
+    ask = functools.partial(api.gpuinfo, *options.devices, processes=options.processes, everything=options.all)
+    if options.watch is not None:
+        live.Recorder(ask, max(0.1, options.watch), live.terminal_display()).run()
+        return 0
+    report = ask()
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
     return 0
 

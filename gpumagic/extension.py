@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Where a shell keeps the way back: its own place for what extensions remember.
 _KEY = "gpumagic_unload"
+_GOING_ON = ("gpumagic.live", "gpumagic.each_cell")
+"""What the user may have started in a shell, imported only then; each has an ``off``."""
 
 
 def load(shell: InteractiveShell) -> None:
@@ -35,6 +37,9 @@ def unload(shell: InteractiveShell) -> None:
     """Take back all that `load` added; without it, nothing."""
     undo = shell.meta.pop(_KEY, None)
     if undo is not None:
+        for name in _GOING_ON:
+            if name in sys.modules:
+                sys.modules[name].off(shell)
         undo.close()
 
 

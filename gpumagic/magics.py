@@ -56,7 +56,9 @@ class GpuMagics(Magics):
     @line_magic
     @_magic
     def gpuinfo(self, options: Namespace) -> object:
-        """Return the state of the GPUs."""
+        """Return the state of the GPUs, or follow it."""
+        if options.each_cell or options.watch is not None:
+            return self._follow(options)
         report = api.gpuinfo(*options.devices, processes=options.processes, everything=options.all)
         if options.best:
             return report.best
@@ -101,6 +103,21 @@ class GpuMagics(Magics):
             namespace=self.shell.user_ns, store=self._store(options.out),
         )  # fmt: skip
         return self._run(guard, cell, retries=options.retry)
+
+    def _follow(self, options: Namespace) -> object:
+        if options.each_cell:
+            from gpumagic import each_cell
+
+            each_cell.switch(self.shell, options.each_cell)
+        if options.watch is None:
+            return None
+        from gpumagic import live
+
+        if options.watch == 0:
+            live.off(self.shell)
+            return None
+        ask = functools.partial(api.gpuinfo, *options.devices, processes=options.processes, everything=options.all)
+        return live.watch(self.shell, ask, options.watch)
 
     def _run(self, guard: Any, cell: str | None, **options: Any) -> object:
         if cell is None:

@@ -40,6 +40,15 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def interval(text: str) -> float:
+    """Return seconds of at least 0.1, 0 for ``"off"``, or raise `OptionError`."""
+    if text == "off":
+        return 0.0
+    if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", text, re.ASCII) or float(text) < 0.1:
+        raise OptionError(f"{text!r} is neither off nor seconds of at least 0.1; write devices before -w")
+    return float(text)
+
+
 def variable_name(text: str) -> str:
     """Return a Python name to store a report under, or raise `OptionError`."""
     if not text.isidentifier():
@@ -112,7 +121,12 @@ def _gpuinfo() -> Parser:
     parser = _parser("%gpuinfo", "Show the GPUs, who uses them, and this kernel's part; or why there is none.")
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these: cuda:1, 1, all are shown without")
     parser.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
-    parser.add_argument("-a", "--all", action="store_true", help="every field: clocks, fan, bus, UUID...")
+    parser.add_argument("-a", "--all", action="store_true", help="every field; PCIe and NVLink traffic take a moment")
+    parser.add_argument(
+        "-w", "--watch", nargs="?", metavar="SECONDS", type=_typed(interval), const=2.0,
+        help="refresh in place every SECONDS (2) while other cells run; -w off or an interrupt stops it",
+    )  # fmt: skip
+    parser.add_argument("--each-cell", choices=("on", "off"), help="after every cell a line: memory change, peak, time")
     parser.add_argument("--best", action="store_true", help="only return the device with most free memory")
     parser.add_argument("--json", action="store_true", help="return JSON text instead of the table")
     return parser

@@ -211,6 +211,61 @@ class GPUReport(Report[GpuRow]):
         return self.devices
 
 
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One device at one moment of a recording."""
+
+    seconds: float
+    """Since the recording began."""
+    device: str
+    memory_used: int | None = None
+    memory_total: int | None = None
+    kernel_allocated: int | None = None
+    utilization: float | None = None
+    temperature: float | None = None
+    power: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class HistoryReport(Report[SampleRow]):
+    """The GPUs over time, a row a device and moment, oldest first."""
+
+    row_type: ClassVar[type[Any]] = SampleRow
+
+    samples: tuple[SampleRow, ...]
+    latest: GPUReport | None = None
+    """The last snapshot, whole."""
+    interval: float | None = None
+    """Seconds from one snapshot to the next."""
+    ended: str | None = None
+    """Why the recording has ended; None while it goes on."""
+
+    @property
+    def rows(self) -> tuple[SampleRow, ...]:
+        return self.samples
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of utilisation and memory over time, a line a device.
+
+        Raises:
+            GpuMagicError: matplotlib is not installed.
+        """
+        from gpumagic.render import plot
+
+        return plot.history(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CellUse:
+    """What one cell did on one device, by the allocator's own counters."""
+
+    device: str
+    allocated_before: int
+    allocated_after: int
+    peak: int | None
+    """Bytes allocated at most during the cell; None where the counter did not rise and so does not tell."""
+
+
 # -- %devices ---------------------------------------------------------------------------------------------
 
 

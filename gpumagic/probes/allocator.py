@@ -9,8 +9,10 @@ backends that are initialised.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 BACKENDS = ("cuda", "xpu", "mps")
 """In-tree accelerators, in torch's order; an out-of-tree one (PrivateUse1) comes before them, as in torch."""
@@ -67,6 +69,57 @@ def figures(device: str) -> AllocatorFigures | None:
         reserved=module.memory_reserved(number),
         peak=module.max_memory_allocated(number),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """One device's allocator by the counters that tell whether anything was done on it."""
+
+    allocated: int
+    peak: int | None
+    """None where it is not counted (MPS)."""
+    allocations: int
+    """How many there have ever been; 0 where that is not counted."""
+
+
+def all_counters() -> dict[str, Counters]:
+    """Return the counters of every device that is in use, each read once: this stands around every cell."""
+    if "torch" not in sys.modules:
+        return {}
+    found = {}
+    for backend in _backends():
+        module = device_module(backend)
+        if module is None or not is_initialised(backend) or not hasattr(module, "device_count"):
+            continue
+        for index in range(module.device_count()):
+            found[f"{backend}:{index}"] = _counters(backend, module, index)
+    return found
+
+
+def _counters(backend: str, module: ModuleType, index: int) -> Counters:
+    if backend == "mps":
+        return Counters(int(module.current_allocated_memory()), None, 0)
+    stats = _nested_stats(backend, module, index)
+    bytes_, allocations = stats["allocated_bytes"]["all"], stats["allocation"]["all"]
+    return Counters(bytes_["current"], bytes_["peak"], allocations["allocated"])
+
+
+def _nested_stats(backend: str, module: ModuleType, index: int) -> Mapping[str, Any]:
+    """Return the allocator's statistics as it gives them; flattening and sorting them takes torch far longer."""
+    import torch
+
+    if hasattr(module, "memory_stats_as_nested_dict"):  # CUDA and XPU
+        nested: Mapping[str, Any] = module.memory_stats_as_nested_dict(index)
+        return nested or _NO_STATS
+    if hasattr(torch._C, "_accelerator_getDeviceStats") and backend not in BACKENDS:
+        return torch._C._accelerator_getDeviceStats(index)  # type: ignore[no-any-return, unused-ignore]
+    flat = module.memory_stats(index)
+    current, peak = flat["allocated_bytes.all.current"], flat["allocated_bytes.all.peak"]
+    allocated = {"allocated": flat["allocation.all.allocated"]}
+    return {"allocated_bytes": {"all": {"current": current, "peak": peak}}, "allocation": {"all": allocated}}
+
+
+_NO_STATS = {"allocated_bytes": {"all": {"current": 0, "peak": 0}}, "allocation": {"all": {"allocated": 0}}}
 
 
 def all_figures() -> dict[str, AllocatorFigures]:

@@ -49,7 +49,8 @@ def terminal_has_unicode() -> bool:
 
 def to_ascii(text: str) -> str:
     """Return the text with its drawing characters replaced and anything else outside ASCII escaped."""
-    table = {"█": "#", "▓": "=", "▒": "-", "░": ".", "…": "~", "×": "x", "→": ">", "─": "-", "·": "-", "▸": ">"}
+    table = {"█": "#", "▓": "=", "▒": "-", "░": ".", "…": "~", "×": "x", "→": ">", "─": "-", "·": "-", "▸": ">",
+             "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%"}  # fmt: skip
     plain = "".join(table.get(ch, ch) for ch in text)
     return plain.encode("ascii", "backslashreplace").decode()
 

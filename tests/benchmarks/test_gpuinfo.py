@@ -118,3 +118,34 @@ def test_gpuinfo_takes_no_longer_than_nvitop(machine: Machine, peers: Path) -> N
     assert all(run["calls"] <= 160 and not run["events"] for run in found[ours])
     assert found[raw][0]["calls"] > 100, "the stub counts"
     assert "sleep" in found[gpustat][0]["events"], "sleeping is noticed"
+
+
+def test_a_line_after_each_cell_costs_under_a_millisecond() -> None:
+    """The counters of 8 devices are read before and after the cell; the line itself goes to a string."""
+    pytest.importorskip("torch")
+    code = """
+import contextlib, io, statistics, time
+from gpumagic import simgpu
+simgpu.enable(devices=8, memory="64MiB")
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_line_magic("load_ext", "gpumagic")
+kept = [torch.ones(1000, device=f"simgpu:{index}") for index in range(8)]
+def spent():
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        shell.run_cell("pass")
+    return time.perf_counter() - start
+rounds = []
+for _ in range(40):
+    shell.run_cell("%gpuinfo --each-cell off")
+    bare = spent()
+    shell.run_cell("%gpuinfo --each-cell on")
+    rounds.append(spent() - bare)
+print("result", statistics.median(rounds))
+"""
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    seconds = float(said.rsplit("result ")[1].split()[0])
+    print(f"\n--each-cell on, 8 devices: {1e3 * seconds:.2f} ms a cell (bar 1)")
+    assert seconds < 0.001

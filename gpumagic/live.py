@@ -1,0 +1,207 @@
+"""`%gpuinfo -w`: the GPUs over time, shown in place.
+
+A recorder takes a snapshot every few seconds and keeps a short history. In a notebook it does so in a thread, so
+that other cells run meanwhile; a terminal has one place to write to, so there it runs until Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from gpumagic.reports import GPUReport, HistoryReport, SampleRow
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+
+KEPT = 900
+"""Snapshots a recorder keeps: half an hour at two seconds."""
+_KEY = "gpumagic_recorder"
+
+
+class Recorder:
+    """Takes a snapshot every few seconds; `report` is its history, `stop` ends it.
+
+    Args:
+        ask: takes one snapshot.
+        seconds: from one to the next.
+        show: called with the history after each, and once more at the end.
+    """
+
+    def __init__(self, ask: Callable[[], GPUReport], seconds: float, show: Callable[[HistoryReport], None]) -> None:
+        self._ask, self._show, self.seconds = ask, show, seconds
+        self._samples: deque[tuple[SampleRow, ...]] = deque(maxlen=KEPT)
+        self._latest: GPUReport | None = None
+        self._started = time.monotonic()
+        self._enough = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.ended: str | None = None
+        """Why it has stopped; None while it runs."""
+
+    @property
+    def report(self) -> HistoryReport:
+        """Return the history so far."""
+        samples = tuple(row for rows in self._samples for row in rows)
+        return HistoryReport(samples, latest=self._latest, interval=self.seconds, ended=self.ended)
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the history."""
+        return self.report.plot()
+
+    def start(self) -> None:
+        """Record in a thread. The first snapshot is taken here, so that what is wrong with it is raised here."""
+        self._take()
+        self._thread = threading.Thread(target=self._record, name="gpumagic recorder", daemon=True)
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def run(self) -> None:
+        """Record in this thread until Ctrl-C."""
+        try:
+            self._take()
+            self._record()
+        except KeyboardInterrupt:
+            self._end("interrupted")
+
+    def stop(self, why: str = "stopped") -> None:
+        """End the recording and wait for its thread: NVML must not be asked while the process ends (nvitop#222)."""
+        self._enough.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        atexit.unregister(self.stop)
+        self._end(why)
+
+    def _record(self) -> None:
+        try:
+            while not self._enough.wait(self.seconds):
+                self._take()
+        except Exception as error:  # a thread has nobody to raise to
+            self._end(f"stopped by {type(error).__name__}: {error}")
+
+    def _take(self) -> None:
+        report = self._ask()
+        moment = time.monotonic() - self._started
+        self._latest = report
+        self._samples.append(tuple(_sample(moment, row) for row in report.devices))
+        self._show(self.report)
+
+    def _end(self, why: str) -> None:
+        if self.ended is None:
+            self.ended = why
+            self._show(self.report)
+
+    def __repr__(self) -> str:
+        how = "stop it with %gpuinfo -w off" if self.ended is None else self.ended
+        return f"<recorder of the GPUs every {self.seconds:g} s; {how}>"
+
+
+def _sample(moment: float, row: Any) -> SampleRow:
+    return SampleRow(
+        seconds=moment, device=row.device or f"NVML {row.nvml_index}", memory_used=row.memory_used,
+        memory_total=row.memory_total, kernel_allocated=row.kernel_allocated, utilization=row.utilization,
+        temperature=row.temperature, power=row.power,
+    )  # fmt: skip
+
+
+# -- in a shell -------------------------------------------------------------------------------------------
+
+
+def watch(shell: InteractiveShell, ask: Callable[[], GPUReport], seconds: float) -> Recorder:
+    """Show the GPUs in place until `%gpuinfo -w off`, an interrupt, or the extension's unloading.
+
+    Args:
+        shell: one that belongs to a kernel goes on with other cells meanwhile; another waits for Ctrl-C.
+        ask: takes one snapshot.
+        seconds: from one to the next.
+    """
+    off(shell)
+    if getattr(shell, "kernel", None) is None:
+        recorder = Recorder(ask, seconds, terminal_display())
+        recorder.run()
+        return recorder
+    recorder = Recorder(ask, seconds, _notebook_display())
+    recorder.start()
+    with ExitStack() as undo:
+        undo.callback(_stop_on_interrupt(shell))
+        shell.meta[_KEY] = (recorder, undo.pop_all())
+    return recorder
+
+
+def off(shell: InteractiveShell, why: str = "stopped") -> None:
+    """Stop the shell's recorder, if there is one."""
+    recorder, undo = shell.meta.pop(_KEY, (None, None))
+    if recorder is not None:
+        undo.close()
+        recorder.stop(why)
+
+
+def _notebook_display() -> Callable[[HistoryReport], None]:
+    from IPython.display import DisplayHandle
+
+    handle = DisplayHandle()
+    shown: list[bool] = []
+
+    def show(report: HistoryReport) -> None:
+        (handle.update if shown else handle.display)(report)
+        shown.append(True)
+
+    return show
+
+
+def terminal_display() -> Callable[[HistoryReport], None]:
+    """Return what writes each report over the one before where stdout is a terminal, and below it elsewhere."""
+    lines = 0
+
+    def show(report: HistoryReport) -> None:
+        nonlocal lines
+        text = str(report)
+        up = f"\x1b[{lines}F\x1b[J" if lines and sys.stdout.isatty() else ""
+        lines = text.count("\n") + 1
+        print(f"{up}{text}", flush=True)  # noqa: T201  # the terminal's display is its stdout
+
+    return show
+
+
+def _stop_on_interrupt(shell: Any) -> Callable[[], None]:
+    """Stop the recorder at Ctrl-C, in a cell or between cells, and return what takes that back."""
+
+    def cell_has_run(result: ExecutionResult | None) -> None:
+        if result is None or isinstance(result.error_in_exec, KeyboardInterrupt):
+            off(shell, "interrupted")
+
+    shell.events.register("post_run_cell", cell_has_run)
+    put_back = _on_idle_interrupt(shell)
+
+    def undo() -> None:
+        shell.events.unregister("post_run_cell", cell_has_run)
+        put_back()
+
+    return undo
+
+
+def _on_idle_interrupt(shell: Any) -> Callable[[], None]:
+    """Hear an interrupt between cells, which ipykernel ignores by a handler that it keeps here (6.17 to 7.4)."""
+    kernel = shell.kernel
+    ignoring = getattr(kernel, "saved_sigint_handler", None)
+    if ignoring is None:
+        return lambda: None
+
+    def interrupted(*_: object) -> None:
+        signal.signal(signal.SIGINT, ignoring)
+        # In a thread: this stands between two instructions of the main thread, which may hold any lock.
+        threading.Thread(target=off, args=(shell, "interrupted"), name="gpumagic stop", daemon=True).start()
+
+    kernel.saved_sigint_handler = interrupted
+
+    def put_back() -> None:
+        if kernel.saved_sigint_handler is interrupted:
+            kernel.saved_sigint_handler = ignoring
+
+    return put_back

@@ -1,0 +1,61 @@
+"""The view of `%gpuinfo -w`: the last snapshot, and under it a line of blocks a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gpumagic.render import gpu
+from gpumagic.render.document import Block, Cell, Column, Document, Paragraph, Table
+from gpumagic.render.units import NOT_AVAILABLE, sparkline
+from gpumagic.reports import HistoryReport, SampleRow
+
+SHOWN = 30
+"""Moments in a line."""
+
+
+def view(report: HistoryReport) -> Document:
+    """Return the snapshot with the history under it."""
+    blocks: list[Block] = list(gpu.view(report.latest).blocks) if report.latest else []
+    devices = list(dict.fromkeys(row.device for row in report.samples))
+    if devices:
+        blocks.append(_lines(report.samples, devices))
+        blocks.append(Paragraph("Lines reach from 0 to 100%, the newest at the right.", muted=True))
+    blocks.append(Paragraph(_state(report), muted=True))
+    return Document(tuple(blocks))
+
+
+def _lines(samples: Sequence[SampleRow], devices: Sequence[str]) -> Table:
+    grid = []
+    for device in devices:
+        recent = [row for row in samples if row.device == device][-SHOWN:]
+        shares = (_line(recent, lambda row: row.utilization), _line(recent, _used), _line(recent, _allocated))
+        grid.append([Cell(device), *shares])
+    return Table(
+        [Column("History"), Column("Util"), Column("Memory"), Column("This kernel", priority=1)], grid, "History"
+    )
+
+
+def _line(rows: Sequence[SampleRow], value: Callable[[SampleRow], float | None]) -> Cell:
+    values = [value(row) for row in rows]
+    if all(each is None for each in values):
+        return Cell(NOT_AVAILABLE, muted=True)
+    return Cell(sparkline(values, 0, 100))
+
+
+def _used(row: SampleRow) -> float | None:
+    return _share(row.memory_used, row.memory_total)
+
+
+def _allocated(row: SampleRow) -> float | None:
+    return _share(row.kernel_allocated, row.memory_total)
+
+
+def _share(part: int | None, whole: int | None) -> float | None:
+    return None if part is None or not whole else 100 * part / whole
+
+
+def _state(report: HistoryReport) -> str:
+    every = "" if report.interval is None else f"A snapshot every {report.interval:g} s"
+    if report.ended is not None:
+        return f"{every}; {report.ended}." if every else f"{report.ended}."
+    return f"{every}, until interrupted or, in a notebook, %gpuinfo -w off."

@@ -1,0 +1,161 @@
+"""`%gpuinfo -w` in real kernels and a real terminal, over the stub driver."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import PATIENCE, ROOT, environment
+from nvml_stub.machine import GIB, Machine
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("gcc") is None, reason="the stub driver is built with gcc on Linux"
+)
+THREADS = "import threading; [each.name for each in threading.enumerate() if 'gpumagic' in each.name]"
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory):
+    """Return the environment of a machine with two GPUs, on whose first bob has a process."""
+    machine = Machine(tmp_path_factory.mktemp("machine"), 2)
+    machine.say(f"0.compute 4711 {GIB}")
+    settings = machine.environment()
+    return {name: settings[name] for name in ("LD_LIBRARY_PATH", "NVML_STUB", "PYTHONPATH")}
+
+
+@pytest.fixture(scope="module")
+def watching_kernel(start_kernel, stub):
+    kernel = start_kernel(**{**stub, "PYTHONPATH": f"{stub['PYTHONPATH']}:{ROOT}"})
+    assert kernel.run("%load_ext gpumagic").status == "ok"
+    return kernel
+
+
+@pytest.fixture
+def kernel(watching_kernel):
+    """Return a kernel with the extension; a recorder that a test leaves running is a failure."""
+    yield watching_kernel
+    assert watching_kernel.value(THREADS) == "[]"
+
+
+def updates(kernel, enough):
+    """Return the texts that replaced others in place, until one of them is enough."""
+    texts = []
+    deadline = time.monotonic() + PATIENCE
+    while not texts or not enough(texts):
+        message = kernel._iopub(deadline)
+        if message["msg_type"] == "update_display_data":
+            assert message["content"]["transient"]["display_id"]
+            texts.append(message["content"]["data"]["text/plain"])
+    return texts
+
+
+def ended(words):
+    return lambda texts: words in texts[-1]
+
+
+def test_the_table_is_refreshed_in_place_while_another_cell_runs(kernel, tmp_path):
+    """The other cell reads from a pipe into which nobody writes before two refreshes have been seen."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    first = kernel.run("watch = %gpuinfo -w 0.1")
+    assert "cuda:1" in first.reports[0]
+    message = kernel.client.execute(f"open({str(pipe)!r}).read()")
+    last = updates(kernel, lambda texts: len(texts) >= 3)[-1]
+    assert "History" in last
+    assert "A100" in last
+    pipe.write_text("read")
+    assert kernel.collect([message])[0].value == "'read'"
+    kernel.client.execute("%gpuinfo -w off")
+    assert "every 0.1 s; stopped." in updates(kernel, ended("stopped"))[-1]
+    frame = kernel.value("frame = watch.report.to_pandas(); sorted(set(frame.device)), frame.utilization.dtype.kind")
+    assert frame == "(['cuda:0', 'cuda:1'], 'f')"
+    assert kernel.value("watch.report.samples[0].utilization") == "30.0"
+
+
+def test_an_interrupt_between_cells_stops_it(kernel):
+    """The stop button is where the user looks; a later interrupt of an idle kernel is ignored as ever."""
+    kernel.run("%gpuinfo -w 0.1;")
+    updates(kernel, lambda texts: len(texts) >= 1)
+    kernel.manager.interrupt_kernel()
+    assert "interrupted." in updates(kernel, ended("interrupted"))[-1]
+    kernel.manager.interrupt_kernel()
+    assert kernel.value("1 + 1") == "2"
+
+
+def test_an_interrupt_of_another_cell_stops_it_too(kernel):
+    kernel.run("%gpuinfo -w 0.1;")
+    [cell] = kernel.interrupt("import time\nprint('ready', flush=True)\ntime.sleep(60)")
+    assert cell.ename == "KeyboardInterrupt"
+    assert kernel.value(THREADS) == "[]"
+    assert kernel.interrupt("import time\nprint('ready', flush=True)\ntime.sleep(60)")[0].ename == "KeyboardInterrupt"
+
+
+def test_starting_it_again_replaces_it(kernel):
+    kernel.run("one = %gpuinfo -w 0.1")
+    kernel.run("two = %gpuinfo -w 0.2")
+    assert kernel.value("one.ended, two.ended") == "('stopped', None)"
+    kernel.run("%gpuinfo -w off")
+    assert kernel.value("two.ended") == "'stopped'"
+
+
+def test_unloading_stops_it(kernel):
+    kernel.run("watch = %gpuinfo -w 0.1")
+    kernel.run("%unload_ext gpumagic")
+    assert kernel.value("watch.ended") == "'stopped'"
+    assert kernel.run("%load_ext gpumagic").status == "ok"
+
+
+def test_what_is_wrong_with_the_line_is_said_at_once(kernel):
+    """And no thread is left with it."""
+    assert "cuda:9" in kernel.run("%gpuinfo cuda:9 -w 1").stderr
+    assert "seconds of at least 0.1" in kernel.run("%gpuinfo -w cuda:0").stderr
+    assert kernel.run("%gpuinfo -w off").status == "ok"
+
+
+def test_its_thread_is_gone_before_the_process_ends(stub, tmp_path):
+    """Whoever asks NVML while it is torn down crashes (nvitop#222)."""
+    code = (
+        "import atexit, threading\n"
+        "atexit.register(lambda: print([each.name for each in threading.enumerate()]))\n"
+        "import gpumagic\nfrom gpumagic import live\n"
+        "seen = threading.Event()\n"
+        "def show(report):\n    if len(report.samples) > 2: seen.set()\n"
+        "live.Recorder(gpumagic.gpuinfo, 0.01, show).start()\n"
+        "assert seen.wait(30)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(tmp_path, **stub), capture_output=True, text=True,
+        timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (0, "['MainThread']\n", "")
+
+
+def test_a_terminal_is_redrawn_in_place_until_ctrl_c(stub, tmp_path):
+    pexpect = pytest.importorskip("pexpect", reason="pexpect drives the terminal")
+    options = [
+        "--simple-prompt",
+        "--no-banner",
+        "--no-confirm-exit",
+        "--ext=gpumagic",
+        "--HistoryManager.enabled=False",
+    ]
+    child = pexpect.spawn(
+        sys.executable, ["-m", "IPython", *options], env=environment(tmp_path, TERM="xterm", **stub),
+        encoding="utf-8", timeout=PATIENCE, dimensions=(50, 120),
+    )  # fmt: skip
+    try:
+        child.expect(r"In \[1\]: ")
+        child.sendline("w = %gpuinfo -w 0.1")
+        child.expect(r"\x1b\[\d+F\x1b\[J2 GPUs")
+        child.expect(r"\x1b\[\d+F\x1b\[J")
+        child.sendintr()
+        child.expect(r"every 0\.1 s; interrupted\.")
+        child.expect(r"In \[2\]: ")
+        child.sendline("len(w.report) >= 4, w.ended")
+        child.expect(r"\(True, 'interrupted'\)")
+    finally:
+        child.close(force=True)

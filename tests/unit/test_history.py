@@ -1,0 +1,121 @@
+"""The GPUs over time: what a recorder keeps, how it ends, and how the history looks."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import sys
+import threading
+
+import pytest
+
+from gpumagic import live
+from gpumagic.errors import GpuMagicError
+from gpumagic.render import to_html, to_text
+from gpumagic.reports import GPUReport, GpuRow, HistoryReport, SampleRow
+
+GIB = 1024**3
+
+
+def snapshots(limit: int = 3):
+    """Return a function that gives snapshots of growing use, and then waits no longer but fails."""
+    numbers = itertools.count(1)
+
+    def ask() -> GPUReport:
+        number = next(numbers)
+        if number > limit:
+            raise OSError("the bus fell off")
+        row = GpuRow("cuda:0", 0, memory_total=8 * GIB, memory_used=number * GIB, kernel_allocated=0, utilization=40.0)
+        return GPUReport((row,), "2.13.0", "12.8")
+
+    return ask
+
+
+def recorded(limit: int = 3) -> tuple[live.Recorder, list[HistoryReport]]:
+    """Return a recorder that has ended by itself, and all it has shown."""
+    shown: list[HistoryReport] = []
+    over = threading.Event()
+
+    def show(report: HistoryReport) -> None:
+        shown.append(report)
+        if report.ended:
+            over.set()
+
+    recorder = live.Recorder(snapshots(limit), 0.01, show)
+    recorder.start()
+    assert over.wait(30)
+    recorder.stop()
+    return recorder, shown
+
+
+def test_a_recorder_keeps_a_row_a_device_and_moment() -> None:
+    recorder, shown = recorded()
+    assert [row.memory_used for row in recorder.report] == [GIB, 2 * GIB, 3 * GIB]
+    assert [len(report) for report in shown] == [1, 2, 3, 3]
+    moments = [row.seconds for row in recorder.report]
+    assert moments == sorted(moments)
+    assert list(recorder.report.to_pandas().columns) == list(SampleRow.__dataclass_fields__)
+
+
+def test_an_error_ends_the_recording_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """A thread that died without a word would look like GPUs that do not change."""
+    recorder, _ = recorded()
+    assert recorder.ended == "stopped by OSError: the bus fell off"
+    assert "the bus fell off" in to_text(recorder.report, 80)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_wrong_with_the_first_snapshot_is_raised() -> None:
+    recorder = live.Recorder(snapshots(0), 1.0, lambda report: None)
+    with pytest.raises(OSError, match="the bus"):
+        recorder.start()
+    assert "gpumagic recorder" not in [each.name for each in threading.enumerate()]
+
+
+def test_the_history_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook may stay open for weeks."""
+    monkeypatch.setattr(live, "KEPT", 2)
+    recorder, _ = recorded()
+    assert [row.memory_used for row in recorder.report] == [2 * GIB, 3 * GIB]
+
+
+def test_lines_of_blocks_stand_under_the_table() -> None:
+    recorder, shown = recorded()
+    assert to_text(shown[2], 80).splitlines()[-5:] == [
+        "History  Util  Memory  This kernel",
+        "───────  ────  ──────  ───────────",
+        "cuda:0   ▄▄▄   ▂▃▄     ▁▁▁",
+        "Lines reach from 0 to 100%, the newest at the right.",
+        "A snapshot every 0.01 s, until interrupted or, in a notebook, %gpuinfo -w off.",
+    ]
+    assert "▂▃▄" in to_html(recorder.report)
+    assert to_text(shown[2], 80, unicode=False).isascii()
+
+
+def test_a_figure_nobody_has_is_not_drawn_as_zero() -> None:
+    report = HistoryReport((SampleRow(0.0, "mps:0", memory_total=8 * GIB), SampleRow(1.0, "mps:0")))
+    assert "▁" not in to_text(report, 80)
+    assert "n/a" in to_text(report, 80)
+
+
+def test_a_history_can_be_sent_elsewhere() -> None:
+    recorder, _ = recorded()
+    assert pickle.loads(pickle.dumps(recorder.report)) == recorder.report
+    assert recorder.report.to_dict()["latest"]["devices"][0]["device"] == "cuda:0"
+
+
+def test_plotting_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(GpuMagicError, match="pip install matplotlib"):
+        HistoryReport(()).plot()
+
+
+def test_a_plot_has_a_line_a_device_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is an option of the user's")
+    recorder, _ = recorded()
+    figure = recorder.plot()
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    busy, memory = figure.axes
+    assert list(busy.lines[0].get_ydata()) == [40.0, 40.0, 40.0]
+    assert [line.get_label() for line in memory.lines] == ["cuda:0, all", "cuda:0, this kernel"]
+    assert list(memory.lines[0].get_ydata()) == [1.0, 2.0, 3.0]
