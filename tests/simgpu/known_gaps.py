@@ -49,15 +49,23 @@ ACCEPT_OTHER_DEVICES = {
     "_unsafe_masked_index_put_accumulate": "indices may be on the CPU",
     "nn.functional.ctc_loss": "moves targets and lengths to the log-probabilities",
     "nn.functional.bilinear": "an empty batch is answered without looking at the weight",
+    "addr": "with beta=0 the first operand is not read",
+    "atleast_1d": "each operand is treated alone",
+    "atleast_2d": "each operand is treated alone",
+    "atleast_3d": "each operand is treated alone",
+    "linalg.pinv": "of an empty matrix, the tolerance is not read",
 }
 """Operators that accept operands on different devices, because torch does, on CUDA as well."""
 
 REFUSE_IN_OTHER_WORDS = {
+    "sparse.sampled_addmm": SPARSE,
     "sparse.mm.reduce": SPARSE,
     "nn.functional.conv1d": "convolution checks types of input and weight first",
     "nn.functional.conv2d": "convolution checks types of input and weight first",
     "nn.functional.conv3d": "convolution checks types of input and weight first",
     "nn.functional.conv_transpose1d": "convolution checks types of input and weight first",
+    "nn.functional.conv_transpose2d": "convolution checks types of input and weight first",
+    "nn.functional.conv_transpose3d": "convolution checks types of input and weight first",
     "take_along_dim": "has a check of its own",
     "inner": "has a check of its own",
 }

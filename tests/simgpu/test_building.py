@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gpumagic.simgpu import _build
+
 ENABLE = """
 from gpumagic import simgpu
 simgpu.enable_from_environment()
@@ -46,14 +48,16 @@ def refusal(code: str, cache: Path, path: Path) -> str:
 def test_two_processes_compile_once_over_the_rest_of_an_interrupted_compile(tmp_path: Path) -> None:
     """One compiles and says so, the other waits; neither is held up by what a killed process left."""
     home = tmp_path / "gpumagic" / "simgpu"
-    (home / "building-killed").mkdir(parents=True)
-    (home / "building-killed" / "lock").touch()
+    left_behind = home / f"building-{_build._key()}-killed"
+    left_behind.mkdir(parents=True)
+    (left_behind / "lock").touch()
+    (home / _build._key()).mkdir()
     both = [python(ENABLE, tmp_path) for _ in range(2)]
     told = [process.communicate(timeout=500) for process in both]
     assert [out.strip() for out, _ in told] == ["tensor(2., device='simgpu:0')"] * 2
     lines = [line for _, err in told for line in err.splitlines() if "gpumagic" in line]
     assert lines == ["gpumagic: compiling the simulated GPU, once, about 30 s ..."]
-    assert len(list(home.glob("*/gpumagic_simgpu.so"))) == 1
+    assert sorted(path.name for path in home.iterdir()) == [_build._key(), f"{_build._key()}.lock"]
     with python(ENABLE, tmp_path, PATH="") as again:
         assert again.communicate()[1] == "", "the second start needs no compiler and says nothing"
 
