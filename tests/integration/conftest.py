@@ -26,8 +26,8 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
     """Return the environment for a child process: our modules importable, an empty IPython profile, one thread."""
     paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
-        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "IPYTHONDIR": str(home), "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore", **extra,
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "IPYTHONDIR": str(home),
+        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **extra,
     }  # fmt: skip
 
 
@@ -133,6 +133,7 @@ class Kernel:
     """A real kernel of the Python that runs the tests, spoken to as a front end does."""
 
     def __init__(self, home: Path, **extra: str) -> None:
+        self.gate = home / "gate"
         self.manager = KernelManager()
         self.manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         self.manager.start_kernel(env=environment(home, **extra))
@@ -145,14 +146,33 @@ class Kernel:
         self.manager.shutdown_kernel(now=True)
 
     def run(self, code: str, **options: object) -> Cell:
-        return self.run_all(code, **options)[0]
+        """Run one cell; again, if it came while the kernel was still dropping cells after an earlier failure."""
+        cell = Cell(status="aborted")
+        while cell.status == "aborted":
+            (cell,) = self.collect([self.client.execute(code, **options)])
+        return cell
 
     def run_all(self, *codes: str, **options: object) -> list[Cell]:
         """Send all cells at once, as Run All does, and wait for each."""
-        return self.collect([self.client.execute(code, **options) for code in codes])
+        self.run("")  # the kernel is through with whatever was before
+        sent = [self._hold(), *(self.client.execute(code, **options) for code in codes)]
+        self._let_go()
+        return self.collect(sent)[1:]
+
+    def _hold(self) -> str:
+        """Keep the kernel busy until `_let_go`: it aborts only those cells that it has got when one fails."""
+        self.gate.unlink(missing_ok=True)
+        wait = f"while not __import__('os').path.exists({str(self.gate)!r}): __import__('time').sleep(0.001)"
+        return self.client.execute(wait, silent=True)
+
+    def _let_go(self) -> None:
+        self.client.control_channel.send(self.client.session.msg("kernel_info_request", {}))
+        self.client.get_control_msg(timeout=PATIENCE)  # by then what was sent before has arrived as well
+        self.gate.touch()
 
     def interrupt(self, code: str, *later: str) -> list[Cell]:
         """Run cells and press Ctrl-C when the first has printed ``ready``."""
+        self.run("")
         sent = [self.client.execute(each) for each in (code, *later)]
         return self.collect(sent, on_ready=self.manager.interrupt_kernel)
 

@@ -53,7 +53,6 @@ class ProbeGuard:
 
     def retry(self, error):
         events.append(f"retry {type(error).__name__}")
-        error.__traceback__ = None
         return True
 
     def finish(self, result):

@@ -159,6 +159,11 @@ def test_a_script_without_a_running_cell_sees_its_report_at_once(shell, shown):
     assert shown() == ["<report of ondevice cuda>"]
 
 
+def test_the_lines_of_a_call_count_from_the_magic(shell):
+    """As if its line stood above the body, blank lines included."""
+    assert shell.run_cell_magic("ondevice", "cuda", "\n\nimport sys\nsys._getframe().f_lineno") == 5
+
+
 def test_each_of_several_calls_in_a_cell_shows_its_report_at_once(shell, shown):
     """As in a script run by `%run`, where the reports belong between its prints."""
     shell.run_cell("for device in 'ab':\n    get_ipython().run_cell_magic('ondevice', device, '1')\nseen = 1")

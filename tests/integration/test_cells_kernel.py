@@ -67,12 +67,13 @@ def test_the_traceback_is_shown_once_and_names_the_users_line(kernel):
     assert "gpumagic" not in shown
 
 
-def test_a_function_of_the_cell_has_the_file_a_debugger_knows(kernel):
+@pytest.mark.parametrize("form", ["%%ondevice cuda", "%%oomguard --retry 1"])
+def test_a_function_of_the_cell_has_the_file_a_debugger_knows(kernel, form):
     """Breakpoints work in it."""
-    kernel.run("%%ondevice cuda\ndef f():\n    pass")
-    kernel.run("raw = In[-1]; import ipykernel.compiler as compiler")
-    raw = "'%%ondevice cuda\\ndef f():\\n    pass'"
-    assert kernel.value(f"f.__code__.co_filename == compiler.get_file_name({raw})") == "True"
+    cell = f"{form}\ndef f():\n    pass"
+    kernel.run(cell)
+    kernel.run("import ipykernel.compiler as compiler")
+    assert kernel.value(f"f.__code__.co_filename == compiler.get_file_name({cell!r})") == "True"
 
 
 @pytest.mark.parametrize("form", ["%%ondevice cuda", "%%oomguard --retry 0"])

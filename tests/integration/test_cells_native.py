@@ -104,21 +104,37 @@ def test_await_works(shell):
     assert result.result == ["ondevice cuda"]
 
 
-def test_ctrl_c_that_breaks_the_event_loop_closes_the_guard(shell, events):
-    """A terminal's loop drops the cell's coroutine then, and IPython makes up a result for it."""
+@pytest.fixture
+def breaking_loop(shell):
+    """Make Ctrl-C come in every await: a terminal's loop drops the cell's coroutine then."""
+    dropped = []
 
-    def interrupted(coroutine):
+    def runner(coroutine):
         coroutine.send(None)
-        interrupted.dropped = coroutine
+        dropped.append(coroutine)
         raise KeyboardInterrupt
 
-    shell.loop_runner_map["interrupted"] = (interrupted, True)
-    shell.loop_runner = "interrupted"
-    shell.run_cell(
-        "%%ondevice cuda\nclass Pause:\n    def __await__(self):\n        yield\nawait Pause()", store_history=True
-    )
+    shell.loop_runner_map["breaking"] = (runner, True)
+    shell.loop_runner = "breaking"
+    shell.run_cell("class Pause:\n    def __await__(self):\n        yield")
+    yield
+    for coroutine in dropped:
+        coroutine.close()
+
+
+@pytest.mark.usefixtures("breaking_loop")
+def test_ctrl_c_that_breaks_the_event_loop_closes_the_guard(shell, events):
+    """Though IPython makes up another result for the cell then."""
+    shell.run_cell("%%ondevice cuda\nawait Pause()", store_history=True)
     assert events == ["open ondevice cuda", "close ondevice cuda KeyboardInterrupt", "finish ondevice cuda"]
-    interrupted.dropped.close()
+
+
+@pytest.mark.usefixtures("breaking_loop")
+def test_ctrl_c_that_breaks_a_silent_cell_leaves_the_mode_no_longer_than_the_cell_around_it(shell, events, shown):
+    """No event tells of the silent one."""
+    shell.run_cell("get_ipython().run_cell('%%ondevice cuda\\nawait Pause()', silent=True)")
+    assert events == ["open ondevice cuda", "close ondevice cuda NoneType"]
+    assert shown() == []
 
 
 def test_the_guard_may_swallow_the_error(shell):
@@ -380,3 +396,17 @@ def test_nothing_keeps_the_error_alive(shell):
     shell.InteractiveTB.tb = None
     gc.collect()
     assert refs[0]() is None
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("cell", ["%%ondevice cuda\n1 / 0", "%ondevice a\n%ondevice b", "%%oomguard --retry 1\n1"])
+def test_no_guard_outlives_its_cell(shell, cell, silent):
+    """It may hold what the user wants freed."""
+    import gc
+
+    import probe_magics
+
+    shell.run_cell(cell, silent=silent)
+    sys.last_traceback = sys.last_value = sys.last_exc = None  # of an earlier test
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, probe_magics.ProbeGuard)]

@@ -26,7 +26,7 @@ def test_a_cell_magic_of_ours_becomes_the_line_magic():
     [
         "", "\n", "x = 1\n", "%ondevice cuda:1\nx = 1\n", "%%time\nx = 1\n", "%%ondevices cuda\nx = 1\n", "%%\n",
         "# note\n%%ondevice cuda\n", "x = '''\n%%ondevice cuda\n'''\n", "%%ondevice?\n", "%%ondevice??\nx\n",
-        "%%ondevice cuda \\\nx = 1\n",
+        "%%ondevice cuda \\\nx = 1\n", "%%ondevice cuda?\nx = 1\n", "%%ondevice ?\n",
     ],
 )  # fmt: skip
 def test_every_other_cell_is_left_as_it_is(cell):

@@ -42,7 +42,8 @@ def test_devices_are_offered(loaded, form):
     [
         ("%gpuinfo --", {"--processes", "--all", "--help"}), ("%devices --", {"--min", "--sort"}),
         ("%%ondevice cuda --", {"--fallback", "--quiet"}), ("%ondevice --", {"--fallback", "--quiet"}),
-        ("%%oomguard --", {"--retry", "--keep"}), ("%oomguard --", {"--retry", "--keep"}), ("r = %devices --", {"--min"}),
+        ("%%oomguard --", {"--retry", "--keep"}), ("%oomguard --", {"--retry", "--keep"}),
+        ("r = %devices --", {"--min"}),
     ],
 )  # fmt: skip
 def test_options_are_offered(loaded, line, options):
