@@ -139,7 +139,6 @@ def _bare_facts(failure: Failure) -> Facts:
         after=allocator.all_figures().get(device),
         from_allocator=event.from_allocator,
         segments_can_expand=_segments_can_expand(event),
-        message=event.message,
         scene=failure.scene,
         cell=cell_code.read(source) if source else None,
     )

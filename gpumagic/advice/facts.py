@@ -93,7 +93,6 @@ class Facts:
     from_allocator: bool = False
     segments_can_expand: bool = False
     """True where the allocator knows expandable segments and does not use them."""
-    message: str = ""
     scene: Scene = field(default_factory=Scene)
     cell: CellCode | None = None
     looked_at: bool = False

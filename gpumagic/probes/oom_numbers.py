@@ -24,12 +24,10 @@ class Numbers:
     index: int | None = None
     """The device's index."""
     capacity: int | None = None
+    """Of the device; where the text names only a cap below it (MPS, CuPy), that cap."""
     free: int | None = None
-    allocated: int | None = None
     unallocated: int | None = None
     """Reserved by torch but unallocated: what fragmentation could have cost."""
-    limit: int | None = None
-    """A cap below the capacity: a memory fraction, MPS's watermark."""
 
 
 _REQUESTED = (
@@ -51,28 +49,29 @@ _FREE = (
     rf"Free \(according to CUDA\)\s*:\s*{_SIZE}",
 )
 _ALLOCATED = (
-    rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
-    rf"{_SIZE} already allocated",
     rf"MPS allocated: {_SIZE}",
-    rf"Currently allocated\s*:\s*{_SIZE}",
+    rf"allocated so far: {_SIZE}",
 )
 _UNALLOCATED = (rf"{_SIZE} is reserved by PyTorch but unallocated",)
-_LIMIT = (rf"{_SIZE} allowed[;,]", rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}", rf"fraction\)\s*:\s*{_SIZE}")
+_OTHERS = (rf"other allocations: {_SIZE}",)
+_LIMIT = (rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}")
 
 
 def read(text: str) -> Numbers:
     """Return the numbers of one error's text; what exceeds twice the capacity is a sentinel and left out."""
     requested = _find(_REQUESTED, text)
-    capacity = _first(_CAPACITY, text)
+    capacity, limit = _first(_CAPACITY, text), _first(_LIMIT, text)
+    free, allocated = _first(_FREE, text), _first(_ALLOCATED, text)
+    if capacity is None and limit is not None:  # MPS and CuPy name the cap that counts, not the device's size
+        capacity = limit
+        free = None if allocated is None else max(0, limit - allocated - (_first(_OTHERS, text) or 0))
     return Numbers(
         requested=_bytes(requested),
         exact=requested is not None and _unit(requested) == 1,
         index=_index(text),
         capacity=capacity,
-        free=_credible(_first(_FREE, text), capacity),
-        allocated=_credible(_first(_ALLOCATED, text), capacity),
+        free=_credible(free, capacity),
         unallocated=_credible(_first(_UNALLOCATED, text), capacity),
-        limit=_credible(_first(_LIMIT, text), capacity),
     )
 
 
