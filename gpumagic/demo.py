@@ -26,12 +26,13 @@ def run(output: Path) -> int:
     """Execute the tour and write it and its HTML to ``output``; return 0 if every cell did what it should.
 
     Raises:
-        GpuMagicError: the packages of the ``demo`` extra are missing.
+        GpuMagicError: the packages of the ``demo`` extra are missing; or there is no GPU and none can be simulated.
     """
     _require_packages()
     import nbformat
 
     notebook = nbformat.read(_tour(), as_version=4)
+    _prepare_a_device()
     print(f"Running the tour, {_count(notebook)} cells, in a fresh kernel:")
     error = execute(notebook)
     output.mkdir(parents=True, exist_ok=True)
@@ -93,6 +94,16 @@ def _require_packages() -> None:
         raise GpuMagicError(
             f"the demo needs {', '.join(missing)}; install them with: {sys.executable} -m pip install 'gpumagic[demo]'"
         )
+
+
+def _prepare_a_device() -> None:
+    """Compile the simulated GPU now, where it says so, rather than in a cell that seems to hang."""
+    from gpumagic.probes import allocator
+
+    if not allocator.accelerators():
+        from gpumagic.simgpu import _build
+
+        _build.load()
 
 
 def _tour() -> Path:

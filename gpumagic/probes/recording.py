@@ -47,12 +47,22 @@ class RecordingContext(DeviceContext):
             return handler(self, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def add_move(self, source: str, result: torch.Tensor, seconds: float, cause: str, subject: object) -> None:
-        """Count a move if ``result`` lies elsewhere than ``source``; reading back to the host is also a wait."""
+    def add_move(
+        self, subject: object, result: torch.Tensor, seconds: float, cause: str, *, non_blocking: bool = False
+    ) -> None:
+        """Count a move if ``result`` lies elsewhere than ``subject``; reading back to the host is also a wait.
+
+        Where a move also converts, CUDA does that before the copy on the way to a device and in a non-blocking
+        read, else after it (torch's aten/src/ATen/native/cuda/Copy.cu, with peer access between devices).
+        """
+        source = _device(subject) if isinstance(subject, torch.Tensor) else "cpu"
         target = _device(result)
         if source == target or "meta" in (source, target):
             return
-        self.log.add_move(source, target, _nbytes(result), seconds, self.cause or cause, subject)
+        converted = is_host(source) or (is_host(target) and non_blocking)
+        crossing = result if converted or not isinstance(subject, torch.Tensor) else subject
+        nbytes = result.numel() * crossing.element_size()
+        self.log.add_move(source, target, nbytes, seconds, self.cause or cause, subject)
         if is_host(target):
             self.log.add_sync()
 
@@ -133,10 +143,9 @@ def _from_host(
     start = time.perf_counter()
     result = func(*args, **kwargs)
     seconds = time.perf_counter() - start
-    source = _device(subject) if isinstance(subject, torch.Tensor) else "cpu"
     if result is not subject:
         context.log.add_created(_device(result), _nbytes(result))
-    context.add_move(source, result, seconds, func.__name__, subject)
+    context.add_move(subject, result, seconds, func.__name__)
     return result
 
 
@@ -146,8 +155,13 @@ def _move(context: RecordingContext, func: Callable[..., Any], args: Any, kwargs
     result = func(*args, **kwargs)
     seconds = time.perf_counter() - start
     if isinstance(result, torch.Tensor):  # tensor.type() without arguments names the type
-        context.add_move(_device(args[0]), result, seconds, f".{func.__name__}", args[0])
+        context.add_move(args[0], result, seconds, f".{func.__name__}", non_blocking=_is_non_blocking(args, kwargs))
     return result
+
+
+def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # The first flag by place, in every form of `to`, `cuda`, `cpu` and `copy_`.
+    return bool(kwargs.get("non_blocking", next((each for each in args if isinstance(each, bool)), False)))
 
 
 def _copy(context: RecordingContext, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -156,7 +170,7 @@ def _copy(context: RecordingContext, func: Callable[..., Any], args: Any, kwargs
     result = func(*args, **kwargs)
     seconds = time.perf_counter() - start
     source = args[1] if len(args) > 1 else kwargs["src"]
-    context.add_move(_device(source), result, seconds, "copy_", source)
+    context.add_move(source, result, seconds, "copy_", non_blocking=_is_non_blocking(args, kwargs))
     return result
 
 
