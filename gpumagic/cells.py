@@ -15,59 +15,17 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from IPython.display import display
 
 from gpumagic import _compat
 from gpumagic.cell_body import CellBody
 from gpumagic.errors import GpuMagicError
+from gpumagic.guards import BodyOutcome, Guard, Outcome, RetryingGuard
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
-
-
-class Outcome(Protocol):
-    """How a cell ended: IPython's `ExecutionResult`, or `BodyOutcome`.
-
-    `error_in_exec` may be changed by `Guard.finish`: None lets Run All go on, another exception fails the cell instead.
-    """
-
-    error_in_exec: BaseException | None
-
-
-@dataclass
-class BodyOutcome:
-    """How a body that `CellSessions.run_body` ran has ended."""
-
-    error_in_exec: BaseException | None = None
-    result: object = None
-
-
-class Guard(Protocol):
-    """What a magic puts around one cell. One instance serves one cell; of one name the last in a cell counts."""
-
-    name: str
-
-    def open(self) -> None:
-        """Start, before the first statement; on an error, leave nothing behind."""
-
-    def close(self, error: BaseException | None) -> None:
-        """Stop, right after the last statement, in its thread and on every way out, silent cells included.
-
-        A guard that a later one of its name replaces is closed at that moment, so one of another name, opened
-        in between, may still be open.
-        """
-
-    def finish(self, result: Outcome) -> object | None:
-        """Return the report to show, or None. The value or the traceback is on the screen; not for silent cells."""
-
-
-class RetryingGuard(Guard, Protocol):
-    """A guard that can have its body run again."""
-
-    def retry(self, error: Exception) -> bool:
-        """Tell, between `close` and the next `open`, whether to run the body again after this error."""
 
 
 @dataclass(eq=False)
@@ -169,7 +127,7 @@ class CellSessions:
             del outcome  # the failed attempt's frames must be gone before the next one
             outcome = self._attempt(guard, code)
             retries -= 1
-        self._show(guard.finish(outcome), guard.name, info if code.ends_cell else None)
+        self._show(guard.finish(outcome), guard.name, info, at_end=code.ends_cell)
         try:
             if outcome.error_in_exec is not None:
                 raise outcome.error_in_exec
@@ -192,11 +150,11 @@ class CellSessions:
         finally:
             del outcome
 
-    def _show(self, report: object, name: str, info: ExecutionInfo | None) -> None:
+    def _show(self, report: object, name: str, info: ExecutionInfo | None, *, at_end: bool) -> None:
         """Show a body's report: when its cell is through where the body is the cell's, else now."""
-        if report is None:
+        if report is None or (info is not None and info.silent):
             return
-        if info is None:
+        if info is None or not at_end:
             display(report)
         else:
             self._add(_Ready(name, report), info)

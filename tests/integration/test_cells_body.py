@@ -176,9 +176,10 @@ def test_timeit_over_a_body_that_is_run_shows_one_report(shell, shown):
     assert shown() == ["<report of oomguard --retry 1>"]
 
 
-def test_a_silent_cell_shows_nothing(shell, shown):
+@pytest.mark.parametrize("cell", [RETRY + "1", "x = get_ipython().run_cell_magic('ondevice', 'cuda', '1')"])
+def test_a_silent_cell_shows_nothing(shell, shown, cell):
     """`%run notebook.ipynb` shows no reports."""
-    shell.run_cell(RETRY + "1", silent=True)
+    shell.run_cell(cell, silent=True)
     assert shown() == []
     shell.run_cell("1")
     assert shown() == []
