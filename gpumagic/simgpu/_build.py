@@ -20,7 +20,7 @@ from gpumagic.errors import SimgpuUnavailable
 NAME = "gpumagic_simgpu"
 HERE = Path(__file__).parent
 SOURCES = ("simgpu.cpp", "autocast.cpp")
-HEADERS = ("allocator.h",)
+HEADERS = ("allocator.h", "devices.h", "host_call.h")
 FLAGS = ["-O1", "-g0", "-w"]
 
 

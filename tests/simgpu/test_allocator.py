@@ -161,6 +161,7 @@ def test_cached_blocks_are_given_back_before_it_gives_up() -> None:
     assert torch.simgpu.memory_reserved() == 7 << 29
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_an_operator_that_runs_out_leaves_nothing_behind() -> None:
     """The result of an operator, and the growth of an `out=` tensor, are refused without a trace."""
     x = torch.empty(3 << 30, dtype=torch.uint8, device="simgpu")

@@ -81,6 +81,7 @@ def test_default_device_and_device_context() -> None:
         torch.set_default_device(None)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("read", [lambda x: x.numpy(), np.asarray, np.array, lambda x: np.add(x, 1)])
 def test_numpy_cannot_read_a_device(read: Callable[[torch.Tensor], object]) -> None:
     """TypeError in torch's usual words, and nothing is copied."""
