@@ -59,6 +59,9 @@ class GpuMagics(Magics):
         """Return the state of the GPUs, or follow it."""
         if options.each_cell or options.watch is not None:
             return self._follow(options)
+        if options.bench:
+            report = _bench(options.devices)
+            return _json(report) if options.json else report
         report = api.gpuinfo(*options.devices, processes=options.processes, everything=options.all)
         if options.best:
             return report.best
@@ -129,7 +132,23 @@ class GpuMagics(Magics):
         return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)
 
 
+def _bench(devices: list[str]) -> Any:
+    from gpumagic import progress
+    from gpumagic.probes import bench
+
+    return bench.probe(devices, progress=progress.bar)
+
+
+class _Json(str):
+    """JSON text that a cell shows as it is, not as one quoted line."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def _json(report: Any) -> str:
     import json
 
-    return json.dumps(report.to_dict(), indent=2)
+    return _Json(json.dumps(report.to_dict(), indent=2))

@@ -128,6 +128,7 @@ def _gpuinfo() -> Parser:
     )  # fmt: skip
     parser.add_argument("--each-cell", choices=("on", "off"), help="after every cell a line: memory change, peak, time")
     parser.add_argument("--best", action="store_true", help="only return the device with most free memory")
+    parser.add_argument("--bench", action="store_true", help="measure matrix products and copies; takes some seconds")
     parser.add_argument("--json", action="store_true", help="return JSON text instead of the table")
     return parser
 

@@ -50,12 +50,18 @@ class Report(Generic[Row]):
         return True  # a report without rows is an answer too: `if report` must not mean `if rows`
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return one row a record with raw numbers; the columns are the same whatever was found."""
+        """Return one row a record with raw numbers; the columns are the same whatever was found.
+
+        A figure that is absent is NaN, also where no row has it, so that columns of figures are always numbers.
+        """
         import pandas as pd
 
-        names = [column.name for column in dataclasses.fields(self.row_type)]
-        records = [[getattr(row, name) for name in names] for row in self.rows]
-        frame: pd.DataFrame = pd.DataFrame(records, columns=names)
+        columns = dataclasses.fields(self.row_type)
+        records = [[getattr(row, column.name) for column in columns] for row in self.rows]
+        frame: pd.DataFrame = pd.DataFrame(records, columns=[column.name for column in columns])
+        for column in columns:
+            if column.type in _FIGURES and frame[column.name].dtype == object:
+                frame[column.name] = frame[column.name].astype("float64")
         return frame
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,6 +84,9 @@ class Report(Generic[Row]):
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+
+_FIGURES = ("int", "float", "int | None", "float | None")
 
 
 def _plain(value: object) -> object:
@@ -264,6 +273,48 @@ class CellUse:
     allocated_after: int
     peak: int | None
     """Bytes allocated at most during the cell; None where the counter did not rise and so does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """How fast one device did one thing."""
+
+    device: str
+    measure: str
+    """``"matmul"`` or ``"copy"``."""
+    what: str
+    """The dtype of a product; the direction of a copy, with ``", pinned"`` where host memory was page-locked."""
+    rate: float | None = None
+    """Floating-point operations a second of a product, bytes a second of a copy; the best go of all."""
+    size: int | None = None
+    """Rows of the square matrices, or bytes copied."""
+    repeats: int | None = None
+    reason: str | None = None
+    """Why there is no rate."""
+    simulated: bool = False
+    """True for a simgpu device, whose rates are the CPU's."""
+
+
+@dataclass(frozen=True, repr=False)
+class BenchReport(Report[BenchRow]):
+    """What each device does in a second, a row a device and measurement."""
+
+    row_type: ClassVar[type[Any]] = BenchRow
+
+    measurements: tuple[BenchRow, ...]
+    torch_version: str | None = None
+    threads: int | None = None
+    """Threads torch used on the CPU."""
+    float32_precision: str | None = None
+    """``"highest"`` is true float32; less lets products of float32 be made in TF32 or bfloat16."""
+
+    @property
+    def rows(self) -> tuple[BenchRow, ...]:
+        return self.measurements
+
+    def rate(self, device: str, what: str) -> float | None:
+        """Return one device's rate for a dtype or direction; None if it has none."""
+        return next((row.rate for row in self.measurements if (row.device, row.what) == (device, what)), None)
 
 
 # -- %devices ---------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ def to_document(report: Report[Any]) -> Document:
 
 _VIEWS = {
     "GPUReport": "gpumagic.render.gpu",
+    "BenchReport": "gpumagic.render.bench",
     "HistoryReport": "gpumagic.render.history",
     "TensorReport": "gpumagic.render.tensors",
     "TransferReport": "gpumagic.render.transfers",

@@ -1,0 +1,168 @@
+"""How fast is each device here? Matrix products by dtype and copies by direction, a fraction of a second each.
+
+This is the one probe that works on the devices, because the user asked for it. It draws no random numbers, resets
+no counter and empties no cache; what it allocates is at most an eighth of what is free.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from gpumagic import device_names
+from gpumagic.probes import allocator, host
+from gpumagic.reports import BenchReport, BenchRow
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
+LARGEST_COPY = 256 * 1024**2
+LONG_ENOUGH = 0.02
+"""Seconds that one product must take to be timed well; the matrix grows until it does."""
+PATIENCE = 0.5
+"""Seconds of one product beyond which no larger one is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing to measure."""
+
+    device: str
+    measure: str
+    """``"matmul"`` or ``"copy"``."""
+    what: str
+    """The dtype, or the direction."""
+
+    def __str__(self) -> str:
+        return f"{self.device} {self.measure} {self.what}"
+
+
+def probe(
+    devices: Sequence[str] = (),
+    *,
+    seconds: float = 0.25,
+    progress: Callable[[Sequence[Step]], Iterable[Step]] = iter,
+) -> BenchReport:
+    """Return what each device does in a second.
+
+    Args:
+        devices: these, written as anywhere else; every accelerator and the CPU without.
+        seconds: how long each measurement is repeated; there are about nine a device.
+        progress: goes through the steps and shows how far it is.
+
+    Raises:
+        DeviceNotFound: a device that is not here.
+    """
+    import torch
+
+    names = [device_names.resolve(name) for name in devices] or [*allocator.accelerators(), "cpu"]
+    steps = [step for name in dict.fromkeys(names) if name != "meta" for step in _steps(name)]
+    rows = tuple(_measured(step, seconds) for step in progress(steps))
+    return BenchReport(
+        rows, torch_version=str(torch.__version__), threads=torch.get_num_threads(),
+        float32_precision=torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+
+
+def _steps(device: str) -> list[Step]:
+    directions = ["device-to-device"]
+    if device != "cpu":
+        pinned = [f"{direction}, pinned" for direction in ("host-to-device", "device-to-host")]
+        directions = ["host-to-device", "device-to-host", *pinned, *directions]
+    return [Step(device, "matmul", each) for each in DTYPES] + [Step(device, "copy", each) for each in directions]
+
+
+def _measured(step: Step, seconds: float) -> BenchRow:
+    run = _matmul if step.measure == "matmul" else _copy
+    simulated = step.device.startswith("simgpu")
+    try:
+        work, size, amount = run(step)
+        best, repeats = _repeat(work, _synchronize(step.device), seconds)
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # a dtype or pinning that the device lacks, no room
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return BenchRow(step.device, step.measure, step.what, reason=reason, simulated=simulated)
+    return BenchRow(
+        step.device, step.measure, step.what, rate=amount / best, size=size, repeats=repeats, simulated=simulated
+    )
+
+
+Work = tuple[Callable[[], object], int, float]
+"""What to repeat, its size, and how much one go does."""
+
+
+def _matmul(step: Step) -> Work:
+    import torch
+
+    dtype = getattr(torch, step.what)
+    room = _free(step.device) // 8
+    size = SMALLEST_MATRIX
+    while True:
+        # Not random, so that nobody's generator moves; not constant, which would spare the device power and time.
+        matrix = torch.linspace(-1, 1, size * size, device=step.device).sin_().reshape(size, size).to(dtype)
+        work = _product(matrix)
+        once, _ = _repeat(work, _synchronize(step.device), 0)
+        larger = 2 * size
+        if once >= LONG_ENOUGH or 8 * once > PATIENCE or larger > LARGEST_MATRIX or 20 * larger**2 > room:
+            return work, size, 2.0 * size**3
+        size = larger
+
+
+def _product(matrix: Any) -> Callable[[], object]:
+    return lambda: matrix @ matrix
+
+
+def _copy(step: Step) -> Work:
+    import torch
+
+    nbytes = min(LARGEST_COPY, _free(step.device) // 8, _free("cpu") // 8)
+    direction, pinned = step.what.partition(",")[::2]
+    there = torch.zeros(nbytes, dtype=torch.uint8, device=step.device)
+    if direction == "device-to-device":
+        here = torch.zeros_like(there)
+    else:
+        here = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=bool(pinned))
+        if pinned and not here.is_pinned():
+            raise RuntimeError("host memory cannot be pinned for this device")
+    target, source = (here, there) if direction == "device-to-host" else (there, here)
+    return (lambda: target.copy_(source)), nbytes, float(nbytes)
+
+
+def _repeat(work: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> tuple[float, int]:
+    """Return the best time of one go, and how many there were; the first one warms up and does not count."""
+    work()
+    synchronize()
+    best, repeats, end = float("inf"), 0, time.perf_counter() + seconds
+    while not repeats or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        synchronize()
+        best = min(best, time.perf_counter() - start)
+        repeats += 1
+    return best, repeats
+
+
+def _synchronize(device: str) -> Callable[[], object]:
+    backend, _, index = device.partition(":")
+    module: ModuleType | None = None if backend == "cpu" else allocator.device_module(backend)
+    if module is None or not hasattr(module, "synchronize"):
+        return lambda: None
+    if backend == "mps":  # there is one, and it takes no index
+        wait: Callable[[], object] = module.synchronize
+        return wait
+    return lambda: module.synchronize(int(index or 0))
+
+
+def _free(device: str) -> int:
+    import torch
+
+    if device == "cpu":
+        found = host.memory()
+        return found[0] if found else 2 * 1024**3
+    torch.empty(0, device=device)  # brings the device into use, without which its memory is not asked
+    room = allocator.capacity(device)
+    figures = allocator.figures(device)
+    if room is None:
+        return 2 * 1024**3
+    return room[0] + (figures.reserved - figures.allocated if figures else 0)

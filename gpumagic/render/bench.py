@@ -1,0 +1,121 @@
+"""The view of `%gpuinfo --bench`: products, copies, and from which size on a device is worth its copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Table
+from gpumagic.render.units import NOT_AVAILABLE, count, rate
+from gpumagic.reports import BenchReport, BenchRow
+
+LEGEND = (
+    "The best go of each: square matrices large enough to be timed, copies of up to 256 MiB. A copy from device "
+    "to device stays on the device."
+)
+
+
+def view(report: BenchReport) -> Document:
+    """Return both tables and what follows from them."""
+    blocks: list[Block] = [Heading(_headline(report))]
+    for measure, title, show in (("matmul", "Products", operations), ("copy", "Copies", rate)):
+        rows = [row for row in report.measurements if row.measure == measure]
+        if any(row.rate is not None for row in rows):
+            blocks.append(_table(rows, title, show))
+    blocks += [Paragraph(sentence) for sentence in _worth(report)]
+    notes = [LEGEND, *_notes(report)]
+    blocks.append(Paragraph(" ".join(notes), muted=True))
+    return Document(tuple(blocks))
+
+
+def operations(each_second: float | None) -> str:
+    """Return floating-point operations a second as ``"12.3 TFLOP/s"``."""
+    if each_second is None:
+        return NOT_AVAILABLE
+    for factor, unit in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")):
+        if each_second >= factor:
+            return (
+                f"{each_second / factor:.3g} {unit}"
+                if each_second < 1e3 * factor
+                else f"{each_second / factor:.0f} {unit}"
+            )
+    return f"{each_second / 1e6:.3g} MFLOP/s"
+
+
+def _headline(report: BenchReport) -> str:
+    devices = len({row.device for row in report.measurements})
+    threads = count(report.threads or 1, "CPU thread")
+    return f"{count(devices, 'device')} measured · torch {report.torch_version} · {threads}"
+
+
+def _table(rows: Sequence[BenchRow], title: str, show: Callable[[float | None], str]) -> Table:
+    names = list(dict.fromkeys(row.what for row in rows if row.rate is not None))
+    found = {(row.device, row.what): row for row in rows}
+    grid = [
+        [_name(device, rows), *(_cell(found.get((device, name)), show) for name in names)]
+        for device in dict.fromkeys(row.device for row in rows)
+    ]
+    columns = [Column(title), *(Column(_short(name), "right", _PRIORITIES.get(name, 0)) for name in names)]
+    return Table(columns, grid, title)
+
+
+_PRIORITIES = {"float16": 1, "host-to-device, pinned": 1, "device-to-host, pinned": 2, "float64": 2}
+
+
+def _short(name: str) -> str:
+    return (
+        name.replace("host-to-device", "to device")
+        .replace("device-to-host", "to host")
+        .replace("device-to-device", "within")
+    )
+
+
+def _name(device: str, rows: Sequence[BenchRow]) -> str:
+    return f"{device} (simulated)" if any(row.simulated for row in rows if row.device == device) else device
+
+
+def _cell(row: BenchRow | None, show: Callable[[float | None], str]) -> Cell | str:
+    if row is None or row.rate is None:
+        return Cell("-" if row is None else NOT_AVAILABLE, muted=True, title="" if row is None else row.reason or "")
+    return show(row.rate)
+
+
+def _worth(report: BenchReport) -> list[str]:
+    """Return for each real device how it compares with the CPU, copies counted."""
+    cpu = report.rate("cpu", "float32")
+    sentences = []
+    for device in dict.fromkeys(row.device for row in report.measurements if not row.simulated and row.device != "cpu"):
+        fast = report.rate(device, "float32")
+        if cpu and fast:
+            to, back = report.rate(device, "host-to-device"), report.rate(device, "device-to-host")
+            sentences.append(
+                f"{device} multiplies float32 {fast / cpu:.3g} times as fast as the CPU.{_pays(cpu, fast, to, back)}"
+            )
+    return sentences
+
+
+def _pays(cpu: float, fast: float, to: float | None, back: float | None) -> str:
+    """Return from which size on a product pays its copies: 2 n^3 operations for 8 n^2 bytes there and 4 n^2 back."""
+    if not to or not back:
+        return ""
+    if fast <= cpu:
+        return " Sending matrices there to be multiplied never pays."
+    size = (8 / to + 4 / back) / (2 / cpu - 2 / fast)
+    rows = max(1, math.ceil(size))
+    return f" Sending two matrices there and the product back pays from about {rows} rows on (estimated)."
+
+
+def _notes(report: BenchReport) -> list[str]:
+    notes = []
+    if report.float32_precision not in (None, "highest"):
+        notes.append(
+            f"torch.set_float32_matmul_precision is {report.float32_precision!r}: float32 is not full float32."
+        )
+    if any(row.simulated for row in report.measurements):
+        notes.append("Simulated devices compute on the CPU; their rates say nothing of a GPU.")
+    reasons: dict[str, list[str]] = {}
+    for row in report.measurements:
+        if row.reason:
+            reasons.setdefault(row.reason, []).append(f"{row.device} {row.what}")
+    notes += [f"{', '.join(where)}: {NOT_AVAILABLE} ({reason})." for reason, where in reasons.items()]
+    return notes
