@@ -151,13 +151,16 @@ def test_sparse_tensors_are_refused_in_a_sentence() -> None:
             NotImplementedError,
         ),
         (lambda: torch.quantize_per_tensor(torch.ones(3, device="simgpu"), 0.1, 0, torch.quint8), NotImplementedError),
-        (lambda: nn.DataParallel(nn.Linear(2, 2).simgpu(), [0, 1])(torch.ones(2, 2).simgpu()), AttributeError),
+        (
+            lambda: nn.DataParallel(nn.Linear(2, 2).simgpu(), [0, 1])(torch.ones(2, 2).simgpu()),
+            (AttributeError, RuntimeError),
+        ),
         (lambda: torch.from_dlpack(torch.ones(2, device="simgpu")), ValueError),
         (lambda: ForkingPickler.dumps(torch.ones(2, device="simgpu")), RuntimeError),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_it_lacks_raises(use: Callable[[], object], error: type[Exception]) -> None:
+def test_what_it_lacks_raises(use: Callable[[], object], error: type[Exception] | tuple[type[Exception], ...]) -> None:
     """The known gaps: when one closes, this and the module's docstring change."""
     with pytest.raises(error):
         use()
