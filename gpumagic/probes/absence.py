@@ -11,6 +11,7 @@ from pathlib import Path
 from gpumagic.probes.cards import Snapshot
 from gpumagic.probes.nvml import Failure
 from gpumagic.probes.torch_build import TorchBuild
+from gpumagic.probes.torch_names import driver_is_too_old
 from gpumagic.probes.visibility import Visibility
 
 SYSTEM = Path("/")
@@ -67,10 +68,16 @@ def cause(
         return "PyTorch is not installed in this environment, so nothing here can use the GPU: pip install torch."
     if build.known and build.cuda is None:
         return f"torch {build.version} is a CPU-only build and cannot use the GPU: {INSTALL_TORCH}."
-    return _hidden(answer, view)
+    return _hidden(answer, build, view)
 
 
-def _hidden(answer: Snapshot, view: Visibility | None) -> str:
+def _hidden(answer: Snapshot, build: TorchBuild, view: Visibility | None) -> str:
+    if driver_is_too_old(answer, build) and answer.cuda_version is not None:
+        newest = "{}.{}".format(*answer.cuda_version)
+        return (
+            f"torch {build.version} needs CUDA {build.cuda}, and the driver {answer.driver_version} knows CUDA only "
+            f"up to {newest}: update the driver, or install a torch for CUDA {answer.cuda_version[0]}."
+        )
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is not None and view is not None and not view.cards and view.instance is None:
         problem = view.problem or "names no GPU"

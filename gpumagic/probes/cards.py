@@ -53,6 +53,8 @@ class Snapshot:
 
     cards: tuple[Card, ...]
     driver_version: str | None
+    cuda_version: tuple[int, int] | None = None
+    """The newest CUDA that the driver knows."""
     shadowed: bool = False
     """Whether the deprecated package `pynvml` stands in nvidia-ml-py's place."""
 
@@ -64,6 +66,9 @@ def snapshot(*, processes: bool = False, everything: bool = False) -> Snapshot |
         return answer
     binding, count = answer
     driver = Readings().take("driver_version", lambda: card_readings.text(binding.nvmlSystemGetDriverVersion()))
+    cuda = Readings().take(
+        "cuda_version", binding.nvmlSystemGetCudaDriverVersion_v2, binding.nvmlSystemGetCudaDriverVersion
+    )
     handles = [nvml.ask(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
     asked = Asked(processes, everything)
     cards = tuple(
@@ -72,7 +77,8 @@ def snapshot(*, processes: bool = False, everything: bool = False) -> Snapshot |
     )
     if everything:
         cards = _connected(binding, cards, [handle for handle, _ in handles])
-    return Snapshot(cards, driver, nvml.is_shadowed(binding))
+    newest = None if cuda is None else (cuda // 1000, cuda % 1000 // 10)
+    return Snapshot(cards, driver, newest, nvml.is_shadowed(binding))
 
 
 def _count() -> tuple[ModuleType, int] | Failure:

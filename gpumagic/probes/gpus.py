@@ -74,7 +74,7 @@ def _nvidia_rows(answer: Snapshot | Failure, build: TorchBuild) -> tuple[list[Gp
     flat = [each for card in answer.cards for each in (card, *card.instances)]
     view = torch_names.visibility(answer)
     names = torch_names.names(answer, flat, build, view)
-    rows = [_row(each, names.get(position), build) for position, each in enumerate(flat)]
+    rows = [_row(each, names.get(position), build, answer) for position, each in enumerate(flat)]
     # By torch's number, a card's instances right behind it.
     first = {row.nvml_index: _place(row) for row in sorted(rows, key=_place, reverse=True)}
     rows.sort(key=lambda row: first[row.nvml_index])
@@ -85,11 +85,11 @@ def _place(row: GpuRow) -> tuple[bool, int, int]:
     return row.device is None, selection.ordinal(row.device), row.nvml_index or 0
 
 
-def _row(card: Card, naming: Naming | None, build: TorchBuild) -> GpuRow:
+def _row(card: Card, naming: Naming | None, build: TorchBuild, answer: Snapshot) -> GpuRow:
     listed = None if card.processes is None else attribute(card.processes, _used_apart(card))
     reasons = dict(card.reasons)
     if naming is None:
-        reasons["device"] = _unnamed(card, build)
+        reasons["device"] = _unnamed(card, build, answer)
     if listed is None:
         reasons["other_processes"] = reasons.get("processes") or reasons.get("all", "")
     elif listed.reason or listed.estimated:
@@ -108,7 +108,7 @@ def _used_apart(card: Card) -> int | None:
     return used if "memory_reserved" in card.values else None
 
 
-def _unnamed(card: Card, build: TorchBuild) -> str:
+def _unnamed(card: Card, build: TorchBuild, answer: Snapshot) -> str:
     if not card.values:
         return card.reasons.get("all", "not known")
     if card.mig:
@@ -117,6 +117,8 @@ def _unnamed(card: Card, build: TorchBuild) -> str:
         return "torch is not installed"
     if build.known and build.cuda is None:
         return "torch is not built for it"
+    if torch_names.driver_is_too_old(answer, build):
+        return "torch's CUDA is newer than the driver"
     return "CUDA uses one MIG instance a process" if card.is_instance else "not visible to CUDA in this process"
 
 

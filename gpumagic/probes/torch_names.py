@@ -36,7 +36,15 @@ def names(answer: Snapshot, flat: Sequence[Card], build: TorchBuild, view: Visib
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return _certain_names(torch, flat)
+    if driver_is_too_old(answer, build):
+        return {}
     return _predicted_names(answer, flat, view)
+
+
+def driver_is_too_old(answer: Snapshot, build: TorchBuild) -> bool:
+    """Return whether torch was built for a CUDA of a later major version; within one, older drivers do."""
+    major = (build.cuda or "").partition(".")[0]
+    return answer.cuda_version is not None and major.isdigit() and int(major) > answer.cuda_version[0]
 
 
 def _certain_names(torch: ModuleType, flat: Sequence[Card]) -> dict[int, Naming]:

@@ -79,7 +79,10 @@ def _absences(rows: Sequence[GpuRow]) -> list[str]:
 
 
 def _goes_without_saying(rows: Sequence[GpuRow], row: GpuRow, figure: Figure) -> bool:
-    if figure.extra and not any(_has(each, figure) for each in rows):
+    if any(_has(each, figure) for each in rows):
+        if row.reasons.get(figure.field, "").startswith(NOT_AVAILABLE):
+            return True  # the cell itself says it
+    elif figure.extra:
         return True
     of_the_kernel = figure.field in ("kernel_allocated", "nvml_index")
     return row.device is None and (of_the_kernel or row.reasons.get(figure.field) == row.reasons.get("device"))

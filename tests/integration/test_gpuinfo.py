@@ -213,6 +213,24 @@ def test_a_cpu_only_torch_is_named_as_the_cause_beside_the_gpu(machine: MakeMach
     assert "CPU-only build" in answer["report"]["cause"]
 
 
+def test_a_torch_whose_cuda_is_newer_than_the_driver_is_named_as_the_cause(machine: MakeMachine) -> None:
+    """A later minor version is none: within a major one, older drivers do."""
+    behind = machine(cuda="13.0")
+    behind.say("cuda 12020")
+    answer = behind.probe()
+    assert only(answer)["device"] is None
+    assert only(answer)["reasons"]["device"] == "torch's CUDA is newer than the driver"
+    assert "needs CUDA 13.0" in answer["report"]["cause"]
+    assert "up to 12.2: update the driver, or install a torch for CUDA 12." in answer["report"]["cause"]
+
+
+def test_a_later_minor_version_of_cuda_is_no_hindrance(machine: MakeMachine) -> None:
+    minor = machine(cuda="12.8")
+    minor.say("cuda 12020")
+    answer = minor.probe()
+    assert (only(answer)["device"], answer["report"]["cause"]) == ("cuda:0", None)
+
+
 # -- the fault matrix -------------------------------------------------------------------------------------
 
 

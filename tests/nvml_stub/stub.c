@@ -3,6 +3,7 @@
  * One setting a line; D is a device number, 0.. for cards and 32.. for MIG instances:
  *
  *   init CODE                 what nvmlInit returns          driver TEXT      the driver's version
+ *   cuda N                    the newest CUDA it knows, 12080 for 12.8
  *   count N                   how many cards             block N             microseconds that PCIe throughput takes
  *   D.name TEXT               bytes are passed on as they are
  *   D.uuid TEXT
@@ -49,6 +50,7 @@ typedef struct { int device; char symbol[80]; int code; } fault_t;
 static device_t devices[DEVICES];
 static fault_t faults[FAULTS];
 static int block = 20000; /* microseconds */
+static int cuda = 13000;
 static int count = 1, init_code, fault_count, calls, loaded, initialised;
 static char driver[80] = "570.00";
 
@@ -98,6 +100,7 @@ static void set(char *line) {
     if (rest) *rest++ = 0; else rest = line + strlen(line);
     if (!strcmp(line, "init")) init_code = atoi(rest);
     else if (!strcmp(line, "driver")) snprintf(driver, sizeof driver, "%s", rest);
+    else if (!strcmp(line, "cuda")) cuda = atoi(rest);
     else if (!strcmp(line, "block")) block = atoi(rest);
     else if (!strcmp(line, "count")) count = atoi(rest);
     else if (!strcmp(line, "fail") && fault_count < FAULTS) {
@@ -158,6 +161,8 @@ int nvmlSystemGetDriverVersion(char *out, unsigned size) {
     snprintf(out, size, "%s", driver);
     return 0;
 }
+int nvmlSystemGetCudaDriverVersion_v2(int *out) { ENTER(__func__, -2); *out = cuda; return 0; }
+int nvmlSystemGetCudaDriverVersion(int *out) { ENTER(__func__, -2); *out = cuda; return 0; }
 int nvmlDeviceGetCount_v2(unsigned *out) { ENTER(__func__, -2); *out = count; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **out) {
     ENTER(__func__, (int)index);

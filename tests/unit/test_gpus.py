@@ -207,6 +207,11 @@ def test_a_rocm_build_is_told_how_its_gpus_appear() -> None:
     assert "torch.cuda.init()" in absence.cause(nvml.Failure("no library"), TorchBuild("2", hip="6.2"), None, Here())
 
 
+def test_an_xpu_build_is_told_how_its_devices_appear() -> None:
+    """They need no NVIDIA driver either."""
+    assert "import torch" in absence.cause(nvml.Failure("no library"), TorchBuild("2", xpu="2025.0"), None, Here())
+
+
 def test_the_surroundings_are_read_from_the_files_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,18 @@ def test_a_column_that_nobody_has_is_left_out_and_explained() -> None:
     assert "Util: n/a (MIG)." in text
 
 
+def test_an_instance_stands_indented_under_its_card_and_says_what_mig_hides() -> None:
+    """In the cell itself, so that no sentence need repeat it."""
+    card = dataclasses.replace(FIRST, device=None, reasons={"device": "split into MIG instances"})
+    lacks = {**A100, **dict.fromkeys(("utilization", "temperature"))}
+    instance = GpuRow("cuda:0", 0, "MIG-1", **lacks, reasons=dict.fromkeys(("utilization", "temperature"), "n/a (MIG)"))
+    lines = shown(card, instance, width=110).splitlines()
+    assert lines[3].startswith("NVML 0 ")
+    assert lines[4].startswith("· cuda:0 ")
+    assert lines[4].count("n/a (MIG)") == 2
+    assert "MIG" not in " ".join(lines[5:]).replace("split into MIG instances", "")
+
+
 def test_a_cell_that_one_device_lacks_is_explained_by_name() -> None:
     """In the text as well as in the title, which only a mouse finds."""
     lost = GpuRow("cuda:1", 1, reasons=dict.fromkeys(A100, "lost"), kernel_allocated=0, kernel_reserved=0)
