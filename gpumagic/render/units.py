@@ -69,7 +69,7 @@ def rate(nbytes: float | None) -> str:
 
 
 def sparkline(values: Sequence[float | None], low: float = 0.0, high: float | None = None) -> str:
-    """Return a line of blocks as high as the values between ``low`` and ``high``; what is not known is a space.
+    """Return a line of blocks as high as the values between ``low`` and ``high``; what is not known is a dot.
 
     Args:
         values: oldest first.
@@ -78,7 +78,7 @@ def sparkline(values: Sequence[float | None], low: float = 0.0, high: float | No
     """
     top = max((value for value in values if value is not None), default=low) if high is None else high
     span = top - low
-    return "".join(" " if value is None else _block(value - low, span) for value in values)
+    return "".join("·" if value is None else _block(value - low, span) for value in values)
 
 
 def _block(height: float, span: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -159,3 +160,21 @@ def test_a_terminal_is_redrawn_in_place_until_ctrl_c(stub, tmp_path):
         child.expect(r"\(True, 'interrupted'\)")
     finally:
         child.close(force=True)
+
+
+def test_the_command_refreshes_until_ctrl_c(stub, tmp_path):
+    """Where stdout is no terminal, one table below the other."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "gpumagic", "gpuinfo", "cuda:1", "-w", "0.1"], env=environment(tmp_path, **stub),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    tables = 0
+    for line in child.stdout:
+        tables += line.startswith("A snapshot every 0.1 s, until")
+        if tables == 3:
+            break
+    child.send_signal(signal.SIGINT)
+    rest, errors = child.communicate(timeout=PATIENCE)
+    assert (child.returncode, errors) == (0, "")
+    assert rest.rstrip().endswith("every 0.1 s; interrupted.")
+    assert "\x1b" not in rest
