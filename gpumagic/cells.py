@@ -5,12 +5,13 @@ compiles it; that magic calls `CellSessions.start`, and the session ends with th
 last statement, `Guard.finish` once IPython has shown and stored the value or the traceback. So values, `;`, `await`,
 history, tracebacks and interrupts are IPython's (ipython#11314, #14157, #13797 tell of magics where they are not).
 
-Where a cell magic is called with its body, by an exported script or to run the body again, `run_body` runs it.
+Where a cell magic is called with its body, by an exported script or to run the body again, `ready_body` prepares it.
 This module knows nothing of devices and memory: those are the guards' business.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -107,8 +108,10 @@ class CellSessions:
             self._forget([session])
             raise
 
-    def run_body(self, guard: Guard, body: str, *, retries: int = 0) -> object:
-        """Run the body of a cell magic under a guard and return the value of its last expression, as `%%time` does.
+    def ready_body(self, guard: Guard, body: str, *, retries: int = 0) -> Callable[[], object]:
+        """Return what runs the body of a cell magic under a guard and returns its last expression's value.
+
+        Called, it raises what the body raises, or what `guard.finish` put in its place.
 
         Args:
             guard: must be a `RetryingGuard` where ``retries`` is not 0; it is opened and closed each time.
@@ -116,12 +119,15 @@ class CellSessions:
             retries: how often to run the body again at most.
 
         Raises:
-            GpuMagicError: the body awaits while an event loop runs, as one does in a notebook; it has not run then.
-            BaseException: what the body raised, or what `guard.finish` put in its place.
+            GpuMagicError: the body awaits while an event loop runs, as one does in a notebook.
+            SyntaxError: it cannot be compiled.
         """
-        __tracebackhide__ = True
         info = self._running()
         code = CellBody(self._shell, body, "" if info is None else info.raw_cell)
+        return functools.partial(self._run_body, guard, code, info, retries)
+
+    def _run_body(self, guard: Guard, code: CellBody, info: ExecutionInfo | None, retries: int) -> object:
+        __tracebackhide__ = True
         outcome = self._attempt(guard, code)
         while retries and _is_to_be_retried(guard, outcome):
             del outcome  # the failed attempt's frames must be gone before the next one

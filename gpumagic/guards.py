@@ -17,7 +17,7 @@ class Outcome(Protocol):
 
 @dataclass
 class BodyOutcome:
-    """How a body that `CellSessions.run_body` ran has ended."""
+    """How a body that `CellSessions.ready_body` ran has ended."""
 
     error_in_exec: BaseException | None = None
     result: object = None
@@ -41,7 +41,7 @@ class Guard(Protocol):
     def finish(self, result: Outcome) -> object | None:
         """Return the report to show, or None.
 
-        The value or the traceback is on the screen by then, except in `CellSessions.run_body`, which asks before
+        The value or the traceback is on the screen by then, except in `CellSessions.ready_body`, which asks before
         it returns or raises. Silent cells, such as those of `%run notebook.ipynb`, are not asked outside of it.
         """
 

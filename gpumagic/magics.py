@@ -30,6 +30,7 @@ def _magic(method: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(method)
     def magic(self: GpuMagics, line: str, *cell: str | None) -> object:
+        __tracebackhide__ = True
         try:
             options = declared.parse_line(line)
             if options.help:
@@ -38,6 +39,9 @@ def _magic(method: Callable[..., object]) -> Callable[..., object]:
             result = method(self, options, *cell)
         except GpuMagicError as error:
             raise UsageError(str(error)) from None
+        if cell and cell[0] is not None:
+            assert callable(result)
+            result = result()  # the body, ready to run: its errors are the user's own
         return None if line.rstrip().endswith(";") else result
 
     magic.__doc__ = declared.format_help()
@@ -126,7 +130,7 @@ class GpuMagics(Magics):
         if cell is None:
             self._sessions.start(guard)
             return None
-        return self._sessions.run_body(guard, cell, **options)
+        return self._sessions.ready_body(guard, cell, **options)
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
         return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)

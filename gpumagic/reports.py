@@ -478,7 +478,7 @@ class OomReport(Report[Advice]):
     kind: str
     """``"cuda allocator"``, ``"host allocator"``, ``"cublas"``...: which allocator or library gave up."""
     certainty: str
-    """``"certain"`` or ``"probable"``."""
+    """``"certain"``, ``"probable"``, or ``"not-oom"`` where torch says out of memory and means a bug in a size."""
     device: str | None
     requested: int | None
     allocated_before: int | None

@@ -23,3 +23,8 @@ def two_devices() -> list[str]:
 
     simgpu.enable(devices=2, memory="4GiB")
     return ["simgpu:0", "simgpu:1"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Test the simulated devices first: their tests start from empty ones, and any later test may keep a tensor."""
+    items.sort(key=lambda item: "simgpu" not in item.path.parts)

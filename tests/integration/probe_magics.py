@@ -92,7 +92,7 @@ class ProbeMagics(Magics):
             if cell is None:
                 return self.sessions.start(guard)
             retries = int(options[options.index("--retry") + 1]) if "--retry" in options else 0
-            return self.sessions.run_body(guard, cell, retries=retries)
+            return self.sessions.ready_body(guard, cell, retries=retries)()
         except GpuMagicError as error:
             raise UsageError(str(error)) from None
 

@@ -127,3 +127,16 @@ def test_help_is_printed_and_the_body_does_not_run(kernel, magic: str) -> None:
         cell = kernel.run(f"%%{magic} --help\nran = 1")
         assert "usage" in cell.stdout
         assert kernel.value("'ran' in globals()") == "False"
+
+
+@pytest.mark.parametrize("form", ["%%ondevice 1", "%%oomguard", "%%oomguard --retry 1"])
+def test_our_errors_in_the_users_own_code_stay_exceptions_of_that_code(kernel, form: str) -> None:
+    cell = kernel.run(f"{form}\nimport gpumagic\ngpumagic.ondevice('nowhere')")
+    assert cell.ename == "DeviceNotFound"
+    assert "gpumagic.ondevice('nowhere')" in cell.tracebacks[0]
+
+
+def test_retry_in_the_middle_of_a_cell_is_refused_because_it_needs_the_whole(kernel) -> None:
+    cell = kernel.run("x = 1\n%oomguard --retry 2\ny = 2")
+    assert cell.ename == "UsageError"
+    assert "%%oomguard on the first line" in cell.evalue + cell.stderr
