@@ -178,3 +178,14 @@ def test_the_command_refreshes_until_ctrl_c(stub, tmp_path):
     assert (child.returncode, errors) == (0, "")
     assert rest.rstrip().endswith("every 0.1 s; interrupted.")
     assert "\x1b" not in rest
+
+
+def test_a_kernel_that_is_watching_shuts_down_in_peace(start_kernel, stub):
+    """It ends by itself, with status 0, and is not killed."""
+    leaving = start_kernel(**{**stub, "PYTHONPATH": f"{stub['PYTHONPATH']}:{ROOT}"})
+    leaving.run("%load_ext gpumagic")
+    leaving.run("%gpuinfo -w 0.1;")
+    updates(leaving, lambda texts: len(texts) >= 2)
+    process = leaving.manager.provisioner.process
+    leaving.client.shutdown()
+    assert process.wait(timeout=PATIENCE) == 0
