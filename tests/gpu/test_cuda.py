@@ -42,6 +42,22 @@ def test_gpuinfo_joins_the_driver_and_torch_by_uuid() -> None:
     assert row.power is not None
 
 
+def test_gpuinfo_reads_every_field_or_says_why() -> None:
+    for row in gpumagic.gpuinfo(everything=True, processes=True):
+        assert all(row.reasons.values())
+        assert row.pcie_generation is not None or row.reasons["pcie_generation"]
+        assert row.clock_sm_max is not None or row.reasons["clock_sm_max"]
+
+
+def test_gpuinfos_benchmark_measures_products_and_copies() -> None:
+    from gpumagic.probes import bench
+
+    report = bench.probe(["cuda:0"], seconds=0.05)
+    assert [row.reason for row in report] == [None] * len(report)
+    assert (report.rate("cuda:0", "float32") or 0) > 1e11
+    assert (report.rate("cuda:0", "device-to-device") or 0) > (report.rate("cuda:0", "host-to-device") or 0)
+
+
 def test_devices_accounts_for_every_allocated_byte() -> None:
     gc.collect()
     kept = {"weights": torch.ones(1000, 1000, device="cuda:0"), "ids": torch.arange(7, device="cuda:0")}
