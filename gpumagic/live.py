@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.reports import GPUReport, HistoryReport, SampleRow
@@ -128,9 +127,7 @@ def watch(shell: InteractiveShell, ask: Callable[[], GPUReport], seconds: float)
         return recorder
     recorder = Recorder(ask, seconds, _notebook_display())
     recorder.start()
-    with ExitStack() as undo:
-        undo.callback(_stop_on_interrupt(shell))
-        shell.meta[_KEY] = (recorder, undo.pop_all())
+    shell.meta[_KEY] = (recorder, _stop_on_interrupt(shell))
     return recorder
 
 
@@ -138,7 +135,7 @@ def off(shell: InteractiveShell, why: str = "stopped") -> None:
     """Stop the shell's recorder, if there is one."""
     recorder, undo = shell.meta.pop(_KEY, (None, None))
     if recorder is not None:
-        undo.close()
+        undo()
         recorder.stop(why)
 
 
