@@ -20,7 +20,7 @@ class EachCell:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._open: list[tuple[ExecutionInfo, float, dict[str, allocator.Counters]]] = []
+        self._open: list[tuple[ExecutionInfo, float, dict[str, allocator.AllocatorFigures]]] = []
 
     def install(self) -> None:
         """Follow the cells that start from now on."""
@@ -33,7 +33,7 @@ class EachCell:
         self._shell.events.unregister("post_run_cell", self._ended)
 
     def _starts(self, info: ExecutionInfo) -> None:
-        self._open.append((info, time.perf_counter(), allocator.all_counters()))
+        self._open.append((info, time.perf_counter(), allocator.all_figures()))
 
     def _ended(self, result: ExecutionResult | None) -> None:
         now = time.perf_counter()
@@ -45,15 +45,17 @@ class EachCell:
         if not info.silent:
             from gpumagic.render.cell_line import line
 
-            print(line(now - started, used(before, allocator.all_counters())))  # noqa: T201  # the line asked for
+            print(line(now - started, used(before, allocator.all_figures())))  # noqa: T201  # the line asked for
 
 
-def used(before: Mapping[str, allocator.Counters], after: Mapping[str, allocator.Counters]) -> tuple[CellUse, ...]:
+def used(
+    before: Mapping[str, allocator.AllocatorFigures], after: Mapping[str, allocator.AllocatorFigures]
+) -> tuple[CellUse, ...]:
     """Return what was done on each device that anything was done on.
 
     The peak is the cell's own only where its counter rose above all there was before; nobody resets it here.
     """
-    nothing = allocator.Counters(0, 0, 0)
+    nothing = allocator.AllocatorFigures(0, 0, 0)
     pairs = {device: (before.get(device, nothing), now) for device, now in after.items()}
     return tuple(
         CellUse(device, then.allocated, now.allocated, now.peak if (now.peak or 0) > (then.peak or 0) else None)

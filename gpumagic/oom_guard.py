@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gpumagic.probes.allocator import AllocatorFigures
     from gpumagic.reports import OomReport
 
+
 class OomGuard(contextlib.ContextDecorator):
     """Guard a block against running out of memory; `report` says what happened, None if nothing did.
 

@@ -24,8 +24,10 @@ class AllocatorFigures:
 
     allocated: int
     reserved: int
-    peak: int
-    """Highest ``allocated`` since the counter was last reset by the user; gpumagic never resets it."""
+    peak: int | None
+    """Highest ``allocated`` since the user last reset the counter, which we never do; None where none is kept (MPS)."""
+    allocations: int = 0
+    """How many there have ever been; 0 where that is not counted."""
 
 
 def accelerators() -> list[str]:
@@ -60,48 +62,31 @@ def figures(device: str) -> AllocatorFigures | None:
     if module is None or not is_initialised(backend):
         return None
     if backend == "mps":
-        return _mps_figures(module)
-    if not hasattr(module, "memory_allocated"):
-        return None
-    number = int(index or 0)
+        return AllocatorFigures(module.current_allocated_memory(), module.driver_allocated_memory(), None)
+    stats = _nested_stats(backend, module, int(index or 0))
+    allocated = stats["allocated_bytes"]["all"]
     return AllocatorFigures(
-        allocated=module.memory_allocated(number),
-        reserved=module.memory_reserved(number),
-        peak=module.max_memory_allocated(number),
+        allocated=allocated["current"],
+        reserved=stats["reserved_bytes"]["all"]["current"],
+        peak=allocated["peak"],
+        allocations=stats["allocation"]["all"]["allocated"],
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """One device's allocator by the counters that tell whether anything was done on it."""
-
-    allocated: int
-    peak: int | None
-    """None where it is not counted (MPS)."""
-    allocations: int
-    """How many there have ever been; 0 where that is not counted."""
-
-
-def all_counters() -> dict[str, Counters]:
-    """Return the counters of every device that is in use, each read once: this stands around every cell."""
+def all_figures() -> dict[str, AllocatorFigures]:
+    """Return the figures of every device that is in use, each read once: this stands around every guarded cell."""
     if "torch" not in sys.modules:
         return {}
-    found = {}
+    found: dict[str, AllocatorFigures] = {}
     for backend in _backends():
         module = device_module(backend)
-        if module is None or not is_initialised(backend) or not hasattr(module, "device_count"):
+        if module is None or not is_initialised(backend):
             continue
         for index in range(module.device_count()):
-            found[f"{backend}:{index}"] = _counters(backend, module, index)
+            now = figures(f"{backend}:{index}")
+            if now is not None:
+                found[f"{backend}:{index}"] = now
     return found
-
-
-def _counters(backend: str, module: ModuleType, index: int) -> Counters:
-    if backend == "mps":
-        return Counters(int(module.current_allocated_memory()), None, 0)
-    stats = _nested_stats(backend, module, index)
-    bytes_, allocations = stats["allocated_bytes"]["all"], stats["allocation"]["all"]
-    return Counters(bytes_["current"], bytes_["peak"], allocations["allocated"])
 
 
 def _nested_stats(backend: str, module: ModuleType, index: int) -> Mapping[str, Any]:
@@ -110,26 +95,28 @@ def _nested_stats(backend: str, module: ModuleType, index: int) -> Mapping[str, 
 
     if hasattr(module, "memory_stats_as_nested_dict"):  # CUDA and XPU
         nested: Mapping[str, Any] = module.memory_stats_as_nested_dict(index)
-        return nested or _NO_STATS
-    if hasattr(torch._C, "_accelerator_getDeviceStats") and backend not in BACKENDS:
-        return torch._C._accelerator_getDeviceStats(index)  # type: ignore[no-any-return, unused-ignore]
-    flat = module.memory_stats(index)
-    current, peak = flat["allocated_bytes.all.current"], flat["allocated_bytes.all.peak"]
-    allocated = {"allocated": flat["allocation.all.allocated"]}
-    return {"allocated_bytes": {"all": {"current": current, "peak": peak}}, "allocation": {"all": allocated}}
+    elif hasattr(torch._C, "_accelerator_getDeviceStats") and backend not in BACKENDS:
+        nested = torch._C._accelerator_getDeviceStats(index)
+    else:
+        nested = _nested(module.memory_stats(index))
+    return nested or _NO_STATS
 
 
-_NO_STATS = {"allocated_bytes": {"all": {"current": 0, "peak": 0}}, "allocation": {"all": {"allocated": 0}}}
+def _nested(flat: Mapping[str, int]) -> Mapping[str, Any]:
+    """Return ``{"allocated_bytes": {"all": {"current": 1}}}`` for ``{"allocated_bytes.all.current": 1}``."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, last = key.split(".")
+        place = nested
+        for step in path:
+            place = place.setdefault(step, {})
+        place[last] = value
+    return nested
 
 
-def all_figures() -> dict[str, AllocatorFigures]:
-    """Return the figures of every device that is in use; empty before anything is."""
-    if "torch" not in sys.modules:
-        return {}
-    backends = [backend for backend in _backends() if is_initialised(backend)]
-    devices = [device for device in accelerators() if device.partition(":")[0] in backends] if backends else []
-    found = {device: figures(device) for device in devices}
-    return {device: figure for device, figure in found.items() if figure is not None}
+_ZERO = {"all": {"current": 0, "peak": 0, "allocated": 0}}
+_NO_STATS = {"allocated_bytes": _ZERO, "reserved_bytes": _ZERO, "allocation": _ZERO}
+"""What CUDA leaves out before its allocator is first used."""
 
 
 def capacity(device: str) -> tuple[int, int] | None:
@@ -177,9 +164,3 @@ def _backends() -> tuple[str, ...]:
     if isinstance(getattr(torch, out_of_tree, None), ModuleType):
         return (out_of_tree, *BACKENDS)
     return BACKENDS
-
-
-def _mps_figures(module: ModuleType) -> AllocatorFigures:
-    # MPS counts no peak; its current figure is the only lower bound there is.
-    allocated = module.current_allocated_memory()
-    return AllocatorFigures(allocated, module.driver_allocated_memory(), allocated)

@@ -107,8 +107,12 @@ class Watch:
         The counter is the highest since the process began, so it tells this cell's peak only if the cell
         raised it.
         """
-        earlier = {device: figures.peak for device, figures in self._before.items()}
-        return {device: now.peak for device, now in self._after.items() if now.peak > earlier.get(device, 0)}
+        earlier = {device: figures.peak or 0 for device, figures in self._before.items()}
+        return {
+            device: now.peak
+            for device, now in self._after.items()
+            if now.peak is not None and now.peak > earlier.get(device, 0)
+        }
 
 
 def report(

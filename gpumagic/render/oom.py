@@ -91,8 +91,7 @@ def _holder_table(holders: tuple[Holder, ...], allocated: int | None) -> Table:
     whole = allocated or sum(holder.nbytes for holder in holders) or 1
     columns = [Column("held by", shrinks=True), Column("what", priority=1), Column("freed by del", "right")]
     rows: list[list[Cell | str]] = [
-        [holder.name, holder.kind, Cell(size(holder.nbytes), (Segment(holder.nbytes / whole),))]
-        for holder in holders
+        [holder.name, holder.kind, Cell(size(holder.nbytes), (Segment(holder.nbytes / whole),))] for holder in holders
     ]
     return Table(columns, rows, caption="Names that hold memory on the device")
 

@@ -274,12 +274,15 @@ def test_keep_leaves_the_frames_and_says_what_they_hold(guarded, bare_shell) -> 
 
 def test_a_retry_has_the_memory_of_the_failed_try(guarded, bare_shell) -> None:
     bare_shell.run_cell("tries = []", store_history=True)
-    result = guarded("""
+    result = guarded(
+        """
 def work():
     tries.append(1)
     first = take(2)
     return take(9 if len(tries) < 3 else 1.5).nbytes
-work()""", "--retry 2")
+work()""",
+        "--retry 2",
+    )
     report = bare_shell.user_ns["report"]
     assert result.error_in_exec is None
     assert (report.retries, report.recovered) == (2, True)

@@ -186,11 +186,7 @@ def test_a_fault_of_our_own_costs_neither_the_release_nor_the_error(monkeypatch)
 
 
 def test_guarding_a_block_imports_no_torch() -> None:
-    code = (
-        "import sys, gpumagic\n"
-        "with gpumagic.oomguard() as guard: pass\n"
-        "print('torch' in sys.modules, guard.report)"
-    )
+    code = "import sys, gpumagic\nwith gpumagic.oomguard() as guard: pass\nprint('torch' in sys.modules, guard.report)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "None"]
 
 
