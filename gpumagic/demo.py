@@ -57,6 +57,7 @@ def execute(notebook: NotebookNode) -> str | None:
         notebook,
         timeout=600,
         kernel_name="python3",
+        record_timing=False,
         extra_arguments=["--log-level=ERROR"],  # the kernel's warnings are about its server, which is this process
         on_cell_start=progress.started,
         on_cell_executed=progress.ended,

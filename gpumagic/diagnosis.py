@@ -73,6 +73,8 @@ def examine(
     except Exception as fault:  # our own failure must not cost the user the release
         notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
     capacity, free = _capacity(event, rooms.get(device) if device else None)
+    if device in at_failure:
+        at_failure[device] = _at_the_instant(event, at_failure[device])
     return Failure(event, device, seen, before, at_failure, capacity, free, tuple(notes))
 
 
@@ -168,6 +170,18 @@ def _report(facts: Facts, failure: Failure, circumstances: Circumstances, notes:
         message=failure.event.message,
         notes=(*notes, *negatives.sentences(facts), *_notes(facts, failure, circumstances)),
     )
+
+
+def _at_the_instant(event: OomEvent, now: AllocatorFigures) -> AllocatorFigures:
+    """Return the figures as they were when the allocator gave up.
+
+    What an unwinding frame kept on its stack, a comprehension's list say, is freed before anybody can look. The
+    allocator says in its text what was allocated, to two decimals; it decides where it says clearly more.
+    """
+    said = event.numbers.allocated if event.from_allocator else None
+    if said is None or said <= now.allocated * 1.01:
+        return now
+    return replace(now, allocated=said)
 
 
 def _room(device: str) -> tuple[int, int] | None:

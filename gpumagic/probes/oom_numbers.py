@@ -26,6 +26,8 @@ class Numbers:
     capacity: int | None = None
     """Of the device; where the text names only a cap below it (MPS, CuPy), that cap."""
     free: int | None = None
+    allocated: int | None = None
+    """In torch's live tensors, at the instant of the failure."""
     unallocated: int | None = None
     """Reserved by torch but unallocated: what fragmentation could have cost."""
 
@@ -52,6 +54,7 @@ _ALLOCATED = (
     rf"MPS allocated: {_SIZE}",
     rf"allocated so far: {_SIZE}",
 )
+_IN_TENSORS = (rf"Of the allocated memory {_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated")
 _UNALLOCATED = (rf"{_SIZE} is reserved by PyTorch but unallocated",)
 _OTHERS = (rf"other allocations: {_SIZE}",)
 _LIMIT = (rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}")
@@ -71,6 +74,7 @@ def read(text: str) -> Numbers:
         index=_index(text),
         capacity=capacity,
         free=_credible(free, capacity),
+        allocated=_credible(_first(_IN_TENSORS, text), capacity),
         unallocated=_credible(_first(_UNALLOCATED, text), capacity),
     )
 

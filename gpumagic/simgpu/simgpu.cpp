@@ -332,11 +332,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("equal", equal);
   // Left to itself torch would run these as several operators, would look for a kernel of the backend inside
-  // them, or (index) would move the indices a first time to infer the result's shape.
+  // them, would move the indices a first time to infer the result's shape (index), or would write through a
+  // result that the CPU's kernel has to enlarge and shrink again (the losses).
   for (const char* name :
        {"native_layer_norm", "native_group_norm", "native_channel_shuffle", "silu_backward", "mish_backward",
         "all.dims", "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "conj_physical_", "mode.values",
-        "_linalg_solve_ex", "index.Tensor"}) {
+        "_linalg_solve_ex", "index.Tensor", "mse_loss", "smooth_l1_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
   m.impl("set_", set_nothing);

@@ -70,3 +70,13 @@ def test_a_retry_that_fails_shows_one_line_and_the_report(guarded_kernel) -> Non
 def test_the_next_cell_has_the_memory(guarded_kernel) -> None:
     guarded_kernel.run("%%oomguard\nfail()")
     assert guarded_kernel.value("take(4).nbytes") == str(4 * 2**30)
+
+
+def test_what_the_unwinding_freed_is_counted_at_the_failure_all_the_same(start_kernel):
+    """A comprehension's list is gone before anybody can look; the allocator's text still tells of it."""
+    kernel = start_kernel()
+    kernel.run("%load_ext gpumagic\nimport torch, gpumagic\ngpumagic.simgpu.enable(devices=1, memory='1GiB')")
+    kernel.run("%%oomguard --keep-going -o report\nchunks = [torch.ones(2**25, device='simgpu:0') for _ in range(9)]")
+    figures = "report.allocated_before, report.allocated_at_failure, report.allocated_after"
+    assert kernel.value(figures) == f"(0, {2**30}, 0)"
+    assert "the cell took 1.0 GiB more" in kernel.value("report.verdict")
