@@ -50,13 +50,14 @@ def _table(table: Table) -> str:
 
 
 def _title(column: Column, barred: bool) -> str:
+    style = f"text-align:{_align(column, barred)};white-space:nowrap"
     space = _track("", "") if barred else ""
-    return f'<th scope="col" style="text-align:{column.align};white-space:nowrap">{_text(column.title)}{space}</th>'
+    return f'<th scope="col" style="{style}">{_text(column.title)}{space}</th>'
 
 
 def _cell(cell: Cell | str, column: Column, barred: bool) -> str:
     cell = Cell(cell) if isinstance(cell, str) else cell
-    style, title = f"text-align:{column.align};white-space:nowrap", cell.title
+    style, title = f"text-align:{_align(column, barred)};white-space:nowrap", cell.title
     if column.shrinks:
         style += ";max-width:26em;overflow:hidden;text-overflow:ellipsis"
         title = title or cell.text
@@ -65,6 +66,10 @@ def _cell(cell: Cell | str, column: Column, barred: bool) -> str:
     hover = f' title="{_text(title)}"' if title else ""
     bar = _bar(cell) if barred else ""
     return f'<td style="{style}"{hover}>{_text(cell.text)}{bar}</td>'
+
+
+def _align(column: Column, barred: bool) -> str:
+    return "right" if barred else column.align  # so that the bars of a column stand in line
 
 
 def _bar(cell: Cell) -> str:
