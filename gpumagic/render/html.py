@@ -83,7 +83,7 @@ def _bar(cell: Cell) -> str:
 
 def _track(parts: str, look: str) -> str:
     """Return the ground of a bar; without a look it only keeps the place, so that numbers line up."""
-    style = "display:inline-block;width:9em;height:.8em;line-height:.8em;font-size:1em;margin-left:.6em"
+    style = "display:inline-block;text-align:left;width:9em;height:.8em;line-height:.8em;font-size:1em;margin-left:.6em"
     return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden;{look}">{parts}</span>'
 
 

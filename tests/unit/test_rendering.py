@@ -85,6 +85,11 @@ def test_html_uses_nothing_that_a_front_end_drops() -> None:
     assert not parsed.open
 
 
+def test_a_bar_fills_from_the_left_also_in_a_column_of_numbers() -> None:
+    bar = html.render(Document((TABLE,))).partition('aria-hidden="true"')[2].partition("</td>")[0]
+    assert "text-align:left" in bar
+
+
 def test_html_says_every_figure_as_text_and_hides_bars_from_screen_readers() -> None:
     shown = html.render(Document((TABLE,)))
     assert ">35.2 GiB<" in shown
