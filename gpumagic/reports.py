@@ -283,7 +283,10 @@ class BenchRow:
     measure: str
     """``"matmul"`` or ``"copy"``."""
     what: str
-    """The dtype of a product; the direction of a copy, with ``", pinned"`` where host memory was page-locked."""
+    """The dtype of a product; the direction of a copy, with ``", pinned"`` where host memory was page-locked.
+
+    ``"within"`` is a copy from the device to itself, ``"device-to-device"`` one to the next device of its kind.
+    """
     rate: float | None = None
     """Floating-point operations a second of a product, bytes a second of a copy; the best go of all."""
     size: int | None = None

@@ -33,7 +33,7 @@ class Step:
     measure: str
     """``"matmul"`` or ``"copy"``."""
     what: str
-    """The dtype, or the direction."""
+    """The dtype, or the direction; ``"within"`` is from the device to itself."""
 
     def __str__(self) -> str:
         return f"{self.device} {self.measure} {self.what}"
@@ -49,7 +49,7 @@ def probe(
 
     Args:
         devices: these, written as anywhere else; every accelerator and the CPU without.
-        seconds: how long each measurement is repeated; there are about nine a device.
+        seconds: how long each measurement is repeated; there are about ten a device.
         progress: goes through the steps and shows how far it is.
 
     Raises:
@@ -67,11 +67,19 @@ def probe(
 
 
 def _steps(device: str) -> list[Step]:
-    directions = ["device-to-device"]
+    directions = ["within"]
     if device != "cpu":
         pinned = [f"{direction}, pinned" for direction in ("host-to-device", "device-to-host")]
         directions = ["host-to-device", "device-to-host", *pinned, *directions]
+    if _next(device) is not None:
+        directions.append("device-to-device")
     return [Step(device, "matmul", each) for each in DTYPES] + [Step(device, "copy", each) for each in directions]
+
+
+def _next(device: str) -> str | None:
+    """Return the device of the same kind that copies go to: the one after it, or the first after the last."""
+    kind = [each for each in allocator.accelerators() if each.partition(":")[0] == device.partition(":")[0]]
+    return kind[(kind.index(device) + 1) % len(kind)] if len(kind) > 1 else None
 
 
 def _measured(step: Step, seconds: float) -> BenchRow:
@@ -119,13 +127,13 @@ def _copy(step: Step) -> Work:
     nbytes = min(LARGEST_COPY, _free(step.device) // 8, _free("cpu") // 8)
     direction, pinned = step.what.partition(",")[::2]
     there = torch.zeros(nbytes, dtype=torch.uint8, device=step.device)
-    if direction == "device-to-device":
-        here = torch.zeros_like(there)
+    if direction in ("within", "device-to-device"):
+        here = torch.zeros_like(there, device=_next(step.device) if direction == "device-to-device" else None)
     else:
         here = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=bool(pinned))
         if pinned and not here.is_pinned():
             raise RuntimeError("host memory cannot be pinned for this device")
-    target, source = (here, there) if direction == "device-to-host" else (there, here)
+    target, source = (here, there) if direction in ("device-to-host", "device-to-device") else (there, here)
     return (lambda: target.copy_(source)), nbytes, float(nbytes)
 
 

@@ -10,8 +10,8 @@ from gpumagic.render.units import NOT_AVAILABLE, count, rate
 from gpumagic.reports import BenchReport, BenchRow
 
 LEGEND = (
-    "The best go of each: square matrices large enough to be timed, copies of up to 256 MiB. A copy from device "
-    "to device stays on the device."
+    "The best go of each: square matrices large enough to be timed, copies of up to 256 MiB, from one device "
+    "to the next of its kind too."
 )
 
 
@@ -59,14 +59,20 @@ def _table(rows: Sequence[BenchRow], title: str, show: Callable[[float | None], 
     return Table(columns, grid, title)
 
 
-_PRIORITIES = {"float16": 1, "host-to-device, pinned": 1, "device-to-host, pinned": 2, "float64": 2}
+_PRIORITIES = {
+    "float16": 1,
+    "host-to-device, pinned": 1,
+    "device-to-host, pinned": 2,
+    "float64": 2,
+    "device-to-device": 1,
+}
 
 
 def _short(name: str) -> str:
     return (
         name.replace("host-to-device", "to device")
         .replace("device-to-host", "to host")
-        .replace("device-to-device", "within")
+        .replace("device-to-device", "to next")
     )
 
 
