@@ -11,6 +11,7 @@ import difflib
 import re
 import sys
 
+from gpumagic import simgpu
 from gpumagic.errors import DeviceNotFound
 from gpumagic.probes import allocator
 
@@ -96,6 +97,8 @@ def _is_readable(name: str) -> bool:
 def _unknown(name: str) -> DeviceNotFound:
     here = available()
     listed = f"there are {', '.join(here)}"
+    if name.strip().lower().startswith("simgpu") and not simgpu.is_enabled():
+        return DeviceNotFound(f"{name!r} is not here: gpumagic.simgpu.enable() adds simulated GPUs; {listed}")
     if not allocator.accelerators():
         if _is_readable(name):
             return DeviceNotFound(f"{name!r} is not here: torch sees no GPU (%gpuinfo says why); {listed}")

@@ -82,6 +82,12 @@ def test_any_text_is_a_device_or_one_line(name: str) -> None:
         assert len(str(error).splitlines()) == 1  # noqa: PT017  # both outcomes are right
 
 
+def test_a_simulated_device_that_is_not_on_says_how_to_turn_it_on() -> None:
+    code = "import gpumagic\ntry: gpumagic.ondevice('simgpu:0')\nexcept gpumagic.DeviceNotFound as error: print(error)"
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert said == "'simgpu:0' is not here: gpumagic.simgpu.enable() adds simulated GPUs; there are cpu, meta\n"
+
+
 def test_completion_does_not_import_torch() -> None:
     code = "import sys, gpumagic.device_names as d; print(d.completions(), 'torch' in sys.modules)"
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
