@@ -71,11 +71,15 @@ class Recorder:
 
     def stop(self, why: str = "stopped") -> None:
         """End the recording and wait for its thread: NVML must not be asked while the process ends (nvitop#222)."""
-        self._enough.set()
+        self.stop_soon()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         atexit.unregister(self.stop)
         self._end(why)
+
+    def stop_soon(self) -> None:
+        """Take no further snapshot, without waiting for the thread."""
+        self._enough.set()
 
     def _record(self) -> None:
         try:
@@ -135,6 +139,7 @@ def off(shell: InteractiveShell, why: str = "stopped") -> None:
     """Stop the shell's recorder, if there is one."""
     recorder, undo = shell.meta.pop(_KEY, (None, None))
     if recorder is not None:
+        recorder.stop_soon()  # first, so that it ends whatever interrupts the rest
         undo()
         recorder.stop(why)
 
