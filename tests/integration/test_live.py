@@ -90,7 +90,7 @@ def test_an_interrupt_between_cells_stops_it(kernel):
 
 @pytest.mark.xfail(
     ipykernel.version_info[0] < 7,
-    reason="on ipykernel 6.17 the recorder was once seen to outlive the interrupt; cause unknown",
+    reason="on ipykernel 6.17 the recorder now and then outlives the interrupt; cause unknown",
     strict=False,
 )
 def test_an_interrupt_of_another_cell_stops_it_too(kernel):
