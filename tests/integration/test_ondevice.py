@@ -150,6 +150,18 @@ def test_what_the_cell_names_elsewhere_is_told_with_its_bytes() -> None:
     assert report.advice == ("x is still on cpu too: a move makes a copy; rebind the name to keep only that",)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "odd = torch.nn.LazyLinear(3, device='cpu')",
+        "class Odd(torch.nn.Module):\n    def parameters(self, recurse=True): raise RuntimeError('not now')\nodd = Odd()",
+    ],
+)
+def test_a_module_that_cannot_say_what_it_holds_costs_not_the_report(odd: str) -> None:
+    report, _, _ = run(f"{odd}\ny = x.to('simgpu:0')")
+    assert [each.name for each in report.elsewhere] == ["x"]
+
+
 def test_a_name_that_the_move_rebinds_is_not_left_behind() -> None:
     report, _, _ = run("x = x.to('simgpu:0')")
     assert report.elsewhere == report.advice == ()
