@@ -154,7 +154,7 @@ def test_what_the_cell_names_elsewhere_is_told_with_its_bytes() -> None:
     "odd",
     [
         "odd = torch.nn.LazyLinear(3, device='cpu')",
-        "class Odd(torch.nn.Module):\n    def parameters(self, recurse=True): raise RuntimeError('not now')\nodd = Odd()",
+        "class Odd(torch.nn.Module):\n    def parameters(self, recurse=True): raise RuntimeError('no')\nodd = Odd()",
     ],
 )
 def test_a_module_that_cannot_say_what_it_holds_costs_not_the_report(odd: str) -> None:
