@@ -1,0 +1,90 @@
+"""What every report is: rows, a DataFrame, JSON-ready data, and a picture of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Row = TypeVar("Row")
+
+
+class Report(Generic[Row]):
+    """A sequence of rows that shows itself in a notebook and a terminal, and becomes a DataFrame or JSON."""
+
+    __slots__ = ()
+    row_type: ClassVar[type[Any]]
+    """The dataclass of one row; its fields are the columns of `to_pandas`."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows, in the order in which they are shown."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+        return self.rows[index]
+
+    def __bool__(self) -> bool:
+        return True  # a report without rows is an answer too: `if report` must not mean `if rows`
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row a record with raw numbers; the columns are the same whatever was found.
+
+        A figure that is absent is NaN, also where no row has it, so that columns of figures are always numbers.
+        """
+        import pandas as pd
+
+        columns = dataclasses.fields(self.row_type)
+        records = [[getattr(row, column.name) for column in columns] for row in self.rows]
+        frame: pd.DataFrame = pd.DataFrame(records, columns=[column.name for column in columns])
+        for column in columns:
+            if column.type in _FIGURES and frame[column.name].dtype == object:
+                frame[column.name] = frame[column.name].astype("float64")
+        return frame
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole report as JSON-ready data: dicts, lists, strings, numbers and None."""
+        plain = _plain(self)
+        assert isinstance(plain, dict)
+        return plain
+
+    def __str__(self) -> str:
+        from gpumagic.render import to_text
+
+        return to_text(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from gpumagic.render import to_html
+
+        return to_html(self)
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+
+_FIGURES = ("int", "float", "int | None", "float | None")
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value

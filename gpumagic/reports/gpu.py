@@ -1,0 +1,227 @@
+"""What `%gpuinfo` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from gpumagic.reports.base import Report
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRow:
+    """One process on one device, as the driver reports it."""
+
+    pid: int | None
+    """The process id, or None where the driver's number means nothing here (a container)."""
+    name: str | None
+    user: str | None
+    memory: int | None
+    """Bytes of device memory the driver charges to it; None where it does not say (WDDM, WSL)."""
+    this_kernel: bool = False
+    kind: str = "compute"
+    """``"compute"`` or ``"graphics"``."""
+    utilization: float | None = None
+    """Percent of the last second in which its kernels ran, where the driver has a sample; read with ``processes``."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRow:
+    """One device: what the driver knows of it, joined with what this kernel's torch holds on it."""
+
+    device: str | None
+    """Torch's name in this process, such as ``"cuda:1"``; None if torch cannot use it."""
+    nvml_index: int | None = None
+    uuid: str | None = None
+    name: str | None = None
+    memory_total: int | None = None
+    memory_used: int | None = None
+    memory_free: int | None = None
+    memory_reserved: int | None = None
+    """Bytes the driver keeps for itself (NVML v2's ``reserved``); not part of torch's "reserved"."""
+    kernel_allocated: int | None = None
+    """Bytes in live tensors of this process, by torch's allocator."""
+    kernel_reserved: int | None = None
+    """Bytes torch's allocator took from the driver, allocated or cached."""
+    other_processes: int | None = None
+    """Bytes the driver charges to processes other than this kernel."""
+    utilization: float | None = None
+    """Percent of the last sample period in which any kernel ran; 100 does not mean full."""
+    temperature: float | None = None
+    """Degrees Celsius."""
+    power: float | None = None
+    """Watts."""
+    power_limit: float | None = None
+    """Watts."""
+    throttle_reasons: tuple[str, ...] | None = None
+    """Why the clocks are held down, in words; empty when they are not."""
+    processes: tuple[ProcessRow, ...] | None = None
+    bus_id: str | None = None
+    performance_state: str | None = None
+    """``"P0"`` (fastest) to ``"P15"``."""
+    fan: float | None = None
+    """Percent."""
+    clock_sm: int | None = None
+    """MHz."""
+    clock_sm_max: int | None = None
+    clock_memory: int | None = None
+    clock_memory_max: int | None = None
+    compute_capability: str | None = None
+    memory_utilization: float | None = None
+    """Percent of the last sample period in which memory was read or written: bandwidth, not occupancy."""
+    encoder_utilization: float | None = None
+    decoder_utilization: float | None = None
+    ecc_errors: int | None = None
+    """Uncorrected memory errors since the driver was loaded."""
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    """Lanes."""
+    pcie_width_max: int | None = None
+    pcie_sent: int | None = None
+    """Bytes a second from the device to the host, over 20 ms."""
+    pcie_received: int | None = None
+    nvlinks: int | None = None
+    """NVLinks that are up."""
+    nvlink_sent: int | None = None
+    """Bytes a second over all NVLinks while the report was made."""
+    nvlink_received: int | None = None
+    topology: Mapping[str, str] | None = None
+    """How each other GPU is reached, such as ``"NVLink"``, by NVML index."""
+    unified: bool = False
+    """True where the device has no memory of its own: ``memory_total`` and ``memory_free`` are then the host's, and
+    ``memory_used`` is what the driver charges to processes on it."""
+    predicted: bool = False
+    """True where ``device`` was inferred from the environment and CUDA may number differently."""
+    simulated: bool = False
+    """True for a simgpu device: host memory that plays a GPU."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why a field is None, by field name."""
+
+
+@dataclass(frozen=True, repr=False)
+class GPUReport(Report[GpuRow]):
+    """The GPUs of this machine and this kernel's part in them, at one moment."""
+
+    row_type: ClassVar[type[Any]] = GpuRow
+
+    devices: tuple[GpuRow, ...]
+    torch_version: str | None = None
+    """None if torch is not installed."""
+    cuda_build: str | None = None
+    """CUDA (or ROCm) version torch was built with; None for a CPU-only build."""
+    driver_version: str | None = None
+    cuda_visible_devices: str | None = None
+    """The environment variable as this process has it; None if it is not set."""
+    best: str | None = None
+    """The torch device with most free memory, usable as ``%%ondevice auto``."""
+    cause: str | None = None
+    """Why there is no GPU, with the remedy, in one sentence; None if there is one."""
+    show_processes: bool = False
+    show_all: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[GpuRow, ...]:
+        return self.devices
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One device at one moment of a recording."""
+
+    seconds: float
+    """Since the recording began."""
+    device: str
+    memory_used: int | None = None
+    memory_total: int | None = None
+    kernel_allocated: int | None = None
+    utilization: float | None = None
+    temperature: float | None = None
+    power: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class HistoryReport(Report[SampleRow]):
+    """The GPUs over time, a row a device and moment, oldest first."""
+
+    row_type: ClassVar[type[Any]] = SampleRow
+
+    samples: tuple[SampleRow, ...]
+    latest: GPUReport | None = None
+    """The last snapshot, whole."""
+    interval: float | None = None
+    """Seconds from one snapshot to the next."""
+    ended: str | None = None
+    """Why the recording has ended; None while it goes on."""
+
+    @property
+    def rows(self) -> tuple[SampleRow, ...]:
+        return self.samples
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of utilisation and memory over time, a line a device.
+
+        Raises:
+            GpuMagicError: matplotlib is not installed.
+        """
+        from gpumagic.render import plot
+
+        return plot.history(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CellUse:
+    """What one cell did on one device, by the allocator's own counters."""
+
+    device: str
+    allocated_before: int
+    allocated_after: int
+    peak: int | None
+    """Bytes allocated at most during the cell; None where the counter did not rise and so does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """How fast one device did one thing."""
+
+    device: str
+    measure: str
+    """``"matmul"`` or ``"copy"``."""
+    what: str
+    """The dtype of a product; the direction of a copy, with ``", pinned"`` where host memory was page-locked.
+
+    ``"within"`` is a copy from the device to itself, ``"device-to-device"`` one to the next device of its kind.
+    """
+    rate: float | None = None
+    """Floating-point operations a second of a product, bytes a second of a copy; the best go of all."""
+    size: int | None = None
+    """Rows of the square matrices, or bytes copied."""
+    repeats: int | None = None
+    reason: str | None = None
+    """Why there is no rate."""
+    simulated: bool = False
+    """True for a simgpu device, whose rates are the CPU's."""
+
+
+@dataclass(frozen=True, repr=False)
+class BenchReport(Report[BenchRow]):
+    """What each device does in a second, a row a device and measurement."""
+
+    row_type: ClassVar[type[Any]] = BenchRow
+
+    measurements: tuple[BenchRow, ...]
+    torch_version: str | None = None
+    threads: int | None = None
+    """Threads torch used on the CPU."""
+    float32_precision: str | None = None
+    """``"highest"`` is true float32; less lets products of float32 be made in TF32 or bfloat16."""
+
+    @property
+    def rows(self) -> tuple[BenchRow, ...]:
+        return self.measurements
+
+    def rate(self, device: str, what: str) -> float | None:
+        """Return one device's rate for a dtype or direction; None if it has none."""
+        return next((row.rate for row in self.measurements if (row.device, row.what) == (device, what)), None)

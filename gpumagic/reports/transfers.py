@@ -1,0 +1,58 @@
+"""What `%%ondevice` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from gpumagic.reports.base import Report
+from gpumagic.reports.names import Holder
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRow:
+    """Moves from one device to another made by one line for one variable and one cause."""
+
+    direction: str
+    """``"host-to-device"``, ``"device-to-host"`` or ``"device-to-device"``."""
+    source: str
+    target: str
+    count: int
+    nbytes: int
+    seconds: float | None
+    """Time the calling thread spent in them; None where it was not measured."""
+    line: int | None
+    """Line of the cell (1 is its first); None outside the cell's own code."""
+    code: str | None
+    name: str | None
+    """The variable moved, where the line names one."""
+    cause: str
+    """What did it: ``".to"``, ``".cpu"``, ``".item"``, ``"copy_"``, ``"torch.tensor"``..."""
+
+
+@dataclass(frozen=True, repr=False)
+class TransferReport(Report[TransferRow]):
+    """What a cell created where, and every move between devices that its lines asked for."""
+
+    row_type: ClassVar[type[Any]] = TransferRow
+
+    device: str
+    moves: tuple[TransferRow, ...]
+    created: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """``{device: (count, bytes)}`` of tensors made by factory functions."""
+    syncs: Mapping[int, int] = field(default_factory=dict)
+    """``{line: count}`` of operations that made the host wait for the device."""
+    peak: Mapping[str, int] = field(default_factory=dict)
+    """``{device: bytes}`` allocated at most during the cell, where the allocator's counter tells it exactly."""
+    elapsed: float = 0.0
+    elsewhere: tuple[Holder, ...] = ()
+    """Variables the cell names that live on another device at its end."""
+    advice: tuple[str, ...] = ()
+    error: str | None = None
+    """The type of the exception that ended the cell, if one did."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[TransferRow, ...]:
+        return self.moves
