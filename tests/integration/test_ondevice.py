@@ -1,126 +1,16 @@
-"""`%%ondevice` puts new tensors where it says, and its report is what the device's own copy counters say."""
+"""`%%ondevice` puts new tensors where it says and reports what happened; `test_ondevice_corpus.py` has how exactly."""
 
 from __future__ import annotations
 
-import linecache
 import pickle
-import textwrap
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
+from ondevice_corpus import run
 
 import gpumagic
-from gpumagic import simgpu
-from gpumagic.device_run import DeviceRun
-from gpumagic.reports import TransferReport
 
 pytestmark = pytest.mark.usefixtures("two_devices")
-
-SETUP = """
-import torch
-x = torch.ones(100, 10)
-g = torch.ones(8, 4, device="simgpu:0")
-far = torch.ones(5, 5, device="simgpu:1")
-model = torch.nn.Linear(4, 3)
-"""
-
-# name -> a cell of which every move is asked for by a line, so that the report must equal the counters.
-CELLS = {
-    "nothing": "y = torch.zeros(10)",
-    "to by string": "y = x.to('simgpu:0')",
-    "to by device": "y = x.to(torch.device('simgpu', 1))",
-    "to by other tensor": "y = x.to(g)",
-    "to with dtype": "y = x.to('simgpu:0', torch.float16)",
-    "to with dtype first": "y = x.to(torch.float64).to('simgpu:0')",
-    "read with dtype": "y = g.to('cpu', torch.float64)",
-    "read with dtype non_blocking": "y = g.to('cpu', torch.float64, non_blocking=True)",
-    "read with dtype non_blocking by place": "y = g.to('cpu', torch.float64, True)",
-    "copy_ out with dtype": "z = torch.empty(8, 4, device='cpu', dtype=torch.float16); z.copy_(g)",
-    "copy_ in with dtype": "g.copy_(torch.ones(8, 4, device='cpu', dtype=torch.float64))",
-    "copy_ of one over many": "g.copy_(torch.ones(4, device='cpu'))",
-    "between devices with dtype": "y = far.to('simgpu:0', torch.float16)",
-    "to non_blocking": "y = x.to('simgpu:0', non_blocking=True)",
-    "to where it already is": "y = g.to('simgpu:0')",
-    "to a copy where it already is": "y = g.to('simgpu:0', copy=True)",
-    "method of the backend": "y = x.simgpu()",
-    "cpu": "y = g.cpu()",
-    "cpu then numpy": "y = g.cpu().numpy()",
-    "between devices": "y = far.to('simgpu:0')",
-    "of a view": "y = x[::2].to('simgpu:0')",
-    "of a transposed device view": "y = g.T.cpu()",
-    "copy_ in": "g.copy_(torch.ones(8, 4, device='cpu'))",
-    "copy_ out": "z = torch.empty(8, 4, device='cpu'); z.copy_(g)",
-    "copy_ across": "z = torch.empty(5, 5); z.copy_(far)",
-    "copy_ within": "z = torch.empty(8, 4); z.copy_(g)",
-    "module": "model.to('simgpu:0')",
-    "module by method": "model.simgpu()",
-    "module and back": "model.to('simgpu:0'); model.cpu()",
-    "tensor of a list": "y = torch.tensor([1.0, 2.0, 3.0])",
-    "tensor on the cpu": "y = torch.tensor([1.0, 2.0, 3.0], device='cpu')",
-    "as_tensor of a cpu tensor": "y = torch.as_tensor(x)",
-    "as_tensor of numpy": "import numpy; y = torch.as_tensor(numpy.ones(7))",
-    "from_numpy then to": "import numpy; y = torch.from_numpy(numpy.ones(7)).to('simgpu:0')",
-    "new_tensor": "y = g.new_tensor([1, 2, 3])",
-    "item": "y = g[0, 0].item()",
-    "float": "y = float(g.sum())",
-    "bool": "y = 1 if g[0, 0] > 0 else 2",
-    "tolist": "y = g.tolist()",
-    "tolist of one": "y = g[0, 0].tolist()",
-    "loop of items": "total = 0\nfor i in range(8):\n    total += g[i, 0].item()",
-    "format of one": "text = f'{g[0, 0]:.3f}'",
-    "print": "text = str(g)",
-    "print of one": "text = repr(g.sum())",
-    "print in format": "text = f'{far}'",
-    "state dict": "model.to('simgpu:0').load_state_dict(torch.nn.Linear(4, 3, device='cpu').state_dict())",
-    "training step": """
-        net = torch.nn.Linear(10, 2)
-        opt = torch.optim.SGD(net.parameters(), lr=0.1)
-        for start in range(0, 100, 50):
-            loss = net(x.to('simgpu:0')[start:start + 50]).pow(2).mean()
-            opt.zero_grad(); loss.backward(); opt.step()
-        last = loss.item()
-        """,
-}
-
-
-def run(cell: str, device: str = "simgpu:0") -> tuple[TransferReport, list[Any], dict[str, Any]]:
-    """Run a cell as the magic does, and return its report, the device's own record of copies, and its names."""
-    namespace: dict[str, Any] = {}
-    exec(SETUP, namespace)
-    source = textwrap.dedent(cell).strip()
-    code = compile(source, "<cell>", "exec")
-    linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
-    guard = DeviceRun(device, namespace=namespace)
-    simgpu.reset_copies()
-    guard.open()
-    try:
-        exec(code, namespace)
-    finally:
-        guard.close(None)
-    assert guard.report is not None
-    return guard.report, simgpu.copies(), namespace
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_the_report_is_what_the_copy_counters_say(name: str) -> None:
-    report, copies, _ = run(CELLS[name])
-    counted: Counter[tuple[str, str, str]] = Counter()
-    moved: Counter[tuple[str, str, str]] = Counter()
-    for direction, source, target, nbytes in copies:
-        if source != target:
-            counted[direction, source, target] += 1
-            moved[direction, source, target] += nbytes
-    assert Counter({key: n for key, n in _sum(report, "count").items() if n}) == counted
-    assert _sum(report, "nbytes") == moved
-
-
-def _sum(report: TransferReport, field: str) -> Counter[tuple[str, str, str]]:
-    total: Counter[tuple[str, str, str]] = Counter()
-    for row in report:
-        total[row.direction, row.source, row.target] += getattr(row, field)
-    return total
 
 
 def test_a_move_is_told_with_its_line_its_variable_and_its_cause() -> None:

@@ -1,0 +1,3 @@
+# Between devices.
+# move: simgpu:1 -> simgpu:0, 1, 100, far, .to
+y = far.to("simgpu:0")

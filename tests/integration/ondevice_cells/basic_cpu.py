@@ -1,0 +1,3 @@
+# Cpu.
+# move: simgpu:0 -> cpu, 1, 128, g, .cpu
+y = g.cpu()

@@ -1,0 +1,3 @@
+# Module.
+# move: cpu -> simgpu:0, 2, 60, model, Module.to
+model.to("simgpu:0")

@@ -1,0 +1,2 @@
+# Nothing.
+y = torch.zeros(10)

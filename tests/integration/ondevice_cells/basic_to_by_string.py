@@ -1,0 +1,3 @@
+# To by string.
+# move: cpu -> simgpu:0, 1, 4000, x, .to
+y = x.to("simgpu:0")

@@ -1,0 +1,2 @@
+# To where it already is.
+y = g.to("simgpu:0")

@@ -1,0 +1,2 @@
+# A tensor of the host stays.
+y = x.cpu()

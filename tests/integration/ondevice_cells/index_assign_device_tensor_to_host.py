@@ -1,0 +1,4 @@
+# A device tensor written into a slice of the host's.
+# move: simgpu:0 -> cpu, 1, 40, ?, ?
+# gap: indexing across devices is not seen
+x[0] = torch.ones(10)

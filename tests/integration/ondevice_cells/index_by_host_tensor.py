@@ -1,0 +1,5 @@
+# Rows picked by a tensor of the host.
+# move: cpu -> simgpu:0, 1, 16, ?, ?
+# gap: indexing across devices is not seen
+rows = torch.tensor([0, 2], device="cpu")
+y = g[rows]

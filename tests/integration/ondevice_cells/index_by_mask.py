@@ -1,0 +1,2 @@
+# Elements picked by a mask.
+y = g[g > 0]

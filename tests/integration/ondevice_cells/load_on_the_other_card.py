@@ -1,0 +1,9 @@
+# Saved on one card, loaded on the other.
+# move: simgpu:0 -> cpu, 1, 128, ?, ?
+# move: cpu -> simgpu:1, 1, 128, ?, ?
+# gap: torch.save and torch.load are not seen
+import io
+file = io.BytesIO()
+torch.save(g, file)
+file.seek(0)
+y = torch.load(file, map_location={"simgpu:0": "simgpu:1"})

@@ -1,0 +1,2 @@
+# A grid.
+a, b = torch.meshgrid(torch.arange(2), torch.arange(3), indexing="ij")

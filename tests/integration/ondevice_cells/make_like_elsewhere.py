@@ -1,0 +1,2 @@
+# Like another, elsewhere.
+y = torch.zeros_like(x, device="simgpu:0")

@@ -1,0 +1,2 @@
+# Scalar_tensor.
+y = torch.scalar_tensor(3.5)

@@ -1,0 +1,2 @@
+# A module without its values.
+model.to_empty(device="simgpu:0")

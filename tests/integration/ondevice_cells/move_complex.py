@@ -1,0 +1,3 @@
+# Complex numbers.
+# move: cpu -> simgpu:0, 1, 32, -, .to
+y = torch.ones(4, dtype=torch.complex64, device="cpu").to("simgpu:0")

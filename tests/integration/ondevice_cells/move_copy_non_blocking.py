@@ -1,0 +1,3 @@
+# Copied without waiting.
+# move: cpu -> simgpu:0, 1, 128, -, copy_
+g.copy_(torch.ones(8, 4, device="cpu"), non_blocking=True)

@@ -1,0 +1,5 @@
+# Numpy of a device tensor raises, and nothing moves.
+try:
+    g.numpy()
+except TypeError:
+    pass

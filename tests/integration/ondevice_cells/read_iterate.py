@@ -1,0 +1,2 @@
+# Iteration makes views.
+rows = [row for row in g]

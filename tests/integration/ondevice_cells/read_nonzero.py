@@ -1,0 +1,2 @@
+# Nonzero waits and moves nothing of the user's.
+where = g.nonzero()

@@ -1,0 +1,2 @@
+# A printed tensor without elements.
+print(torch.empty(0))

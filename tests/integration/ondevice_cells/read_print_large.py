@@ -1,0 +1,3 @@
+# A printed tensor too long to be shown whole.
+# move: simgpu:0 -> cpu, 12, 144, -, print
+print(torch.zeros(40, 40))

@@ -1,0 +1,2 @@
+# Unique values.
+values = g.unique()

@@ -1,0 +1,8 @@
+# Saved on a card, loaded on the host.
+# move: simgpu:0 -> cpu, 1, 128, ?, ?
+# gap: torch.save and torch.load are not seen
+import io
+file = io.BytesIO()
+torch.save(g, file)
+file.seek(0)
+y = torch.load(file, map_location="cpu")

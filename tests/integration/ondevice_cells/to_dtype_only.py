@@ -1,0 +1,2 @@
+# A change of dtype alone moves nothing.
+y = g.to(torch.float64)

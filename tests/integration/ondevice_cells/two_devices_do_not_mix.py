@@ -1,0 +1,5 @@
+# Operands on two devices raise, and nothing moves.
+try:
+    g + far
+except RuntimeError:
+    pass

@@ -1,0 +1,2 @@
+# A change of type by .type.
+y = g.type(torch.float16)

@@ -1,0 +1,2 @@
+# A number on the host may take part.
+y = g * torch.tensor(2.0, device="cpu")

@@ -1,0 +1,134 @@
+"""The corpus of `%%ondevice`: one file a cell, with the moves its report must have, and how such a cell is run.
+
+A file of `ondevice_cells/` starts with comments, then comes the cell:
+
+    # What it shows.
+    # move: cpu -> simgpu:0, 2, 8000, x, .to      source -> target, how often, bytes, variable, what did it
+    # needs: cuda                                 not for simulated devices, with the reason
+    # gap: torch.load is not seen                 the report is wrong; the test fails once it is right
+
+A variable or cause of `?` is not compared. Without a `move` line nothing moves.
+"""
+
+from __future__ import annotations
+
+import linecache
+import textwrap
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpumagic import simgpu
+from gpumagic.device_run import DeviceRun
+from gpumagic.reports import TransferReport
+
+FOLDER = Path(__file__).parent / "ondevice_cells"
+SETUP = """
+import torch
+x = torch.ones(100, 10)
+g = torch.ones(8, 4, device="simgpu:0")
+far = torch.ones(5, 5, device="simgpu:1")
+model = torch.nn.Linear(4, 3)
+"""
+
+Totals = Counter[tuple[str, str]]
+"""Something summed by source and target."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One line of a report, as a cell's header writes it."""
+
+    source: str
+    target: str
+    count: int
+    nbytes: int
+    name: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class CorpusCell:
+    """A cell of the corpus and what its header says."""
+
+    name: str
+    code: str
+    moves: tuple[Move, ...]
+    needs: str | None = None
+    gap: str | None = None
+
+
+def cells() -> list[CorpusCell]:
+    """Return every cell of the corpus by name."""
+    return [_read(path) for path in sorted(FOLDER.glob("*.py"))]
+
+
+def run(cell: str, device: str = "simgpu:0") -> tuple[TransferReport, list[Any], dict[str, Any]]:
+    """Run a cell as the magic does, and return its report, the device's own record of copies, and its names."""
+    namespace: dict[str, Any] = {}
+    exec(SETUP, namespace)
+    source = textwrap.dedent(cell).strip()
+    code = compile(source, "<cell>", "exec")
+    linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
+    guard = DeviceRun(device, namespace=namespace)
+    simgpu.reset_copies()
+    guard.open()
+    try:
+        exec(code, namespace)
+    finally:
+        guard.close(None)
+    assert guard.report is not None
+    return guard.report, simgpu.copies(), namespace
+
+
+def counted(copies: list[Any]) -> tuple[Totals, Totals]:
+    """Return how often and how many bytes the devices copied, by source and target."""
+    count, nbytes = Totals(), Totals()
+    for _, source, target, size in copies:
+        if source != target:
+            count[source, target] += 1
+            nbytes[source, target] += size
+    return count, nbytes
+
+
+def reported(moves: Any) -> tuple[Totals, Totals]:
+    """Return the same of a report's rows or a header's moves."""
+    count, nbytes = Totals(), Totals()
+    for move in moves:
+        count[move.source, move.target] += move.count
+        nbytes[move.source, move.target] += move.nbytes
+    return Totals({key: n for key, n in count.items() if n}), nbytes
+
+
+def unseen(moves: tuple[Move, ...], report: TransferReport) -> list[Move]:
+    """Return the expected moves that the report does not have, one row each."""
+    rows = [(row.source, row.target, row.count, row.nbytes, row.name or "-", row.cause) for row in report]
+    missing = []
+    for move in moves:
+        wanted = (move.source, move.target, move.count, move.nbytes, move.name, move.cause)
+        found = next(
+            (row for row in rows if all(want in ("?", got) for want, got in zip(wanted, row, strict=True))), None
+        )
+        if found is None:
+            missing.append(move)
+        else:
+            rows.remove(found)
+    return missing
+
+
+def _read(path: Path) -> CorpusCell:
+    text = path.read_text(encoding="utf-8")
+    head = [line[2:] for line in text.splitlines() if line.startswith("# ")]
+    fields = [(key, value.strip()) for key, sep, value in (line.partition(": ") for line in head) if sep]
+    said = dict(fields)
+    moves = tuple(_move(value) for key, value in fields if key == "move")
+    return CorpusCell(path.stem, text, moves, said.get("needs"), said.get("gap"))
+
+
+def _move(text: str) -> Move:
+    way, count, nbytes, name, cause = text.split(", ")
+    source, target = way.split(" -> ")
+    return Move(source, target, int(count), int(nbytes), name, cause)
