@@ -7,9 +7,6 @@ from typing import Any
 
 from gpumagic.probes.anatomy import Fields, attributes, fields_of
 
-KINDS = ("parameter", "buffer", "gradient", "optimizer state", "activation", "plain")
-"""What a storage can be; one that is several of these is the first of them."""
-
 
 def subclasses(*bases: type) -> set[type]:
     """Return the classes and all that derive from them, without asking their metaclasses."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpumagic.probes import identity
+
 if TYPE_CHECKING:
     import torch
 
@@ -50,6 +52,8 @@ class Storage:
     """Of its first byte; 0 for what occupies nothing."""
     key: int = 0
     """What torch calls ``untyped_storage()._cdata``; 0 where there is none."""
+    number: int = 0
+    """Its own for as long as the process lives: see `identity`."""
     note: str | None = None
     looks: dict[int, Look] = field(default_factory=dict)
     """By the `id` of each live tensor over it."""
@@ -107,6 +111,7 @@ class Ledger:
         if entry is None:
             entry = self.storages[key] = self._open(tensor, storage)
             entry.key = key
+            entry.number = identity.of_storage(storage)
         return entry, []
 
     def addresses(self, tensor: torch.Tensor) -> list[int]:
@@ -156,7 +161,8 @@ class Ledger:
         return parts[-1], parts
 
     def _unknown(self, tensor: torch.Tensor, why: str) -> Storage:
-        return self.storages.setdefault(("no storage", id(tensor)), Storage(self._device(tensor), None, note=why))
+        entry = Storage(self._device(tensor), None, number=identity.of_tensor(tensor), note=why)
+        return self.storages.setdefault(("no storage", id(tensor)), entry)
 
     def _layout(self, tensor: torch.Tensor) -> str:
         try:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gpumagic.probes import gradients, holders, reconcile
+from gpumagic.probes import gradients, holders, identity, reconcile
 from gpumagic.probes.blocks import groups, looked_at, occupied
-from gpumagic.probes.kinds import KINDS, roles, subclasses
+from gpumagic.probes.kinds import roles, subclasses
 from gpumagic.probes.paths import MAX_STEPS, Names
 from gpumagic.probes.storages import Ledger, Look, Storage, uncollected, undisturbed
 from gpumagic.reports import TensorReport, TensorRow
+from gpumagic.reports.selection import KINDS
 
 MAX_NAMES = 16
 """Names kept of one storage; views of one tensor may have thousands."""
@@ -49,15 +50,16 @@ def probe(
     census = _Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell)
     with uncollected():
         rows = _taken(census)
-        found = [row for row in rows if _is_on(row.device, devices)]
-        summary = tuple(row for row in reconcile.by_device(rows) if _is_on(row.device, devices))
-        return TensorReport(
-            tensors=tuple(sorted((row for row in found if (row.nbytes or 0) >= minimum), key=_ORDERS[sort])),
+        summary = reconcile.by_device(rows)
+        report = TensorReport(
+            tensors=tuple(rows),
             by_device=summary,
             limit=limit,
             group_by=group_by,
-            notes=(*census.notes, *reconcile.notes(found, summary)),
+            notes=(*census.notes, *reconcile.notes(rows, summary)),
+            process=identity.PROCESS,
         )
+        return report.narrowed(devices, minimum, sort)
 
 
 def _taken(census: _Census) -> list[TensorRow]:
@@ -97,6 +99,7 @@ class _Census:
 
     def take(self) -> list[TensorRow]:
         """Find the tensors, name them, measure what is under them."""
+        identity.forget_the_dead()
         self._find()
         variables = holders.variables(self._namespace, self._shell)
         names = Names(self._search.run(variables, wanted=map(id, self._tensors)))
@@ -175,6 +178,7 @@ class _Census:
             requires_grad=any(storage.requires_grad for storage in storages),
             viewed_nbytes=viewed,
             note=note or _small_view(viewed, first.nbytes),
+            numbers=tuple(storage.number for storage in storages),
         )
 
     def _granule(self, device: str) -> int:
@@ -217,20 +221,3 @@ def _small_view(viewed: int | None, nbytes: int | None) -> str | None:
     if viewed is None or not nbytes or 2 * viewed > nbytes:
         return None
     return "kept by a small view"
-
-
-def _is_on(device: str, wanted: Sequence[str]) -> bool:
-    return not wanted or any(device == each or device.startswith(f"{each}:") for each in wanted)
-
-
-def _by_size(row: TensorRow) -> tuple[object, ...]:
-    return -(row.nbytes or 0), row.name is None, row.name or "", row.device
-
-
-_ORDERS: dict[str, Callable[[TensorRow], Any]] = {
-    "size": _by_size,
-    "name": lambda row: (row.name is None, row.name or "", *_by_size(row)),
-    "device": lambda row: (row.device, *_by_size(row)),
-    "dtype": lambda row: (row.dtype, *_by_size(row)),
-    "kind": lambda row: (KINDS.index(row.kind), *_by_size(row)),
-}

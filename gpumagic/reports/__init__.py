@@ -9,6 +9,7 @@ field's name, or in the report's ``notes``.
 """
 
 from gpumagic.reports.base import Report
+from gpumagic.reports.changes import DeviceChange, DiffReport, DiffRow
 from gpumagic.reports.gpu import BenchReport, BenchRow, CellUse, GPUReport, GpuRow, HistoryReport, ProcessRow, SampleRow
 from gpumagic.reports.names import Holder
 from gpumagic.reports.oom import Advice, OomReport
@@ -20,7 +21,10 @@ __all__ = [
     "BenchReport",
     "BenchRow",
     "CellUse",
+    "DeviceChange",
     "DeviceMemoryRow",
+    "DiffReport",
+    "DiffRow",
     "GPUReport",
     "GpuRow",
     "HistoryReport",

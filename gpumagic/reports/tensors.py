@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from gpumagic.reports.base import Report
+from gpumagic.reports.changes import DiffReport, between
+from gpumagic.reports.selection import ORDERS, is_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class TensorRow:
     viewed_nbytes: int | None = None
     """Bytes the live tensors really look at; far below ``nbytes`` when a small view keeps a large storage."""
     note: str | None = None
+    numbers: tuple[int, ...] = ()
+    """What stands for its storages in every report of this process; never given to another storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,42 @@ class TensorReport(Report[TensorRow]):
     group_by: str | None = None
     """Show totals by this key instead of rows: ``"device"``, ``"dtype"``, ``"kind"`` or ``"holder"``."""
     notes: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    """The devices it was narrowed to; all without."""
+    minimum: int = 0
+    """Smaller storages are left out."""
+    process: str = ""
+    """Stands for the process it was made in, whose storages `TensorRow.numbers` tell apart."""
 
     @property
     def rows(self) -> tuple[TensorRow, ...]:
         return self.tensors
+
+    def since(self, earlier: TensorReport, called: str = "the earlier report") -> DiffReport:
+        """Return what came and what went since an earlier report of this process.
+
+        Args:
+            earlier: what to compare with; it keeps nothing alive.
+            called: what the difference calls it.
+
+        Raises:
+            GpuMagicError: it is a report of another process.
+        """
+        return between(earlier, self, called)
+
+    def narrowed(self, only: Sequence[str] = (), minimum: int = 0, sort: str = "size") -> TensorReport:
+        """Return the report of some devices and of storages from some size on.
+
+        Args:
+            only: devices such as ``"cuda:1"``, or ``"cuda"`` for all of a backend; all without.
+            minimum: bytes.
+            sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
+        """
+        found = [row for row in self.tensors if is_on(row.device, only) and (row.nbytes or 0) >= minimum]
+        return replace(
+            self,
+            tensors=tuple(sorted(found, key=ORDERS[sort])),
+            by_device=tuple(row for row in self.by_device if is_on(row.device, only)),
+            only=tuple(only),
+            minimum=minimum,
+        )
