@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gpumagic import simgpu
 from gpumagic.device_run import DeviceRun
 from gpumagic.reports import TransferReport
