@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from asyncio import CancelledError
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 KEPT = 900
 """Snapshots a recorder keeps: half an hour at two seconds."""
 _KEY = "gpumagic_recorder"
+_ENDING = threading.Lock()
+"""Held while one ends: the next starts after that, although an interrupt between cells ends it in a thread."""
 
 
 class Recorder:
@@ -40,6 +43,7 @@ class Recorder:
         self._latest: GPUReport | None = None
         self._started = time.monotonic()
         self._enough = threading.Event()
+        self._why = "stopped"
         self._thread: threading.Thread | None = None
         self.ended: str | None = None
         """Why it has stopped; None while it runs."""
@@ -71,20 +75,22 @@ class Recorder:
 
     def stop(self, why: str = "stopped") -> None:
         """End the recording and wait for its thread: NVML must not be asked while the process ends (nvitop#222)."""
-        self.stop_soon()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        self.stop_soon(why)
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
         atexit.unregister(self.stop)
-        self._end(why)
 
-    def stop_soon(self) -> None:
-        """Take no further snapshot, without waiting for the thread."""
-        self._enough.set()
+    def stop_soon(self, why: str = "stopped") -> None:
+        """Take no further snapshot, without waiting for the thread, which shows the end by itself."""
+        if not self._enough.is_set():
+            self._why = why
+            self._enough.set()
 
     def _record(self) -> None:
         try:
             while not self._enough.wait(self.seconds):
                 self._take()
+            self._end(self._why)
         except Exception as error:  # a thread has nobody to raise to
             self._end(f"stopped by {type(error).__name__}: {error}")
 
@@ -130,18 +136,23 @@ def watch(shell: InteractiveShell, ask: Callable[[], GPUReport], seconds: float)
         recorder.run()
         return recorder
     recorder = Recorder(ask, seconds, _notebook_display())
-    recorder.start()
-    shell.meta[_KEY] = (recorder, _stop_on_interrupt(shell))
+    shell.meta[_KEY] = (recorder, _stop_on_interrupt(shell))  # first: an interrupt may come while it starts
+    try:
+        recorder.start()
+    except BaseException:
+        off(shell)
+        raise
     return recorder
 
 
 def off(shell: InteractiveShell, why: str = "stopped") -> None:
     """Stop the shell's recorder, if there is one."""
-    recorder, undo = shell.meta.pop(_KEY, (None, None))
-    if recorder is not None:
-        recorder.stop_soon()  # first, so that it ends whatever interrupts the rest
-        undo()
-        recorder.stop(why)
+    with _ENDING:
+        recorder, undo = shell.meta.pop(_KEY, (None, None))
+        if recorder is not None:
+            recorder.stop_soon(why)  # first, so that it ends whatever interrupts the rest
+            undo()
+            recorder.stop()
 
 
 def _notebook_display() -> Callable[[HistoryReport], None]:
@@ -171,11 +182,16 @@ def terminal_display() -> Callable[[HistoryReport], None]:
     return show
 
 
+_INTERRUPTS = (KeyboardInterrupt, CancelledError)
+"""What an interrupt raises in a cell, and in one that awaits. IPython (7.34 to 9) takes it for an error "before
+execution" where it comes between two statements, while the next is compiled."""
+
+
 def _stop_on_interrupt(shell: Any) -> Callable[[], None]:
     """Stop the recorder at Ctrl-C, in a cell or between cells, and return what takes that back."""
 
     def cell_has_run(result: ExecutionResult | None) -> None:
-        if result is None or isinstance(result.error_in_exec, KeyboardInterrupt):
+        if result is None or isinstance(result.error_in_exec or result.error_before_exec, _INTERRUPTS):
             off(shell, "interrupted")
 
     shell.events.register("post_run_cell", cell_has_run)
