@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpumagic import device_names
@@ -61,19 +61,25 @@ def devices(
     return tensors.probe(namespace, devices=names, minimum=minimum, sort=sort, group_by=by, limit=limit)
 
 
-def ondevice(device: str, *, fallback: str | None = None) -> DeviceRun:
+def ondevice(device: str, *, move: str | Sequence[str] = (), fallback: str | None = None) -> DeviceRun:
     """Return a context manager in which new tensors land on ``device``; its ``report`` tells what moved.
 
     Args:
         device: ``"cuda:1"``, ``"1"``, ``"auto"`` (most free memory), ``"cpu"``, ``"meta"``...
+        move: variables of the caller's module or notebook that go there first, ``"model,x"`` or ``["model", "x"]``:
+            all of them or, with an error, none.
         fallback: the device to use where ``device`` is not on this machine.
 
     Raises:
         DeviceNotFound: the device is not here, and no fallback is given.
+        OptionError: a name that cannot be moved. On entering, also that what is to be moved is not there or does not
+            fit (`GpuMagicError`).
     """
     from gpumagic import device_run
+    from gpumagic.options import variable_names
 
-    return device_run.for_caller(device_names.resolve(device, fallback))
+    names = variable_names(move if isinstance(move, str) else ",".join(move)) if move else []
+    return device_run.for_caller(device_names.resolve(device, fallback), names)
 
 
 def oomguard(*, keep: bool = False, keep_going: bool = False) -> OomGuard:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import linecache
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpumagic import relocation
+from gpumagic.errors import OptionError
 from gpumagic.probes import allocator, residents, transfers
 from gpumagic.probes.call_sites import CallSites
 from gpumagic.reports import TransferReport
@@ -22,6 +25,7 @@ class DeviceRun(contextlib.ContextDecorator):
     Args:
         device: a full torch name, such as ``"cuda:1"``.
         namespace: the globals in which the block runs; the caller's, where it is a `with` block.
+        move: names in it that go to the device first.
         filename: the file whose lines are reported; None for a notebook's cell.
         show: whether the report is shown when a cell ends.
         store: called with the finished report.
@@ -36,7 +40,8 @@ class DeviceRun(contextlib.ContextDecorator):
         self,
         device: str,
         *,
-        namespace: Mapping[str, object],
+        namespace: MutableMapping[str, Any],
+        move: Sequence[str] = (),
         filename: str | None = None,
         show: bool = True,
         store: Callable[[TransferReport], None] | None = None,
@@ -44,6 +49,7 @@ class DeviceRun(contextlib.ContextDecorator):
         self.device = device
         self.report: TransferReport | None = None
         self._namespace = namespace
+        self._move = tuple(move)
         self._filename = filename
         self._show = show
         self._store = store
@@ -52,13 +58,14 @@ class DeviceRun(contextlib.ContextDecorator):
         """Make the device the default and the current one, and start counting."""
         from gpumagic.probes.recording import RecordingContext
 
+        self._watch = transfers.Watch()
+        self._moved = relocation.relocate(self._move, self._namespace, self.device) if self._move else ()
         self._sites = CallSites(self._namespace, self._filename)
         self._sites.find()  # learns the cell's file while it is on the stack
         self._log = transfers.TransferLog(self._sites)
         self._context: RecordingContext = RecordingContext(self.device, self._log)
         self._previous = _make_current(self.device)
         self._context.__enter__()
-        self._watch = transfers.Watch()
 
     def close(self, error: BaseException | None) -> None:
         """Put the default and the current device back as they were, and take the closing figures."""
@@ -68,7 +75,7 @@ class DeviceRun(contextlib.ContextDecorator):
             self._context.__exit__(None, None, None)
             if self._previous is not None:
                 _make_current(self._previous)
-        self.report = transfers.report(self.device, self._log, self._watch, self._elsewhere(), error)
+        self.report = transfers.report(self.device, self._log, self._watch, self._elsewhere(), error, self._moved)
         if self._store is not None:
             self._store(self.report)
 
@@ -86,8 +93,9 @@ class DeviceRun(contextlib.ContextDecorator):
     def _recreate_cm(self) -> DeviceRun:
         # contextlib calls this for each call of a decorated function: every call is a run of its own.
         return DeviceRun(
-            self.device, namespace=self._namespace, filename=self._filename, show=self._show, store=self._store
-        )
+            self.device, namespace=self._namespace, move=self._move, filename=self._filename,
+            show=self._show, store=self._store,
+        )  # fmt: skip
 
     def _elsewhere(self) -> list[Any]:
         if self._filename is not None or self._sites.filename is None:
@@ -96,10 +104,22 @@ class DeviceRun(contextlib.ContextDecorator):
         return residents.elsewhere(residents.names_in(source), self._namespace, self.device)
 
 
-def for_caller(device: str, depth: int = 2) -> DeviceRun:
-    """Return a run for a `with` block of the function ``depth`` frames up."""
+def for_caller(device: str, move: Sequence[str] = (), depth: int = 2) -> DeviceRun:
+    """Return a run for a `with` block of the function ``depth`` frames up.
+
+    Raises:
+        OptionError: a name to move that is a variable of a function, which cannot be bound from outside.
+    """
     caller = sys._getframe(depth)
-    return DeviceRun(device, namespace=caller.f_globals, filename=caller.f_code.co_filename)
+    code = caller.f_code
+    if code.co_flags & inspect.CO_OPTIMIZED:
+        own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars} & set(move)
+        for name in sorted(own):
+            raise OptionError(
+                f"move: {name!r} is a variable of {code.co_name}(), and only those of a module or a notebook can be "
+                f'bound from outside; write {name} = {name}.to("{device}")'
+            )
+    return DeviceRun(device, namespace=caller.f_globals, move=move, filename=code.co_filename)
 
 
 def _make_current(device: str) -> str | None:

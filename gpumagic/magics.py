@@ -93,7 +93,8 @@ class GpuMagics(Magics):
             raise OptionError(f"%%ondevice needs a device; there are {', '.join(device_names.available())}")
         device = device_names.resolve(options.device, options.fallback)
         run = DeviceRun(
-            device, namespace=self.shell.user_ns, show=not options.quiet, store=self._store(options.out)
+            device, namespace=self.shell.user_ns, move=options.move,
+            show=not options.quiet, store=self._store(options.out),
         )  # fmt: skip
         return self._run(run, cell)
 

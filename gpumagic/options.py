@@ -56,6 +56,15 @@ def variable_name(text: str) -> str:
     return text
 
 
+def variable_names(text: str) -> list[str]:
+    """Return the names of a list such as ``"model,x"``, or raise `OptionError`."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    wrong = [name for name in names if not name.isidentifier()]
+    if wrong or not names:
+        raise OptionError(f"{(wrong or [text])[0]!r} is no variable's name; write names such as --move model,x")
+    return names
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that raises `OptionError` with a suggestion instead of printing and exiting."""
 
@@ -152,6 +161,10 @@ def _ondevice() -> Parser:
         "%ondevice DEVICE inside a cell does the same for the rest of that cell.",
     )
     parser.add_argument("device", nargs="?", metavar="DEVICE", help="cuda:1, 1, auto (most free memory), cpu, meta")
+    parser.add_argument(
+        "--move", metavar="NAMES", type=_typed(variable_names), default=[],
+        help="first move these variables there, all or none: tensors, modules with their optimizers, containers",
+    )  # fmt: skip
     parser.add_argument("--fallback", metavar="DEVICE", help="use this device where DEVICE is not there")
     parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
     _add_report_options(parser)

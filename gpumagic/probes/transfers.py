@@ -116,7 +116,12 @@ class Watch:
 
 
 def report(
-    device: str, log: TransferLog, watch: Watch, elsewhere: Sequence[Holder], error: BaseException | None
+    device: str,
+    log: TransferLog,
+    watch: Watch,
+    elsewhere: Sequence[Holder],
+    error: BaseException | None,
+    before: tuple[TransferRow, ...] = (),
 ) -> TransferReport:
     """Return the report of one finished cell.
 
@@ -126,8 +131,9 @@ def report(
         watch: the stopped watch of the cell.
         elsewhere: variables that the cell names and that live on another device.
         error: what ended the cell, if anything did; only the name of its type is kept.
+        before: what was moved before the cell began, because it was asked for.
     """
-    moves, syncs = log.rows(), dict(sorted(log.syncs.items()))
+    moves, syncs = (*before, *log.rows()), dict(sorted(log.syncs.items()))
     return TransferReport(
         device=device,
         moves=moves,

@@ -1,0 +1,127 @@
+"""What a variable holds: the tensors, modules and optimizers in it, through containers and dataclasses.
+
+A container that is to hold other tensors is not changed: `rebuilt` makes one like it, so that whoever else has the
+old one keeps it, and so that a move that fails has changed nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Step: TypeAlias = "tuple[str, Any]"
+"""How a part hangs on its container: ``("item", key)`` or ``("attribute", name)``."""
+
+
+@dataclass
+class Contents:
+    """What was found in the variables looked at, each object once, in the order of finding."""
+
+    tensors: list[Any] = field(default_factory=list)
+    modules: list[Any] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    seen: dict[int, object] = field(default_factory=dict)
+
+    def add(self, value: object) -> bool:
+        """Add what a value holds; return whether there is anything in it that has a device."""
+        import torch
+
+        kinds: tuple[tuple[type, list[Any]], ...] = (
+            (torch.Tensor, self.tensors), (torch.nn.Module, self.modules), (torch.optim.Optimizer, self.optimizers),
+        )  # fmt: skip
+        # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
+        known = next((found for kind, found in kinds if issubclass(type(value), kind)), None)
+        parts = parts_of(value) if known is None else []
+        is_new = id(value) not in self.seen
+        if known is not None or parts:
+            self.seen[id(value)] = value  # alive while its id stands for it
+        if known is not None and is_new:
+            known.append(value)
+        inside = [self.add(part) for _, part in parts] if is_new else [bool(parts)]
+        return known is not None or any(inside)
+
+    def parameters(self) -> list[Any]:
+        """Return what the optimizers work on."""
+        return [each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]]
+
+    def leaves(self) -> list[Any]:
+        """Return the tensors that collect gradients, apart from those of modules."""
+        return [each for each in (*self.tensors, *self.parameters()) if each.is_leaf and each.requires_grad]
+
+
+def parts_of(value: object) -> list[tuple[Step, object]]:
+    """Return what a container or a dataclass consists of; nothing of anything else."""
+    from torch.nn.utils.rnn import PackedSequence
+
+    kind, parts = type(value), list[tuple[Step, object]]()
+    if issubclass(kind, PackedSequence):  # its batch sizes must stay on the host
+        return [(("item", place), part) for place, part in enumerate(value) if place != 1]  # type: ignore[arg-type, var-annotated]
+    if issubclass(kind, dict):
+        parts += [(("item", key), part) for key, part in dict.items(value)]  # type: ignore[arg-type, var-annotated]
+    elif issubclass(kind, list | tuple):
+        parts += [(("item", place), part) for place, part in enumerate(value)]  # type: ignore[arg-type, var-annotated]
+    elif issubclass(kind, collections.UserDict | collections.UserList):
+        parts.append((("attribute", "data"), value.data))  # type: ignore[attr-defined]
+    if dataclasses.is_dataclass(kind):
+        own = [each.name for each in dataclasses.fields(kind)]
+        parts += [(("attribute", name), getattr(value, name)) for name in own if hasattr(value, name)]
+    return parts
+
+
+def rebuilt(value: object, successor: Callable[[Any], object], done: dict[int, Any] | None = None) -> Any:
+    """Return a value like this one with each tensor's successor in its place, or the value itself if none differs.
+
+    Args:
+        value: a tensor, a container or a dataclass; anything else is returned as it is.
+        successor: takes a tensor, returns what is to stand in its place.
+        done: ``{id: what it became}`` of containers met before, so that two names of one stay two names of one.
+
+    Raises:
+        ValueError: a container that holds itself.
+    """
+    import torch
+
+    done = {} if done is None else done
+    if issubclass(type(value), torch.Tensor):
+        return successor(value)
+    parts = parts_of(value)
+    if not parts:
+        return value
+    if id(value) in done:
+        if done[id(value)] is _UNFINISHED:
+            raise ValueError("it holds itself")
+        return done[id(value)]
+    done[id(value)] = _UNFINISHED
+    new = [(step, rebuilt(part, successor, done)) for step, part in parts]
+    same = all(part is old for (_, part), (_, old) in zip(new, parts, strict=True))
+    done[id(value)] = value if same else _like(value, new)
+    return done[id(value)]
+
+
+_UNFINISHED = object()
+
+
+def _like(value: Any, parts: list[tuple[Step, object]]) -> object:
+    if isinstance(value, tuple):
+        return _tuple_like(value, {place: part for (_, place), part in parts})
+    made = copy.copy(value)
+    for (kind, key), part in parts:
+        if kind == "attribute":
+            object.__setattr__(made, key, part)  # a frozen dataclass too: nobody has seen the new one yet
+        else:
+            (dict if isinstance(made, dict) else list).__setitem__(made, key, part)
+    return made
+
+
+def _tuple_like(value: tuple[Any, ...], parts: dict[int, object]) -> object:
+    new = [parts.get(place, part) for place, part in enumerate(value)]
+    kind: Any = type(value)
+    if hasattr(kind, "_make"):
+        return kind._make(new)
+    if hasattr(kind, "n_sequence_fields"):  # what torch.max and its like return
+        return kind(new)
+    return tuple.__new__(kind, new)
