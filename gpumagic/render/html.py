@@ -19,34 +19,36 @@ MUTED = "opacity:.65"
 
 def render(document: Document) -> str:
     """Return the document as one `<div>`."""
-    body = "".join(_block(block) for block in document.blocks)
+    label = next((block.text for block in document.blocks if isinstance(block, Heading | Paragraph)), "")
+    body = "".join(_block(block, label) for block in document.blocks)
     return f'<div style="max-width:100%;overflow-x:auto">{body}</div>'
 
 
-def _block(block: Block) -> str:
+def _block(block: Block, label: str) -> str:
     if isinstance(block, Heading):
         return f'<p style="margin:.3em 0"><strong>{_text(block.text)}</strong></p>'
     if isinstance(block, Paragraph):
         style = f"margin:.3em 0;{MUTED}" if block.muted else "margin:.3em 0"
         return f'<p style="{style}">{_text(block.text)}</p>'
     if isinstance(block, Table):
-        return _table(block)
+        return _table(block, label)
     if isinstance(block, Listing):
-        return _listing(block)
+        return _listing(block, label)
     if isinstance(block, Fold):
-        inner = "".join(_block(each) for each in block.blocks)
+        inner = "".join(_block(each, block.summary) for each in block.blocks)
         return f"<details><summary>{_text(block.summary)}</summary>{inner}</details>"
     raise TypeError(f"not a block: {block!r}")
 
 
-def _table(table: Table) -> str:
+def _table(table: Table, label: str) -> str:
     caption = f'<caption style="text-align:left;{MUTED}">{_text(table.caption)}</caption>' if table.caption else ""
     barred = [
         any(isinstance(cell, Cell) and cell.bar for cell in cells) for cells in zip(*table.rows, strict=True)
     ] or [False] * len(table.columns)
     head = "".join(map(_title, table.columns, barred))
     body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, barred))}</tr>" for row in table.rows)
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    name = "" if caption else _named(label)  # a caption is the name that a screen reader says
+    return f"<table{name}>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _title(column: Column, barred: bool) -> str:
@@ -87,14 +89,18 @@ def _track(parts: str, look: str) -> str:
     return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden;{look}">{parts}</span>'
 
 
-def _listing(listing: Listing) -> str:
+def _named(label: str) -> str:
+    return f' aria-label="{_text(label)}"' if label else ""
+
+
+def _listing(listing: Listing, label: str) -> str:
     rows = "".join(
         f'<tr><td style="text-align:right;{MUTED}">{number}</td>'
         f'<td style="text-align:left;white-space:pre"><code>{_text(code)}</code></td>'
         f'<td style="text-align:left">{_text(note)}</td></tr>'
         for number, code, note in listing.lines
     )
-    return f"<table><tbody>{rows}</tbody></table>"
+    return f"<table{_named(label)}><tbody>{rows}</tbody></table>"
 
 
 def _text(text: str) -> str:
