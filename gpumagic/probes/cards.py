@@ -106,7 +106,7 @@ def _card(binding: ModuleType, handle: Any, index: int, asked: Asked) -> Card:
         card_readings.details(readings, binding, handle)
         links.traffic(readings, binding, handle)
     processes = _processes(readings, binding, handle, asked)
-    if unified.is_unified(readings.values, readings.reasons):
+    if unified.is_unified(readings, binding, handle):
         unified.memory(readings, processes)
     if mig:
         readings.reasons.update(_because_of_mig(readings.reasons))

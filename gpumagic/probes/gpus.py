@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
-from gpumagic.probes import absence, cards, other_devices, selection, torch_names
+from gpumagic.probes import absence, cards, other_devices, selection, torch_names, unified
 from gpumagic.probes.cards import Card, Snapshot
 from gpumagic.probes.nvml import Failure
 from gpumagic.probes.processes import attribute
@@ -146,6 +146,9 @@ def _notes(answer: Snapshot, rows: Sequence[GpuRow], view: Visibility) -> list[s
         "--force-reinstall nvidia-ml-py": answer.shadowed,
         "Unified memory is the host's: total is all of it, free is what the host can still give, used is what the "
         "driver charges to processes on the GPU.": any(row.unified for row in rows),
+        "That a GPU has unified memory is judged by its name until CUDA, which knows, is in use here.": any(
+            row.reasons.get("unified") == unified.BY_NAME for row in rows
+        ),
         "In this container the driver may hide others' processes: what they use is estimated, as memory used "
         "less this kernel's.": estimated,
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from types import ModuleType
 
-from gpumagic.probes import allocator
+from gpumagic.probes import allocator, unified
 from gpumagic.probes.torch_build import TorchBuild
 from gpumagic.reports import GpuRow
 
@@ -85,12 +85,15 @@ def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
         GpuRow(
             device=name, name=str(properties.name), memory_total=int(properties.total_memory),
             uuid=None if uuid is None else str(uuid), reasons=dict.fromkeys(NVML_ONLY, reason),
+            unified=bool(getattr(properties, "is_integrated", False)),
         )
     )  # fmt: skip
     if not row.kernel_reserved:
         reason = "asking torch would create a context there"  # pytorch#86493
         return replace(row, reasons={**row.reasons, "memory_free": reason, "memory_used": reason})
     free, total = allocator.capacity(name) or (None, None)
+    if row.unified:
+        return replace(row, memory_free=free, reasons={**row.reasons, "memory_used": unified.SHARED})
     used = None if free is None or total is None else total - free
     return replace(row, memory_free=free, memory_used=used)
 

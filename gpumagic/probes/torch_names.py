@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
+from gpumagic.probes import cuda_in_use
 from gpumagic.probes.cards import Card, Snapshot
 from gpumagic.probes.torch_build import TorchBuild
 from gpumagic.probes.visibility import Visibility, visible
@@ -33,9 +32,9 @@ def names(answer: Snapshot, flat: Sequence[Card], build: TorchBuild, view: Visib
     """Return the torch ordinal of each position in ``flat`` that torch can use."""
     if build.version is None or (build.known and build.cuda is None):
         return {}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return _certain_names(torch, flat)
+    in_use = cuda_in_use.devices()
+    if in_use:
+        return _certain_names(in_use, flat)
     if driver_is_too_old(answer, build):
         return {}
     return _predicted_names(answer, flat, view)
@@ -47,14 +46,13 @@ def driver_is_too_old(answer: Snapshot, build: TorchBuild) -> bool:
     return answer.cuda_version is not None and major.isdigit() and int(major) > answer.cuda_version[0]
 
 
-def _certain_names(torch: ModuleType, flat: Sequence[Card]) -> dict[int, Naming]:
-    positions = {_bare(each.uuid): position for position, each in enumerate(flat) if each.uuid}
-    named = {}
-    for ordinal in range(torch.cuda.device_count()):
-        uuid = _bare(str(getattr(torch.cuda.get_device_properties(ordinal), "uuid", "")))
-        if uuid in positions:
-            named[positions[uuid]] = Naming(ordinal, predicted=False)
-    return named
+def _certain_names(in_use: Mapping[str, tuple[int, Any]], flat: Sequence[Card]) -> dict[int, Naming]:
+    uuids = [cuda_in_use.bare(each.uuid) for each in flat]
+    return {
+        position: Naming(in_use[uuid][0], predicted=False)
+        for position, uuid in enumerate(uuids)
+        if uuid and uuid in in_use
+    }
 
 
 def _predicted_names(answer: Snapshot, flat: Sequence[Card], view: Visibility) -> dict[int, Naming]:
@@ -81,7 +79,3 @@ def _order_is_unsure(answer: Snapshot, view: Visibility) -> bool:
         return False
     names = [card.values.get("name") for card in answer.cards]
     return None in names or len(set(names)) > 1
-
-
-def _bare(uuid: str | None) -> str:
-    return re.sub(r"^(GPU-|MIG-)", "", uuid or "").lower()

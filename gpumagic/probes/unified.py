@@ -1,31 +1,51 @@
 """GPUs that share the host's memory: what is theirs, without passing the host's use off as the GPU's.
 
 On them NVML refuses to answer (GB10), or answers with the host's figures, of which "used" counts every program
-of the machine (nvitop#208, nvtop PR#511). A refusal alone proves nothing: WSL and old drivers refuse too.
+of the machine (nvitop#208, nvtop PR#511). A refusal alone proves nothing: WSL and old drivers refuse too. What does
+is CUDA's own word once it is in use; before that, a refusal by a card that shares the host's page tables (llmfit#93),
+or the card's name together with such figures.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
-from gpumagic.probes import host
+from gpumagic.probes import cuda_in_use, host
 from gpumagic.probes.listed_processes import Process
 from gpumagic.probes.nvml import Readings
 
 NAMES = re.compile(r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE)
 SHARED = "the host's memory, shared"
+BY_NAME = "judged by its name"
+_ATS = 2
+"""NVML_DEVICE_ADDRESSING_MODE_ATS: the GPU walks the host's page tables. GH200 does so too, and has its own memory."""
 
 
-def is_unified(values: dict[str, Any], reasons: dict[str, str]) -> bool:
-    """Return whether a card has no memory of its own: its kind is known for that, and its figures agree."""
-    if not NAMES.search(values.get("name") or ""):
+def is_unified(readings: Readings, binding: ModuleType, handle: Any) -> bool:
+    """Return whether a card has no memory of its own; where only its name tells, that is said among the reasons."""
+    _, properties = cuda_in_use.devices().get(cuda_in_use.bare(readings.values.get("uuid")), (None, None))
+    integrated = getattr(properties, "is_integrated", None)
+    if integrated is not None:
+        return bool(integrated)
+    refused = readings.reasons.get("memory_total") == "not supported"
+    if refused and _shares_page_tables(binding, handle):
+        return True
+    if not NAMES.search(readings.values.get("name") or "") or not (refused or _has_the_hosts_total(readings)):
         return False
-    if "memory_total" in values:
-        of_the_host = host.memory()
-        return of_the_host is not None and abs(values["memory_total"] - of_the_host[1]) <= of_the_host[1] // 8
-    return reasons.get("memory_total") == "not supported"
+    readings.reasons["unified"] = BY_NAME
+    return True
+
+
+def _shares_page_tables(binding: ModuleType, handle: Any) -> bool:
+    return Readings().take("mode", lambda: int(binding.nvmlDeviceGetAddressingMode(handle))) == _ATS
+
+
+def _has_the_hosts_total(readings: Readings) -> bool:
+    of_the_host, total = host.memory(), readings.values.get("memory_total")
+    return of_the_host is not None and total is not None and abs(total - of_the_host[1]) <= of_the_host[1] // 8
 
 
 def memory(readings: Readings, processes: Sequence[Process] | None) -> None:

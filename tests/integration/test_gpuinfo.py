@@ -118,6 +118,29 @@ def test_unified_memory_is_labelled_and_the_hosts_use_is_not_the_gpus(machine: M
     assert row["memory_used"] == 2 * GIB
     assert row["reasons"]["memory_reserved"] == "the host's memory, shared"
     assert "unified" in answer["text"]
+    assert "judged by its name until CUDA" in " ".join(answer["text"].split())
+
+
+@pytest.mark.parametrize(("mode", "unified"), [(2, True), (1, False), (None, False)])
+def test_a_card_that_walks_the_hosts_page_tables_and_counts_no_memory_is_unified_under_any_name(
+    machine: MakeMachine, mode: int | None, unified: bool
+) -> None:
+    """Grace's addressing (ATS) beside a refusal says it; the refusal alone does not, nor does HMM, which PCs have."""
+    later = machine()
+    later.say("0.name NVIDIA Successor", *([] if mode is None else [f"0.addressing {mode}"]))
+    later.fail("nvmlDeviceGetMemoryInfo_v2", NOT_SUPPORTED)
+    later.fail("nvmlDeviceGetMemoryInfo", NOT_SUPPORTED)
+    answer = later.probe()
+    assert only(answer)["unified"] is unified
+    assert "judged by its name" not in " ".join(answer["text"].split())
+
+
+def test_page_tables_shared_beside_memory_of_its_own_are_not_unified_memory(machine: MakeMachine) -> None:
+    """GH200 walks the host's page tables too, and has memory of its own."""
+    grace = machine()
+    grace.say("0.name NVIDIA GH200 480GB", "0.addressing 2")
+    row = only(grace.probe())
+    assert (row["unified"], row["memory_total"]) == (False, 80 * GIB)
 
 
 def test_torch_is_not_imported(machine: MakeMachine) -> None:

@@ -10,6 +10,7 @@
  *   D.memory TOTAL RESERVED FREE USED     bytes, as v2 reports them; v1 counts RESERVED as used
  *   D.util N   D.temp N   D.power N   D.cap N   D.throttle N   D.state N   D.fan N   D.clock NOW MAX
  *   D.memutil N   D.encoder N   D.decoder N   D.ecc N     D.pcie GEN MAX WIDTH MAX     D.traffic KIB KIB
+ *   D.addressing N            0 none, 1 HMM, 2 ATS; without it the question is not supported
  *   D.nvlinks N               links that are up             D.nvlink KIB KIB    what its counters grow by a reading
  *   D.busy PID PERCENT        a sample of a process; may be repeated
  *   D.compute PID BYTES       a process; may be repeated, -1 bytes stands for "not available"
@@ -42,7 +43,7 @@ typedef struct {
     unsigned long long sent[2];
     struct { uint32_t pid, percent; } busy[PROCESSES];
     uint32_t samples;
-    int parent;
+    int parent, addressing;
     processes_t compute, graphics;
 } device_t;
 typedef struct { int device; char symbol[80]; int code; } fault_t;
@@ -93,6 +94,7 @@ static void set_device(device_t *d, const char *key, const char *rest) {
     else if (!strcmp(key, "graphics")) add(&d->graphics, rest);
     else if (!strcmp(key, "mig")) d->mig = 1;
     else if (!strcmp(key, "parent")) d->parent = atoi(rest);
+    else if (!strcmp(key, "addressing")) d->addressing = atoi(rest);
 }
 
 static void set(char *line) {
@@ -116,7 +118,7 @@ static void load(void) {
     char line[512];
     FILE *file;
     if (loaded++) return;
-    for (int i = 0; i < DEVICES; i++) devices[i].parent = -1;
+    for (int i = 0; i < DEVICES; i++) devices[i].parent = devices[i].addressing = -1;
     if (!getenv("NVML_STUB") || !(file = fopen(getenv("NVML_STUB"), "r"))) return;
     while (fgets(line, sizeof line, file)) {
         line[strcspn(line, "\n")] = 0;
@@ -312,6 +314,12 @@ int nvmlDeviceGetGraphicsRunningProcesses_v3(void *h, unsigned *size, process_t 
 int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *pending) {
     ON(h);
     *now = *pending = of(h)->mig;
+    return 0;
+}
+int nvmlDeviceGetAddressingMode(void *h, unsigned *out) {
+    ON(h);
+    if (of(h)->addressing < 0) return NOT_SUPPORTED;
+    out[1] = of(h)->addressing; /* after the version */
     return 0;
 }
 int nvmlDeviceGetMaxMigDeviceCount(void *h, unsigned *out) { ON(h); *out = 7; return 0; }

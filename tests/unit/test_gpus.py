@@ -83,6 +83,34 @@ def test_cuda_devices_are_shown_by_torch_alone_where_nvml_is_missing(
     assert asked == ["cuda:0"]
 
 
+@pytest.mark.parametrize(("integrated", "name"), [(True, b"NVIDIA Fake"), (False, b"NVIDIA GB10")])
+def test_once_in_use_cuda_knows_whether_memory_is_unified_whatever_the_name_says(
+    library: FakeLibrary, cuda_in_use: ModuleType, monkeypatch: pytest.MonkeyPatch, *, integrated: bool, name: bytes
+) -> None:
+    """And then nothing is judged by names."""
+    for ordinal in range(2):
+        cuda_in_use.get_device_properties(ordinal).is_integrated = integrated
+    library.faults = {"nvmlDeviceGetMemoryInfo": 3, "nvmlDeviceGetMemoryInfo_v2": 3}
+    monkeypatch.setattr(FakeLibrary, "_nvmlDeviceGetName", lambda _, handle, to, size: setattr(to, "value", name))
+    report = gpus.probe()
+    assert [row.unified for row in report] == [integrated] * 2
+    assert not any("judged" in note for note in report.notes)
+
+
+def test_unified_memory_that_only_torch_reports_does_not_pass_the_hosts_use_off_as_the_gpus(
+    cuda_in_use: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jetson's driver may have no NVML; what CUDA counts as used there is every program of the machine."""
+    monkeypatch.setattr(gpus, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
+    monkeypatch.setattr(nvml, "connect", lambda: nvml.Failure("no library"))
+    monkeypatch.setattr(other_devices, "simulated_rows", list)
+    monkeypatch.setattr(allocator, "capacity", lambda _: (5 * GIB, 8 * GIB))
+    cuda_in_use.get_device_properties(0).is_integrated = True
+    row = gpus.probe()[0]
+    assert (row.unified, row.memory_free, row.memory_used) == (True, 5 * GIB, None)
+    assert row.reasons["memory_used"] == "the host's memory, shared"
+
+
 def test_every_absent_figure_has_a_reason_and_no_other(library: FakeLibrary) -> None:
     """A blank says nothing."""
     library.faults["nvmlDeviceGetName"] = 3
