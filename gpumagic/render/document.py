@@ -53,6 +53,8 @@ class Table:
     rows: Sequence[Sequence[Cell | str]]
     caption: str = ""
     """Names the table for screen readers; not shown in text."""
+    elsewhere: str = ""
+    """Where columns are that the width has no room for, as the end of a sentence: ``"in a wider terminal"``."""
 
 
 @dataclass(frozen=True, slots=True)

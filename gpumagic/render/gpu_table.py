@@ -10,6 +10,7 @@ from gpumagic.render.units import NOT_AVAILABLE, count, pair, percent, size
 from gpumagic.reports import GpuRow
 
 BAR = "Bar, from the left: tensors of this kernel, its cache, all else in use."
+ELSEWHERE = "in a wider terminal, or with -a"
 UTIL = "Util: share of the last moments in which any kernel ran; 100% is not full."
 
 
@@ -35,7 +36,7 @@ def blocks(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
     if not any(_is_renumbered(row) for row in rows):
         shown = [figure for figure in shown if figure.field != "nvml_index"]
     grid = [[_cell(row, figure) for figure in shown] for row in rows]
-    found: list[Block] = [Table([figure.column for figure in shown], grid, "GPUs")]
+    found: list[Block] = [Table([figure.column for figure in shown], grid, "GPUs", elsewhere=ELSEWHERE)]
     found += [Paragraph(sentence) for sentence in (*_throttled(rows), *_worn(rows))]
     missing = [*([] if explained else _unusable(rows)), *_absences(rows)]
     if missing:
@@ -71,7 +72,7 @@ def _absences(rows: Sequence[GpuRow]) -> list[str]:
     """Return why figures of the table are absent, in words, since a title is only seen with a mouse."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for row in rows:
-        for figure in FIGURES:
+        for figure in (*FIGURES, HELD_BACK):
             if not _has(row, figure) and not row.simulated and not _goes_without_saying(rows, row, figure):
                 reason = row.reasons.get(figure.field, "not known")
                 reasons.setdefault(reason, {}).setdefault(figure.column.title, []).append(short(row))
@@ -106,7 +107,14 @@ def absent(reason: str | None) -> str:
 
 
 def _throttled(rows: Sequence[GpuRow]) -> list[str]:
-    return [f"{short(row)} is held back by: {', '.join(row.throttle_reasons)}." for row in rows if row.throttle_reasons]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        if row.throttle_reasons:
+            groups.setdefault(row.throttle_reasons, []).append(short(row))
+    return [
+        f"{', '.join(devices)} {'is' if len(devices) == 1 else 'are'} held back by: {', '.join(reasons)}."
+        for reasons, devices in groups.items()
+    ]
 
 
 def _worn(rows: Sequence[GpuRow]) -> list[str]:
@@ -203,3 +211,5 @@ FIGURES = (
     Figure(Column("SM clock", "right", 8), "clock_sm", lambda row: clock(row.clock_sm, row.clock_sm_max), extra=True),
     Figure(Column("State", "right", 9), "performance_state", lambda row: str(row.performance_state), extra=True),
 )
+HELD_BACK = Figure(Column("Throttling"), "throttle_reasons", lambda row: ", ".join(row.throttle_reasons or ()))
+"""No column: what holds a device back is a sentence, and only where something does."""

@@ -88,12 +88,15 @@ def _table(table: Table, width: int) -> str:
     columns = [replace(column, title=texts[0]) for column, texts in zip(columns, shown, strict=True)]
     grid = [list(row) for row in zip(*(texts[1:] for texts in shown), strict=True)]
     keep = _columns_that_fit(columns, grid, width)
+    left_out = [column.title for i, column in enumerate(columns) if i not in keep]
     columns = [columns[i] for i in keep]
     grid = [[row[i] for i in keep] for row in grid]
     widths = _widths(columns, grid, width)
     lines = [_row([column.title for column in columns], columns, widths)]
     lines.append(GAP.join("─" * w for w in widths))
     lines += [_row(row, columns, widths) for row in grid]
+    if left_out and table.elsewhere:
+        lines.append(_wrap(f"{', '.join(left_out)}: {table.elsewhere}.", width))
     return "\n".join(lines)
 
 

@@ -46,16 +46,18 @@ def test_one_gpu_in_80_columns() -> None:
         "Device  Name            Memory                            This kernel  Util",
         "──────  ──────────────  ────────────────────────────  ───────────────  ────",
         "cuda:0  A100-SXM4-48GB  32.0 / 48.0 GiB ███▓▓▒▒▒░░░░  12.0 / 20.0 GiB   37%",
+        "Others, Temp, Power: in a wider terminal, or with -a.",
         "Bar, from the left: tensors of this kernel, its cache, all else in use. Util:",
         "  share of the last moments in which any kernel ran; 100% is not full.",
     ]
 
 
 def test_wider_terminals_show_every_column() -> None:
-    """Others, temperature and power come back as soon as there is room."""
+    """Others, temperature and power come back as soon as there is room, and nothing is said to be elsewhere."""
     lines = shown(FIRST, width=110).splitlines()
     assert lines[1].split("  ")[-1].strip() == "Power"
     assert lines[3].endswith("  11.0 GiB   37%  61 C  252/400 W")
+    assert lines[4].startswith("Bar, from the left")
 
 
 def test_ascii_terminals_get_ascii() -> None:
@@ -106,7 +108,7 @@ def test_a_cell_that_one_device_lacks_is_explained_by_name() -> None:
     """In the text as well as in the title, which only a mouse finds."""
     lost = GpuRow("cuda:1", 1, reasons=dict.fromkeys(A100, "lost"), kernel_allocated=0, kernel_reserved=0)
     text = shown(FIRST, lost, width=110)
-    assert "Name, Memory, Others, Util, Temp, Power of cuda:1: n/a (lost)." in text
+    assert "Name, Memory, Others, Util, Temp, Power, Throttling of cuda:1: n/a (lost)." in text
     assert 'title="lost">n/a</td>' in to_html(report(FIRST, lost))
 
 
@@ -125,6 +127,15 @@ def test_throttling_is_told_in_words() -> None:
     assert "held back" not in shown(FIRST)
     hot = dataclasses.replace(FIRST, throttle_reasons=("power cap", "hardware thermal limit"))
     assert "cuda:0 is held back by: power cap, hardware thermal limit." in shown(hot)
+    same = dataclasses.replace(hot, device="cuda:1")
+    assert "cuda:0, cuda:1 are held back by: power cap, hardware thermal limit." in shown(hot, same)
+
+
+def test_throttling_that_cannot_be_read_is_not_taken_for_none() -> None:
+    """There is no column that would show it."""
+    unknown = dataclasses.replace(FIRST, throttle_reasons=None, reasons={"throttle_reasons": "no permission"})
+    assert "Throttling: n/a (no permission)." in shown(unknown)
+    assert "Throttling of cuda:1: n/a (no permission)." in shown(FIRST, dataclasses.replace(unknown, device="cuda:1"))
 
 
 def test_simulated_devices_cannot_be_taken_for_gpus() -> None:
@@ -145,7 +156,7 @@ def test_without_a_gpu_there_is_one_paragraph() -> None:
 def test_processes_are_listed_on_request() -> None:
     """This kernel is marked; what the driver does not say is not a zero."""
     assert "PID" not in shown(FIRST)
-    assert shown(FIRST, show_processes=True).splitlines()[6:] == [
+    assert shown(FIRST, show_processes=True).splitlines()[7:] == [
         "Processes",
         "Device   PID    Memory  User  Process",
         "──────  ────  ────────  ────  ─────────────────────────────────────────────",
