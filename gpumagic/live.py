@@ -7,6 +7,7 @@ that other cells run meanwhile; a terminal has one place to write to, so there i
 from __future__ import annotations
 
 import atexit
+import shutil
 import signal
 import sys
 import threading
@@ -43,7 +44,7 @@ class Recorder:
         self._latest: GPUReport | None = None
         self._started = time.monotonic()
         self._enough = threading.Event()
-        self._why = "stopped"
+        self._why, self._until = "stopped", "interrupted or %gpuinfo -w off"
         self._thread: threading.Thread | None = None
         self.ended: str | None = None
         """Why it has stopped; None while it runs."""
@@ -52,7 +53,9 @@ class Recorder:
     def report(self) -> HistoryReport:
         """Return the history so far."""
         samples = tuple(row for rows in self._samples for row in rows)
-        return HistoryReport(samples, latest=self._latest, interval=self.seconds, ended=self.ended)
+        return HistoryReport(
+            samples, latest=self._latest, interval=self.seconds, ended=self.ended, until=self._until
+        )  # fmt: skip
 
     def plot(self) -> Any:
         """Return a matplotlib figure of the history."""
@@ -67,6 +70,7 @@ class Recorder:
 
     def run(self) -> None:
         """Record in this thread until Ctrl-C."""
+        self._until = "Ctrl-C"
         try:
             self._take()
             self._record()
@@ -170,16 +174,29 @@ def _notebook_display() -> Callable[[HistoryReport], None]:
 
 def terminal_display() -> Callable[[HistoryReport], None]:
     """Return what writes each report over the one before where stdout is a terminal, and below it elsewhere."""
-    lines = 0
+    written = 0
 
     def show(report: HistoryReport) -> None:
-        nonlocal lines
-        text = str(report)
-        up = f"\x1b[{lines}F\x1b[J" if lines and sys.stdout.isatty() else ""
-        lines = text.count("\n") + 1
-        print(f"{up}{text}", flush=True)  # noqa: T201  # the terminal's display is its stdout
+        nonlocal written
+        if not sys.stdout.isatty():
+            print(report, flush=True)  # noqa: T201  # the terminal's display is its stdout
+            return
+        lines = str(report).splitlines()
+        if report.ended is None:
+            lines = _fitting(lines, shutil.get_terminal_size().lines - 1)
+        up = f"\x1b[{written}F" if written else ""
+        written = len(lines)
+        text = "".join(f"{line}\x1b[K\n" for line in lines)  # each line erases its own rest: nothing flickers
+        print(f"{up}{text}\x1b[J", end="", flush=True)  # noqa: T201
 
     return show
+
+
+def _fitting(lines: list[str], height: int) -> list[str]:
+    """Return as many as the terminal has room for: what has scrolled off its top cannot be written over."""
+    if len(lines) <= height:
+        return lines
+    return [*lines[: height - 1], f"... {len(lines) - height + 1} more lines in a higher terminal; Ctrl-C ends it"]
 
 
 _INTERRUPTS = (KeyboardInterrupt, CancelledError)

@@ -58,4 +58,4 @@ def _state(report: HistoryReport) -> str:
     every = "" if report.interval is None else f"A snapshot every {report.interval:g} s"
     if report.ended is not None:
         return f"{every}; {report.ended}." if every else f"{report.ended}."
-    return f"{every}, until interrupted or, in a notebook, %gpuinfo -w off."
+    return f"{every}, until {report.until}."

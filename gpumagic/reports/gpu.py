@@ -155,6 +155,8 @@ class HistoryReport(Report[SampleRow]):
     """Seconds from one snapshot to the next."""
     ended: str | None = None
     """Why the recording has ended; None while it goes on."""
+    until: str = "stopped"
+    """What ends it."""
 
     @property
     def rows(self) -> tuple[SampleRow, ...]:

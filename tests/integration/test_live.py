@@ -207,8 +207,9 @@ def test_a_terminal_is_redrawn_in_place_until_ctrl_c(stub, tmp_path):
     try:
         child.expect(r"In \[1\]: ")
         child.sendline("w = %gpuinfo -w 0.1")
-        child.expect(r"\x1b\[\d+F\x1b\[J2 GPUs")
-        child.expect(r"\x1b\[\d+F\x1b\[J")
+        child.expect(r"\x1b\[\d+F2 GPUs")
+        child.expect(r"until Ctrl-C\.")
+        child.expect(r"\x1b\[\d+F2 GPUs")
         child.sendintr()
         child.expect(r"every 0\.1 s; interrupted\.")
         child.expect(r"In \[2\]: ")

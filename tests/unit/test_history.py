@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import pickle
+import re
 import sys
 import threading
 
@@ -86,7 +88,7 @@ def test_lines_of_blocks_stand_under_the_table() -> None:
         "───────  ────  ──────  ───────────",
         "cuda:0   ▄▄▄   ▂▃▄     ▁▁▁",
         "Lines reach from 0 to 100%, the newest at the right.",
-        "A snapshot every 0.01 s, until interrupted or, in a notebook, %gpuinfo -w off.",
+        "A snapshot every 0.01 s, until interrupted or %gpuinfo -w off.",
     ]
     assert "▂▃▄" in to_html(recorder.report)
     assert to_text(shown[2], 80, unicode=False).isascii()
@@ -119,3 +121,69 @@ def test_a_plot_has_a_line_a_device_and_figure(capsys: pytest.CaptureFixture[str
     assert list(busy.lines[0].get_ydata()) == [40.0, 40.0, 40.0]
     assert [line.get_label() for line in memory.lines] == ["cuda:0, all", "cuda:0, this kernel"]
     assert list(memory.lines[0].get_ydata()) == [1.0, 2.0, 3.0]
+
+
+class Screen(io.StringIO):
+    """A terminal as far as it is used here: cursor up, erase to the end of the line and of the screen, scrolling."""
+
+    def __init__(self, height: int) -> None:
+        super().__init__()
+        self.height, self.scrolled = height, 0
+        self.lines, self.row = [""], 0
+
+    def isatty(self) -> bool:
+        """Return True: what is written is drawn."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Draw the text."""
+        for part in re.findall(r"\x1b\[\d*[FKJ]|\n|[^\x1b\n]+", text):
+            if part.endswith("F") and part.startswith("\x1b"):
+                self.row = max(0, self.row - int(part[2:-1]))
+            elif part == "\x1b[J":
+                self.lines[self.row :] = [""]
+            elif part == "\n":
+                self.row += 1
+                self.lines += [""] * (self.row == len(self.lines))
+            elif part != "\x1b[K":
+                self.lines[self.row] = part
+        over = max(0, len(self.lines) - self.height)
+        self.lines, self.row, self.scrolled = self.lines[over:], self.row - over, self.scrolled + over
+        return len(text)
+
+
+def drawn(height: int, monkeypatch: pytest.MonkeyPatch, *, ended: bool = False) -> tuple[Screen, HistoryReport]:
+    """Return a terminal of that height after three reports, each longer or shorter than the last."""
+    screen = Screen(height)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("LINES", str(height))
+    monkeypatch.setenv("COLUMNS", "80")
+    _, shown = recorded()
+    show = live.terminal_display()
+    screen.write("In [1]: %gpuinfo -w\n")
+    for report in (shown[2], shown[0], shown[3] if ended else shown[1]):
+        show(report)
+    return screen, shown[3] if ended else shown[1]
+
+
+def test_a_terminal_shows_the_last_report_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, last = drawn(40, monkeypatch)
+    assert screen.lines == ["In [1]: %gpuinfo -w", *to_text(last, 80).splitlines(), ""]
+
+
+def test_a_terminal_that_is_too_low_is_not_scrolled_and_says_what_it_does_not_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What has scrolled off the top cannot be written over: every refresh would leave a copy of it."""
+    screen, last = drawn(8, monkeypatch)
+    lines = to_text(last, 80).splitlines()
+    assert screen.scrolled == 1, "the prompt, once"
+    assert screen.lines[:6] == lines[:6]
+    assert screen.lines[6:] == [f"... {len(lines) - 6} more lines in a higher terminal; Ctrl-C ends it", ""]
+
+
+def test_a_terminal_that_is_too_low_gets_the_whole_report_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, last = drawn(8, monkeypatch, ended=True)
+    lines = to_text(last, 80).splitlines()
+    assert screen.lines == [*lines[-7:], ""]
+    assert screen.scrolled == 1 + len(lines) - 7
