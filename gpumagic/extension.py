@@ -25,10 +25,10 @@ _GOING_ON = ("gpumagic.live", "gpumagic.each_cell")
 
 def load(shell: InteractiveShell) -> None:
     """Add the magics, the cell hooks and the completion to a shell; a second time does nothing."""
-    from gpumagic.magics import GpuMagics
+    from gpumagic.magics import GPUMagic
     from gpumagic.options import RERUNNING
 
-    attach(shell, GpuMagics, RERUNNING)
+    attach(shell, GPUMagic, RERUNNING)
     if os.environ.get("GPUMAGIC_SIMGPU"):
         _enable_simgpu()
 
@@ -40,6 +40,8 @@ def unload(shell: InteractiveShell) -> None:
         for name in _GOING_ON:
             if name in sys.modules:
                 sys.modules[name].off(shell)
+        if "gpumagic.render.units" in sys.modules:
+            sys.modules["gpumagic.render.units"].use("binary")  # whatever `%config GPUMagic.units` said
         undo.close()
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
+from traitlets import Bool, Enum, Unicode, observe
 
 from gpumagic import api, device_names
 from gpumagic._compat import output_can_be_silenced
@@ -29,7 +30,7 @@ def _magic(method: Callable[..., object]) -> Callable[..., object]:
     declared = parser(method.__name__)
 
     @functools.wraps(method)
-    def magic(self: GpuMagics, line: str, *cell: str | None) -> object:
+    def magic(self: GPUMagic, line: str, *cell: str | None) -> object:
         __tracebackhide__ = True
         try:
             options = declared.parse_line(line)
@@ -50,8 +51,22 @@ def _magic(method: Callable[..., object]) -> Callable[..., object]:
 
 
 @magics_class
-class GpuMagics(Magics):
-    """`%gpuinfo`, `%devices`, `%%ondevice` and `%%oomguard`."""
+class GPUMagic(Magics):
+    """What `%gpuinfo`, `%devices`, `%%ondevice` and `%%oomguard` do where their line does not say."""
+
+    device = Unicode(help="The device of %%ondevice where its line names none, such as cuda:1 or auto.").tag(
+        config=True
+    )
+    keep_going = Bool(help="Let Run All go on after out-of-memory in a guarded cell.").tag(config=True)
+    units = Enum(("binary", "decimal"), "binary", help="Bytes as 1.5 GiB, as torch does, or as 1.6 GB.").tag(
+        config=True
+    )
+
+    @observe("units")
+    def _use_units(self, change: Mapping[str, Any]) -> None:
+        from gpumagic.render import units
+
+        units.use(change["new"])
 
     def __init__(self, shell: InteractiveShell, sessions: CellSessions) -> None:
         super().__init__(shell)
@@ -89,9 +104,10 @@ class GpuMagics(Magics):
         """Run the cell, or the rest of it, on a device."""
         from gpumagic.device_run import DeviceRun
 
-        if options.device is None:
+        wanted = options.device or self.device
+        if not wanted:
             raise OptionError(f"%%ondevice needs a device; there are {', '.join(device_names.available())}")
-        device = device_names.resolve(options.device, options.fallback)
+        device = device_names.resolve(wanted, options.fallback)
         run = DeviceRun(
             device, namespace=self.shell.user_ns, move=options.move,
             show=not options.quiet, store=self._store(options.out),
@@ -107,7 +123,7 @@ class GpuMagics(Magics):
         if options.retry and cell is None:
             raise OptionError("--retry runs the cell again, so it needs all of it: %%oomguard on the first line")
         guard = OomGuard(
-            self.shell, keep=options.keep, keep_going=options.keep_going,
+            self.shell, keep=options.keep, keep_going=options.keep_going or self.keep_going,
             namespace=self.shell.user_ns, store=self._store(options.out),
         )  # fmt: skip
         return self._run(guard, cell, retries=options.retry)

@@ -7,33 +7,52 @@ from collections.abc import Sequence
 
 NOT_AVAILABLE = "n/a"
 SPARKS = "▁▂▃▄▅▆▇█"
+SYSTEMS = {
+    "binary": (1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB")),
+    "decimal": (1000, ("B", "kB", "MB", "GB", "TB", "PB")),
+}
+_system = "binary"
+
+
+def use(system: str) -> None:
+    """Write bytes in one of `SYSTEMS` from now on: ``"binary"``, as torch and nvidia-smi do, or ``"decimal"``."""
+    global _system  # noqa: PLW0603  # how a person reads bytes is one choice for the whole session
+    assert system in SYSTEMS
+    _system = system
 
 
 def size(nbytes: int | None) -> str:
-    """Return bytes as ``"512 B"``, ``"1.5 GiB"``: binary units, one decimal, as torch's own messages name them."""
+    """Return bytes with one decimal in the units in use: ``"512 B"``, ``"1.5 GiB"``."""
     if nbytes is None:
         return NOT_AVAILABLE
-    if abs(nbytes) < 1024:
+    if abs(nbytes) < SYSTEMS[_system][0]:
         return f"{nbytes} B"
-    value = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if abs(value) < 1023.95:
-            return f"{value:.1f} {unit}"
-    return f"{value / 1024:.1f} PiB"
+    scale, unit = _scale(nbytes)
+    return f"{nbytes / scale:.1f} {unit}"
 
 
 def pair(part: int, whole: int | None) -> str:
     """Return two sizes in the unit of the larger: ``"3.1 / 15.0 GiB"``; what is not nothing is never "0.0"."""
     if whole is None:
         return size(part)
-    figure, unit = size(max(part, whole)).split(" ")
-    scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
-    digits = 0 if unit == "B" or (unit in ("KiB", "MiB") and float(figure) >= 100) else 1
+    scale, unit = _scale(max(part, whole))
+    base = SYSTEMS[_system][0]
+    digits = 0 if scale == 1 or (scale <= base**2 and max(part, whole) / scale >= 99.95) else 1
     shown = [f"{value / scale:.{digits}f}" for value in (part, whole)]
     if part and float(shown[0]) == 0:
         shown[0] = "<0.1" if digits else "<1"
     return f"{shown[0]} / {shown[1]} {unit}"
+
+
+def _scale(nbytes: int) -> tuple[int, str]:
+    """Return the unit in which a number of bytes has at most three digits and a decimal before its point."""
+    base, names = SYSTEMS[_system]
+    scale = 1
+    for unit in names:
+        if round(abs(nbytes) / scale, 1) < base or unit == names[-1]:
+            break
+        scale *= base
+    return scale, unit
 
 
 def duration(seconds: float | None) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.options import parse_size
-from gpumagic.render.units import count, duration, percent, printable, shape, size, sparkline
+from gpumagic.render.units import count, duration, pair, percent, printable, shape, size, sparkline, use
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,27 @@ from gpumagic.render.units import count, duration, percent, printable, shape, si
 )  # fmt: skip
 def test_bytes_have_one_decimal_and_binary_units(nbytes: int | None, text: str) -> None:
     assert size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [
+        (0, None, "0 B"), (3, 1000, "3 / 1000 B"), (1, 2**30, "<0.1 / 1.0 GiB"), (2**29, 15 * 2**30, "0.5 / 15.0 GiB"),
+        (2**20, 143 * 2**20, "1 / 143 MiB"), (1, 143 * 2**20, "<1 / 143 MiB"), (2**20, 64 * 2**20, "1.0 / 64.0 MiB"),
+    ],
+)  # fmt: skip
+def test_a_part_and_its_whole_share_a_unit(part: int, whole: int | None, text: str) -> None:
+    assert pair(part, whole) == text
+
+
+def test_bytes_can_be_decimal() -> None:
+    use("decimal")
+    try:
+        assert [size(999), size(1000), size(1_500_000), size(999_960), pair(2**30, 16 * 10**9)] == [
+            "999 B", "1.0 kB", "1.5 MB", "1.0 MB", "1.1 / 16.0 GB",
+        ]  # fmt: skip
+    finally:
+        use("binary")
 
 
 @given(st.integers(0, 2**49))
