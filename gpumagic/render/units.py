@@ -110,6 +110,8 @@ def printable(text: str) -> str:
 
     Control characters, bidirectional overrides, lone surrogates and line breaks become escapes such as ``\x1b``.
     """
+    if text.isprintable():
+        return text
     return "".join(ch if _is_plain(ch) else ch.encode("unicode_escape").decode() for ch in text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
@@ -47,13 +48,12 @@ class Report(Generic[Row]):
         """
         import pandas as pd
 
-        columns = dataclasses.fields(self.row_type)
-        records = [[getattr(row, column.name) for column in columns] for row in self.rows]
-        frame: pd.DataFrame = pd.DataFrame(records, columns=[column.name for column in columns])
-        for column in columns:
-            if column.type in _FIGURES and frame[column.name].dtype == object:
-                frame[column.name] = frame[column.name].astype("float64")
-        return frame
+        rows, columns = self.rows, dataclasses.fields(self.row_type)
+        figures = [column.name for column in columns if column.type in _FIGURES]
+        found = {column.name: [getattr(row, column.name) for row in rows] for column in columns}
+        found.update((name, [math.nan if each is None else each for each in found[name]]) for name in figures)
+        frame = pd.DataFrame(found, dtype=None if rows else object)
+        return frame if rows else frame.astype(dict.fromkeys(figures, "float64"))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole report as JSON-ready data: dicts, lists, strings, numbers and None."""
