@@ -28,9 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m gpumagic", description="See and steer your GPUs.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    demo = commands.add_parser("demo", help="run the tour on this machine's GPU, or on a simulated one")
+    demo = commands.add_parser("demo", help="run a demo notebook on this machine's GPU, or on a simulated one")
+    demo.add_argument("name", nargs="?", default="tour", metavar="NAME", help="which one (tour)")
     demo.add_argument(
-        "--output", type=Path, default=Path("gpumagic-demo"), metavar="DIR", help="where the executed tour goes"
+        "--output", type=Path, default=Path("gpumagic-demo"), metavar="DIR", help="where the executed notebook goes"
     )
     demo.set_defaults(run=_demo)
     info = commands.add_parser("gpuinfo", help="show the GPUs, or why there is none")
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> int:
     from gpumagic import demo
 
-    return demo.run(options.output)
+    return demo.run(options.name, options.output)
 
 
 def _gpuinfo(options: argparse.Namespace) -> int:

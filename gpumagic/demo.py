@@ -1,6 +1,6 @@
-"""`python -m gpumagic demo`: execute the tour notebook, show progress, and say where the result is.
+"""`python -m gpumagic demo`: execute a demo notebook, show progress, and say where the result is.
 
-The notebook itself takes the machine's GPU if it has one and simulates two otherwise, so it runs anywhere.
+The notebooks themselves take the machine's GPU if it has one and simulate two otherwise, so they run anywhere.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from gpumagic.options import MAGICS
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-TOUR = "tour.ipynb"
 _NEEDED = ("nbclient", "nbconvert", "nbformat", "ipykernel")
 
 
-def run(output: Path) -> int:
-    """Execute the tour and write it and its HTML to ``output``; return 0 if every cell did what it should.
+def run(name: str, output: Path) -> int:
+    """Execute a demo notebook and write it and its HTML to ``output``; return 0 if every cell did what it should.
 
     Raises:
-        GpuMagicError: the packages of the ``demo`` extra are missing; or there is no GPU and none can be simulated.
+        GpuMagicError: there is no such notebook; the packages of the ``demo`` extra are missing; or there is no GPU
+            and none can be simulated.
     """
+    source = _notebook(name)
     _require_packages()
     import nbformat
 
-    notebook = nbformat.read(_tour(), as_version=4)
+    notebook = nbformat.read(source, as_version=4)
     _prepare_a_device()
-    print(f"Running the tour, {_count(notebook)} cells, in a fresh kernel:")
+    print(f"Running {source.name}, {_count(notebook)} cells, in a fresh kernel:")
     error = execute(notebook)
     output.mkdir(parents=True, exist_ok=True)
-    paths = _write(notebook, output)
+    paths = _write(notebook, source.stem, output)
     if error is None:
         _say_what_was_shown(notebook)
     else:
-        print(f"\nThe tour stopped at an error:\n{error}", file=sys.stderr)
+        print(f"\nIt stopped at an error:\n{error}", file=sys.stderr)
     print(f"\nExecuted notebook  {paths[0]}\nAs a web page      {paths[1]}")
     return 0 if error is None else 1
 
@@ -58,6 +59,7 @@ def execute(notebook: NotebookNode) -> str | None:
         timeout=600,
         kernel_name="python3",
         record_timing=False,
+        coalesce_streams=True,  # a progress bar is then its last state, not each of them
         extra_arguments=["--log-level=ERROR"],  # the kernel's warnings are about its server, which is this process
         on_cell_start=progress.started,
         on_cell_executed=progress.ended,
@@ -107,24 +109,26 @@ def _prepare_a_device() -> None:
         _build.load()
 
 
-def _tour() -> Path:
-    """Return the tour inside an installed wheel, or beside the package in a checkout."""
+def _notebook(name: str) -> Path:
+    """Return a demo notebook inside an installed wheel, or beside the package in a checkout."""
     package = Path(__file__).parent
-    for folder in (package / "demo_notebooks", package.parent / "demo_notebooks"):
-        if (folder / TOUR).exists():
-            return folder / TOUR
-    raise GpuMagicError(f"{TOUR} is not where it was installed, {package / 'demo_notebooks'}; install gpumagic again")
+    notebooks = [*(package / "demo_notebooks").glob("*.ipynb"), *(package.parent / "demo_notebooks").glob("*.ipynb")]
+    for path in notebooks:
+        if path.stem == name:
+            return path
+    there = ", ".join(sorted(path.stem for path in notebooks)) or f"none in {package / 'demo_notebooks'}"
+    raise GpuMagicError(f"there is no demo {name!r}; there are {there}")
 
 
 def _count(notebook: NotebookNode) -> int:
     return sum(cell.cell_type == "code" for cell in notebook.cells)
 
 
-def _write(notebook: NotebookNode, output: Path) -> tuple[Path, Path]:
+def _write(notebook: NotebookNode, name: str, output: Path) -> tuple[Path, Path]:
     import nbformat
     from nbconvert import HTMLExporter
 
-    executed, page = (output / TOUR).resolve(), (output / "tour.html").resolve()
+    executed, page = (output / f"{name}.ipynb").resolve(), (output / f"{name}.html").resolve()
     nbformat.write(notebook, executed)
     body, _ = HTMLExporter().from_notebook_node(notebook)
     page.write_text(body, encoding="utf-8")
@@ -135,8 +139,8 @@ def _say_what_was_shown(notebook: NotebookNode) -> None:
     print("\nWhat each magic showed:")
     for magic in MAGICS:
         shown = [_report(cell) for cell in notebook.cells if _uses(cell, magic)]
-        headline = next((text.splitlines()[0] for text in shown if text), "nothing")
-        print(f"  %{magic:<9} {headline}")
+        if shown:
+            print(f"  %{magic:<9} {next((text.splitlines()[0] for text in shown if text), 'nothing')}")
 
 
 def _uses(cell: Any, magic: str) -> bool:
