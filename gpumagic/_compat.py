@@ -88,3 +88,9 @@ def _add_hook(shell: InteractiveShell, pattern: re.Pattern[str], complete: Compl
 
     shell.set_hook("complete_command", hook, re_key=pattern)
     return lambda: shell.strdispatchers["complete_command"].regexs.pop(pattern, None)
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Have a traceback end with a text, once; Python 3.10 has no notes, so there it does not (PEP 678)."""
+    if text not in getattr(error, "__notes__", ()) and hasattr(error, "add_note"):
+        error.add_note(text)

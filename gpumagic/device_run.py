@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
-import linecache
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from gpumagic import relocation
+from gpumagic import _compat, relocation
 from gpumagic.errors import OptionError
-from gpumagic.probes import allocator, residents, transfers
+from gpumagic.probes import allocator, failed_line, residents, transfers, watched_code
 from gpumagic.probes.call_sites import CallSites
+from gpumagic.probes.watched_code import WatchedCode
 from gpumagic.reports import TransferReport
 
 if TYPE_CHECKING:
     from gpumagic.probes.recording import RecordingContext
 
 
-class DeviceRun(contextlib.ContextDecorator):
+class DeviceRun:
     """Run a block with new tensors landing on a device; `report` says what it created and moved.
 
     Args:
@@ -53,6 +54,8 @@ class DeviceRun(contextlib.ContextDecorator):
         self._filename = filename
         self._show = show
         self._store = store
+        self._code = WatchedCode(namespace, filename)
+        self._frame: FrameType | None = None
 
     def open(self) -> None:
         """Make the device the default and the current one, and start counting."""
@@ -75,7 +78,10 @@ class DeviceRun(contextlib.ContextDecorator):
             self._context.__exit__(None, None, None)
             if self._previous is not None:
                 _make_current(self._previous)
-        self.report = transfers.report(self.device, self._log, self._watch, self._elsewhere(), error, self._moved)
+        explanation = None if error is None else failed_line.explain(error, self._namespace, self.device)
+        self.report = transfers.report(
+            self.device, self._log, self._watch, self._elsewhere(), error, self._moved, explanation, self._code.lines()
+        )  # fmt: skip
         if self._store is not None:
             self._store(self.report)
 
@@ -84,24 +90,58 @@ class DeviceRun(contextlib.ContextDecorator):
         return self.report if self._show else None
 
     def __enter__(self) -> DeviceRun:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
+        if self._code.line is None:
+            self._code = WatchedCode(self._namespace, self._filename, sys._getframe(1).f_lineno)
         self.open()
         return self
 
     def __exit__(self, exc_type: object, error: BaseException | None, traceback: object) -> None:
-        self.close(error)
+        self._frame = sys._getframe(1)
+        try:
+            self.close(error)
+        finally:
+            self._frame = None
+        if error is not None and self.report is not None and self.report.explanation is not None:
+            _compat.add_note(error, str(self.report.explanation))
 
-    def _recreate_cm(self) -> DeviceRun:
-        # contextlib calls this for each call of a decorated function: every call is a run of its own.
-        return DeviceRun(
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Have every call of a function be a run of its own; `func.run.report` is the last one's report.
+
+        Raises:
+            OptionError: a coroutine or a generator function, whose body does not run when it is called.
+        """
+        if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+            raise OptionError(f"{func.__name__}() runs after its call; write `with gpumagic.ondevice(...)` inside it")
+
+        @functools.wraps(func)
+        def on_device(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            with self._one_call(func):
+                return func(*args, **kwargs)
+
+        on_device.run = self  # type: ignore[attr-defined]
+        return on_device
+
+    def _one_call(self, func: Callable[..., Any]) -> DeviceRun:
+        run = DeviceRun(
             self.device, namespace=self._namespace, move=self._move, filename=self._filename,
-            show=self._show, store=self._store,
+            show=self._show, store=self._keep,
         )  # fmt: skip
+        code = getattr(inspect.unwrap(func), "__code__", None)
+        if code is not None:
+            run._code = watched_code.of_function(code, self._namespace)
+        return run
+
+    def _keep(self, report: TransferReport) -> None:
+        self.report = report
+        if self._store is not None:
+            self._store(report)
 
     def _elsewhere(self) -> list[Any]:
-        if self._filename is not None or self._sites.filename is None:
-            return []  # a block in a file: its source is not just the block
-        source = "".join(linecache.getlines(self._sites.filename))
-        return residents.elsewhere(residents.names_in(source), self._namespace, self.device)
+        self._code.filename = self._code.filename or self._sites.filename
+        if self._frame is not None:
+            self._code.look(self._frame)
+        return residents.elsewhere(self._code.variables(), self.device)
 
 
 def for_caller(device: str, move: Sequence[str] = (), depth: int = 2) -> DeviceRun:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from gpumagic.reports import Holder
 
 
-def names_in(source: str) -> list[str]:
-    """Return the variables that the code names, in order of appearance; none if it cannot be parsed."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # a cell with magics in it: its transformed text is parsed, this one was not
-        return []
-    return list(dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)))
-
-
-def elsewhere(names: Iterable[str], namespace: Mapping[str, object], device: str) -> list[Holder]:
-    """Return the named tensors and modules that have bytes on a device other than ``device``."""
+def elsewhere(variables: Mapping[str, object], device: str) -> list[Holder]:
+    """Return the variables, tensors and modules, that have bytes on a device other than ``device``."""
     found = []
-    for name in names:
+    for name, value in variables.items():
         # A module's `parameters` is the user's code: what it raises must cost neither the report nor the cell's error.
         with contextlib.suppress(Exception):
-            totals = _bytes_by_device(namespace.get(name))
+            totals = _bytes_by_device(value)
             found += [
                 Holder(name, at, nbytes) for at, nbytes in totals.items() if nbytes and at not in (device, "meta")
             ]

@@ -6,7 +6,6 @@ Nothing found here outlives the call except the record: no frame, no tensor.
 from __future__ import annotations
 
 import linecache
-import sysconfig
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -16,6 +15,7 @@ from gpumagic.advice import cell_code
 from gpumagic.advice.cell_code import Accumulation, CellCode
 from gpumagic.advice.facts import Growth, Scene
 from gpumagic.probes import exception_graph
+from gpumagic.probes.frames import is_users
 
 Standing = tuple[FrameType, int]
 """A frame and the line it stood on."""
@@ -51,11 +51,7 @@ def read(error: BaseException, namespace: Mapping[str, object], outside: Collect
 
 
 def _is_users(standing: Standing) -> bool:
-    """Whether the frame's file is neither torch's, Python's, IPython's nor ours."""
-    filename = standing[0].f_code.co_filename
-    package = str(Path(__file__).parent.parent)
-    libraries = (package, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<frozen")
-    return not filename.startswith(libraries)
+    return is_users(standing[0])
 
 
 def _functions(stack: list[Standing]) -> frozenset[str]:

@@ -15,7 +15,7 @@ from gpumagic.advice.moves import suggestions
 from gpumagic.probes import allocator
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.call_sites import CallSites
-from gpumagic.reports import Holder, TransferReport, TransferRow
+from gpumagic.reports import Explanation, Holder, TransferReport, TransferRow
 
 SCOPE = (
     "Counts what lines ask for in this thread; copies inside operators, indexing across devices and torch.load "
@@ -122,6 +122,8 @@ def report(
     elsewhere: Sequence[Holder],
     error: BaseException | None,
     before: tuple[TransferRow, ...] = (),
+    explanation: Explanation | None = None,
+    lines: tuple[tuple[int, str], ...] = (),
 ) -> TransferReport:
     """Return the report of one finished cell.
 
@@ -132,6 +134,8 @@ def report(
         elsewhere: variables that the cell names and that live on another device.
         error: what ended the cell, if anything did; only the name of its type is kept.
         before: what was moved before the cell began, because it was asked for.
+        explanation: what the error means, if it is about devices.
+        lines: the cell's or the block's own, numbered.
     """
     moves, syncs = (*before, *log.rows()), dict(sorted(log.syncs.items()))
     return TransferReport(
@@ -144,5 +148,7 @@ def report(
         elsewhere=tuple(elsewhere),
         advice=suggestions(moves, syncs, elsewhere),
         error=type(error).__name__ if error is not None else None,
+        explanation=explanation,
+        lines=lines,
         notes=(SCOPE,),
     )

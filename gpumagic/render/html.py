@@ -67,7 +67,8 @@ def _cell(cell: Cell | str, column: Column, barred: bool) -> str:
         style += f";{MUTED}"
     hover = f' title="{_text(title)}"' if title else ""
     bar = _bar(cell) if barred else ""
-    return f'<td style="{style}"{hover}>{_text(cell.text)}{bar}</td>'
+    text = f'<code style="white-space:pre">{_text(cell.text)}</code>' if column.code else _text(cell.text)
+    return f'<td style="{style}"{hover}>{text}{bar}</td>'
 
 
 def _align(column: Column, barred: bool) -> str:

@@ -1,38 +1,30 @@
-"""The view of `%%ondevice`: what was created where, what moved, and what to change."""
+"""The view of `%%ondevice`: what went from where to where, which lines did it, why it failed, and what to change."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.render.units import NOT_AVAILABLE, count, duration, size
 from gpumagic.reports import TransferReport, TransferRow
 
-SHOWN = 12
-
-_COLUMNS = (
-    Column("Line", "right"),
-    Column("Code", shrinks=True, priority=1),
-    Column("Variable", shrinks=True),
-    Column("By"),
-    Column("From → to"),
-    Column("Moves", "right"),
-    Column("Size", "right"),
-    Column("Time", "right", priority=2),
-)
+SHOWN_WAYS = 6
+SHOWN_LINES = 12
+SHOWN_ADVICE = 5
+SHOWN_NAMES = 6
 
 
 def view(report: TransferReport) -> Document:
-    """Return the document of one cell's transfers."""
-    blocks: list[Block] = [Heading(_headline(report))]
+    """Return the document of one run: never more than a screen, the rest folded."""
+    blocks: list[Block] = [Heading(_headline(report)), *_explanation(report)]
     if report.moves:
-        blocks.append(_moves(report.moves[:SHOWN], "moves between devices"))
-    if len(report.moves) > SHOWN:
-        rest = report.moves[SHOWN:]
-        total = size(sum(row.nbytes for row in rest))
-        blocks.append(Fold(f"and {count(len(rest), 'smaller row')} ({total}), in .to_pandas()", [_moves(rest, "more")]))
+        blocks.append(_flow(report.moves))
+        blocks += _lines(report)
     blocks += [Paragraph(text) for text in _sentences(report)]
-    blocks += [Paragraph(f"→ {advice}") for advice in report.advice]
+    blocks += _advice(report.advice)
+    if _are_summed(report.moves):
+        blocks.append(_every_move(report.moves))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
@@ -46,36 +38,164 @@ def _headline(report: TransferReport) -> str:
     return f"on {report.device} for {duration(report.elapsed)}{ended}: {count(made, 'new tensor')}; {what}"
 
 
-def _moves(rows: Sequence[TransferRow], caption: str) -> Table:
-    largest = max(row.nbytes for row in rows) if len(rows) > 1 else 0  # one bar alone says nothing
-    return Table(_COLUMNS, [_row(row, largest) for row in rows], caption)
+def _explanation(report: TransferReport) -> Iterator[Block]:
+    found = report.explanation
+    if found is None:
+        return
+    yield Paragraph((f"Line {found.line}: " if found.line is not None else "") + found.what)
+    if found.fix:
+        yield Paragraph(f"→ {found.fix}")
+    if found.note:
+        yield Paragraph(found.note)
 
 
-def _row(row: TransferRow, largest: int) -> list[Cell | str]:
-    line = Cell(NOT_AVAILABLE, muted=True, title="outside the cell's own code") if row.line is None else str(row.line)
-    return [
-        line,
-        row.code or "",
-        row.name or "",
-        row.cause,
-        f"{row.source} → {row.target}",
-        f"{row.count:,}",
-        Cell(size(row.nbytes), bar=(Segment(row.nbytes / largest),) if largest else ()),
-        duration(row.seconds),
+def _flow(moves: Sequence[TransferRow]) -> Table | Fold:
+    """Draw the cell as a picture: from device to device, a bar as long as the bytes."""
+    ways: dict[str, list[TransferRow]] = defaultdict(list)
+    for row in moves:
+        ways[f"{row.source} → {row.target}"].append(row)
+    columns = (Column("From → to"), Column("Size", "right"), Column("Moves", "right"), Column("Time", "right"))
+    sums = {way: sum(row.nbytes for row in rows) for way, rows in ways.items()}
+    largest = max(sums.values()) or 1
+    found: list[list[Cell | str]] = [
+        [
+            way,
+            Cell(size(sums[way]), (Segment(sums[way] / largest),)),
+            f"{sum(row.count for row in ways[way]):,}",
+            _time(ways[way]),
+        ]
+        for way in sorted(ways, key=lambda way: -sums[way])
     ]
+    return Table(columns, found[:SHOWN_WAYS], "from device to device")
 
 
-def _sentences(report: TransferReport) -> list[str]:
-    sentences = []
+def _time(rows: Sequence[TransferRow]) -> str:
+    known = [row.seconds for row in rows if row.seconds is not None]
+    return duration(sum(known)) if known else NOT_AVAILABLE
+
+
+def _lines(report: TransferReport) -> Iterator[Block]:
+    """Show the code with what moved beside it; a long cell only where something did, the rest behind a fold."""
+    by_line: dict[int, list[TransferRow]] = defaultdict(list)
+    for row in report.moves:
+        line = _asking_line(report) if row.cause == "--move" else row.line
+        if line is not None:
+            by_line[line].append(row)
+    code = dict(report.lines)
+    for line in (*by_line, *report.syncs):  # a function's line outside the cell, or code that could not be read
+        code.setdefault(line, next((row.code for row in by_line[line] if row.code), ""))
+    if not by_line:
+        return
+    shown = _worth_showing(code, by_line, report)
+    yield _code_table(shown, code, by_line, report, "the lines that moved")
+    if len(shown) < len(code):
+        moving = len(set(by_line) - set(shown))
+        more = f", {moving} of which moved something" if moving else ""
+        summary = f"{count(len(code) - len(shown), 'more line')} of the code{more}"
+        yield Fold(summary, [_code_table(sorted(code), code, by_line, report, "all lines")])
+
+
+def _asking_line(report: TransferReport) -> int | None:
+    """Return the line of the magic that asked for a move before the cell; a `with` block has none in its code."""
+    return next((line for line, code in report.lines if code.startswith("%") and "--move" in code), None)
+
+
+def _worth_showing(code: dict[int, str], by_line: dict[int, list[TransferRow]], report: TransferReport) -> list[int]:
+    """Return the lines to show: all of a short cell, else those that moved most, with the lines above them."""
+    if len(code) <= SHOWN_LINES:
+        return sorted(line for line in code if code[line].strip())
+    weight = {line: sum(row.nbytes for row in rows) for line, rows in by_line.items()}
+    busy = sorted({*weight, *report.syncs}, key=lambda line: (-weight.get(line, 0), line))[:SHOWN_LINES]
+    shown = set(busy)
+    for line in busy:
+        above = line - 1
+        if len(shown) < SHOWN_LINES and code.get(above, "").strip():
+            shown.add(above)
+    return sorted(shown)
+
+
+def _code_table(
+    shown: Sequence[int], code: dict[int, str], by_line: dict[int, list[TransferRow]], report: TransferReport, name: str
+) -> Table:
+    columns = [
+        Column("Line", "right"), Column("Code", shrinks=True, code=True), Column("Size", "right"),
+        Column("Moved", shrinks=True),
+    ]  # fmt: skip
+    waits = any(line in report.syncs for line in shown)
+    if waits:
+        columns.append(Column("Waits", "right", priority=1))
+    rows = []
+    for line in shown:
+        moved = by_line.get(line, [])
+        total = size(sum(row.nbytes for row in moved)) if moved else ""
+        row: list[Cell | str] = [str(line), code[line], total, _what(moved)]
+        rows.append([*row, f"{report.syncs[line]:,}" if line in report.syncs else ""] if waits else row)
+    return Table(columns, rows, name)
+
+
+def _what(rows: Sequence[TransferRow]) -> str:
+    """Return ``"x by .to, 20 times"``, the largest first; what moved to several places has them named."""
+    targets = {row.target for row in rows}
+    said = []
+    for row in sorted(rows, key=lambda row: -row.nbytes):
+        where = f" to {row.target}" if len(targets) > 1 else ""
+        times = f", {row.count:,} times" if row.count > 1 else ""
+        said.append(f"{row.name} by {row.cause}{where}{times}" if row.name else f"{row.cause}{where}{times}")
+    return "; ".join(said)
+
+
+def _are_summed(moves: Sequence[TransferRow]) -> bool:
+    """Return whether the lines shown stand for more rows than they are."""
+    lines = [row.line for row in moves]
+    return len(set(lines)) < len(lines) or len(lines) > SHOWN_LINES
+
+
+def _every_move(moves: Sequence[TransferRow]) -> Fold:
+    columns = (
+        Column("Line", "right"), Column("Code", shrinks=True, code=True), Column("Variable", shrinks=True),
+        Column("By"), Column("From → to"), Column("Moves", "right"), Column("Size", "right"), Column("Time", "right"),
+    )  # fmt: skip
+    rows: list[list[Cell | str]] = [
+        [
+            str(row.line) if row.line is not None else Cell(NOT_AVAILABLE, muted=True, title="not a line of the code"),
+            row.code or "", row.name or "", row.cause, f"{row.source} → {row.target}", f"{row.count:,}",
+            size(row.nbytes), duration(row.seconds),
+        ]
+        for row in moves
+    ]  # fmt: skip
+    return Fold(
+        f"{count(len(rows), 'row')} with count, bytes and time in .to_pandas()", [Table(columns, rows, "moves")]
+    )
+
+
+def _sentences(report: TransferReport) -> Iterator[str]:
+    first = [row for row in report.moves if row.cause == "--move"]
+    if first and _asking_line(report) is None:
+        names = (f"{row.name} ({size(row.nbytes)} from {row.source})" for row in first)
+        yield f"Moved first, as asked: {', '.join(names)}."
+    outside = [row for row in report.moves if row.line is None and row.cause != "--move"]
+    if outside:
+        moved = "; ".join(
+            f"{row.source} → {row.target} {size(row.nbytes)} by {row.cause}" for row in outside[:SHOWN_NAMES]
+        )
+        yield f"Moved by code outside the cell: {moved}."
     if report.created:
         parts = [f"{device} {count(n, 'tensor')}, {size(nbytes)}" for device, (n, nbytes) in report.created.items()]
-        sentences.append("Created: " + "; ".join(parts) + ".")
-    if report.syncs:
+        yield "Created: " + "; ".join(parts) + "."
+    if report.syncs and not any(row.line is not None for row in report.moves):
         lines = "; ".join(f"line {line}, {count(n, 'time')}" for line, n in report.syncs.items())
-        sentences.append(f"The host waited for the device at {lines}.")
+        yield f"The host waited for the device at {lines}."
     if report.peak:
-        sentences.append("Peak: " + "; ".join(f"{device} {size(n)}" for device, n in report.peak.items()) + ".")
+        yield "Peak: " + "; ".join(f"{device} {size(n)}" for device, n in report.peak.items()) + "."
     if report.elsewhere:
-        names = ", ".join(f"{each.name} ({each.device}, {size(each.nbytes)})" for each in report.elsewhere)
-        sentences.append(f"Used here but living elsewhere: {names}.")
-    return sentences
+        names = (f"{each.name} ({each.device}, {size(each.nbytes)})" for each in report.elsewhere[:SHOWN_NAMES])
+        rest = len(report.elsewhere) - SHOWN_NAMES
+        more = f" and {count(rest, 'more name')}" if rest > 0 else ""
+        yield f"Used here but living elsewhere: {', '.join(names)}{more}."
+
+
+def _advice(advice: Sequence[str]) -> Iterator[Block]:
+    yield from (Paragraph(f"→ {each}") for each in advice[:SHOWN_ADVICE])
+    rest = advice[SHOWN_ADVICE:]
+    if rest:
+        yield Fold(f"and {count(len(rest), 'more suggestion')}", [Paragraph(f"→ {each}") for each in rest])

@@ -10,6 +10,7 @@ field's name, or in the report's ``notes``.
 
 from gpumagic.reports.base import Report
 from gpumagic.reports.changes import DeviceChange, DiffReport, DiffRow
+from gpumagic.reports.explanation import Explanation, Operand
 from gpumagic.reports.gpu import BenchReport, BenchRow, CellUse, GPUReport, GpuRow, HistoryReport, ProcessRow, SampleRow
 from gpumagic.reports.names import Holder
 from gpumagic.reports.oom import Advice, OomReport
@@ -25,11 +26,13 @@ __all__ = [
     "DeviceMemoryRow",
     "DiffReport",
     "DiffRow",
+    "Explanation",
     "GPUReport",
     "GpuRow",
     "HistoryReport",
     "Holder",
     "OomReport",
+    "Operand",
     "ProcessRow",
     "Report",
     "SampleRow",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gpumagic.reports.base import Report
+from gpumagic.reports.explanation import Explanation
 from gpumagic.reports.names import Holder
 
 
@@ -47,10 +48,14 @@ class TransferReport(Report[TransferRow]):
     """``{device: bytes}`` allocated at most during the cell, where the allocator's counter tells it exactly."""
     elapsed: float = 0.0
     elsewhere: tuple[Holder, ...] = ()
-    """Variables the cell names that live on another device at its end."""
+    """Variables the cell or block names that live on another device at its end."""
     advice: tuple[str, ...] = ()
     error: str | None = None
     """The type of the exception that ended the cell, if one did."""
+    explanation: Explanation | None = None
+    """What it means, where it is about devices."""
+    lines: tuple[tuple[int, str], ...] = ()
+    """The code that ran, as ``(line number, text)``."""
     notes: tuple[str, ...] = ()
 
     @property
