@@ -63,7 +63,7 @@ def cause(
     if isinstance(answer, Failure):
         return _no_driver(answer, build, here)
     if not answer.cards:
-        return _no_card(here)
+        return _hosted(here) or _none_listed(here)
     if build.version is None:
         return "PyTorch is not installed in this environment, so nothing here can use the GPU: pip install torch."
     if build.known and build.cuda is None:
@@ -91,10 +91,9 @@ def _hidden(answer: Snapshot, build: TorchBuild, view: Visibility | None) -> str
 
 
 def _no_driver(failure: Failure, build: TorchBuild, here: Surroundings) -> str:
-    if here.colab:
-        return "This Colab runtime has no GPU: choose one in the menu Runtime > Change runtime type."
-    if here.kaggle:
-        return "This Kaggle session has no GPU: choose one under Settings > Accelerator."
+    hosted = _hosted(here)
+    if hosted is not None:
+        return hosted
     if here.platform == "darwin":
         return "A Mac has no NVIDIA driver; its own GPU is shown once torch is imported and was built with MPS."
     if build.xpu:
@@ -103,6 +102,23 @@ def _no_driver(failure: Failure, build: TorchBuild, here: Surroundings) -> str:
     if known is not None:
         return known(here)
     return f"The NVIDIA driver does not answer ({failure.detail}): see what nvidia-smi says in a terminal."
+
+
+def _hosted(here: Surroundings) -> str | None:
+    if here.colab:
+        return "This Colab runtime has no GPU: choose one in the menu Runtime > Change runtime type."
+    if here.kaggle:
+        return "This Kaggle session has no GPU: choose one under Settings > Accelerator."
+    return None
+
+
+def _none_listed(here: Surroundings) -> str:
+    if here.container:
+        return (
+            "The NVIDIA driver answers but has given this container no GPU: start it with --gpus all (Docker) or ask "
+            "for nvidia.com/gpu (Kubernetes)."
+        )
+    return "The NVIDIA driver runs but finds no GPU: see why in sudo dmesg (lines with NVRM), or reboot."
 
 
 def _no_library(here: Surroundings) -> str:

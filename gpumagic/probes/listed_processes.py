@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,16 +34,22 @@ def listed(readings: Readings, binding: ModuleType, handle: Any) -> tuple[Proces
     """Return the processes on a card, or None with the reason among the readings."""
     total = readings.values.get("memory_total")
     found: dict[int, Process] = {}
-    for kind, name in (("graphics", "Graphics"), ("compute", "Compute")):
+    kinds = [("graphics", "Graphics"), *([("compute", "MPSCompute")] if _is_shared() else []), ("compute", "Compute")]
+    for kind, name in kinds:
         ask = partial(_list, binding, handle, f"nvmlDeviceGet{name}RunningProcesses", total)
         answers = Readings()
         processes = answers.take("processes", partial(ask, "_v3"), partial(ask, "_v2"))
-        if processes is None and kind == "compute":
+        if processes is None and name == "Compute":
             readings.reasons["processes"] = answers.reasons["processes"]
             return None
         for process in processes or ():
             _add(found, Process(process[0], process[1], kind))
     return tuple(found.values())
+
+
+def _is_shared() -> bool:
+    """Return whether CUDA's Multi-Process Service runs here: the driver lists its clients apart."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps").exists()  # noqa: S108  # NVIDIA's choice
 
 
 def with_utilization(processes: Iterable[Process], binding: ModuleType, handle: Any) -> tuple[Process, ...]:

@@ -22,7 +22,7 @@ INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 CUDA_FILES = ("/dev/nvidia-uvm", "/dev/dxg")
 """Opened by CUDA and not by NVML; the second is WSL's."""
 CONTAINED = "this container hides whose they are"
-UNSAID = "n/a (WDDM)" if sys.platform == "win32" or Path("/dev/dxg").exists() else "not said by the driver"
+WSL = Path("/dev/dxg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def attribute(listed: Sequence[Process], used: int | None) -> Attribution:
 def _sum(rows: Sequence[ProcessRow]) -> tuple[int | None, str | None]:
     figures = [row.memory for row in rows if not row.this_kernel]
     total = _total(figures)
-    return total, UNSAID if total is None else None
+    return total, unsaid() if total is None else None
 
 
 def _estimate(rows: Sequence[ProcessRow], used: int | None) -> tuple[int | None, str | None]:
@@ -68,12 +68,17 @@ def _estimate(rows: Sequence[ProcessRow], used: int | None) -> tuple[int | None,
     if used is None or (not own and uses_cuda(os.getpid())):
         return None, CONTAINED  # this kernel is among those outside, or left out of the list
     mine = _total(own)
-    return (None, UNSAID) if mine is None else (max(0, used - mine), None)
+    return (None, unsaid()) if mine is None else (max(0, used - mine), None)
 
 
 def _total(figures: Sequence[int | None]) -> int | None:
     known = [figure for figure in figures if figure is not None]
     return sum(known) if len(known) == len(figures) else None
+
+
+def unsaid() -> str:
+    """Return why the driver does not say what a process uses: Windows' driver model keeps it to itself."""
+    return "n/a (WDDM)" if sys.platform == "win32" or WSL.exists() else "not said by the driver"
 
 
 def in_container() -> bool:
@@ -103,14 +108,20 @@ def _row(process: Process) -> ProcessRow:
     return ProcessRow(
         pid=process.pid, name=program(process.pid), user=_user(process.pid), memory=process.memory,
         this_kernel=process.pid == os.getpid(), kind=process.kind,
-        utilization=process.utilization,
+        utilization=process.utilization, reason=_reason(process.memory),
     )  # fmt: skip
 
 
 def _outside(processes: Sequence[Process]) -> ProcessRow:
     count, memory = len(processes), _total([each.memory for each in processes])
     name = f"{count} process{'es' if count > 1 else ''} outside this container"
-    return ProcessRow(pid=None, name=name, user=None, memory=memory, kind=processes[0].kind)
+    return ProcessRow(
+        pid=None, name=name, user=None, memory=memory, kind=processes[0].kind, reason=_reason(memory)
+    )  # fmt: skip
+
+
+def _reason(memory: int | None) -> str | None:
+    return unsaid() if memory is None else None
 
 
 def program(pid: int) -> str | None:

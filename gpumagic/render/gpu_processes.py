@@ -18,6 +18,12 @@ def blocks(rows: Sequence[GpuRow]) -> list[Block]:
     if not any(each.utilization is not None for row in rows for each in row.processes or ()):
         columns, grid = columns[:3] + columns[4:], [cells[:3] + cells[4:] for cells in grid]
     found: list[Block] = [Heading("Processes"), Table(columns, grid, "Processes on the GPUs")] if grid else []
+    unsaid = {each.reason for row in rows for each in row.processes or () if each.memory is None and each.reason}
+    found += [
+        Paragraph(f"Memory: {absent(reason)}.", muted=True)
+        for reason in sorted(unsaid)
+        if not reason.startswith(NOT_AVAILABLE)
+    ]
     hidden = [row for row in rows if row.processes is None]
     if not grid and len(hidden) < len(rows):
         found.append(Paragraph("No process uses a GPU."))
@@ -33,8 +39,13 @@ def _process(row: GpuRow, each: ProcessRow) -> list[Cell | str]:
     return [
         short(row),
         Cell("-", muted=True) if each.pid is None else str(each.pid),
-        Cell(NOT_AVAILABLE, muted=True, title="the driver does not say") if each.memory is None else size(each.memory),
+        _unsaid(each) if each.memory is None else size(each.memory),
         Cell("-", muted=True, title="no sample") if each.utilization is None else percent(each.utilization),
         each.user or Cell("-", muted=True),
         Cell(name + (f" ({', '.join(marks)})" if marks else ""), title=name),
     ]
+
+
+def _unsaid(process: ProcessRow) -> Cell:
+    reason = process.reason or "the driver does not say"
+    return Cell(reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason)

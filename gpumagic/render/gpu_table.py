@@ -129,11 +129,15 @@ def short(row: GpuRow) -> str:
     """Return torch's name of a device, or NVML's where torch has none."""
     if row.device is not None:
         return row.device
-    return f"NVML {row.nvml_index}" + (" MIG" if (row.uuid or "").startswith("MIG-") else "")
+    return f"NVML {row.nvml_index}" + (" MIG" if _is_instance(row) else "")
+
+
+def _is_instance(row: GpuRow) -> bool:
+    return (row.uuid or "").startswith("MIG-")
 
 
 def _device(row: GpuRow) -> Cell:
-    indent = "· " if (row.uuid or "").startswith("MIG-") else ""
+    indent = "· " if _is_instance(row) else ""
     if row.device is None:
         return Cell(indent + short(row), muted=True, title=row.reasons.get("device", ""))
     if row.predicted:
@@ -147,6 +151,8 @@ def _is_renumbered(row: GpuRow) -> bool:
 
 def _name(row: GpuRow) -> Cell:
     name = (row.name or "").removeprefix("NVIDIA ")
+    if _is_instance(row):
+        name = name[max(0, name.find("MIG ")) :]  # it stands under its card, which has the rest
     if row.simulated and "simulated" not in name.lower():
         name += " (simulated)"
     if row.unified:

@@ -24,6 +24,8 @@ class ProcessRow:
     """``"compute"`` or ``"graphics"``."""
     utilization: float | None = None
     """Percent of the last second in which its kernels ran, where the driver has a sample; read with ``processes``."""
+    reason: str | None = None
+    """Why ``memory`` is None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,12 +309,54 @@ def test_a_lost_gpu_hides_no_other(machine: MakeMachine, where: str) -> None:
 
 def test_process_memory_the_driver_does_not_say_is_not_a_zero(machine: MakeMachine) -> None:
     """Then the sum over other processes is not known either."""
-    windows = machine()
-    windows.say("0.compute 4711 -1")
-    row = only(windows.probe("processes=True"))
+    silent = machine()
+    silent.say("0.compute 4711 -1")
+    answer = silent.probe("processes=True", before="processes.WSL = Path('/nonexistent')")
+    row = only(answer)
     assert row["processes"][0]["memory"] is None
     assert row["other_processes"] is None
-    assert row["reasons"]["other_processes"] in ("not said by the driver", "n/a (WDDM)")
+    assert row["reasons"]["other_processes"] == "not said by the driver"
+    assert "Memory: n/a (not said by the driver)." in answer["text"]
+
+
+def test_windows_driver_model_is_named_where_it_hides_process_memory(machine: MakeMachine) -> None:
+    """Under WSL the driver lists processes without figures (WSL#7162)."""
+    wsl = machine()
+    (wsl.folder / "dxg").touch()
+    wsl.say("0.compute 4711 -1")
+    answer = wsl.probe("processes=True", before=f"processes.WSL = Path({str(wsl.folder / 'dxg')!r})")
+    assert only(answer)["reasons"]["other_processes"] == "n/a (WDDM)"
+    assert "cuda:0  4711  n/a (WDDM)" in answer["text"]
+
+
+def test_clients_of_the_multi_process_service_are_processes_too(machine: MakeMachine) -> None:
+    """The driver lists them apart, which is only asked where the service runs: a process in both lists counts once."""
+    shared = machine()
+    pipes = shared.folder / "mps"
+    shared.say(f"0.mps 51 {GIB}", f"0.mps 52 {2 * GIB}", f"0.compute 52 {2 * GIB}", f"0.compute 60 {GIB}")
+    without = shared.probe("processes=True", CUDA_MPS_PIPE_DIRECTORY=str(pipes))
+    assert only(without)["other_processes"] == 3 * GIB
+    pipes.mkdir()
+    row = only(shared.probe("processes=True", CUDA_MPS_PIPE_DIRECTORY=str(pipes)))
+    assert sorted(each["pid"] for each in row["processes"]) == [51, 52, 60]
+    assert row["other_processes"] == 4 * GIB
+
+
+@pytest.mark.parametrize(("container", "words"), [(False, "finds no GPU"), (True, "has given this container no GPU")])
+def test_a_driver_that_answers_without_a_gpu_is_not_called_missing(
+    machine: MakeMachine, container: bool, words: str
+) -> None:
+    """As nvidia-smi's "No devices were found": a card that fell off the bus, or none for this container."""
+    empty = machine(0)
+    if container:
+        (empty.folder / ".dockerenv").touch()
+    before = (
+        "import os; os.environ.pop('KUBERNETES_SERVICE_HOST', None)\n"
+        f"from gpumagic.probes import absence; absence.SYSTEM = Path({str(empty.folder)!r})"
+    )
+    answer = empty.probe(before=before)
+    assert words in answer["report"]["cause"]
+    assert "no driver" not in answer["text"]
 
 
 @pytest.mark.parametrize(

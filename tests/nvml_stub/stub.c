@@ -14,7 +14,7 @@
  *   D.nvlinks N               links that are up             D.nvlink KIB KIB    what its counters grow by a reading
  *   D.busy PID PERCENT        a sample of a process; may be repeated
  *   D.compute PID BYTES       a process; may be repeated, -1 bytes stands for "not available"
- *   D.graphics PID BYTES
+ *   D.graphics PID BYTES      D.mps PID BYTES     a client of the Multi-Process Service
  *   D.mig                     the card is in MIG mode
  *   D.parent CARD             the instance belongs to that card
  *   fail D SYMBOL CODE        that function returns CODE for that device; D may be *
@@ -44,7 +44,7 @@ typedef struct {
     struct { uint32_t pid, percent; } busy[PROCESSES];
     uint32_t samples;
     int parent, addressing;
-    processes_t compute, graphics;
+    processes_t compute, graphics, mps;
 } device_t;
 typedef struct { int device; char symbol[80]; int code; } fault_t;
 
@@ -92,6 +92,7 @@ static void set_device(device_t *d, const char *key, const char *rest) {
     }
     else if (!strcmp(key, "compute")) add(&d->compute, rest);
     else if (!strcmp(key, "graphics")) add(&d->graphics, rest);
+    else if (!strcmp(key, "mps")) add(&d->mps, rest);
     else if (!strcmp(key, "mig")) d->mig = 1;
     else if (!strcmp(key, "parent")) d->parent = atoi(rest);
     else if (!strcmp(key, "addressing")) d->addressing = atoi(rest);
@@ -310,6 +311,10 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *h, unsigned *size, process_t *
 int nvmlDeviceGetGraphicsRunningProcesses_v3(void *h, unsigned *size, process_t *out) {
     ON(h);
     return list(&of(h)->graphics, size, out);
+}
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(void *h, unsigned *size, process_t *out) {
+    ON(h);
+    return list(&of(h)->mps, size, out);
 }
 int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *pending) {
     ON(h);

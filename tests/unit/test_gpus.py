@@ -11,7 +11,7 @@ import torch
 from nvml_stub.fake import GIB, FakeLibrary, install
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.probes import absence, allocator, gpus, nvml, other_devices, selection
+from gpumagic.probes import absence, allocator, cards, gpus, nvml, other_devices, selection
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.torch_build import TorchBuild, torch_build
 from gpumagic.reports import GPUReport, GpuRow
@@ -228,6 +228,12 @@ def test_each_cause_has_one_sentence_with_its_remedy(problem: str, here: absence
     assert words in said
     assert said.endswith(".")
     assert "\n" not in said
+
+
+def test_a_colab_without_gpus_is_told_so_though_a_driver_answers() -> None:
+    """The menu is the remedy there in any case."""
+    empty = cards.Snapshot((), "570.86")
+    assert "Runtime > Change runtime type" in absence.cause(empty, CUDA, None, Here(colab=True, container=True))
 
 
 def test_a_rocm_build_is_told_how_its_gpus_appear() -> None:

@@ -104,6 +104,15 @@ def test_an_instance_stands_indented_under_its_card_and_says_what_mig_hides() ->
     assert "MIG" not in " ".join(lines[5:]).replace("split into MIG instances", "")
 
 
+def test_an_instance_is_called_by_its_slice() -> None:
+    """Cut to the width, the card's name would be all that is left of it."""
+    name = "NVIDIA A100-SXM4-80GB MIG 3g.40gb"
+    instance = dataclasses.replace(FIRST, uuid="MIG-1", name=name)
+    assert shown(FIRST, instance).splitlines()[4].split("  ")[1].strip() == "MIG 3g.40gb"
+    assert f'title="{name}"' in to_html(report(FIRST, instance))
+    assert "A100-X" in shown(dataclasses.replace(instance, name="A100-X"))
+
+
 def test_a_cell_that_one_device_lacks_is_explained_by_name() -> None:
     """In the text as well as in the title, which only a mouse finds."""
     lost = GpuRow("cuda:1", 1, reasons=dict.fromkeys(A100, "lost"), kernel_allocated=0, kernel_reserved=0)
