@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from gpumagic import _compat, relocation
 from gpumagic.errors import OptionError
-from gpumagic.probes import allocator, failed_line, residents, transfers, watched_code
+from gpumagic.probes import allocator, failed_line, transfers, watched_code
 from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.watched_code import WatchedCode
 from gpumagic.reports import TransferReport
@@ -80,7 +80,7 @@ class DeviceRun:
                 _make_current(self._previous)
         explanation = None if error is None else failed_line.explain(error, self._namespace, self.device)
         self.report = transfers.report(
-            self.device, self._log, self._watch, self._elsewhere(), error, self._moved, explanation, self._code.lines()
+            self.device, self._log, self._watch, self._variables(), error, self._moved, explanation, self._code.lines()
         )  # fmt: skip
         if self._store is not None:
             self._store(self.report)
@@ -137,11 +137,11 @@ class DeviceRun:
         if self._store is not None:
             self._store(report)
 
-    def _elsewhere(self) -> list[Any]:
+    def _variables(self) -> Mapping[str, object]:
         self._code.filename = self._code.filename or self._sites.filename
         if self._frame is not None:
             self._code.look(self._frame)
-        return residents.elsewhere(self._code.variables(), self.device)
+        return self._code.variables()
 
 
 def for_caller(device: str, move: Sequence[str] = (), depth: int = 2) -> DeviceRun:

@@ -62,7 +62,7 @@ class RecordingContext(DeviceContext):
         converted = is_host(source) or (is_host(target) and non_blocking)
         crossing = result if converted or not isinstance(subject, torch.Tensor) else subject
         nbytes = result.numel() * crossing.element_size()
-        self.log.add_move(source, target, nbytes, seconds, self.cause or cause, subject)
+        self.log.add_move(source, target, nbytes, seconds, self.cause or cause, subject, result)
         if is_host(target):
             self.log.add_sync()
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpumagic.advice.moves import suggestions
-from gpumagic.probes import allocator
+from gpumagic.probes import allocator, residents
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.call_sites import CallSites
-from gpumagic.reports import Explanation, Holder, TransferReport, TransferRow
+from gpumagic.probes.moved import Moved, is_pageable
+from gpumagic.reports import Explanation, TransferReport, TransferRow
 
 SCOPE = (
     "Counts what lines ask for in this thread; copies inside operators, indexing across devices and torch.load "
@@ -40,6 +41,8 @@ class _Sum:
     count: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    repeats: int = 0
+    pageable: int | None = None
 
 
 @dataclass
@@ -50,6 +53,7 @@ class TransferLog:
     created: dict[str, _Sum] = field(default_factory=dict)
     moves: dict[tuple[object, ...], _Sum] = field(default_factory=dict)
     syncs: Counter[int] = field(default_factory=Counter)
+    moved: Moved = field(default_factory=Moved)
 
     def add_created(self, device: str, nbytes: int) -> None:
         """Count one new tensor."""
@@ -57,7 +61,16 @@ class TransferLog:
         total.count += 1
         total.nbytes += nbytes
 
-    def add_move(self, source: str, target: str, nbytes: int, seconds: float, cause: str, subject: object) -> None:
+    def add_move(
+        self,
+        source: str,
+        target: str,
+        nbytes: int,
+        seconds: float,
+        cause: str,
+        subject: object,
+        result: object = None,
+    ) -> None:
         """Count one move at the line that is running now."""
         site = self.sites.find(subject)
         cause = site.module_call or cause
@@ -66,6 +79,11 @@ class TransferLog:
         total.count += 1
         total.nbytes += nbytes
         total.seconds += seconds
+        total.repeats += self.moved.is_repeat(key, subject)
+        self.moved.note_copy(site.name, source, subject, result)
+        pageable = is_pageable(subject, target, nbytes)
+        if pageable is not None:
+            total.pageable = (total.pageable or 0) + (nbytes if pageable else 0)
 
     def add_sync(self) -> None:
         """Count one operation that made the host wait for the device, at the line that is running now."""
@@ -76,9 +94,12 @@ class TransferLog:
     def rows(self) -> tuple[TransferRow, ...]:
         """Return the moves, most bytes first."""
         rows = [
-            TransferRow(way, source, target, total.count, total.nbytes, total.seconds, line, code, name, cause)  # type: ignore[arg-type]
+            TransferRow(
+                way, source, target, total.count, total.nbytes, total.seconds, line, code, name, cause,  # type: ignore[arg-type]
+                total.repeats, total.pageable,
+            )
             for (way, source, target, line, code, name, cause), total in self.moves.items()
-        ]
+        ]  # fmt: skip
         return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
@@ -119,7 +140,7 @@ def report(
     device: str,
     log: TransferLog,
     watch: Watch,
-    elsewhere: Sequence[Holder],
+    variables: Mapping[str, object],
     error: BaseException | None,
     before: tuple[TransferRow, ...] = (),
     explanation: Explanation | None = None,
@@ -131,7 +152,7 @@ def report(
         device: the default device of the cell.
         log: what was recorded.
         watch: the stopped watch of the cell.
-        elsewhere: variables that the cell names and that live on another device.
+        variables: what the cell names; those that live on another device are told.
         error: what ended the cell, if anything did; only the name of its type is kept.
         before: what was moved before the cell began, because it was asked for.
         explanation: what the error means, if it is about devices.
@@ -145,8 +166,8 @@ def report(
         syncs=syncs,
         peak=watch.peak(),
         elapsed=watch.elapsed,
-        elsewhere=tuple(elsewhere),
-        advice=suggestions(moves, syncs, elsewhere),
+        elsewhere=tuple(residents.elsewhere(variables, device)),
+        advice=suggestions(moves, syncs, log.moved.still_both(variables), lines),
         error=type(error).__name__ if error is not None else None,
         explanation=explanation,
         lines=lines,

@@ -30,6 +30,10 @@ class TransferRow:
     """The variable moved, where the line names one."""
     cause: str
     """What did it: ``".to"``, ``".cpu"``, ``".item"``, ``"copy_"``, ``"torch.tensor"``..."""
+    repeats: int = 0
+    """How many of them moved again what this line had moved before, and nobody had changed since."""
+    pageable: int | None = None
+    """Bytes that came from memory that is not pinned; None where that makes no difference."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,84 @@
+"""What real cells are told to change, and what cells that only look alike are not."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from ondevice_corpus import run
+
+from gpumagic.probes import moved
+from gpumagic.probes.moved import Moved, is_pageable
+
+pytestmark = pytest.mark.usefixtures("two_devices")
+
+BIG = "torch.ones(600, 600, device='cpu')"  # 1.4 MB, worth a word
+STREAM = "for i in range(20):\n    y = torch.ones(1 << 20, device='cpu').add(i).to('simgpu:0')"
+FIRES = {
+    "for _ in range(10):\n    y = x.to('simgpu:0')":
+        "line 2 moved the same 3.9 KiB 10 times: move x once, before the loop",
+    "batches = list(x.chunk(4))\nfor _ in range(3):\n    for b in batches:\n        y = b.to('simgpu:0')":
+        "line 4 moved again what it had moved before (8 moves",
+    "total = 0\nfor i in range(200):\n    total += g[i % 8, 0].item()": "line 3: .item() in the loop made 200 syncs",
+    "values = [\n    float(g[i % 8, 0])\n    for i in range(150)\n]": "line 2: float() in the loop made 150 syncs",
+    "i = torch.zeros(())\nwhile i < 150:\n    i += 1": "line 2: a condition in the loop was read from the device 151",
+    "m = torch.zeros(9, device='cpu')\ny = m.to('simgpu:0')": "line 1 created m on cpu and line 2 moved it",
+    "y = torch.zeros(9).to('simgpu:1')": 'line 1 created on simgpu:0 what it moved: create it with device="simgpu:1"',
+    f"big = {BIG}\nprint(big.shape)\ny = big.to('simgpu:0')":
+        "big is still on cpu, 1.4 MiB, beside its copy on simgpu:0",
+}  # fmt: skip
+ALIKE = {
+    "new batches each turn": "for i in range(10):\n    b = x[i:i + 10].clone()\n    y = b.to('simgpu:0')",
+    "a loader": (
+        "data = torch.utils.data.TensorDataset(x)\n"
+        "for (b,) in torch.utils.data.DataLoader(data, batch_size=10):\n    y = b.to('simgpu:0')"
+    ),
+    "changed in place each turn": "for i in range(10):\n    x.add_(1)\n    y = x.to('simgpu:0')",
+    "bound anew each turn": "for i in range(10):\n    x = x + 1\n    y = x.to('simgpu:0')",
+    "there already": "for i in range(10):\n    y = g.to('simgpu:0')",
+    "a few reads": "for i in range(10):\n    y = g[0, 0].item()",
+    "rebound": f"big = {BIG}\nprint(big.shape)\nbig = big.to('simgpu:0')",
+    "the copy is gone": f"big = {BIG}\nprint(big.shape)\ny = big.to('simgpu:0').sum()",
+    "the original is gone": f"big = {BIG}\nprint(big.shape)\ny = big.to('simgpu:0')\ndel big",
+    "another of its name": f"big = {BIG}\nprint(big.shape)\ny = big.to('simgpu:0')\nbig = {BIG}",
+    "filled on the host": "m = torch.zeros(9, device='cpu')\nm[0] = 1\ny = m.to('simgpu:0')",
+    "a module": "for _ in range(5):\n    model.to('simgpu:0')\n    model.to('cpu')",
+    "pageable where it does not matter": STREAM,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", FIRES)
+def test_a_cell_that_wastes_is_told_so(cell: str) -> None:
+    report, _, _ = run(cell)
+    assert any(FIRES[cell] in each for each in report.advice), report.advice
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_cell_that_only_looks_alike_is_not(name: str) -> None:
+    report, _, _ = run(ALIKE[name])
+    assert report.advice == ()
+
+
+def test_pageable_copies_are_counted_where_pinning_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(1 << 20)
+    assert is_pageable(x, "simgpu:0", 4 << 20) is None
+    monkeypatch.setattr(moved, "PINNABLE", frozenset({"simgpu"}))
+    assert is_pageable(x, "simgpu:0", 4 << 20) is True
+    assert is_pageable(x, "simgpu:0", 4000) is None, "too small to ask"
+    report, _, _ = run(STREAM)
+    assert report[0].pageable == 20 * 4 << 20
+    assert "pin_memory=True" in report.advice[0]
+
+
+def test_what_was_moved_is_remembered_without_keeping_it() -> None:
+    seen = Moved()
+    for _ in range(5000):
+        assert not seen.is_repeat("here", torch.ones(1))
+    assert len(seen._before) < 1500
+    x, copy = torch.ones(1), torch.ones(1)
+    seen.note_copy("x", "cpu", x, copy)
+    assert seen.still_both({"x": x}) == ("x",)
+    del copy
+    gc.collect()
+    assert seen.still_both({"x": x}) == ()
