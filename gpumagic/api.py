@@ -82,15 +82,37 @@ def ondevice(device: str, *, move: str | Sequence[str] = (), fallback: str | Non
     return device_run.for_caller(device_names.resolve(device, fallback), names)
 
 
-def oomguard(*, keep: bool = False, keep_going: bool = False) -> OomGuard:
-    """Return a context manager that turns out-of-memory into a report and gives the memory back.
+def oomguard(
+    *,
+    keep: bool = False,
+    keep_going: bool = False,
+    retry: int = 0,
+    shrink: str | None = None,
+    fit: str | None = None,
+    fallback: str | None = None,
+) -> OomGuard:
+    """Return a context manager and decorator that turns out-of-memory into a report and gives the memory back.
+
+    What calls again needs a function to call, so ``retry``, ``shrink``, ``fit`` and ``fallback`` are for decorating
+    one: ``@gpumagic.oomguard(shrink="batch_size")`` above a function with that parameter.
 
     Args:
         keep: keep the failed frames for a debugger, and say what they hold.
         keep_going: swallow the failure after the report instead of raising `OutOfMemory`.
+        retry: call again up to so many times, with the same arguments.
+        shrink: the parameter to halve, from the value it is called with, until the call fits.
+        fit: the parameter of which to find the largest value that fits.
+        fallback: the device to call it on at last; ``"auto"`` is the emptiest other one.
+
+    Raises:
+        OptionError: the options contradict each other.
+        DeviceNotFound: the device to fall back to is not here.
     """
     import sys
 
     from gpumagic.oom_guard import OomGuard
+    from gpumagic.rerun_plan import Plan
 
-    return OomGuard(keep=keep, keep_going=keep_going, namespace=sys._getframe(1).f_globals)
+    plan = Plan(retry, shrink, fit, fallback)
+    plan.check()
+    return OomGuard(keep=keep, keep_going=keep_going, namespace=sys._getframe(1).f_globals, plan=plan)

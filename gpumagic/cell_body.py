@@ -32,26 +32,36 @@ class CellBody:
 
     def __init__(self, shell: InteractiveShell, text: str, cell: str = "") -> None:
         self._shell = shell
-        source = shell.transform_cell(text)
         above = _above(text, cell)
+        blank = text[: len(text) - len(text.lstrip())].count("\n")  # IPython drops the body's leading blank lines
+        self._head = "\n" * (1 + blank) if above is None else above
+        self.source = "\n" * self._head.count("\n") + shell.transform_cell(text)
+        """The body as Python, its lines numbered as the cell's."""
         self.ends_cell = above is not None
         """Whether the running cell consists of this body and the magics above it."""
-        self.is_silenced = _compat.ends_with_semicolon(source)
+        self.is_silenced = _compat.ends_with_semicolon(self.source)
         """Whether a trailing `;` hides the value."""
-        self._codes = self._compile(text, source, above, cell)
-        self._awaits = any(code.co_flags & inspect.CO_COROUTINE for code in self._codes)
+        self._cell = cell
+        self._compiled = self.source, self._compile(self.source)
+        self._awaits = any(code.co_flags & inspect.CO_COROUTINE for code in self._compiled[1])
         if self._awaits and _loop_is_running():
             raise GpuMagicError(
                 "a body that the magic itself runs cannot await inside a notebook's event loop; await in another cell"
             )
 
-    def run(self) -> object:
-        """Run the body and return the value of its last expression, or None."""
+    def run(self, source: str) -> object:
+        """Run the body and return the value of its last expression, or None.
+
+        Args:
+            source: `source`, or that text with something in its lines changed.
+        """
         __tracebackhide__ = True
+        if source != self._compiled[0]:
+            self._compiled = source, self._compile(source)
         if self._awaits:
             return self._shell.loop_runner(self._run_awaiting())
         value = None
-        for code in self._codes:
+        for code in self._compiled[1]:
             value = self._evaluate(code)
         return value
 
@@ -62,19 +72,18 @@ class CellBody:
     async def _run_awaiting(self) -> object:
         __tracebackhide__ = True
         value = None
-        for code in self._codes:
+        for code in self._compiled[1]:
             value = self._evaluate(code)
             if code.co_flags & inspect.CO_COROUTINE:
                 value = await value
         return value
 
-    def _compile(self, text: str, source: str, above: str | None, cell: str) -> list[CodeType]:
-        blank = text[: len(text) - len(text.lstrip())].count("\n")  # IPython drops the body's leading blank lines
-        head = "\n" * (1 + blank) if above is None else above
+    def _compile(self, source: str) -> list[CodeType]:
         compiler = self._shell.compile
         number = _compat.execution_count(self._shell)
-        name = compiler.cache(head + source, number, raw_code=cell if self.ends_cell else None)
-        parsed = compiler.ast_parse("\n" * head.count("\n") + source, filename=name)
+        text = self._head + source[self._head.count("\n") :]
+        name = compiler.cache(text, number, raw_code=self._cell if self.ends_cell else None)
+        parsed = compiler.ast_parse(source, filename=name)
         statements = self._shell.transform_ast(parsed).body
         last = [statements.pop()] if statements and isinstance(statements[-1], ast.Expr) else []
         with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0):

@@ -16,14 +16,14 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from IPython.display import display
 
 from gpumagic import _compat
 from gpumagic.cell_body import CellBody
 from gpumagic.errors import GpuMagicError
-from gpumagic.guards import BodyOutcome, Guard, Outcome, RetryingGuard
+from gpumagic.guards import BodyOutcome, Guard, Outcome, Runs, run
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
@@ -108,32 +108,30 @@ class CellSessions:
             self._forget([session])
             raise
 
-    def ready_body(self, guard: Guard, body: str, *, retries: int = 0) -> Callable[[], object]:
+    def ready_body(self, runs: Runs, body: str) -> Callable[[], object]:
         """Return what runs the body of a cell magic under a guard and returns its last expression's value.
 
-        Called, it raises what the body raises, or what `guard.finish` put in its place.
+        Called, it raises what the body raises, or what `runs.finish` put in its place.
 
         Args:
-            guard: must be a `RetryingGuard` where ``retries`` is not 0; it is opened and closed each time.
+            runs: has the body run, once or more often.
             body: the text under the magic's line.
-            retries: how often to run the body again at most.
 
         Raises:
-            GpuMagicError: the body awaits while an event loop runs, as one does in a notebook.
+            GpuMagicError: the body awaits while an event loop runs, as one does in a notebook; or what `runs.begin`
+                raises.
             SyntaxError: it cannot be compiled.
         """
         info = self._running()
         code = CellBody(self._shell, body, "" if info is None else info.raw_cell)
-        return functools.partial(self._run_body, guard, code, info, retries)
+        runs.begin(code.source)
+        return functools.partial(self._run_body, runs, code, info)
 
-    def _run_body(self, guard: Guard, code: CellBody, info: ExecutionInfo | None, retries: int) -> object:
+    def _run_body(self, runs: Runs, code: CellBody, info: ExecutionInfo | None) -> object:
         __tracebackhide__ = True
-        outcome = self._attempt(guard, code)
-        while retries and _is_to_be_retried(guard, outcome):
-            del outcome  # the failed attempt's frames must be gone before the next one
-            outcome = self._attempt(guard, code)
-            retries -= 1
-        self._show(guard.finish(outcome), guard.name, info, at_end=code.ends_cell)
+        outcome = run(runs, code.run, code.source)
+        for name, report in runs.finish(outcome):
+            self._show(report, name, info, at_end=code.ends_cell)
         try:
             if outcome.error_in_exec is not None:
                 raise outcome.error_in_exec
@@ -141,24 +139,9 @@ class CellSessions:
         finally:
             del outcome  # its error's traceback holds this frame, and so itself
 
-    @staticmethod
-    def _attempt(guard: Guard, code: CellBody) -> BodyOutcome:
-        __tracebackhide__ = True
-        outcome = BodyOutcome()
-        guard.open()
-        try:
-            outcome.result = code.run()
-        except BaseException as error:
-            outcome.error_in_exec = error
-        guard.close(outcome.error_in_exec)
-        try:
-            return outcome
-        finally:
-            del outcome
-
     def _show(self, report: object, name: str, info: ExecutionInfo | None, *, at_end: bool) -> None:
         """Show a body's report: when its cell is through where the body is the cell's, else now."""
-        if report is None or (info is not None and info.silent):
+        if info is not None and info.silent:
             return
         if info is None or not at_end:
             display(report)
@@ -220,12 +203,6 @@ class CellSessions:
         _in_reverse(ended, lambda session: _finish(session, outcome))
         if ended and result is not None:
             self._shell.last_execution_succeeded = result.success
-
-
-def _is_to_be_retried(guard: Guard, outcome: BodyOutcome) -> bool:
-    """Ask the guard, but of errors only: Ctrl-C and `sys.exit` mean what they say."""
-    error = outcome.error_in_exec
-    return isinstance(error, Exception) and cast("RetryingGuard", guard).retry(error)
 
 
 def _finish(session: _Session, outcome: Outcome) -> None:

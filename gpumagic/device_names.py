@@ -81,6 +81,14 @@ def _indexed(name: str, backend: str, index: str | None, accelerators: list[str]
     return found[0]
 
 
+def emptiest(devices: list[str]) -> str | None:
+    """Return the device with most free memory, the first where that cannot be known; None of none."""
+    from gpumagic.probes import gpus
+
+    free = {row.device: row.memory_free for row in gpus.probe() if row.memory_free is not None}
+    return max(devices, key=lambda device: free.get(device, 0), default=None)
+
+
 def _freest(accelerators: list[str]) -> str:
     if not accelerators:
         raise _unknown("auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,8 +47,106 @@ class Guard(Protocol):
         """
 
 
-class RetryingGuard(Guard, Protocol):
-    """A guard that can have its body run again."""
+class Runs(Protocol):
+    """Has one body run under guards, once or more often."""
 
-    def retry(self, error: Exception) -> bool:
-        """Tell, between `close` and the next `open`, whether to run the body again after this error."""
+    def begin(self, source: str) -> None:
+        """Get ready for the first run of the code, or raise `GpuMagicError`; then nothing runs."""
+
+    def guard(self) -> Guard:
+        """Return what goes around the coming run."""
+
+    def next(self, outcome: BodyOutcome) -> str | None:
+        """Return the code to run next, as many lines long, or None where the outcome is to stand.
+
+        Whoever returns code has first taken the error and the value out of the outcome: they would live on in it.
+        """
+
+    def end(self) -> None:
+        """Put back what was only for the runs, on every way out."""
+
+    def finish(self, outcome: Outcome) -> list[tuple[str, object]]:
+        """Return the reports to show, each with its magic's name; like `Guard.finish` it may change the outcome."""
+
+
+class Nested:
+    """One guard inside another; the outer one reports."""
+
+    def __init__(self, outer: Guard, inner: Guard) -> None:
+        self.name, self._outer, self._inner = outer.name, outer, inner
+
+    def open(self) -> None:
+        """Open both, or neither."""
+        self._outer.open()
+        self._inner.open()
+
+    def close(self, error: BaseException | None) -> None:
+        """Close both."""
+        try:
+            self._inner.close(error)
+        finally:
+            self._outer.close(error)
+
+    def finish(self, result: Outcome) -> object | None:
+        """Return the outer guard's report."""
+        return self._outer.finish(result)
+
+
+class Once:
+    """One run under one guard."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def begin(self, source: str) -> None:
+        """Do nothing."""
+
+    def guard(self) -> Guard:
+        """Return the guard."""
+        return self._guard
+
+    def next(self, outcome: BodyOutcome) -> str | None:
+        """Return None: the outcome stands."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    def finish(self, outcome: Outcome) -> list[tuple[str, object]]:
+        """Return the guard's report, if it has one."""
+        report = self._guard.finish(outcome)
+        return [] if report is None else [(self._guard.name, report)]
+
+
+def run(runs: Runs, execute: Callable[[str], object], source: str) -> BodyOutcome:
+    """Run code as often as it is to be run, and return how the last run ended; `runs.finish` is the caller's to call.
+
+    Args:
+        runs: decides, and guards.
+        execute: runs the code it is given.
+        source: the code of the first run.
+    """
+    __tracebackhide__ = True
+    try:
+        outcome = _attempt(runs.guard(), execute, source)
+        while (changed := runs.next(outcome)) is not None:
+            del outcome  # the last attempt's frames must be gone before the next one
+            outcome = _attempt(runs.guard(), execute, changed)
+        return outcome
+    finally:
+        runs.end()
+        outcome = None  # type: ignore[assignment]  # its error's traceback holds this frame, and so itself
+
+
+def _attempt(guard: Guard, execute: Callable[[str], object], source: str) -> BodyOutcome:
+    __tracebackhide__ = True
+    outcome = BodyOutcome()
+    guard.open()
+    try:
+        outcome.result = execute(source)
+    except BaseException as error:
+        outcome.error_in_exec = error
+    guard.close(outcome.error_in_exec)
+    try:
+        return outcome
+    finally:
+        del outcome

@@ -14,6 +14,7 @@ from traitlets import Bool, Enum, Unicode, observe
 from gpumagic import api, device_names
 from gpumagic._compat import output_can_be_silenced
 from gpumagic.errors import GpuMagicError, OptionError
+from gpumagic.guards import Guard, Once
 from gpumagic.options import parser
 
 if TYPE_CHECKING:
@@ -119,14 +120,24 @@ class GPUMagic(Magics):
     def oomguard(self, options: Namespace, cell: str | None = None) -> object:
         """Run the cell, or the rest of it, guarded."""
         from gpumagic.oom_guard import OomGuard
+        from gpumagic.rerun_plan import Plan
 
-        if options.retry and cell is None:
-            raise OptionError("--retry runs the cell again, so it needs all of it: %%oomguard on the first line")
+        plan = Plan(options.retry, options.shrink, options.fit, options.fallback)
+        if plan and cell is None:
+            raise OptionError(
+                "--retry, --shrink, --fit and --fallback run the cell again, so they need all of it: "
+                "write %%oomguard on its first line"
+            )
         guard = OomGuard(
             self.shell, keep=options.keep, keep_going=options.keep_going or self.keep_going,
             namespace=self.shell.user_ns, store=self._store(options.out),
         )  # fmt: skip
-        return self._run(guard, cell, retries=options.retry)
+        if not plan:
+            return self._run(guard, cell)
+        from gpumagic.rerun import Rerun
+
+        assert cell is not None
+        return self._sessions.ready_body(Rerun(plan, guard, self.shell.user_ns, self.shell), cell)
 
     def _follow(self, options: Namespace) -> object:
         if options.each_cell:
@@ -143,11 +154,11 @@ class GPUMagic(Magics):
         ask = functools.partial(api.gpuinfo, *options.devices, processes=options.processes, everything=options.all)
         return live.watch(self.shell, ask, options.watch)
 
-    def _run(self, guard: Any, cell: str | None, **options: Any) -> object:
+    def _run(self, guard: Guard, cell: str | None) -> object:
         if cell is None:
             self._sessions.start(guard)
             return None
-        return self._sessions.ready_body(guard, cell, **options)
+        return self._sessions.ready_body(Once(guard), cell)
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
         return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)

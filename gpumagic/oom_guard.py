@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from gpumagic.errors import OptionError
 from gpumagic.probes import allocator, exception_graph, oom, release
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
     from gpumagic.diagnosis import Failure
     from gpumagic.probes.allocator import AllocatorFigures
-    from gpumagic.reports import OomReport
+    from gpumagic.reports import OomReport, Report
+    from gpumagic.rerun_plan import Plan
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class OomGuard(contextlib.ContextDecorator):
@@ -35,6 +39,7 @@ class OomGuard(contextlib.ContextDecorator):
         keep_going: swallow the failure after the report.
         store: called with the finished report.
         namespace: the globals of the guarded code, where names are looked up; the shell's, or ``__main__``'s.
+        plan: how a decorated function is called again.
 
     Attributes:
         report: the `OomReport` of the last failure, once it is finished.
@@ -48,15 +53,17 @@ class OomGuard(contextlib.ContextDecorator):
         *,
         keep: bool = False,
         keep_going: bool = False,
-        store: Callable[[OomReport], None] | None = None,
+        store: Callable[[Report[Any]], None] | None = None,
         namespace: Mapping[str, object] | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        self.report: OomReport | None = None
+        self.report: Any = None
         self._shell = shell
         self._keep = keep
         self._keep_going = keep_going
         self._store = store
         self._namespace = namespace if namespace is not None else _namespace(shell)
+        self._plan = plan
         self._failure: Failure | None = None
         self._retries = 0
         self._recovered = False
@@ -99,8 +106,26 @@ class OomGuard(contextlib.ContextDecorator):
         result.error_in_exec = None if self._keep_going else out_of_memory(report)
         return report
 
-    def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
+    def __call__(self, function: Function) -> Function:
+        """Return the function guarded, and called again as the guard was told to."""
+        if not self._plan:
+            decorated: Function = super().__call__(function)
+            return decorated
+        from gpumagic import rerun_calls
+
+        return rerun_calls.decorate(function, self._plan, self)
+
+    def reset(self) -> None:
+        """Forget what was, before another block."""
         self.report, self._failure, self._retries = None, None, 0
+
+    def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
+        if self._plan:
+            raise OptionError(
+                "a with block cannot run again: decorate a function, "
+                'such as @gpumagic.oomguard(shrink="batch_size"), or leave out retry, shrink, fit and fallback'
+            )
+        self.reset()
         self.open()
         return self
 
@@ -119,17 +144,25 @@ class OomGuard(contextlib.ContextDecorator):
             release.reclaim()
             report = self._conclude()
             if not self._keep_going:
-                _raise_alone(out_of_memory(report))
+                raise_alone(out_of_memory(report))
         return self._keep_going
 
-    def retry(self, error: BaseException) -> bool:
-        """Return whether the failure was out-of-memory; if so, what it pinned is released for the next try."""
-        if self._failure is None:
-            return False
+    @property
+    def failure(self) -> Failure | None:
+        """What is known of the last run that ran out of memory, until it is reported; None if none did."""
+        return self._failure
+
+    def let_go(self, error: BaseException | None) -> None:
+        """Release what a run pinned, for the next; `release.reclaim` is left to the caller."""
         self._retries += 1
-        release.strip(error, self._shell, self._outside)
-        release.reclaim()
-        return True
+        if error is not None:
+            release.strip(error, self._shell, self._outside)
+
+    def publish(self, report: Report[Any]) -> None:
+        """Make something the guard's report, and store it."""
+        self.report = report
+        if self._store is not None:
+            self._store(report)
 
     def _recreate_cm(self) -> OomGuard:
         return self  # one report, of the last call that failed
@@ -156,10 +189,9 @@ class OomGuard(contextlib.ContextDecorator):
         circumstances = diagnosis.Circumstances(
             self._namespace, self._bound, self._shell, pinned, self._retries, self._recovered
         )  # fmt: skip
-        self.report = diagnosis.conclude(failure, circumstances)
-        if self._store is not None:
-            self._store(self.report)
-        return self.report
+        report = diagnosis.conclude(failure, circumstances)
+        self.publish(report)
+        return report
 
 
 def out_of_memory(report: OomReport) -> BaseException:
@@ -170,7 +202,7 @@ def out_of_memory(report: OomReport) -> BaseException:
     return error
 
 
-def _raise_alone(error: BaseException) -> NoReturn:
+def raise_alone(error: BaseException) -> NoReturn:
     """Raise without the exception being handled as context: that one keeps its arguments alive."""
     try:
         raise error

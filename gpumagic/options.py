@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import keyword
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -50,9 +51,9 @@ def interval(text: str) -> float:
 
 
 def variable_name(text: str) -> str:
-    """Return a Python name to store a report under, or raise `OptionError`."""
-    if not text.isidentifier():
-        raise OptionError(f"{text!r} cannot be a variable; write a Python name, such as -o report")
+    """Return a Python name, or raise `OptionError`."""
+    if not text.isidentifier() or keyword.iskeyword(text):
+        raise OptionError(f"{text!r} cannot be a variable; write a Python name, such as report or batch_size")
     return text
 
 
@@ -181,6 +182,13 @@ def _oomguard() -> Parser:
     parser.add_argument(
         "--retry", metavar="N", type=_typed(whole_number), default=0, help="run again up to N times once freed"
     )
+    parser.add_argument(
+        "--shrink", metavar="NAME", type=_typed(variable_name), help="halve this int and run again, until it fits"
+    )
+    parser.add_argument(
+        "--fit", metavar="NAME", type=_typed(variable_name), help="find the largest value of this int that fits"
+    )
+    parser.add_argument("--fallback", metavar="DEVICE", help="then run it on this device; auto: the emptiest other one")
     parser.add_argument("--keep", action="store_true", help="keep the failed frames for %%debug; say what they hold")
     parser.add_argument("--keep-going", action="store_true", help="let Run All go on after the report")
     _add_report_options(parser)
@@ -209,4 +217,4 @@ def option_strings(magic: str) -> list[str]:
 
 
 # `%%oomguard` options that need the cell's text, because they run it more than once.
-RERUNNING = {"oomguard": ("--retry",), "ondevice": ()}
+RERUNNING = {"oomguard": ("--retry", "--shrink", "--fit", "--fallback"), "ondevice": ()}

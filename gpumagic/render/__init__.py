@@ -36,4 +36,5 @@ _VIEWS = {
     "TensorReport": "gpumagic.render.tensors",
     "TransferReport": "gpumagic.render.transfers",
     "OomReport": "gpumagic.render.oom",
+    "FitReport": "gpumagic.render.tries",
 }

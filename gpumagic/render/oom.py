@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gpumagic.render import tries
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
 from gpumagic.render.units import NOT_AVAILABLE, count, size
 from gpumagic.reports import Advice, Holder, OomReport
@@ -18,6 +19,8 @@ def view(report: OomReport) -> Document:
     blocks: list[Block] = [Heading(_headline(report)), Paragraph(report.verdict)]
     if report.code is not None:
         blocks.append(Listing([(report.line or 0, report.code, "")]))
+    if report.tries:
+        blocks.append(tries.table(report.tries, report.shrunk))
     if report.allocated_at_failure is not None:
         blocks.append(_memory(report))
     if report.holders:
@@ -32,14 +35,22 @@ def _headline(report: OomReport) -> str:
     parts = [f"Out of memory{where}" + (f", line {report.line}" if report.line is not None else "")]
     if report.certainty == "probable":
         parts[0] = f"Probably o{parts[0][1:]}"
-    if report.recovered:
-        parts.append(f"passed after {count(report.retries, 'retry', 'retries')}")
-    elif report.retries:
-        parts.append(f"also after {count(report.retries, 'retry', 'retries')}")
+    if report.retries:
+        parts.append(f"passed {_way(report)}" if report.recovered else f"also {_way(report)}")
     freed = _freed(report)
     if freed is not None and freed > 0 and not report.recovered:
         parts.append(f"{size(freed)} given back")
     return " · ".join(parts)
+
+
+def _way(report: OomReport) -> str:
+    """Return what was different in the last run."""
+    last = report.tries[-1] if report.tries else None
+    if last is not None and last.device is not None:
+        return f"on {last.device}"
+    if last is not None and last.size != report.tries[0].size:
+        return f"with {report.shrunk} = {last.size}"
+    return f"after {count(report.retries, 'retry', 'retries')}"
 
 
 def _freed(report: OomReport) -> int | None:

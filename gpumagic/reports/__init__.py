@@ -16,6 +16,7 @@ from gpumagic.reports.names import Holder
 from gpumagic.reports.oom import Advice, OomReport
 from gpumagic.reports.tensors import DeviceMemoryRow, TensorReport, TensorRow
 from gpumagic.reports.transfers import TransferReport, TransferRow
+from gpumagic.reports.tries import FitReport, Try
 
 __all__ = [
     "Advice",
@@ -27,6 +28,7 @@ __all__ = [
     "DiffReport",
     "DiffRow",
     "Explanation",
+    "FitReport",
     "GPUReport",
     "GpuRow",
     "HistoryReport",
@@ -40,4 +42,5 @@ __all__ = [
     "TensorRow",
     "TransferReport",
     "TransferRow",
+    "Try",
 ]

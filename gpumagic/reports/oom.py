@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from gpumagic.reports.base import Report
 from gpumagic.reports.names import Holder
+from gpumagic.reports.tries import Try
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,10 @@ class OomReport(Report[Advice]):
     message: str = ""
     """The first line of the original exception."""
     notes: tuple[str, ...] = ()
+    tries: tuple[Try, ...] = ()
+    """Every run of a cell that was run more than once."""
+    shrunk: str = ""
+    """The name of the int that went down from run to run."""
 
     @property
     def rows(self) -> tuple[Advice, ...]:

@@ -264,3 +264,23 @@ def kernel(module_kernel):
     """Return a kernel with the probe magics, shared by the module; what happened before is forgotten."""
     module_kernel.run("events.clear()")
     return module_kernel
+
+
+@pytest.fixture
+def guarded(bare_shell, two_devices):
+    """Return a function that runs a cell under %%oomguard -o report, in a shell with `take` and `fail`."""
+    import gc
+
+    from oom_cells import PRELUDE, forget_everything
+
+    gc.collect()
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_cell(PRELUDE, store_history=True)
+
+    def run(cell, options=""):
+        bare_shell.user_ns.pop("report", None)
+        return bare_shell.run_cell(f"%%oomguard -o report {options}\n{cell}", store_history=True)
+
+    yield run
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    forget_everything(bare_shell)

@@ -12,6 +12,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from gpumagic import extension
 from gpumagic.errors import GpuMagicError
+from gpumagic.guards import Once
 
 events = []
 _local = threading.local()
@@ -64,6 +65,25 @@ class ProbeGuard:
         return None if "--quiet" in self.options else Report(f"report of {self.key}")
 
 
+class ProbeRuns(Once):
+    """Runs a body again after an error, so many times at most."""
+
+    def __init__(self, guard, retries):
+        super().__init__(guard)
+        self.probe, self.retries = guard, retries
+
+    def begin(self, source):
+        self.source = source
+
+    def next(self, outcome):
+        if not isinstance(outcome.error_in_exec, Exception) or self.retries == 0:
+            return None
+        self.retries -= 1
+        self.probe.retry(outcome.error_in_exec)
+        outcome.error_in_exec = outcome.result = None
+        return self.source
+
+
 @magics_class
 class ProbeMagics(Magics):
     def __init__(self, shell, sessions):
@@ -92,7 +112,7 @@ class ProbeMagics(Magics):
             if cell is None:
                 return self.sessions.start(guard)
             retries = int(options[options.index("--retry") + 1]) if "--retry" in options else 0
-            return self.sessions.ready_body(guard, cell, retries=retries)()
+            return self.sessions.ready_body(ProbeRuns(guard, retries), cell)()
         except GpuMagicError as error:
             raise UsageError(str(error)) from None
 

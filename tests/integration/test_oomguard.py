@@ -3,61 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import pickle
 import sys
 
 import pytest
 import torch
+from oom_cells import GIB, allocated
 
 import gpumagic
 from gpumagic.reports import OomReport
-
-GIB = 2**30
-PRELUDE = """
-import asyncio, torch
-from concurrent.futures import Future
-def take(gib, device="simgpu:0"):
-    return torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device)
-def fail(deeper=1):
-    kept = take(1)
-    return fail(deeper - 1) if deeper else take(9)
-"""
-
-
-@pytest.fixture
-def guarded(bare_shell, two_devices):
-    """Return a function that runs a cell under %%oomguard -o report, in a shell with `take` and `fail`."""
-    gc.collect()
-    bare_shell.run_line_magic("load_ext", "gpumagic")
-    bare_shell.run_cell(PRELUDE, store_history=True)
-
-    def run(cell, options=""):
-        bare_shell.user_ns.pop("report", None)
-        return bare_shell.run_cell(f"%%oomguard -o report {options}\n{cell}", store_history=True)
-
-    yield run
-    bare_shell.run_line_magic("unload_ext", "gpumagic")
-    forget_everything(bare_shell)
-
-
-def forget_everything(shell) -> None:
-    """Let go of whatever a test left in the process, so that the next one starts on an empty device."""
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        if hasattr(sys, name):
-            delattr(sys, name)
-    shell.InteractiveTB.tb = shell.InteractiveTB.pdb = None
-    shell.reset(new_session=False)
-    shell.user_ns.clear()
-    shell.user_ns_hidden.clear()
-    shell.displayhook.__dict__.pop("_", None)
-    shell.last_execution_result = None
-    gc.collect()
-    assert allocated() == 0, "a test left something on the device"
-
-
-def allocated(index=0):
-    return torch.accelerator.memory_allocated(index)
-
 
 FREED = {
     "locals of nested functions": "fail(2)",
@@ -273,13 +228,13 @@ def test_keep_leaves_the_frames_and_says_what_they_hold(guarded, bare_shell) -> 
 
 
 def test_a_retry_has_the_memory_of_the_failed_try(guarded, bare_shell) -> None:
-    bare_shell.run_cell("tries = []", store_history=True)
+    runs = itertools.count(1)
+    bare_shell.user_ns["run"] = lambda: next(runs)
     result = guarded(
         """
 def work():
-    tries.append(1)
     first = take(2)
-    return take(9 if len(tries) < 3 else 1.5).nbytes
+    return take(9 if run() < 3 else 1.5).nbytes
 work()""",
         "--retry 2",
     )

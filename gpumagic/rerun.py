@@ -1,0 +1,188 @@
+"""Running a cell again after it ran out of memory: as it was, smaller and smaller, at the largest size, elsewhere.
+
+Before each further run the guard frees what the one before pinned, `probes.rollback` puts the notebook back, and one
+printed line says what comes next and what cannot be undone. The cell is left as its last run left it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import time
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gpumagic import knobs
+from gpumagic.device_run import DeviceRun
+from gpumagic.guards import BodyOutcome, Guard, Nested, Outcome
+from gpumagic.probes import allocator, release, residents
+from gpumagic.probes.rollback import Rollback
+from gpumagic.render.units import count, size
+from gpumagic.reports import FitReport, OomReport, Try
+from gpumagic.rerun_plan import Plan, Step, steps
+
+if TYPE_CHECKING:
+    from gpumagic.oom_guard import OomGuard
+
+FindKnob = Callable[[str, str, MutableMapping[str, object], str], knobs.Knob]
+
+
+class Rerun:
+    """The runs of one piece of code under one guard.
+
+    Args:
+        plan: what to do when memory runs out.
+        guard: goes around every run; its report is of the last failure.
+        namespace: the variables the code works with.
+        shell: the shell it runs in, if one.
+        find: finds the int of the plan; see `knobs`.
+        on: makes a run on another device.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        guard: OomGuard,
+        namespace: MutableMapping[str, object],
+        shell: object | None = None,
+        find: FindKnob = knobs.in_cell,
+        on: Callable[[str], DeviceRun] | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        plan.check()
+        self._plan, self._guard, self._namespace, self._shell = plan, guard, namespace, shell
+        self._find, self._say = find, say
+        self._on = on or functools.partial(DeviceRun, namespace=namespace)
+        self._knob: knobs.Knob | None = None
+        self._tries: list[Try] = []
+        self._elsewhere: DeviceRun | None = None
+        self._fits = False
+
+    def begin(self, source: str) -> None:
+        """Find the int and remember the state; raises `OptionError` where there is no such int."""
+        self._source = source
+        if self._plan.name:
+            option = "--fit" if self._plan.fit else "--shrink"
+            self._knob = self._find(source, self._plan.name, self._namespace, option)
+        self._rollback = Rollback(self._namespace, source, self._shell)
+        self._steps = steps(self._plan, self._knob.value if self._knob is not None else None, self._failed_device)
+        self._step = next(self._steps)
+        self._started = time.perf_counter()
+
+    def guard(self) -> Guard:
+        """Return the guard, with the other device inside it where the run is sent to one."""
+        if self._step.device is None:
+            return self._guard
+        self._elsewhere = self._on(self._step.device)
+        return Nested(self._guard, self._elsewhere)
+
+    def next(self, outcome: BodyOutcome) -> str | None:
+        """Return the code to run next, with everything put back and freed for it, or None to let the outcome stand."""
+        self._fits = outcome.error_in_exec is None
+        if not self._fits and self._guard.failure is None:
+            return None  # another error, or Ctrl-C
+        self._tries.append(self._result())
+        try:
+            step = self._steps.send(self._fits)
+        except StopIteration:
+            return None
+        self._put_back(outcome)
+        self._say(self._announcement(step))
+        self._step, self._fits = step, False
+        self._started = time.perf_counter()
+        changed = self._knob.apply(step.size) if self._knob is not None and step.size is not None else None
+        return self._source if changed is None else changed
+
+    def end(self) -> None:
+        """Leave the int as it was, unless the code passed with another."""
+        if self._knob is not None and not self._fits:
+            self._knob.restore()
+        del self._rollback
+
+    def finish(self, outcome: Outcome) -> list[tuple[str, object]]:
+        """Return the report of the runs, and the other device's where there was one."""
+        failure = self._guard.finish(outcome)
+        report: OomReport | FitReport | None = failure
+        if failure is not None:
+            report = failure = replace(failure, tries=tuple(self._tries), shrunk=self._plan.name or "")
+        if self._plan.fit and self._knob is not None and self._tries:
+            report = _fit_report(self._knob, self._tries, failure)
+        if report is None:
+            return []
+        self._guard.publish(report)
+        elsewhere = self._elsewhere.report if self._elsewhere is not None else None
+        return [(self._guard.name, report), *([] if elsewhere is None else [(DeviceRun.name, elsewhere)])]
+
+    def _put_back(self, outcome: BodyOutcome) -> None:
+        error, outcome.error_in_exec, outcome.result = outcome.error_in_exec, None, None
+        self._guard.let_go(error)
+        del error
+        lost = self._rollback.undo()
+        release.reclaim()
+        self._tries[-1] = replace(self._tries[-1], lost=lost)
+
+    def _failed_device(self) -> str | None:
+        return self._guard.failure.device if self._guard.failure is not None else None
+
+    def _result(self) -> Try:
+        """Return what the run that ended came to."""
+        ran = Try(
+            len(self._tries) + 1, self._step.size, self._step.device, fits=self._fits,
+            seconds=time.perf_counter() - self._started, allocated=_in_use(self._failed_device()),
+        )  # fmt: skip
+        failure = self._guard.failure
+        if self._fits or failure is None:
+            return ran
+        there = failure.at_failure.get(failure.device or "")
+        in_use = there.allocated if there is not None else None
+        return replace(
+            ran, allocated=in_use, requested=failure.event.numbers.requested, line=failure.scene.line
+        )  # fmt: skip
+
+    def _announcement(self, step: Step) -> str:
+        last = self._tries[-1]
+        what = f"{self._plan.name} = {last.size}" if last.size is not None else "the cell"
+        where = f" in line {last.line}" if last.line is not None else ""
+        became = "fits" if last.fits else f"ran out of memory{where}"
+        undone = f" Cannot be undone: {', '.join(last.lost)}." if last.lost else ""
+        return f"%%oomguard: {what} {became}; now {self._described(step)}.{undone}"
+
+    def _described(self, step: Step) -> str:
+        if step.device is None:
+            return f"{self._plan.name} = {step.size}" if step.size != self._step.size else "the same again"
+        names = residents.names_in(self._source) if self._source else list(self._namespace)
+        stay = residents.elsewhere(names, self._namespace, step.device)
+        staying = ", ".join(f"{each.name} ({each.device}, {size(each.nbytes)})" for each in stay)
+        line = _line_that_names(self._failed_device(), self._source)
+        return (
+            f"on {step.device}"
+            + (f"; what it uses stays where it is: {staying}" if staying else "")
+            + (f"; line {line} names {self._failed_device()}, and means it there too" if line is not None else "")
+        )
+
+
+def _line_that_names(device: str | None, source: str) -> int | None:
+    """Return the first line of some code with a device's name in quotes: a default device does not change that one."""
+    nodes = ast.walk(ast.parse(source))
+    return min((node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value == device), default=None)
+
+
+def _in_use(device: str | None) -> int | None:
+    """Return the bytes in use on a device, or on the fullest one."""
+    now = {each: figures.allocated for each, figures in allocator.all_figures().items()}
+    return now.get(device) if device is not None else max(now.values(), default=None)
+
+
+def _fit_report(knob: knobs.Knob, tries: list[Try], failure: OomReport | None) -> FitReport:
+    sized = [(each.size, each.fits) for each in tries if each.device is None and each.size is not None]
+    best = max((size for size, fits in sized if fits), default=None)
+    ceiling = min((size for size, fits in sized if not fits), default=None)
+    notes = []
+    if best is not None and ceiling is None:
+        notes.append(f"Nothing up to {best} failed, and there the search ended: the cell's memory may not go with it.")
+    elif best is not None and ceiling != best + 1:
+        notes.append(f"The search ended after {count(len(sized), 'try', 'tries')}; what lies in between was not tried.")
+    place = knob.place(best) if best is not None else ""
+    return FitReport(knob.name, best, ceiling, tuple(tries), place, failure, tuple(notes))

@@ -1,0 +1,217 @@
+"""`%%oomguard --shrink`, `--fit`, `--retry` and `--fallback`: the cell runs again from where it began."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from IPython.core.error import UsageError
+from oom_cells import GIB, allocated
+
+import gpumagic
+from gpumagic.reports import FitReport
+
+ROWS = "batch_size = 40\nx = take(batch_size / 8)\nbatch_size"
+
+
+@pytest.fixture
+def ns(bare_shell):
+    return bare_shell.user_ns
+
+
+def test_shrink_halves_a_number_of_the_text_until_the_cell_fits(guarded, ns, capsys) -> None:
+    result = guarded(ROWS, "--shrink batch_size")
+    assert result.success
+    assert result.result == ns["batch_size"] == 20
+    assert ns["x"].nbytes == 2.5 * GIB
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "%%oomguard: batch_size = 40 ran out of memory in line 3; now batch_size = 20."
+    )
+    report = ns["report"]
+    assert [(each.size, each.fits, each.line, each.requested) for each in report.tries] == [
+        (40, False, 3, 5 * GIB),
+        (20, True, None, None),
+    ]
+    assert str(report).splitlines()[0] == "Out of memory on simgpu:0, line 3 · passed with batch_size = 20"
+
+
+def test_shrink_halves_a_variable_and_leaves_it_at_what_fits(guarded, ns, bare_shell) -> None:
+    bare_shell.run_cell("n = 40\ndef make(): return take(n / 8)", store_history=True)
+    assert guarded("x = make()", "--shrink n").success
+    assert ns["n"] == 20
+
+
+def test_where_nothing_fits_the_variable_is_as_before_and_the_cell_fails_once(guarded, ns, bare_shell, shown) -> None:
+    bare_shell.run_cell("n = 4", store_history=True)
+    before = allocated()
+    result = guarded("x = n\nfail()", "--shrink n")
+    assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
+    assert ns["n"] == 4
+    assert [each.size for each in ns["report"].tries] == [4, 2, 1]
+    assert allocated() == before
+    assert shown()[-1].splitlines()[0].startswith("Out of memory on simgpu:0, line 3 · also with n = 1")
+
+
+def test_a_cell_that_fits_at_once_runs_once(guarded, ns) -> None:
+    ns["runs"] = runs = []
+    assert guarded("runs.append(1)\nbatch_size = 8\nbatch_size", "--shrink batch_size").result == 8
+    assert runs == [1]
+    assert "report" not in ns
+
+
+def test_each_try_begins_where_the_first_began(guarded, ns, bare_shell) -> None:
+    bare_shell.run_cell("seen, total = [], 10", store_history=True)
+    result = guarded(
+        "batch_size = 64\n"
+        "total = total + 1\nseen.append(total)\nnumber = torch.rand(1, device='simgpu:0').item()\n"
+        "first = take(1)\n"
+        "x = take(batch_size / 16)\n"
+        "total, len(seen)",
+        "--shrink batch_size",
+    )
+    assert result.result == (11, 1)
+    assert ns["first"].nbytes + ns["x"].nbytes == allocated() == 3 * GIB
+
+
+def test_steps_taken_by_a_failed_try_are_said_before_the_next(guarded, ns, bare_shell, capsys) -> None:
+    bare_shell.run_cell(
+        "net = torch.nn.Linear(8, 8).to('simgpu:0')\nopt = torch.optim.AdamW(net.parameters())", store_history=True
+    )
+    guarded(
+        """
+batch_size = 16
+for step in range(3):
+    print("step")
+    hungry = take(batch_size / 8 * step)
+    net(torch.ones(4, 8, device="simgpu:0")).sum().backward()
+    opt.step()
+    del hungry""",
+        "--shrink batch_size",
+    )
+    said = capsys.readouterr().out.splitlines()
+    line = "%%oomguard: batch_size = 16 ran out of memory in line 6; now batch_size = 8. Cannot be undone: "
+    assert said[:4] == ["step", "step", "step", line + "2 steps of opt, changes in place of net."]
+    assert ns["report"].tries[0].lost == ("2 steps of opt", "changes in place of net")
+
+
+def test_fit_finds_the_largest_and_leaves_the_cell_as_it_ran_with_it(guarded, ns) -> None:
+    result = guarded("batch_size = 10\nx = take(batch_size / 8)\nbatch_size", "--fit batch_size")
+    report = ns["report"]
+    assert isinstance(report, FitReport)
+    assert (report.best, report.ceiling, report.exact) == (32, 33, True)
+    assert result.result == ns["batch_size"] == 32
+    assert ns["x"].nbytes == 4 * GIB == allocated()
+    assert report.tries[-1].size == 32
+    text = str(report)
+    assert text.startswith(f"batch_size = 32 is the largest that fits · {len(report.tries)} runs")
+    assert "to keep it, line 2: batch_size = 32" in text
+    assert "why not with batch_size = 33" in text
+    assert len(report.to_pandas()) == len(report.tries)
+
+
+def test_fit_goes_down_too(guarded, ns) -> None:
+    assert guarded(ROWS, "--fit batch_size").result == 32
+
+
+def test_fit_says_when_nothing_fits(guarded, ns) -> None:
+    result = guarded("batch_size = 4\nfail()", "--fit batch_size")
+    assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
+    assert ns["report"].best is None
+    assert str(ns["report"]).startswith("No value of batch_size fits · 3 runs")
+
+
+def test_fit_gives_up_on_a_cell_that_always_fits(guarded, ns) -> None:
+    assert guarded("batch_size = 1\nbatch_size", "--fit batch_size").result == 1024
+    assert "Nothing up to 1024 failed" in str(ns["report"])
+
+
+def test_another_error_ends_the_tries_and_is_the_cells(guarded, ns, bare_shell) -> None:
+    bare_shell.run_cell("n = 16", store_history=True)
+    result = guarded("x = take(n / 2)\n1 / 0", "--shrink n")
+    assert isinstance(result.error_in_exec, ZeroDivisionError)
+    assert ns["n"] == 16
+
+
+def test_an_interrupt_ends_the_tries_and_changes_no_number(guarded, ns, bare_shell) -> None:
+    bare_shell.run_cell("n = 16", store_history=True)
+    result = guarded("x = take(n / 2)\nraise KeyboardInterrupt", "--fit n")
+    assert isinstance(result.error_in_exec, KeyboardInterrupt)
+    assert ns["n"] == 16
+
+
+def test_an_interrupt_between_two_tries_changes_no_number_either(guarded, ns, bare_shell, monkeypatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    bare_shell.run_cell("n = 16", store_history=True)
+    monkeypatch.setattr("gpumagic.probes.release.reclaim", interrupted)
+    result = guarded("x = take(n / 2)", "--shrink n")
+    assert isinstance(result.error_in_exec, KeyboardInterrupt)
+    assert ns["n"] == 16
+
+
+def test_retries_come_before_smaller_sizes_and_those_before_another_device(guarded, ns, bare_shell) -> None:
+    bare_shell.run_cell("n = 2", store_history=True)
+    tried = []
+    ns["mark"] = lambda n, device: tried.append((n, device))
+    result = guarded(
+        "here = torch.empty(0).device\nmark(n, str(here))\ntake(9) if here.type == 'cpu' else n",
+        "--retry 1 --shrink n --fallback simgpu:1",
+    )
+    assert tried == [(2, "cpu"), (2, "cpu"), (1, "cpu"), (2, "simgpu:1")]
+    assert result.result == 2
+    assert ns["n"] == 2
+
+
+def test_fallback_runs_the_cell_elsewhere_and_says_what_stays(guarded, ns, bare_shell, capsys, shown) -> None:
+    bare_shell.run_cell("torch.set_default_device('simgpu:0')\nw = take(3)", store_history=True)
+    try:
+        result = guarded("n = w.nbytes\ny = torch.empty(2 * 2**30, dtype=torch.uint8)\ny.device", "--fallback auto")
+    finally:
+        torch.set_default_device(None)
+    assert str(result.result) == "simgpu:1"
+    assert (
+        "%%oomguard: the cell ran out of memory in line 3; now on simgpu:1; "
+        "what it uses stays where it is: w (simgpu:0, 3.0 GiB)."
+    ) in capsys.readouterr().out
+    texts = shown()
+    assert any(text.startswith("on simgpu:1 for") for text in texts)
+    assert any("passed on simgpu:1" in text for text in texts)
+
+
+def test_fallback_says_when_the_text_names_the_device_itself(guarded, ns, capsys) -> None:
+    result = guarded("x = torch.empty(9 * 2**30, dtype=torch.uint8, device='simgpu:0')", "--fallback cpu")
+    assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
+    assert "now on cpu; line 2 names simgpu:0, and means it there too." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--shrink bs", "the cell has no int called bs; it has batch_size"),
+        ("--fit batch_size --retry 2", "fit tries sizes up and down by itself; leave out shrink and retry"),
+        ("--fallback simgpu:9", "'simgpu:9' is not a device here"),
+        ("--shrink 3", "'3' cannot be a variable; write a Python name, such as report or batch_size"),
+        ("--shrink", "expected one argument"),
+    ],
+)
+def test_a_bad_option_is_one_line_and_runs_nothing(guarded, ns, capsys, options, words) -> None:
+    result = guarded("ran = True\nbatch_size = 3", options)
+    assert isinstance(result.error_in_exec, UsageError)
+    assert words in capsys.readouterr().err
+    assert "ran" not in ns
+
+
+def test_the_line_form_says_that_it_needs_the_cell(guarded, bare_shell, capsys) -> None:
+    bare_shell.run_cell("x = 1\n%oomguard --shrink x\ny = 1", store_history=True)
+    assert "they need all of it: write %%oomguard on its first line" in capsys.readouterr().err
+
+
+def test_other_magics_may_stand_in_the_cell(guarded, ns) -> None:
+    assert guarded("where = %pwd\nbatch_size = 40\nx = take(batch_size / 8)", "--shrink batch_size").success
+    assert ns["batch_size"] == 20
+
+
+def test_a_function_of_the_cell_has_the_source_that_ran(guarded, bare_shell) -> None:
+    guarded("def f():\n    batch_size = 40\n    return take(batch_size / 8)\nf().nbytes", "--shrink batch_size")
+    shown = bare_shell.run_cell("import inspect; inspect.getsource(f)", store_history=True).result
+    assert "batch_size = 20" in shown

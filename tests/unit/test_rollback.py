@@ -1,0 +1,145 @@
+"""What a run changed is put back where that can be known, and said where it cannot."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from gpumagic.probes.rollback import Rollback
+
+
+def run(source, namespace):
+    """Run some code between a look and the way back; return what could not be put back."""
+    rollback = Rollback(namespace, source)
+    exec(source, namespace)
+    lost = rollback.undo()
+    namespace.pop("__builtins__", None)
+    return lost
+
+
+def test_new_names_are_unbound() -> None:
+    namespace: dict = {"kept": 1}
+    assert run("x = 1\nimport math\ndef f(): pass\nfor i in range(2): pass", namespace) == ()
+    assert namespace == {"kept": 1}
+
+
+@pytest.mark.parametrize("old", [3, "text", None, 2.5, (1, [2])])
+def test_a_name_that_was_read_and_replaced_is_bound_as_it_was(old) -> None:
+    namespace = {"x": old}
+    assert run("x = [x, x]", namespace) == ()
+    assert namespace["x"] is old
+
+
+def test_a_name_bound_by_a_function_is_put_back_if_it_was_a_number() -> None:
+    namespace: dict = {}
+    exec("count = 3\ndef work():\n    global count\n    count += 1", namespace)
+    assert run("work()", namespace) == ()
+    assert namespace["count"] == 3
+
+
+def test_what_came_into_containers_is_taken_out() -> None:
+    namespace = {"a": [1, 2], "b": {"k": 1}, "c": {1, 2}}
+    a, b, c = namespace.values()
+    assert run("a.append(3); a += [4]; b['new'] = 2; c.add(9)", namespace) == ()
+    assert (a, b, c) == ([1, 2], {"k": 1}, {1, 2})
+    assert namespace["a"] is a
+
+
+@pytest.mark.parametrize("source", ["a.pop()", "a[0] = 9", "b['k'] = object()", "b.clear()", "c.remove(1)"])
+def test_what_went_out_of_containers_is_said(source: str) -> None:
+    namespace = {"a": [1, 2], "b": {"k": 1}, "c": {1, 2}}
+    assert run(source, namespace) == (f"what was replaced in or taken out of {source[0]}",)
+
+
+def test_random_numbers_come_again() -> None:
+    own = {"rng": np.random.default_rng(1), "generator": torch.Generator(), "dice": random.Random(2)}
+    draw = "[random.random(), np.random.rand(), torch.rand(1).item(), rng.random(), dice.random(), \
+             torch.rand(1, generator=generator).item()]"
+    namespace = {**own, "random": random, "np": np, "torch": torch}
+    rollback = Rollback(namespace, "")
+    first = eval(draw, namespace)
+    rollback.undo()
+    assert eval(draw, namespace) == first
+    rollback.undo()
+    assert eval(draw, namespace) == first
+
+
+def test_the_devices_random_numbers_come_again(two_devices) -> None:
+    torch.rand(1, device="simgpu:1")
+    rollback = Rollback({}, "")
+    first = torch.rand(3, device="simgpu:1").tolist()
+    rollback.undo()
+    assert torch.rand(3, device="simgpu:1").tolist() == first
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_steps_of_an_optimizer_are_counted_and_said(optimizer) -> None:
+    net = torch.nn.Linear(4, 4)
+    namespace = {"net": net, "opt": optimizer(net.parameters()), "torch": torch}
+    step = "net(torch.ones(1, 4)).sum().backward(); opt.step()"
+    assert run(f"{step}; {step}", namespace) == ("2 steps of opt", "changes in place of net")
+    assert run(step, namespace) == ("1 step of opt", "changes in place of net")
+
+
+def test_steps_of_an_optimizer_that_counts_none_show_in_its_model() -> None:
+    net = torch.nn.Linear(4, 4)
+    namespace = {"net": net, "opt": torch.optim.SGD(net.parameters(), 0.1), "torch": torch}
+    assert run("net(torch.ones(1, 4)).sum().backward(); opt.step()", namespace) == ("changes in place of net",)
+
+
+def test_first_gradients_are_taken_away_and_others_said() -> None:
+    namespace = {"net": torch.nn.Linear(4, 4), "torch": torch}
+    backward = "net(torch.ones(1, 4)).sum().backward()"
+    assert run(backward, namespace) == ()
+    assert namespace["net"].weight.grad is None
+    exec(backward, namespace)
+    assert run(backward, namespace) == ("changes in place of net",)
+
+
+def test_a_tensor_written_to_is_said_under_its_first_name_only() -> None:
+    x = torch.zeros(3)
+    assert run("x += 1", {"x": x, "same": [x], "other": torch.zeros(1)}) == ("changes in place of x",)
+
+
+def test_nothing_on_a_device_is_kept_alive(two_devices) -> None:
+    gc.collect()
+    namespace = {"x": torch.zeros(3, device="simgpu:0"), "box": [torch.zeros(3, device="simgpu:0")]}
+    watch = weakref.ref(namespace["x"]), weakref.ref(namespace["box"][0])
+    rollback = Rollback(namespace, "x = x * 2\nbox = box + box")
+    namespace["x"], namespace["box"] = 1, 2
+    assert [each() for each in watch] == [None, None]
+    assert sorted(rollback.undo()) == ["the new value of box", "the new value of x"]
+
+
+def test_a_device_tensor_that_lives_on_elsewhere_gets_its_name_back(two_devices) -> None:
+    x = torch.zeros(3, device="simgpu:0")
+    namespace = {"x": x}
+    assert run("x = x * 2", namespace) == ()
+    assert namespace["x"] is x
+
+
+def test_what_the_run_makes_anew_is_let_go_if_it_occupies_a_device(two_devices) -> None:
+    namespace = {"x": torch.zeros(3, device="simgpu:0"), "y": torch.zeros(3), "torch": torch}
+    assert run("x = torch.ones(9, device='simgpu:0'); y = torch.ones(9)", namespace) == ()
+    assert "x" not in namespace
+    assert namespace["y"].shape == (9,)
+
+
+def test_a_deleted_name_is_bound_again_or_said(two_devices) -> None:
+    namespace = {"x": [1], "y": torch.zeros(3, device="simgpu:0")}
+    assert run("del x, y", namespace) == ("the deletion of y",)
+    assert namespace == {"x": [1]}
+
+
+def test_the_second_way_back_is_as_good_as_the_first() -> None:
+    namespace: dict = {"n": 1, "a": []}
+    rollback = Rollback(namespace, "n = n + 1\na.append(n)\nnew = n")
+    for _ in range(2):
+        exec("n = n + 1\na.append(n)\nnew = n", namespace)
+        assert rollback.undo() == () or "__builtins__" in namespace
+        assert (namespace["n"], namespace["a"], "new" in namespace) == (1, [], False)

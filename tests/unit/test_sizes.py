@@ -1,0 +1,48 @@
+"""The searches for a size that fits end, with the right one, in a bounded number of tries."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumagic import sizes
+
+SIZES = st.integers(1, 2**20)
+
+
+@given(SIZES, st.integers(0, 2**22))
+def test_the_largest_that_fits_is_found_and_tried_last(start: int, limit: int) -> None:
+    tried = sizes.drive(sizes.largest(start), lambda size: size <= limit)
+    best = max((size for size, fits in tried if fits), default=0)
+    assert len(tried) <= sizes.MAX_TRIES + 1
+    assert tried[-1][1] == (limit > 0) or len(tried) >= sizes.MAX_TRIES
+    if best:
+        assert tried[-1] == (best, True)
+    settled = best == limit or best >= start << sizes.MAX_DOUBLINGS or len(tried) >= sizes.MAX_TRIES
+    assert settled
+
+
+@given(st.integers(1, 4096), st.integers(0, 8192))
+def test_sizes_of_everyday_are_found_exactly(start: int, limit: int) -> None:
+    tried = sizes.drive(sizes.largest(start), lambda size: size <= limit)
+    best = max((size for size, fits in tried if fits), default=0)
+    assert best == min(limit, start << sizes.MAX_DOUBLINGS)
+
+
+@given(SIZES, st.functions(like=lambda size: True, returns=st.booleans(), pure=True))
+def test_a_search_ends_whatever_it_is_told(start: int, does_fit) -> None:
+    assert len(sizes.drive(sizes.largest(start), does_fit)) <= sizes.MAX_TRIES + 1
+
+
+@given(SIZES, st.integers(0, 2**20))
+def test_halving_stops_at_the_first_that_fits(start: int, limit: int) -> None:
+    tried = sizes.drive(sizes.halving(start), lambda size: size <= limit)
+    expected = [start >> shift for shift in range(1, start.bit_length())]
+    assert [size for size, _ in tried] == expected[: len(tried)]
+    assert [fits for _, fits in tried][:-1] == [False] * (len(tried) - 1) if tried else start == 1
+
+
+def test_no_size_is_tried_twice_but_the_best() -> None:
+    tried = [size for size, _ in sizes.drive(sizes.largest(256), lambda size: size <= 300)]
+    assert tried[-1] == 300
+    assert len(set(tried[:-1])) == len(tried[:-1])
