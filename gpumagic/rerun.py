@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gpumagic import knobs
 from gpumagic.device_run import DeviceRun
 from gpumagic.guards import BodyOutcome, Guard, Nested, Outcome
-from gpumagic.probes import allocator, release, residents
+from gpumagic.probes import allocator, operands, release, residents
 from gpumagic.probes.rollback import Rollback
 from gpumagic.render.units import count, size
 from gpumagic.reports import FitReport, OomReport, Try
@@ -152,8 +152,9 @@ class Rerun:
     def _described(self, step: Step) -> str:
         if step.device is None:
             return f"{self._plan.name} = {step.size}" if step.size != self._step.size else "the same again"
-        names = residents.names_in(self._source) if self._source else list(self._namespace)
-        stay = residents.elsewhere(names, self._namespace, step.device)
+        names = operands.names_in(ast.parse(self._source)) if self._source else set(self._namespace)
+        used = {name: value for name, value in list(self._namespace.items()) if name in names}
+        stay = residents.elsewhere(used, step.device)
         staying = ", ".join(f"{each.name} ({each.device}, {size(each.nbytes)})" for each in stay)
         line = _line_that_names(self._failed_device(), self._source)
         return (
