@@ -83,7 +83,11 @@ def _unnamed(failure: Failure, placed: Sequence[Operand], devices: set[str]) -> 
         return f"The operands of the line are on different devices{where}; none of them has a name in it.", None, ""
     others = [each for each in told if each not in devices]
     where = f" is on {others[0]}" if others else " is elsewhere"
-    return f"{_places(placed)}; what is made in the line or inside the call{where}.", None, ""
+    what = f"{_places(placed)}; what is made in the line or inside the call{where}."
+    if others != [failure.device]:
+        return what, None, ""
+    fixes = "; ".join(_to(each, failure.device) for each in placed)  # new tensors are where the cell runs, these not
+    return what, fixes, _alternative(failure, placed, failure.device)
 
 
 def _target(placed: Sequence[Operand], device: str) -> str:

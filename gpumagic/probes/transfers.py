@@ -79,8 +79,9 @@ class TransferLog:
         total.count += 1
         total.nbytes += nbytes
         total.seconds += seconds
-        total.repeats += self.moved.is_repeat(key, subject)
-        self.moved.note_copy(site.name, source, subject, result)
+        if site.module_call is None:  # torch cannot swap a module's tensors while there are weak references to them
+            total.repeats += self.moved.is_repeat(key, subject)
+            self.moved.note_copy(site.name, source, subject, result)
         pageable = is_pageable(subject, target, nbytes)
         if pageable is not None:
             total.pageable = (total.pageable or 0) + (nbytes if pageable else 0)

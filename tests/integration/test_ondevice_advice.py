@@ -82,3 +82,13 @@ def test_what_was_moved_is_remembered_without_keeping_it() -> None:
     del copy
     gc.collect()
     assert seen.still_both({"x": x}) == ()
+
+
+def test_a_module_that_swaps_its_tensors_can_do_so() -> None:
+    """`torch.utils.swap_tensors` refuses a tensor to which somebody has a weak reference."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        report, _, _ = run("model.to('simgpu:0')\nmodel.to('simgpu:1')")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert sum(row.count for row in report) == 4

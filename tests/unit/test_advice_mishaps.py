@@ -69,6 +69,12 @@ def test_what_has_no_name_is_said_to_have_none() -> None:
     assert "none of them has a name" in told(MIXED[0]).what
 
 
+def test_what_the_cell_made_where_it_runs_is_not_what_must_move() -> None:
+    found = told(MIXED[0], X, can_move=True)
+    assert found.fix == 'x = x.to("cuda:0")'
+    assert found.note == "Or before the cell: %%ondevice cuda:0 --move x"
+
+
 def test_types_that_differ_on_one_device_are_not_taken_for_devices() -> None:
     text = "Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same"
     assert told(text, MODEL, Operand("x", ("cuda:0",))) is None
