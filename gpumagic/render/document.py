@@ -38,7 +38,7 @@ class Column:
     title: str
     align: Literal["left", "right"] = "left"
     priority: int = 0
-    """When the width does not suffice, columns of the highest number go first; 0 stays always."""
+    """Columns of the lowest number are given room first, others as far as they fit; 0 is there always."""
     shrinks: bool = False
     """Whether its text may be cut to fit the width."""
     cut: Literal["end", "middle"] = "end"

@@ -124,12 +124,12 @@ def _bar(cell: Cell) -> str:
 
 
 def _columns_that_fit(columns: Sequence[Column], grid: list[list[str]], width: int) -> list[int]:
-    keep = list(range(len(columns)))
-    while len(keep) > 1 and _total(_least_widths(columns, grid, keep)) > width:
-        droppable = [i for i in keep if columns[i].priority > 0]
-        if not droppable:
-            break
-        keep.remove(max(droppable, key=lambda i: (columns[i].priority, i)))
+    keep = [i for i, column in enumerate(columns) if column.priority == 0]
+    by_priority = sorted((i for i in range(len(columns)) if i not in keep), key=lambda i: (columns[i].priority, i))
+    for i in by_priority:
+        wider = sorted((*keep, i))
+        if not keep or _total(_least_widths(columns, grid, wider)) <= width:
+            keep = wider
     return keep
 
 

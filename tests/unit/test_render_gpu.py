@@ -227,3 +227,11 @@ def test_html_has_the_figures_beside_the_bars() -> None:
 def test_pairs_share_a_unit_and_never_show_something_as_nothing(part: int, whole: int | None, text: str) -> None:
     """Comparing them takes no arithmetic."""
     assert pair(part, whole) == text
+
+
+def test_room_that_a_wide_column_leaves_is_given_to_the_next() -> None:
+    """Util does not fit where its cells say why there is none; Others does."""
+    wide = {"uuid": "MIG-1", "utilization": None, "reasons": {"utilization": "n/a (MIG)"}}
+    columns = shown(FIRST, dataclasses.replace(FIRST, **wide), width=81).splitlines()[1].split()
+    assert "Others" in columns
+    assert "Util" not in columns
