@@ -6,10 +6,11 @@ By magic, each with the module to start reading at:
               `torch_names` (by `visibility` before CUDA is up), `processes` and `other_devices`; `absence` says
               why there is no GPU.
 `%devices`    `tensors` scans; `storages` says what each occupies, `kinds` and `gradients` what it is for, `paths`
-              and `holders` who keeps it; `reconcile` accounts for the allocator's bytes.
+              and `holders` who keeps it (`chains`: why one tensor is here); `reconcile` accounts for the allocator's
+              bytes.
 `%%ondevice`  `recording` is the mode, `transfers` its log, `call_sites` finds lines, `residents` what stayed behind.
 `%%oomguard`  `oom` recognises, `scene` reads the failed frames, `release` empties them, `surroundings` looks at
               what is left, `claims` prices each name.
-Shared        `allocator`, torch's own figures for any backend; `anatomy`, looking inside objects without running
-              their code; `host`, the machine's memory.
+Shared        `allocator`, torch's own figures for any backend; `anatomy`, `callables`, `calls` and `openers`, looking
+              inside objects without running their code; `host`, the machine's memory.
 """

@@ -10,11 +10,12 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import GetSetDescriptorType, MemberDescriptorType, ModuleType, SimpleNamespace
+from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, Literal, NamedTuple
 
-Style = Literal["name", ".", "[", "{", "state"]
-"""How a child hangs on its parent: a variable, an attribute, an index or key, a set's element, an optimizer's state."""
+Style = Literal["name", ".", "[", "{", "state", "in"]
+"""How a child hangs on its parent: a variable, an attribute, an index or key, a set's element, an optimizer's state,
+or, with a pair of labels for key, in a place that no expression reaches: ``step.<closure>.x``."""
 
 VARIABLE, OWN, CONTAINED, OPTIMIZER = range(4)
 """How well a step names what it leads to; the lowest is best."""
@@ -58,24 +59,9 @@ class Opener(NamedTuple):
         return int(self.container.__len__(value)) if self.container else 0  # type: ignore[attr-defined]
 
 
-def opener_of(kind: type) -> Opener | None:
-    """Return how to open the instances of a type, or None if they cannot hold a tensor."""
-    import torch
-
-    if kind in (torch.Tensor, torch.nn.Parameter):
-        return Opener(_nothing, is_tensor=True)
-    if issubclass(kind, torch.Tensor):
-        return Opener(_inner_tensors, fields_of(kind), is_tensor=True)
-    known = {torch.nn.Module: _module, torch.optim.Optimizer: _optimizer, **_CONTAINERS}
-    for base, branches in known.items():
-        if issubclass(kind, base):
-            container = base if base in _CONTAINERS else None
-            return Opener(branches, None if kind is container else fields_of(kind), container)
-    made_by_class = _flags_of(kind) & _HEAP_TYPE or kind is SimpleNamespace
-    if issubclass(kind, type | ModuleType) or not made_by_class:
-        return None
-    fields = fields_of(kind)
-    return Opener(_instance, fields) if fields else None
+def made_by_class(kind: type) -> bool:
+    """Return whether a type was made by a class statement."""
+    return bool(_flags_of(kind) & _HEAP_TYPE)
 
 
 def fields_of(kind: type) -> Fields | None:
@@ -85,7 +71,7 @@ def fields_of(kind: type) -> Fields | None:
         for name, entry in _dict_of(base).items():
             if name == "__dict__" and type(entry) in (GetSetDescriptorType, MemberDescriptorType):
                 instance_dict = instance_dict or entry.__get__
-            elif type(entry) is MemberDescriptorType and _flags_of(base) & _HEAP_TYPE:
+            elif type(entry) is MemberDescriptorType and made_by_class(base):
                 slots.append((name, entry.__get__))
     return Fields(instance_dict, tuple(slots)) if instance_dict or slots else None
 
@@ -108,11 +94,13 @@ def _slot(read: Callable[[object], object], value: object) -> object:
         return None
 
 
-def _nothing(_value: object, _how: Opener) -> Iterator[Branch]:
+def nothing(_value: object, _how: Opener) -> Iterator[Branch]:
+    """Open what holds nothing."""
     return iter(())
 
 
-def _inner_tensors(value: object, how: Opener) -> Iterator[Branch]:
+def inner_tensors(value: object, how: Opener) -> Iterator[Branch]:
+    """Open a tensor of a subclass."""
     # Only the tensors: a fake tensor also holds its mode, and that the whole tracer.
     import torch
 
@@ -120,7 +108,8 @@ def _inner_tensors(value: object, how: Opener) -> Iterator[Branch]:
     yield Branch(".", CONTAINED, [(name, item) for name, item in own if issubclass(type(item), torch.Tensor)])
 
 
-def _instance(value: object, how: Opener) -> Iterator[Branch]:
+def instance(value: object, how: Opener) -> Iterator[Branch]:
+    """Open an object of a class without an opener of its own."""
     # Attributes often lie inline in an instance, and asking for its `__dict__` would allocate one.
     if _may_hold(gc.get_referents(value)):
         yield Branch(".", CONTAINED, attributes(value, how.fields))
@@ -146,6 +135,10 @@ def _dict(value: dict[Any, object], how: Opener) -> Iterator[Branch]:
     items = list(dict.items(value))
     for start, piece in _promising([item for _, item in items]):
         yield Branch("[", CONTAINED, items[start : start + len(piece)])
+    keys = [key for key, _ in items]
+    if _may_hold(keys):  # tensors hash by identity
+        for start, piece in _promising(keys):
+            yield Branch("{", CONTAINED, enumerate(piece, start))
     yield Branch(".", CONTAINED, attributes(value, how.fields))
 
 
@@ -166,7 +159,8 @@ def _any_tensor(items: list[object]) -> bool:
     return any(issubclass(kind, torch.Tensor) for kind in set(map(type, items)))
 
 
-def _module(value: object, how: Opener) -> Iterator[Branch]:
+def module(value: object, how: Opener) -> Iterator[Branch]:
+    """Open a module: what it registers by its own names, then its other attributes."""
     own = dict(attributes(value, how.fields))
     for name in ("_parameters", "_buffers", "_modules"):
         children = own.pop(name, None)
@@ -175,7 +169,8 @@ def _module(value: object, how: Opener) -> Iterator[Branch]:
     yield Branch(".", CONTAINED, own.items())
 
 
-def _optimizer(value: object, how: Opener) -> Iterator[Branch]:
+def optimizer(value: object, how: Opener) -> Iterator[Branch]:
+    """Open an optimizer: the states of its parameters, then its attributes."""
     own = dict(attributes(value, how.fields))
     states = own.pop("state", None)
     if isinstance(states, dict):
@@ -189,7 +184,7 @@ _ITERATE: dict[type | None, Callable[[Any], Iterable[object]]] = {
     list: list.__iter__, tuple: tuple.__iter__, deque: deque.__iter__,
     set: set.__iter__, frozenset: frozenset.__iter__,
 }  # fmt: skip
-_CONTAINERS: dict[type, Callable[[Any, Opener], Iterator[Branch]]] = {
+CONTAINERS: dict[type, Callable[[Any, Opener], Iterator[Branch]]] = {
     dict: _dict, list: _sequence, tuple: _sequence, deque: _sequence, set: _set, frozenset: _set,
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumagic.probes import exception_graph, gradients, holders, reconcile
+from gpumagic.probes import calls, exception_graph, gradients, holders, reconcile
 from gpumagic.probes.storages import Ledger, Storage, undisturbed
 from gpumagic.reports import Holder
 
@@ -39,7 +39,7 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
 
 def in_frames(error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()) -> int:
     """Return the bytes on a device that only the frames of an error reach; graphs may hold more, unseen."""
-    locals_ = [each for frame, _ in exception_graph.frames(error, outside) for each in holders.locals_of(frame)]
+    locals_ = [each for frame, _ in exception_graph.frames(error, outside) for each in calls.locals_of(frame)]
     roots = [*holders.variables(namespace, None), (FRAMES, locals_)]
     return released(_claims(roots, namespace, device, None), [FRAMES])
 

@@ -15,16 +15,25 @@ MISSING = object()
 def variables(frame: FrameType, names: set[str]) -> dict[str, Any]:
     """Return what the names are bound to in a frame: its own variables before its globals; what is unbound is left out.
 
-    Before Python 3.13 a function's frame answers with a snapshot, which it keeps, and that would keep the variables
-    alive for as long as the function runs (gh-113939). It is emptied again, unless somebody else has it: `locals()`
-    returns the same dict.
+    What a function's frame answers with is let go of again: see `own`.
     """
-    own = frame.f_locals
-    found = {name: own[name] if name in own else frame.f_globals.get(name, MISSING) for name in names}
-    is_snapshot = sys.version_info < (3, 13) and is_a_functions(frame)
-    if is_snapshot and sys.getrefcount(own) <= 3:  # the frame's, ours, and the argument's
-        own.clear()
+    mine = own(frame) if is_a_functions(frame) else frame.f_locals
+    found = {name: mine[name] if name in mine else frame.f_globals.get(name, MISSING) for name in names}
     return {name: value for name, value in found.items() if value is not MISSING}
+
+
+def own(frame: FrameType) -> dict[str, Any]:
+    """Return the local variables of a function's frame.
+
+    Before Python 3.13 the frame answers with a snapshot, which it keeps, and that would keep the variables alive for
+    as long as the function runs (gh-113939). It is emptied again, unless somebody else has it: `locals()` returns the
+    same dict.
+    """
+    snapshot: Any = frame.f_locals
+    found = dict(snapshot)
+    if sys.version_info < (3, 13) and sys.getrefcount(snapshot) <= 3:  # the frame's, ours, and the argument's
+        snapshot.clear()
+    return found
 
 
 def is_users(frame: FrameType) -> bool:

@@ -1,19 +1,25 @@
-"""Who keeps a tensor alive: the notebook's own names first, then IPython's outputs and the last traceback."""
+"""Who keeps a tensor alive: the notebook's own names first, then IPython's outputs and the last traceback.
+
+`chains.to` gives the whole chain to one tensor.
+"""
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Iterator, Mapping
-from types import FrameType
-from typing import Any
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
-from gpumagic.probes import exception_graph
-from gpumagic.probes.paths import Names, Search
+from gpumagic.probes import calls
+from gpumagic.probes.paths import Names, Search, spell
 from gpumagic.probes.storages import Ledger, uncollected, undisturbed
-from gpumagic.reports import Holder, TensorReport
 
 TRACEBACK = "last traceback"
+
+_OURS = str(Path(__file__).parents[1])
+_variables_of: Any = vars(ModuleType)["__dict__"].__get__
 
 
 def name_storages(namespace: Mapping[str, object], shell: object | None = None) -> dict[int, tuple[str, ...]]:
@@ -35,19 +41,6 @@ def name_storages(namespace: Mapping[str, object], shell: object | None = None) 
     finally:
         search.release()
     return {address: tuple(dict.fromkeys(names)) for address, names in found.items()}
-
-
-def released_by(report: TensorReport) -> tuple[Holder, ...]:
-    """Return what unbinding each variable would release, most first: the storages that only it reaches."""
-    totals: dict[tuple[str, str], list[Any]] = {}
-    for row in report:
-        roots = {root_of(name) for name in row.names}
-        if len(roots) == 1 and row.nbytes:
-            total = totals.setdefault((roots.pop(), row.device), [0, row.kind])
-            total[0] += row.nbytes
-            total[1] = row.kind if row.kind == total[1] else "several"
-    held = [Holder(name, device, nbytes, kind) for (name, device), (nbytes, kind) in totals.items()]
-    return tuple(sorted(held, key=lambda holder: -holder.nbytes))
 
 
 def root_of(name: str) -> str:
@@ -72,16 +65,44 @@ def search_for(namespace: Mapping[str, object], shell: object | None) -> Search:
     return Search(closed=_never_opened(namespace, shell))
 
 
-def hidden_holders(search: Search, namespace: Mapping[str, object], shell: object | None) -> dict[int, str]:
-    """Return what keeps each tensor that no variable reaches, by the tensor's `id`, as far as it can be told."""
-    roots = list(hidden_roots(namespace, shell))
-    order = {label: position for position, (label, _) in reversed(list(enumerate(roots)))}
-    found = search.run(roots)
-    return {tensor: min((way.root() for way in ways), key=order.__getitem__) for tensor, ways in found.items()}
+class Held(NamedTuple):
+    """What keeps a tensor that no variable reaches."""
+
+    label: str
+    """``"Out[3]"``, ``"last traceback"``, ``"running train()"``..."""
+    place: str
+    """The way to it from there: ``"Out[3]['k'][0]"``, ``"last traceback.<step()>.hidden"``."""
+    releasable: bool
+    """Whether forgetting what IPython and Python keep by themselves, outputs and the last error, lets go of it."""
+
+
+def hidden_holders(
+    search: Search, namespace: Mapping[str, object], shell: object | None, others: Iterable[tuple[str, object]] = ()
+) -> dict[int, Held]:
+    """Return what keeps each tensor that no variable reaches, by the tensor's `id`, as far as it can be told.
+
+    Args:
+        search: one that has followed the variables already: what they reach is not looked for again.
+        namespace: the notebook's variables.
+        shell: the shell they belong to.
+        others: further roots with their labels, such as generators.
+    """
+    found: dict[int, Held] = {}
+    # What the session does not let go of comes first: a tensor of an output that a thread uses too is not releasable.
+    lasting = [*running_roots(), *others, *module_roots(namespace)]
+    for roots, releasable in ((lasting, False), (list(hidden_roots(namespace, shell)), True)):
+        order = {label: position for position, (label, _) in reversed(list(enumerate(roots)))}
+        ways_to = search.run(roots)
+        names = Names(ways_to)
+        for tensor, ways in ways_to.items():
+            if tensor not in found:
+                first = min(ways, key=lambda way: (order[way.root()], way.depth))
+                found[tensor] = Held(first.root(), spell(first, names.best), releasable)
+    return found
 
 
 def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> Iterator[tuple[str, object]]:
-    """Yield, with a label, all that keeps objects in a session beside its variables, the most telling first."""
+    """Yield, with a label, all that IPython and Python keep beside the variables, the most telling first."""
     outputs = namespace.get("_oh")
     if shell is not None and isinstance(outputs, dict):
         yield from ((f"Out[{number}]", value) for number, value in list(dict.items(outputs)))
@@ -94,35 +115,39 @@ def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> Itera
             yield (name if namespace.get(name) is value else f"user_ns_hidden[{name!r}]"), value
     yield from ((TRACEBACK, value) for value in _kept_by_errors(shell))
     if shell is not None:
-        yield "display hook", getattr(shell, "displayhook", None)
+        yield "display hook", SimpleNamespace(**getattr(getattr(shell, "displayhook", None), "__dict__", {}))
         yield "last result", getattr(getattr(shell, "last_execution_result", None), "result", None)
 
 
+def all_roots(namespace: Mapping[str, object], shell: object | None) -> Iterator[tuple[str, object, bool]]:
+    """Yield every root with its label and whether it is releasable, variables first."""
+    yield from ((*root, False) for root in variables(namespace, shell))
+    yield from ((*root, True) for root in hidden_roots(namespace, shell))
+    yield from ((*root, False) for root in (*running_roots(), *module_roots(namespace)))
+
+
+def running_roots() -> Iterator[tuple[str, object]]:
+    """Yield the variables of the functions that run now, in any thread."""
+    for label, variables_ in calls.running():
+        yield label, SimpleNamespace(**dict(variables_))
+
+
+def module_roots(namespace: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield the variables of the modules that the user wrote: those that were not installed."""
+    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    for name, module in list(sys.modules.items()):
+        own: Any = _variables_of(module) if type(module) is ModuleType else {}
+        file = own.get("__file__")
+        if own is not namespace and type(file) is str and not file.startswith((*installed, _OURS)):
+            yield f"module {name}", SimpleNamespace(**own)
+
+
 def _kept_by_errors(shell: object | None) -> Iterator[object]:
-    """Yield the local objects of every frame that the last error keeps, and the errors themselves."""
+    """Yield the last errors and tracebacks wherever they are kept."""
     result = getattr(shell, "last_execution_result", None)
-    errors = [getattr(sys, "last_exc", None), getattr(sys, "last_value", None)]
-    errors += [getattr(result, "error_in_exec", None), getattr(result, "error_before_exec", None)]
-    tracebacks = [getattr(sys, "last_traceback", None), getattr(getattr(shell, "InteractiveTB", None), "tb", None)]
-    for error in errors:
-        if isinstance(error, BaseException):
-            for each in exception_graph.walk(error):
-                yield each.args
-                yield getattr(each, "__dict__", None)
-                tracebacks.append(each.__traceback__)
-    seen: set[int] = set()
-    for traceback in tracebacks:
-        for step in exception_graph.traceback_steps(traceback):
-            if id(step.tb_frame) not in seen:
-                seen.add(id(step.tb_frame))
-                yield from locals_of(step.tb_frame)
-
-
-def locals_of(frame: FrameType) -> list[object]:
-    """Return the local objects of a frame without reading `f_locals`."""
-    # Not f_locals: before Python 3.13 reading it leaves a snapshot in the frame that keeps the objects alive.
-    not_local = {id(frame.f_globals), id(frame.f_builtins), id(frame.f_back), id(frame.f_code), id(frame.f_trace)}
-    return [value for value in gc.get_referents(frame) if id(value) not in not_local]
+    yield from (getattr(sys, name, None) for name in ("last_exc", "last_value", "last_traceback"))
+    yield from (getattr(result, name, None) for name in ("error_in_exec", "error_before_exec"))
+    yield getattr(getattr(shell, "InteractiveTB", None), "tb", None)
 
 
 def _never_opened(namespace: Mapping[str, object], shell: object | None) -> list[object]:

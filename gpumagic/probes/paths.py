@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count, islice
 from typing import Any, NamedTuple
 
-from gpumagic.probes.anatomy import VARIABLE, Branch, Opener, Style, opener_of
+from gpumagic.probes.anatomy import VARIABLE, Branch, Opener, Style
+from gpumagic.probes.openers import opener_of
 
 MAX_DEPTH = 32
 MAX_STEPS = 250_000
@@ -32,13 +33,21 @@ class Path(NamedTuple):
     rank: int
     """The worst rank of the steps so far: how well it names what it leads to."""
     depth: int
+    kind: type | None = None
+    """The type of what the step leads to."""
 
     def root(self) -> str:
         """Return the name that the path starts from."""
-        path = self
-        while path.parent is not None:
+        return str(self.steps()[0].key)
+
+    def steps(self) -> list[Path]:
+        """Return the path's beginnings, from its root to itself."""
+        path: Path | None = self
+        found = []
+        while path is not None:
+            found.append(path)
             path = path.parent
-        return str(path.key)
+        return found[::-1]
 
 
 class Search:
@@ -117,7 +126,7 @@ class Search:
             if opener is None:
                 continue
             if opener.is_tensor:
-                self._note(child, Path(parent, style, key, rank, depth))
+                self._note(child, Path(parent, style, key, rank, depth, kind))
                 if opener.fields is None:
                     continue
             if id(child) in seen:
@@ -125,10 +134,10 @@ class Search:
             seen.add(id(child))
             length = opener.length(child)
             if length >= _LARGE:
-                entry = (length, next(self._order), child, Path(parent, style, key, rank, depth))
+                entry = (length, next(self._order), child, Path(parent, style, key, rank, depth, kind))
                 heapq.heappush(self._large, entry)
-            elif length or opener.fields is not None:
-                self._queue.append((child, Path(parent, style, key, rank, depth)))
+            elif length or opener.container is None or opener.fields is not None:
+                self._queue.append((child, Path(parent, style, key, rank, depth, kind)))
 
     def _note(self, tensor: object, path: Path) -> None:
         self.tensors[id(tensor)] = tensor
@@ -169,17 +178,24 @@ def spell(path: Path, name_of: Callable[[int], str | None]) -> str:
     """
     if path.parent is None:
         return str(path.key)
-    before = spell(path.parent, name_of)
+    return spell(path.parent, name_of) + _step(path, name_of)
+
+
+def _step(path: Path, name_of: Callable[[int], str | None]) -> str:
+    text = f"[{_key(path.key)}]"
     if path.style == "state":
-        return f"{before}.state[{name_of(path.key) or '...'}]"
-    if path.style == "{":
-        return f"{before}{{...}}"
-    if path.style == "." and type(path.key) is str:
+        text = f".state[{name_of(path.key) or '...'}]"
+    elif path.style == "in":
+        place, name = path.key
+        text = f".<{place}>.{name}" if name and name.isidentifier() else f".<{place}>"
+    elif path.style == "{":
+        text = "{...}"
+    elif path.style == "." and type(path.key) is str:
         if path.key.isidentifier():
-            return f"{before}.{path.key}"
-        if path.key.isdigit():  # the layers of a Sequential are numbered by strings and indexed by ints
-            return f"{before}[{path.key}]"
-    return f"{before}[{_key(path.key)}]"
+            text = f".{path.key}"
+        elif path.key.isdigit():  # the layers of a Sequential are numbered by strings and indexed by ints
+            text = f"[{path.key}]"
+    return text
 
 
 def _key(key: object) -> str:

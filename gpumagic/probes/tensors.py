@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gpumagic.probes import gradients, holders, identity, reconcile
+from gpumagic.probes import calls, gradients, holders, identity, reconcile
 from gpumagic.probes.blocks import groups, looked_at, occupied
 from gpumagic.probes.kinds import roles, subclasses
 from gpumagic.probes.paths import MAX_STEPS, Names
@@ -93,7 +93,8 @@ class _Census:
         self._owners: list[object] = []
         self._roles: dict[int, str] = {}
         self._gradient_of: dict[Storage, int] = {}
-        self._holders: dict[int, str] = {}
+        self._suspended: list[object] = []
+        self._holders: dict[int, holders.Held] = {}
         self._granules: dict[str, int] = {}
         self.notes: list[str] = []
 
@@ -113,13 +114,15 @@ class _Census:
         if not all(block.names for block in blocks):
             if self._search.gave_up:
                 self.notes.append(f"names were only looked for in the first {MAX_STEPS:,} objects of the variables")
-            self._holders = holders.hidden_holders(self._search, self._namespace, self._shell)
+            others = [(calls.title(each), each) for each in self._suspended]
+            self._holders = holders.hidden_holders(self._search, self._namespace, self._shell, others)
         return [self._row(block) for block in blocks]
 
     def release(self) -> None:
         """Let go of every object."""
         self._tensors.clear()
         self._owners.clear()
+        self._suspended.clear()
         self._search.release()
 
     def _find(self) -> None:
@@ -127,8 +130,12 @@ class _Census:
 
         tensor_types = subclasses(torch.Tensor)
         wanted = tensor_types | subclasses(torch.nn.Module, torch.optim.Optimizer)
+        wanted.update(calls.SUSPENDED)
         for each in [each for each in gc.get_objects() if type(each) in wanted]:
-            (self._tensors if type(each) in tensor_types else self._owners).append(each)
+            if type(each) in tensor_types:
+                self._tensors.append(each)
+            else:
+                (self._suspended if type(each) in calls.SUSPENDED else self._owners).append(each)
         if frozen := gc.get_freeze_count():
             self.notes.append(f"gc.freeze() hides {frozen:,} objects; of theirs only tensors with a name are listed")
 
@@ -164,6 +171,7 @@ class _Census:
         named = named or looks
         shown = named[0] if len(named) == 1 else max(named, key=_elements)
         viewed = looked_at(storages, named)
+        held = None if names else self._held(storages)
         note = first.note if len(storages) == 1 else next((each.note for each in storages if each.note), None)
         return TensorRow(
             device=first.device,
@@ -173,7 +181,9 @@ class _Census:
             kind=self._kind(storages),
             name=names[0] if names else None,
             names=names,
-            holder=None if names else self._holder(storages),
+            holder=held and held.label,
+            place=held and held.place,
+            releasable=held is not None and held.releasable,
             views=len(looks) - 1,
             requires_grad=any(storage.requires_grad for storage in storages),
             viewed_nbytes=viewed,
@@ -196,10 +206,11 @@ class _Census:
                 found.add("activation")
         return "plain" if len(found) == 1 else min(found, key=KINDS.index)
 
-    def _holder(self, storages: Sequence[Storage]) -> str | None:
+    def _held(self, storages: Sequence[Storage]) -> holders.Held | None:
         tensors = [tensor for storage in storages for tensor in storage.looks]
         tensors += [self._gradient_of[storage] for storage in storages if storage in self._gradient_of]
-        return next((self._holders[tensor] for tensor in tensors if tensor in self._holders), None)
+        held = [self._holders[tensor] for tensor in tensors if tensor in self._holders]
+        return min(held, key=lambda each: each.releasable, default=None)  # all of them have to let go of it
 
 
 def _elements(look: Look) -> int:

@@ -28,6 +28,10 @@ class TensorRow:
     names: tuple[str, ...] = ()
     holder: str | None = None
     """What keeps it alive, when no notebook variable does: ``"Out[12]"``, ``"last traceback"``..."""
+    place: str | None = None
+    """Where in its holder it is: ``"Out[12]['k'][0]"``, ``"last traceback.<step()>.hidden"``."""
+    releasable: bool = False
+    """Whether ``--release-held`` lets go of it: only outputs, the display hook or the last error keep it alive."""
     views: int = 0
     """Further live tensors over the same storage."""
     requires_grad: bool = False

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import gc
+import importlib
+import queue
+import sys
+import threading
+import types
 import weakref
 from types import SimpleNamespace
 
@@ -13,8 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.probes import holders
-from gpumagic.probes.holders import name_storages, released_by, root_of
+from gpumagic.probes import chains, holders
+from gpumagic.probes.holders import name_storages, root_of
 from gpumagic.probes.paths import Search
 from gpumagic.probes.tensors import probe
 
@@ -106,6 +112,26 @@ WAYS = {
     },
     "models[0].cache['k']": lambda t: {"models": [cached(t)]},
     "ps[0]": lambda t: {"ps": torch.nn.ParameterList([torch.nn.Parameter(t)])},
+    "f.<closure>.t": lambda t: {"f": lambda: t},
+    "f.__defaults__[0]": lambda t: {"f": lambda t=t: None},
+    "f.cache['k']": lambda t: {"f": with_attribute(lambda: None, t)},
+    "Table.entries[0]": lambda t: {"Table": type("Table", (), {"entries": [t]})},
+    "m.__self__.weight": lambda t: {"m": Method(t).method},
+    "add.__self__[0]": lambda t: {"add": [t].append},
+    "p.args[0]": lambda t: {"p": functools.partial(print, t)},
+    "p.keywords['end']": lambda t: {"p": functools.partial(print, end=t)},
+    "c.<...>": lambda t: {"c": cached_call(t)},
+    "g.<locals>.mine": lambda t: {"g": started(generator(t))},
+    "co.<locals>.mine": lambda t: {"co": awaiting(t)},
+    "it.<...>[0]": lambda t: {"it": iter([t])},
+    "g.<locals>.<...>[1]": lambda t: {"g": started(each for each in iter([0, t]))},
+    "error.args[0]": lambda t: {"error": ValueError(t)},
+    "error.<fails()>.local": lambda t: {"error": failed(t)},
+    "error.__cause__.<fails()>.local": lambda t: {"error": caused(failed(t))},
+    "q.queue[0]": lambda t: {"q": filled(queue.Queue(), t)},
+    "q.<...>[0]": lambda t: {"q": filled(queue.SimpleQueue(), t)},
+    "w.data[ReferenceType]": lambda t: {"w": weakref.WeakKeyDictionary({Slotted: t})},
+    "d{...}": lambda t: {"d": {t: 1}},
 }
 
 
@@ -132,12 +158,126 @@ def cached(tensor):
     return made
 
 
+class Method(Slotted):
+    """An object with a method."""
+
+    def method(self):
+        """Do nothing."""
+
+
+def with_attribute(function, tensor):
+    """Return a function with a tensor in an attribute."""
+    function.cache = {"k": tensor}
+    return function
+
+
+def cached_call(tensor):
+    """Return a cached function that remembers a tensor."""
+
+    @functools.lru_cache
+    def call():
+        return kept.pop()
+
+    kept = [tensor]
+    call()
+    return call
+
+
+def generator(mine):
+    """Yield forever with a tensor in hand."""
+    while True:
+        yield 0
+
+
+def started(generator):
+    """Return a generator that stands at its first yield."""
+    next(generator)
+    return generator
+
+
+def awaiting(tensor):
+    """Return a coroutine that waits with a tensor in hand."""
+
+    @types.coroutine
+    def wait():
+        yield
+
+    async def call(mine):
+        await wait()
+
+    coroutine = call(tensor)
+    coroutine.send(None)
+    return coroutine
+
+
+def failed(tensor):
+    """Return the error of a call that failed with a tensor in hand."""
+
+    def fails(local):
+        raise ValueError
+
+    try:
+        fails(tensor)
+    except ValueError as error:
+        error.__traceback__ = error.__traceback__.tb_next
+        return error
+
+
+def caused(cause):
+    """Return an error with a cause."""
+    error = RuntimeError()
+    error.__cause__ = cause
+    return error
+
+
+def filled(queue, tensor):
+    """Return a queue with a tensor waiting in it."""
+    queue.put(tensor)
+    return queue
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_a_tensor_is_named_as_one_would_type_it(name) -> None:
     tensor = torch.ones(3)
     Attentive.calls = 0
     assert names_of(tensor, WAYS[name](tensor)) == (name,)
     assert Attentive.calls == 0
+
+
+def test_weak_references_hold_nothing() -> None:
+    tensor = torch.ones(3)
+    weak = weakref.WeakValueDictionary(k=tensor)
+    assert names_of(tensor, {"weak": weak, "ref": weakref.ref(tensor), "proxy": weakref.proxy(tensor)}) == ()
+
+
+def test_looking_at_a_generator_leaves_nothing_in_its_frame() -> None:
+    """Reading `f_locals` does, before Python 3.13."""
+
+    def forgetful(mine):
+        yield
+        mine = None
+        yield mine
+
+    tensor = torch.ones(3)
+    watch = weakref.ref(tensor)
+    stands = started(forgetful(tensor))
+    assert names_of(tensor, {"g": stands}) == ("g.<locals>.mine",)
+    del tensor
+    next(stands)
+    assert watch() is None
+
+
+def test_what_locals_handed_out_stays_as_it_is() -> None:
+    def keeps():
+        number = 1
+        mine = locals()
+        yield mine
+        yield number
+
+    stands = keeps()
+    given = next(stands)
+    name_storages({"g": stands})
+    assert given["number"] == 1
 
 
 def test_optimizer_states_are_named_by_their_parameter() -> None:
@@ -260,6 +400,7 @@ def test_ipython_s_own_variables_are_not_names_until_the_user_rebinds_them() -> 
     namespace["__"] = mine
     assert names_of(tensor, namespace, shell) == ()
     assert names_of(mine, namespace, shell) == ("__",)
+    del tensor
     (row,) = [row for row in probe(namespace, shell=shell) if row.holder]
     assert (row.name, row.holder) == (None, "Out[3]")
 
@@ -268,6 +409,7 @@ def test_an_output_is_named_by_its_number_before_the_underscore() -> None:
     listed = [torch.ones(3)]
     namespace: dict[str, object] = {}
     shell = shell_with(namespace, {"_": listed, "_7": listed, "_oh": {7: listed}})
+    del listed
     assert [row.holder for row in probe(namespace, shell=shell) if row.holder] == ["Out[7]"]
 
 
@@ -282,19 +424,137 @@ def test_the_shell_is_not_a_way_to_a_tensor() -> None:
     assert names_of(tensor, {"ip": shell}, shell) == ()
 
 
-# -- what unbinding would release -------------------------------------------------------------------------
+# -- what else keeps tensors ------------------------------------------------------------------------------
 
 
-def test_only_what_one_variable_alone_reaches_is_released_by_it() -> None:
-    shared, own = torch.ones(100), torch.ones(1000)
-    report = probe({"a": [shared, own], "b": shared})
-    assert [(held.name, held.nbytes) for held in released_by(report)] == [("a", 4000)]
+def held(shape, namespace, shell=None):
+    """Return who keeps the tensors of a shape that no variable reaches, where there, and whether they let go of it."""
+    return [(row.holder, row.place, row.releasable) for row in probe(namespace, shell=shell) if row.shape == shape]
+
+
+def test_a_running_function_holds_its_variables() -> None:
+    local = [torch.ones(3, 1231)]  # noqa: F841  it only has to be there
+    label = "running test_a_running_function_holds_its_variables()"
+    assert held((3, 1231), {}) == [(label, f"{label}.local[0]", False)]
+
+
+def test_looking_at_a_running_function_leaves_nothing_in_its_frame() -> None:
+    """A snapshot of its variables would keep what it deletes."""
+    local = torch.ones(3)
+    watch = weakref.ref(local)
+    probe({})
+    del local
+    assert watch() is None
+
+
+def test_a_function_that_runs_in_another_thread_holds_its_variables() -> None:
+    started, ends = threading.Event(), threading.Event()
+
+    def work():
+        batch = torch.ones(3, 1232)
+        started.set()
+        ends.wait()
+        return batch
+
+    thread = threading.Thread(target=work, name="loader")
+    thread.start()
+    started.wait()
+    found = [(row.holder, row.place) for row in probe({}) if row.shape == (3, 1232)]
+    ends.set()
+    thread.join()
+    assert found == [("running work() in loader", "running work() in loader.batch")]
+
+
+def test_a_generator_that_nothing_names_holds_its_variables() -> None:
+    stands = started(generator(torch.ones(3, 1233)))
+    stands_in_a_cycle = [stands]
+    stands_in_a_cycle.append(stands_in_a_cycle)
+    del stands, stands_in_a_cycle
+    label = "suspended generator()"
+    assert [(row.holder, row.place) for row in probe({}) if row.shape == (3, 1233)] == [
+        (label, f"{label}.<locals>.mine")
+    ]
+
+
+def test_a_module_of_the_user_holds_its_variables(tmp_path, monkeypatch) -> None:
+    (tmp_path / "my_notebook_module.py").write_text("import torch\ncache = {'k': torch.ones(3, 1234)}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("my_notebook_module")
+    name = "module my_notebook_module"
+    assert held((3, 1234), {}) == [(name, f"{name}.cache['k']", False)]
+    del sys.modules["my_notebook_module"]
+
+
+def test_only_what_the_session_lets_go_of_is_releasable() -> None:
+    namespace: dict[str, object] = {"g": started(generator(0))}
+    alone, shared = torch.ones(3, 1235), torch.ones(3, 1236)
+    shell = shell_with(namespace, {"_oh": {3: [alone], 4: [shared]}})
+    shapes = [alone.shape, shared.shape]
+    del alone
+    rows = {row.shape: (row.holder, row.releasable) for row in probe(namespace, shell=shell) if row.shape in shapes}
+    assert rows[shapes[0]] == ("Out[3]", True)
+    assert rows[shapes[1]] == ("running test_only_what_the_session_lets_go_of_is_releasable()", False)
+
+
+# -- why --------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_names_every_holder_from_the_root() -> None:
+    model = layered(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    chain, running = chains.to("model.layers[0].weight", {"model": model})
+    assert running.root.startswith("running test_a_chain")
+    assert chain.steps == (
+        "model (Module)",
+        "model.layers (Sequential)",
+        "model.layers[0] (Linear)",
+        "model.layers[0].weight (Parameter)",
+    )
+    assert (chain.root, chain.releasable) == ("model", False)
+
+
+def test_every_root_has_its_chain_the_shortest_first_also_through_a_container_they_share() -> None:
+    shared = {"batch": [torch.ones(3)]}
+    namespace: dict[str, object] = {"far": {"inner": shared}, "near": shared["batch"], "x": torch.ones(4)}
+    shell = shell_with(namespace, {"_oh": {7: shared}})
+    del shared
+    found = [(chain.steps[-1], chain.releasable) for chain in chains.to("near[0]", namespace, shell)]
+    assert found == [
+        ("near[0] (Tensor)", False),
+        ("Out[7]['batch'][0] (Tensor)", True),
+        ("far['inner']['batch'][0] (Tensor)", False),
+    ]
+
+
+def test_a_root_stands_for_its_largest_tensor_and_an_unknown_name_for_none() -> None:
+    namespace = {"model": torch.nn.Linear(2, 2)}
+    assert chains.to("model", namespace)[0].steps[-1] == "model.weight (Parameter)"
+    assert chains.to("nothing", namespace) == ()
+
+
+def test_a_gradient_is_kept_by_what_keeps_its_owner() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.sum().backward()
+    (chain, *_) = chains.to("w.grad", {"w": weight})
+    assert chain.steps == ("w (Parameter)", "w.grad (gradient)")
+
+
+def test_a_chain_keeps_nothing() -> None:
+    tensor = torch.ones(3)
+    watch = weakref.ref(tensor)
+    namespace = {"x": [tensor]}
+    found = chains.to("x[0]", namespace)
+    del tensor
+    namespace.clear()
+    assert watch() is None
+    assert found
+
+
+# -- what a name starts from ------------------------------------------------------------------------------
 
 
 def test_no_number_of_names_hides_another_variable() -> None:
     tensor = torch.ones(1000)
     namespace = {"many": [tensor[:1] for _ in range(50)], "same": [tensor] * 50, "late": [[tensor]]}
-    assert released_by(probe(namespace)) == ()
     assert {root_of(name) for name in names_of(tensor, namespace)} == {"many", "same", "late"}
 
 
