@@ -4,7 +4,8 @@ A file of `ondevice_cells/` starts with comments, then comes the cell:
 
     # What it shows.
     # move: cpu -> simgpu:0, 2, 8000, x, .to      source -> target, how often, bytes, variable, what did it
-    # needs: cuda                                 not for simulated devices, with the reason
+    # asks: x,batch                               what `--move` names
+    # needs: cuda                                 not for simulated devices
     # gap: torch.load is not seen                 the report is wrong; the test fails once it is right
 
 A variable or cause of `?` is not compared. Without a `move` line nothing moves.
@@ -12,6 +13,7 @@ A variable or cause of `?` is not compared. Without a `move` line nothing moves.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import textwrap
 from collections import Counter
@@ -30,6 +32,9 @@ x = torch.ones(100, 10)
 g = torch.ones(8, 4, device="simgpu:0")
 far = torch.ones(5, 5, device="simgpu:1")
 model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+batch = {"inputs": torch.ones(1, 4), "labels": [torch.zeros(1, dtype=torch.int64)]}
+rows = [x[0], x[1]]
 """
 
 Totals = Counter[tuple[str, str]]
@@ -55,6 +60,7 @@ class CorpusCell:
     name: str
     code: str
     moves: tuple[Move, ...]
+    asks: str = ""
     needs: str | None = None
     gap: str | None = None
 
@@ -64,20 +70,36 @@ def cells() -> list[CorpusCell]:
     return [_read(path) for path in sorted(FOLDER.glob("*.py"))]
 
 
-def run(cell: str, device: str = "simgpu:0") -> tuple[TransferReport, list[Any], dict[str, Any]]:
-    """Run a cell as the magic does, and return its report, the device's own record of copies, and its names."""
+def run(
+    cell: str,
+    device: str = "simgpu:0",
+    *,
+    asks: str = "",
+    backend: str = "simgpu",
+    around: contextlib.AbstractContextManager[Any] | None = None,
+) -> tuple[TransferReport, list[Any], dict[str, Any]]:
+    """Run a cell as the magic does, and return its report, the device's own record of copies, and its names.
+
+    Args:
+        cell: the code, which writes devices as `simgpu:0` whatever the backend.
+        device: what it runs on.
+        asks: the names for `--move`.
+        backend: the backend to run it on instead of `simgpu`.
+        around: entered for the time of the run, but not of what is set up for it.
+    """
     namespace: dict[str, Any] = {}
-    exec(SETUP, namespace)
-    source = textwrap.dedent(cell).strip()
+    exec(SETUP.replace("simgpu", backend), namespace)
+    source = textwrap.dedent(cell).strip().replace("simgpu", backend)
     code = compile(source, "<cell>", "exec")
     linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
-    guard = DeviceRun(device, namespace=namespace)
+    guard = DeviceRun(device.replace("simgpu", backend), namespace=namespace, move=asks.split(",") if asks else ())
     simgpu.reset_copies()
-    guard.open()
-    try:
-        exec(code, namespace)
-    finally:
-        guard.close(None)
+    with around or contextlib.nullcontext():
+        guard.open()
+        try:
+            exec(code, namespace)
+        finally:
+            guard.close(None)
     assert guard.report is not None
     return guard.report, simgpu.copies(), namespace
 
@@ -123,7 +145,7 @@ def _read(path: Path) -> CorpusCell:
     fields = [(key, value.strip()) for key, sep, value in (line.partition(": ") for line in head) if sep]
     said = dict(fields)
     moves = tuple(_move(value) for key, value in fields if key == "move")
-    return CorpusCell(path.stem, text, moves, said.get("needs"), said.get("gap"))
+    return CorpusCell(path.stem, text, moves, said.get("asks", ""), said.get("needs"), said.get("gap"))
 
 
 def _move(text: str) -> Move:
