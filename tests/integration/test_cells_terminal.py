@@ -78,7 +78,10 @@ def test_await_works(terminal):
 
 @pytest.mark.parametrize(
     "body",
-    ["import time; print('rea' 'dy'); time.sleep(60)", "import asyncio; print('rea' 'dy'); await asyncio.sleep(60)"],
+    [
+        "import time; print('rea' 'dy'); [time.sleep(0.01) for _ in range(6000)]",
+        "import asyncio; print('rea' 'dy'); await asyncio.sleep(60)",
+    ],
 )
 @pytest.mark.parametrize("form", ["%%ondevice cuda", "%%oomguard --retry 1"])
 def test_ctrl_c_ends_the_cell_and_its_guard(terminal, form, body):
