@@ -78,11 +78,11 @@ def _hand_over(
 
 
 def _rows(found: list[Load], parcels: list[Parcel], copies: Copies, device: str) -> tuple[TransferRow, ...]:
-    owner = {id(tensor): load.name for load in found for tensor in load.tensors}
+    owner = {id(tensor): number for number, load in enumerate(found) for tensor in load.tensors}
     sums: dict[tuple[str, str], tuple[int, int, float]] = {}
     for parcel in parcels:
         if parcel.nbytes:
-            key = owner[id(parcel.tensors[0])], parcel.source
+            key = found[min(owner[id(tensor)] for tensor in parcel.tensors)].name, parcel.source
             count, nbytes, seconds = sums.get(key, (0, 0, 0.0))
             sums[key] = count + 1, nbytes + parcel.nbytes, seconds + copies.seconds[id(parcel.tensors[0])]
     return tuple(
