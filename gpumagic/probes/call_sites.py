@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 
+from gpumagic.probes import frames
+
 _MODULE_MOVES = frozenset({"to", "cuda", "cpu", "xpu", "to_empty"})
 
 
@@ -80,11 +82,13 @@ def _is_module_move(frame: FrameType) -> bool:
 
 
 def _name(frame: FrameType, subject: object) -> str | None:
-    """Return the variable of the frame's code that is bound to the subject.
-
-    Only globals are read: asking a function's frame for its locals would make a snapshot that keeps them
-    alive on Python before 3.13 (gh-113939).
-    """
+    """Return the variable that the frame's code names and that is bound to the subject: a global, else its own."""
     if subject is None:
         return None
-    return next((name for name in frame.f_code.co_names if frame.f_globals.get(name) is subject), None)
+    code = frame.f_code
+    found = next((name for name in code.co_names if frame.f_globals.get(name) is subject), None)
+    if found is None and frames.is_a_functions(frame):
+        own = frames.variables(frame, {*code.co_varnames, *code.co_cellvars, *code.co_freevars})
+        found = next((name for name in code.co_varnames + code.co_cellvars if own.get(name) is subject), None)
+        found = found or next((name for name in code.co_freevars if own.get(name) is subject), None)
+    return found

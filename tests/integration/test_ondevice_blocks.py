@@ -31,6 +31,32 @@ def test_a_blocks_own_variables_and_globals_that_stayed_elsewhere_are_told() -> 
     del unused
 
 
+def test_a_functions_own_variables_are_named() -> None:
+    x = torch.ones(100)
+
+    def inner() -> torch.Tensor:
+        return x.to("simgpu:0")
+
+    with gpumagic.ondevice("simgpu:0") as run:
+        for batch in x.chunk(2):
+            batch.to("simgpu:0")
+        inner()
+        mine.to("simgpu:0")
+    assert [(row.name, row.count) for row in run.report] == [("batch", 2), ("x", 1), ("mine", 1)]
+
+
+def test_a_name_is_found_without_touching_the_variables() -> None:
+    def work() -> dict[str, object]:
+        x, y = torch.ones(3), 5
+        before = locals()
+        with gpumagic.ondevice("simgpu:0"):
+            z = x.to("simgpu:0")
+        assert (y, tuple(z.shape), before["y"]) == (5, (3,), 5)
+        return before
+
+    assert work()["y"] == 5
+
+
 def test_only_the_lines_of_the_block_are_shown() -> None:
     x = torch.ones(100)
     # not this

@@ -1,5 +1,5 @@
 # Moves inside a module's forward.
-# move: cpu -> simgpu:0, 1, 4000, -, .to
+# move: cpu -> simgpu:0, 1, 4000, inputs, .to
 class Net(torch.nn.Module):
     def forward(self, inputs):
         return inputs.to("simgpu:0") + 1

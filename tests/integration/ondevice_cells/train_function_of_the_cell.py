@@ -1,5 +1,5 @@
 # Moves inside a function of the cell.
-# move: cpu -> simgpu:0, 2, 4000, -, .to
+# move: cpu -> simgpu:0, 2, 4000, batch, .to
 def prepare(batch):
     return batch.to("simgpu:0")
 for start in range(0, 100, 50):
