@@ -85,10 +85,7 @@ def _name(frame: FrameType, subject: object) -> str | None:
     """Return the variable that the frame's code names and that is bound to the subject: a global, else its own."""
     if subject is None:
         return None
-    code = frame.f_code
-    found = next((name for name in code.co_names if frame.f_globals.get(name) is subject), None)
+    found = next((name for name in frame.f_code.co_names if frame.f_globals.get(name) is subject), None)
     if found is None and frames.is_a_functions(frame):
-        own = frames.variables(frame, {*code.co_varnames, *code.co_cellvars, *code.co_freevars})
-        found = next((name for name in code.co_varnames + code.co_cellvars if own.get(name) is subject), None)
-        found = found or next((name for name in code.co_freevars if own.get(name) is subject), None)
+        found = next((name for name, value in frames.own(frame).items() if value is subject), None)
     return found
