@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpumagic.errors import GpuMagicError
+from gpumagic.errors import GpuMagicError, OptionError
+
+SHORTEST_INTERVAL = 0.1
+"""Seconds, as `%gpuinfo -w` has it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,10 +41,12 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1")
     info.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
     info.add_argument("-a", "--all", action="store_true", help="every field: clocks, fan, bus, UUID...")
-    info.add_argument(
+    instead = info.add_mutually_exclusive_group()
+    instead.add_argument(
         "-w", "--watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="refresh every SECONDS until Ctrl-C"
     )
-    info.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    instead.add_argument("--best", action="store_true", help="print only the device with most free memory")
+    instead.add_argument("--json", action="store_true", help="print JSON instead of the table")
     info.set_defaults(run=_gpuinfo)
     return parser
 
@@ -57,11 +62,18 @@ def _gpuinfo(options: argparse.Namespace) -> int:
 
     from gpumagic import api, live
 
+    if options.watch is not None and not options.watch >= SHORTEST_INTERVAL:
+        raise OptionError(f"-w {options.watch:g} is too fast; it takes seconds of at least {SHORTEST_INTERVAL}")
     ask = functools.partial(api.gpuinfo, *options.devices, processes=options.processes, everything=options.all)
     if options.watch is not None:
-        live.Recorder(ask, max(0.1, options.watch), live.terminal_display()).run()
+        live.Recorder(ask, options.watch, live.terminal_display()).run()
         return 0
     report = ask()
+    if options.best:
+        if report.best is None:
+            raise GpuMagicError(report.cause or "no GPU here says how much memory it has free")
+        print(report.best)
+        return 0
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
     return 0
 

@@ -84,6 +84,8 @@ class GPUMagic(Magics):
             return _json(report) if options.json else report
         report = api.gpuinfo(*options.devices, processes=options.processes, everything=options.all)
         if options.best:
+            if report.best is None and report.cause:
+                print(report.cause)  # noqa: T201  # None alone would show as nothing
             return report.best
         return _json(report) if options.json else report
 

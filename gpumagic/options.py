@@ -132,13 +132,14 @@ def _gpuinfo() -> Parser:
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these: cuda:1, 1, all are shown without")
     parser.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
     parser.add_argument("-a", "--all", action="store_true", help="every field; PCIe and NVLink traffic take a moment")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "-w", "--watch", nargs="?", metavar="SECONDS", type=_typed(interval), const=2.0,
         help="refresh in place every SECONDS (2) while other cells run; -w off or an interrupt stops it",
     )  # fmt: skip
     parser.add_argument("--each-cell", choices=("on", "off"), help="after every cell a line: memory change, peak, time")
-    parser.add_argument("--best", action="store_true", help="only return the device with most free memory")
-    parser.add_argument("--bench", action="store_true", help="measure matrix products and copies; takes some seconds")
+    instead.add_argument("--best", action="store_true", help="only return the device with most free memory")
+    instead.add_argument("--bench", action="store_true", help="measure matrix products and copies; takes some seconds")
     parser.add_argument("--json", action="store_true", help="return JSON text instead of the table")
     return parser
 

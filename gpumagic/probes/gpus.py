@@ -52,10 +52,11 @@ def probe(devices: Sequence[str] = (), *, processes: bool = False, everything: b
         notes.append("simgpu devices are simulated: host memory with a set capacity, and no GPU behind it.")
         notes += [f"No real GPU: {cause}"] if cause else []
         cause = None
+    chosen = selection.selected(rows, devices)
     return GPUReport(
-        devices=selection.selected(rows, devices), torch_version=build.version, cuda_build=build.label,
+        devices=chosen, torch_version=build.version, cuda_build=build.label,
         driver_version=answer.driver_version if isinstance(answer, Snapshot) else None,
-        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=selection.best(rows), cause=cause,
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=selection.best(chosen), cause=cause,
         show_processes=processes, show_all=everything, notes=tuple(notes),
     )  # fmt: skip
 

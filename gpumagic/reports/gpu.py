@@ -117,7 +117,7 @@ class GPUReport(Report[GpuRow]):
     cuda_visible_devices: str | None = None
     """The environment variable as this process has it; None if it is not set."""
     best: str | None = None
-    """The torch device with most free memory, usable as ``%%ondevice auto``."""
+    """The torch device with most free memory of those in the report; of all, it is ``%%ondevice auto``."""
     cause: str | None = None
     """Why there is no GPU, with the remedy, in one sentence; None if there is one."""
     show_processes: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -478,3 +479,45 @@ def test_a_scrambled_process_list_is_dropped_not_shown(machine: MakeMachine) -> 
     assert row["processes"] is None
     assert row["reasons"]["processes"] == "unreadable"
     assert row["other_processes"] is None
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+def command(machine: Machine, *arguments: str) -> tuple[int, str, str]:
+    """Run `python -m gpumagic gpuinfo` on a machine; return its status, output and errors."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumagic", "gpuinfo", *arguments], env=machine.environment(), capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_names_the_best_device_for_scripts(machine: MakeMachine) -> None:
+    busy = machine(2)
+    busy.say(f"0.memory {80 * GIB} 0 {GIB} {79 * GIB}")
+    assert command(busy, "--best") == (0, "cuda:1\n", "")
+    assert command(busy, "cuda:0", "--best") == (0, "cuda:0\n", "")
+
+
+def test_where_there_is_no_best_device_the_command_fails_and_says_why(machine: MakeMachine) -> None:
+    """A script must not go on with an empty name."""
+    dead = machine()
+    dead.say("init 18")
+    code, out, errors = command(dead, "--best")
+    assert (code, out) == (2, "")
+    assert errors.startswith("gpumagic: The NVIDIA driver was updated")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-w", "0"], "seconds of at least 0.1"),
+        (["-w", "nan"], "at least"),
+        (["--json", "-w", "1"], "not allowed with"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_follow(machine: MakeMachine, arguments: list[str], words: str) -> None:
+    code, out, errors = command(machine(), *arguments)
+    assert (code, out) == (2, "")
+    assert words in errors

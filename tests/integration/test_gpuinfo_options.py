@@ -8,6 +8,7 @@ import math
 import pandas as pd
 import pytest
 
+from gpumagic import api
 from gpumagic.probes import bench
 from gpumagic.reports import BenchReport, GPUReport
 
@@ -43,6 +44,13 @@ def test_best_is_a_name_that_ondevice_takes(ask) -> None:
     best = ask("%gpuinfo --best")
     assert best in ("simgpu:0", "simgpu:1")
     assert ask(f"%ondevice {best} -q\nimport torch; str(torch.zeros(1).device)") == best
+
+
+def test_where_there_is_no_best_device_the_cause_is_said(ask, monkeypatch, capsys) -> None:
+    """None alone would show as nothing."""
+    monkeypatch.setattr(api, "gpuinfo", lambda *_, **__: GPUReport((), cause="The machine has none."))
+    assert ask("%gpuinfo --best") is None
+    assert capsys.readouterr().out == "The machine has none.\n"
 
 
 def test_bench_returns_a_report_of_the_devices_named(ask, capsys) -> None:

@@ -158,6 +158,11 @@ def test_devices_are_selected_as_they_are_written(library: FakeLibrary, wanted: 
     assert [row.device for row in gpus.probe(wanted)] == devices
 
 
+def test_the_best_device_is_one_of_those_asked_for(library: FakeLibrary) -> None:
+    """Of equals the first is best, unless it was not asked for."""
+    assert [gpus.probe(devices).best for devices in ([], ["cuda:1"])] == ["cuda:0", "cuda:1"]
+
+
 def test_a_device_that_is_not_here_is_an_error_that_lists_those_that_are(library: FakeLibrary) -> None:
     """The user sees at once what to type instead."""
     with pytest.raises(DeviceNotFound, match=r"cuda:7.*there are cuda:0, cuda:1"):

@@ -38,6 +38,7 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
         ("devices", "--mim 3", "%devices has no option '--mim'; did you mean --min?"),
         ("gpuinfo", "--proceses", "%gpuinfo has no option '--proceses'; did you mean --processes?"),
         ("devices", "--sort weight", "invalid choice: 'weight'"),
+        ("gpuinfo", "-w 1 --best", "argument --best: not allowed with argument -w/--watch"),
         ("ondevice", "cuda:0 cuda:1", "'cuda:1' is one argument too many"),
         ("ondevice", "cuda -o 1x", "'1x' cannot be a variable"),
         ("devices", "'cuda", "close it or leave it out"),
