@@ -5,6 +5,8 @@ is a plain Python API:
 
     gpumagic.gpuinfo()                      the GPUs, who uses them, or why there is none
     gpumagic.devices()                      the live tensors and what holds them
+    gpumagic.why("model.fc.weight")         every holder of one tensor
+    gpumagic.release_held()                 outputs and the last error let go of tensors that no variable reaches
     with gpumagic.ondevice("cuda:1") as run: ...     new tensors land there; run.report tells what moved
     with gpumagic.oomguard() as guard: ...           out-of-memory is freed and explained; guard.report
 
@@ -19,34 +21,61 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic import simgpu
-    from gpumagic.api import devices, gpuinfo, ondevice, oomguard
+    from gpumagic.api import devices, gpuinfo, ondevice, oomguard, release_held, why
     from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, SimgpuUnavailable
     from gpumagic.probes.oom import OutOfMemory
-    from gpumagic.reports import GPUReport, OomReport, TensorReport, TransferReport
+    from gpumagic.reports import (
+        DiffReport,
+        GPUReport,
+        HeldReport,
+        OomReport,
+        ReleaseReport,
+        TensorReport,
+        TransferReport,
+        WhyReport,
+    )
 
     __version__: str
 
 __all__ = [
     "DeviceNotFound",
+    "DiffReport",
     "GPUReport",
     "GpuMagicError",
+    "HeldReport",
     "OomReport",
     "OptionError",
     "OutOfMemory",
+    "ReleaseReport",
     "SimgpuUnavailable",
     "TensorReport",
     "TransferReport",
+    "WhyReport",
     "devices",
     "gpuinfo",
     "ondevice",
     "oomguard",
+    "release_held",
     "simgpu",
+    "why",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("devices", "gpuinfo", "ondevice", "oomguard"), "gpumagic.api"),
+    **dict.fromkeys(("devices", "gpuinfo", "ondevice", "oomguard", "release_held", "why"), "gpumagic.api"),
     **dict.fromkeys(("DeviceNotFound", "GpuMagicError", "OptionError", "SimgpuUnavailable"), "gpumagic.errors"),
-    **dict.fromkeys(("GPUReport", "OomReport", "TensorReport", "TransferReport"), "gpumagic.reports"),
+    **dict.fromkeys(
+        (
+            "DiffReport",
+            "GPUReport",
+            "HeldReport",
+            "OomReport",
+            "ReleaseReport",
+            "TensorReport",
+            "TransferReport",
+            "WhyReport",
+        ),
+        "gpumagic.reports",
+    ),
     "OutOfMemory": "gpumagic.probes.oom",
 }
 

@@ -51,6 +51,15 @@ def execution_count(shell: InteractiveShell) -> int:
     return number
 
 
+def starting_number(shell: InteractiveShell, info: ExecutionInfo) -> int:
+    """Return the number of the cell that `pre_run_cell` tells of (ipython PR#15088 counts before, since 9.9)."""
+    import IPython
+
+    counted = IPython.version_info >= (9, 9) and info.store_history
+    number: int = shell.execution_count - counted
+    return number
+
+
 def add_completer(shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete) -> Callable[[], None]:
     """Complete lines that match a pattern, and return what takes that back (ipython PR#13745, since 8.6).
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpumagic import device_names
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from gpumagic.device_run import DeviceRun
     from gpumagic.oom_guard import OomGuard
-    from gpumagic.reports import GPUReport, TensorReport
+    from gpumagic.reports import GPUReport, ReleaseReport, TensorReport, WhyReport
 
 
 def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) -> GPUReport:
@@ -40,6 +43,9 @@ def devices(
 ) -> TensorReport:
     """Return the live tensors of this process, one row a storage.
 
+    ``report.since(earlier)`` is what came and what went between two reports, ``report.held()`` what no variable
+    reaches; no report keeps a tensor alive.
+
     Args:
         devices: only these, such as ``"cuda:1"``; all without.
         minimum: only storages of at least this many bytes.
@@ -51,14 +57,58 @@ def devices(
     Raises:
         DeviceNotFound: a device that is not here.
     """
-    import sys
-
     from gpumagic.probes import tensors
 
     names = [device_names.resolve(device) for device in devices]
-    if namespace is None:
-        namespace = sys._getframe(1).f_globals
-    return tensors.probe(namespace, devices=names, minimum=minimum, sort=sort, group_by=by, limit=limit)
+    namespace = _globals_of_caller() if namespace is None else namespace
+    return tensors.probe(
+        namespace, devices=names, minimum=minimum, sort=sort, group_by=by, limit=limit, shell=_shell_of(namespace)
+    )
+
+
+def why(name: str, *, namespace: Mapping[str, object] | None = None) -> WhyReport:
+    """Return every holder of one tensor, with the shortest way from each and the line that makes it let go.
+
+    Args:
+        name: the tensor's, such as ``"model.fc.weight"``; or ``"Out[12]"``, or its number in a `HeldReport`.
+        namespace: where names are looked up; the caller's globals by default.
+
+    Raises:
+        OptionError: no live tensor goes by this name.
+    """
+    from gpumagic.probes import why
+
+    namespace = _globals_of_caller() if namespace is None else namespace
+    return why.probe(name, namespace, _shell_of(namespace))
+
+
+def release_held() -> ReleaseReport:
+    """Have IPython and Python forget outputs and the last error that keep tensors which no variable reaches.
+
+    Variables, and outputs without such tensors, stay as they are. Variables are those of the running IPython, or
+    of the main module.
+    """
+    from gpumagic.probes import held
+
+    shell = _shell()
+    return held.release(vars(sys.modules["__main__"]) if shell is None else shell.user_ns, shell)
+
+
+def _globals_of_caller() -> Mapping[str, object]:
+    """Return the globals of the code that called one of our functions."""
+    return sys._getframe(2).f_globals
+
+
+def _shell_of(namespace: Mapping[str, object]) -> InteractiveShell | None:
+    """Return the IPython shell whose variables these are: what it keeps beside them is not the user's."""
+    shell = _shell()
+    return shell if shell is not None and shell.user_ns is namespace else None
+
+
+def _shell() -> InteractiveShell | None:
+    ipython = sys.modules.get("IPython")
+    shell: InteractiveShell | None = ipython.get_ipython() if ipython is not None else None
+    return shell
 
 
 def ondevice(device: str, *, move: str | Sequence[str] = (), fallback: str | None = None) -> DeviceRun:
@@ -108,8 +158,6 @@ def oomguard(
         OptionError: the options contradict each other.
         DeviceNotFound: the device to fall back to is not here.
     """
-    import sys
-
     from gpumagic.oom_guard import OomGuard
     from gpumagic.rerun_plan import Plan
 

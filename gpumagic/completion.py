@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from argparse import Action
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from gpumagic import _compat, device_names, options
@@ -18,15 +19,18 @@ _LINE = re.compile(rf"(?:\s*[^%#'\"]*=\s*|\s*)%%?({'|'.join(options.MAGICS)})\s"
 
 def install(shell: InteractiveShell) -> Callable[[], None]:
     """Complete the lines of our magics in a shell, and return what takes that back."""
-    return _compat.add_completer(shell, _LINE, lambda line: complete(line, shell.user_ns))
+    return _compat.add_completer(shell, _LINE, lambda line: complete(line, shell.user_ns, lambda: _tensors(shell)))
 
 
-def complete(line: str, namespace: dict[str, object]) -> tuple[str, list[str]]:
+def complete(
+    line: str, namespace: dict[str, object], tensors: Callable[[], Collection[str]] = tuple
+) -> tuple[str, list[str]]:
     """Return the last fragment of a magic's line, and what may stand in its place.
 
     Args:
         line: the text up to the cursor, from the start of the line.
         namespace: whose names are offered where an option takes a variable.
+        tensors: returns the names that are offered where an option takes a tensor.
     """
     match = _LINE.match(line)
     assert match is not None
@@ -36,28 +40,40 @@ def complete(line: str, namespace: dict[str, object]) -> tuple[str, list[str]]:
     actions = {string: action for action in parser._actions for string in action.option_strings}
     option, equals, value = fragment.partition("=")
     if equals and option in actions:
-        return value, _starting(value, _values(actions[option], namespace))
+        return value, _starting(value, _values(actions[option], namespace, tensors))
     if before and before[-1] in actions and actions[before[-1]].nargs != 0:
-        names = _values(actions[before[-1]], namespace)
+        names = _values(actions[before[-1]], namespace, tensors)
         fragment = fragment.rpartition(",")[2]
     elif fragment.startswith("-"):
         names = [name for name in options.option_strings(match[1]) if name not in before]
     else:
         positional = [action for action in parser._actions if not action.option_strings]
-        names = [name for action in positional for name in _values(action, namespace)]
+        names = [name for action in positional for name in _values(action, namespace, tensors)]
     return fragment, _starting(fragment, names)
 
 
-def _values(action: Action, namespace: dict[str, object]) -> list[str]:
+def _values(action: Action, namespace: dict[str, object], tensors: Callable[[], Collection[str]]) -> Collection[str]:
     """Return what an option may be followed by, which its declaration says in its metavar."""
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
     if action.metavar == "DEVICE":
         return device_names.completions()
+    if action.dest == "why":
+        return tensors()
     if action.metavar in {"NAME", "NAMES"} and action.dest != "out":
         return sorted(name for name in namespace if not name.startswith("_"))
     return []
 
 
-def _starting(fragment: str, names: list[str]) -> list[str]:
+def _tensors(shell: InteractiveShell) -> Collection[str]:
+    """Return the names of the tensors that the variables of a shell reach."""
+    if "torch" not in sys.modules:
+        return ()
+    from gpumagic.probes import holders
+
+    names = (name for several in holders.name_storages(shell.user_ns, shell).values() for name in several)
+    return sorted(dict.fromkeys(names), key=len)
+
+
+def _starting(fragment: str, names: Collection[str]) -> list[str]:
     return [name for name in names if name.startswith(fragment)]

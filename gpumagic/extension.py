@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -25,10 +26,15 @@ _GOING_ON = ("gpumagic.live", "gpumagic.each_cell")
 
 def load(shell: InteractiveShell) -> None:
     """Add the magics, the cell hooks and the completion to a shell; a second time does nothing."""
+    from gpumagic.looks import Looks
     from gpumagic.magics import GPUMagic
     from gpumagic.options import RERUNNING
 
-    attach(shell, GPUMagic, RERUNNING)
+    if _KEY not in shell.meta:
+        looks = Looks(shell)
+        attach(shell, functools.partial(GPUMagic, looks=looks), RERUNNING)
+        looks.install()
+        shell.meta[_KEY].callback(looks.uninstall)
     if os.environ.get("GPUMAGIC_SIMGPU"):
         _enable_simgpu()
 

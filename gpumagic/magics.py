@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic.cells import CellSessions
+    from gpumagic.looks import Looks
 
 
 def _magic(method: Callable[..., object]) -> Callable[..., object]:
@@ -69,9 +70,10 @@ class GPUMagic(Magics):
 
         units.use(change["new"])
 
-    def __init__(self, shell: InteractiveShell, sessions: CellSessions) -> None:
+    def __init__(self, shell: InteractiveShell, sessions: CellSessions, looks: Looks) -> None:
         super().__init__(shell)
         self._sessions = sessions
+        self._looks = looks
 
     @line_magic
     @_magic
@@ -92,14 +94,19 @@ class GPUMagic(Magics):
     @line_magic
     @_magic
     def devices(self, options: Namespace) -> object:
-        """Return the live tensors."""
-        from gpumagic.probes import tensors
+        """Return the live tensors, what changed among them, or what keeps them."""
+        from gpumagic.probes import held, tensors, why
 
-        return tensors.probe(
-            self.shell.user_ns,
-            devices=[device_names.resolve(name) for name in options.devices],
-            minimum=options.min, sort=options.sort, group_by=options.by, limit=options.n, shell=self.shell,
-        )  # fmt: skip
+        only = [device_names.resolve(name) for name in options.devices]
+        if options.why is not None:
+            return why.probe(options.why, self.shell.user_ns, self.shell)
+        if options.release_held:
+            return held.release(self.shell.user_ns, self.shell)
+        everything = tensors.probe(self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell)
+        report = everything.narrowed(only, options.min, options.sort)
+        difference = self._looks.difference(report) if options.diff else None
+        self._looks.remember(everything)
+        return difference or (report.held() if options.held else report)
 
     @line_cell_magic
     @_magic

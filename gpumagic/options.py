@@ -145,14 +145,35 @@ def _gpuinfo() -> Parser:
 
 
 def _devices() -> Parser:
-    parser = _parser("%devices", "List the live tensors, one row a storage: where, how big, whose, and why.")
-    parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these devices")
+    parser = _parser(
+        "%devices",
+        "List the live tensors, one row a storage: where, how big, whose, and what keeps them.\n"
+        "The report has .to_pandas(), .since(an earlier one) and .held().",
+    )
+    parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these devices: cuda:1, cpu")
     parser.add_argument("-n", metavar="N", type=_typed(whole_number), default=20, help="show N rows (20)")
     parser.add_argument(
         "--min", metavar="SIZE", type=_typed(parse_size), default=0, help="only storages of at least SIZE, such as 1MiB"
     )
     parser.add_argument("--sort", choices=("size", "name", "device", "dtype", "kind"), default="size", help="order")
-    parser.add_argument("--by", choices=("device", "dtype", "kind", "holder"), help="totals by this key instead")
+    ask = parser.add_mutually_exclusive_group()
+    ask.add_argument("--by", choices=("device", "dtype", "kind", "holder"), help="totals by this key instead")
+    ask.add_argument(
+        "--diff", action="store_true",
+        help="what came and what went since the last %%devices; or, with code before it in its cell, since that began",
+    )  # fmt: skip
+    ask.add_argument(
+        "--held", action="store_true", help="only what no variable reaches: what keeps it, and the line that frees it"
+    )
+    ask.add_argument(
+        "--why", metavar="NAME",
+        help="what keeps one tensor: model.fc.weight, Out[12], or a number that --held gave it",
+    )  # fmt: skip
+    ask.add_argument(
+        "--release-held", action="store_true",
+        help="have IPython forget outputs and the last error that keep such tensors, and say what came back; "
+        "your variables and all other outputs stay",
+    )  # fmt: skip
     return parser
 
 

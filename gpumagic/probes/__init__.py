@@ -6,8 +6,9 @@ By magic, each with the module to start reading at:
               `torch_names` (by `visibility` before CUDA is up), `processes` and `other_devices`; `absence` says
               why there is no GPU.
 `%devices`    `tensors` scans; `storages` says what each occupies, `kinds` and `gradients` what it is for, `paths`
-              and `holders` who keeps it (`chains`: why one tensor is here); `reconcile` accounts for the allocator's
-              bytes.
+              and `holders` who keeps it; `reconcile` accounts for the allocator's bytes. `identity` tells storages
+              apart from one look to the next, `why` follows `references` to every holder of one tensor, `held` lets
+              go of `outputs` and the `last_error`.
 `%%ondevice`  `recording` is the mode, `transfers` its log, `call_sites` finds lines, `residents` what stayed behind.
 `%%oomguard`  `oom` recognises, `scene` reads the failed frames, `release` empties them, `surroundings` looks at
               what is left, `claims` prices each name.

@@ -45,7 +45,7 @@ def strip(error: BaseException, shell: InteractiveShell | None = None, outside: 
         each.__traceback__ = None
     del family, tracebacks
     while frames:
-        _empty(frames.pop())
+        empty(frames.pop())
 
 
 def reclaim() -> None:
@@ -58,7 +58,8 @@ def reclaim() -> None:
     _empty_host_cache()
 
 
-def _empty(frame: FrameType) -> None:
+def empty(frame: FrameType) -> None:
+    """Let a frame forget its variables, unless it still runs."""
     try:
         frame.clear()
     except RuntimeError:  # it still runs

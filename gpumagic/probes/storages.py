@@ -119,6 +119,11 @@ class Ledger:
         storage, parts = self.find(tensor)
         return [each.key for each in parts or [storage] if each.key]
 
+    def numbers(self, tensor: torch.Tensor) -> list[int]:
+        """Return the number of each storage under a tensor."""
+        storage, parts = self.find(tensor)
+        return [each.number for each in parts or [storage]]
+
     def _open(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Storage:
         device = self._device(tensor)
         try:

@@ -90,7 +90,15 @@ class Fold:
     blocks: Sequence[Block]
 
 
-Block = Heading | Paragraph | Table | Listing | Fold
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Steps that lead from one to the next, each a level deeper, with a note beside each."""
+
+    steps: Sequence[tuple[str, str]]
+    """``(what is typed, note)``."""
+
+
+Block = Heading | Paragraph | Table | Listing | Fold | Tree
 
 
 @dataclass(frozen=True, slots=True)

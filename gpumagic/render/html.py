@@ -7,9 +7,10 @@ by colour alone. No text or background colour is set: the theme's own hold in th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
-from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Table
+from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Table, Tree
 from gpumagic.render.units import printable
 
 COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(230,140,30,.65)"}
@@ -34,6 +35,8 @@ def _block(block: Block, label: str) -> str:
         return _table(block, label)
     if isinstance(block, Listing):
         return _listing(block, label)
+    if isinstance(block, Tree):
+        return _tree(block.steps)
     if isinstance(block, Fold):
         inner = "".join(_block(each, block.summary) for each in block.blocks)
         return f"<details><summary>{_text(block.summary)}</summary>{inner}</details>"
@@ -102,6 +105,13 @@ def _listing(listing: Listing, label: str) -> str:
         for number, code, note in listing.lines
     )
     return f"<table{_named(label)}><tbody>{rows}</tbody></table>"
+
+
+def _tree(steps: Sequence[tuple[str, str]]) -> str:
+    """Return lists nested in each other, which show the depth also where styles are stripped."""
+    (text, note), *below = steps
+    inner = _tree(below) if below else ""
+    return f'<ul><li><code>{_text(text)}</code> <span style="{MUTED}">{_text(note)}</span>{inner}</li></ul>'
 
 
 def _text(text: str) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Literal
 
+from gpumagic.render.cells import dims, kind_cell, sized
 from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
-from gpumagic.render.units import count, shape, size
+from gpumagic.render.lines import Line, fold, holder_text
+from gpumagic.render.units import count, size
 from gpumagic.reports import DeviceMemoryRow, TensorReport, TensorRow
 
-NO_NAME = "(no name)"
+ROLES: tuple[Literal["main", "second", "other"], ...] = ("main", "second", "other")
 
 
 def view(report: TensorReport) -> Document:
@@ -35,33 +37,8 @@ def _heading(report: TensorReport) -> str:
     return f"{count(tensors, 'tensor')} in {count(storages, 'storage')}: {shares}"
 
 
-@dataclass(slots=True)
-class _Line:
-    """A row of the table: one storage, or several alike that no name tells apart."""
-
-    row: TensorRow
-    storages: int = 0
-    nbytes: int = 0
-
-    def add(self, row: TensorRow) -> None:
-        self.storages += 1
-        self.nbytes += row.nbytes or 0
-
-
-def _lines(rows: Sequence[TensorRow]) -> list[_Line]:
-    lines: dict[object, _Line] = {}
-    for position, row in enumerate(rows):
-        alike = (row.device, row.shape, row.dtype, row.kind, row.holder, row.note, row.nbytes is None)
-        key = position if row.name is not None else alike
-        lines.setdefault(key, _Line(row)).add(row)
-    sizes = [row.nbytes or 0 for row in rows]
-    if sizes == sorted(sizes, reverse=True):  # listed by size: what is alike counts with its sum
-        return sorted(lines.values(), key=lambda line: -line.nbytes)
-    return list(lines.values())
-
-
 def _largest(report: TensorReport) -> list[Block]:
-    lines = _lines(report.tensors)
+    lines = fold(report.tensors)
     shown = lines if report.limit is None else lines[: report.limit]
     wholes = {row.device: row.named + row.held for row in report.by_device}
     columns = [
@@ -76,44 +53,31 @@ def _largest(report: TensorReport) -> list[Block]:
     return [Table(columns, rows, caption="The largest storages"), *_rest(report, shown), *_notes(shown)]
 
 
-def _rest(report: TensorReport, shown: Sequence[_Line]) -> list[Block]:
-    number = sum(row.storages for row in report.by_device) - sum(line.storages for line in shown)
+def _rest(report: TensorReport, shown: Sequence[Line[TensorRow]]) -> list[Block]:
+    number = sum(row.storages for row in report.by_device) - sum(len(line.members) for line in shown)
     if number <= 0:
         return []
     nbytes = sum(row.named + row.held for row in report.by_device) - sum(line.nbytes for line in shown)
     return [Paragraph(f"and {count(number, 'more storage', 'more storages')}, {size(nbytes)}", muted=True)]
 
 
-def _cells(line: _Line, whole: int) -> list[Cell]:
+def _cells(line: Line[TensorRow], whole: int) -> list[Cell]:
     row = line.row
     return [
-        Cell(_name(line), muted=row.name is None, title=", ".join(row.names)),
+        Cell(line.text, muted=row.name is None, title=", ".join(row.names)),
         Cell(row.device),
-        _sized(None if row.nbytes is None else line.nbytes, whole),
-        Cell(_shape(row.shape)),
+        sized(None if row.nbytes is None else line.nbytes, whole),
+        Cell(dims(row.shape)),
         Cell(row.dtype),
-        Cell(_SHORT_KINDS.get(row.kind, row.kind), muted=row.kind == "plain", title=row.kind),
+        kind_cell(row.kind),
     ]
 
 
-_SHORT_KINDS = {"parameter": "param", "gradient": "grad", "optimizer state": "optim", "activation": "activ."}
-
-
-def _name(line: _Line) -> str:
-    row = line.row
-    text = row.name or (NO_NAME if row.holder is None else f"({row.holder})")
-    return f"{text} × {line.storages:,}" if line.storages > 1 else text
-
-
-def _sized(nbytes: int | None, whole: int) -> Cell:
-    return Cell(size(nbytes), bar=(Segment((nbytes or 0) / whole if whole else 0.0),))
-
-
-def _notes(lines: Sequence[_Line]) -> list[Block]:
+def _notes(lines: Sequence[Line[TensorRow]]) -> list[Block]:
     about: dict[str, list[str]] = {}
     for line in lines:
         if line.row.note is not None:
-            about.setdefault(_note(line.row), []).append(_name(line))
+            about.setdefault(_note(line.row), []).append(line.text)
     return [Paragraph(f"{_some(names)}: {note}", muted=True) for note, names in about.items()]
 
 
@@ -129,15 +93,11 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _shape(dims: tuple[int, ...]) -> str:
-    return shape(dims).replace("-1", "?")  # a size that torch knows only by a symbol
-
-
 _KEYS: dict[str, Callable[[TensorRow], str]] = {
     "device": lambda row: row.device,
     "dtype": lambda row: row.dtype,
     "kind": lambda row: row.kind,
-    "holder": lambda row: _root(row.name) if row.name is not None else f"({row.holder})" if row.holder else NO_NAME,
+    "holder": lambda row: _root(row.name) if row.name is not None else holder_text(row.holder),
 }
 
 
@@ -153,7 +113,7 @@ def _totals(report: TensorReport, key: Callable[[TensorRow], str], title: str) -
     whole = sum(nbytes or 0 for nbytes in sizes.values())
     columns = [Column(title, shrinks=True), *(Column(name, "right") for name in ("Size", "Tensors", "Storages"))]
     rows = [
-        (name, _sized(sizes[name], whole), f"{sum(row.views + 1 for row in alike[name]):,}", f"{len(alike[name]):,}")
+        (name, sized(sizes[name], whole), f"{sum(row.views + 1 for row in alike[name]):,}", f"{len(alike[name]):,}")
         for name in sorted(alike, key=lambda name: (-(sizes[name] or 0), name))
     ]
     return Table(columns, rows, caption=f"Live tensors by {title.lower()}")
@@ -164,21 +124,43 @@ def _sum(rows: Sequence[TensorRow]) -> int | None:
     return sum(known) if known else None
 
 
-_LEAST = {"Storages": 3, "Tensors": 2, "Cached": 1}
+_LEAST = {"Storages": 3, "Tensors": 2, "Cached": 1, "Others": 1}
 """What a narrow terminal can do without, the highest first: the rest is the sum that has to add up."""
 
 
 def _devices(rows: Iterable[DeviceMemoryRow]) -> list[Block]:
-    rows = list(rows)
-    counted = any(row.allocated is not None for row in rows)
+    rows = [row for row in rows if row.tensors or row.allocated or row.cached or row.other_processes]
+    if not rows:
+        return []
+    columns = [Column("Device"), *(Column(title, "right", _LEAST.get(title, 0)) for title in _titles(rows))]
+    table = Table(columns, [_figures(row, _titles(rows)) for row in rows], caption="Each device")
+    if all(row.allocated is None for row in rows):
+        return [table]
+    graphs, rest = ("in graphs + ", "C++, threads") if any(row.graph for row in rows) else ("", "graphs, C++, threads")
+    legend = f"Named + unnamed + {graphs}unexplained ({rest}) = allocated, as in the bar."
+    return [table, Paragraph(legend, muted=True)]
+
+
+def _titles(rows: Sequence[DeviceMemoryRow]) -> list[str]:
     titles = ["Tensors", "Storages", "Named", "Unnamed"]
-    titles += ["Unexplained", "Allocated", "Cached"] if counted else []
-    columns = [Column("Device"), *(Column(title, "right", _LEAST.get(title, 0)) for title in titles)]
-    cells: list[list[str]] = []
-    for row in rows:
-        cells.append([row.device, f"{row.tensors:,}", f"{row.storages:,}", size(row.named), size(row.held)])
-        if counted:
-            cells[-1] += [size(row.unexplained), size(row.allocated), size(row.cached)]
-    table = Table(columns, cells, caption="Each device")
-    legend = "Named + unnamed + unexplained (autograd graphs, C++, other threads) = allocated."
-    return [table, Paragraph(legend, muted=True)] if counted else [table]
+    titles += ["In graphs"] if any(row.graph for row in rows) else []
+    titles += ["Unexplained", "Allocated", "Cached"] if any(row.allocated is not None for row in rows) else []
+    return titles + (["Others"] if any(row.other_processes is not None for row in rows) else [])
+
+
+def _figures(row: DeviceMemoryRow, titles: Sequence[str]) -> list[Cell | str]:
+    reserved = (row.allocated or 0) + (row.cached or 0)
+    parts = zip((row.named, row.held, (row.graph or 0) + (row.unexplained or 0)), ROLES, strict=True)
+    bar = tuple(Segment(part / reserved, role) for part, role in parts) if reserved else ()
+    cells: dict[str, Cell | str] = {
+        "Tensors": f"{row.tensors:,}",
+        "Storages": f"{row.storages:,}",
+        "Named": size(row.named),
+        "Unnamed": size(row.held),
+        "In graphs": size(row.graph),
+        "Unexplained": size(row.unexplained),
+        "Allocated": Cell(size(row.allocated), bar),
+        "Cached": size(row.cached),
+        "Others": size(row.other_processes),
+    }
+    return [row.device, *(cells[title] for title in titles)]

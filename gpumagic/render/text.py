@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Table
+from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Table, Tree
 from gpumagic.render.units import printable
 
 NOTEBOOK_WIDTH = 100
@@ -49,8 +49,8 @@ def terminal_has_unicode() -> bool:
 
 def to_ascii(text: str) -> str:
     """Return the text with its drawing characters replaced and anything else outside ASCII escaped."""
-    table = {"█": "#", "▓": "=", "▒": "-", "░": ".", "…": "~", "×": "x", "→": ">", "─": "-", "·": "-", "▸": ">",
-             "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%"}  # fmt: skip
+    table = {"█": "#", "▓": "=", "▒": "-", "░": ".", "…": "~", "×": "x", "→": ">", "─": "-", "└": "`", "·": "-",
+             "▸": ">", "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%"}  # fmt: skip
     plain = "".join(table.get(ch, ch) for ch in text)
     return plain.encode("ascii", "backslashreplace").decode()
 
@@ -64,6 +64,8 @@ def _block(block: Block, width: int) -> str:
         return _table(block, width)
     if isinstance(block, Listing):
         return _listing(block, width)
+    if isinstance(block, Tree):
+        return _tree(block, width)
     if isinstance(block, Fold):
         return _wrap(block.summary, width)
     raise TypeError(f"not a block: {block!r}")
@@ -82,15 +84,21 @@ def _listing(listing: Listing, width: int) -> str:
     return "\n".join(lines)
 
 
+def _tree(tree: Tree, width: int) -> str:
+    lines = []
+    for depth, (text, note) in enumerate(tree.steps):
+        branch = f"{'   ' * (depth - 1)}└─ " if depth else ""
+        lines.append((branch + _cut_middle(printable(text), max(16, width - len(branch) - 24)), printable(note)))
+    column = max(len(text) for text, _ in lines) + 2
+    return "\n".join(_cut(f"{_pad(text, column, 'left')}{note}".rstrip(), width) for text, note in lines)
+
+
 def _table(table: Table, width: int) -> str:
-    columns = list(table.columns)
-    shown = [_column_texts(column, [row[i] for row in table.rows]) for i, column in enumerate(columns)]
-    columns = [replace(column, title=texts[0]) for column, texts in zip(columns, shown, strict=True)]
-    grid = [list(row) for row in zip(*(texts[1:] for texts in shown), strict=True)]
-    keep = _columns_that_fit(columns, grid, width)
-    left_out = [column.title for i, column in enumerate(columns) if i not in keep]
-    columns = [columns[i] for i in keep]
-    grid = [[row[i] for i in keep] for row in grid]
+    columns, grid = _fitted(table, width, bars=True)
+    if _total(_widths(columns, grid, width)) > width:  # what bars show, the numbers beside them say
+        columns, grid = _fitted(table, width, bars=False)
+    kept = {column.title.strip() for column in columns}
+    left_out = [column.title for column in table.columns if column.title not in kept]
     widths = _widths(columns, grid, width)
     lines = [_row([column.title for column in columns], columns, widths)]
     lines.append(GAP.join("─" * w for w in widths))
@@ -100,15 +108,25 @@ def _table(table: Table, width: int) -> str:
     return "\n".join(lines)
 
 
-def _column_texts(column: Column, cells: Sequence[Cell | str]) -> list[str]:
+def _fitted(table: Table, width: int, *, bars: bool) -> tuple[list[Column], list[list[str]]]:
+    """Return the columns that fit the width, with their titles as shown, and the texts of their rows."""
+    columns = list(table.columns)
+    shown = [_column_texts(column, [row[i] for row in table.rows], bars=bars) for i, column in enumerate(columns)]
+    columns = [replace(column, title=texts[0]) for column, texts in zip(columns, shown, strict=True)]
+    grid = [list(row) for row in zip(*(texts[1:] for texts in shown), strict=True)]
+    keep = _columns_that_fit(columns, grid, width)
+    return [columns[i] for i in keep], [[row[i] for i in keep] for row in grid]
+
+
+def _column_texts(column: Column, cells: Sequence[Cell | str], *, bars: bool) -> list[str]:
     """Return a column's title and texts; where there are bars, each stands behind its number, all aligned."""
     full = [cell if isinstance(cell, Cell) else Cell(cell) for cell in cells]
     texts = [printable(column.title), *(printable(cell.text) for cell in full)]
-    if not any(cell.bar for cell in full):
+    if not bars or not any(cell.bar for cell in full):
         return texts
     width = max(map(_width, texts))
-    bars = ["", *(_bar(cell) if cell.bar else "" for cell in full)]
-    return [f"{_pad(text, width, column.align)} {bar:{BAR_WIDTH}}" for text, bar in zip(texts, bars, strict=True)]
+    drawn = ["", *(_bar(cell) if cell.bar else "" for cell in full)]
+    return [f"{_pad(text, width, column.align)} {bar:{BAR_WIDTH}}" for text, bar in zip(texts, drawn, strict=True)]
 
 
 def _bar(cell: Cell) -> str:

@@ -12,11 +12,13 @@ from gpumagic.reports.base import Report
 from gpumagic.reports.changes import DeviceChange, DiffReport, DiffRow
 from gpumagic.reports.explanation import Explanation, Operand
 from gpumagic.reports.gpu import BenchReport, BenchRow, CellUse, GPUReport, GpuRow, HistoryReport, ProcessRow, SampleRow
+from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
 from gpumagic.reports.names import Holder
 from gpumagic.reports.oom import Advice, OomReport
 from gpumagic.reports.tensors import DeviceMemoryRow, TensorReport, TensorRow
 from gpumagic.reports.transfers import TransferReport, TransferRow
 from gpumagic.reports.tries import FitReport, Try
+from gpumagic.reports.why import WayRow, WhyReport
 
 __all__ = [
     "Advice",
@@ -29,13 +31,17 @@ __all__ = [
     "DiffRow",
     "Explanation",
     "FitReport",
+    "FreedRow",
     "GPUReport",
     "GpuRow",
+    "HeldReport",
+    "HeldRow",
     "HistoryReport",
     "Holder",
     "OomReport",
     "Operand",
     "ProcessRow",
+    "ReleaseReport",
     "Report",
     "SampleRow",
     "TensorReport",
@@ -43,4 +49,6 @@ __all__ = [
     "TransferReport",
     "TransferRow",
     "Try",
+    "WayRow",
+    "WhyReport",
 ]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from gpumagic.reports.base import Report
 from gpumagic.reports.changes import DiffReport, between
+from gpumagic.reports.held import HeldReport, held_rows
 from gpumagic.reports.selection import ORDERS, is_on
 
 
@@ -101,6 +102,10 @@ class TensorReport(Report[TensorRow]):
             GpuMagicError: it is a report of another process.
         """
         return between(earlier, self, called)
+
+    def held(self) -> HeldReport:
+        """Return what no variable reaches, with what keeps each tensor and the line that frees it."""
+        return HeldReport(tuple(held_rows(self.tensors)), self.limit, self.notes)
 
     def narrowed(self, only: Sequence[str] = (), minimum: int = 0, sort: str = "size") -> TensorReport:
         """Return the report of some devices and of storages from some size on.

@@ -59,11 +59,11 @@ small                   cpu       300.0 MiB ████████████
 (last traceback)        simgpu:0   16.0 MiB █░░░░░░░░░░░  [2048, 2048]    plain
 and 2 more storages, 0 B
 small: a view of 40 B keeps 300.0 MiB; a .clone() of it would not
-Device    Tensors      Named   Unnamed  Unexplained  Allocated    Cached
-────────  ───────  ─────────  ────────  ───────────  ─────────  ────────
-simgpu:0    5,004    1.0 GiB  99.5 MiB    100.0 MiB    1.2 GiB  84.0 MiB
-cpu             4  300.0 MiB       0 B          n/a        n/a       n/a
-Named + unnamed + unexplained (autograd graphs, C++, other threads) = allocated.
+Device        Named   Unnamed  Unexplained  Allocated                 Cached
+────────  ─────────  ────────  ───────────  ──────────────────────  ────────
+simgpu:0    1.0 GiB  99.5 MiB    100.0 MiB    1.2 GiB █████████▓▒░  84.0 MiB
+cpu       300.0 MiB       0 B          n/a        n/a                    n/a
+Named + unnamed + unexplained (graphs, C++, threads) = allocated, as in the bar.
 a note of the probe"""
 
 
@@ -110,9 +110,29 @@ def test_an_order_other_than_size_is_kept() -> None:
     assert lines[3].startswith("ragged")
 
 
-def test_named_tensors_are_never_grouped() -> None:
+def test_a_few_tensors_of_a_list_have_a_line_each() -> None:
     rows = tuple(row(f"t[{number}]", 4 * KIB) for number in range(3))
     assert "t[2]" in text(TensorReport(rows, SUMS))
+
+
+def test_many_alike_of_a_list_are_one_line_and_others_stay_apart() -> None:
+    rows = [row(f"layers[{number}].weight", 4 * KIB, kind="parameter") for number in range(5000)]
+    odd = [row("layers[5000].weight", 8 * KIB, shape=(64, 32), kind="parameter"), row("bias", 4 * KIB)]
+    lines = text(TensorReport((*rows, *odd), SUMS), 120).splitlines()[3:6]
+    assert [line.split("  ")[0] for line in lines] == ["layers[…].weight × 5,000", "layers[5000].weight", "bias"]
+    assert "19.5 MiB" in lines[0]
+
+
+def test_a_device_in_use_has_its_sums_and_an_idle_one_no_line() -> None:
+    idle = DeviceMemoryRow("simgpu:1", 0, 0, 0, 0, unexplained=0, allocated=0, cached=0)
+    assert "simgpu:1" not in text(dataclasses.replace(REPORT, by_device=(*SUMS, idle)))
+
+
+def test_what_graphs_keep_has_a_column_where_it_is_known() -> None:
+    known = dataclasses.replace(SUMS[0], graph=60 * MIB, unexplained=40 * MIB)
+    lines = text(dataclasses.replace(REPORT, by_device=(known,)), 120).splitlines()
+    assert "In graphs" in "".join(lines)
+    assert "Named + unnamed + in graphs + unexplained (C++, threads) = allocated, as in the bar." in lines
 
 
 def test_what_is_not_shown_is_counted() -> None:

@@ -1,0 +1,69 @@
+"""The last look at the live tensors of a session: what `%devices --diff` compares with.
+
+A look is a plain report: it keeps no tensor. One is taken by every `%devices` that lists tensors, and at the
+start of a cell whose first `%devices` has `--diff` and comes after other code, which asks what this code did.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from gpumagic import _compat
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
+
+    from gpumagic.reports import DiffReport, TensorReport
+
+_LISTS = re.compile(r"\s*(?:[^%#'\"]*=\s*)?%devices(?!\S)")
+_COMPARES = re.compile(r"[^#]*\s--diff(?![\w-])")
+
+
+class Looks:
+    """Remembers how a shell's tensors were when it last looked."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._last: TensorReport | None = None
+        self._called = ""
+
+    def install(self) -> None:
+        """Follow the shell's cells."""
+        self._shell.events.register("pre_run_cell", self._cell_starts)
+
+    def uninstall(self) -> None:
+        """Undo `install`."""
+        self._shell.events.unregister("pre_run_cell", self._cell_starts)
+        self._last = None
+
+    def remember(self, report: TensorReport) -> None:
+        """Let the next difference be one from this report; it must list everything."""
+        self._last, self._called = report, f"%devices in cell {_compat.execution_count(self._shell)}"
+
+    def difference(self, report: TensorReport) -> DiffReport:
+        """Return what changed since the last look."""
+        from gpumagic.reports import DiffReport
+
+        if self._last is None:
+            note = "no %devices came before this one; the next --diff compares with it"
+            return DiffReport((), notes=(note,))
+        return report.since(self._last, self._called)
+
+    def _cell_starts(self, info: ExecutionInfo) -> None:
+        if compares_with_its_start(info.raw_cell):
+            from gpumagic.probes import tensors
+
+            self._last = tensors.probe(self._shell.user_ns, shell=self._shell)
+            self._called = f"the start of cell {_compat.starting_number(self._shell, info)}"
+
+
+def compares_with_its_start(cell: str) -> bool:
+    """Tell whether the first `%devices` of a cell asks for a difference and has code before it."""
+    code_before = False
+    for line in cell.splitlines():
+        found = _LISTS.match(line)
+        if found is not None:
+            return code_before and _COMPARES.match(line, found.end()) is not None
+        code_before = code_before or not re.match(r"\s*(?:#|%%|$)", line)
+    return False

@@ -1,0 +1,72 @@
+"""Letting go of what only the session keeps: outputs, the display hook, the last error; nothing of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from gpumagic.probes import allocator, holders, last_error, outputs, tensors
+from gpumagic.probes.storages import Ledger, undisturbed
+from gpumagic.reports import FreedRow, ReleaseReport, TensorReport
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+def release(namespace: Mapping[str, object], shell: InteractiveShell | None = None) -> ReleaseReport:
+    """Make IPython and Python forget outputs and the last error where these keep tensors that no variable reaches.
+
+    Args:
+        namespace: the notebook's variables; none of them changes.
+        shell: the shell they belong to; without one only Python's own last error is looked at.
+    """
+    before = tensors.probe(namespace, shell=shell)
+    figures = allocator.all_figures()
+    wanted = {number for row in before if row.name is None for number in row.numbers}
+    released = _forget(wanted, namespace, shell) if wanted else ()
+    now = allocator.all_figures()
+    after = tensors.probe(namespace, shell=shell)
+    return ReleaseReport(tuple(_freed(before, after, figures, now)), released, after.held())
+
+
+def _forget(wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None) -> tuple[str, ...]:
+    labels: list[str] = []
+    if shell is not None:
+        values = {}
+        for label, value in outputs.shown(shell):
+            if id(value) not in values and _reaches(value, wanted, namespace, shell):
+                values[id(value)] = value
+                labels.append(label)
+        outputs.forget(shell, values)
+        values.clear()
+    if any(_reaches(each, wanted, namespace, shell) for each in holders._kept_by_errors(shell)):
+        last_error.forget(namespace, shell)
+        labels.append(holders.TRACEBACK)
+    return tuple(labels)
+
+
+def _reaches(value: object, wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None) -> bool:
+    """Tell whether a value keeps one of the storages with these numbers."""
+    search, ledger = holders.search_for(namespace, shell), Ledger()
+    try:
+        with undisturbed():
+            search.run([("it", value)])
+            return any(not wanted.isdisjoint(ledger.numbers(tensor)) for tensor in search.tensors.values())
+    finally:
+        search.release()
+
+
+def _freed(
+    before: TensorReport,
+    after: TensorReport,
+    figures: Mapping[str, allocator.AllocatorFigures],
+    now: Mapping[str, allocator.AllocatorFigures],
+) -> Iterator[FreedRow]:
+    gone = [row for row in after.since(before) if row.change == "went"]
+    for device in [*figures, *dict.fromkeys(row.device for row in gone if row.device not in figures)]:
+        mine = [row for row in gone if row.device == device]
+        if device in figures:
+            allocated, left = figures[device].allocated, now[device].allocated
+            yield FreedRow(device, allocated - left, len(mine), allocated, left)
+        else:
+            yield FreedRow(device, -sum(row.nbytes or 0 for row in mine), len(mine), None, None)

@@ -1,0 +1,111 @@
+"""Why one tensor is still there: every holder, and the shortest way from each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise, takewhile
+from typing import TYPE_CHECKING
+
+from gpumagic.probes import holders, last_error, outputs, references, tensors
+from gpumagic.probes.paths import Path, spell
+from gpumagic.probes.references import References, Step
+from gpumagic.probes.storages import Ledger, uncollected, undisturbed
+from gpumagic.reports import TensorReport, TensorRow, WayRow, WhyReport
+from gpumagic.reports.held import RELEASE
+from gpumagic.reports.lookup import find
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+GRADIENT = ".grad"
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+_CODE = ("name", ".", "[", "state")  # not an element of a set, nor a variable of a closure
+_LITERALS = (str, int, float, bool, type(None), bytes)
+
+
+def probe(name: str, namespace: Mapping[str, object], shell: InteractiveShell | None = None) -> WhyReport:
+    """Return every holder of one tensor.
+
+    Args:
+        name: any of its names, such as ``model.fc.weight``; ``Out[12]``; or its number in a `HeldReport`.
+        namespace: where names are looked up.
+        shell: the shell whose outputs and last error may keep it.
+
+    Raises:
+        OptionError: no live tensor goes by this name; the message says which nearly do.
+    """
+    report = tensors.probe(namespace, shell=shell)
+    row = find(name, report)
+    owner = _owner_of_gradient(row, report)
+    graph = References(holders._never_opened(namespace, shell), references.MAX_STEPS)
+    try:
+        with undisturbed(), uncollected():
+            hidden = _hidden(shell)
+            graph.explore([*holders.variables(namespace, shell), *hidden.items()])
+            targets = map(id, _over(owner or row, graph))
+            ways = [_way(steps, graph, hidden, owner is not None) for steps in graph.ways(targets)]
+            hidden.clear()
+    finally:
+        graph.release()
+    return WhyReport(row, tuple(ways), tuple(_notes(ways, graph)))
+
+
+def _hidden(shell: InteractiveShell | None) -> dict[str, object]:
+    """Return what the session keeps beside the variables, each value under one label."""
+    found = [] if shell is None else list(outputs.shown(shell))
+    found += [(holders.TRACEBACK, error) for error in last_error.remembered(shell)]
+    labels = {id(value): label for label, value in reversed(found)}
+    return {label: value for label, value in found if labels[id(value)] == label}
+
+
+def _owner_of_gradient(row: TensorRow, report: TensorReport) -> TensorRow | None:
+    """Return the leaf that a gradient belongs to: the gradient itself may be no Python object."""
+    leaves = {name.removesuffix(GRADIENT) for name in row.names if name.endswith(GRADIENT)}
+    if row.kind != "gradient" or len(leaves) < len(row.names):
+        return None
+    return next((each for each in report if leaves.intersection(each.names)), None)
+
+
+def _over(row: TensorRow, graph: References) -> list[object]:
+    """Return the tensors that were met over a row's storage, views included."""
+    ledger = Ledger()
+    return [each for each in graph.tensors if not set(row.numbers).isdisjoint(ledger.numbers(each))]
+
+
+def _way(steps: Sequence[Step], graph: References, hidden: Collection[str], through_owner: bool) -> WayRow:
+    spelled = [spell(step.path, graph.name_of) for step in steps]
+    kinds = [type(step.value).__name__ for step in steps]
+    texts = [spelled[0], *(later[len(earlier) :] for earlier, later in pairwise(spelled))]
+    expression, command = spelled[-1], _command(steps, spelled, hidden)
+    if through_owner:
+        expression, command = expression + GRADIENT, f"{expression}{GRADIENT} = None"
+        texts, kinds = [*texts, GRADIENT], [*kinds, "Tensor"]
+    return WayRow(spelled[0], expression, tuple(zip(texts, kinds, strict=True)), command)
+
+
+def _command(steps: Sequence[Step], spelled: Sequence[str], hidden: Collection[str]) -> str | None:
+    """Return the line that makes a root let go: it unbinds the last step that Python can delete."""
+    if spelled[0] in hidden:
+        return RELEASE
+    if not spelled[0].isidentifier():
+        return None  # a running function, a module: not the notebook's to change
+    typed = list(takewhile(lambda step: step.path.style in _CODE, steps))
+    last = len(typed) - 1
+    while last > 0 and not _can_be_deleted(typed[last].path, typed[last - 1].value):
+        last -= 1
+    return f"del {spelled[last]}"
+
+
+def _can_be_deleted(path: Path, parent: object) -> bool:
+    if issubclass(type(parent), tuple):
+        return False
+    if path.style == ".":
+        return bool(type(parent).__flags__ & _HEAP_TYPE)
+    return path.style == "state" or (path.style == "[" and type(path.key) in _LITERALS)
+
+
+def _notes(ways: Sequence[WayRow], graph: References) -> Iterator[str]:
+    if graph.gave_up:
+        yield f"only the first {references.MAX_STEPS:,} references were followed; there may be more holders"
+    if not ways:
+        yield "nothing that Python can be followed to from here refers to it: a cycle awaiting gc, C++, or a graph"

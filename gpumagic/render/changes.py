@@ -1,0 +1,99 @@
+"""`%devices --diff` as a document: the largest changes, then each device's sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpumagic.render.cells import dims, kind_cell
+from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
+from gpumagic.render.lines import Line, fold, holder_text
+from gpumagic.render.units import count, size
+from gpumagic.reports import DeviceChange, DiffReport, DiffRow
+
+_WORDS = {"came": "new", "went": "gone", "resized": "resized", "lost its name": "unnamed"}
+
+
+def view(report: DiffReport) -> Document:
+    """Return the document of the difference between two looks."""
+    blocks: list[Block] = [Heading(_heading(report))]
+    if report.changes:
+        blocks += _largest(report)
+        blocks.append(_devices(report.by_device))
+    blocks += [Paragraph(note, muted=True) for note in report.notes]
+    return Document(tuple(blocks))
+
+
+def _heading(report: DiffReport) -> str:
+    if not report.since:
+        return "Nothing to compare with yet"
+    rows = {change: [row for row in report if row.change == change] for change in _WORDS}
+    parts = []
+    if rows["came"]:
+        parts.append(f"{_signed(_sum(rows['came']))} in {count(len(rows['came']), 'new storage')}")
+    if rows["went"]:
+        parts.append(f"{_signed(_sum(rows['went']))} in {len(rows['went']):,} gone")
+    if rows["resized"]:
+        parts.append(f"{_signed(_sum(rows['resized']))} by resizing")
+    if rows["lost its name"]:
+        parts.append(f"{len(rows['lost its name']):,} without a name now")
+    return f"{', '.join(parts) or 'No tensor came or went'} since {report.since}"
+
+
+def _sum(rows: Sequence[DiffRow]) -> int:
+    return sum(row.nbytes or 0 for row in rows)
+
+
+def _largest(report: DiffReport) -> list[Block]:
+    lines = fold(report.changes)
+    shown = lines if report.limit is None else lines[: report.limit]
+    largest = max((_weight(line) for line in lines), default=0)
+    columns = [
+        Column("Change"),
+        Column("Name", shrinks=True, cut="middle"),
+        Column("Device"),
+        Column("Size", "right"),
+        Column("Shape", shrinks=True),
+        Column("Dtype", priority=2),
+        Column("Kind", priority=1),
+    ]
+    rows = [_cells(line, largest) for line in shown]
+    blocks: list[Block] = [Table(columns, rows, caption="The largest changes")]
+    if len(lines) > len(shown):
+        blocks.append(Paragraph(f"and {count(len(lines) - len(shown), 'smaller change')}", muted=True))
+    return blocks
+
+
+def _cells(line: Line[DiffRow], largest: int) -> list[Cell]:
+    row = line.row
+    lost = row.change == "lost its name"
+    name = f"{line.text}, now {holder_text(row.holder)}" if lost else line.text
+    text = size(_weight(line)) if lost or row.nbytes is None else _signed(line.nbytes)
+    share = _weight(line) / largest if largest else 0.0
+    return [
+        Cell(_WORDS[row.change]),
+        Cell(name, muted=row.name is None),
+        Cell(row.device),
+        Cell(size(None) if row.nbytes is None else text, (Segment(share, "other" if line.nbytes < 0 else "main"),)),
+        Cell(dims(row.shape)),
+        Cell(row.dtype),
+        kind_cell(row.kind),
+    ]
+
+
+def _weight(line: Line[DiffRow]) -> int:
+    return abs(line.nbytes) or sum(row.size or 0 for row in line.members if row.change == "lost its name")
+
+
+def _signed(nbytes: int) -> str:
+    return f"+{size(nbytes)}" if nbytes > 0 else size(nbytes)
+
+
+def _devices(rows: Sequence[DeviceChange]) -> Table:
+    titles = ["Came", "Went", "Net"] + (["Allocator"] if any(row.allocated is not None for row in rows) else [])
+    columns = [Column("Device"), *(Column(title, "right") for title in titles)]
+    cells = []
+    for row in rows:
+        figures = [_signed(row.came), _signed(-row.went), _signed(row.net)]
+        allocated = size(None) if row.allocated is None else _signed(row.allocated)
+        cells.append([row.device, *figures, *([allocated] if len(titles) > 3 else [])])
+    return Table(columns, cells, caption="Each device")

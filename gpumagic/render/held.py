@@ -1,0 +1,116 @@
+"""`%devices --held` and `--release-held` as documents: what is held, by what, and what frees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gpumagic.render.cells import dims, kind_cell, sized
+from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Table
+from gpumagic.render.lines import Line, fold
+from gpumagic.render.units import count, size
+from gpumagic.reports import FreedRow, HeldReport, HeldRow, ReleaseReport
+
+_SEVERAL = 4
+"""Holders named in a sentence before the rest is counted."""
+
+
+def view(report: HeldReport | ReleaseReport) -> Document:
+    """Return the document of what is held, or of what was released and what is still held."""
+    blocks = _release(report) if isinstance(report, ReleaseReport) else _held(report)
+    return Document((*blocks, *(Paragraph(note, muted=True) for note in report.notes)))
+
+
+def _held(report: HeldReport) -> list[Block]:
+    if not report.held:
+        return [Heading("Nothing is held: a variable reaches every live tensor")]
+    sums = ", ".join(f"{device} {size(nbytes)}" for device, nbytes in _sums(report.held).items())
+    number = count(len(report.held), "storage")
+    return [Heading(f"{number} that no variable reaches: {sums}"), *_largest(report), *_commands(report.held)]
+
+
+def _sums(rows: Sequence[HeldRow]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for row in rows:
+        sums[row.device] = sums.get(row.device, 0) + (row.nbytes or 0)
+    return dict(sorted(sums.items(), key=lambda each: -each[1]))
+
+
+def _largest(report: HeldReport) -> Iterator[Block]:
+    lines = fold(report.held)
+    shown = lines if report.limit is None else lines[: report.limit]
+    wholes = _sums(report.held)
+    columns = [
+        Column("No.", "right"),
+        Column("Held by", shrinks=True, cut="middle"),
+        Column("Device"),
+        Column("Size", "right"),
+        Column("Shape", shrinks=True),
+        Column("Dtype", priority=2),
+        Column("Kind", priority=1),
+    ]
+    yield Table(columns, [_cells(line, wholes[line.row.device]) for line in shown], caption="Held tensors")
+    rest = lines[len(shown) :]
+    if rest:
+        storages = sum(len(line.members) for line in rest)
+        nbytes = sum(line.nbytes for line in rest)
+        yield Paragraph(f"and {count(storages, 'more storage', 'more storages')}, {size(nbytes)}", muted=True)
+
+
+def _cells(line: Line[HeldRow], whole: int) -> list[Cell]:
+    row = line.row
+    by = row.place or row.holder or "unknown"
+    times = f" × {len(line.members):,}" if len(line.members) > 1 else ""
+    return [
+        Cell(str(row.number)),
+        Cell(f"{row.holder or by}{times}" if times else by, muted=row.holder is None),
+        Cell(row.device),
+        sized(None if row.nbytes is None else line.nbytes, whole),
+        Cell(dims(row.shape)),
+        Cell(row.dtype),
+        kind_cell(row.kind),
+    ]
+
+
+def _commands(rows: Sequence[HeldRow]) -> Iterator[Block]:
+    """Yield a sentence for each line that frees some of it, the one that frees most first."""
+    by: dict[str | None, list[HeldRow]] = {}
+    for row in rows:
+        by.setdefault(row.command, []).append(row)
+    ordered = sorted(by.items(), key=lambda each: (each[0] is None, -sum(row.nbytes or 0 for row in each[1])))
+    for command, freed in ordered:
+        total = size(sum(row.nbytes or 0 for row in freed))
+        if command is not None:
+            yield Paragraph(f"{command} frees {total}: {_holders(freed)}")
+        else:
+            yield Paragraph(f"No line is known that frees {total}: {_holders(freed)}", muted=True)
+
+
+def _holders(rows: Sequence[HeldRow]) -> str:
+    names = list(dict.fromkeys(row.holder or "what Python cannot see" for row in rows))
+    rest = len(names) - _SEVERAL
+    return ", ".join(names[:_SEVERAL]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _release(report: ReleaseReport) -> Iterator[Block]:
+    changed = [row for row in report.freed if row.freed or row.storages]
+    if not report.released:
+        yield Heading("Nothing to release: no output and no error keeps a tensor that no variable reaches")
+    else:
+        came_back = ", ".join(f"{row.device} {size(row.freed)}" for row in changed) or "no bytes"
+        yield Heading(f"{came_back} came back")
+        yield Paragraph(f"Forgotten: {', '.join(report.released)}")
+    if changed:
+        yield _freed(changed)
+    if report.left.held:
+        sums = ", ".join(f"{device} {size(nbytes)}" for device, nbytes in _sums(report.left.held).items())
+        yield Paragraph(f"Still held: {sums}")
+        yield from _commands(report.left.held)
+
+
+def _freed(rows: Sequence[FreedRow]) -> Table:
+    columns = [Column("Device"), *(Column(title, "right") for title in ("Freed", "Storages", "Allocated", "Now"))]
+    cells = [
+        [row.device, size(row.freed), f"{row.storages:,}", size(row.allocated_before), size(row.allocated_after)]
+        for row in rows
+    ]
+    return Table(columns, cells, caption="Allocated before and after, by the allocator's own figures")

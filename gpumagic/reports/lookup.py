@@ -1,0 +1,52 @@
+"""From what a user types for a tensor to its row."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import TYPE_CHECKING
+
+from gpumagic.errors import OptionError
+
+if TYPE_CHECKING:
+    from gpumagic.reports.tensors import TensorReport, TensorRow
+
+_FEW = 3
+
+
+def find(text: str, report: TensorReport) -> TensorRow:
+    """Return the row that a name, a holder or a number of a report stands for; of several the largest.
+
+    Raises:
+        OptionError: there is none; the message says what nearly is.
+    """
+    rows = [row for row in report if _goes_by(plain(text), row)]
+    if rows:
+        return max(rows, key=lambda row: row.nbytes or 0)
+    raise OptionError(_why_not(text, report))
+
+
+def plain(name: str) -> str:
+    """Return a name without its quotes and spaces: the line of a magic has lost them."""
+    return re.sub(r"""['"\s]""", "", name)
+
+
+def _goes_by(text: str, row: TensorRow) -> bool:
+    if text.isdigit():
+        return int(text) in row.numbers
+    others = [each for each in (row.holder, row.place) if each is not None]
+    return any(text == plain(name) for name in [*row.names, *others])
+
+
+def _why_not(text: str, report: TensorReport) -> str:
+    if text.isdigit():
+        return f"no live tensor has the number {text}; %devices --held shows the numbers of those without a name"
+    known = {plain(name): name for row in report for name in row.names}
+    wanted = plain(text)
+    below = [name for bare, name in known.items() if re.match(rf"{re.escape(wanted)}[.\[{{]", bare)]
+    if below:
+        more = f" and {len(below) - _FEW} more" if len(below) > _FEW else ""
+        return f"{text!r} is no tensor but leads to {', '.join(below[:_FEW])}{more}; name one of them"
+    near = difflib.get_close_matches(wanted, known, n=_FEW, cutoff=0.5)
+    hint = f"did you mean {' or '.join(known[each] for each in near)}?" if near else "%devices lists those there are"
+    return f"no live tensor is called {text!r}; {hint}"

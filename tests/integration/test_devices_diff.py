@@ -1,0 +1,174 @@
+"""`%devices --diff` and `--why` in a real shell: what they compare with, and what they say."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from IPython.core.error import UsageError
+
+from gpumagic.looks import compares_with_its_start
+
+
+@pytest.fixture
+def run(bare_shell):
+    """Return a function that runs a cell in a shell with the extension loaded, and returns its value."""
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_cell("import torch", store_history=True)
+    gc.collect()
+
+    def run_cell(source):
+        return bare_shell.run_cell(source, store_history=True).result
+
+    yield run_cell
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    bare_shell.run_line_magic("reset", "-f")
+
+
+def changes(report):
+    """Return (change, name) of each change of a named storage, largest first."""
+    return [(row.change, row.name) for row in report if row.name]
+
+
+def test_alone_in_its_cell_it_compares_with_the_last_look(run, bare_shell) -> None:
+    run("old = torch.ones(100)")
+    number = bare_shell.execution_count
+    run("%devices ;")
+    run("new = torch.ones(1000)")
+    run("del old")
+    report = run("%devices --diff")
+    assert changes(report) == [("came", "new"), ("went", "old")]
+    assert report.since == f"%devices in cell {number}"
+
+
+@pytest.mark.parametrize("look", ["%devices", "%devices --held", "%devices cpu --min 1GiB -n 1", "%devices --diff"])
+def test_every_list_is_a_look_however_narrow(run, look) -> None:
+    run(look)
+    run("new = torch.ones(1000)")
+    assert changes(run("%devices --diff")) == [("came", "new")]
+
+
+def test_a_second_time_there_is_nothing_new(run) -> None:
+    run("%devices ;\nnew = torch.ones(1000)")
+    run("%devices --diff")
+    report = run("%devices --diff")
+    assert len(report) == 0
+    assert str(report).startswith("No tensor came or went since %devices in cell")
+
+
+def test_asking_why_is_no_look(run) -> None:
+    run("%devices ;")
+    run("new = torch.ones(1000)")
+    run("%devices --why new")
+    assert changes(run("%devices --diff")) == [("came", "new")]
+
+
+def test_with_code_before_it_it_compares_with_the_start_of_its_cell(run, bare_shell) -> None:
+    run("%devices ;")
+    run("earlier = torch.ones(10)")
+    number = bare_shell.execution_count
+    report = run("now = torch.ones(100)\ndel earlier\n%devices --diff")
+    assert changes(report) == [("came", "now"), ("went", "earlier")]
+    assert report.since == f"the start of cell {number}"
+
+
+def test_a_cell_that_fails_before_its_diff_leaves_its_start_to_compare_with(run, bare_shell) -> None:
+    number = bare_shell.execution_count
+    run("now = torch.ones(100)\n1/0\n%devices --diff")
+    report = run("%devices --diff")
+    assert changes(report) == [("came", "now")]
+    assert report.since == f"the start of cell {number}"
+
+
+def test_a_first_diff_has_nothing_to_compare_with_and_is_where_the_next_begins(run) -> None:
+    run("x = torch.ones(10)")
+    first = run("%devices --diff")
+    assert len(first) == 0
+    assert "Nothing to compare with yet" in str(first)
+    run("y = torch.ones(20)")
+    assert changes(run("%devices --diff")) == [("came", "y")]
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        ("x = 1\n%devices --diff", True),
+        ("x = 1\nd = %devices --min 1MiB --diff;", True),
+        ("if x:\n    %devices --diff", True),
+        ("%devices --diff\nx = 1", False),
+        ("# a comment\n\n%%time\n%devices --diff", False),
+        ("x = 1\n%devices\ny = 1\n%devices --diff", False),
+        ("x = 1\n%devices  # --diff", False),
+        ("x = 1\n%devices --different", False),
+        ("x = 1\n%devicesx --diff", False),
+        ("x = '%devices --diff'", False),
+    ],
+)
+def test_which_cells_are_looked_at_when_they_start(cell, expected) -> None:
+    assert compares_with_its_start(cell) is expected
+
+
+def test_a_cell_without_a_diff_is_not_looked_at(run, monkeypatch) -> None:
+    looked = []
+    monkeypatch.setattr("gpumagic.probes.tensors.probe", lambda *_args, **_more: looked.append(1))
+    run("x = 1")
+    assert looked == []
+
+
+def test_a_look_keeps_nothing_alive(run, bare_shell) -> None:
+    run("x = torch.ones(1241)")
+    watch = weakref.ref(bare_shell.user_ns["x"])
+    run("%devices ;")
+    run("del x")
+    assert watch() is None
+
+
+def test_after_unloading_no_cell_is_looked_at(bare_shell) -> None:
+    before = len(bare_shell.events.callbacks["pre_run_cell"])
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    assert len(bare_shell.events.callbacks["pre_run_cell"]) == before
+
+
+def test_a_tensor_that_only_an_output_keeps_now_has_lost_its_name(run, bare_shell) -> None:
+    number = bare_shell.execution_count
+    run("x = torch.ones(1242)\nx")
+    run("%devices ;")
+    run("del x")
+    (row,) = [row for row in run("%devices --diff") if row.shape == (1242,)]
+    assert (row.change, row.name, row.holder) == ("lost its name", "x", f"Out[{number}]")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--diff --held", "not allowed with argument"),
+        ("--why", "expected one argument"),
+        ("--why nothing_like_it", "no live tensor is called 'nothing_like_it'"),
+        ("--release-helt", "did you mean --release-held?"),
+        ("--by size", "invalid choice"),
+    ],
+)
+def test_a_line_that_cannot_be_followed_is_one_line(run, bare_shell, line, message) -> None:
+    with pytest.raises(UsageError) as caught:
+        bare_shell.run_line_magic("devices", line)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_why_a_tensor_is_there_is_a_small_tree(run) -> None:
+    run("cfg = {'k': [torch.ones(1243)]}\nalias = cfg['k']")
+    lines = str(run("%devices --why cfg['k'][0]")).splitlines()
+    assert lines[1:] == [
+        "kept by 2 holders:",
+        "alias   list",
+        "└─ [0]  Tensor",
+        "cfg        dict",
+        "└─ ['k']   list",
+        "   └─ [0]  Tensor",
+        "To free it: del alias[0]; del cfg['k'][0]",
+    ]
+    html = run("%devices --why cfg['k'][0]")._repr_html_()
+    assert "<li><code>cfg</code>" in html
+    assert "&#x27;k&#x27;" in html

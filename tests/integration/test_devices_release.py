@@ -1,0 +1,184 @@
+"""`%devices --held` and `--release-held` in a real shell: exactly what the session keeps goes, to the byte."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pytest
+import torch
+
+import gpumagic
+
+DEVICE = "simgpu:0"
+
+
+@pytest.fixture
+def run(bare_shell, two_devices):
+    """Return a function that runs a cell in a shell with the extension loaded, and returns its value."""
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_cell("import torch", store_history=True)
+    gc.collect()
+
+    def run_cell(source):
+        return bare_shell.run_cell(source, store_history=True).result
+
+    yield run_cell
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    bare_shell.run_line_magic("reset", "-f")
+    bare_shell.InteractiveTB.tb = None
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
+
+
+def held_by(report, elements):
+    """Return (holder, command) of the storages that a one-dimensional tensor of so many elements fills."""
+    return [(row.holder, row.command) for row in report if row.shape == (elements,)]
+
+
+def freed(report):
+    """Return the bytes that came back on the first simulated device."""
+    return {row.device: row.freed for row in report}[DEVICE]
+
+
+def test_a_displayed_and_deleted_tensor_is_released_to_the_byte(run, bare_shell) -> None:
+    before = torch.simgpu.memory_allocated(0)
+    number = bare_shell.execution_count
+    run(f"x = torch.ones(1_000_000, device={DEVICE!r})\nx")
+    run("del x")
+    held = run("%devices --held")
+    assert held_by(held, 1_000_000) == [(f"Out[{number}]", "%devices --release-held")]
+    report = run("%devices --release-held")
+    assert freed(report) == 4_000_256
+    assert torch.simgpu.memory_allocated(0) == before
+    assert f"Out[{number}]" in report.released
+
+
+@pytest.mark.parametrize("later", [[], ["1 + 1"], ["%devices --why nothing"]])
+def test_a_local_of_a_failed_cell_is_released_to_the_byte(run, later) -> None:
+    """Also after a cell that worked, and after a usage error, which leaves only the formatter's traceback."""
+    before = torch.simgpu.memory_allocated(0)
+    run(f"def step():\n    hidden = torch.ones(1_000_000, device={DEVICE!r})\n    raise ValueError('no')")
+    run("step()")
+    for source in later:
+        run(source)
+    assert held_by(run("%devices --held"), 1_000_000) == [("last traceback", "%devices --release-held")]
+    assert freed(run("%devices --release-held")) == 4_000_256
+    assert torch.simgpu.memory_allocated(0) == before
+
+
+def test_an_argument_of_the_error_and_the_locals_of_its_cause_are_released(run) -> None:
+    before = torch.simgpu.memory_allocated(0)
+    run(
+        f"def inner():\n    deep = torch.ones(1001, device={DEVICE!r})\n"
+        f"    raise KeyError(torch.ones(1002, device={DEVICE!r}))"
+    )
+    run("try:\n    inner()\nexcept KeyError as error:\n    raise ValueError('no') from error")
+    run("%devices --release-held")
+    assert torch.simgpu.memory_allocated(0) == before
+
+
+def test_a_local_that_holds_its_own_error_is_released(run) -> None:
+    before = torch.simgpu.memory_allocated(0)
+    run(
+        f"def step():\n    hidden = torch.ones(1003, device={DEVICE!r})\n    try:\n        1/0\n"
+        "    except ZeroDivisionError as error:\n        kept = error\n    raise ValueError(kept)"
+    )
+    run("step()")
+    run("%devices --release-held")
+    assert torch.simgpu.memory_allocated(0) == before
+
+
+def test_nothing_of_the_user_s_changes(run, bare_shell) -> None:
+    """Neither variables, an underscore of the user's own, nor outputs without such tensors."""
+    number = bare_shell.execution_count
+    run(f"torch.ones(1004, device={DEVICE!r})")
+    run("'a text'")
+    run(f"x = torch.ones(1005, device={DEVICE!r})\nx")
+    run("_ = 'mine'")
+    names = {name: value for name, value in bare_shell.user_ns.items() if name not in {"_", "__", "___", f"_{number}"}}
+    assert run("%devices --release-held").released == (f"Out[{number}]",)
+    assert bare_shell.user_ns["_"] == "mine"
+    assert {number + 1, number + 2} <= set(bare_shell.user_ns["Out"])
+    assert number not in bare_shell.user_ns["Out"]
+    assert all(bare_shell.user_ns[name] is value for name, value in names.items() if not name.startswith("_i"))
+    run("2 + 2")
+    assert bare_shell.user_ns["_"] == "mine", "IPython has to go on respecting it"
+
+
+def test_the_underscore_goes_on_working(run, bare_shell) -> None:
+    run(f"torch.ones(1006, device={DEVICE!r})")
+    run("%devices --release-held;")
+    assert bare_shell.user_ns["_"] == ""
+    run("40 + 2")
+    assert run("_ + 1") == 43
+    assert run("__") == 42
+
+
+def test_an_output_that_only_leads_to_a_named_tensor_stays(run, bare_shell) -> None:
+    run(f"x = torch.ones(1007, device={DEVICE!r})")
+    number = bare_shell.execution_count
+    run("{'k': x}")
+    run("def step(hidden):\n    raise ValueError('no')")
+    run("step(x)")
+    report = run("%devices --release-held")
+    assert report.released == ()
+    assert "Nothing to release" in str(report)
+    assert number in bare_shell.user_ns["Out"]
+    assert sys.last_traceback is not None
+
+
+def test_an_error_that_a_variable_leads_to_stays_whole(run, bare_shell) -> None:
+    run(f"def step():\n    hidden = torch.ones(1008, device={DEVICE!r})\n    raise ValueError('no')")
+    run("step()")
+    run("import sys; mine = [sys.last_value]")
+    run("%devices --release-held")
+    frame = bare_shell.user_ns["mine"][0].__traceback__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    assert frame.tb_frame.f_locals["hidden"].shape == (1008,)
+
+
+def test_what_is_left_is_said_with_what_would_free_it(run) -> None:
+    run(f"cycle = [torch.ones(1009, device={DEVICE!r})]\ncycle.append(cycle)\ndel cycle")
+    run(f"torch.ones(1010, device={DEVICE!r})")
+    report = run("%devices --release-held")
+    assert [row.shape for row in report.left if row.device == DEVICE] == [(1009,)]
+    assert "Still held" in str(report)
+
+
+def test_a_cpu_tensor_counts_by_its_size_since_there_is_no_allocator_to_ask(run) -> None:
+    run("torch.ones(1_000_003)")
+    report = run("%devices --release-held")
+    assert [(row.freed, row.allocated_before) for row in report if row.device == "cpu"] == [(4_000_012, None)]
+
+
+def test_the_functions_do_the_same_as_the_magics(run, bare_shell) -> None:
+    number = bare_shell.execution_count
+    run(f"torch.ones(1011, device={DEVICE!r})")
+    run("import gpumagic")
+    assert held_by(run("gpumagic.devices().held()"), 1011)[0][0] == f"Out[{number}]"
+    assert run(f"gpumagic.why('Out[{number}]')").tensor.shape == (1011,)
+    assert freed(run("gpumagic.release_held()")) == 4096
+
+
+def test_a_script_has_only_python_s_own_last_error_to_forget() -> None:
+    assert gpumagic.release_held().released in ((), ("last traceback",))
+
+
+def test_the_report_is_plain_data_with_stable_columns(run) -> None:
+    run(f"torch.ones(1012, device={DEVICE!r})")
+    held = run("%devices --held").to_pandas()
+    assert list(held)[:4] == ["number", "device", "nbytes", "shape"]
+    frame = run("%devices --release-held").to_pandas()
+    assert list(frame) == ["device", "freed", "storages", "allocated_before", "allocated_after"]
+
+
+def test_held_in_both_forms_says_what_frees_it(run) -> None:
+    run(f"torch.ones(1013, device={DEVICE!r})")
+    bundle = run("%devices --held")._repr_mimebundle_()
+    assert "%devices --release-held frees" in bundle["text/plain"]
+    assert "%devices --release-held frees" in bundle["text/html"]
+    run("%devices --release-held")
+    gc.collect()
+    assert str(run(f"%devices {DEVICE} --held --min 1")).startswith("Nothing is held")

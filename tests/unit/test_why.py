@@ -1,0 +1,163 @@
+"""Why a tensor is still there: every holder, the way from each, and the line that makes it let go."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpumagic.errors import OptionError
+from gpumagic.probes.tensors import probe
+from gpumagic.probes.why import probe as why
+
+
+def commands(report):
+    """Return the line for each holder, by the holder."""
+    return {way.root: way.command for way in report}
+
+
+class Net(torch.nn.Module):
+    """A module that keeps a tensor on the side."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(3, 2)
+        self.cache = {}
+
+
+Pair = collections.namedtuple("Pair", "x y")  # noqa: PYI024  the form found in notebooks
+
+
+def test_the_way_to_a_parameter_is_told_step_by_step() -> None:
+    (way,) = why("model.fc.weight", {"model": Net()})
+    assert way.expression == "model.fc.weight"
+    assert way.steps == (("model", "Net"), (".fc", "Linear"), (".weight", "Parameter"))
+    assert way.command == "del model.fc.weight"
+
+
+def test_every_variable_that_leads_to_it_is_a_holder_the_nearest_first() -> None:
+    shared = [torch.ones(3)]
+    namespace = {"deep": {"a": {"b": shared}}, "one": shared, "two": shared, "x": shared[0]}
+    report = why("x", namespace)
+    assert [way.root for way in report] == ["x", "one", "two", "deep"]
+    assert report[3].expression == "deep['a']['b'][0]"
+
+
+def test_a_view_keeps_the_whole_storage() -> None:
+    whole = torch.ones(100)
+    namespace = {"whole": whole, "part": whole[:1]}
+    assert commands(why("whole", namespace)) == {"whole": "del whole", "part": "del part"}
+    assert commands(why("part", namespace)) == {"whole": "del whole", "part": "del part"}
+
+
+MAKERS = {
+    "del x": lambda t: ("x", t),
+    "del x[0]": lambda t: ("x", [t]),
+    "del x['k']": lambda t: ("x", {"k": t}),
+    "del x['k'][1]": lambda t: ("x", {"k": [0, t]}),
+    "del x.best": lambda t: ("x", Run(t)),
+    "del x[0].best": lambda t: ("x", [Run(t)]),
+    "del x['pair']": lambda t: ("x", {"pair": (0, (t,))}),
+    "del x ": lambda t: ("x", (t,)),
+    "del x  ": lambda t: ("x", Pair(0, t)),
+    "del x   ": lambda t: ("x", {t}),
+    "del x['set']": lambda t: ("x", {"set": {t}}),
+    "del x    ": lambda t: ("x", {(1, 2): t}),
+}
+
+
+class Run:
+    """An object of a class of the user's."""
+
+    def __init__(self, best):
+        self.best = best
+
+
+@pytest.mark.parametrize("line", MAKERS)
+def test_the_line_given_is_code_that_frees_it(line) -> None:
+    namespace = dict([MAKERS[line](torch.ones(3))])
+    (row,) = [row for row in probe(namespace) if row.name]
+    (way,) = why(row.name, namespace)
+    assert way.command == line.strip()
+    exec(way.command, namespace)
+    gc.collect()
+    assert not [row for row in probe(namespace) if row.name]
+
+
+def test_the_state_of_an_optimizer_is_freed_with_all_that_belongs_to_its_parameter() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.fc(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    namespace = {"model": model, "opt": optimizer, "first": [model.fc.weight]}
+    (way,) = why("opt.state[model.fc.weight].momentum_buffer", namespace)
+    assert [text for text, _ in way.steps] == ["opt", ".state[model.fc.weight]", ".momentum_buffer"]
+    before = probe(namespace)
+    exec(way.command, namespace)
+    assert {row.kind for row in probe(namespace).since(before)} == {"optimizer state"}
+
+
+def test_a_gradient_is_kept_by_its_leaf_and_freed_through_it() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.sum().backward()
+    namespace = {"weight": weight, "all": [weight]}
+    report = why("weight.grad", namespace)
+    assert report.tensor.kind == "gradient"
+    assert commands(report) == {"weight": "weight.grad = None", "all": "all[0].grad = None"}
+
+
+def test_a_name_may_have_lost_its_quotes_on_a_magic_s_line() -> None:
+    namespace = {"cfg": {"a key": [torch.ones(3)]}}
+    assert why("cfg[a key][0]", namespace).tensor.name == "cfg['a key'][0]"
+
+
+def test_a_number_from_a_report_stands_for_its_storage() -> None:
+    namespace = {"x": torch.ones(3)}
+    (row,) = [row for row in probe(namespace) if row.name == "x"]
+    assert why(str(row.numbers[0]), namespace).tensor.name == "x"
+    del namespace["x"]
+    with pytest.raises(OptionError, match="no live tensor has the number"):
+        why(str(row.numbers[0]), namespace)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("modle.fc.wieght", "did you mean model.fc.weight"),
+        ("model", "'model' is no tensor but leads to model.fc.weight, model.fc.bias; name one of them"),
+        ("zzz", "%devices lists those there are"),
+    ],
+)
+def test_an_unknown_name_is_one_line_that_says_what_is_near(name, message) -> None:
+    with pytest.raises(OptionError) as caught:
+        why(name, {"model": Net()})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_asking_keeps_nothing() -> None:
+    namespace = {"cfg": {"k": [torch.ones(3)]}}
+    watch = weakref.ref(namespace["cfg"]["k"][0])
+    report = why("cfg['k'][0]", namespace)
+    namespace.clear()
+    assert watch() is None
+    assert report.to_pandas()["root"].tolist() == ["cfg"]
+
+
+def test_many_references_are_followed_only_so_far(monkeypatch) -> None:
+    monkeypatch.setattr("gpumagic.probes.references.MAX_STEPS", 10)
+    namespace = {"x": torch.ones(3), "many": [[number] for number in range(100)]}
+    assert "there may be more holders" in why("x", namespace).notes[0]
+
+
+def test_the_shell_is_no_holder() -> None:
+    tensor = torch.ones(3)
+    shell = SimpleNamespace(
+        user_ns={}, user_ns_hidden={}, secret=tensor, displayhook=None, last_execution_result=None
+    )  # fmt: skip
+    shell.user_ns.update(ip=shell, x=tensor)
+    assert [way.root for way in why("x", shell.user_ns, shell)] == ["x"]
