@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpumagic.probes import holders, last_error, outputs, references, tensors
+from gpumagic.probes.anatomy import opener_of
 from gpumagic.probes.paths import Path, spell
 from gpumagic.probes.references import References, Step
 from gpumagic.probes.storages import Ledger, uncollected, undisturbed
 from gpumagic.reports import TensorReport, TensorRow, WayRow, WhyReport
 from gpumagic.reports.held import RELEASE
-from gpumagic.reports.lookup import find
+from gpumagic.reports.lookup import find, plain
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -35,7 +36,7 @@ def probe(name: str, namespace: Mapping[str, object], shell: InteractiveShell | 
         OptionError: no live tensor goes by this name; the message says which nearly do.
     """
     report = tensors.probe(namespace, shell=shell)
-    row = find(name, report)
+    row = find(name, report, also=_numbers_at(name, namespace))
     owner = _owner_of_gradient(row, report)
     graph = References(holders._never_opened(namespace, shell), references.MAX_STEPS)
     try:
@@ -48,6 +49,39 @@ def probe(name: str, namespace: Mapping[str, object], shell: InteractiveShell | 
     finally:
         graph.release()
     return WhyReport(row, tuple(ways), tuple(_notes(ways, graph)))
+
+
+def _numbers_at(name: str, namespace: Mapping[str, object]) -> list[int]:
+    """Return the numbers of the storage that a name leads to, where it is not one of the names of its row.
+
+    A list under two variables gives what is in it the name through one of them.
+    """
+    wanted = plain(name)
+    root = next((each for each in _beginnings(wanted) if each in namespace), None)
+    if root is None:
+        return []
+    with undisturbed():
+        tensor = _below(namespace[root], wanted[len(root) :])
+        return [] if tensor is None else Ledger().numbers(tensor)
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    return (name[:end] for end in range(len(name), 0, -1) if name[:end].isidentifier())
+
+
+def _below(value: object, rest: str) -> Any:
+    """Return the tensor that the rest of a name leads to, or None."""
+    opener = opener_of(type(value))
+    if not rest or opener is None:
+        return value if opener is not None and opener.is_tensor else None
+    for branch in opener.branches(value, opener):
+        for key, child in branch.children:
+            step = plain(spell(Path(Path(None, "name", "", 0, 0), branch.style, key, 0, 0), lambda _: None))
+            if rest.startswith(step):
+                found = _below(child, rest[len(step) :])
+                if found is not None:
+                    return found
+    return None
 
 
 def _hidden(shell: InteractiveShell | None) -> dict[str, object]:

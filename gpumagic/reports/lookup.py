@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpumagic.errors import OptionError
@@ -14,13 +15,19 @@ if TYPE_CHECKING:
 _FEW = 3
 
 
-def find(text: str, report: TensorReport) -> TensorRow:
+def find(text: str, report: TensorReport, also: Sequence[int] = ()) -> TensorRow:
     """Return the row that a name, a holder or a number of a report stands for; of several the largest.
+
+    Args:
+        text: what was typed.
+        report: where it is looked for.
+        also: numbers of storages that it stands for where no row has it.
 
     Raises:
         OptionError: there is none; the message says what nearly is.
     """
     rows = [row for row in report if _goes_by(plain(text), row)]
+    rows = rows or [row for row in report if not set(also).isdisjoint(row.numbers)]
     if rows:
         return max(rows, key=lambda row: row.nbytes or 0)
     raise OptionError(_why_not(text, report))

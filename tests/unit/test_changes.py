@@ -41,15 +41,22 @@ def test_nothing_changed_is_an_empty_report() -> None:
 
 
 def test_a_storage_at_the_address_of_a_dead_one_is_another() -> None:
-    namespace: dict[str, torch.Tensor] = {}
-    addresses: list[int] = []
-    while len(addresses) == len(set(addresses)):
-        assert len(addresses) < 1000, "no address was ever used again, so this shows nothing"
+    dead = torch.ones(77).untyped_storage()
+    number, address = identity.of_storage(dead), dead._cdata
+    del dead
+    live = torch.ones(77).untyped_storage()
+    identity._storages[live._cdata] = identity._storages.pop(address)  # as if it had got the same address
+    assert identity.of_storage(live) != number
+    assert identity.of_storage(live) == identity.of_storage(live)
+
+
+def test_a_tensor_made_anew_under_the_same_name_is_new_each_time() -> None:
+    namespace = {"x": torch.ones(77)}
+    for _ in range(3):
         before = probe(namespace)
-        namespace.pop("x", None)
+        del namespace["x"]
         namespace["x"] = torch.ones(77)
-        addresses.append(namespace["x"].untyped_storage()._cdata)
-        assert ("came", "x", 308) in changes(before, probe(namespace))
+        assert changes(before, probe(namespace)) == [("came", "x", 308), ("went", "x", -308)]
 
 
 def test_a_tensor_rebound_to_another_name_is_neither_new_nor_gone() -> None:

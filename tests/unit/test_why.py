@@ -115,6 +115,13 @@ def test_a_name_may_have_lost_its_quotes_on_a_magic_s_line() -> None:
     assert why("cfg[a key][0]", namespace).tensor.name == "cfg['a key'][0]"
 
 
+@pytest.mark.parametrize("name", ["one[0]", "two[0]", "deep['a'][0]", "deep[a][0]", "run.best[0]"])
+def test_any_way_of_writing_it_will_do(name) -> None:
+    shared = [torch.ones(3)]
+    namespace = {"one": shared, "two": shared, "deep": {"a": shared}, "run": Run(shared)}
+    assert why(name, namespace).tensor.shape == (3,)
+
+
 def test_a_number_from_a_report_stands_for_its_storage() -> None:
     namespace = {"x": torch.ones(3)}
     (row,) = [row for row in probe(namespace) if row.name == "x"]
