@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from gpumagic.probes import allocator, holders, last_error, outputs, tensors
-from gpumagic.probes.storages import Ledger, undisturbed
+from gpumagic.probes.storages import Ledger, uncollected, undisturbed
 from gpumagic.reports import FreedRow, ReleaseReport, TensorReport
 
 if TYPE_CHECKING:
@@ -20,12 +20,13 @@ def release(namespace: Mapping[str, object], shell: InteractiveShell | None = No
         namespace: the notebook's variables; none of them changes.
         shell: the shell they belong to; without one only Python's own last error is looked at.
     """
-    before = tensors.probe(namespace, shell=shell)
-    figures = allocator.all_figures()
-    wanted = {number for row in before if row.name is None for number in row.numbers}
-    released = _forget(wanted, namespace, shell) if wanted else ()
-    now = allocator.all_figures()
-    after = tensors.probe(namespace, shell=shell)
+    with uncollected():  # what came back has to be what was let go of, not what a collection found
+        before = tensors.probe(namespace, shell=shell)
+        figures = allocator.all_figures()
+        wanted = {number for row in before if row.releasable for number in row.numbers}
+        released = _forget(wanted, namespace, shell) if wanted else ()
+        now = allocator.all_figures()
+        after = tensors.probe(namespace, shell=shell)
     return ReleaseReport(tuple(_freed(before, after, figures, now)), released, after.held())
 
 
@@ -39,7 +40,7 @@ def _forget(wanted: set[int], namespace: Mapping[str, object], shell: Interactiv
                 labels.append(label)
         outputs.forget(shell, values)
         values.clear()
-    if any(_reaches(each, wanted, namespace, shell) for each in holders._kept_by_errors(shell)):
+    if any(_reaches(each, wanted, namespace, shell) for each in last_error.remembered(shell)):
         last_error.forget(namespace, shell)
         labels.append(holders.TRACEBACK)
     return tuple(labels)

@@ -7,7 +7,7 @@ from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.probes import holders, last_error, outputs, references, tensors
-from gpumagic.probes.anatomy import opener_of
+from gpumagic.probes.openers import opener_of
 from gpumagic.probes.paths import Path, spell
 from gpumagic.probes.references import References, Step
 from gpumagic.probes.storages import Ledger, uncollected, undisturbed
@@ -42,10 +42,12 @@ def probe(name: str, namespace: Mapping[str, object], shell: InteractiveShell | 
     try:
         with undisturbed(), uncollected():
             hidden = _hidden(shell)
-            graph.explore([*holders.variables(namespace, shell), *hidden.items()])
+            others = [*holders.running_roots(), *holders.module_roots(namespace)]
+            graph.explore([*holders.variables(namespace, shell), *hidden, *others])
             targets = map(id, _over(owner or row, graph))
-            ways = [_way(steps, graph, hidden, owner is not None) for steps in graph.ways(targets)]
+            ways = [_way(steps, graph, dict(hidden), owner is not None) for steps in graph.ways(targets)]
             hidden.clear()
+            others.clear()
     finally:
         graph.release()
     return WhyReport(row, tuple(ways), tuple(_notes(ways, graph)))
@@ -84,12 +86,12 @@ def _below(value: object, rest: str) -> Any:
     return None
 
 
-def _hidden(shell: InteractiveShell | None) -> dict[str, object]:
+def _hidden(shell: InteractiveShell | None) -> list[tuple[str, object]]:
     """Return what the session keeps beside the variables, each value under one label."""
     found = [] if shell is None else list(outputs.shown(shell))
-    found += [(holders.TRACEBACK, error) for error in last_error.remembered(shell)]
+    found += [(holders.TRACEBACK, each) for each in last_error.remembered(shell)]
     labels = {id(value): label for label, value in reversed(found)}
-    return {label: value for label, value in found if labels[id(value)] == label}
+    return [(label, value) for label, value in found if labels[id(value)] == label]
 
 
 def _owner_of_gradient(row: TensorRow, report: TensorReport) -> TensorRow | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from gpumagic.reports.tensors import TensorRow
 
 RELEASE = "%devices --release-held"
-_SESSION = re.compile(r"Out\[|_|user_ns_hidden|last traceback|display hook|last result")
 COLLECT = "import gc; gc.collect()"
 
 
@@ -96,7 +94,7 @@ def held_rows(rows: Iterable[TensorRow]) -> Iterator[HeldRow]:
 
 def command(row: TensorRow) -> str | None:
     """Return the line that lets go of a storage that no variable reaches, or None where none is known."""
-    if row.releasable or (row.holder is not None and _SESSION.match(row.holder)):
+    if row.releasable:
         return RELEASE
     if row.holder is not None and "cycle" in row.holder:
         return COLLECT

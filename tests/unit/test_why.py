@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import gc
 import weakref
 from types import SimpleNamespace
@@ -11,8 +12,14 @@ import pytest
 import torch
 
 from gpumagic.errors import OptionError
+from gpumagic.probes import why as why_
 from gpumagic.probes.tensors import probe
-from gpumagic.probes.why import probe as why
+
+
+def why(name, namespace, shell=None):
+    """Return the report without the holders that the tests are: running functions."""
+    report = why_.probe(name, namespace, shell)
+    return dataclasses.replace(report, ways=tuple(way for way in report if not way.root.startswith("running ")))
 
 
 def commands(report):
@@ -168,3 +175,28 @@ def test_the_shell_is_no_holder() -> None:
     )  # fmt: skip
     shell.user_ns.update(ip=shell, x=tensor)
     assert [way.root for way in why("x", shell.user_ns, shell)] == ["x"]
+
+
+def test_a_running_function_is_a_holder_that_no_line_frees() -> None:
+    held = [torch.ones(3)]
+    report = why_.probe("x", {"x": held[0]})
+    name = test_a_running_function_is_a_holder_that_no_line_frees.__name__
+    (way,) = [way for way in report if way.root == f"running {name}()"]
+    assert (way.command, way.steps[1:]) == (None, ((".held", "list"), ("[0]", "Tensor")))
+    assert f"once running {name}() lets go of it" in " ".join(str(report).split())
+
+
+def test_a_closure_and_a_generator_are_ways_too() -> None:
+    def keeper():
+        hidden = torch.ones(5)
+        return lambda: hidden
+
+    def stream():
+        hidden = torch.ones(7)
+        yield hidden.sum().item()
+
+    namespace = {"step": keeper(), "gen": stream()}
+    next(namespace["gen"])
+    found = {row.shape: row.name for row in probe(namespace) if row.name}
+    assert commands(why(found[5,], namespace)) == {"step": "del step"}
+    assert commands(why(found[7,], namespace)) == {"gen": "del gen"}
