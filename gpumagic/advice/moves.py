@@ -35,7 +35,7 @@ def suggestions(
         both: variables whose tensor is alive beside its copy on the device.
         lines: the code, numbered.
     """
-    code = loop_code.read(lines)
+    code = loop_code.read(lines) if moves or syncs else LoopCode()
     return (
         *(_hoist(row, code) for row in moves if _is_repeated(row)),
         *_waits(moves, syncs, code),

@@ -11,8 +11,9 @@ import linecache
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumagic.probes import frames
 
@@ -32,34 +33,21 @@ class WatchedCode:
     line: int | None = None
     _variables: dict[str, Any] = field(default_factory=dict)
 
-    def tree(self) -> ast.AST | None:
-        """Return the syntax of the code, None where it cannot be had."""
-        source = "".join(linecache.getlines(self.filename or "", dict(self.namespace)))
-        try:
-            tree = ast.parse(source)
-        except (SyntaxError, ValueError):
-            return None
-        return tree if self.line is None else _at(tree, self.line)
-
     def lines(self) -> tuple[tuple[int, str], ...]:
         """Return the code's numbered lines, without their common indentation."""
-        text = linecache.getlines(self.filename or "", dict(self.namespace))
-        first, last = 1, len(text)
-        if self.line is not None:
-            tree = self.tree()
-            if tree is None:
-                return ()
-            first, last = _first_line(tree), int(getattr(tree, "end_lineno", 0))
+        text = self._text()
+        block = _read("".join(text), self.line)
+        first, last = (1, len(text)) if self.line is None else (block.first, block.last)
         numbered = [(number, _as_written(text[number - 1].rstrip(), number)) for number in range(first, last + 1)]
         indent = min((len(code) - len(code.lstrip()) for _, code in numbered if code.strip()), default=0)
         return tuple((number, code[indent:]) for number, code in numbered)
 
-    def names(self) -> list[str]:
+    def names(self) -> tuple[str, ...]:
         """Return the variables that the code names, in order of appearance."""
-        tree = self.tree()
-        body: list[Any] = [] if tree is None else getattr(tree, "body", [])
-        found = (node.id for statement in body for node in ast.walk(statement) if isinstance(node, ast.Name))
-        return list(dict.fromkeys(found))
+        return _read("".join(self._text()), self.line).names
+
+    def _text(self) -> list[str]:
+        return linecache.getlines(self.filename or "")
 
     def look(self, frame: FrameType) -> None:
         """Note what the names are bound to in the frame of a `with` block that ends."""
@@ -77,7 +65,28 @@ def of_function(code: CodeType, namespace: Mapping[str, Any]) -> WatchedCode:
     return WatchedCode(namespace, code.co_filename, code.co_firstlineno)
 
 
-def _at(tree: ast.AST, line: int) -> ast.AST | None:
+class _Block(NamedTuple):
+    names: tuple[str, ...] = ()
+    first: int = 1
+    last: int = 0
+
+
+@lru_cache(maxsize=32)
+def _read(source: str, line: int | None) -> _Block:
+    """Return what is to be known of a block; remembered, since a `with` in a loop comes here each turn."""
+    try:
+        tree: Any = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return _Block()
+    block = tree if line is None else _at(tree, line)
+    if block is None:
+        return _Block()
+    names = (node.id for statement in block.body for node in ast.walk(statement) if isinstance(node, ast.Name))
+    found = tuple(dict.fromkeys(names))
+    return _Block(found) if line is None else _Block(found, _first_line(block), block.end_lineno)
+
+
+def _at(tree: ast.AST, line: int) -> Any:
     """Return the innermost `with` whose head is on the line, or the function that begins there."""
     found: ast.AST | None = None
     for node in ast.walk(tree):

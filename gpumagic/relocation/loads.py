@@ -52,6 +52,8 @@ def _look_up(name: str, namespace: MutableMapping[str, Any]) -> Load:
     if not load.contents.add(namespace[name]):
         kind = type(namespace[name]).__name__
         hint = "; torch.from_numpy makes it a tensor" if kind == "ndarray" else ""
+        if hasattr(type(namespace[name]), "to"):
+            hint = f"; it has a .to() of its own: {name} = {name}.to(...)"
         raise OptionError(f"{CAUSE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move{hint}")
     return load
 

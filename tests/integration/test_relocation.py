@@ -349,6 +349,11 @@ def state(namespace: dict[str, Any]) -> Any:
     )
 
 
+class Graph:
+    def to(self, device: str) -> None:
+        pytest.fail("nobody knows what it would change")
+
+
 class Refuses(torch.nn.Linear):
     """As the quantized models of transformers do."""
 
@@ -435,13 +440,13 @@ def test_an_interrupt_in_the_middle_changes_nothing(monkeypatch: pytest.MonkeyPa
     [
         ("modle", "there is no variable 'modle'; did you mean model?"), ("zz", "write names of variables"),
         ("lr", r"'lr' \(float\) holds no tensor"), ("array", "torch.from_numpy"),
-        ("empty", r"'empty' \(list\) holds no"),
+        ("empty", r"'empty' \(list\) holds no"), ("graph", r"graph = graph.to\(...\)"),
     ],
 )  # fmt: skip
 def test_a_name_that_cannot_be_meant_is_said_in_one_line(name: str, said: str) -> None:
     import numpy as np
 
-    namespace = {"model": torch.nn.Linear(2, 2), "lr": 0.1, "array": np.ones(3), "empty": [1, "a"]}
+    namespace = {"model": torch.nn.Linear(2, 2), "lr": 0.1, "array": np.ones(3), "empty": [1, "a"], "graph": Graph()}
     with pytest.raises(OptionError, match=said):
         relocate(["model", name], namespace, THERE)
     assert devices(namespace["model"].parameters()) == {"cpu"}
