@@ -89,13 +89,17 @@ class CellSessions:
         self._sessions.clear()
         _in_reverse(mine, lambda session: session.close(None))
 
-    def start(self, guard: Guard) -> None:
-        """Put a guard around the rest of the running cell.
+    def start(self, guard: Guard, info: ExecutionInfo | None = None) -> None:
+        """Put a guard around the rest of a cell.
+
+        Args:
+            guard: takes the place of an earlier one of its name.
+            info: the cell, where it is about to start; the running one without.
 
         Raises:
             GpuMagicError: no cell is running in this thread; or what `guard.open` raises.
         """
-        info = self._running()
+        info = info or self._running()
         if info is None:
             raise GpuMagicError(
                 f"%{guard.name} acts on the rest of a cell, and here is none; "
@@ -107,6 +111,16 @@ class CellSessions:
         except BaseException:
             self._forget([session])
             raise
+
+    def drop(self, guard: Guard) -> None:
+        """Take a guard away from its cell; it is closed, and shows nothing."""
+        for session in [each for each in self._sessions if each.guard is guard]:
+            self._forget([session])
+            session.close(None)
+
+    def is_any_running(self) -> bool:
+        """Tell whether this thread runs a cell that shows something."""
+        return bool(self._cells.get(threading.get_ident()))
 
     def ready_body(self, runs: Runs, body: str) -> Callable[[], object]:
         """Return what runs the body of a cell magic under a guard and returns its last expression's value.
@@ -129,6 +143,8 @@ class CellSessions:
 
     def _run_body(self, runs: Runs, code: CellBody, info: ExecutionInfo | None) -> object:
         __tracebackhide__ = True
+        if info is not None and code.ends_cell:
+            self._replace(runs.guard().name, info)
         outcome = run(runs, code.run, code.source)
         for name, report in runs.finish(outcome):
             self._show(report, name, info, at_end=code.ends_cell)
@@ -149,14 +165,18 @@ class CellSessions:
             self._add(_Ready(name, report), info)
 
     def _add(self, guard: Guard, info: ExecutionInfo) -> _Session:
-        """Add a guard to a cell; an earlier one of its name is closed, and shows nothing."""
-        earlier = [each for each in self._mine() if each.info is info and each.guard.name == guard.name]
-        self._forget(earlier)
-        _in_reverse(earlier, lambda session: session.close(None))
+        """Add a guard to a cell."""
+        self._replace(guard.name, info)
         thread = threading.get_ident()
         session = _Session(guard, info, thread, depth=len(self._cells.get(thread, ())))
         self._sessions.append(session)
         return session
+
+    def _replace(self, name: str, info: ExecutionInfo) -> None:
+        """Close the guards of a name that a cell has; they show nothing."""
+        earlier = [each for each in self._mine() if each.info is info and each.guard.name == name]
+        self._forget(earlier)
+        _in_reverse(earlier, lambda session: session.close(None))
 
     def _mine(self) -> list[_Session]:
         """Return this thread's sessions: what a guard enters belongs to its thread, as torch's modes do."""
@@ -185,9 +205,11 @@ class CellSessions:
         if result is None:
             return
         ended = [session for session in self._mine() if session.info is result.info]
-        if result.info.silent:  # such a cell shows nothing, so no `post_run_cell` follows
-            self._forget(ended)
         _in_reverse(ended, lambda session: session.close(result.error_in_exec))
+        if ended and result.info.silent:  # such a cell shows nothing, so no `post_run_cell` follows
+            self._forget(ended)
+            _in_reverse(ended, lambda session: session.guard.finish(result))
+            self._shell.last_execution_succeeded = result.success
 
     def _cell_is_shown(self, result: ExecutionResult | None) -> None:
         """Finish the guards of the cell that has ended, and of all that ran inside it and never said so."""
@@ -225,7 +247,7 @@ def _place(cells: list[ExecutionInfo], result: ExecutionResult | None) -> int | 
     return None
 
 
-def _in_reverse(sessions: list[_Session], act: Callable[[_Session], None]) -> None:
+def _in_reverse(sessions: list[_Session], act: Callable[[_Session], object]) -> None:
     """Do something with each session, the last one first, whatever the others raise."""
     with ExitStack() as stack:
         for session in sessions:

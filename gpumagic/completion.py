@@ -48,7 +48,8 @@ def complete(
         names = [name for name in options.option_strings(match[1]) if name not in before]
     else:
         positional = [action for action in parser._actions if not action.option_strings]
-        names = [name for action in positional for name in _values(action, namespace, tensors)]
+        asked = [action for action in positional if not _is_of_no_cell(action, line)]
+        names = [name for action in asked for name in _values(action, namespace, tensors)]
     return fragment, _starting(fragment, names)
 
 
@@ -73,6 +74,11 @@ def _tensors(shell: InteractiveShell) -> Collection[str]:
 
     names = (name for several in holders.name_storages(shell.user_ns, shell).values() for name in several)
     return sorted(dict.fromkeys(names), key=len)
+
+
+def _is_of_no_cell(action: Action, line: str) -> bool:
+    """Tell whether a word such as `on` makes no sense where the magic has a cell below it."""
+    return action.choices is not None and line.lstrip().startswith("%%")
 
 
 def _starting(fragment: str, names: Collection[str]) -> list[str]:

@@ -43,7 +43,7 @@ class Guard(Protocol):
         """Return the report to show, or None.
 
         The value or the traceback is on the screen by then, except in `CellSessions.ready_body`, which asks before
-        it returns or raises. Silent cells, such as those of `%run notebook.ipynb`, are not asked outside of it.
+        it returns or raises. Of a silent cell, such as those of `%run notebook.ipynb`, nothing is shown.
         """
 
 

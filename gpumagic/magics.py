@@ -127,7 +127,7 @@ class GPUMagic(Magics):
     @line_cell_magic
     @_magic
     def oomguard(self, options: Namespace, cell: str | None = None) -> object:
-        """Run the cell, or the rest of it, guarded."""
+        """Run the cell, or the rest of it, or every cell, guarded."""
         from gpumagic.oom_guard import OomGuard
         from gpumagic.rerun_plan import Plan
 
@@ -137,16 +137,28 @@ class GPUMagic(Magics):
                 "--retry, --shrink, --fit and --fallback run the cell again, so they need all of it: "
                 "write %%oomguard on its first line"
             )
-        guard = OomGuard(
-            self.shell, keep=options.keep, keep_going=options.keep_going or self.keep_going,
+        guard = functools.partial(
+            OomGuard, self.shell, keep=options.keep, keep_going=options.keep_going or self.keep_going,
             namespace=self.shell.user_ns, store=self._store(options.out),
         )  # fmt: skip
+        if options.state:
+            self._guard_every_cell(options.state, cell, guard)
+            return None
         if not plan:
-            return self._run(guard, cell)
+            return self._run(guard(), cell)
         from gpumagic.rerun import Rerun
 
         assert cell is not None
-        return self._sessions.ready_body(Rerun(plan, guard, self.shell.user_ns, self.shell), cell)
+        return self._sessions.ready_body(Rerun(plan, guard(), self.shell.user_ns, self.shell), cell)
+
+    def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
+        from gpumagic import every_cell
+
+        if cell is not None:
+            raise OptionError(
+                f"{state} is for every cell, not for this one: write %oomguard {state} in a cell of its own"
+            )
+        print(every_cell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
 
     def _follow(self, options: Namespace) -> object:
         if options.each_cell:

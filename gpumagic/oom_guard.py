@@ -64,6 +64,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._store = store
         self._namespace = namespace if namespace is not None else _namespace(shell)
         self._plan = plan
+        self._then: Callable[[], None] = _nothing
         self._failure: Failure | None = None
         self._retries = 0
         self._recovered = False
@@ -158,6 +159,10 @@ class OomGuard(contextlib.ContextDecorator):
         if error is not None:
             release.strip(error, self._shell, self._outside)
 
+    def on_failure(self, then: Callable[[], None]) -> None:
+        """Call something with each report."""
+        self._then = then
+
     def publish(self, report: Report[Any]) -> None:
         """Make something the guard's report, and store it."""
         self.report = report
@@ -191,7 +196,12 @@ class OomGuard(contextlib.ContextDecorator):
         )  # fmt: skip
         report = diagnosis.conclude(failure, circumstances)
         self.publish(report)
+        self._then()
         return report
+
+
+def _nothing() -> None:
+    pass
 
 
 def out_of_memory(report: OomReport) -> BaseException:

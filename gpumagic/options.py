@@ -199,8 +199,9 @@ def _oomguard() -> Parser:
         "%%oomguard",
         "Run the cell; if it runs out of memory, free all that the failure pins, say what ran out and what would\n"
         "help, and let the cell fail, so that Run All stops.\n"
-        "%oomguard inside a cell guards the rest of that cell.",
+        "%oomguard inside a cell guards the rest of that cell, %oomguard on every cell from the next on.",
     )
+    parser.add_argument("state", nargs="?", choices=("on", "off"), help="guard every cell from the next on, or no more")
     parser.add_argument(
         "--retry", metavar="N", type=_typed(whole_number), default=0, help="run again up to N times once freed"
     )

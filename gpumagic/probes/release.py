@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Collection
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 
 DEBUGGER_FRAMES = ("curframe", "curframe_locals", "botframe", "stopframe", "returnframe", "userframe")
 """Where the debugger that `%debug` leaves behind keeps frames, beside its `stack`."""
+
+INSPECTOR = "google.colab._variable_inspector"
+"""Colab's Variables pane: a thread of it copies the notebook's variables, and so keeps those that are gone."""
+INSPECTOR_PERIOD = 0.25
+"""Seconds after which that copy has been made anew."""
 
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
 
@@ -53,6 +59,13 @@ def reclaim() -> None:
 
     Call it after `strip`, outside any `except` block: the exception being handled keeps what it holds.
     """
+    _collect()
+    if INSPECTOR in sys.modules:
+        time.sleep(INSPECTOR_PERIOD)
+        _collect()
+
+
+def _collect() -> None:
     gc.collect()
     allocator.empty_caches()
     _empty_host_cache()
