@@ -9,87 +9,10 @@ import sys
 
 import pytest
 import torch
-from oom_cells import GIB, allocated
+from oom_cells import FREED, GIB, allocated
 
 import gpumagic
 from gpumagic.reports import OomReport
-
-FREED = {
-    "locals of nested functions": "fail(2)",
-    "raised from another error": """
-def wrap():
-    mine = take(0.5)
-    try: fail()
-    except RuntimeError as error: raise ValueError("no") from error
-wrap()""",
-    "an error in the except block": """
-def wrap():
-    mine = take(0.5)
-    try: fail()
-    except RuntimeError: mine.no_such_attribute
-wrap()""",
-    "raised from None": """
-def wrap():
-    try: fail()
-    except RuntimeError: raise ValueError("no") from None
-wrap()""",
-    "a suspended generator in the locals": """
-def steps():
-    held = take(1)
-    yield held
-def wrap():
-    running = steps(); next(running)
-    fail()
-wrap()""",
-    "top-level await": """
-async def work():
-    held = take(1)
-    await asyncio.sleep(0)
-    fail()
-await work()""",
-    "a future that the user keeps": """
-future = Future()
-def wrap():
-    try: fail()
-    except RuntimeError as error: future.set_exception(error); raise
-wrap()""",
-    "a cycle through a local": """
-def wrap():
-    mine = take(0.5)
-    try: fail()
-    except RuntimeError as error: err = error
-    raise err
-wrap()""",
-    "a tensor in the error's arguments": """
-def wrap():
-    try: fail()
-    except RuntimeError as error: raise RuntimeError(take(0.5)) from error
-wrap()""",
-    "a tensor on an attribute of the error": """
-def wrap():
-    try: fail()
-    except RuntimeError as error:
-        error.batch = take(0.5)
-        raise
-wrap()""",
-    "a method of an object made in the cell": """
-class Job:
-    def run(self):
-        self.batch = take(1)
-        fail()
-def wrap(): Job().run()
-wrap()""",
-    "a lambda in a comprehension": "[(lambda: fail())() for _ in range(3)]",
-    "a with block of the user's": """
-import contextlib
-@contextlib.contextmanager
-def stage():
-    scratch = take(1)
-    yield
-def wrap():
-    with stage(): fail()
-wrap()""",
-}
 
 
 @pytest.mark.parametrize("cell", FREED.values(), ids=FREED)
@@ -111,27 +34,19 @@ def test_a_failure_of_the_host_releases_the_device_too(guarded, request_) -> Non
     assert allocated() == before
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups are new in Python 3.11")
-def test_the_members_of_an_exception_group_are_released(guarded) -> None:
-    before = allocated()
-    result = guarded("""
-def wrap():
-    caught = []
-    for _ in range(2):
-        try: fail()
-        except RuntimeError as error: caught.append(error)
-    raise ExceptionGroup("both", caught)
-wrap()""")
-    assert allocated() == before
-    assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
-
-
 def test_what_the_cell_itself_names_stays_and_is_said_to(guarded, bare_shell) -> None:
     before = allocated()
     guarded("x = take(1)\nfail()")
     report = bare_shell.user_ns["report"]
     assert allocated() - before == GIB
     assert [(holder.name, holder.nbytes) for holder in report.holders] == [("x", GIB)]
+
+
+def test_what_a_functions_cache_holds_stays_and_is_named(guarded, bare_shell) -> None:
+    before = allocated()
+    guarded("import functools\nkeep = functools.lru_cache(take)\nkeep(1)\nfail()")
+    assert allocated() - before == GIB
+    assert [(holder.name, holder.nbytes) for holder in bare_shell.user_ns["report"].holders] == [("keep", GIB)]
 
 
 def test_what_a_cell_displayed_stays_and_is_named_as_an_output(guarded, bare_shell) -> None:
