@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpumagic.advice import cell_code, negatives, ranking, verdict
-from gpumagic.advice.facts import Facts, Scene
-from gpumagic.probes import allocator, claims, host, oom, scene, surroundings
+from gpumagic.advice.facts import BatchSize, Brought, Facts, Scene, Work
+from gpumagic.probes import allocator, claims, failing_code, host, oom, scene, surroundings
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.oom import OomEvent
 from gpumagic.render.units import size
@@ -20,6 +20,9 @@ from gpumagic.reports import OomReport
 
 WORTH_SAYING = 1024**2
 """Bytes below which a difference is not worth a word."""
+
+FUSED_ATTENTION = ("cuda", "xpu", "mps")
+"""Backends whose `scaled_dot_product_attention` has kernels that never make the matrix of all scores."""
 
 NOTHING = AllocatorFigures(0, 0, 0)
 """The figures of a backend that was not in use yet."""
@@ -34,6 +37,7 @@ class Failure:
     event: OomEvent
     device: str | None
     scene: Scene
+    work: Work
     before: Figures
     at_failure: Figures
     capacity: int | None
@@ -56,7 +60,11 @@ class Circumstances:
 
 
 def examine(
-    error: Exception, namespace: Mapping[str, object], before: Figures, outside: Collection[int] = ()
+    error: Exception,
+    namespace: Mapping[str, object],
+    before: Figures,
+    outside: Collection[int] = (),
+    shell: object | None = None,
 ) -> Failure | None:
     """Return what the error and its frames tell, or None if it is not out-of-memory."""
     at_failure = allocator.all_figures()
@@ -67,15 +75,16 @@ def examine(
     if event is None:
         return None
     device = _device(event, rooms)
-    seen, notes = Scene(), []
+    seen, work, notes = Scene(), Work(), []
     try:
         seen = scene.read(error, namespace, outside)
+        work = failing_code.read(error, namespace, device or "cpu", shell, outside)
     except Exception as fault:  # our own failure must not cost the user the release
         notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
     capacity, free = _capacity(event, rooms.get(device) if device else None)
     if device in at_failure:
         at_failure[device] = _at_the_instant(event, at_failure[device])
-    return Failure(event, device, seen, before, at_failure, capacity, free, tuple(notes))
+    return Failure(event, device, seen, work, before, at_failure, capacity, free, tuple(notes))
 
 
 def pinned(
@@ -100,13 +109,13 @@ def conclude(failure: Failure, circumstances: Circumstances) -> OomReport:
 
 def _facts(failure: Failure, circumstances: Circumstances) -> Facts:
     facts = _bare_facts(failure)
-    device = failure.device
+    device, work = failure.device, failure.work
     if device is None:
         return facts
     namespace, bound = circumstances.namespace, circumstances.bound
     claimed = claims.by_names(namespace, device, circumstances.shell)
     used = surroundings.names_used(facts.cell.reads, namespace) if facts.cell is not None else set(namespace)
-    fresh = facts.cell.rebinds if facts.cell is not None else frozenset()
+    fresh = facts.cell.remade if facts.cell is not None else frozenset()
     read_first = surroundings.names_used(facts.cell.reads - fresh, namespace) if facts.cell is not None else set()
     old = {name for name, value in namespace.items() if bound.get(name) == id(value)}
     spare = (old | claims.outputs(claimed)) - used - fresh
@@ -117,11 +126,52 @@ def _facts(failure: Failure, circumstances: Circumstances) -> Facts:
         holders=claims.rows(claimed, device),
         leftovers=tuple(claim for claim in claimed if claim.names <= spare),
         stale={name: claims.released(claimed, [name]) for name in (old & fresh) - read_first},
-        models=surroundings.models(used, namespace, device),
-        batches=surroundings.batch_sizes(facts.cell, used, namespace) if facts.cell is not None else (),
+        models=tuple(model for model in work.models if model.local or model.name in used),
+        optimizers=tuple(each for each in work.optimizers if each.local or each.name in used),
+        fixed=_fixed(claimed, old, work),
+        brought=_brought(claimed, (used & old) - fresh, namespace),
+        kept=_brought(claimed, set(namespace), namespace),
+        residue=_residue(facts, claimed, read_first),
+        device_names=surroundings.names_of_device(device, used, namespace),
+        loaders=surroundings.loaders(used, namespace),
+        batches=_batches(facts, used, namespace),
         free_elsewhere=free_elsewhere,
         other_processes=others,
     )
+
+
+def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> tuple[BatchSize, ...]:
+    """Return the batch sizes of the cell, and of the function in another cell that failed."""
+    if facts.cell is None:
+        return ()
+    text = facts.work.text
+    other = cell_code.read_text(text).batches if text is not None and text.cell else ()
+    found = surroundings.batch_sizes(facts.cell, used, namespace)
+    elsewhere = (BatchSize(each.name, each.value, each.line, cell=text.cell) for each in other if text is not None)
+    return (*found, *elsewhere)
+
+
+def _fixed(claimed: Sequence[claims.Claim], old: set[str], work: Work) -> int:
+    """Return the bytes that a smaller batch would not change."""
+    named = sum(claim.nbytes for claim in claimed if claim.names & old or claim.kind in ("module", "optimizer"))
+    local = sum(model.nbytes + model.gradients for model in work.models if model.local)
+    return named + local + sum(optimizer.state for optimizer in work.optimizers if optimizer.local)
+
+
+def _residue(facts: Facts, claimed: Sequence[claims.Claim], read_first: set[str]) -> tuple[str, ...]:
+    """Return the variables with memory, or with a graph, that the cell left and makes anew when it runs again."""
+    made = facts.cell.remade - read_first if facts.cell is not None else frozenset[str]()
+    large = {name for claim in claimed if claim.nbytes >= WORTH_SAYING for name in claim.names}
+    return tuple(sorted(made & (large | set(facts.scene.graph_names))))
+
+
+def _brought(claimed: Sequence[claims.Claim], names: set[str], namespace: Mapping[str, object]) -> tuple[Brought, ...]:
+    totals: dict[str, Brought] = {}
+    for claim in claimed:
+        for name in sorted(claim.names & names):
+            known = totals.get(name, Brought(name, 0, claims.kind_of(namespace[name])))
+            totals[name] = replace(known, nbytes=known.nbytes + claim.nbytes)
+    return tuple(totals.values())
 
 
 def _bare_facts(failure: Failure) -> Facts:
@@ -143,6 +193,10 @@ def _bare_facts(failure: Failure) -> Facts:
         segments_can_expand=_segments_can_expand(event),
         scene=failure.scene,
         cell=cell_code.read(source) if source else None,
+        work=failure.work,
+        fused_attention=(failure.device or "").partition(":")[0] in FUSED_ATTENTION,
+        settings=surroundings.settings(),
+        private_pools=event.numbers.private_pools or 0,
     )
 
 
@@ -162,6 +216,7 @@ def _report(facts: Facts, failure: Failure, circumstances: Circumstances, notes:
         line=facts.scene.line,
         code=facts.scene.code,
         verdict=verdict.sentence(facts),
+        cause=verdict.cause(facts),
         holders=facts.holders,
         advice=ranking.advise(facts),
         capacity=facts.capacity,

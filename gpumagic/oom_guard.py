@@ -177,7 +177,7 @@ class OomGuard(contextlib.ContextDecorator):
             return None
         from gpumagic import diagnosis
 
-        return diagnosis.examine(error, self._namespace, self._before, self._outside)
+        return diagnosis.examine(error, self._namespace, self._before, self._outside, self._shell)
 
     def _pinned(self, error: BaseException) -> int | None:
         from gpumagic import diagnosis

@@ -2,31 +2,97 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from typing import Any
 
-from gpumagic.advice.facts import BatchSize, Facts
-from gpumagic.reports import Advice
+from gpumagic.advice import law
+from gpumagic.advice.cell_code import defaults
+from gpumagic.advice.facts import BatchSize, Facts, Loader
+from gpumagic.advice.proposal import propose
+from gpumagic.advice.text import Text
+from gpumagic.render.units import count
+from gpumagic.reports import Advice, Change
 
 
 def smaller(facts: Facts) -> Iterator[Advice]:
-    """Halve the batch the cell works with; how much that frees cannot be known without running it."""
-    if not facts.batches or facts.memory == "shared":
+    """Lower the batch the cell works with to what the linear law lets fit."""
+    if not facts.batches or facts.memory != "device" or facts.stage in ("step", "move", "load"):
         return
+    needs = law.estimate(facts)
     found = facts.batches[0]
-    half = max(1, found.value // 2)
-    yield Advice(
-        f"Halve the batch: {found.value} to {half}, with gradients accumulated over two if it trains",
-        None, None, _edit(found, half), _evidence(found),
+    if needs is not None and needs.share <= 0:
+        return  # what does not depend on the batch is too much already
+    share = min(needs.share, 0.95) if needs is not None else 0.5
+    value = min(law.sensible(found.value * share), found.value - 1)
+    steps = -(-found.value // value)
+    frees = int(needs.batch * (1 - value / found.value)) if needs is not None else None
+    yield propose(
+        facts, f"Lower {_called(found)} from {found.value} to {value}", frees=frees,
+        covers=needs.covers(frees) if needs is not None and frees is not None else None,
+        evidence=_evidence(found), estimated=True,
+        cost=f"accumulate {count(steps, 'step')} for the same gradient" if facts.trains else "more turns of the loop",
+        **_edit(facts, found, value, steps),
     )  # fmt: skip
 
 
-def _edit(found: BatchSize, half: int) -> str:
-    return f"{found.name} = DataLoader(..., batch_size={half})" if found.loader else f"{found.name}={half}"
+def _called(found: BatchSize) -> str:
+    return f"{found.name}'s batch_size" if found.loader else found.name
+
+
+def _edit(facts: Facts, found: BatchSize, value: int, steps: int) -> dict[str, Any]:
+    if found.loader:
+        loader = next((each for each in facts.loaders if each.name == found.name), Loader(found.name, found.value))
+        return {"first": remake(loader, batch_size=value)}
+    for text in facts.texts:
+        changes = list(_changes(text, found, value, steps))
+        if changes:
+            return {"text": text, "changes": changes}
+    return {"first": f"{found.name} = {value}"}
+
+
+def _changes(text: Text, found: BatchSize, value: int, steps: int) -> Iterator[Change]:
+    if text.cell != found.cell:
+        return
+    for node in text.nodes():
+        for literal in _literals(node, found.name):
+            if literal.value == found.value:
+                yield text.replace(literal, str(value))
+        for accumulated in _literals(node, "gradient_accumulation_steps") if "train" in found.name else ():
+            if type(accumulated.value) is int:
+                yield text.replace(accumulated, str(accumulated.value * steps))
+
+
+def _literals(node: ast.AST, name: str) -> Iterator[ast.Constant]:
+    """Yield the number that an argument, a default or an assignment of this name gives."""
+    values: list[ast.expr] = []
+    if isinstance(node, ast.keyword):
+        values = [node.value] if node.arg == name else []
+    elif isinstance(node, ast.Assign):
+        values = [node.value] if any(isinstance(each, ast.Name) and each.id == name for each in node.targets) else []
+    elif isinstance(node, ast.arguments):
+        values = [default for argument, default in defaults(node) if argument == name]
+    yield from (value for value in values if isinstance(value, ast.Constant))
+
+
+def remake(loader: Loader, **changed: object) -> str:
+    """Return the code that makes a DataLoader anew with other arguments."""
+    name = loader.name
+    arguments = {
+        "batch_size": loader.batch_size,
+        **({"shuffle": True} if loader.shuffles else {}),
+        **({"num_workers": loader.workers} if loader.workers else {}),
+        **({"pin_memory": True} if loader.pins else {}),
+        **changed,
+    }
+    listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return f"{name} = torch.utils.data.DataLoader({name}.dataset, {listed}, collate_fn={name}.collate_fn)"
 
 
 def _evidence(found: BatchSize) -> str:
     if found.loader:
         return f"{found.name} is a DataLoader of batches of {found.value}"
     if found.line is not None:
-        return f"line {found.line} says {found.name}={found.value}"
+        where = f"line {found.line}" + (f" of {found.cell}" if found.cell else "")
+        return f"{where} says {found.name}={found.value}"
     return f"the cell uses {found.name}, which is {found.value}"

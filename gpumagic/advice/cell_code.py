@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from gpumagic.advice import text as texts
+from gpumagic.advice.text import Text
 
 _BATCH = re.compile(r"^(per_device_)?((train|eval|val|test|micro|mini)_?)?(batch(_?size)?|bs|bsz)$", re.IGNORECASE)
 _NO_GRAD = frozenset({"no_grad", "inference_mode", "set_grad_enabled"})
@@ -42,12 +45,13 @@ class CellCode:
 
     names: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
-    rebinds: frozenset[str] = frozenset()
+    remade: frozenset[str] = frozenset()
     """Names whose first use is to be bound anew, so that the old value only takes up room meanwhile."""
     attributes: frozenset[str] = frozenset()
     """Every attribute and function name the cell mentions: ``backward``, ``autocast``, ``eval``..."""
     batches: tuple[BatchLiteral, ...] = ()
     accumulations: tuple[Accumulation, ...] = ()
+    text: Text | None = field(default=None, compare=False, repr=False)
 
     @property
     def trains(self) -> bool:
@@ -67,20 +71,24 @@ class CellCode:
 
 def read(source: str) -> CellCode | None:
     """Return what the text of a cell says, or None if it cannot be parsed."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return None
+    text = texts.parse(source)
+    return None if text is None else read_text(text)
+
+
+def read_text(text: Text) -> CellCode:
+    """Return what a text says."""
+    tree = text.tree
     nodes = list(ast.walk(tree))
     names = [node for node in nodes if isinstance(node, ast.Name)]
     return CellCode(
         names=frozenset(node.id for node in names),
         reads=frozenset(node.id for node in names if isinstance(node.ctx, ast.Load)),
-        rebinds=frozenset(_rebinds(tree)),
+        remade=_remade(tree),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
         | frozenset(node.id for node in names),
         batches=tuple(_batches(nodes)),
         accumulations=tuple(_accumulations(tree)),
+        text=text,
     )
 
 
@@ -89,17 +97,60 @@ def is_batch_name(name: str) -> bool:
     return _BATCH.match(name) is not None
 
 
-def _rebinds(tree: ast.Module) -> Iterator[str]:
-    """Yield the names that a top-level statement binds before any statement has read them."""
-    seen: set[str] = set()
-    for statement in tree.body:
-        inside = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-        read = {node.id for node in inside if not isinstance(node.ctx, ast.Store)}
-        if isinstance(statement, ast.Assign):
-            for target in statement.targets:
-                if isinstance(target, ast.Name) and target.id not in seen | read:
-                    yield target.id
-        seen |= {node.id for node in inside}
+class _FirstUses(ast.NodeVisitor):
+    """Collects the names whose first use, in the order in which code runs, is to be bound.
+
+    What only a branch binds does not count: the branch may not be taken.
+    """
+
+    def __init__(self) -> None:
+        self.bound: set[str] = set()
+        self._seen: set[str] = set()
+        self._doubtful = 0
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Store) and node.id not in self._seen and not self._doubtful:
+            self.bound.add(node.id)
+        self._seen.add(node.id)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for each in (node.value, *node.targets):
+            self.visit(each)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._seen |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+    def visit_For(self, node: ast.For) -> None:
+        for each in (node.iter, node.target, *node.body):
+            self.visit(each)
+        self._in_doubt(node.orelse)
+
+    def visit_If(self, node: ast.If) -> None:
+        self.visit(node.test)
+        self._in_doubt([*node.body, *node.orelse])
+
+    def visit_Try(self, node: ast.Try) -> None:
+        self._in_doubt([*node.body, *node.handlers, *node.orelse, *node.finalbody])
+
+    def generic_visit(self, node: ast.AST) -> None:
+        own_names = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ListComp, ast.SetComp,
+                     ast.DictComp, ast.GeneratorExp)  # fmt: skip
+        if isinstance(node, own_names):  # their variables are not the cell's
+            self._seen |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            return
+        super().generic_visit(node)
+
+    def _in_doubt(self, nodes: Sequence[ast.AST]) -> None:
+        self._doubtful += 1
+        for each in nodes:
+            self.visit(each)
+        self._doubtful -= 1
+
+
+def _remade(tree: ast.Module) -> frozenset[str]:
+    visitor = _FirstUses()
+    visitor.visit(tree)
+    return frozenset(visitor.bound)
 
 
 def _batches(nodes: list[ast.AST]) -> Iterator[BatchLiteral]:
@@ -108,6 +159,18 @@ def _batches(nodes: list[ast.AST]) -> Iterator[BatchLiteral]:
             yield from _batch(node.arg, node.value)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             yield from _batch(node.targets[0].id, node.value)
+        elif isinstance(node, ast.arguments):
+            for name, default in defaults(node):
+                yield from _batch(name, default)
+
+
+def defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the parameters of a function that have a default, with it."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    with_default = positional[len(positional) - len(arguments.defaults) :]
+    yield from ((each.arg, value) for each, value in zip(with_default, arguments.defaults, strict=True))
+    keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    yield from ((each.arg, value) for each, value in keyword_only if value is not None)
 
 
 def _batch(name: str, value: ast.expr) -> Iterator[BatchLiteral]:

@@ -2,42 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+from collections.abc import Iterator, Sequence
 
 from gpumagic.advice.facts import Facts, Growth
+from gpumagic.advice.proposal import propose
+from gpumagic.advice.text import Text, called, keyword, names_in
 from gpumagic.render.units import count
-from gpumagic.reports import Advice
+from gpumagic.reports import Advice, Change
+
+NO_GRAD = "with torch.no_grad():"
 
 
 def growth(facts: Facts) -> Iterator[Advice]:
     """Add up numbers, not tensors that drag their graphs along."""
     for found in facts.scene.growths:
-        plain = f"{_bracketed(found.added)}.{'item' if found.scalar else 'detach'}()"
-        edit = f"{found.target}.append({plain})" if found.append else f"{found.target} += {plain}"
-        yield Advice(
-            f"Line {found.line}: collect {found.added} without its autograd graph", None, None, edit, _evidence(found)
-        )
+        method = "item" if found.scalar else "detach"
+        frees = facts.transient * (found.tensors - 1) // found.tensors if found.tensors > 1 else None
+        yield propose(
+            facts, f"Collect {found.added} without its autograd graph", frees=frees, estimated=True,
+            text=facts.text, changes=_plainly(facts.text, found, method), evidence=_evidence(found),
+            cost="a wait a turn for the number" if found.scalar else "none",
+        )  # fmt: skip
 
 
 def no_grad(facts: Facts) -> Iterator[Advice]:
     """Evaluate without recording a graph."""
-    if facts.cell is None or facts.cell.trains or facts.cell.switches_grad_off or not facts.scene.graph_names:
+    if facts.cell is None or facts.trains or facts.cell.switches_grad_off or not facts.scene.graph_names:
         return
     off = {"no_grad", "inference_mode", "decorate_context", "backward"}
     evaluates = [model.name for model in facts.models if not model.training]
-    if facts.scene.functions & off or facts.scene.calls_backward or not evaluates:
+    if facts.scene.functions & off or not evaluates:
         return
-    yield Advice(
-        "Evaluate without an autograd graph",
-        None,
-        None,
-        "with torch.no_grad():",
-        f"{evaluates[0]} is in eval mode and nothing calls backward, yet {facts.scene.graph_names[0]} has a graph",
-    )
+    frees = max(0, facts.transient - 2 * (facts.requested or 0))
+    yield propose(
+        facts, "Evaluate without an autograd graph", frees=frees or None, estimated=True,
+        evidence=f"{evaluates[0]} is in eval mode and nothing calls backward, yet {facts.scene.graph_names[0]} "
+        "has a graph", cost="none", text=facts.text, changes=_ungraphed(facts),
+    )  # fmt: skip
 
 
-def _bracketed(code: str) -> str:
-    return code if code.replace(".", "").replace("_", "").isalnum() else f"({code})"
+def retained(facts: Facts) -> Iterator[Advice]:
+    """Let backward free the graph, where one call of it is all there is."""
+    for text in facts.texts:
+        backwards = [node for node in text.nodes() if isinstance(node, ast.Call) and called(node) == "backward"]
+        flag = keyword(backwards[0], "retain_graph") if len(backwards) == 1 else None
+        if flag is None or not isinstance(flag.value, ast.Constant) or flag.value.value is not True:
+            continue
+        function = backwards[0].func
+        owner = text.code(function.value) if isinstance(function, ast.Attribute) else ""
+        if not any(owner == name for name in facts.scene.graph_names):
+            continue
+        yield propose(
+            facts, f"Let {owner}.backward free its graph", frees=facts.transient // 2 or None, estimated=True,
+            text=text, changes=[text.replace(flag.value, "False")], cost="none: backward is called once",
+            evidence=f"retain_graph=True kept the graph of {owner} while the next was made",
+        )  # fmt: skip
+
+
+def _plainly(text: Text | None, found: Growth, method: str) -> list[Change]:
+    """Return the change that makes a number or a plain tensor of what is added."""
+    for node in text.nodes() if text is not None else ():
+        value = _added(node, found)
+        if text is not None and value is not None and value.lineno == found.line:
+            simple = isinstance(value, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+            new = text.code(value) if simple else f"({text.code(value)})"
+            return [text.replace(value, f"{new}.{method}()")]
+    return []
+
+
+def _added(node: ast.AST, found: Growth) -> ast.expr | None:
+    if isinstance(node, ast.AugAssign) and not found.append:
+        return node.value if isinstance(node.target, ast.Name) and node.target.id == found.target else None
+    if isinstance(node, ast.Call) and found.append and called(node) == "append" and len(node.args) == 1:
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        return node.args[0] if isinstance(owner, ast.Name) and owner.id == found.target else None
+    return None
+
+
+def _ungraphed(facts: Facts) -> Sequence[Change]:
+    """Return the changes that put the statements from the first with a graph to the failed one under `no_grad`."""
+    text, line = facts.text, facts.scene.line
+    if text is None or line is None:
+        return ()
+    place = next((i for i, each in enumerate(text.tree.body) if each.lineno <= line <= (each.end_lineno or 0)), None)
+    if place is None:
+        return ()
+    failed = text.tree.body[place]
+    if isinstance(failed, ast.FunctionDef | ast.AsyncFunctionDef):
+        return text.insert(failed, "@torch.no_grad()")
+    made = [i for i, each in enumerate(text.tree.body[:place]) if _makes(each, facts.scene.graph_names)]
+    return text.wrap(text.tree.body[min([*made, place]) : place + 1], NO_GRAD)
+
+
+def _makes(statement: ast.stmt, names: Sequence[str]) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return bool(set().union(*map(names_in, targets)) & set(names)) if targets else False
 
 
 def _evidence(found: Growth) -> str:

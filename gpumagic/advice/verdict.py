@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from gpumagic.advice import broadcast, fragments
 from gpumagic.advice.facts import Facts
-from gpumagic.render.units import size
+from gpumagic.render.units import shape, size
 
 A_FAIR_SHARE = 10
 """What holds less than one part in so many of the device is advice perhaps, but not the verdict."""
@@ -11,14 +12,49 @@ A_FAIR_SHARE = 10
 
 def sentence(facts: Facts) -> str:
     """Return the verdict: the first explanation, from the most particular to a plain shortage, that the facts bear."""
-    explanations = (_size_bug, _host, _shared, _too_large, _cap, _others, _leftovers, _fragments, _vague)
-    return next(filter(None, (explain(facts) for explain in explanations)), None) or _shortage(facts)
+    return _judge(facts)[1]
+
+
+def cause(facts: Facts) -> str:
+    """Return the verdict in a word or two, as `OomReport.cause`."""
+    return _judge(facts)[0]
+
+
+def _judge(facts: Facts) -> tuple[str, str]:
+    explanations = {
+        "size bug": (_size_bug, _outer),
+        "host memory": (_host,),
+        "shared memory": (_shared,),
+        "one request": (_too_large,),
+        "cap": (_cap,),
+        "other process": (_others,),
+        "leftovers": (_leftovers,),
+        "fragmentation": (_fragments,),
+        "shortage": (_vague,),
+    }
+    for word, explain in explanations.items():
+        for each in explain:
+            said = each(facts)
+            if said is not None:
+                return word, said
+    return "shortage", _shortage(facts)
 
 
 def _size_bug(facts: Facts) -> str | None:
     if facts.kind != "size bug":
         return None
     return "A bug, not a shortage: torch was asked for more than 1 EB, which is a negative or overflowed size."
+
+
+def _outer(facts: Facts) -> str | None:
+    found = broadcast.outer(facts)
+    if found is None:
+        return None
+    n = found.length
+    return (
+        f"A size bug: {shape((n, 1))} and {shape((n,))} broadcast to {shape((n, n))}, {size(found.nbytes)}, "
+        "where a result of each with its own was probably meant."
+    )
 
 
 def _host(facts: Facts) -> str | None:
@@ -75,7 +111,7 @@ def _leftovers(facts: Facts) -> str | None:
 
 
 def _fragments(facts: Facts) -> str | None:
-    if not facts.segments_can_expand or facts.requested is None or (facts.unallocated or 0) < facts.requested:
+    if not fragments.is_fragmented(facts):
         return None
     return (
         f"Fragmentation: {size(facts.unallocated)} of {facts.device} was reserved but unallocated, in no piece large "

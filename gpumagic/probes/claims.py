@@ -79,7 +79,7 @@ def _claims(
             with undisturbed():
                 for storage in _storages(search, name, value, ledger):
                     reached.setdefault(storage, set()).add(name)
-                    kinds[name] = _kind(value)
+                    kinds[name] = kind_of(value)
         finally:
             search.release()
     grain = reconcile.granule(device)
@@ -100,7 +100,8 @@ def _storages(search: Search, name: str, value: object, ledger: Ledger) -> Itera
         yield from parts or [storage]
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Return what a value is to a reader: "module", "optimizer", "tensor", or its type's name."""
     import torch
 
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise.

@@ -30,6 +30,8 @@ class Numbers:
     """In torch's live tensors, at the instant of the failure."""
     unallocated: int | None = None
     """Reserved by torch but unallocated: what fragmentation could have cost."""
+    private_pools: int | None = None
+    """In the pools that CUDA graphs keep for themselves."""
 
 
 _REQUESTED = (
@@ -56,6 +58,7 @@ _ALLOCATED = (
 )
 _IN_TENSORS = (rf"Of the allocated memory {_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated")
 _UNALLOCATED = (rf"{_SIZE} is reserved by PyTorch but unallocated",)
+_PRIVATE = (rf"with {_SIZE} allocated in private pools",)
 _OTHERS = (rf"other allocations: {_SIZE}",)
 _LIMIT = (rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}")
 
@@ -76,6 +79,7 @@ def read(text: str) -> Numbers:
         free=_credible(free, capacity),
         allocated=_credible(_first(_IN_TENSORS, text), capacity),
         unallocated=_credible(_first(_UNALLOCATED, text), capacity),
+        private_pools=_credible(_first(_PRIVATE, text), capacity),
     )
 
 

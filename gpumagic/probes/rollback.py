@@ -123,7 +123,7 @@ def _stores(source: str) -> tuple[frozenset[str], frozenset[str]]:
         return frozenset(), frozenset()
     nodes = ast.walk(ast.parse(source))
     stored = (node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
-    return cell.rebinds, frozenset(stored)
+    return cell.remade, frozenset(stored)
 
 
 def _is_optimizer(value: object) -> bool:

@@ -7,7 +7,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from gpumagic.advice.cell_code import CellCode, is_batch_name
-from gpumagic.advice.facts import BatchSize, Model
+from gpumagic.advice.facts import BatchSize, Loader
 
 
 def names_used(reads: Iterable[str], namespace: Mapping[str, object]) -> set[str]:
@@ -45,33 +45,6 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def models(names: Iterable[str], namespace: Mapping[str, object], device: str) -> tuple[Model, ...]:
-    """Return the modules among these names that have parameters on the device, largest first."""
-    import torch
-
-    found = []
-    for name in names:
-        module: Any = namespace[name]
-        if issubclass(type(module), torch.nn.Module):
-            here = [each for each in module.parameters() if str(each.device) == device]
-            if here:
-                found.append(_model(name, module, here))
-    return tuple(sorted(found, key=lambda model: -model.nbytes))
-
-
-def _model(name: str, module: Any, parameters: list[Any]) -> Model:
-    import torch
-
-    checkpoints = getattr(module, "is_gradient_checkpointing", None)
-    return Model(
-        name=name,
-        nbytes=sum(each.nbytes for each in parameters),
-        float32_nbytes=sum(each.nbytes for each in parameters if each.dtype == torch.float32),
-        training=module.training,
-        checkpoints=checkpoints if isinstance(checkpoints, bool) else None,
-    )
-
-
 def batch_sizes(cell: CellCode, names: Iterable[str], namespace: Mapping[str, object]) -> tuple[BatchSize, ...]:
     """Return the batch sizes the cell works with: its literals, then variables it uses, then DataLoaders."""
     found = [BatchSize(literal.name, literal.value, literal.line) for literal in cell.batches]
@@ -80,17 +53,38 @@ def batch_sizes(cell: CellCode, names: Iterable[str], namespace: Mapping[str, ob
         value = namespace[name]
         if is_batch_name(name) and type(value) is int and value > 1:
             found.append(BatchSize(name, value))
-        elif _is_loader(value) and not found:  # a loader says no more than the number it was made with
-            size: Any = getattr(value, "batch_size", None)
-            if isinstance(size, int) and size > 1:
-                found.append(BatchSize(name, size, loader=True))
+    if not found:  # a loader says no more than the number it was made with
+        found += [BatchSize(each.name, each.batch_size, loader=True) for each in loaders(names, namespace)]
     return tuple(found)
 
 
-def _is_loader(value: object) -> bool:
-    import torch.utils.data
+def loaders(names: Iterable[str], namespace: Mapping[str, object]) -> tuple[Loader, ...]:
+    """Return the DataLoaders among these names that make batches of more than one."""
+    from torch.utils import data
 
-    return issubclass(type(value), torch.utils.data.DataLoader)
+    found = []
+    for name in sorted(names):
+        value: Any = namespace[name]
+        if issubclass(type(value), data.DataLoader) and isinstance(value.batch_size, int) and value.batch_size > 1:
+            shuffles = issubclass(type(value.sampler), data.RandomSampler)
+            found.append(Loader(name, value.batch_size, value.num_workers, shuffles, bool(value.pin_memory)))
+    return tuple(found)
+
+
+def names_of_device(device: str, names: Iterable[str], namespace: Mapping[str, object]) -> tuple[str, ...]:
+    """Return which of these variables say ``"cuda:0"`` or hold that `torch.device`."""
+    import torch
+
+    first = device.partition(":")[0] if device.endswith(":0") else device
+    texts = [name for name in names if type(namespace[name]) in (str, torch.device)]
+    return tuple(sorted(name for name in texts if str(namespace[name]) in (device, first)))
+
+
+def settings() -> dict[str, bool]:
+    """Return torch's switches that bear on memory and are on."""
+    import torch
+
+    return {"cudnn.benchmark": True} if torch.backends.cudnn.benchmark else {}
 
 
 def other_devices(device: str) -> tuple[dict[str, int], int | None]:

@@ -14,7 +14,7 @@ from gpumagic.reports.explanation import Explanation, Operand
 from gpumagic.reports.gpu import BenchReport, BenchRow, CellUse, GPUReport, GpuRow, HistoryReport, ProcessRow, SampleRow
 from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
 from gpumagic.reports.names import Holder
-from gpumagic.reports.oom import Advice, OomReport
+from gpumagic.reports.oom import Advice, Change, OomReport
 from gpumagic.reports.tensors import DeviceMemoryRow, TensorReport, TensorRow
 from gpumagic.reports.transfers import TransferReport, TransferRow
 from gpumagic.reports.tries import FitReport, Try
@@ -25,6 +25,7 @@ __all__ = [
     "BenchReport",
     "BenchRow",
     "CellUse",
+    "Change",
     "DeviceChange",
     "DeviceMemoryRow",
     "DiffReport",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,8 +12,23 @@ from gpumagic.reports.tries import Try
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """A piece of a cell's text and what is to stand in its place."""
+
+    line: int
+    """The cell's line on which it begins, from 1, the line of the magic included."""
+    column: int
+    """The character of that line, from 0."""
+    old: str
+    """What stands there; empty to insert."""
+    new: str
+    cell: str = ""
+    """Which cell: ``"In [3]"``; empty for the one that failed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
-    """One change that would help, with what it is worth and why we believe it."""
+    """One change that would help, with what it is worth, what it costs and why we believe it."""
 
     title: str
     frees: int | None
@@ -20,8 +36,36 @@ class Advice:
     covers: bool | None
     """Whether that is enough for the request that failed; None if unknown."""
     edit: str | None = None
-    """The code to type."""
+    """The code to type: the cell's new lines, or what to run before it."""
     evidence: str = ""
+    cost: str = ""
+    """What is lost by it, or has to be done besides."""
+    estimated: bool = False
+    """Whether `frees` and `covers` come from an estimate."""
+    changes: tuple[Change, ...] = ()
+    """`edit` as changes of the cell's text; empty where it is not one."""
+    first: str | None = None
+    """Code to run once before the cell runs again."""
+
+    def apply(self, source: str, cell: str = "") -> str:
+        """Return a cell's text with the changes of this advice made.
+
+        Args:
+            source: the text of the cell, with the magic on its first line as it was run.
+            cell: which cell that is, as in `Change.cell`.
+
+        Raises:
+            ValueError: the text is not the one that the advice was made for.
+        """
+        starts = [0, *itertools.accumulate(len(line) + 1 for line in source.split("\n"))]
+        # From the last to the first, so that the places of the others still hold.
+        ordered = sorted(self.changes, key=lambda each: (each.line, each.column))
+        for change in [each for each in ordered if each.cell == cell][::-1]:
+            at = starts[min(change.line, len(starts)) - 1] + change.column
+            if not source.startswith(change.old, at):
+                raise ValueError(f"line {change.line} does not read {change.old!r} any more")
+            source = source[:at] + change.new + source[at + len(change.old) :]
+        return source
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,6 +103,9 @@ class OomReport(Report[Advice]):
     """Every run of a cell that was run more than once."""
     shrunk: str = ""
     """The name of the int that went down from run to run."""
+    cause: str = "shortage"
+    """The verdict in a word or two: ``"shortage"``, ``"leftovers"``, ``"fragmentation"``, ``"other process"``,
+    ``"one request"`` (larger than the device), ``"size bug"``, ``"host memory"``, ``"shared memory"``, ``"cap"``."""
 
     @property
     def rows(self) -> tuple[Advice, ...]:

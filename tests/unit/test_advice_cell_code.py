@@ -48,7 +48,7 @@ def test_sums_outside_loops_do_not_grow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "rebound"),
+    ("code", "remade"),
     [
         ("x = make()", {"x"}),
         ("x = make()\nx.sum()", {"x"}),
@@ -56,12 +56,19 @@ def test_sums_outside_loops_do_not_grow() -> None:
         ("print(x)\nx = make()", set()),
         ("x += 1", set()),
         ("if ok:\n    x = make()", set()),
-        ("for x in y: pass", set()),
+        ("for x in y: pass", {"x"}),
+        ("for x in x: pass", set()),
+        ("for i in y:\n    x = make(i)\n    print(x)", {"i", "x"}),
+        ("for i in y:\n    print(x)\n    x = make(i)", {"i"}),
+        ("with open(f) as x: pass", {"x"}),
+        ("try:\n    x = make()\nexcept E: pass", set()),
+        ("def f(): return x\nx = make()", set()),
+        ("y = [x for x in z]\nx = 1", {"y"}),
         ("y = x = make()", {"x", "y"}),
     ],
 )
-def test_a_name_is_rebound_if_nothing_read_it_before(code, rebound) -> None:
-    assert read(code).rebinds == rebound
+def test_a_name_is_made_anew_if_nothing_read_it_before(code, remade) -> None:
+    assert read(code).remade == remade
 
 
 def test_training_autocast_and_no_grad_are_seen_however_they_are_imported() -> None:

@@ -1,0 +1,219 @@
+"""The text of a cell beside its syntax tree, and changes of it that keep every other character.
+
+A change is made of nodes, never of searched words, so it lands where Python saw them. What cannot be changed
+safely, a statement that shares its line with another say, yields no change.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from gpumagic.reports import Advice, Change
+
+INDENT = "    "
+_SKIPPED = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The text of a cell and its tree.
+
+    Attributes:
+        source: the text as Python got it; its lines are numbered as the tree's are.
+        cell: which cell it is of, as `Change.cell`.
+        line: the line that ran when the failure came; None if it is not known.
+    """
+
+    source: str
+    cell: str = ""
+    line: int | None = None
+    tree: ast.Module = field(default_factory=lambda: ast.Module([], []), compare=False, repr=False)
+
+    def nodes(self) -> Iterator[ast.AST]:
+        """Yield every node of the tree."""
+        return ast.walk(self.tree)
+
+    def code(self, node: ast.AST) -> str:
+        """Return the text of a node."""
+        return ast.get_source_segment(self.source, node) or ""
+
+    def replace(self, node: ast.expr, new: str) -> Change:
+        """Return the change that puts other code in an expression's place."""
+        return Change(node.lineno, self._column(node.lineno, node.col_offset), self.code(node), new, self.cell)
+
+    def append(self, node: ast.expr, new: str) -> Change:
+        """Return the change that writes code right behind an expression."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return Change(node.end_lineno, self._column(node.end_lineno, node.end_col_offset), "", new, self.cell)
+
+    def add_argument(self, call: ast.Call, argument: str) -> Change:
+        """Return the change that gives a call one more keyword argument, the last."""
+        arguments: list[ast.expr] = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if arguments:
+            last = max(arguments, key=lambda each: (each.end_lineno or 0, each.end_col_offset or 0))
+            if not self._is_bracketed(last, call):
+                return self.append(last, f", {argument}")
+        assert call.end_lineno is not None
+        assert call.end_col_offset is not None
+        comma = ", " if arguments and not self._has_trailing_comma(call) else ""
+        column = self._column(call.end_lineno, call.end_col_offset) - 1
+        return Change(call.end_lineno, column, "", comma + argument, self.cell)
+
+    def insert(self, statement: ast.stmt, code: str) -> tuple[Change, ...]:
+        """Return the change that puts lines before a statement, or none where it does not begin its line."""
+        if not self.stands_alone(statement):
+            return ()
+        line, indent = first_line(statement), self._indent(first_line(statement))
+        return (Change(line, 0, "", textwrap.indent(code, indent) + "\n", self.cell),)
+
+    def insert_after(self, statement: ast.stmt, code: str) -> tuple[Change, ...]:
+        """Return the change that puts lines behind a statement, or none where it does not end its line."""
+        if not self.stands_alone(statement):
+            return ()
+        assert statement.end_lineno is not None
+        line, lines = statement.end_lineno, self.source.split("\n")
+        new = "\n" + textwrap.indent(code, self._indent(first_line(statement)))
+        return (Change(line, len(lines[line - 1]), "", new, self.cell),)
+
+    def wrap(self, statements: Sequence[ast.stmt], header: str) -> tuple[Change, ...]:
+        """Return the changes that put whole statements of one block under a header such as ``with x:``."""
+        if not statements or not all(map(self.stands_alone, statements)):
+            return ()
+        first, last = first_line(statements[0]), statements[-1].end_lineno or 0
+        opening = Change(first, 0, "", f"{self._indent(first)}{header}\n", self.cell)
+        starts = [line for line in self._logical_lines() if first <= line <= last]
+        inner = [Change(line, len(self._indent(line)), "", INDENT, self.cell) for line in starts]
+        return (opening, *inner)
+
+    def stands_alone(self, statement: ast.stmt) -> bool:
+        """Return whether a statement shares its lines with no other code."""
+        line, end = first_line(statement), statement.end_lineno or 0
+        lines = self.source.split("\n")
+        before = lines[line - 1][: self._column(line, _first_column(statement))]
+        after = lines[end - 1][self._column(end, statement.end_col_offset or 0) :].strip()
+        continued = line > 1 and lines[line - 2].endswith("\\")
+        return not before.strip() and (not after or after.startswith("#")) and not continued
+
+    def after(self, changes: Iterable[Change]) -> str:
+        """Return the lines that the changes touch, as they read then."""
+        listed = [change for change in changes if change.cell == self.cell]
+        new = Advice("", None, None, changes=tuple(listed)).apply(self.source, self.cell).split("\n")
+        old = self.source.split("\n")
+        same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), 0)
+        rest = list(zip(reversed(old[same:]), reversed(new[same:]), strict=False))
+        tail = next((i for i, pair in enumerate(rest) if pair[0] != pair[1]), len(rest))
+        return textwrap.dedent("\n".join(new[same : len(new) - tail]))
+
+    def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Return the statements of the block that a statement stands in."""
+        return next((block for block in blocks(self.tree) if any(each is statement for each in block)), [])
+
+    def statement_at(self, line: int | None) -> ast.stmt | None:
+        """Return the innermost statement that a line belongs to."""
+        found = None
+        for node in self.nodes():
+            if isinstance(node, ast.stmt) and line is not None and node.lineno <= line <= (node.end_lineno or 0):
+                found = node if found is None or node.lineno >= found.lineno else found
+        return found
+
+    def offset(self, node: ast.expr) -> int:
+        """Return the place of an expression's first character in the source."""
+        return self._span(node)[0]
+
+    def _column(self, line: int, offset: int) -> int:
+        """Return the character that a UTF-8 offset of the tree points at."""
+        text = self.source.split("\n")[line - 1]
+        return offset if text.isascii() else len(text.encode()[:offset].decode(errors="replace"))
+
+    def _indent(self, line: int) -> str:
+        text = self.source.split("\n")[line - 1]
+        return text[: len(text) - len(text.lstrip(" \t\f"))]
+
+    def _logical_lines(self) -> list[int]:
+        starts, fresh = [], True
+        for token in tokenize.generate_tokens(io.StringIO(self.source).readline):
+            if token.type == tokenize.NEWLINE:
+                fresh = True
+            elif token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip():
+                starts.append(token.start[0])
+            elif fresh and token.type not in _SKIPPED:
+                starts.append(token.start[0])
+                fresh = False
+        return starts
+
+    def _is_bracketed(self, last: ast.expr, call: ast.Call) -> bool:
+        """Return whether something other than blanks, one comma or a comment stands behind the last argument."""
+        return not re.fullmatch(r"[\s,]*\)", self._behind(last, call))
+
+    def _has_trailing_comma(self, call: ast.Call) -> bool:
+        return self.code(call).rstrip(") \t\n").endswith(",")
+
+    def _behind(self, last: ast.expr, call: ast.Call) -> str:
+        whole, inner = self._span(call), self._span(last)
+        return self.source[inner[1] : whole[1]]
+
+    def _span(self, node: ast.expr) -> tuple[int, int]:
+        lines = self.source.split("\n")
+        starts = [0]
+        for line in lines:
+            starts.append(starts[-1] + len(line) + 1)
+        ends = (node.end_lineno or 0, node.end_col_offset or 0)
+        first: int = starts[node.lineno - 1] + self._column(node.lineno, node.col_offset)
+        last: int = starts[ends[0] - 1] + self._column(*ends)
+        return first, last
+
+
+def parse(source: str, cell: str = "", line: int | None = None) -> Text | None:
+    """Return a cell's text with its tree, or None if it cannot be parsed or its lines be numbered."""
+    if "\r" in source or "\f" in source:
+        return None
+    try:
+        return Text(source, cell, line, ast.parse(source))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Yield every list of statements in a tree."""
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list) and block:
+                yield block
+
+
+def first_line(statement: ast.stmt) -> int:
+    """Return the line on which a statement begins, its decorators included."""
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([int(statement.lineno), *(int(each.lineno) for each in decorators)])
+
+
+def _first_column(statement: ast.stmt) -> int:
+    # The `@` stands before a decorator's own code.
+    decorated: bool = bool(getattr(statement, "decorator_list", None))
+    return 0 if decorated else int(statement.col_offset)
+
+
+def called(node: ast.AST) -> str:
+    """Return the last name of what is called: ``"step"`` for ``opt.step()``; empty for anything else."""
+    function = node.func if isinstance(node, ast.Call) else None
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def keyword(call: ast.Call, name: str) -> ast.keyword | None:
+    """Return a call's keyword argument of a name."""
+    return next((each for each in call.keywords if each.arg == name), None)
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Return every variable that code mentions."""
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}

@@ -1,0 +1,12 @@
+# AdamW's step copies all parameters at once.
+# memory: 108MiB
+# verdict: shortage
+# advice: Let the optimizer update one parameter at a time
+# %%
+net = nn.Sequential(*[nn.Linear(500, 500, bias=False) for _ in range(24)]).to("simgpu:0")
+for p in net.parameters():
+    p.grad = torch.ones_like(p)
+# %%
+opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
+opt.step()
+opt.step()

@@ -1,0 +1,191 @@
+"""The corpus of failing cells: reads them, runs each in a real shell, makes the advised change, runs it again.
+
+Each file of `failing_cells/` is a notebook in the percent format. Its header says what the cell is about, the verdict
+(`OomReport.cause`) and the beginning of the first suggestion's title. The cells before the last set the stage; the
+last one fails. Run as a program it prints, as JSON, what came of each: all cells share one process, and each has a
+shell and an empty device to itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+FOLDER = Path(__file__).parent / "failing_cells"
+MEMORY = "128MiB"
+PRELUDE = "import torch\nfrom torch import nn\nimport torch.nn.functional as F\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    verdict: str
+    advice: str
+    setup: tuple[str, ...]
+    cell: str
+    memory: str = MEMORY
+    strangers: str = ""
+    """What another process holds of the first device: a block that no name reaches stands in for it."""
+    alike: str = "pass"
+    """`silent`: the cell looks like one that the rule in `advice` is for, and must not get it."""
+
+
+def read(path: Path) -> Case:
+    head, *cells = re.split(r"^# %%.*\n", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    fields = dict(re.findall(r"^# (verdict|advice|memory|strangers|alike): (.+)$", head, re.MULTILINE))
+    *setup, cell = [each.strip("\n") for each in cells]
+    return Case(path.stem, setup=tuple(setup), cell=f"%%oomguard -o report\n{cell}", **fields)
+
+
+def cases() -> list[Case]:
+    return [read(path) for path in sorted(FOLDER.glob("*.py"))]
+
+
+def run(case: Case) -> dict[str, object]:
+    """Return what came of a case: the verdict, the titles, whether the cell passes after the first suggestion."""
+    from gpumagic import simgpu
+
+    simgpu.enable(devices=2, memory=case.memory)
+    shell = _shell()
+    shell.run_line_magic("load_ext", "gpumagic")
+    with _stranger(case.strangers):
+        try:
+            return _outcome(shell, case)
+        finally:
+            shell.run_line_magic("unload_ext", "gpumagic")
+            _forget(shell)  # the next case fails to set its capacity if something is left on a device
+
+
+def _outcome(shell, case: Case) -> dict[str, object]:
+    numbers = [_ran(shell, text) for text in (PRELUDE, *case.setup)]
+    _run(shell, case.cell)
+    report = shell.user_ns.get("report")
+    if report is None:
+        return {"error": "no report: the cell passed, or failed otherwise"}
+    seen = {
+        "verdict": report.cause, "sentence": report.verdict, "titles": [each.title for each in report.advice],
+        "text": report_text(report),
+    }  # fmt: skip
+    if not report.advice:
+        return seen
+    first = report.advice[0]
+    seen["edit"] = first.edit
+    again = _follow(shell, case, first, numbers[1:])
+    return {**seen, **again, "left": [each.title for each in report.advice[1:]]}
+
+
+def report_text(report) -> str:
+    from gpumagic.render import to_text
+
+    return to_text(report, width=80, unicode=True)
+
+
+def _ran(shell, text: str) -> int:
+    """Run a cell that must pass, and return its number; its result would keep what it displays."""
+    number = shell.execution_count
+    result = _run(shell, text)
+    assert result.success, result.error_in_exec or result.error_before_exec
+    return number
+
+
+def _follow(shell, case: Case, advice, numbers: list[int]) -> dict[str, object]:
+    """Do what a suggestion says, as a user would: change earlier cells and run them again, then this one."""
+    try:
+        for number, text in zip(numbers, case.setup, strict=True):
+            changed = advice.apply(text, f"In [{number}]")
+            if changed != text and not _run(shell, changed).success:
+                return {"passes": False, "why": "the changed earlier cell failed"}
+        if advice.first is not None and not _run(shell, advice.first).success:
+            return {"passes": False, "why": "what is to be run before it failed"}
+        text = advice.apply(case.cell)
+    except ValueError as error:
+        return {"passes": False, "why": str(error)}
+    if text == case.cell and advice.first is None and not any(each.cell for each in advice.changes):
+        return {"passes": False, "why": "no change"}
+    result = _run(shell, text)
+    error = result.error_in_exec or result.error_before_exec
+    return {"passes": result.success, "why": "" if error is None else f"{type(error).__name__}: {error}", "cell": text}
+
+
+def _run(shell, text: str):
+    from IPython.utils.capture import capture_output
+
+    with capture_output():
+        return shell.run_cell(text, store_history=True)
+
+
+def _shell():
+    from IPython.core.displaypub import CapturingDisplayPublisher
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.HistoryAccessor.enabled = False
+    InteractiveShell.clear_instance()
+    return InteractiveShell.instance(config=config, display_pub_class=CapturingDisplayPublisher)
+
+
+def _stranger(size: str):
+    """Take memory that no name reaches, and have every account of it say that another process has it."""
+    if not size:
+        return ExitStack()
+    import torch
+
+    from gpumagic.options import parse_size
+    from gpumagic.probes import allocator, oom_numbers, surroundings
+
+    nbytes = parse_size(size)
+    block = [torch.empty(nbytes, dtype=torch.uint8, device="simgpu:0")]
+    figures, read, others = allocator.figures, oom_numbers.read, surroundings.other_devices
+
+    def without(device):
+        found = figures(device)
+        mine = nbytes if device == "simgpu:0" else 0
+        return found and replace(found, allocated=found.allocated - mine, reserved=found.reserved - mine)
+
+    def said(text):
+        numbers = read(text)
+        return replace(numbers, allocated=numbers.allocated and numbers.allocated - nbytes)
+
+    stack = ExitStack()
+    stack.callback(block.clear)
+    stack.enter_context(mock.patch.object(allocator, "figures", without))
+    stack.enter_context(mock.patch.object(oom_numbers, "read", said))
+    stack.enter_context(mock.patch.object(surroundings, "other_devices", lambda device: (others(device)[0], nbytes)))
+    return stack
+
+
+def _forget(shell) -> None:
+    import torch
+
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    shell.InteractiveTB.tb = shell.InteractiveTB.pdb = None
+    shell.reset(new_session=False)
+    shell.user_ns.clear()
+    shell.user_ns_hidden.clear()
+    shell.displayhook.__dict__.pop("_", None)
+    shell.last_execution_result = None
+    gc.collect()
+    torch.accelerator.empty_cache()
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:]
+    chosen = [case for case in cases() if not wanted or case.name in wanted]
+    outcomes = {}
+    for each in chosen:
+        try:
+            outcomes[each.name] = run(each)
+        except Exception as error:  # one broken case must not hide the others
+            outcomes[each.name] = {"error": f"{type(error).__name__}: {error}"}
+        gc.freeze()  # what is there by now stays; each collection would look at all of torch again
+    print(json.dumps(outcomes))

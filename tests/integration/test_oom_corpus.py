@@ -1,0 +1,58 @@
+"""Advice is good if it works: each cell of `failing_cells/` gets its verdict, and passes once it does as told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import oom_corpus
+import pytest
+from conftest import environment
+
+CASES = {case.name: case for case in oom_corpus.cases()}
+VERDICTS = {"shortage", "leftovers", "fragmentation", "other process", "one request", "size bug", "host memory",
+            "shared memory"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Return what came of every case; one process runs them all, as `oom_corpus` says."""
+    program = Path(oom_corpus.__file__)
+    result = subprocess.run(
+        [sys.executable, str(program)], check=False, capture_output=True, text=True, timeout=600,
+        env=environment(tmp_path_factory.mktemp("ipython")),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_failing_cell_gets_its_verdict_and_passes_with_the_first_advice(outcomes, case) -> None:
+    outcome = outcomes[case.name]
+    assert "error" not in outcome, outcome["error"]
+    if case.alike == "silent":
+        assert not [title for title in outcome["titles"] if title.startswith(case.advice)]
+        return
+    assert outcome["verdict"] == case.verdict, outcome["sentence"]
+    assert outcome["titles"][:1] == [title for title in outcome["titles"] if title.startswith(case.advice)][:1]
+    assert outcome["passes"], f"{outcome['why']}\n{outcome['edit']}"
+
+
+def test_what_was_advised_is_not_advised_again(outcomes) -> None:
+    """A cell that has the advised change and fails all the same, on a fuller device, is told other things."""
+    for name, outcome in outcomes.items():
+        if "again" in outcome:
+            assert outcome["titles"][0] not in outcome["again"], name
+
+
+def test_there_is_a_cell_for_every_verdict_and_forty_in_all() -> None:
+    failing = [case for case in CASES.values() if case.alike != "silent"]
+    assert len(failing) >= 40
+    assert {case.verdict for case in failing} == VERDICTS
+
+
+def test_every_report_fits_a_terminal(outcomes) -> None:
+    for name, outcome in outcomes.items():
+        assert max(map(len, outcome["text"].splitlines())) <= 80, name
