@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from typing import Any
 
 from nvml_stub.fake import GIB, FakeLibrary, _number
@@ -18,11 +19,14 @@ NUMBERS = {
     "nvmlDeviceGetTemperature": 55,
 }  # fmt: skip
 """Functions whose last argument takes one number."""
+INSTANCES = 2
+"""MIG instances of a card that is split."""
 SYMBOLS = (
     "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlDeviceGetMemoryInfo",
     "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperatureV",
     "nvmlDeviceGetEncoderUtilization", "nvmlDeviceGetDecoderUtilization", "nvmlDeviceGetPciInfo_v3",
     "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetMigMode", "nvmlDeviceGetProcessUtilization",
+    "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex",
     "nvmlDeviceGetFieldValues", "nvmlSystemGetDriverVersion", "nvmlDeviceGetComputeRunningProcesses_v3",
     "nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetGraphicsRunningProcesses_v3",
     "nvmlDeviceGetGraphicsRunningProcesses_v2", *NUMBERS,
@@ -40,11 +44,17 @@ TRUTH = {
 
 
 class FullLibrary(FakeLibrary):
-    """Its faults are codes by (symbol, card); a card of None means all, ``missing`` are symbols it does not have."""
+    """Its faults are codes by (symbol, card); a card of None means all, ``missing`` are symbols it does not have.
 
-    def __init__(self, cards: int, faults: dict[tuple[str, int | None], int], missing: set[str]) -> None:
+    Cards in ``mig`` are split into two instances each, of which the driver knows what it knows of a card's memory.
+    """
+
+    def __init__(
+        self, cards: int, faults: dict[tuple[str, int | None], int], missing: set[str], mig: Collection[int] = ()
+    ) -> None:
         super().__init__(cards)
-        self.faults_of, self.missing = faults, missing
+        self.faults_of, self.missing, self.mig = faults, missing, mig
+        self.uuids += [f"MIG-{number:08d}" for number in range(INSTANCES * cards)]
 
     def __getattr__(self, symbol: str) -> Any:
         if symbol in self.missing:
@@ -81,7 +91,18 @@ class FullLibrary(FakeLibrary):
     def _nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> None:  # noqa: N802
         major._obj.value, minor._obj.value = 8, 6
 
-    def _nvmlDeviceGetMigMode(self, handle: Any, now: Any, pending: Any) -> None: ...  # noqa: N802
+    def _nvmlDeviceGetMigMode(self, handle: Any, now: Any, pending: Any) -> None:  # noqa: N802
+        now._obj.value = _number(handle) in self.mig
+
+    def _nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, count: Any) -> None:  # noqa: N802
+        count._obj.value = 7
+
+    def _nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: Any, instance: Any) -> int:  # noqa: N802
+        if index.value >= INSTANCES:
+            return 6
+        number = self.cards + INSTANCES * _number(handle) + index.value
+        ctypes.cast(instance, ctypes.POINTER(ctypes.c_void_p))[0] = number + 1
+        return 0
 
     def _nvmlDeviceGetFieldValues(self, handle: Any, count: Any, fields: Any) -> None:  # noqa: N802
         for field in fields._obj:

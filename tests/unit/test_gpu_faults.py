@@ -72,6 +72,29 @@ def test_every_figure_is_true_or_absent_with_its_reason(
         assert "<table" in to_html(shown)
 
 
+def test_without_a_fault_every_instance_of_a_split_card_is_a_row() -> None:
+    """Of the cards 0 and 2, two each; the whole card 1 has all its figures."""
+    rows = probe(FullLibrary(CARDS, {}, set(), mig={0, 2}), None)
+    instances = [row.nvml_index for row in rows if (row.uuid or "").startswith("MIG-")]
+    assert instances == [0, 0, 2, 2]
+    assert [row.nvml_index for row in rows if row.temperature is not None] == [0, 1, 2]
+
+
+@given(faults=FAULTS, missing=MISSING, variable=VISIBLE, mig=st.sets(st.integers(0, CARDS - 1)))
+def test_an_instance_is_never_given_a_figure_of_its_card(
+    faults: Faults, missing: set[str], variable: str | None, mig: set[int]
+) -> None:
+    """Nor is one row without a reason for what it lacks, whatever else the driver refuses."""
+    report = probe(FullLibrary(CARDS, faults, missing, mig), variable)
+    assert len(report) >= CARDS
+    for row in report:
+        assert set(row.reasons) == {name for name in gpus.FIGURES if getattr(row, name) is None}
+        if (row.uuid or "").startswith("MIG-"):
+            assert (row.utilization, row.power, row.throttle_reasons) == (None, None, None)
+            assert row.memory_total in (TRUTH["memory_total"], None)
+    assert all(len(line) <= 80 for line in to_text(report, 80).splitlines())
+
+
 @given(faults=FAULTS, broken=st.integers(0, CARDS - 1))
 def test_faults_of_one_card_hide_nothing_of_the_others(faults: Faults, broken: int) -> None:
     """Each card is asked on its own."""
