@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic import _compat, relocation
 from gpumagic.errors import OptionError
-from gpumagic.probes import allocator, failed_line, transfers, watched_code
+from gpumagic.probes import allocator, failed_line, storage_copies, transfers, watched_code
 from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.watched_code import WatchedCode
 from gpumagic.reports import TransferReport
@@ -69,12 +69,14 @@ class DeviceRun:
         self._context: RecordingContext = RecordingContext(self.device, self._log)
         self._previous = _make_current(self.device)
         self._context.__enter__()
+        storage_copies.begin(self._log)
 
     def close(self, error: BaseException | None) -> None:
         """Put the default and the current device back as they were, and take the closing figures."""
         try:
             self._watch.stop()
         finally:
+            storage_copies.end(self._log)
             self._context.__exit__(None, None, None)
             if self._previous is not None:
                 _make_current(self._previous)

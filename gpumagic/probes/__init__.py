@@ -9,9 +9,11 @@ By magic, each with the module to start reading at:
               and `holders` who keeps it; `reconcile` accounts for the allocator's bytes. `identity` tells storages
               apart from one look to the next, `why` follows `references` to every holder of one tensor, `held` lets
               go of `outputs` and the `last_error`.
-`%%ondevice`  `recording` is the mode, `transfers` its log, `call_sites` finds lines, `residents` what stayed behind.
+`%%ondevice`  `recording` is the mode, `storage_copies` sees what it cannot, `transfers` is their log, `call_sites`
+              finds lines, `moved` what moved before, `residents` what stayed behind in `watched_code`; `failed_line`
+              reads the `operands` of a failure. (`gpumagic.relocation` moves what `--move` names.)
 `%%oomguard`  `oom` recognises, `scene` reads the failed frames, `release` empties them, `surroundings` looks at
               what is left, `claims` prices each name.
-Shared        `allocator`, torch's own figures for any backend; `anatomy`, `callables`, `calls` and `openers`, looking
+Shared        `frames`, whose a frame is and its variables; `allocator`, torch's own figures for any backend; `anatomy`, `callables`, `calls` and `openers`, looking
               inside objects without running their code; `host`, the machine's memory.
 """

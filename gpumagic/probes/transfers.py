@@ -18,10 +18,7 @@ from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.moved import Moved, is_pageable
 from gpumagic.reports import Explanation, TransferReport, TransferRow
 
-SCOPE = (
-    "Counts what lines ask for in this thread; copies inside operators, indexing across devices and torch.load "
-    "are not seen."
-)
+SCOPE = "Counts what lines ask for in this thread; copies inside operators and indexing across devices are not seen."
 
 
 def is_host(device: str) -> bool:

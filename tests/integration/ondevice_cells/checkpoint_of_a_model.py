@@ -1,7 +1,7 @@
 # A checkpoint of model and optimizer, back onto the card.
-# move: simgpu:0 -> cpu, 4, 120, ?, ?
-# move: cpu -> simgpu:0, 4, 120, ?, ?
-# gap: torch.save is not seen
+# move: simgpu:0 -> cpu, 4, 120, -, torch.save
+# move: cpu -> simgpu:0, 2, 60, -, copy_
+# move: cpu -> simgpu:0, 2, 60, -, .to
 import io
 net = torch.nn.Linear(4, 3)
 opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

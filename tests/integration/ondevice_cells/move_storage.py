@@ -1,4 +1,3 @@
 # A storage moved.
-# move: simgpu:0 -> cpu, 1, 128, ?, ?
-# gap: moves of a storage are not seen
+# move: simgpu:0 -> cpu, 1, 128, -, storage.cpu
 y = g.untyped_storage().cpu()

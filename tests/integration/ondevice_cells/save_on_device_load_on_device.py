@@ -1,7 +1,6 @@
 # Saved on a card, loaded on it.
-# move: simgpu:0 -> cpu, 1, 128, ?, ?
-# move: cpu -> simgpu:0, 1, 128, ?, ?
-# gap: torch.save and torch.load are not seen
+# move: simgpu:0 -> cpu, 1, 128, g, torch.save
+# move: cpu -> simgpu:0, 1, 128, -, torch.load
 import io
 file = io.BytesIO()
 torch.save(g, file)

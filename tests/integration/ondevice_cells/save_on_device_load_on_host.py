@@ -1,6 +1,5 @@
 # Saved on a card, loaded on the host.
-# move: simgpu:0 -> cpu, 1, 128, ?, ?
-# gap: torch.save and torch.load are not seen
+# move: simgpu:0 -> cpu, 1, 128, g, torch.save
 import io
 file = io.BytesIO()
 torch.save(g, file)

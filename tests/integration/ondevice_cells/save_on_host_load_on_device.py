@@ -1,6 +1,5 @@
 # Saved on the host, loaded on a card.
-# move: cpu -> simgpu:0, 1, 4000, ?, ?
-# gap: torch.save and torch.load are not seen
+# move: cpu -> simgpu:0, 1, 4000, -, torch.load
 import io
 file = io.BytesIO()
 torch.save(x, file)
