@@ -14,6 +14,7 @@ By magic, each with the module to start reading at:
               reads the `operands` of a failure. (`gpumagic.relocation` moves what `--move` names.)
 `%%oomguard`  `oom` recognises, `scene` reads the failed frames, `release` empties them, `surroundings` looks at
               what is left, `claims` prices each name.
-Shared        `frames`, whose a frame is and its variables; `allocator`, torch's own figures for any backend; `anatomy`, `callables`, `calls` and `openers`, looking
-              inside objects without running their code; `host`, the machine's memory.
+Shared        `allocator`, torch's own figures for any backend; `anatomy`, `callables`, `calls` and `openers`, looking
+              inside objects without running their code; `frames`, whose a frame is and its variables; `host`, the
+              machine's memory.
 """
