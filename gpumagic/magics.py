@@ -97,11 +97,11 @@ class GPUMagic(Magics):
         """Return the live tensors, what changed among them, or what keeps them."""
         from gpumagic.probes import held, tensors, why
 
-        only = [device_names.resolve(name) for name in options.devices]
-        if options.why is not None:
-            return why.probe(options.why, self.shell.user_ns, self.shell)
+        if options.why is not None:  # a name may be several words, such as "last traceback"
+            return why.probe(" ".join((options.why, *options.devices)), self.shell.user_ns, self.shell)
         if options.release_held:
             return held.release(self.shell.user_ns, self.shell)
+        only = [device_names.resolve(name) for name in options.devices]
         everything = tensors.probe(self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell)
         report = everything.narrowed(only, options.min, options.sort)
         difference = self._looks.difference(report) if options.diff else None

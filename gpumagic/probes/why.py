@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.probes import holders, last_error, outputs, references, tensors
@@ -110,13 +111,18 @@ def _over(row: TensorRow, graph: References) -> list[object]:
 
 def _way(steps: Sequence[Step], graph: References, hidden: Collection[str], through_owner: bool) -> WayRow:
     spelled = [spell(step.path, graph.name_of) for step in steps]
-    kinds = [type(step.value).__name__ for step in steps]
+    kinds = [_kind(step.value) for step in steps]
     texts = [spelled[0], *(later[len(earlier) :] for earlier, later in pairwise(spelled))]
     expression, command = spelled[-1], _command(steps, spelled, hidden)
     if through_owner:
         expression, command = expression + GRADIENT, f"{expression}{GRADIENT} = None"
         texts, kinds = [*texts, GRADIENT], [*kinds, "Tensor"]
     return WayRow(spelled[0], expression, tuple(zip(texts, kinds, strict=True)), command)
+
+
+def _kind(value: object) -> str:
+    """Return what a step leads to; a running function and a module stand for their variables."""
+    return "" if type(value) is SimpleNamespace else type(value).__name__
 
 
 def _command(steps: Sequence[Step], spelled: Sequence[str], hidden: Collection[str]) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gpumagic.render.cells import dims, kind_cell
 from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
-from gpumagic.render.lines import Line, fold, holder_text
+from gpumagic.render.lines import Line, fold
 from gpumagic.render.units import count, size
 from gpumagic.reports import DeviceChange, DiffReport, DiffRow
 
@@ -60,18 +60,19 @@ def _largest(report: DiffReport) -> list[Block]:
     blocks: list[Block] = [Table(columns, rows, caption="The largest changes")]
     if len(lines) > len(shown):
         blocks.append(Paragraph(f"and {count(len(lines) - len(shown), 'smaller change')}", muted=True))
+    lost = [line for line in shown if line.row.change == "lost its name"]
+    blocks += [Paragraph(f"{line.name}: kept by {line.row.holder or 'no variable'} now", muted=True) for line in lost]
     return blocks
 
 
 def _cells(line: Line[DiffRow], largest: int) -> list[Cell]:
     row = line.row
     lost = row.change == "lost its name"
-    name = f"{line.text}, now {holder_text(row.holder)}" if lost else line.text
     text = size(_weight(line)) if lost or row.nbytes is None else _signed(line.nbytes)
     share = _weight(line) / largest if largest else 0.0
     return [
         Cell(_WORDS[row.change]),
-        Cell(name, muted=row.name is None),
+        Cell(line.text, muted=row.name is None),
         Cell(row.device),
         Cell(size(None) if row.nbytes is None else text, (Segment(share, "other" if line.nbytes < 0 else "main"),)),
         Cell(dims(row.shape)),

@@ -82,11 +82,11 @@ def _commands(rows: Sequence[HeldRow]) -> Iterator[Block]:
         if command is not None:
             yield Paragraph(f"{command} frees {total}: {_holders(freed)}")
         else:
-            yield Paragraph(f"No line is known that frees {total}: {_holders(freed)}", muted=True)
+            yield Paragraph(f"No one line frees {total}, kept by {_holders(freed)}", muted=True)
 
 
 def _holders(rows: Sequence[HeldRow]) -> str:
-    names = list(dict.fromkeys(row.holder or "what Python cannot see" for row in rows))
+    names = list(dict.fromkeys(row.holder or "C++ or what was not followed" for row in rows))
     rest = len(names) - _SEVERAL
     return ", ".join(names[:_SEVERAL]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -96,8 +96,8 @@ def _release(report: ReleaseReport) -> Iterator[Block]:
     if not report.released:
         yield Heading("Nothing to release: no output and no error keeps a tensor that no variable reaches")
     else:
-        came_back = ", ".join(f"{row.device} {size(row.freed)}" for row in changed) or "no bytes"
-        yield Heading(f"{came_back} came back")
+        came_back = ", ".join(f"{size(row.freed)} on {row.device}" for row in changed) or "nothing"
+        yield Heading(f"Came back: {came_back}")
         yield Paragraph(f"Forgotten: {', '.join(report.released)}")
     if changed:
         yield _freed(changed)

@@ -19,7 +19,7 @@ def view(report: TensorReport) -> Document:
     """Return the document of a tensor report."""
     blocks: list[Block] = [Heading(_heading(report))]
     if report.group_by is not None:
-        blocks.append(_totals(report, _KEYS[report.group_by], report.group_by.capitalize()))
+        blocks += _totals(report, _KEYS[report.group_by], report.group_by.capitalize())
     elif report.tensors:
         blocks += _largest(report)
     if report.by_device:
@@ -31,7 +31,7 @@ def view(report: TensorReport) -> Document:
 def _heading(report: TensorReport) -> str:
     tensors = sum(row.tensors for row in report.by_device)
     if not tensors:
-        return "No live tensors"
+        return f"No live tensors on {', '.join(report.only)}" if report.only else "No live tensors"
     storages = sum(row.storages for row in report.by_device)
     shares = ", ".join(f"{row.device} {size(row.named + row.held)}" for row in report.by_device if row.tensors)
     return f"{count(tensors, 'tensor')} in {count(storages, 'storage')}: {shares}"
@@ -105,18 +105,24 @@ def _root(name: str) -> str:
     return re.split(r"[.[{]", name, maxsplit=1)[0]
 
 
-def _totals(report: TensorReport, key: Callable[[TensorRow], str], title: str) -> Table:
+def _totals(report: TensorReport, key: Callable[[TensorRow], str], title: str) -> list[Block]:
     alike: dict[str, list[TensorRow]] = {}
     for row in report.tensors:
         alike.setdefault(key(row), []).append(row)
     sizes = {name: _sum(rows) for name, rows in alike.items()}
     whole = sum(nbytes or 0 for nbytes in sizes.values())
     columns = [Column(title, shrinks=True), *(Column(name, "right") for name in ("Size", "Tensors", "Storages"))]
+    ordered = sorted(alike, key=lambda name: (-(sizes[name] or 0), name))
+    shown = ordered if report.limit is None else ordered[: report.limit]
     rows = [
         (name, sized(sizes[name], whole), f"{sum(row.views + 1 for row in alike[name]):,}", f"{len(alike[name]):,}")
-        for name in sorted(alike, key=lambda name: (-(sizes[name] or 0), name))
+        for name in shown
     ]
-    return Table(columns, rows, caption=f"Live tensors by {title.lower()}")
+    blocks: list[Block] = [Table(columns, rows, caption=f"Live tensors by {title.lower()}")]
+    if rest := ordered[len(shown) :]:
+        nbytes = size(sum(sizes[name] or 0 for name in rest))
+        blocks.append(Paragraph(f"and {len(rest):,} more, {nbytes}", muted=True))
+    return blocks
 
 
 def _sum(rows: Sequence[TensorRow]) -> int | None:

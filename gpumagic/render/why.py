@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from gpumagic.render.cells import dims
 from gpumagic.render.document import Block, Document, Heading, Paragraph, Tree
 from gpumagic.render.lines import holder_text
@@ -19,8 +21,7 @@ def view(report: WhyReport) -> Document:
     blocks += [Tree(way.steps) for way in report.ways[:SHOWN]]
     if len(report.ways) > SHOWN:
         blocks.append(Paragraph(f"and {count(len(report.ways) - SHOWN, 'more holder')}", muted=True))
-    if report.ways:
-        blocks.append(Paragraph(_remedy(report)))
+    blocks += _remedies(report)
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
@@ -30,10 +31,9 @@ def _heading(row: TensorRow) -> str:
     return f"{name}: {size(row.nbytes)} on {row.device}, {dims(row.shape)} {row.dtype}, {row.kind}"
 
 
-def _remedy(report: WhyReport) -> str:
-    commands = list(dict.fromkeys(way.command for way in report.ways if way.command is not None))
-    nameless = [way.root for way in report.ways if way.command is None]
-    after = f", once {', '.join(nameless)} lets go of it" if nameless else ""
-    if not commands:
-        return f"It is freed{after}"
-    return f"To free it: {'; '.join(commands)}{after}"
+def _remedies(report: WhyReport) -> Iterator[Block]:
+    commands = dict.fromkeys(way.command for way in report.ways if way.command is not None)
+    if commands:
+        yield Paragraph(f"To free it: {'; '.join(commands)}")
+    if others := dict.fromkeys(way.root for way in report.ways if way.command is None):
+        yield Paragraph(f"{'It also' if commands else 'It'} has to go from {', '.join(others)}")

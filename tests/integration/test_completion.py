@@ -40,7 +40,8 @@ def test_devices_are_offered(loaded, form):
 @pytest.mark.parametrize(
     ("line", "options"),
     [
-        ("%gpuinfo --", {"--processes", "--all", "--help"}), ("%devices --", {"--min", "--sort"}),
+        ("%gpuinfo --", {"--processes", "--all", "--help"}),
+        ("%devices --", {"--min", "--sort", "--diff", "--held", "--why"}),
         ("%%ondevice cuda --", {"--fallback", "--quiet"}), ("%ondevice --", {"--fallback", "--quiet"}),
         ("%%oomguard --", {"--retry", "--keep"}), ("%oomguard --", {"--retry", "--keep"}),
         ("r = %devices --", {"--min"}),
@@ -121,3 +122,13 @@ def test_devices_with_an_index_are_completed_past_the_colon(loaded, monkeypatch)
 def test_what_stands_before_the_cursor_decides(line, fragment, names):
     """An option's value after it, nothing for a new variable's name or a number, no option twice."""
     assert complete(line, {"model": 1, "_x": 2}) == (fragment, names)
+
+
+def test_the_names_of_tensors_are_offered_where_one_is_asked_for(loaded):
+    """Paths through what variables hold, also past dots and brackets; nothing before torch is there."""
+    assert completed(loaded, "%devices --why ") & {"%devices --why model_a", "%devices --why model_b"} == set()
+    loaded.run("import torch; net = torch.nn.Sequential(torch.nn.Linear(2, 2)); cfg = {'k': [torch.ones(3)]}")
+    assert "%devices --why net[0].weight" in completed(loaded, "%devices --why net")
+    assert "%devices --why net[0].bias" in completed(loaded, "%devices --why net[0].b")
+    assert "%devices --why cfg['k'][0]" in completed(loaded, "%devices --why cfg['k")
+    assert "r = %devices --why=net[0].bias" in completed(loaded, "r = %devices --why=net[0].b")

@@ -81,8 +81,7 @@ small             300.0 MiB ███░░░░░░░░░        2       
 (Out[12])          64.0 MiB █░░░░░░░░░░░        1         1
 (no name)          19.5 MiB █░░░░░░░░░░░    5,000     5,000
 (last traceback)   16.0 MiB █░░░░░░░░░░░        1         1
-opaque                  n/a ░░░░░░░░░░░░        1         1
-ragged                  0 B ░░░░░░░░░░░░        1         1"""
+and 2 more, 0 B"""
 
 
 @pytest.mark.parametrize(

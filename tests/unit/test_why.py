@@ -183,7 +183,7 @@ def test_a_running_function_is_a_holder_that_no_line_frees() -> None:
     name = test_a_running_function_is_a_holder_that_no_line_frees.__name__
     (way,) = [way for way in report if way.root == f"running {name}()"]
     assert (way.command, way.steps[1:]) == (None, ((".held", "list"), ("[0]", "Tensor")))
-    assert f"once running {name}() lets go of it" in " ".join(str(report).split())
+    assert f"It also has to go from running {name}()" in " ".join(str(report).split())
 
 
 def test_a_closure_and_a_generator_are_ways_too() -> None:
