@@ -9,12 +9,14 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 Step: TypeAlias = "tuple[str, Any]"
 """How a part hangs on its container: ``("item", key)`` or ``("attribute", name)``."""
+
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
 @dataclass
@@ -28,21 +30,27 @@ class Contents:
 
     def add(self, value: object) -> bool:
         """Add what a value holds; return whether there is anything in it that has a device."""
-        import torch
-
-        kinds: tuple[tuple[type, list[Any]], ...] = (
-            (torch.Tensor, self.tensors), (torch.nn.Module, self.modules), (torch.optim.Optimizer, self.optimizers),
-        )  # fmt: skip
-        # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
-        known = next((found for kind, found in kinds if issubclass(type(value), kind)), None)
+        kind = type(value)  # not isinstance(): a proxy's __class__ may evaluate or raise
+        if kind in _ATOMS:
+            return False
+        known = self._list_of(kind)
         parts = parts_of(value) if known is None else []
         is_new = id(value) not in self.seen
         if known is not None or parts:
             self.seen[id(value)] = value  # alive while its id stands for it
         if known is not None and is_new:
             known.append(value)
-        inside = [self.add(part) for _, part in parts] if is_new else [bool(parts)]
+        inside = [self.add(part) for _, part in parts if type(part) not in _ATOMS] if is_new else [bool(parts)]
         return known is not None or any(inside)
+
+    def _list_of(self, kind: type) -> list[Any] | None:
+        import torch
+
+        if issubclass(kind, torch.Tensor):
+            return self.tensors
+        if issubclass(kind, torch.nn.Module):
+            return self.modules
+        return self.optimizers if issubclass(kind, torch.optim.Optimizer) else None
 
     def parameters(self) -> list[Any]:
         """Return what the optimizers work on."""
@@ -60,7 +68,9 @@ def parts_of(value: object) -> list[tuple[Step, object]]:
     kind, parts = type(value), list[tuple[Step, object]]()
     if issubclass(kind, PackedSequence):  # its batch sizes must stay on the host
         return [(("item", place), part) for place, part in enumerate(value) if place != 1]  # type: ignore[arg-type, var-annotated]
-    if issubclass(kind, dict):
+    if issubclass(kind, dict | list | tuple) and _ATOMS.issuperset(map(type, _values(value))):
+        pass  # a million numbers hold no tensor
+    elif issubclass(kind, dict):
         parts += [(("item", key), part) for key, part in dict.items(value)]  # type: ignore[arg-type, var-annotated]
     elif issubclass(kind, list | tuple):
         parts += [(("item", place), part) for place, part in enumerate(value)]  # type: ignore[arg-type, var-annotated]
@@ -70,6 +80,10 @@ def parts_of(value: object) -> list[tuple[Step, object]]:
         own = [each.name for each in dataclasses.fields(kind)]
         parts += [(("attribute", name), getattr(value, name)) for name in own if hasattr(value, name)]
     return parts
+
+
+def _values(container: Any) -> Iterable[object]:
+    return dict.values(container) if isinstance(container, dict) else container
 
 
 def rebuilt(value: object, successor: Callable[[Any], object], done: dict[int, Any] | None = None) -> Any:
@@ -85,6 +99,8 @@ def rebuilt(value: object, successor: Callable[[Any], object], done: dict[int, A
     """
     import torch
 
+    if type(value) in _ATOMS:
+        return value
     done = {} if done is None else done
     if issubclass(type(value), torch.Tensor):
         return successor(value)
@@ -96,7 +112,7 @@ def rebuilt(value: object, successor: Callable[[Any], object], done: dict[int, A
             raise ValueError("it holds itself")
         return done[id(value)]
     done[id(value)] = _UNFINISHED
-    new = [(step, rebuilt(part, successor, done)) for step, part in parts]
+    new = [(step, part if type(part) in _ATOMS else rebuilt(part, successor, done)) for step, part in parts]
     same = all(part is old for (_, part), (_, old) in zip(new, parts, strict=True))
     done[id(value)] = value if same else _like(value, new)
     return done[id(value)]

@@ -61,13 +61,16 @@ def packed(tensors: Iterable[Any]) -> list[Parcel]:
 
 
 def _overlapping(stretches: list[tuple[int, int, Any]]) -> Iterable[Parcel]:
+    """Yield the stretches of one memory, sorted by their start, as parcels of those that overlap."""
     together: list[tuple[int, int, Any]] = []
-    for stretch in [*stretches, None]:
-        if together and (stretch is None or stretch[0] >= max(end for _, end, _ in together)):
+    reached = 0
+    for start, end, tensor in stretches:
+        if together and start >= reached:
             yield _parcel(together)
             together = []
-        if stretch is not None:
-            together.append(stretch)
+        together.append((start, end, tensor))
+        reached = max(reached, end)
+    yield _parcel(together)
 
 
 def _parcel(together: list[tuple[int, int, Any]]) -> Parcel:
