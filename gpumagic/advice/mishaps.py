@@ -32,6 +32,8 @@ class Failure:
     operands: tuple[Operand, ...] = ()
     can_move: bool = False
     """Whether the line's names are the notebook's, which `--move` can bind."""
+    function: str | None = None
+    """The function whose line it is."""
 
 
 Rule = Callable[[Failure], "tuple[str, str | None, str]"]
@@ -51,7 +53,7 @@ def explain(failure: Failure) -> Explanation | None:
     what, fix, note = rule(failure)
     if not what:
         return None
-    return Explanation(what, fix, note, failure.line, failure.code, failure.operands)
+    return Explanation(what, fix, note, failure.line, failure.code, failure.operands, failure.function)
 
 
 def _rule(text: str) -> Rule | None:

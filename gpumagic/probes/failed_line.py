@@ -9,6 +9,7 @@ import ast
 import itertools
 import linecache
 from collections.abc import Mapping
+from dataclasses import replace
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -51,14 +52,19 @@ def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str
     frame, node = step.tb_frame, _failing_node(step)
     filename = frame.f_code.co_filename
     code = linecache.getline(filename, step.tb_lineno, frame.f_globals).strip() or None
+    function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name) if is_a_functions(frame) else None
+    seen = Failure(text, device, here, step.tb_lineno, code, function=_spoken(function))
     if node is None:
-        return Failure(text, device, here, step.tb_lineno, code)
+        return seen
     variables = frames.variables(frame, operands.names_in(node))
-    found = operands.of(node, variables)
-    in_notebook = frame.f_globals is namespace and not is_a_functions(frame)
-    return Failure(
-        text, device, here, step.tb_lineno, code, ast.unparse(node), found, can_move=in_notebook
-    )  # fmt: skip
+    can_move = frame.f_globals is namespace and function is None
+    return replace(seen, failing=ast.unparse(node), operands=operands.of(node, variables), can_move=can_move)
+
+
+def _spoken(function: str | None) -> str | None:
+    """Return a function's name without where it is defined; None for a comprehension, which is its line's."""
+    name = None if function is None else function.rpartition("<locals>.")[2]
+    return None if name is None or name.startswith("<") else name
 
 
 def _text(error: Exception) -> str:

@@ -42,7 +42,7 @@ def _explanation(report: TransferReport) -> Iterator[Block]:
     found = report.explanation
     if found is None:
         return
-    yield Paragraph((f"Line {found.line}: " if found.line is not None else "") + found.what)
+    yield Paragraph(found.place.capitalize()[:1] + found.place[1:] + found.what)
     if found.fix:
         yield Paragraph(f"→ {found.fix}")
     if found.note:

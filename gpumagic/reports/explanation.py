@@ -39,8 +39,16 @@ class Explanation:
     code: str | None = None
     operands: tuple[Operand, ...] = ()
 
+    function: str | None = None
+    """The function whose line it is; None for the cell's or the block's own."""
+
+    @property
+    def place(self) -> str:
+        """Where it failed: ``"line 3: "``, ``"line 7 of Net.forward(): "``, ``""`` where that is not known."""
+        if self.line is None:
+            return ""
+        return f"line {self.line} of {self.function}(): " if self.function else f"line {self.line}: "
+
     def __str__(self) -> str:
-        where = f"line {self.line}: " if self.line is not None else ""
-        return "\n".join(
-            [where + self.what, *([f"fix: {self.fix}"] if self.fix else []), *([self.note] if self.note else [])]
-        )
+        fix = [f"fix: {self.fix}"] if self.fix else []
+        return "\n".join([self.place + self.what, *fix, *([self.note] if self.note else [])])

@@ -101,6 +101,16 @@ def test_other_failures_are_not_explained(cell: str) -> None:
     assert explained(cell)[0] is None
 
 
+def test_a_functions_line_is_told_with_the_function() -> None:
+    found, _, _ = explained(NET + "y = Net().to('simgpu:0')(g)")
+    assert found is not None
+    assert found.function in {"Net.forward", "forward"}  # Python 3.10 knows the short name only
+    assert found.place == f"line 8 of {found.function}(): "
+    found, _, _ = explained("y = [row[:4] + each for row in far for each in g]")
+    assert found is not None
+    assert found.function is None
+
+
 def test_a_file_of_an_absent_device_is_explained_with_map_location(tmp_path) -> None:
     import io
 
