@@ -11,6 +11,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gpumagic
 from gpumagic.probes import oom_numbers
@@ -273,3 +275,83 @@ def test_recognition_and_the_error_need_no_torch() -> None:
         "print(recognise(MemoryError()).kind, gpumagic.OutOfMemory.__mro__[1].__name__)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["python", "RuntimeError"]
+
+
+KNOWN = [*(str(error) for error, _ in CERTAIN), *PROBABLE, *(str(error) for error in NOT_OOM)]
+TYPES = [OOM, RuntimeError, MemoryError, OSError, Exception, named("AcceleratorError"), named("XlaRuntimeError")]
+LOCALES = [str.maketrans(".,", ",."), str.maketrans(".", "\u066b"), str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")]
+
+
+@st.composite
+def mangled(draw):
+    """An out-of-memory text as a log, a wrapper or a foreign locale may have left it."""
+    text = draw(st.sampled_from(KNOWN) | st.text())
+    text = text.translate(draw(st.sampled_from([{}, *LOCALES])))
+    start = draw(st.integers(0, len(text)))
+    text = (
+        draw(st.sampled_from(["", "\n\n", "Caught OutOfMemoryError in replica 0.\n", "\0", "é"])) + text[start // 8 :]
+    )
+    text = text[: draw(st.integers(0, len(text)))]
+    return text.upper() if draw(st.booleans()) else text
+
+
+class Hostile(RuntimeError):
+    """An error whose every part fails to be read."""
+
+    __notes__ = property(lambda self: 1 / 0)
+    exceptions = ("not", "errors")
+
+    def __str__(self):
+        raise RecursionError("no text")
+
+    __repr__ = __str__
+
+
+@given(st.lists(st.tuples(mangled(), st.sampled_from(TYPES), st.sampled_from(["cause", "context", "group"])), min_size=1,
+                max_size=5), st.none() | st.integers(0, 2**40))  # fmt: skip
+def test_no_text_however_mangled_and_wrapped_makes_the_recogniser_fail(layers, free) -> None:
+    error: BaseException = Hostile()
+    for text, kind, link in layers:
+        outer = kind(text)
+        if link == "group":
+            outer = named("Group", Exception)(text)
+            outer.exceptions = (error, outer)
+        else:
+            setattr(outer, f"__{link}__", error)
+        error = outer
+    event = recognise(error, free)
+    if event is not None:
+        numbers = event.numbers
+        assert all(value is None or 0 <= value < 2**70 for value in (numbers.requested, numbers.capacity, numbers.free))
+        assert "\n" not in event.message
+
+
+@pytest.mark.parametrize(("error", "kind"), CERTAIN)
+def test_every_certain_form_is_found_five_errors_deep(error, kind) -> None:
+    for depth in range(5):
+        outer = ValueError(f"layer {depth}")
+        setattr(outer, "__cause__" if depth % 2 else "__context__", error)
+        error = outer
+    event = recognise(error, free=100 * GIB)
+    assert event is not None
+    assert event.kind == kind
+
+
+@pytest.mark.parametrize(("error", "kind"), CERTAIN)
+def test_a_truncated_text_of_torchs_own_class_is_still_out_of_memory(error, kind) -> None:
+    if type(error) is OOM:
+        for end in range(len(str(error))):
+            assert recognise(OOM(str(error)[:end])) is not None
+
+
+def test_the_table_has_all_the_kinds_of_the_literature() -> None:
+    """Thirty-one forms at least, of which accelerate knows ten, and four that only read like it."""
+    assert len(CERTAIN) + len(PROBABLE) >= 31
+    assert len({str(error) for error in NOT_OOM[:3]} | {"1EB"}) == 4
+
+
+@given(mangled())
+def test_the_numbers_of_any_text_are_sizes_or_absent(text) -> None:
+    numbers = oom_numbers.read(text)
+    for value in (numbers.requested, numbers.capacity, numbers.free, numbers.allocated, numbers.unallocated):
+        assert value is None or type(value) is int
