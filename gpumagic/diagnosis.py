@@ -5,6 +5,7 @@ The probes measure, `advice` judges; this module only passes the one to the othe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -13,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from gpumagic.advice import cell_code, negatives, ranking, verdict
 from gpumagic.advice.facts import BatchSize, Brought, Facts, Scene, Work
 from gpumagic.probes import allocator, claims, failing_code, host, oom, scene, surroundings
+from gpumagic.probes import instant as instants
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.oom import OomEvent
 from gpumagic.render.units import size
-from gpumagic.reports import OomReport
+from gpumagic.reports import Instant, OomReport
 
 WORTH_SAYING = 1024**2
 """Bytes below which a difference is not worth a word."""
@@ -85,6 +87,25 @@ def examine(
     if device in at_failure:
         at_failure[device] = _at_the_instant(event, at_failure[device])
     return Failure(event, device, seen, work, before, at_failure, capacity, free, tuple(notes))
+
+
+def instant(
+    error: Exception,
+    failure: Failure,
+    namespace: Mapping[str, object],
+    bound: Mapping[str, int],
+    outside: Collection[int] = (),
+    shell: object | None = None,
+) -> Instant:
+    """Return what the failing operation worked on and what occupied the device, as far as that can be looked at."""
+    found = Instant()
+    if failure.device is None or "torch" not in sys.modules:
+        return found
+    with contextlib.suppress(Exception):  # our own failure must not cost the user the release
+        found = instants.operation(error, failure.work, outside)
+        figures = failure.at_failure.get(failure.device)
+        found = replace(found, shares=instants.shares(namespace, bound, failure.device, shell, figures))
+    return found
 
 
 def pinned(

@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from gpumagic.advice import actions
 from gpumagic.errors import OptionError
 from gpumagic.probes import allocator, exception_graph, oom, release
+from gpumagic.reports import Instant
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -65,6 +68,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._namespace = namespace if namespace is not None else _namespace(shell)
         self._plan = plan
         self._then: Callable[[], None] = _nothing
+        self._instant = Instant()
         self._failure: Failure | None = None
         self._retries = 0
         self._recovered = False
@@ -177,7 +181,10 @@ class OomGuard(contextlib.ContextDecorator):
             return None
         from gpumagic import diagnosis
 
-        return diagnosis.examine(error, self._namespace, self._before, self._outside, self._shell)
+        failure = diagnosis.examine(error, self._namespace, self._before, self._outside, self._shell)
+        if failure is not None:
+            self._instant = diagnosis.instant(error, failure, self._namespace, self._bound, self._outside, self._shell)
+        return failure
 
     def _pinned(self, error: BaseException) -> int | None:
         from gpumagic import diagnosis
@@ -194,7 +201,8 @@ class OomGuard(contextlib.ContextDecorator):
         circumstances = diagnosis.Circumstances(
             self._namespace, self._bound, self._shell, pinned, self._retries, self._recovered
         )  # fmt: skip
-        report = diagnosis.conclude(failure, circumstances)
+        report = replace(diagnosis.conclude(failure, circumstances), instant=self._instant)
+        report = replace(report, actions=actions.of(report, in_notebook=self._shell is not None))
         self.publish(report)
         self._then()
         return report

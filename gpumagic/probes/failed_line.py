@@ -49,7 +49,7 @@ def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str
     if not own:
         return Failure(text, device, here)
     step = own[-1]
-    frame, node = step.tb_frame, _failing_node(step)
+    frame, node = step.tb_frame, failing_node(step)
     filename = frame.f_code.co_filename
     code = linecache.getline(filename, step.tb_lineno, frame.f_globals).strip() or None
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name) if is_a_functions(frame) else None
@@ -74,7 +74,7 @@ def _text(error: Exception) -> str:
         return ""
 
 
-def _failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
+def failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
     """Return the expression that raised, where Python says which (3.11), else its statement."""
     frame = step.tb_frame
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))

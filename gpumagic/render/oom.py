@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gpumagic.render import tries
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
-from gpumagic.render.units import NOT_AVAILABLE, count, size
+from gpumagic.render.units import NOT_AVAILABLE, count, shape, size
 from gpumagic.reports import Advice, Holder, OomReport
 
 SHOWN_ADVICE = 5
@@ -19,13 +19,16 @@ def view(report: OomReport) -> Document:
     blocks: list[Block] = [Heading(_headline(report)), Paragraph(report.verdict)]
     if report.code is not None:
         blocks.append(Listing([(report.line or 0, report.code, "")]))
+    blocks += _operation(report)
     if report.tries:
         blocks.append(tries.table(report.tries, report.shrunk))
     if report.allocated_at_failure is not None:
         blocks.append(_memory(report))
+    blocks += _shares(report)
     if report.holders:
         blocks += _holders(report)
     blocks += _advice(report.advice)
+    blocks += _actions(report)
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
@@ -86,6 +89,40 @@ def _bar(allocated: int | None, reserved: int | None, capacity: int | None) -> C
 
 def _cached(allocated: int | None, reserved: int | None) -> str:
     return NOT_AVAILABLE if allocated is None or reserved is None else size(reserved - allocated)
+
+
+def _operation(report: OomReport) -> Iterator[Block]:
+    instant = report.instant
+    shapes = [f"{each.name} {shape(each.shape)} {each.dtype}" for each in instant.operands]
+    if not shapes:
+        return
+    is_sign = bool(instant.operator) and not instant.operator[-1].isalnum()
+    operation = f" {instant.operator} ".join(shapes) if is_sign else f"{instant.operator}({', '.join(shapes)})"
+    yield Paragraph(operation, muted=True)
+
+
+def _shares(report: OomReport) -> Iterator[Block]:
+    """Say what the device was full of, folded: the parts in a line, the table behind it."""
+    shown = [share for share in report.instant.shares if share.nbytes >= WORTH_A_ROW]
+    if not shown:
+        return
+    whole = sum(share.nbytes for share in shown)
+    columns = [Column("at the failure"), Column("names", priority=1, shrinks=True), Column("bytes", "right")]
+    rows: list[list[Cell | str]] = [
+        [share.what, ", ".join(share.names), Cell(size(share.nbytes), (Segment(share.nbytes / whole),))]
+        for share in shown
+    ]
+    parts = ", ".join(f"{size(share.nbytes)} {share.what}" for share in shown)
+    yield Fold(f"It was full of {parts}", [Table(columns, rows, caption="What occupied the device at the failure")])
+
+
+def _actions(report: OomReport) -> Iterator[Block]:
+    """Offer the lines that stand under no suggestion yet."""
+    said = {line for advice in report.advice[:SHOWN_ADVICE] for line in (advice.edit or "").splitlines()}
+    lines = [(number, each.code, each.note) for number, each in enumerate(report.actions, 1) if each.code not in said]
+    if lines:
+        yield Heading("To run now")
+        yield Listing(lines)
 
 
 def _holders(report: OomReport) -> Iterator[Block]:

@@ -8,6 +8,7 @@ Units everywhere: bytes are ints, times float seconds, percent floats from 0 to 
 field's name, or in the report's ``notes``.
 """
 
+from gpumagic.reports.at_failure import Action, Instant, Shape, Share
 from gpumagic.reports.base import Report
 from gpumagic.reports.changes import DeviceChange, DiffReport, DiffRow
 from gpumagic.reports.explanation import Explanation, Operand
@@ -21,6 +22,7 @@ from gpumagic.reports.tries import FitReport, Try
 from gpumagic.reports.why import WayRow, WhyReport
 
 __all__ = [
+    "Action",
     "Advice",
     "BenchReport",
     "BenchRow",
@@ -39,12 +41,15 @@ __all__ = [
     "HeldRow",
     "HistoryReport",
     "Holder",
+    "Instant",
     "OomReport",
     "Operand",
     "ProcessRow",
     "ReleaseReport",
     "Report",
     "SampleRow",
+    "Shape",
+    "Share",
     "TensorReport",
     "TensorRow",
     "TransferReport",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from gpumagic.reports.at_failure import Action, Instant
 from gpumagic.reports.base import Report
 from gpumagic.reports.names import Holder
 from gpumagic.reports.tries import Try
@@ -99,6 +100,10 @@ class OomReport(Report[Advice]):
     message: str = ""
     """The first line of the original exception."""
     notes: tuple[str, ...] = ()
+    instant: Instant = field(default_factory=Instant)
+    """The operation that failed, and what occupied the device then."""
+    actions: tuple[Action, ...] = ()
+    """Lines to run now, each of which gives memory back or makes more of it usable."""
     tries: tuple[Try, ...] = ()
     """Every run of a cell that was run more than once."""
     shrunk: str = ""

@@ -1,0 +1,45 @@
+"""What can be done at once, as lines to run before the cell runs again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from gpumagic.render.units import size
+from gpumagic.reports import Action, OomReport
+
+_REBINDS = re.compile(r"\s*[\w.]+\s*=[^=]")
+"""A line that gives a name another value is a change of what the user works with, not a clearing up."""
+
+WORTH_A_LINE = 1024**2
+"""Bytes below which a line is not worth typing."""
+
+
+def of(report: OomReport, *, in_notebook: bool) -> tuple[Action, ...]:
+    """Return lines that give memory back now, or make more of it usable, each once.
+
+    Args:
+        report: of the failure.
+        in_notebook: whether magics can be typed.
+    """
+    return tuple(dict.fromkeys([*_from_advice(report), *_held(report, in_notebook=in_notebook)]))
+
+
+def _from_advice(report: OomReport) -> Iterator[Action]:
+    for advice in report.advice:
+        lines = [line for line in (advice.first or "").splitlines() if not _REBINDS.match(line)]
+        worth = f"frees {size(advice.frees)}" if advice.frees is not None else ""
+        for line in lines:
+            yield Action(line, worth if len(lines) == 1 else "")
+
+
+def _held(report: OomReport, *, in_notebook: bool) -> Iterator[Action]:
+    """Let the session's own places go: outputs, the last error, what nothing names."""
+    outputs = sum(holder.nbytes for holder in report.holders if holder.name.startswith("Out["))
+    named = sum(holder.nbytes for holder in report.holders)
+    nameless = max(0, report.allocated_after - named) if report.allocated_after is not None and report.holders else 0
+    if outputs >= WORTH_A_LINE and in_notebook:
+        yield Action("%devices --release-held", f"outputs hold {size(outputs)}")
+    elif nameless >= WORTH_A_LINE:
+        line = "%devices --held" if in_notebook else "gpumagic.devices().held()"
+        yield Action(line, f"says what keeps the {size(nameless)} that nothing names")
