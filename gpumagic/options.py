@@ -148,7 +148,13 @@ def _devices() -> Parser:
     parser = _parser(
         "%devices",
         "List the live tensors, one row a storage: where, how big, whose, and what keeps them.\n"
-        "The report has .to_pandas(), .since(an earlier one) and .held().",
+        "Names are the ways to write it, such as model.fc.weight; (Out[12]) is what keeps one that no variable\n"
+        "reaches. Looking frees nothing, keeps nothing alive and moves nothing.\n\n"
+        "    %devices cuda:0 --min 100MiB       the large ones on one device\n"
+        "    %devices --by holder               how much each variable leads to\n"
+        "    %devices --diff                    after a cell: what it made and what it left\n"
+        "    %devices --why model.fc.weight     why is it still here?\n"
+        "    r = %devices                       a report: r.to_pandas(), r.since(an earlier one), r.held()",
     )
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these devices: cuda:1, cpu")
     parser.add_argument("-n", metavar="N", type=_typed(whole_number), default=20, help="show N rows (20)")

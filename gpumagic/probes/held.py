@@ -27,7 +27,7 @@ def release(namespace: Mapping[str, object], shell: InteractiveShell | None = No
         released = _forget(wanted, namespace, shell) if wanted else ()
         now = allocator.all_figures()
         after = tensors.probe(namespace, shell=shell)
-    return ReleaseReport(tuple(_freed(before, after, figures, now)), released, after.held())
+    return ReleaseReport(tuple(_freed(before, after, figures, now)), released, after.held(), after.notes)
 
 
 def _forget(wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None) -> tuple[str, ...]:

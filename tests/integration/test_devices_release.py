@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import gpumagic
 
@@ -65,6 +67,56 @@ def test_a_local_of_a_failed_cell_is_released_to_the_byte(run, later) -> None:
     assert held_by(run("%devices --held"), 1_000_000) == [("last traceback", "%devices --release-held")]
     assert freed(run("%devices --release-held")) == 4_000_256
     assert torch.simgpu.memory_allocated(0) == before
+
+
+def test_what_a_reset_of_the_outputs_leaves_is_released_too(run) -> None:
+    """IPython 7 forgets the output, yet leaves a copy in its hidden namespace (ipython#10082)."""
+    before = torch.simgpu.memory_allocated(0)
+    run(f"torch.ones(1020, device={DEVICE!r})")
+    run("%reset -f out")
+    run("%devices --release-held")
+    assert torch.simgpu.memory_allocated(0) == before
+
+
+STEPS = {
+    "make": "{x} = torch.ones({n}, device='simgpu:{d}')",
+    "show": "{x} = torch.ones({n}, device='simgpu:{d}'); {x}",
+    "show alone": "torch.ones({n}, device='simgpu:{d}')",
+    "show in a list": "[torch.ones({n}, device='simgpu:{d}'), globals().get('{x}')]",
+    "del": "globals().pop('{x}', None);",
+    "alias": "{x} = globals().get('a')",
+    "underscore": "_ = torch.ones({n}, device='simgpu:{d}')",
+    "fail": "def step():\n    hidden = torch.ones({n}, device='simgpu:{d}')\n    1 / 0\nstep()",
+    "fail with one of ours": "def step(given):\n    1 / 0\nstep(globals().get('{x}'))",
+    "mistype": "%devices --why nothing",
+}
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from("abc"), st.integers(1, 4000), st.integers(0, 1)),
+        min_size=1, max_size=6,
+    )
+)  # fmt: skip
+def test_whatever_a_session_did_what_is_promised_goes_and_nothing_else(run, bare_shell, steps) -> None:
+    """On two devices, to the byte; and no variable changes."""
+    for step, name, elements, device in steps:
+        run(STEPS[step].format(x=name, n=elements, d=device))
+    promised = [row for row in run("%devices --held") if row.command == "%devices --release-held"]
+    others = {row.numbers for row in run("%devices") if not row.releasable}
+    mine = {name: id(value) for name, value in bare_shell.user_ns.items() if not name.startswith("_")}
+    report = run("freed = %devices --release-held\nfreed")
+    left = run("%devices")
+    assert {row.number for row in promised}.isdisjoint(number for row in left for number in row.numbers)
+    assert others <= {row.numbers for row in left}
+    for device in ("simgpu:0", "simgpu:1"):
+        freed = sum(row.freed for row in report if row.device == device)
+        assert freed == sum(row.nbytes for row in promised if row.device == device)
+    mine["freed"] = id(bare_shell.user_ns["freed"])
+    assert {name: id(value) for name, value in bare_shell.user_ns.items() if not name.startswith("_")} == mine
+    for name in ("a", "b", "c", "_"):
+        bare_shell.user_ns.pop(name, None)
 
 
 def test_an_argument_of_the_error_and_the_locals_of_its_cause_are_released(run) -> None:
