@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import FrameType
@@ -17,7 +18,7 @@ from gpumagic.probes.watched_code import WatchedCode
 from gpumagic.reports import TransferReport
 
 if TYPE_CHECKING:
-    from gpumagic.probes.recording import RecordingContext
+    from gpumagic.probes.recording import Recording
 
 
 class DeviceRun:
@@ -59,27 +60,28 @@ class DeviceRun:
 
     def open(self) -> None:
         """Make the device the default and the current one, and start counting."""
-        from gpumagic.probes.recording import RecordingContext
+        from gpumagic.probes.recording import Recording
 
         self._watch = transfers.Watch()
         self._moved = relocation.relocate(self._move, self._namespace, self.device) if self._move else ()
         self._sites = CallSites(self._namespace, self._filename)
         self._sites.find()  # learns the cell's file while it is on the stack
         self._log = transfers.TransferLog(self._sites)
-        self._context: RecordingContext = RecordingContext(self.device, self._log)
+        self._recording: Recording = Recording(self.device, self._log, self._namespace, self._cell())
         self._previous = _make_current(self.device)
-        self._context.__enter__()
-        storage_copies.begin(self._log)
+        try:
+            self._recording.open()
+            storage_copies.begin(self._log)
+        except BaseException:  # Ctrl-C: nobody closes what did not open
+            self._restore()
+            raise
 
     def close(self, error: BaseException | None) -> None:
         """Put the default and the current device back as they were, and take the closing figures."""
         try:
             self._watch.stop()
         finally:
-            storage_copies.end(self._log)
-            self._context.__exit__(None, None, None)
-            if self._previous is not None:
-                _make_current(self._previous)
+            self._restore()
         explanation = None if error is None else failed_line.explain(error, self._namespace, self.device)
         self.report = transfers.report(
             self.device, self._log, self._watch, self._variables(), error, self._moved, explanation, self._code.lines()
@@ -133,6 +135,19 @@ class DeviceRun:
         if code is not None:
             run._code = watched_code.of_function(code, self._namespace)
         return run
+
+    def _restore(self) -> None:
+        try:
+            storage_copies.end(self._log)
+            self._recording.close()
+        finally:
+            if self._previous is not None:
+                _make_current(self._previous)
+
+    def _cell(self) -> str:
+        """Return the text of the cell; "" for a block in a file, which may be a small part of it."""
+        filename = self._sites.filename
+        return "" if filename is None or self._filename is not None else "".join(linecache.getlines(filename))
 
     def _keep(self, report: TransferReport) -> None:
         self.report = report

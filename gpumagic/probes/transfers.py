@@ -1,6 +1,6 @@
 """What a cell creates where, and which of its lines move what: the log and its report.
 
-The log is filled by `recording.RecordingContext` while the cell runs; it keeps numbers and names, never a
+The log is filled by the handlers of `watched_calls` while the cell runs; it keeps numbers and names, never a
 tensor.
 """
 
@@ -47,14 +47,16 @@ class TransferLog:
     """The running sums of one cell."""
 
     sites: CallSites
-    created: dict[str, _Sum] = field(default_factory=dict)
+    created: dict[object, _Sum] = field(default_factory=dict)
     moves: dict[tuple[object, ...], _Sum] = field(default_factory=dict)
     syncs: Counter[int] = field(default_factory=Counter)
     moved: Moved = field(default_factory=Moved)
 
-    def add_created(self, device: str, nbytes: int) -> None:
-        """Count one new tensor."""
-        total = self.created.setdefault(device, _Sum())
+    def add_created(self, device: object, nbytes: int) -> None:
+        """Count one new tensor; the device's name is only made for the report."""
+        total = self.created.get(device)
+        if total is None:
+            total = self.created[device] = _Sum()
         total.count += 1
         total.nbytes += nbytes
 
@@ -88,6 +90,11 @@ class TransferLog:
         line = self.sites.find().line
         if line is not None:
             self.syncs[line] += 1
+
+    def created_by_device(self) -> dict[str, tuple[int, int]]:
+        """Return the count and the bytes of new tensors by device."""
+        named = {str(device): (total.count, total.nbytes) for device, total in self.created.items()}
+        return dict(sorted(named.items()))
 
     def rows(self) -> tuple[TransferRow, ...]:
         """Return the moves, most bytes first."""
@@ -160,7 +167,7 @@ def report(
     return TransferReport(
         device=device,
         moves=moves,
-        created={where: (total.count, total.nbytes) for where, total in sorted(log.created.items())},
+        created=log.created_by_device(),
         syncs=syncs,
         peak=watch.peak(),
         elapsed=watch.elapsed,

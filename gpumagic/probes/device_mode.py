@@ -1,0 +1,75 @@
+"""The exact way to a default device: torch's own device context, with eyes.
+
+It is a subclass of the context that `with torch.device(...)` enters, so torch treats it as that everywhere
+(`torch.get_default_device`, `torch.compile`, checkpointing, nesting). Functions that neither create nor move pass with
+one dictionary look-up. Imports torch at its top, so it is itself imported only when a cell is run on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch.utils._device import DeviceContext
+
+from gpumagic.probes import watched_calls
+from gpumagic.probes.watched_calls import Recorder
+
+
+def outermost() -> DeviceContext | None:
+    """Return the device context that is in force in this thread; torch keeps it at the bottom of its modes."""
+    mode = _get_function_stack_at(0) if _len_torch_function_stack() else None
+    return mode if isinstance(mode, DeviceContext) else None
+
+
+class RecordingContext(DeviceContext):
+    """Torch's own device context, with eyes: what it stands for, torch sees everywhere.
+
+    Args:
+        recorder: the run whose device and log these are.
+        look_only: leave it to the recorder whether new tensors go to its device at the moment.
+    """
+
+    def __init__(self, recorder: Recorder, *, look_only: bool = False) -> None:
+        super().__init__(recorder.device)
+        self.recorder = recorder
+        self.prev_mode: DeviceContext | None = None
+        self.old_device: Any = None
+        self._look_only = look_only
+        self._handler = watched_calls.handlers().get
+        self._outer: list[tuple[Any, ...]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        __tracebackhide__ = True  # IPython leaves such frames out of the user's traceback
+        handler = self._handler(func)
+        if handler is not None:
+            return handler(self.recorder, func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def __enter__(self) -> RecordingContext:  # noqa: PYI034  # as in DeviceRun
+        # Checkpointing enters the context of its forward again in backward, which torch's own does not provide for.
+        self._outer.append((self.old_device, self.prev_mode, self.recorder.is_suspended))
+        self.prev_mode = None
+        self.recorder.is_suspended = self.recorder.is_suspended and self._look_only
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        later = self._entered_later()
+        if later is None:
+            super().__exit__(*error)
+        else:  # the cell called set_default_device: what it set stays, as what any line sets
+            later.prev_mode, later.old_device = self.prev_mode, self.old_device
+        self.old_device, self.prev_mode, self.recorder.is_suspended = self._outer.pop()
+
+    def _entered_later(self) -> DeviceContext | None:
+        """Return the device context that was entered after this one and has not been left."""
+        mode = outermost()
+        while mode is not None and mode is not self:
+            if mode.prev_mode is self:
+                return mode
+            mode = mode.prev_mode
+        return None

@@ -1,0 +1,265 @@
+"""The fast way: torch's functions that create and move are exchanged for a while, everything else runs untouched.
+
+In place of `torch.zeros` stands an `EntryPoint` that equals it, hashes, pickles and reads as it; in other threads it
+is it. Names that were imported earlier (`from torch import zeros`) are exchanged where they are, in every module and
+in the notebook (`function_holders`). What the cell keeps of an entry point, in a name or a list, is put back after.
+Imports torch at its top, so it is itself imported only when a cell is run on a device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from functools import cache
+from threading import RLock, get_ident
+from typing import Any
+
+import torch
+import torch.overrides
+import torch.utils._device as device_state
+from torch._C import _len_torch_function_stack
+
+from gpumagic.probes import function_holders, watched_calls
+from gpumagic.probes.device_mode import RecordingContext, outermost
+from gpumagic.probes.function_holders import Census, Place
+from gpumagic.probes.watched_calls import Function, Handler, Recorder, Watched
+
+exchanges = 0
+"""How often tensors' methods have been exchanged in this process."""
+_active: dict[int, Recorder] = {}
+"""By thread, the innermost run whose calls are handled."""
+_runs: dict[int, list[Recorder]] = {}
+"""By thread, the runs that are open, the innermost last."""
+_open: list[Recorder] = []
+_places: list[Place] = []
+_lock = RLock()
+
+
+class EntryPoint:
+    """Stands for a function of torch's: calls of a thread that is on a device go to the handler.
+
+    Args:
+        function: the one it stands for.
+        handler: what to do instead of calling it.
+        heeds_modes: whether function modes that the cell has entered come first.
+    """
+
+    def __init__(self, function: Function, handler: Handler, *, heeds_modes: bool = True) -> None:
+        functools.update_wrapper(self, function, updated=())
+        del self.__wrapped__
+        self._function = function
+        self._handler = handler
+        self._heeds_modes = heeds_modes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        recorder = _active.get(get_ident())
+        if recorder is None or recorder.is_busy:
+            return self._function(*args, **kwargs)
+        recorder.is_busy = True
+        try:
+            if self._heeds_modes and _len_torch_function_stack():
+                return _under_modes(recorder, self._function, self._handler, args, kwargs)
+            return self._handler(recorder, self._function, args, kwargs)
+        finally:
+            recorder.is_busy = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_function"], name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._function)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._function
+
+    def __hash__(self) -> int:
+        return hash(self._function)
+
+    def __repr__(self) -> str:
+        return repr(self._function)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._function.__reduce_ex__(protocol)
+
+
+def begin(recorder: Recorder) -> None:
+    """Handle this thread's calls for a run from now on, or leave them to its function mode."""
+    _runs.setdefault(get_ident(), []).append(recorder)
+    _activate()
+    if recorder.has_mode:
+        return
+    recorder.device_before = device_state.CURRENT_DEVICE
+    device_state.CURRENT_DEVICE = recorder.device  # what torch.compile guards on
+    with _lock:
+        _open.append(recorder)
+        if len(_open) == 1:
+            _exchange()
+
+
+def end(recorder: Recorder) -> None:
+    """Undo `begin`; again does nothing, so that it can be called after an interrupt anywhere."""
+    runs = _runs.get(get_ident(), [])
+    place = next((place for place in reversed(range(len(runs))) if runs[place] is recorder), None)
+    if place is not None:
+        del runs[place:]
+    _activate()
+    with _lock:
+        if recorder in _open:
+            _leave_device(recorder)
+            _open.remove(recorder)
+        if not _open and _places:
+            _put_back()
+
+
+def _activate() -> None:
+    """Let the innermost run of this thread be the one whose calls are handled."""
+    thread = get_ident()
+    runs = _runs.get(thread)
+    if runs and not runs[-1].has_mode:
+        _active[thread] = runs[-1]
+    else:
+        _active.pop(thread, None)
+    if not runs:
+        _runs.pop(thread, None)
+
+
+def census(namespace: Mapping[str, object]) -> Census | None:
+    """Return who holds the functions, or None while they are exchanged already."""
+    global _census  # noqa: PLW0603  what was found last; another cell's is as good while nothing has changed
+    with _lock:
+        if _open:
+            return None
+        if _census is None or not _census.is_true(_functions()):
+            _put_back()  # a patch that the user took back late may have left an entry point
+            _census = function_holders.take(_functions(), namespace)
+        return _census
+
+
+_census: Census | None = None
+
+
+@cache
+def _entries() -> dict[Function, EntryPoint]:
+    heeding = {each.function: EntryPoint(each.function, each.handler) for each in watched_calls.functions()}
+    modes = torch.overrides._get_current_function_mode_stack
+    return {**heeding, modes: EntryPoint(modes, _mode_stack, heeds_modes=False),
+            **{each: EntryPoint(each, _change_over, heeds_modes=False) for each in _compilers()}}  # fmt: skip
+
+
+@cache
+def _functions() -> tuple[Function, ...]:
+    return tuple(_entries())
+
+
+@cache
+def _at_rest() -> tuple[int, ...]:
+    return function_holders.counts(_entries().values())
+
+
+@cache
+def _methods() -> tuple[tuple[Watched, bool, Function], ...]:
+    """Return tensors' watched methods, whether the class itself has them, and what takes their place."""
+    own = vars(torch.Tensor)
+    return tuple((each, each.name in own, _method(each)) for each in watched_calls.methods())
+
+
+def _method(watched: Watched) -> Function:
+    """Return what stands for a method: a function, since a bound method of one costs no object."""
+    function, handler, is_reading = watched.function, watched.handler, watched.is_reading
+
+    @functools.wraps(function)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if is_reading and self.is_cpu:
+            return function(self, *args, **kwargs)
+        recorder = _active.get(get_ident())
+        if recorder is None or recorder.is_busy:
+            return function(self, *args, **kwargs)
+        recorder.is_busy = True
+        try:
+            return handler(recorder, function, (self, *args), kwargs)
+        finally:
+            recorder.is_busy = False
+
+    return method
+
+
+def _compilers() -> tuple[Function, ...]:
+    return (torch.compile, torch.jit.script, torch.jit.trace, torch.jit.trace_module)
+
+
+def _exchange() -> None:
+    global exchanges  # noqa: PLW0603  of this process
+    exchanges += 1
+    _at_rest()
+    assert _census is not None
+    _places[:] = _census.places
+    for place in _places:
+        place.owner[place.key] = _entries()[place.function]
+    for watched, _, method in _methods():
+        setattr(torch.Tensor, watched.name, method)
+
+
+def _put_back() -> None:
+    """Restore what was exchanged, unless the cell has put something of its own there."""
+    global _census  # noqa: PLW0603  as in `census`
+    for watched, is_own, method in _methods():
+        if vars(torch.Tensor).get(watched.name) is not method:
+            continue
+        if is_own:
+            setattr(torch.Tensor, watched.name, watched.function)
+        else:
+            delattr(torch.Tensor, watched.name)
+    for place in _places:
+        if place.holds(_entries()[place.function]):
+            place.owner[place.key] = place.function
+    kept = zip(_entries().items(), function_holders.counts(_entries().values()), _at_rest(), strict=True)
+    leaked = {id(entry): (entry, function) for (function, entry), now, before in kept if now > before}
+    if leaked:
+        function_holders.put_back(leaked, own=(_entries(),))
+    if _census is not None and not _census.is_lasting:
+        _census = None  # it must not keep a name space alive
+    _places.clear()
+
+
+def _leave_device(recorder: Recorder) -> None:
+    """Put torch's note of the default device back, also where a later context is to do that when it ends."""
+    if device_state.CURRENT_DEVICE is recorder.device:
+        device_state.CURRENT_DEVICE = recorder.device_before
+    for each in _open:  # in another thread: the note is one for all
+        if each.device_before is recorder.device:
+            each.device_before = recorder.device_before
+    mode = outermost()
+    while mode is not None:
+        if mode.old_device is recorder.device:
+            mode.old_device = recorder.device_before
+        mode = mode.prev_mode
+
+
+def _under_modes(recorder: Recorder, func: Function, handler: Handler, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a function where the cell has entered a function mode: torch calls that first, then the device context."""
+    __tracebackhide__ = True
+    if outermost() is None:
+        with RecordingContext(recorder):
+            return func(*args, **kwargs)
+    outer, recorder.is_suspended = recorder.is_suspended, True  # the cell's own device context says where
+    try:
+        return handler(recorder, func, args, kwargs)
+    finally:
+        recorder.is_suspended = outer
+
+
+def _mode_stack(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Tell torch of a device context: `get_default_device` and checkpointing look for one among the modes."""
+    stack = func(*args, **kwargs)
+    return stack if outermost() is not None or recorder.is_suspended else [RecordingContext(recorder), *stack]
+
+
+def _change_over(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Go on under the function mode, before a compiler looks at what torch's names are bound to."""
+    __tracebackhide__ = True
+    assert recorder.change_over is not None
+    recorder.change_over(f"torch.{func.__name__} was called")
+    return func(*args, **kwargs)
