@@ -133,6 +133,7 @@ def census(namespace: Mapping[str, object]) -> Census | None:
             return None
         if _census is None or not _census.is_true(_functions()):
             _put_back()  # a patch that the user took back late may have left an entry point
+            _census = None  # its places hold the functions too
             _census = function_holders.take(_functions(), namespace)
         return _census
 
