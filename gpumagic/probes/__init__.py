@@ -3,8 +3,8 @@
 By magic, each with the module to start reading at:
 
 `%gpuinfo`    `gpus` joins what `cards` asks NVML (one question a field in `card_readings`, over `nvml`) with
-              `torch_names` (by `visibility` before CUDA is up), `processes` and `other_devices`; `absence` says
-              why there is no GPU.
+              `torch_names` (by `visibility` before CUDA is up, by `cuda_in_use` after), `processes` and
+              `other_devices`; `unified` knows memory that is the host's, `absence` why there is no GPU.
 `%devices`    `tensors` scans; `storages` says what each occupies, `kinds` and `gradients` what it is for, `paths`
               and `holders` who keeps it; `reconcile` accounts for the allocator's bytes. `identity` tells storages
               apart from one look to the next, `why` follows `references` to every holder of one tensor, `held` lets
