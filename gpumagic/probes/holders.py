@@ -1,6 +1,6 @@
 """Who keeps a tensor alive: the notebook's own names first, then IPython's outputs and the last traceback.
 
-`chains.to` gives the whole chain to one tensor.
+`why` gives every way to one tensor.
 """
 
 from __future__ import annotations
@@ -117,13 +117,6 @@ def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> Itera
     if shell is not None:
         yield "display hook", SimpleNamespace(**getattr(getattr(shell, "displayhook", None), "__dict__", {}))
         yield "last result", getattr(getattr(shell, "last_execution_result", None), "result", None)
-
-
-def all_roots(namespace: Mapping[str, object], shell: object | None) -> Iterator[tuple[str, object, bool]]:
-    """Yield every root with its label and whether it is releasable, variables first."""
-    yield from ((*root, False) for root in variables(namespace, shell))
-    yield from ((*root, True) for root in hidden_roots(namespace, shell))
-    yield from ((*root, False) for root in (*running_roots(), *module_roots(namespace)))
 
 
 def running_roots() -> Iterator[tuple[str, object]]:

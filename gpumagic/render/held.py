@@ -11,7 +11,7 @@ from gpumagic.render.units import count, size
 from gpumagic.reports import FreedRow, HeldReport, HeldRow, ReleaseReport
 
 _SEVERAL = 4
-"""Holders named in a sentence before the rest is counted."""
+"""Holders in a sentence, and lines to type, before the rest is counted."""
 
 
 def view(report: HeldReport | ReleaseReport) -> Document:
@@ -77,12 +77,18 @@ def _commands(rows: Sequence[HeldRow]) -> Iterator[Block]:
     for row in rows:
         by.setdefault(row.command, []).append(row)
     ordered = sorted(by.items(), key=lambda each: (each[0] is None, -sum(row.nbytes or 0 for row in each[1])))
-    for command, freed in ordered:
+    lines = [each for each in ordered if each[0] is not None]
+    for command, freed in [*lines[:_SEVERAL], *ordered[len(lines) :]]:
         total = size(sum(row.nbytes or 0 for row in freed))
         if command is not None:
             yield Paragraph(f"{command} frees {total}: {_holders(freed)}")
         else:
             yield Paragraph(f"No one line frees {total}, kept by {_holders(freed)}", muted=True)
+    if rest := [row for _, freed in lines[_SEVERAL:] for row in freed]:
+        total = size(sum(row.nbytes or 0 for row in rest))
+        yield Paragraph(
+            f"and {count(len(lines) - _SEVERAL, 'more line')} that free {total}: see .to_pandas()", muted=True
+        )
 
 
 def _holders(rows: Sequence[HeldRow]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from gpumagic.reports.tensors import TensorRow
 
 RELEASE = "%devices --release-held"
+_GRAPH = "graph of "
+_CODE = re.compile(r"[A-Za-z_][^<{]*")
+"""A name that is code, as one through a closure, ``step.<closure>.x``, is not."""
 COLLECT = "import gc; gc.collect()"
 
 
@@ -96,6 +100,7 @@ def command(row: TensorRow) -> str | None:
     """Return the line that lets go of a storage that no variable reaches, or None where none is known."""
     if row.releasable:
         return RELEASE
-    if row.holder is not None and "cycle" in row.holder:
-        return COLLECT
-    return None
+    holder = row.holder or ""
+    if holder.startswith(_GRAPH) and _CODE.fullmatch(name := holder.removeprefix(_GRAPH)):
+        return f"{name} = {name}.detach()"
+    return COLLECT if "cycle" in holder else None

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.probes import chains, holders
+from gpumagic.probes import holders
 from gpumagic.probes.holders import name_storages, root_of
 from gpumagic.probes.paths import Search
 from gpumagic.probes.tensors import probe
@@ -494,59 +494,6 @@ def test_only_what_the_session_lets_go_of_is_releasable() -> None:
     rows = {row.shape: (row.holder, row.releasable) for row in probe(namespace, shell=shell) if row.shape in shapes}
     assert rows[shapes[0]] == ("Out[3]", True)
     assert rows[shapes[1]] == ("running test_only_what_the_session_lets_go_of_is_releasable()", False)
-
-
-# -- why --------------------------------------------------------------------------------------------------
-
-
-def test_a_chain_names_every_holder_from_the_root() -> None:
-    model = layered(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    chain, running = chains.to("model.layers[0].weight", {"model": model})
-    assert running.root.startswith("running test_a_chain")
-    assert chain.steps == (
-        "model (Module)",
-        "model.layers (Sequential)",
-        "model.layers[0] (Linear)",
-        "model.layers[0].weight (Parameter)",
-    )
-    assert (chain.root, chain.releasable) == ("model", False)
-
-
-def test_every_root_has_its_chain_the_shortest_first_also_through_a_container_they_share() -> None:
-    shared = {"batch": [torch.ones(3)]}
-    namespace: dict[str, object] = {"far": {"inner": shared}, "near": shared["batch"], "x": torch.ones(4)}
-    shell = shell_with(namespace, {"_oh": {7: shared}})
-    del shared
-    found = [(chain.steps[-1], chain.releasable) for chain in chains.to("near[0]", namespace, shell)]
-    assert found == [
-        ("near[0] (Tensor)", False),
-        ("Out[7]['batch'][0] (Tensor)", True),
-        ("far['inner']['batch'][0] (Tensor)", False),
-    ]
-
-
-def test_a_root_stands_for_its_largest_tensor_and_an_unknown_name_for_none() -> None:
-    namespace = {"model": torch.nn.Linear(2, 2)}
-    assert chains.to("model", namespace)[0].steps[-1] == "model.weight (Parameter)"
-    assert chains.to("nothing", namespace) == ()
-
-
-def test_a_gradient_is_kept_by_what_keeps_its_owner() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    weight.sum().backward()
-    (chain, *_) = chains.to("w.grad", {"w": weight})
-    assert chain.steps == ("w (Parameter)", "w.grad (gradient)")
-
-
-def test_a_chain_keeps_nothing() -> None:
-    tensor = torch.ones(3)
-    watch = weakref.ref(tensor)
-    namespace = {"x": [tensor]}
-    found = chains.to("x[0]", namespace)
-    del tensor
-    namespace.clear()
-    assert watch() is None
-    assert found
 
 
 # -- what a name starts from ------------------------------------------------------------------------------

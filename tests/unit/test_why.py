@@ -122,6 +122,19 @@ def test_a_name_may_have_lost_its_quotes_on_a_magic_s_line() -> None:
     assert why("cfg[a key][0]", namespace).tensor.name == "cfg['a key'][0]"
 
 
+def test_an_output_that_shares_a_container_is_a_holder_too_and_released_as_one() -> None:
+    shared = {"batch": [torch.ones(3)]}
+    namespace: dict[str, object] = {"near": shared["batch"], "_oh": {7: shared}}
+    hook = SimpleNamespace(_="", __="", ___="")
+    shell = SimpleNamespace(
+        user_ns=namespace, user_ns_hidden={"_oh": namespace["_oh"]}, displayhook=hook, last_execution_result=None
+    )  # fmt: skip
+    del shared
+    report = why("near[0]", namespace, shell)
+    assert commands(report) == {"near": "del near[0]", "Out[7]": "%devices --release-held"}
+    assert report[1].expression == "Out[7]['batch'][0]"
+
+
 @pytest.mark.parametrize("name", ["one[0]", "two[0]", "deep['a'][0]", "deep[a][0]", "run.best[0]"])
 def test_any_way_of_writing_it_will_do(name) -> None:
     shared = [torch.ones(3)]
