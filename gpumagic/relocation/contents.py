@@ -9,8 +9,9 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 Step: TypeAlias = "tuple[str, Any]"
@@ -61,29 +62,29 @@ class Contents:
         return [each for each in (*self.tensors, *self.parameters()) if each.is_leaf and each.requires_grad]
 
 
-def parts_of(value: object) -> list[tuple[Step, object]]:
+def parts_of(value: Any) -> list[tuple[Step, object]]:
     """Return what a container or a dataclass consists of; nothing of anything else."""
     from torch.nn.utils.rnn import PackedSequence
 
-    kind, parts = type(value), list[tuple[Step, object]]()
+    kind = type(value)
     if issubclass(kind, PackedSequence):  # its batch sizes must stay on the host
-        return [(("item", place), part) for place, part in enumerate(value) if place != 1]  # type: ignore[arg-type, var-annotated]
-    if issubclass(kind, dict | list | tuple) and _ATOMS.issuperset(map(type, _values(value))):
-        pass  # a million numbers hold no tensor
-    elif issubclass(kind, dict):
-        parts += [(("item", key), part) for key, part in dict.items(value)]  # type: ignore[arg-type, var-annotated]
-    elif issubclass(kind, list | tuple):
-        parts += [(("item", place), part) for place, part in enumerate(value)]  # type: ignore[arg-type, var-annotated]
-    elif issubclass(kind, collections.UserDict | collections.UserList):
-        parts.append((("attribute", "data"), value.data))  # type: ignore[attr-defined]
+        return [(("item", place), part) for place, part in enumerate(value) if place != 1]
+    parts: list[tuple[Step, object]] = []
+    if issubclass(kind, dict) and not _ATOMS.issuperset(map(type, dict.values(value))):
+        parts += [(("item", key), part) for key, part in dict.items(value)]
+    elif issubclass(kind, list | tuple) and not _ATOMS.issuperset(map(type, value)):  # a million numbers, at once
+        parts += [(("item", place), part) for place, part in enumerate(value)]
+    return parts + [(("attribute", name), part) for name, part in _attributes(value, kind)]
+
+
+def _attributes(value: Any, kind: type) -> list[tuple[str, object]]:
+    """Return a dataclass's fields, and what containers of a class of their own keep beside their items."""
     if dataclasses.is_dataclass(kind):
-        own = [each.name for each in dataclasses.fields(kind)]
-        parts += [(("attribute", name), getattr(value, name)) for name in own if hasattr(value, name)]
-    return parts
-
-
-def _values(container: Any) -> Iterable[object]:
-    return dict.values(container) if isinstance(container, dict) else container
+        return [
+            (each.name, getattr(value, each.name)) for each in dataclasses.fields(kind) if hasattr(value, each.name)
+        ]
+    keeps = (dict, list, collections.UserDict, collections.UserList, SimpleNamespace)
+    return list(getattr(value, "__dict__", {}).items()) if issubclass(kind, keeps) else []
 
 
 def rebuilt(value: object, successor: Callable[[Any], object], done: dict[int, Any] | None = None) -> Any:

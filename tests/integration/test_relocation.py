@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import types
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,6 +33,20 @@ class Pair(NamedTuple):
 class Batch:
     inputs: torch.Tensor
     size: int = 3
+
+
+class Output(collections.OrderedDict):
+    """Keeps each item as an attribute, too, as the outputs of transformers do."""
+
+    def __init__(self, x: torch.Tensor | None = None) -> None:
+        super().__init__()
+        if x is not None:
+            self["logits"] = self.logits = x
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    inputs: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +201,7 @@ def test_a_parameter_in_a_list_is_the_modules_own() -> None:
         lambda x: [x, "text"], lambda x: (x, 1), lambda x: {"a": x, "b": None}, lambda x: Pair(x, [x]),
         lambda x: collections.OrderedDict(a=x), lambda x: collections.defaultdict(list, a=[x]),
         lambda x: collections.UserDict(a=x), lambda x: collections.UserList([x]), lambda x: {"deep": [{"er": (x,)}]},
-        Batch, Frozen, lambda x: x.max(0),
+        Batch, Frozen, Slotted, lambda x: x.max(0), lambda x: types.SimpleNamespace(a=x), Output,
     ],
 )  # fmt: skip
 def test_containers_are_made_anew_around_what_moved(make: Any) -> None:
@@ -200,6 +215,12 @@ def test_containers_are_made_anew_around_what_moved(make: Any) -> None:
     assert devices(found) <= {THERE}
     assert THERE in str(after)
     assert "simgpu" not in str(before)
+
+
+def test_what_a_container_keeps_beside_its_items_is_the_same_tensor() -> None:
+    names, _ = move(output=Output(torch.ones(2)))
+    assert names["output"].logits is names["output"]["logits"]
+    assert str(names["output"].logits.device) == THERE
 
 
 def test_a_packed_sequence_keeps_its_lengths_on_the_host() -> None:
