@@ -90,10 +90,10 @@ def begin(recorder: Recorder) -> None:
     _activate()
     if recorder.has_mode:
         return
-    recorder.device_before = device_state.CURRENT_DEVICE
-    device_state.CURRENT_DEVICE = recorder.device  # what torch.compile guards on
     with _lock:
         _open.append(recorder)
+        recorder.device_before = device_state.CURRENT_DEVICE
+        device_state.CURRENT_DEVICE = recorder.device  # what torch.compile guards on
         if len(_open) == 1:
             _exchange()
 

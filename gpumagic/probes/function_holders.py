@@ -64,6 +64,13 @@ def take(functions: Sequence[Function], namespace: Mapping[str, object], own: It
         namespace: the globals of the user's code, exchanged as a module's are.
         own: holders of ours.
     """
+    places, stranger, is_lasting = _search(functions, namespace, own)
+    return Census(counts(functions), places, stranger, is_lasting)  # counted once the search holds nothing more
+
+
+def _search(
+    functions: Sequence[Function], namespace: Mapping[str, object], own: Iterable[object]
+) -> tuple[tuple[Place, ...], str | None, bool]:
     strict = tuple(each for each in functions if not isinstance(each, FunctionType))  # Python's own are held by anybody
     modules = {id(vars(module)) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
     globals_ = modules | {id(namespace)}
@@ -83,7 +90,7 @@ def take(functions: Sequence[Function], namespace: Mapping[str, object], own: It
         for key, value in list(holder.items())
         if id(value) in wanted
     )
-    return Census(counts(functions), places, stranger, is_lasting=all(id(each.owner) in modules for each in places))
+    return places, stranger, all(id(each.owner) in modules for each in places)
 
 
 def put_back(leaked: Mapping[int, tuple[object, object]], own: Iterable[object] = ()) -> None:
@@ -124,6 +131,8 @@ def _can_call(holder: object, wanted: set[int]) -> bool:
         return isinstance(holder, FrameType) and holder.f_code.co_filename != __file__
     if isinstance(holder, dict):
         return any(id(value) in wanted for value in list(holder.values()))
+    if type(holder).__module__.partition(".")[0] == "gpumagic":
+        return False
     return any(id(each) in wanted for each in gc.get_referents(holder))
 
 
