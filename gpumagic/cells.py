@@ -205,7 +205,7 @@ class CellSessions:
         if result is None:
             return
         ended = [session for session in self._mine() if session.info is result.info]
-        _in_reverse(ended, lambda session: session.close(result.error_in_exec))
+        _in_reverse(ended, lambda session: session.close(_error(result)))
         if ended and result.info.silent:  # such a cell shows nothing, so no `post_run_cell` follows
             self._forget(ended)
             _in_reverse(ended, lambda session: session.guard.finish(result))
@@ -221,10 +221,15 @@ class CellSessions:
         ended = [session for session in self._mine() if session.depth > place]
         self._forget(ended)
         outcome: Outcome = BodyOutcome() if result is None else result
-        _in_reverse(ended, lambda session: session.close(outcome.error_in_exec))
+        _in_reverse(ended, lambda session: session.close(_error(outcome)))
         _in_reverse(ended, lambda session: _finish(session, outcome))
         if ended and result is not None:
             self._shell.last_execution_succeeded = result.success
+
+
+def _error(outcome: Outcome) -> BaseException | None:
+    # IPython compiles each statement just before it runs it, and files what comes in between, such as Ctrl-C, apart.
+    return outcome.error_in_exec or getattr(outcome, "error_before_exec", None)
 
 
 def _finish(session: _Session, outcome: Outcome) -> None:

@@ -98,6 +98,22 @@ def test_the_guard_is_closed_on_every_way_out(shell, events, statement):
     assert events == ["open ondevice cuda", f"close ondevice cuda {name}", "finish ondevice cuda"]
 
 
+def test_ctrl_c_between_two_statements_is_how_the_cell_ended(shell, events, monkeypatch):
+    """IPython compiles the second after the first has run, and takes what it raises then for an error before it ran."""
+    flags, compiled = shell.compile.extra_flags, []
+
+    def press_at_the_third(value):
+        compiled.append(value)
+        if len(compiled) == 3:
+            raise KeyboardInterrupt
+        return flags(value)
+
+    monkeypatch.setattr(shell.compile, "extra_flags", press_at_the_third)
+    assert not shell.run_cell("%%ondevice cuda\nx = 1\ny = 2").success
+    assert "y" not in shell.user_ns
+    assert events == ["open ondevice cuda", "close ondevice cuda KeyboardInterrupt", "finish ondevice cuda"]
+
+
 def test_await_works(shell):
     """In a shell that awaits by itself."""
     result = shell.run_cell("%%ondevice cuda\nimport asyncio\nawait asyncio.sleep(0)\nmodes()[:]")
@@ -305,17 +321,17 @@ def test_the_line_form_after_a_nested_cell_belongs_to_the_outer_cell(shell, even
 
 
 def test_a_silent_cell_has_the_mode_and_no_report(shell, events, shown):
-    """As in `%run notebook.ipynb`, where IPython fires no event that could show one."""
+    """As in `%run notebook.ipynb`, where IPython fires no event that could show one; the guard is asked all the same."""
     shell.run_cell("%%ondevice cuda\ninside = modes()[:]", silent=True)
     assert shell.user_ns["inside"] == ["ondevice cuda"]
-    assert events == ["open ondevice cuda", "close ondevice cuda NoneType"]
+    assert events == ["open ondevice cuda", "close ondevice cuda NoneType", "finish ondevice cuda"]
     assert shown() == []
 
 
 def test_a_silent_cell_that_fails_leaves_nothing_behind(shell, events):
     """The fixture checks the modes."""
     shell.run_cell("%%ondevice cuda\n1 / 0", silent=True)
-    assert events[-1] == "close ondevice cuda ZeroDivisionError"
+    assert events[-2:] == ["close ondevice cuda ZeroDivisionError", "finish ondevice cuda"]
 
 
 def test_loaded_in_the_very_cell_that_uses_it(bare_shell, shown):
