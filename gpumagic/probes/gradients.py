@@ -47,6 +47,14 @@ def leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [each for each in tensors if type(each) in plain and each.requires_grad and each.is_leaf]
 
 
+def results(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that an operation made which autograd recorded; call it undisturbed."""
+    import torch
+
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return [each for each in tensors if type(each) in plain and each.requires_grad and not each.is_leaf]
+
+
 def peek(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]] | None:
     """Return ``(position, alias of its gradient)`` for the leaves that have one, or None if this torch cannot tell."""
     import torch

@@ -18,6 +18,7 @@ class _Sum:
     storages: int = 0
     named: int = 0
     held: int = 0
+    graph: int = 0
 
 
 def granule(device: str) -> int:
@@ -36,6 +37,8 @@ def by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
         total.storages += 1
         if row.name is not None:
             total.named += row.nbytes or 0
+        elif row.in_graph:
+            total.graph += row.nbytes or 0
         else:
             total.held += row.nbytes or 0
     ordered = sorted(sums.items(), key=lambda item: (item[0] not in figures, item[0]))
@@ -55,12 +58,12 @@ def notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list
 
 
 def _row(device: str, total: _Sum, figures: allocator.AllocatorFigures | None) -> DeviceMemoryRow:
-    row = DeviceMemoryRow(device, total.tensors, total.storages, total.named, total.held)
+    row = DeviceMemoryRow(device, total.tensors, total.storages, total.named, total.held, total.graph)
     if figures is None:
         return row
     return DeviceMemoryRow(
-        device, total.tensors, total.storages, total.named, total.held,
-        unexplained=figures.allocated - total.named - total.held,
+        device, total.tensors, total.storages, total.named, total.held, total.graph,
+        unexplained=figures.allocated - total.named - total.held - total.graph,
         allocated=figures.allocated,
         cached=figures.reserved - figures.allocated,
     )  # fmt: skip

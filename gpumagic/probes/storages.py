@@ -7,7 +7,7 @@ Whatever cannot be read becomes an entry of unknown size, never an error.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -81,6 +81,11 @@ class Ledger:
         self.storages: dict[object, Storage] = {}
         self.joined: list[list[Storage]] = []
         """Storages that belong to one tensor: the parts of a sparse one."""
+
+    def add_all(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Enter live tensors; the caller keeps them alive for as long as their `id` is used."""
+        for tensor in tensors:
+            self.add(tensor)
 
     def add(self, tensor: torch.Tensor) -> Storage:
         """Enter one live tensor; the caller keeps it alive for as long as its `id` is used."""

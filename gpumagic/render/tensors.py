@@ -10,7 +10,7 @@ from gpumagic.render.cells import dims, kind_cell, sized
 from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
 from gpumagic.render.lines import Line, fold, holder_text
 from gpumagic.render.units import count, size
-from gpumagic.reports import DeviceMemoryRow, TensorReport, TensorRow
+from gpumagic.reports import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
 
 ROLES: tuple[Literal["main", "second", "other"], ...] = ("main", "second", "other")
 
@@ -24,8 +24,20 @@ def view(report: TensorReport) -> Document:
         blocks += _largest(report)
     if report.by_device:
         blocks += _devices(report.by_device)
+    blocks += [Paragraph(_graph(row)) for row in report.graphs if row.nbytes >= _WORTH_A_SENTENCE]
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
+
+
+_WORTH_A_SENTENCE = 1 << 20
+"""Bytes that a graph keeps before it is said how to let go of them."""
+
+
+def _graph(row: GraphRow) -> str:
+    kept = f"{row.name} keeps {size(row.nbytes)} of activations on {row.device} for backward"
+    if row.example != row.name and row.tensors > 1:
+        return f"{kept}, of {row.tensors:,} graphs: append loss.detach() to it, or loss.item() for a number"
+    return f"{kept}: {row.example} = {row.example}.detach() lets go of them"
 
 
 def _heading(report: TensorReport) -> str:
@@ -33,14 +45,14 @@ def _heading(report: TensorReport) -> str:
     if not tensors:
         return f"No live tensors on {', '.join(report.only)}" if report.only else "No live tensors"
     storages = sum(row.storages for row in report.by_device)
-    shares = ", ".join(f"{row.device} {size(row.named + row.held)}" for row in report.by_device if row.tensors)
+    shares = ", ".join(f"{row.device} {size(row.in_rows)}" for row in report.by_device if row.tensors)
     return f"{count(tensors, 'tensor')} in {count(storages, 'storage')}: {shares}"
 
 
 def _largest(report: TensorReport) -> list[Block]:
     lines = fold(report.tensors)
     shown = lines if report.limit is None else lines[: report.limit]
-    wholes = {row.device: row.named + row.held for row in report.by_device}
+    wholes = {row.device: row.in_rows for row in report.by_device}
     columns = [
         Column("Name", shrinks=True, cut="middle"),
         Column("Device"),
@@ -57,7 +69,7 @@ def _rest(report: TensorReport, shown: Sequence[Line[TensorRow]]) -> list[Block]
     number = sum(row.storages for row in report.by_device) - sum(len(line.members) for line in shown)
     if number <= 0:
         return []
-    nbytes = sum(row.named + row.held for row in report.by_device) - sum(line.nbytes for line in shown)
+    nbytes = sum(row.in_rows for row in report.by_device) - sum(line.nbytes for line in shown)
     return [Paragraph(f"and {count(number, 'more storage', 'more storages')}, {size(nbytes)}", muted=True)]
 
 

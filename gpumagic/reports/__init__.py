@@ -16,7 +16,7 @@ from gpumagic.reports.gpu import BenchReport, BenchRow, CellUse, GPUReport, GpuR
 from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
 from gpumagic.reports.names import Holder
 from gpumagic.reports.oom import Advice, Change, OomReport
-from gpumagic.reports.tensors import DeviceMemoryRow, TensorReport, TensorRow
+from gpumagic.reports.tensors import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
 from gpumagic.reports.transfers import TransferReport, TransferRow
 from gpumagic.reports.tries import FitReport, Try
 from gpumagic.reports.why import WayRow, WhyReport
@@ -37,6 +37,7 @@ __all__ = [
     "FreedRow",
     "GPUReport",
     "GpuRow",
+    "GraphRow",
     "HeldReport",
     "HeldRow",
     "HistoryReport",

@@ -33,11 +33,13 @@ class TensorRow:
     """Where in its holder it is: ``"Out[12]['k'][0]"``, ``"last traceback.<step()>.hidden"``."""
     releasable: bool = False
     """Whether ``--release-held`` lets go of it: only outputs, the display hook or the last error keep it alive."""
+    in_graph: bool = False
+    """Whether only autograd graphs keep it; ``holder`` says whose."""
     views: int = 0
     """Further live tensors over the same storage."""
     requires_grad: bool = False
     graph_nbytes: int | None = None
-    """Bytes its autograd graph keeps for backward; None where it has no graph or it cannot be known."""
+    """Bytes its autograd graph keeps for backward and nothing else does; None if it has none or it is not known."""
     viewed_nbytes: int | None = None
     """Bytes the live tensors really look at; far below ``nbytes`` when a small view keeps a large storage."""
     note: str | None = None
@@ -55,16 +57,35 @@ class DeviceMemoryRow:
     named: int
     """Bytes in storages that a notebook name reaches."""
     held: int
-    """Bytes in storages that live although nothing in the notebook names them."""
+    """Bytes in other storages that Python can see."""
     graph: int | None = None
     """Bytes that only autograd graphs keep, as far as they can be seen."""
     unexplained: int | None = None
-    """Allocated bytes that no Python-visible storage accounts for (autograd graphs, C++, other threads)."""
+    """Allocated bytes that none of these account for (C++, nodes that do not show what they save)."""
     allocated: int | None = None
     """Bytes the allocator has handed out; None where there is no counting allocator (cpu, meta)."""
     cached: int | None = None
     """Bytes the allocator keeps for reuse."""
     other_processes: int | None = None
+
+    @property
+    def in_rows(self) -> int:
+        """Bytes that the report's rows sum to."""
+        return self.named + self.held + (self.graph or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRow:
+    """What the autograd graphs of one variable's tensors keep on a device, and nothing else does."""
+
+    name: str
+    """The variable: ``"losses"``."""
+    device: str
+    nbytes: int
+    tensors: int
+    """How many of its tensors have a graph."""
+    example: str
+    """The first of them: ``"losses[0]"``."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,6 +105,8 @@ class TensorReport(Report[TensorRow]):
     """The devices it was narrowed to; all without."""
     minimum: int = 0
     """Smaller storages are left out."""
+    graphs: tuple[GraphRow, ...] = ()
+    """The variables whose graphs keep memory, most first."""
     process: str = ""
     """Stands for the process it was made in, whose storages `TensorRow.numbers` tell apart."""
 

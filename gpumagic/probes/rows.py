@@ -1,0 +1,219 @@
+"""Blocks of memory and what was found about their tensors -> the rows of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gpumagic.probes import holders, reconcile
+from gpumagic.probes.blocks import looked_at, occupied
+from gpumagic.probes.paths import Names
+from gpumagic.probes.storages import Look, Storage
+from gpumagic.reports import GraphRow, TensorRow
+from gpumagic.reports.selection import KINDS
+
+MAX_NAMES = 16
+"""Names kept of one storage; views of one tensor may have thousands."""
+_NOBODY = "autograd graph"
+
+
+class Findings(NamedTuple):
+    """What is known of tensors, by their `id`, and of storages."""
+
+    names: Names
+    roles: Mapping[int, str]
+    gradient_of: Mapping[Storage, int]
+    """The tensor that a storage is the gradient of."""
+    graph_of: Mapping[int, frozenset[Storage]]
+    """The storages that the graph of a tensor keeps."""
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """Storages that are one block of memory."""
+
+    storages: list[Storage]
+    nbytes: int | None
+    names: tuple[str, ...] = ()
+    named: list[Look] = field(default_factory=list)
+    """What the tensors with a name look at: a view's hidden base says nothing about what is in use."""
+    held: holders.Held | None = None
+    roots: list[int] = field(default_factory=list)
+    """The tensors whose graphs keep it, by their `id`."""
+
+    def only_graphs_keep(self) -> bool:
+        return bool(self.roots) and not self.names and self.held is None
+
+    def tensors(self) -> list[int]:
+        return [tensor for storage in self.storages for tensor in storage.looks]
+
+
+class Rows:
+    """Puts the rows together."""
+
+    def __init__(self, found: Findings, groups: Iterable[list[Storage]]) -> None:
+        self._found = found
+        self._granules: dict[str, int] = {}
+        self._blocks = [self._block(storages) for storages in groups]
+        self._block_of: dict[Storage, _Block] = {}
+        self._held: dict[int, holders.Held] = {}
+        if found.graph_of:
+            self._block_of = {storage: block for block in self._blocks for storage in block.storages}
+            for root, storages in found.graph_of.items():
+                for block in self._kept(storages):
+                    block.roots.append(root)
+
+    def are_all_named(self) -> bool:
+        """Return whether a variable reaches every block."""
+        return all(block.names for block in self._blocks)
+
+    def find_holders(self, held: Mapping[int, holders.Held]) -> None:
+        """Enter what keeps the tensors that no variable reaches, by the tensors' `id`."""
+        for block in self._blocks:
+            if not block.names:
+                tensors = block.tensors()
+                tensors += [self._found.gradient_of[each] for each in block.storages if each in self._found.gradient_of]
+                found = [held[tensor] for tensor in tensors if tensor in held]
+                # A storage goes when all that look into it have let go.
+                block.held = min(found, key=lambda each: each.releasable, default=None)
+                if block.held is not None:
+                    self._held.update((tensor, block.held) for tensor in block.tensors())
+
+    def all(self) -> list[TensorRow]:
+        """Return a row for each block."""
+        return [self._row(block) for block in self._blocks]
+
+    def graphs(self) -> tuple[GraphRow, ...]:
+        """Return, most first, what the graphs of one variable's tensors keep and nothing else does."""
+        totals: dict[tuple[str, str], int] = {}
+        for block in self._blocks:
+            if block.only_graphs_keep() and block.nbytes:
+                reaching = {holders.root_of(name) for root in block.roots for name in self._found.names.of(root)}
+                if len(reaching) == 1 and all(map(self._found.names.of, self._outer(block.roots))):
+                    key = reaching.pop(), block.storages[0].device
+                    totals[key] = totals.get(key, 0) + block.nbytes
+        having: dict[str, list[str]] = {}
+        for root in self._found.graph_of if totals else ():
+            for name in self._found.names.of(root)[:1]:
+                having.setdefault(holders.root_of(name), []).append(name)
+        found = [
+            GraphRow(name, device, nbytes, tensors=len(having[name]), example=having[name][0])
+            for (name, device), nbytes in totals.items()
+        ]
+        return tuple(sorted(found, key=lambda row: -row.nbytes))
+
+    def _block(self, storages: list[Storage]) -> _Block:
+        block = _Block(storages, occupied(storages, self._granule(storages[0].device)))
+        found: list[str] = []
+        names, gradient_of = self._found.names, self._found.gradient_of
+        for storage in storages:
+            owner = gradient_of.get(storage) if gradient_of else None
+            through = [f"{name}.grad" for name in names.of(owner)] if owner is not None else []
+            for tensor, look in storage.looks.items():
+                own = names.of(tensor)
+                if own or through:
+                    found += own
+                    block.named.append(look)
+            found += through
+        if found:
+            block.names = _few(found)
+        return block
+
+    def _row(self, block: _Block) -> TensorRow:
+        storages, names = block.storages, block.names
+        first = storages[0]
+        looks = [look for storage in storages for look in storage.looks.values()]
+        named = block.named or looks
+        shown = named[0] if len(named) == 1 else max(named, key=_elements)
+        viewed = looked_at(storages, named)
+        held = block.held
+        in_graph = held is None and bool(block.roots) and not names
+        if in_graph:
+            held = self._graph_holder(block.roots)
+        note = first.note if len(storages) == 1 else next((each.note for each in storages if each.note), None)
+        return TensorRow(
+            device=first.device,
+            nbytes=block.nbytes,
+            shape=shown.shape,
+            dtype=shown.dtype,
+            kind=self._kind(block),
+            name=names[0] if names else None,
+            names=names,
+            holder=held and held.label,
+            place=held and held.place,
+            releasable=held is not None and held.releasable,
+            in_graph=in_graph,
+            views=len(looks) - 1,
+            requires_grad=any(storage.requires_grad for storage in storages),
+            graph_nbytes=None if in_graph or not self._found.graph_of else self._graph_nbytes(block),
+            viewed_nbytes=viewed,
+            note=note or _small_view(viewed, first.nbytes),
+            numbers=(first.number,) if len(storages) == 1 else tuple([storage.number for storage in storages]),
+        )
+
+    def _granule(self, device: str) -> int:
+        return self._granules.get(device) or self._granules.setdefault(device, reconcile.granule(device))
+
+    def _kind(self, block: _Block) -> str:
+        roles, found = self._found.roles, set()
+        for storage in block.storages:
+            if roles:
+                found.update([roles[tensor] for tensor in storage.looks if tensor in roles])
+            if storage in self._found.gradient_of:
+                found.add("gradient")
+            if storage.is_parameter:
+                found.add("parameter")
+            if storage.from_graph or (block.roots and not block.names):
+                found.add("activation")
+        return min(found, key=KINDS.index) if found else "plain"
+
+    def _kept(self, storages: Iterable[Storage]) -> Iterable[_Block]:
+        return {id(block): block for block in map(self._block_of.__getitem__, storages)}.values()
+
+    def _graph_nbytes(self, block: _Block) -> int | None:
+        """Return the bytes that nothing but graphs keeps, this block's graph among them."""
+        roots = [tensor for tensor in block.tensors() if tensor in self._found.graph_of]
+        if not roots:
+            return None
+        kept = self._kept(storage for root in roots for storage in self._found.graph_of[root])
+        return sum(each.nbytes or 0 for each in kept if each is not block and each.only_graphs_keep())
+
+    def _graph_holder(self, roots: Sequence[int]) -> holders.Held:
+        """Return whose graph keeps a block: that of a tensor with a name before one with a holder."""
+        outer = self._outer(roots)
+        for root in outer:
+            for name in self._found.names.of(root)[:1]:
+                return holders.Held(f"graph of {name}", f"graph of {name}", releasable=False)
+        if not outer:
+            return holders.Held(_NOBODY, _NOBODY, releasable=False)
+        held = [self._held[root] for root in outer]
+        label = f"graph of {held[0].place}"
+        return holders.Held(label, label, releasable=all(each.releasable for each in held))
+
+    def _outer(self, roots: Sequence[int]) -> list[int]:
+        """Return the roots that are kept by more than other graphs."""
+        return [root for root in roots if self._found.names.of(root) or root in self._held]
+
+
+def _elements(look: Look) -> int:
+    return look.elements
+
+
+def _few(found: Sequence[str]) -> tuple[str, ...]:
+    """Return the first of many names, and one for every further variable that reaches the storage."""
+    if len(found) == 1:
+        return tuple(found)
+    names = list(dict.fromkeys(found))
+    if len(names) <= MAX_NAMES:
+        return tuple(names)
+    kept = names[:MAX_NAMES]
+    roots = {holders.root_of(name) for name in kept}
+    others = {root: name for name in reversed(names) if (root := holders.root_of(name)) not in roots}
+    return (*kept, *reversed(others.values()))
+
+
+def _small_view(viewed: int | None, nbytes: int | None) -> str | None:
+    if viewed is None or not nbytes or 2 * viewed > nbytes:
+        return None
+    return "kept by a small view"

@@ -1,0 +1,216 @@
+"""What autograd graphs keep: to the byte, by whose graph, and without unpacking anything."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from gpumagic.probes import graphs
+from gpumagic.probes.tensors import probe
+
+
+def allocated():
+    """Return what the first device's allocator has handed out."""
+    return torch.simgpu.memory_allocated(0)
+
+
+def sums(report, device="simgpu:0"):
+    """Return what the report says of a device."""
+    return next(row for row in report.by_device if row.device == device)
+
+
+def named(report, name):
+    """Return the row with a name."""
+    return next(row for row in report if row.name == name)
+
+
+@pytest.fixture
+def model(two_devices):
+    """A small network on the first device."""
+    layers = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 1)]
+    return torch.nn.Sequential(*layers).to(two_devices[0])
+
+
+def batch():
+    """Return some input on the first device."""
+    return torch.ones(32, 64, device="simgpu:0")
+
+
+def test_a_graph_keeps_exactly_what_detaching_gives_back(model) -> None:
+    namespace = {"model": model, "x": batch()}
+    namespace["loss"] = model(namespace["x"]).sum()
+    row = named(probe(namespace), "loss")
+    before = allocated()
+    namespace["loss"] = namespace["loss"].detach()
+    assert row.graph_nbytes == before - allocated() > 0
+    assert named(probe(namespace), "loss").graph_nbytes is None
+
+
+def test_losses_that_are_collected_keep_the_sum_of_their_graphs(model) -> None:
+    losses = []
+    for _ in range(5):
+        x = batch()
+        losses.append(model(x).sum())
+    del x
+    namespace = {"model": model, "losses": losses}
+    del losses
+    (row,) = probe(namespace).graphs
+    assert (row.name, row.device, row.tensors, row.example) == ("losses", "simgpu:0", 5, "losses[0]")
+    before = allocated()
+    namespace["losses"][:] = [loss.detach() for loss in namespace["losses"]]
+    assert row.nbytes == before - allocated()
+
+
+def test_what_two_graphs_share_counts_for_each_of_them_and_once_in_the_sum(model) -> None:
+    earlier = sums(probe({})).graph
+    hidden = model[:2](batch())
+    namespace = {"model": model, "one": hidden.sin().sum(), "two": hidden.cos().sum()}
+    del hidden
+    report = probe(namespace)
+    one, two = named(report, "one").graph_nbytes, named(report, "two").graph_nbytes
+    assert one == two == sums(report).graph - earlier
+    assert report.graphs == ()  # to detach one of them would free nothing
+
+
+def test_every_byte_on_the_device_is_named_or_in_a_graph(model) -> None:
+    earlier = sums(probe({"model": model}))
+    namespace = {"model": model, "loss": model(batch()).sum()}
+    row = sums(probe(namespace))
+    assert row.graph > earlier.graph
+    assert (row.held, row.unexplained) == (earlier.held, 0)
+    assert row.named + row.held + row.graph == row.allocated == allocated()
+
+
+def test_rows_of_a_graph_say_whose_it_is(model) -> None:
+    namespace = {"model": model, "loss": model(batch()).sum()}
+    rows = [row for row in probe(namespace) if row.holder == "graph of loss"]
+    assert sum(row.nbytes for row in rows) == named(probe(namespace), "loss").graph_nbytes > 0
+    assert {(row.kind, row.in_graph, row.releasable) for row in rows} == {("activation", True, False)}
+
+
+def test_backward_leaves_nothing_in_the_graph(model) -> None:
+    loss = model(batch()).sum()
+    loss.backward()
+    report = probe({"model": model, "loss": loss})
+    assert named(report, "loss").graph_nbytes == 0
+    assert report.graphs == ()
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_weights_that_only_a_graph_keeps_are_its() -> None:
+    namespace = {"loss": torch.nn.Linear(64, 64).to("simgpu:0")(batch()).sum()}
+    rows = [row for row in probe(namespace) if row.holder == "graph of loss"]
+    assert {(row.kind, row.shape) for row in rows} >= {("parameter", (64,)), ("activation", (32, 64))}
+
+
+def test_looking_twice_says_the_same(model) -> None:
+    namespace = {"model": model, "loss": model(batch()).sum(), "out": model(batch())}
+    assert probe(namespace) == probe(namespace)
+
+
+def test_what_hooks_packed_is_counted_where_it_lies_and_no_hook_fires(model) -> None:
+    fired = []
+
+    def unpack(packed):
+        fired.append(packed)
+        return packed["copy"]
+
+    weight = model[0].weight
+    with saved_tensors_hooks(lambda tensor: {"copy": tensor.clone()}, unpack):
+        loss = (weight * weight).sum()
+    row = named(probe({"model": model, "loss": loss}), "loss")
+    assert (row.graph_nbytes, fired) == (2 * weight.nbytes, [])
+
+
+def test_a_graph_offloaded_to_the_cpu_keeps_its_bytes_there(model) -> None:
+    with save_on_cpu():
+        loss = (model[0].weight * 2).exp().sum()
+    kept = [row for row in probe({"model": model, "loss": loss}) if row.holder == "graph of loss"]
+    assert {row.device for row in kept} == {"cpu"}
+    assert sum(row.nbytes for row in kept) >= model[0].weight.nbytes
+
+
+def test_a_checkpoint_is_not_computed_again(model) -> None:
+    runs = []
+
+    def segment(x):
+        runs.append(1)
+        return model(x)
+
+    loss = checkpoint(segment, batch(), use_reentrant=False).sum()
+    report = probe({"model": model, "loss": loss})
+    assert (len(runs), sums(report).unexplained) == (1, 0)
+    loss.backward()
+    assert len(runs) == 2
+
+
+class Doubles(torch.autograd.Function):
+    """A function of the user's that saves by the book and on the side."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x * 2)
+        ctx.aside = [x * 3]
+        return x * 4
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_a_function_of_the_user_keeps_what_it_saved_and_what_its_ctx_has(two_devices) -> None:
+    x = torch.ones(128, device=two_devices[0], requires_grad=True)
+    row = named(probe({"x": x, "y": Doubles.apply(x)}), "y")
+    assert row.graph_nbytes == 2 * 512
+
+
+def test_a_graph_that_an_output_keeps_goes_with_it(model) -> None:
+    import types
+
+    namespace: dict[str, object] = {"model": model}
+    shell = types.SimpleNamespace(user_ns_hidden={})
+    namespace["_oh"] = {4: model(batch()).sum()}
+    shell.user_ns_hidden["_oh"] = namespace["_oh"]
+    rows = {(row.holder, row.releasable) for row in probe(namespace, shell=shell) if row.in_graph}
+    assert ("graph of Out[4]", True) in rows
+
+
+def test_a_node_that_hides_what_it_saved_is_named_in_a_note(model) -> None:
+    y = torch.zeros(4, 64, device="simgpu:0")
+    y[0] = model[0].weight[0] * 2
+    report = probe({"model": model, "y": y})
+    assert any("CopySlices" in note for note in report.notes)
+
+
+def test_a_torch_without_handles_says_so(model, monkeypatch) -> None:
+    monkeypatch.setattr(graphs, "_SAVED", "_none_such")
+    monkeypatch.setattr(graphs.Graphs, "_handles_of", lambda *_: [object()])
+    report = probe({"model": model, "loss": model(batch()).sum()})
+    assert named(report, "loss").graph_nbytes is None
+    assert any("does not show what autograd graphs keep" in note for note in report.notes)
+    assert sums(report).unexplained > 0
+
+
+def test_a_graph_too_large_to_follow_is_not_known(model, monkeypatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_NODES", 3)
+    monkeypatch.setattr(graphs.Graphs.__init__, "__defaults__", (3,))
+    report = probe({"model": model, "loss": model(batch()).sum()})
+    assert named(report, "loss").graph_nbytes is None
+    assert any("large" in note for note in report.notes)
+
+
+def test_a_graph_lives_no_longer_for_having_been_looked_at(model) -> None:
+    namespace = {"model": model}
+    before = allocated()
+    namespace["loss"] = model(batch()).sum()
+    probe(namespace)
+    gc.disable()
+    try:
+        del namespace["loss"]
+        assert allocated() == before
+    finally:
+        gc.enable()
