@@ -78,16 +78,18 @@ class Recorder:
     ) -> None:
         """Count a move if ``result`` lies elsewhere than ``subject``; reading back to the host is also a wait.
 
-        Where a move also converts, CUDA does that before the copy on the way to a device and in a non-blocking
-        read, else after it (torch's aten/src/ATen/native/cuda/Copy.cu, with peer access between devices).
+        Where a move also converts, CUDA does that on the host, or on the device where it is non-blocking, and between
+        devices after the copy (torch's aten/src/ATen/native/cuda/Copy.cu, with peer access between devices).
         """
         source = device_of(subject) if isinstance(subject, torch.Tensor) else "cpu"
         target = device_of(result)
         if source == target or "meta" in (source, target):
             return
-        converted = is_host(source) or (is_host(target) and non_blocking)
+        converted = not non_blocking if is_host(source) else is_host(target) and non_blocking
         crossing = result if converted or not isinstance(subject, torch.Tensor) else subject
         nbytes = result.numel() * crossing.element_size()
+        if not nbytes:
+            return  # nothing is copied, and nobody waits
         self.log.add_move(source, target, nbytes, seconds, self.cause or cause, subject, result)
         if is_host(target):
             self.log.add_sync()
@@ -121,7 +123,7 @@ class Watched:
     @property
     def is_reading(self) -> bool:
         """Return whether it does nothing worth counting to a tensor on the host."""
-        return self.handler in (_item, _tolist, _print, _format, _sync)
+        return self.handler in (_item, _tolist, _numpy, _equal, _print, _format, _sync)
 
 
 @cache
@@ -134,6 +136,7 @@ def functions() -> tuple[Watched, ...]:
         *(_placed(owners, each, _construct_from_host) for each in _FROM_HOST),
         *_found(torch, _CREATORS, _create),
         *_found(torch, ("is_nonzero", "allclose"), _item),
+        *_found(torch, ("equal",), _equal),
         *_found(torch, _SYNCS, _sync),
         *_found(torch.autograd, ("grad",), _suspend),
     )
@@ -150,6 +153,8 @@ def methods() -> tuple[Watched, ...]:
         *_found(tensor, ("copy_",), _copy),
         *_found(tensor, _ITEMS, _item),
         *_found(tensor, ("tolist",), _tolist),
+        *_found(tensor, ("numpy",), _numpy),
+        *_found(tensor, ("equal",), _equal),
         *_found(tensor, ("__repr__",), _print),
         *_found(tensor, ("__format__",), _format),
         *_found(tensor, _SYNCS, _sync),
@@ -167,7 +172,7 @@ _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
 _CREATORS = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "normal")
 _METHOD_CREATORS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 _ITEMS = ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero", "allclose")
-_SYNCS = ("nonzero", "masked_select", "unique", "unique_consecutive", "equal", "argwhere")
+_SYNCS = ("nonzero", "masked_select", "unique", "unique_consecutive", "argwhere")
 
 
 def _placed(owners: tuple[Any, ...], function: Function, handler: Handler) -> Watched:
@@ -277,6 +282,28 @@ def _tolist(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any
     result, seconds = recorder.call(func, args, kwargs, ".tolist", args[0])
     if not (is_free_to_read(args[0]) or recorder.is_traced):
         recorder.add_read(args[0], args[0].numel() * args[0].element_size(), seconds, ".tolist")
+    return result
+
+
+def _numpy(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `numpy`, which raises for a tensor on a device unless it is forced to copy it."""
+    __tracebackhide__ = True
+    result, seconds = recorder.call(func, args, kwargs, ".numpy", args[0])
+    if not (is_free_to_read(args[0]) or recorder.is_traced) and args[0].numel():
+        recorder.add_read(args[0], args[0].numel() * args[0].element_size(), seconds, ".numpy")
+    return result
+
+
+def _equal(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `equal`, which reads one truth value, unless the shapes or the memory tell (torch's cuda/Equal.cpp)."""
+    __tracebackhide__ = True
+    tensor, other = args[0] if args else kwargs.get("input"), args[1] if len(args) > 1 else kwargs.get("other")
+    result, seconds = recorder.call(func, args, kwargs, ".equal", tensor)
+    if not (isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor)) or is_free_to_read(tensor):
+        return result
+    is_told = tensor.size() != other.size() or not tensor.numel() or tensor is other
+    if not (is_told or recorder.is_traced):
+        recorder.add_read(tensor, 1, seconds, ".equal")
     return result
 
 

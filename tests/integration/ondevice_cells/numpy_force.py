@@ -1,4 +1,3 @@
 # Numpy by force.
-# move: simgpu:0 -> cpu, 1, 128, ?, ?
-# gap: .numpy(force=True) is not seen
+# move: simgpu:0 -> cpu, 1, 128, g, .numpy
 y = g.numpy(force=True)

@@ -1,4 +1,3 @@
 # Equal asks the device.
-# move: simgpu:0 -> cpu, 1, 1, ?, ?
-# gap: the number that equal reads is not counted
+# move: simgpu:0 -> cpu, 1, 1, g, .equal
 same = torch.equal(g, g + 0)
