@@ -60,6 +60,20 @@ def test_oomguard_costs_nothing_when_nothing_goes_wrong(shell: InteractiveShell)
     assert empty < 0.005
 
 
+def test_guarding_every_cell_costs_nothing_when_nothing_goes_wrong(shell: InteractiveShell) -> None:
+    def guarded(cell: str) -> float:
+        shell.run_line_magic("oomguard", "on")
+        spent = seconds(shell, cell)
+        shell.run_line_magic("oomguard", "off")
+        return spent
+
+    empty = statistics.median(guarded("pass") - seconds(shell, "pass") for _ in range(21))
+    found = statistics.median(guarded(STEPS) / seconds(shell, STEPS) for _ in range(9))
+    print(f"\n%oomguard on: {found:.3f}x the bare cell (bar 1.02), {1e3 * empty:.2f} ms a cell (bar 5)")
+    assert found < 1.02
+    assert empty < 0.005
+
+
 def test_devices_is_near_the_cost_of_looking_at_every_object() -> None:
     import gc
 
