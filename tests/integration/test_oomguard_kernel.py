@@ -80,3 +80,47 @@ def test_what_the_unwinding_freed_is_counted_at_the_failure_all_the_same(start_k
     figures = "report.allocated_before, report.allocated_at_failure, report.allocated_after"
     assert kernel.value(figures) == f"(0, {2**30}, 0)"
     assert "the cell took 1.0 GiB more" in kernel.value("report.verdict")
+
+
+def test_a_cell_that_is_shrunk_lets_run_all_go_on(guarded_kernel) -> None:
+    shrunk, after = guarded_kernel.run_all(
+        "%%oomguard --shrink n\nn = 40\nx = take(n / 8)\nn", "n, x.nbytes / 2**30"
+    )  # fmt: skip
+    assert (shrunk.status, shrunk.value, after.value) == ("ok", "20", "(20, 2.5)")
+    assert shrunk.stdout == "%%oomguard: n = 40 ran out of memory in line 3; now n = 20.\n"
+    assert "passed with n = 20" in shrunk.reports[0]
+    guarded_kernel.run("del x")
+
+
+def test_a_cell_that_fits_nowhere_stops_run_all_with_one_line(guarded_kernel) -> None:
+    failed, after = guarded_kernel.run_all("%%oomguard --shrink n\nn = 2\nfail()", "ran_on = True")
+    assert (failed.status, failed.ename, after.status) == ("error", "OutOfMemory", "aborted")
+    assert len(failed.tracebacks[0].strip().splitlines()) == 1
+    let_it_settle(guarded_kernel)
+    assert guarded_kernel.value(ALLOCATED) == "0"
+
+
+def test_an_interrupt_in_the_search_for_a_size_ends_it_and_gives_all_back(guarded_kernel) -> None:
+    guarded_kernel.run("n = 16")
+    cell, *_ = guarded_kernel.interrupt(
+        "%%oomguard --fit n\nimport time\ndef work():\n    kept = take(n / 8)\n    if n < 16:\n        print('ready')\n"
+        "        time.sleep(60)\n    return take(9)\nwork()"
+    )
+    assert cell.ename == "KeyboardInterrupt"
+    let_it_settle(guarded_kernel)
+    assert guarded_kernel.value("n") == "16"
+    guarded_kernel.run("1 / 0")  # the interrupt's traceback is IPython's own, and goes with the next error
+    assert guarded_kernel.value(f"__import__('gc').collect() and {ALLOCATED}") == "0"
+
+
+def test_every_cell_of_a_kernel_is_guarded_until_off(guarded_kernel) -> None:
+    assert guarded_kernel.run("%oomguard on").stdout.startswith("Every cell from the next on is guarded")
+    failed, after = guarded_kernel.run_all("fail()", "ran_on = True")
+    assert [kind for kind, _ in failed.seen if kind in {"error", "display_data"}] == ["error", "display_data"]
+    assert (failed.ename, after.status) == ("OutOfMemory", "aborted")
+    let_it_settle(guarded_kernel)
+    assert guarded_kernel.value(ALLOCATED) == "0"
+    guarded_kernel.run("%oomguard off")
+    assert guarded_kernel.run("fail()").ename == "OutOfMemoryError"
+    let_it_settle(guarded_kernel)
+    guarded_kernel.run("%%oomguard\nfail()")
