@@ -18,7 +18,7 @@ from gpumagic.probes import instant as instants
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.oom import OomEvent
 from gpumagic.render.units import size
-from gpumagic.reports import Instant, OomReport
+from gpumagic.reports import Instant, OomReport, Share
 
 WORTH_SAYING = 1024**2
 """Bytes below which a difference is not worth a word."""
@@ -96,15 +96,26 @@ def instant(
     bound: Mapping[str, int],
     outside: Collection[int] = (),
     shell: object | None = None,
+    seen: tuple[Share, ...] = (),
 ) -> Instant:
-    """Return what the failing operation worked on and what occupied the device, as far as that can be looked at."""
+    """Return what the failing operation worked on and what occupied the device, as far as that can be looked at.
+
+    Args:
+        error: the exception, with its frames.
+        failure: what is known of it.
+        namespace: the notebook's variables.
+        bound: ``{name: id of its value}`` when the cell began.
+        outside: ids of exceptions that were being handled before.
+        shell: the shell.
+        seen: what the allocator's observer saw occupy the device, before anything was unwound.
+    """
     found = Instant()
     if failure.device is None or "torch" not in sys.modules:
         return found
     with contextlib.suppress(Exception):  # our own failure must not cost the user the release
         found = instants.operation(error, failure.work, outside)
         figures = failure.at_failure.get(failure.device)
-        found = replace(found, shares=instants.shares(namespace, bound, failure.device, shell, figures))
+        found = replace(found, shares=seen or instants.shares(namespace, bound, failure.device, shell, figures))
     return found
 
 

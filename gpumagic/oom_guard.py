@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from gpumagic.advice import actions
 from gpumagic.errors import OptionError
-from gpumagic.probes import allocator, exception_graph, oom, release
+from gpumagic.probes import allocator, exception_graph, oom, oom_observer, release
 from gpumagic.reports import Instant
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class OomGuard(contextlib.ContextDecorator):
         self._plan = plan
         self._then: Callable[[], None] = _nothing
         self._instant = Instant()
+        self._gate: oom_observer.Gate | None = None
+        self._seen: dict[str, Any] = {}
         self._failure: Failure | None = None
         self._retries = 0
         self._recovered = False
@@ -78,6 +80,10 @@ class OomGuard(contextlib.ContextDecorator):
 
     def open(self) -> None:
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
+        if self._gate is not None:
+            self._gate.close()  # a decorated function that calls itself
+        self._gate = oom_observer.Gate(self._shares)
+        self._gate.open()
         if self._retries:
             return  # a further try is measured against the state before the first
         self._outside = exception_graph.being_handled()
@@ -86,6 +92,9 @@ class OomGuard(contextlib.ContextDecorator):
 
     def close(self, error: BaseException | None) -> None:
         """Look at how the block ended; after out-of-memory, read its frames while they are whole."""
+        if self._gate is not None:
+            self._gate.close()
+            self._seen, self._gate = self._gate.seen, None
         self._recovered = error is None and self._failure is not None
         if error is not None:
             self._failure = self._examine(error)
@@ -183,8 +192,16 @@ class OomGuard(contextlib.ContextDecorator):
 
         failure = diagnosis.examine(error, self._namespace, self._before, self._outside, self._shell)
         if failure is not None:
-            self._instant = diagnosis.instant(error, failure, self._namespace, self._bound, self._outside, self._shell)
+            seen = self._seen.get(failure.device or "", ())
+            self._instant = diagnosis.instant(
+                error, failure, self._namespace, self._bound, self._outside, self._shell, seen
+            )  # fmt: skip
         return failure
+
+    def _shares(self, device: str) -> object:
+        from gpumagic.probes import instant
+
+        return instant.shares(self._namespace, self._bound, device, self._shell, allocator.figures(device))
 
     def _pinned(self, error: BaseException) -> int | None:
         from gpumagic import diagnosis
