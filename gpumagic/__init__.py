@@ -9,6 +9,7 @@ is a plain Python API:
     gpumagic.release_held()                 outputs and the last error let go of tensors that no variable reaches
     with gpumagic.ondevice("cuda:1") as run: ...     new tensors land there; run.report tells what moved
     with gpumagic.oomguard() as guard: ...           out-of-memory is freed and explained; guard.report
+    gpumagic.rehearse("...code...")         the peak memory that code would need, without running it
 
 Importing this package imports none of torch, pandas and pynvml, and does no work.
 """
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic import simgpu
-    from gpumagic.api import devices, gpuinfo, ondevice, oomguard, release_held, why
-    from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, SimgpuUnavailable
+    from gpumagic.api import devices, gpuinfo, ondevice, oomguard, rehearse, release_held, why
+    from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, RehearsalUnavailable, SimgpuUnavailable
     from gpumagic.probes.oom import OutOfMemory
     from gpumagic.reports import (
         DiffReport,
         GPUReport,
         HeldReport,
         OomReport,
+        RehearsalReport,
         ReleaseReport,
         TensorReport,
         TransferReport,
@@ -46,6 +48,8 @@ __all__ = [
     "OomReport",
     "OptionError",
     "OutOfMemory",
+    "RehearsalReport",
+    "RehearsalUnavailable",
     "ReleaseReport",
     "SimgpuUnavailable",
     "TensorReport",
@@ -55,20 +59,25 @@ __all__ = [
     "gpuinfo",
     "ondevice",
     "oomguard",
+    "rehearse",
     "release_held",
     "simgpu",
     "why",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("devices", "gpuinfo", "ondevice", "oomguard", "release_held", "why"), "gpumagic.api"),
-    **dict.fromkeys(("DeviceNotFound", "GpuMagicError", "OptionError", "SimgpuUnavailable"), "gpumagic.errors"),
+    **dict.fromkeys(("devices", "gpuinfo", "ondevice", "oomguard", "rehearse", "release_held", "why"), "gpumagic.api"),
+    **dict.fromkeys(
+        ("DeviceNotFound", "GpuMagicError", "OptionError", "RehearsalUnavailable", "SimgpuUnavailable"),
+        "gpumagic.errors",
+    ),
     **dict.fromkeys(
         (
             "DiffReport",
             "GPUReport",
             "HeldReport",
             "OomReport",
+            "RehearsalReport",
             "ReleaseReport",
             "TensorReport",
             "TransferReport",

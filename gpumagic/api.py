@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpumagic import device_names
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from gpumagic.device_run import DeviceRun
     from gpumagic.oom_guard import OomGuard
-    from gpumagic.reports import GPUReport, ReleaseReport, TensorReport, WhyReport
+    from gpumagic.reports import GPUReport, RehearsalReport, ReleaseReport, TensorReport, WhyReport
 
 
 def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) -> GPUReport:
@@ -164,3 +164,38 @@ def oomguard(
     plan = Plan(retry, shrink, fit, fallback)
     plan.check()
     return OomGuard(keep=keep, keep_going=keep_going, namespace=sys._getframe(1).f_globals, plan=plan)
+
+
+def rehearse(
+    what: str | Callable[[], object],
+    namespace: Mapping[str, object] | None = None,
+    *,
+    device: str | None = None,
+    capacity: int | str | None = None,
+    time_limit: float = 60.0,
+) -> RehearsalReport:
+    """Return the peak memory that code would need, without running it here and without touching a device.
+
+    It is run in another process, on a device without bytes; nothing of this one changes. The first call starts that
+    process, which takes some seconds; it is kept for the next ones.
+
+    Args:
+        what: code as a notebook's cell has it, or a callable without arguments.
+        namespace: the names that the code sees; the caller's globals by default.
+        device: the device asked about, such as ``"cuda:1"``; the first accelerator by default.
+        capacity: what a device is to have, in bytes or as ``"16GiB"``; what is free and this process's own without.
+        time_limit: seconds after which the rehearsal is given up.
+
+    Raises:
+        DeviceNotFound: a device that is not here.
+        OptionError: the code or the capacity cannot be read, or there is no accelerator and no capacity is given.
+        RehearsalUnavailable: this system or this torch cannot.
+    """
+    from gpumagic.options import parse_size
+    from gpumagic.rehearsal import forecast, targets
+
+    if namespace is None:
+        namespace = sys._getframe(1).f_globals
+    size = parse_size(capacity) if isinstance(capacity, str) else capacity
+    target = targets.choose(device, size)
+    return forecast.rehearse(forecast.script(what), namespace, target, time_limit=time_limit)

@@ -6,6 +6,7 @@ The magics turn them into IPython's `UsageError` in one place (`magics.py`); the
     GpuMagicError
     |-- OptionError          an option, a size or a count that cannot be read
     |-- DeviceNotFound       a device that cannot be read or is not here
+    |-- RehearsalUnavailable a cell cannot be rehearsed here
     `-- SimgpuUnavailable    the simulated accelerator cannot be built or changed
 
 `gpumagic.OutOfMemory` is not among them: it must be a subclass of torch's own, so it lives beside the
@@ -25,6 +26,10 @@ class OptionError(GpuMagicError, ValueError):
 
 class DeviceNotFound(GpuMagicError, ValueError):
     """The device named is not one of this machine's; the message lists those that are."""
+
+
+class RehearsalUnavailable(GpuMagicError, RuntimeError):
+    """A cell cannot be rehearsed on this system or with this torch; the message says what is missing."""
 
 
 class SimgpuUnavailable(GpuMagicError, RuntimeError):

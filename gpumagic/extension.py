@@ -48,6 +48,8 @@ def unload(shell: InteractiveShell) -> None:
                 sys.modules[name].off(shell)
         if "gpumagic.render.units" in sys.modules:
             sys.modules["gpumagic.render.units"].use("binary")  # whatever `%config GPUMagic.units` said
+        if "gpumagic.rehearsal.client" in sys.modules:
+            sys.modules["gpumagic.rehearsal.client"].close()
         undo.close()
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from gpumagic.cells import CellSessions
     from gpumagic.looks import Looks
+    from gpumagic.reports import RehearsalReport
 
 
 def _magic(method: Callable[..., object]) -> Callable[..., object]:
@@ -131,6 +132,11 @@ class GPUMagic(Magics):
         from gpumagic.oom_guard import OomGuard
         from gpumagic.rerun_plan import Plan
 
+        if options.rehearse_only:
+            report = self._rehearse(options, cell)
+            return lambda: report
+        if options.rehearse or options.capacity is not None:
+            self._rehearse(options, cell)
         plan = Plan(options.retry, options.shrink, options.fit, options.fallback)
         if plan and cell is None:
             raise OptionError(
@@ -159,6 +165,17 @@ class GPUMagic(Magics):
                 f"{state} is for every cell, not for this one: write %oomguard {state} in a cell of its own"
             )
         print(every_cell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
+
+    def _rehearse(self, options: Namespace, cell: str | None) -> RehearsalReport:
+        """Return the cell's rehearsal; where the cell is to run next, show it, and raise if the cell does not fit."""
+        from gpumagic import dress_rehearsal
+
+        report = dress_rehearsal.of_cell(self.shell, options, cell)
+        if options.out is not None:
+            self.shell.user_ns[options.out] = report
+        if not options.rehearse_only:
+            dress_rehearsal.show(report)
+        return report
 
     def _follow(self, options: Namespace) -> object:
         if options.each_cell:

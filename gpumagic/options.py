@@ -218,6 +218,15 @@ def _oomguard() -> Parser:
         "--fit", metavar="NAME", type=_typed(variable_name), help="find the largest value of this int that fits"
     )
     parser.add_argument("--fallback", metavar="DEVICE", help="then run it on this device; auto: the emptiest other one")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tell the peak memory first, and run the cell only if it fits"
+    )
+    parser.add_argument(
+        "--rehearse-only", action="store_true", help="tell the peak memory; with --fit NAME also the largest that fits"
+    )
+    parser.add_argument(
+        "--capacity", metavar="SIZE", type=_typed(parse_size), help="rehearse for a GPU of this size, such as 16GiB"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the failed frames for %%debug; say what they hold")
     parser.add_argument("--keep-going", action="store_true", help="let Run All go on after the report")
     _add_report_options(parser)
@@ -245,5 +254,8 @@ def option_strings(magic: str) -> list[str]:
     return parser(magic).option_strings()
 
 
-# `%%oomguard` options that need the cell's text, because they run it more than once.
-RERUNNING = {"oomguard": ("--retry", "--shrink", "--fit", "--fallback"), "ondevice": ()}
+# `%%oomguard` options that need the cell's text, because they run it more than once or look at it before.
+RERUNNING = {
+    "oomguard": ("--retry", "--shrink", "--fit", "--fallback", "--rehearse", "--rehearse-only", "--capacity"),
+    "ondevice": (),
+}

@@ -41,4 +41,5 @@ _VIEWS = {
     "TransferReport": "gpumagic.render.transfers",
     "OomReport": "gpumagic.render.oom",
     "FitReport": "gpumagic.render.tries",
+    "RehearsalReport": "gpumagic.render.rehearsal",
 }

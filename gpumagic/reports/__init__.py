@@ -16,6 +16,7 @@ from gpumagic.reports.gpu import BenchReport, BenchRow, CellUse, GPUReport, GpuR
 from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
 from gpumagic.reports.names import Holder
 from gpumagic.reports.oom import Advice, Change, OomReport
+from gpumagic.reports.rehearsal import DeviceForecast, Fit, RehearsalReport, RehearsalRow
 from gpumagic.reports.tensors import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
 from gpumagic.reports.transfers import TransferReport, TransferRow
 from gpumagic.reports.tries import FitReport, Try
@@ -29,10 +30,12 @@ __all__ = [
     "CellUse",
     "Change",
     "DeviceChange",
+    "DeviceForecast",
     "DeviceMemoryRow",
     "DiffReport",
     "DiffRow",
     "Explanation",
+    "Fit",
     "FitReport",
     "FreedRow",
     "GPUReport",
@@ -46,6 +49,8 @@ __all__ = [
     "OomReport",
     "Operand",
     "ProcessRow",
+    "RehearsalReport",
+    "RehearsalRow",
     "ReleaseReport",
     "Report",
     "SampleRow",

@@ -1,0 +1,142 @@
+"""The largest value with which a cell fits: the law from two rehearsals, checked by a third."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gpumagic.errors import OptionError
+from gpumagic.reports.rehearsal import Fit, RehearsalReport
+
+PRECISION = 0.01
+"""How near the largest value is sought, as a share of it."""
+_MOST_REHEARSALS = 12
+_LARGEST = 1 << 40
+
+
+def fit(
+    what: str | Callable[[], object],
+    name: str,
+    namespace: Mapping[str, Any] | None = None,
+    *,
+    device: str | None = None,
+    capacity: int | str | None = None,
+) -> Fit:
+    """Return the largest whole number for a variable with which code would fit, without running it.
+
+    Args:
+        what: code as a notebook's cell has it, or a callable without arguments.
+        name: a variable that is a whole number in the namespace, or that the code sets to one.
+        namespace: the names that the code sees; the caller's globals by default.
+        device: as for `gpumagic.rehearse`.
+        capacity: as for `gpumagic.rehearse`.
+
+    Raises:
+        OptionError: the name is not that of a whole number.
+    """
+    import sys
+
+    from gpumagic.options import parse_size
+    from gpumagic.rehearsal import forecast, targets
+
+    if namespace is None:
+        namespace = sys._getframe(1).f_globals
+    script = forecast.script(what)
+    size = parse_size(capacity) if isinstance(capacity, str) else capacity
+    target = targets.choose(device, size)
+    now = present_value(script.source, name, namespace)
+
+    def rehearse(value: int) -> RehearsalReport:
+        return forecast.rehearse(script, namespace, target, values={name: value})
+
+    return search(rehearse, name, now)
+
+
+def present_value(source: str | None, name: str, namespace: Mapping[str, Any]) -> int:
+    """Return the whole number that a variable is: what the code sets it to, else what it is in the namespace.
+
+    Raises:
+        OptionError: it is none.
+    """
+    value = namespace.get(name)
+    if source is not None:
+        from gpumagic.rehearsal.constants import constant_of
+
+        found = constant_of(source, name)
+        value = value if found is None else found
+    if type(value) is not int or value < 1:
+        raise OptionError(f"{name} is not a whole number of at least 1 that the cell or the notebook sets")
+    return value
+
+
+def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int) -> Fit:
+    """Return the largest value that fits.
+
+    Args:
+        rehearse: rehearses with a value.
+        name: the variable.
+        now: its value.
+    """
+    tried: dict[int, RehearsalReport] = {}
+
+    def ask(value: int) -> RehearsalReport:
+        if value not in tried:
+            tried[value] = rehearse(value)
+        return tried[value]
+
+    first, second = ask(now), ask(2 * now)
+    reason = _why_not(first) or _why_not(second)
+    base, each = _law(first, second, now)
+    if reason or each <= 0:
+        reason = reason or f"{name} changes nothing of the peak"
+        return _fit(name, now, None, tried, base, each, reason)
+    predicted, step = int((_room(first) - base) / each), PRECISION
+    low, high = _bracket(tried)
+    while len(tried) < _MOST_REHEARSALS and (high is None or high - low > max(1, int(low * PRECISION))):
+        if high is None:
+            guess = max(low + max(1, int(low * PRECISION)), predicted)
+        else:
+            guess, step = max((low + high) // 2, int(high * (1 - step)), low + 1), 2 * step
+        if _why_not(ask(min(guess, _LARGEST))):
+            break
+        low, high = _bracket(tried)
+    largest = low or None
+    return _fit(name, now, largest, tried, base, each, "" if largest else "not even 1 fits")
+
+
+def _bracket(tried: dict[int, RehearsalReport]) -> tuple[int, int | None]:
+    """Return the largest value that fits, 0 for none, and the smallest that does not."""
+    fitting = [value for value, report in tried.items() if report.fits]
+    failing = [value for value, report in tried.items() if not report.fits]
+    return max(fitting, default=0), min(failing, default=None)
+
+
+def _law(first: RehearsalReport, second: RehearsalReport, now: int) -> tuple[int, float]:
+    device = first.device or ""
+    one, two = first.peak.get(device, 0), second.peak.get(device, 0)
+    each = (two - one) / now
+    return int(one - each * now), each
+
+
+def _room(report: RehearsalReport) -> float:
+    device = next(each for each in report.devices if each.device == report.device)
+    return (report.capacity or 0) - device.extra[1]
+
+
+def _why_not(report: RehearsalReport) -> str:
+    """Return why nothing can be learnt from a rehearsal, or nothing."""
+    if report.error is not None:
+        return report.error
+    return "the device's memory is not known; say what it has with --capacity" if report.capacity is None else ""
+
+
+def _fit(
+    name: str, now: int, largest: int | None, tried: dict[int, RehearsalReport], base: int, each: float, reason: str
+) -> Fit:
+    report = tried[largest] if largest else tried[now]
+    return Fit(
+        name=name, value=now, largest=largest, peak=report.peak.get(report.device or "") if largest else None,
+        capacity=report.capacity, base=base, each=each,
+        tried=tuple((value, max(each.peak.values(), default=0), each.fits) for value, each in sorted(tried.items())),
+        reason=reason,
+    )  # fmt: skip

@@ -1,0 +1,290 @@
+"""A namespace as code and metadata: what of the notebook a rehearsal needs, without a byte of the devices'.
+
+Tensors become shape, dtype, strides, device and storage identity; only small ones on the CPU keep their contents.
+Functions and classes of the notebook go by value, with the names they use; others by reference, as in pickle. What
+cannot be sent becomes an `Absent`, which says so if the cell touches it. Nothing here changes what it looks at.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import ctypes
+import dataclasses
+import enum
+import importlib
+import io
+import marshal
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from gpumagic.rehearsal import parts
+
+KEPT_CONTENTS = 1 << 20
+"""Bytes up to which a CPU tensor's or an array's contents are sent."""
+_NOT_SENT = frozenset({"__builtins__", "In", "_ih", "_dh", "get_ipython", "exit", "quit", "open", "_i", "_ii", "_iii"})
+_CLASS_OWN = frozenset({
+    "__dict__", "__weakref__", "_abc_impl", "__slots__", "__static_attributes__", "__firstlineno__",
+})  # fmt: skip
+
+
+@dataclasses.dataclass
+class Parcel:
+    """What is sent."""
+
+    data: bytes
+    scopes: int
+    device_bytes: dict[str, int]
+    """The bytes of the storages on each device, each rounded as an allocator does."""
+    notes: list[str]
+    files: set[str]
+    """The files whose code is in it: cells."""
+
+
+def pack(namespace: Mapping[str, Any], names: Iterable[str], extra: object = None) -> Parcel:
+    """Return what code that uses these names of the namespace needs.
+
+    Args:
+        namespace: the notebook's.
+        names: those the code uses; what holds tensors is sent in any case, so that it stays alive in the rehearsal.
+        extra: one more object, under the name ``__rehearsed__``.
+    """
+    bad: set[str] = set()
+    while True:
+        packing = _Packing(namespace)
+        failed = packing.fill([*names, *_holders(namespace)], extra, bad)
+        if failed is None:
+            return packing.parcel()
+        bad.add(failed)
+
+
+class _Packing:
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self.buffer = io.BytesIO()
+        self.scopes: list[Mapping[str, Any]] = [namespace]
+        self.todo: list[tuple[int, str]] = []
+        self.done: set[tuple[int, str]] = set()
+        self.storages: dict[int, parts.StoragePart] = {}
+        self.held: list[Any] = []  # what ids in the pickler's memo stand for must live as long as it does
+        self.notes: list[str] = []
+        self.files: set[str] = set()
+        self.pickler = _Pickler(self)
+
+    def fill(self, names: list[str], extra: object, bad: set[str]) -> str | None:
+        """Write everything; return the name that could not be written."""
+        self.todo += [(0, name) for name in names]
+        if extra is not None:
+            self.pickler.dump((0, "__rehearsed__", extra))
+        while self.todo:
+            scope, name = self.todo.pop()
+            if (scope, name) in self.done or name in _NOT_SENT or name not in self.scopes[scope]:
+                continue
+            self.done.add((scope, name))
+            value = self.scopes[scope][name]
+            label = f"{scope}.{name}"
+            try:
+                self.pickler.dump((scope, name, parts.Absent(f"`{name}`") if label in bad else value))
+            except Exception:
+                return label
+        return None
+
+    def uses(self, scope: int, code: types.CodeType) -> None:
+        """Note the names that code looks up in its globals."""
+        self.files.add(code.co_filename)
+        self.todo += [(scope, name) for name in names_of(code)]
+
+    def scope_of(self, scope: Mapping[str, Any]) -> int:
+        for index, known in enumerate(self.scopes):
+            if known is scope:
+                return index
+        self.scopes.append(scope)
+        return len(self.scopes) - 1
+
+    def parcel(self) -> Parcel:
+        totals: dict[str, int] = {}
+        for part in self.storages.values():
+            if part.nbytes:
+                totals[part.device] = totals.get(part.device, 0) + -(-part.nbytes // 512) * 512
+        return Parcel(self.buffer.getvalue(), len(self.scopes), totals, self.notes, self.files)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, packing: _Packing) -> None:
+        super().__init__(packing.buffer, protocol=5)
+        self._packing = packing
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, dict):
+            for index, scope in enumerate(self._packing.scopes):
+                if obj is scope:
+                    return "scope", index
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:  # noqa: PLR0911  # one way a kind of object
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor):
+            return self._tensor(torch, obj)
+        if isinstance(obj, types.FunctionType):
+            return NotImplemented if _is_importable(obj) else self._function(obj)
+        if isinstance(obj, type):
+            if obj in _PICKLES_ITSELF or _is_importable(obj):
+                return NotImplemented
+            return self._class(obj) if obj.__flags__ & _IS_HEAP_TYPE else _builtin_class(obj)
+        if isinstance(obj, types.ModuleType):
+            return importlib.import_module, (obj.__name__,)
+        special = _SPECIAL.get(type(obj))
+        if special is not None:
+            return special(obj)
+        if type(obj).__module__ == "dataclasses" and type(obj).__name__.startswith("_"):
+            return next((name for name, each in vars(dataclasses).items() if each is obj), NotImplemented)
+        numpy = sys.modules.get("numpy")
+        if (
+            numpy is not None
+            and type(obj) is numpy.ndarray
+            and obj.nbytes > KEPT_CONTENTS
+            and obj.dtype.hasobject is False
+        ):
+            return parts.make_zeros, (obj.dtype.str, obj.shape)
+        return self._plain(obj)
+
+    def _plain(self, obj: Any) -> Any:
+        """Return the object's own way of being pickled; what has none is left out and said."""
+        dispatch = copyreg.dispatch_table.get(type(obj))
+        try:
+            reduced = dispatch(obj) if dispatch else obj.__reduce_ex__(4)
+        except Exception:
+            return parts.Absent, (_described(obj),)
+        self._packing.held.append(reduced)
+        return reduced
+
+    def _tensor(self, torch: Any, tensor: Any) -> Any:
+        kind = type(tensor)
+        if kind not in {torch.Tensor, torch.nn.Parameter} or tensor.layout != torch.strided or tensor.is_quantized:
+            return parts.Absent, (f"a tensor of the kind {kind.__name__} with layout {tensor.layout}",)
+        if torch._is_functional_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
+            return parts.Absent, ("a lazily conjugated or functional tensor",)
+        if not tensor.is_leaf:
+            self._packing.notes.append(
+                "a tensor with a graph from an earlier cell is rehearsed without that graph, whose memory stays in use"
+            )
+        storage = self._storage(tensor.untyped_storage())
+        geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        state: dict[str, Any] = dict(vars(tensor))
+        if tensor.is_leaf and tensor.grad is not None:
+            state["grad"] = tensor.grad
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        arguments = (storage, dtype, geometry, tensor.requires_grad, kind is torch.nn.Parameter)
+        self._packing.held += [state, arguments]
+        return parts.make_tensor, arguments, state or None, None, None, parts.fill_tensor if state else None
+
+    def _storage(self, storage: Any) -> parts.StoragePart:
+        key = storage._cdata
+        if key not in self._packing.storages:
+            device, nbytes = str(storage.device), storage.nbytes()
+            contents = None
+            if device == "cpu" and nbytes <= KEPT_CONTENTS:
+                contents = ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
+            self._packing.storages[key] = parts.StoragePart(device, nbytes, contents)
+            self._packing.held.append(storage)
+        return self._packing.storages[key]
+
+    def _function(self, function: types.FunctionType) -> Any:
+        scope = self._packing.scope_of(function.__globals__)
+        self._packing.uses(scope, function.__code__)
+        state = {
+            name: getattr(function, name)
+            for name in ("__defaults__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", "__dict__")
+        }
+        arguments = (
+            marshal.dumps(function.__code__), self._packing.scopes[scope], function.__name__, function.__closure__
+        )  # fmt: skip
+        self._packing.held += [state, arguments]
+        return parts.make_function, arguments, state, None, None, parts.fill_function
+
+    def _class(self, made: type) -> Any:
+        if isinstance(made, enum.EnumMeta):
+            members = {name: member.value for name, member in vars(made)["_member_map_"].items()}
+            return parts.make_enum, (made.__bases__[-1], made.__name__, members, made.__module__)
+        body = {name: value for name, value in vars(made).items() if name not in _CLASS_OWN}
+        slots = vars(made).get("__slots__")
+        early: dict[str, Any] = {"__module__": made.__module__, "__qualname__": made.__qualname__}
+        if slots is not None:
+            early["__slots__"] = slots
+            names = (slots,) if isinstance(slots, str) else tuple(slots)
+            body = {name: value for name, value in body.items() if name not in names}
+        arguments = (type(made), made.__name__, made.__bases__, early)
+        self._packing.held += [body, arguments]
+        return parts.make_class, arguments, body, None, None, parts.fill_class
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        contents: tuple[Any, ...] = (cell.cell_contents,)
+    except ValueError:
+        contents = ()
+    return parts.make_cell, (), contents, None, None, parts.fill_cell
+
+
+_SPECIAL: dict[type, Callable[[Any], Any]] = {
+    types.CellType: _cell,
+    property: lambda obj: (property, (obj.fget, obj.fset, obj.fdel, obj.__doc__)),
+    staticmethod: lambda obj: (staticmethod, (obj.__func__,)),
+    classmethod: lambda obj: (classmethod, (obj.__func__,)),
+    types.MappingProxyType: lambda obj: (types.MappingProxyType, (dict(obj),)),
+    types.GetSetDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
+    types.MemberDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
+}
+
+
+def names_of(code: types.CodeType) -> Iterator[str]:
+    """Yield every name that code and the functions in it may look up outside of themselves."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_of(constant)
+
+
+_PICKLES_ITSELF = frozenset({type(None), type(NotImplemented), type(...)})
+_IS_HEAP_TYPE = 1 << 9
+
+
+def _builtin_class(kind: type) -> Any:
+    """Return how to find a class of C's that has no name where it says, such as that of functions."""
+    name = next((name for name, each in vars(types).items() if each is kind), None)
+    return (parts.Absent, (f"the class {kind.__name__}",)) if name is None else (getattr, (types, name))
+
+
+def _is_importable(obj: Any) -> bool:
+    """Return whether a fresh process finds the same object by its name."""
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    if module is None or module.__name__ in {"__main__", "__mp_main__"} or not getattr(module, "__file__", "builtin"):
+        return False
+    found: Any = module
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def _holders(namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names that hold tensors: they keep alive what the cell may let go of."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+    return [name for name, value in list(namespace.items()) if _holds(value, kinds)]
+
+
+def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, kinds):
+        return True
+    if type(value) is dict:
+        value = list(value.values())
+    return type(value) in {list, tuple} and any(isinstance(each, kinds) for each in value[:1000])
+
+
+def _described(obj: Any) -> str:
+    kind = type(obj)
+    article = "an" if kind.__name__[:1].lower() in "aeiou" else "a"
+    return f"{article} {kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,149 @@
+"""What a parcel is made of, on both sides: functions, classes and storages as plain parts, and their rebuilding.
+
+Imported by the worker before torch, so torch is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import marshal
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+CodeFinder = Callable[[types.CodeType], types.CodeType]
+find_code: CodeFinder = lambda code: code  # noqa: E731  # the worker puts its own in place
+"""Returns the code to run for a function's code: the same, or one whose loops can be cut short."""
+
+
+class NotRehearsed(RuntimeError):
+    """The cell does something whose memory cannot be foretold; the message names it."""
+
+
+class Absent:
+    """Stands for what could not be sent, and says so as soon as it is used.
+
+    Args:
+        what: what it is, such as ``"an open file"``.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.__dict__["_what"] = what
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise NotRehearsed(f"it uses {self.__dict__['_what']}, which cannot be sent to a rehearsal")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Absent, (self.__dict__["_what"],)
+
+    __call__ = __iter__ = __len__ = __getitem__ = __setitem__ = __enter__ = __next__ = __bool__ = _refuse
+    __add__ = __mul__ = __sub__ = __contains__ = __setattr__ = __float__ = __int__ = _refuse
+
+
+@dataclass
+class StoragePart:
+    """A tensor's storage: where, how big, and for a small one on the CPU what is in it."""
+
+    device: str
+    nbytes: int
+    contents: bytes | None
+    made: Any = None
+
+
+def make_cell() -> types.CellType:
+    """Return an empty cell of a closure."""
+    return types.CellType()
+
+
+def fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
+    """Put the contents, if there are any, into a cell."""
+    if contents:
+        cell.cell_contents = contents[0]
+
+
+def make_function(code: bytes, scope: dict[str, Any], name: str, closure: Any) -> types.FunctionType:
+    """Return a function of the notebook's."""
+    found = find_code(marshal.loads(code))  # noqa: S302  # from the same Python, over a pipe of ours
+    return types.FunctionType(found, scope, name, None, closure)
+
+
+def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
+    """Give a function its defaults and attributes."""
+    for name, value in state.items():
+        if name == "__dict__":
+            function.__dict__.update(value)
+        else:
+            setattr(function, name, value)
+
+
+def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
+    """Return a class of the notebook's, without its methods yet."""
+    made = types.new_class(name, bases, {"metaclass": meta}, lambda scope: scope.update(body))
+    assert isinstance(made, type)
+    return made
+
+
+def fill_class(made: type, attributes: dict[str, Any]) -> None:
+    """Give a class its methods and attributes."""
+    for name, value in attributes.items():
+        setattr(made, name, value)
+
+
+def make_enum(base: type, name: str, members: dict[str, Any], module: str) -> Any:
+    """Return an enumeration of the notebook's."""
+    return base(name, members, module=module)
+
+
+def make_zeros(dtype: str, shape: tuple[int, ...]) -> Any:
+    """Return an array of zeros that costs no memory until it is written to."""
+    import numpy as np
+
+    return np.zeros(shape, dtype)
+
+
+def make_tensor(
+    storage: StoragePart, dtype: str, geometry: tuple[Any, ...], requires_grad: bool, parameter: bool
+) -> Any:
+    """Return a tensor over its storage."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    whole = _storage(storage)
+    made = torch.empty(0, dtype=kind, device=whole.device)
+    made = made.set_(whole, geometry[2], geometry[0], geometry[1])
+    if parameter:
+        return torch.nn.Parameter(made, requires_grad=requires_grad)
+    return made.requires_grad_(requires_grad) if requires_grad else made
+
+
+def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
+    """Give a tensor its gradient and the attributes that the user set."""
+    grad = state.pop("grad", None)
+    if grad is not None:
+        tensor.grad = grad
+    tensor.__dict__.update(state)
+
+
+def _storage(part: StoragePart) -> Any:
+    import torch
+
+    if part.made is None:
+        if part.contents is not None:
+            flat = (
+                torch.frombuffer(bytearray(part.contents), dtype=torch.uint8)
+                if part.contents
+                else torch.empty(0, dtype=torch.uint8)
+            )
+        elif part.device == "cpu":
+            import mmap
+
+            flat = torch.frombuffer(mmap.mmap(-1, max(part.nbytes, 1)), dtype=torch.uint8)
+        else:
+            flat = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
+        part.made = flat.untyped_storage()
+    return part.made

@@ -1,0 +1,166 @@
+"""`torch.autocast` on the rehearsed device: torch's own lists of which operators run in which precision.
+
+The lists are those of `ATen/autocast_mode.h`, which torch gives to CUDA and to out-of-tree devices alike; an
+out-of-tree device has to apply them itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+
+def _listed(names: str) -> list[str]:
+    return names.split()
+
+
+LOWER = _listed("""
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
+    baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
+    rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+""")
+FLOAT32 = _listed("""
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+""")
+FLOAT32_RESULT = _listed("""
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+""")
+FLOAT32_OVERLOAD = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+WIDEST = _listed("""
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add stack cat
+""")
+
+_BELOW = DispatchKeySet(getattr(DispatchKey, "AutocastPrivateUse1"))  # noqa: B009  # missing from torch's own stubs
+
+
+class Autocast:
+    """Registers the lists.
+
+    Args:
+        device_type: the name of the rehearsed device.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+        self._cache: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._libraries: list[Any] = []
+
+    def register(self) -> None:
+        """Make the lists hold, for the life of the process."""
+        rest = torch.library.Library("_", "IMPL")
+        rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        listed = torch.library.Library("aten", "IMPL")
+        policies = ((LOWER, self._in_lower), (FLOAT32, self._in_float32), (FLOAT32_RESULT, self._to_float32),
+                    (WIDEST, self._in_widest))  # fmt: skip
+        for names, policy in policies:
+            for name in names:
+                self._impl(listed, name, policy)
+        for name, wider in FLOAT32_OVERLOAD.items():
+            listed.impl(_op(name), self._with_dtype(_op(wider)), "AutocastPrivateUse1")
+        self._impl(listed, "binary_cross_entropy", _refuse)
+        self._libraries += [rest, listed]
+        clear = torch.clear_autocast_cache
+
+        def clear_autocast_cache() -> None:
+            clear()
+            self._cache.clear()
+
+        torch.clear_autocast_cache = clear_autocast_cache
+
+    def _impl(self, library: Any, name: str, policy: Callable[..., Any]) -> None:
+        op = _op(name)
+        if op is None:
+            return  # torch's lists grow; this torch is older
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+                return policy(op, args, kwargs)
+
+        library.impl(op, kernel, "AutocastPrivateUse1")
+
+    def _in_lower(self, op: Any, args: Any, kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(self._type)
+        return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
+
+    def _in_float32(self, op: Any, args: Any, kwargs: Any) -> Any:
+        return op(*self._cast(args, torch.float32), **self._cast(kwargs, torch.float32))
+
+    def _to_float32(self, op: Any, args: Any, kwargs: Any) -> Any:
+        names = [argument.name for argument in op._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if self._is_eligible(args[0]) and given.get("dtype") is None:
+            given["dtype"] = torch.float32
+        return op(**given)
+
+    def _in_widest(self, op: Any, args: Any, kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(self._type)
+        flat = [each for value in (*args, *kwargs.values()) for each in (value if isinstance(value, list) else [value])]
+        if any(self._is_eligible(each) and each.dtype == torch.float32 for each in flat):
+            dtype = torch.float32
+        return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
+
+    def _with_dtype(self, wider: Any) -> Callable[..., Any]:
+        def kernel(tensor: torch.Tensor, p: Any = 2, *rest: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+                dtype = torch.float32 if self._is_eligible(tensor) else tensor.dtype
+                return wider(tensor, p, *rest, dtype=dtype)
+
+        return kernel
+
+    def _is_eligible(self, value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and value.device.type == self._type
+            and value.is_floating_point()
+            and value.dtype != torch.float64
+        )
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._cast(each, dtype) for each in value]
+        if isinstance(value, dict):
+            return {name: self._cast(each, dtype) for name, each in value.items()}
+        if not self._is_eligible(value) or value.dtype == dtype:
+            return value
+        return self._cached(value, dtype) if _is_weight(value, dtype) else value.to(dtype)
+
+    def _cached(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight in lower precision, made once until the outermost autocast ends."""
+        known = self._cache.get(id(weight))
+        if known is not None and known[0]() is weight:
+            return known[1]
+        made = weight.to(dtype)
+        if torch.is_autocast_cache_enabled():
+            self._cache[id(weight)] = weakref.ref(weight), made
+        return made
+
+
+def _is_weight(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    is_lower = dtype != torch.float32 and tensor.dtype == torch.float32
+    return is_lower and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+
+
+def _op(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+
+
+def _refuse(*_: Any) -> Any:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+        "Use torch.nn.functional.binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss instead."
+    )

@@ -1,0 +1,188 @@
+"""Every block's life on the rehearsed devices: how big, asked for by which operator on which line, from when to when.
+
+Time is counted in allocations. Nothing is decided while the cell runs: what a block was (a gradient, an activation)
+is often known only later, so the account of the peak is made at the end, from the lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gpumagic.rehearsal.stage.arena import Arena, Block
+
+BASE = "before the cell"
+"""The operator of what was alive already."""
+FROM_HOST = "copy from the host"
+_INPUTS = frozenset({BASE, FROM_HOST})
+_MAKE_ROOM = frozenset({"empty.memory_format", "empty_strided"})
+"""What torch calls before the kernel that the room is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the cell stands."""
+
+    line: int | None = None
+    code: str = ""
+    function: str = ""
+    """``"train_step, line 3"`` where the line is in a function of the notebook's."""
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One block."""
+
+    device: int
+    nbytes: int
+    born: int
+    operator: str
+    place: Place
+    backward: bool
+    died: int | None = None
+    kind: str = ""
+
+    def is_alive_at(self, time: int) -> bool:
+        """Return whether it was in use right after the allocation of that number."""
+        return self.born <= time and (self.died is None or self.died > time)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The highest point so far of one device, and the block that made it."""
+
+    allocated: int = 0
+    time: int = 0
+    life: Life | None = None
+
+
+@dataclass
+class LineUse:
+    """What one line of the cell did to one device."""
+
+    place: Place
+    device: int
+    peak: int = 0
+    after: int = 0
+    operators: int = 0
+
+
+@dataclass
+class Account:
+    """One device: its allocator, and what is in use."""
+
+    arena: Arena
+    allocated: int = 0
+    peak: Peak = Peak()
+    failure: Peak | None = None
+    """The request that would have been refused."""
+
+
+@dataclass
+class Ledger:
+    """The lives of all blocks of all devices.
+
+    Args:
+        accounts: one a device.
+        where: tells where the cell stands.
+    """
+
+    accounts: list[Account]
+    where: Callable[[], Place]
+    lives: list[Life] = field(default_factory=list)
+    lines: dict[tuple[int | None, int], LineUse] = field(default_factory=dict)
+    timeline: list[tuple[int, int, int]] = field(default_factory=list)
+    """``(device, line, allocated)`` after every change."""
+    time: int = 0
+    operators: int = 0
+    operator: str = BASE
+    place: Place = Place()
+    in_backward: int = 0
+    unpacking: bool = False
+    """Whether what is made now was there before the cell."""
+    watchers: list[list[int]] = field(default_factory=list)
+    """For each loop that runs, the highest figure of each device in its present pass."""
+    _unnamed: list[Life] = field(default_factory=list)
+    _blocks: dict[int, tuple[Block, Life]] = field(default_factory=dict)
+
+    def begin(self, operator: str) -> None:
+        """Note which operator runs now; the blocks that were just made for it get its name."""
+        if self.unpacking:
+            return
+        self.operators += 1
+        self.operator = operator
+        if operator not in _MAKE_ROOM:
+            self.place = self.where()
+            for life in self._unnamed:
+                life.operator = operator
+            self._unnamed.clear()
+        elif not self._unnamed:
+            self.place = self.where()
+
+    def take(self, key: int, device: int, nbytes: int) -> None:
+        """Account for a new storage of at least one byte."""
+        account = self.accounts[device]
+        failed = account.arena.failed
+        block = account.arena.take(nbytes)
+        self.time += 1
+        life = Life(device, block.size, self.time, self.operator, self.place, self.in_backward > 0)
+        self.lives.append(life)
+        if self.operator in _MAKE_ROOM:
+            self._unnamed.append(life)
+        self._blocks[key] = (block, life)
+        account.allocated += block.size
+        now = Peak(account.allocated, self.time, life)
+        if account.allocated > account.peak.allocated:
+            account.peak = now
+        if account.arena.failed and not failed:
+            account.failure = now
+        for highest in self.watchers:
+            highest[device] = max(highest[device], account.allocated)
+        self._note(device, account)
+
+    def give_back(self, key: int) -> None:
+        """Account for the end of a storage."""
+        block, life = self._blocks.pop(key)
+        life.died = self.time + 1
+        account = self.accounts[life.device]
+        account.allocated -= block.size
+        account.arena.give_back(block)
+        self._note(life.device, account)
+
+    def mark(self, key: int, kind: str) -> None:
+        """Say what a live storage is; the first word holds, except that a parameter is never anything else."""
+        known = self._blocks.get(key)
+        if known is not None and (not known[1].kind or kind == "parameters"):
+            known[1].kind = kind
+
+    def came_from_host(self, key: int) -> None:
+        """Say that a live storage holds what was copied from the host."""
+        known = self._blocks.get(key)
+        if known is not None and known[1].operator in _MAKE_ROOM | {"_copy_from"}:
+            known[1].operator = FROM_HOST
+
+    def figures(self) -> list[int]:
+        """Return what is in use on each device."""
+        return [account.allocated for account in self.accounts]
+
+    def alive(self) -> list[tuple[int, Life]]:
+        """Return the live storages."""
+        return [(key, life) for key, (_, life) in self._blocks.items()]
+
+    def breakdown(self, device: int) -> dict[str, int]:
+        """Return the bytes of each kind at the device's peak."""
+        time = self.accounts[device].peak.time
+        found: dict[str, int] = {}
+        for life in self.lives:
+            if life.device == device and life.is_alive_at(time):
+                kind = life.kind or ("other" if life.operator in _INPUTS else "temporaries")
+                found[kind] = found.get(kind, 0) + life.nbytes
+        return found
+
+    def _note(self, device: int, account: Account) -> None:
+        use = self.lines.get((self.place.line, device))
+        if use is None:
+            use = self.lines[self.place.line, device] = LineUse(self.place, device)
+        use.peak = max(use.peak, account.allocated)
+        use.after = account.allocated
+        self.timeline.append((device, self.place.line or 0, account.allocated))

@@ -1,0 +1,110 @@
+"""Which devices a cell is rehearsed for, what of each this process can have, and what is not modelled there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gpumagic import device_names
+from gpumagic.errors import OptionError
+from gpumagic.probes import allocator
+
+MIB = 1 << 20
+CONTEXT = (300 * MIB, 700 * MIB)
+"""What a CUDA context takes of the device, least and most: an estimate, it differs by card and driver."""
+WORKSPACES = (0, 400 * MIB)
+"""What cuBLAS and cuDNN take for themselves, least and most: an estimate."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """All devices of one backend.
+
+    The lists have one entry a device.
+    """
+
+    backend: str
+    chosen: int
+    """The index of the device that is asked about."""
+    capacities: list[int | None]
+    allocated: list[int]
+    """What this process has allocated there now."""
+    pinned: list[int]
+    """Bytes that the allocator cannot give back now: live blocks, and what lies between them."""
+    extra: tuple[int, int]
+    cuts_to_size: bool
+    """Whether the allocator is simgpu's; see `stage.arena`."""
+
+    @property
+    def names(self) -> list[str]:
+        """The devices' torch names."""
+        return [f"{self.backend}:{index}" for index in range(len(self.capacities))]
+
+
+def choose(device: str | None, capacity: int | None) -> Target:
+    """Return what to rehearse for.
+
+    Args:
+        device: a device of this machine; where ``capacity`` is given, also one that it does not have.
+        capacity: bytes of the imagined device; what is free and this process's own without.
+
+    Raises:
+        DeviceNotFound: the device is not here, and no capacity is given.
+        OptionError: there is no accelerator here, and no capacity is given.
+    """
+    here = allocator.accelerators()
+    if device is None:
+        if not here and capacity is None:
+            raise OptionError("there is no GPU here to rehearse for; say what it should have: --capacity 16GiB")
+        device = here[0] if here else "cuda:0"
+    elif capacity is None or device in here or not _is_imaginable(device):
+        device = device_names.resolve(device)
+    backend, _, index = device.partition(":")
+    if backend in device_names.ALWAYS_THERE:
+        raise OptionError(f"a rehearsal is for an accelerator, and {device} is none; name one of {', '.join(here)}")
+    chosen = int(index or 0)
+    count = max(chosen + 1, sum(each.startswith(f"{backend}:") for each in here))
+    names = [f"{backend}:{each}" for each in range(count)]
+    figures = [allocator.figures(name) if name in here else None for name in names]
+    simulated = backend == "simgpu"
+    initialised = any(figures)
+    return Target(
+        backend, chosen,
+        capacities=[_capacity(name, capacity, here) for name in names],
+        allocated=[0 if each is None else each.allocated for each in figures],
+        pinned=[0 if each is None else each.allocated + _between(name) for name, each in zip(names, figures)],  # noqa: B905
+        extra=(0, 0) if simulated else _extra(has_context=initialised and capacity is None),
+        cuts_to_size=simulated,
+    )  # fmt: skip
+
+
+def _extra(*, has_context: bool) -> tuple[int, int]:
+    if has_context:
+        return WORKSPACES
+    return CONTEXT[0] + WORKSPACES[0], CONTEXT[1] + WORKSPACES[1]
+
+
+def _is_imaginable(device: str) -> bool:
+    return re.fullmatch(r"(cuda|xpu|mps)(:\d+)?", device) is not None
+
+
+def _capacity(name: str, capacity: int | None, here: list[str]) -> int | None:
+    """Return what this process can have of a device: what it holds already, and what is free."""
+    if capacity is not None or name not in here:
+        return capacity
+    figures, driver = allocator.figures(name), allocator.capacity(name)
+    if driver is not None:
+        return driver[0] + (figures.reserved if figures is not None else 0)
+    from gpumagic.probes import gpus
+
+    row = next((each for each in gpus.probe((name,)).rows if each.device == name), None)
+    return None if row is None else row.memory_free
+
+
+def _between(name: str) -> int:
+    """Return the bytes of cached blocks whose segments hold live ones too."""
+    backend, _, index = name.partition(":")
+    module = allocator.device_module(backend)
+    if module is None or not hasattr(module, "memory_stats"):
+        return 0
+    return int(module.memory_stats(int(index)).get("inactive_split_bytes.all.current", 0))

@@ -1,0 +1,108 @@
+"""What a cell will need on each device, told before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from gpumagic.reports.base import Report
+
+
+@dataclass(frozen=True)
+class RehearsalRow:
+    """One line of the cell on one device."""
+
+    device: str
+    line: int
+    code: str
+    peak: int
+    """Highest bytes allocated while it ran."""
+    after: int
+    """Bytes allocated when it last ended."""
+
+
+@dataclass(frozen=True)
+class DeviceForecast:
+    """One device: what the cell takes of it."""
+
+    device: str
+    peak: int
+    """Highest bytes allocated, as the allocator's own peak would tell."""
+    reserved: int
+    """Highest bytes that the allocator holds for it."""
+    before: int
+    after: int
+    capacity: int | None
+    """Bytes that this process can have there."""
+    extra: tuple[int, int]
+    """Least and most bytes that are not modelled: a context, workspaces of kernels. An estimate."""
+    fits: bool | None
+    line: int | None
+    code: str | None
+    function: str | None
+    """The notebook's function below the line, as ``"step, line 3"``."""
+    operator: str | None
+    operator_bytes: int
+    failure_line: int | None
+    """The line whose request would be the first to be refused."""
+    breakdown: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest value of a variable with which the cell fits."""
+
+    name: str
+    value: int
+    """What it is now."""
+    largest: int | None
+    """None if none was found; the reason is in `reason`."""
+    peak: int | None
+    """Bytes allocated at the peak with the largest."""
+    capacity: int | None
+    base: int
+    """Bytes of the peak that do not depend on it."""
+    each: float
+    """Bytes of the peak for each 1 of it."""
+    tried: tuple[tuple[int, int, bool | None], ...] = ()
+    """(value, peak, whether it fits) of each rehearsal."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class RehearsalReport(Report[RehearsalRow]):
+    """The peak memory of a cell that has not run, where it is, what makes it up, and whether it fits."""
+
+    row_type: ClassVar[type[Any]] = RehearsalRow
+
+    device: str | None
+    """The device that decides: the one that would run out, or has least left."""
+    peak: dict[str, int]
+    line: int | None
+    code: str | None
+    operator: str | None
+    breakdown: dict[str, int]
+    """Bytes at the peak by what they are: parameters, gradients, optimizer state, activations, temporaries, other."""
+    fits: bool | None
+    """None where it cannot be told; `verdict` says why."""
+    capacity: int | None
+    verdict: str
+    largest: Fit | None = None
+    timeline: tuple[tuple[str, int, int], ...] = ()
+    """(device, line, bytes allocated) over the run, thinned to some hundred points."""
+    assumed: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    effects: tuple[str, ...] = ()
+    """What the cell will do to files, programs and the network; the rehearsal did none of it."""
+    error: str | None = None
+    """How the cell would fail for another reason than memory."""
+    devices: tuple[DeviceForecast, ...] = ()
+    lines: tuple[RehearsalRow, ...] = ()
+    operators: int = 0
+    """How many operators the rehearsal answered."""
+    seconds: float = 0.0
+    """How long it took."""
+
+    @property
+    def rows(self) -> tuple[RehearsalRow, ...]:
+        return self.lines

@@ -1,0 +1,74 @@
+"""`%%oomguard --rehearse` in a real shell: the report first, then the cell, if it fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumagic.reports import RehearsalReport
+
+
+@pytest.fixture
+def run(bare_shell, two_devices):
+    """Return a function that runs a cell under %%oomguard -o report, in a shell with a model on a device."""
+    from gpumagic.rehearsal import client
+
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_cell("import torch\nmodel = torch.nn.Linear(100, 100).to('simgpu:0')\nran = 0")
+
+    def run(options, cell):
+        return bare_shell.run_cell(f"%%oomguard -o report {options}\n{cell}", store_history=True)
+
+    yield run
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    assert client._worker is None
+    bare_shell.reset(new_session=False)
+
+
+CELL = "ran += 1\nx = torch.ones(1000, 100, device='simgpu:0')\ny = model(x)\nlen(y)"
+
+
+def test_a_cell_that_fits_is_reported_and_run(run, bare_shell, shown) -> None:
+    result = run("--rehearse", CELL)
+    assert result.result == 1000
+    assert bare_shell.user_ns["ran"] == 1
+    (text,) = shown()
+    assert text.startswith("Fits · ")
+    assert "4 | y = model(x)" in text
+
+
+def test_a_cell_that_does_not_fit_is_not_run_and_stops_run_all(run, bare_shell, shown, capsys) -> None:
+    result = run("--rehearse --capacity 22MiB", CELL.replace("1000", "100000"))
+    assert not result.success
+    assert bare_shell.user_ns["ran"] == 0
+    assert bare_shell.user_ns["report"].fits is False
+    assert "UsageError: not run: the cell does not fit" in capsys.readouterr().err
+    assert shown()[0].startswith("Does not fit")
+
+
+def test_rehearse_only_never_runs_it(run, bare_shell) -> None:
+    result = run("--rehearse-only", CELL)
+    assert isinstance(result.result, RehearsalReport)
+    assert bare_shell.user_ns["ran"] == 0
+    assert bare_shell.user_ns["report"] is result.result
+
+
+def test_rehearse_only_finds_the_largest_that_fits(run, bare_shell) -> None:
+    report = run("--rehearse-only --fit n --capacity 100MiB", "n = 1000\n" + CELL.replace("1000", "n", 1)).result
+    assert report.largest.name == "n"
+    assert 125_829 * 0.98 < report.largest.largest <= 125_829  # two segments of 48 MiB beside a small one
+    assert f"n = {report.largest.largest} is the largest that fits" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("%%oomguard --capacity 16GiB\n1", "add --rehearse"),
+        ("%%oomguard --rehearse --capacity lots\n1", "is not a size"),
+        ("%oomguard --rehearse\n1", "first line"),
+        ("%%oomguard --rehearse\n1 +", "cannot be rehearsed"),
+        ("%%oomguard --rehearse-only --fit nothing\n1", "nothing is not a whole number"),
+    ],
+)
+def test_a_wrong_line_is_one_sentence(run, bare_shell, capsys, line, word) -> None:
+    assert not bare_shell.run_cell(line).success
+    assert word in capsys.readouterr().err

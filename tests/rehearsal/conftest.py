@@ -1,0 +1,19 @@
+"""The cells and the worker that the tests of this folder share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def worker():
+    """End the warm worker when the tests are through."""
+    from gpumagic.rehearsal import client
+
+    yield client
+    client.close()

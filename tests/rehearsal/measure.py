@@ -1,0 +1,94 @@
+"""Rehearses every cell and then really runs it, on cards of its own; prints what both say as JSON.
+
+A process of its own: the cards' capacity is set anew for every cell.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import linecache
+import sys
+import time
+
+import torch
+from rehearsal_cells import CELLS, COMMON
+
+from gpumagic import simgpu
+from gpumagic.rehearsal import client, forecast, targets
+
+AMPLE = 1 << 30
+
+
+def notebook(name: str, capacity: int) -> dict[str, object]:
+    """Return the namespace after the earlier cells, on empty cards of this capacity."""
+    gc.collect()
+    simgpu.enable(devices=2, memory=capacity)
+    torch.simgpu.empty_cache()
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for label, source in (("<common>", COMMON), (f"<before {name}>", CELLS[name][0])):
+        linecache.cache[label] = (len(source), None, source.splitlines(True), label)
+        exec(compile(source, label, "exec"), namespace)
+    return namespace
+
+
+def really(name: str, capacity: int) -> dict[str, object]:
+    """Run the cell, and return its peaks; ``fits`` tells whether it ended."""
+    namespace = notebook(name, capacity)
+    for index in range(2):
+        torch.simgpu.reset_peak_memory_stats(index)
+    fits = True
+    try:
+        exec(compile(CELLS[name][1], "<cell>", "exec"), namespace)
+    except torch.OutOfMemoryError:
+        fits = False
+    stats = [torch.simgpu.memory_stats(index) for index in range(2)]
+    namespace.clear()
+    gc.collect()
+    return {
+        "fits": fits,
+        "peak": [each["allocated_bytes.all.peak"] for each in stats],
+        "reserved": [each["reserved_bytes.all.peak"] for each in stats],
+    }
+
+
+def rehearsed(name: str, capacity: int) -> dict[str, object]:
+    namespace = notebook(name, capacity)
+    start = time.perf_counter()
+    report = forecast.rehearse(forecast.script(CELLS[name][1]), namespace, targets.choose("simgpu:0", None))
+    told = {
+        "fits": report.fits,
+        "peak": list(report.peak.values()),
+        "reserved": [each.reserved for each in report.devices],
+        "verdict": report.verdict,
+        "seconds": time.perf_counter() - start,
+        "operators": report.operators,
+        "unknown": report.unknown,
+        "assumed": report.assumed,
+        "breakdown": report.breakdown,
+    }
+    namespace.clear()
+    return told
+
+
+def tight(name: str, capacity: int) -> list[object]:
+    """Return what both say on cards of this capacity; nothing where not even the earlier cells fit."""
+    try:
+        return [rehearsed(name, capacity), really(name, capacity)]
+    except torch.OutOfMemoryError:
+        return []
+
+
+def main(names: list[str]) -> None:
+    results = {}
+    for number, name in enumerate(names or CELLS):
+        results[name] = found = {"rehearsed": rehearsed(name, AMPLE), "real": really(name, AMPLE), "tight": []}
+        if names or number % 4 == 0:
+            need = max(found["real"]["reserved"])
+            found["tight"] = [each for each in (tight(name, need), tight(name, max(2 << 20, need - (2 << 20)))) if each]
+    client.close()
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,61 @@
+"""The peak that a rehearsal tells is the one that the cell then has, on more than fifty cells."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rehearsal_cells import CELLS
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Return what the rehearsal and the simulated card said of each cell, from a process with cards of its own."""
+    return json.loads(
+        subprocess.check_output(
+            [sys.executable, str(HERE / "measure.py")], cwd=HERE, text=True, stderr=subprocess.DEVNULL
+        )
+    )
+
+
+def error_of(found) -> float:
+    """Return the largest error of a cell's peaks, as a share."""
+    pairs = zip(found["rehearsed"]["peak"], found["real"]["peak"], strict=True)
+    return max(abs(told - real) / max(real, 1) for told, real in pairs)
+
+
+def test_nineteen_of_twenty_peaks_are_within_one_percent(measured) -> None:
+    assert len(CELLS) >= 50
+    near = [name for name, found in measured.items() if error_of(found) <= 0.01]
+    assert len(near) >= 0.95 * len(measured), sorted(set(measured) - set(near))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_peak_is_within_five_percent(measured, name) -> None:
+    found = measured[name]
+    assert found["rehearsed"]["fits"] is True, found["rehearsed"]["verdict"]
+    assert error_of(found) <= 0.05, found
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_what_is_said_to_fit_does_and_what_lacks_a_segment_does_not(measured, name) -> None:
+    """With just what the cell takes, and with 2 MiB less."""
+    for told, real in measured[name]["tight"]:
+        assert real["fits"] or not told["fits"], told["verdict"]
+
+
+def test_the_parts_add_up_to_the_peak(measured) -> None:
+    for name, found in measured.items():
+        told = found["rehearsed"]
+        assert sum(told["breakdown"].values()) in told["peak"], name
+
+
+def test_a_cell_whose_need_is_met_to_the_segment_is_mostly_said_to_fit(measured) -> None:
+    """Caution has a price: the rehearsal may say no to what fits, where segments lie better than it thinks."""
+    told = [(told["fits"], real["fits"]) for found in measured.values() for told, real in found["tight"]]
+    assert sum(one == other for one, other in told) >= 0.8 * len(told), told

@@ -1,0 +1,294 @@
+"""`gpumagic.rehearse`: it leaves no trace, survives whatever the cell does, and says what it does not know."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpumagic
+from gpumagic.rehearsal import client
+
+pytestmark = pytest.mark.usefixtures("two_devices")
+
+NOTEBOOK = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.5), nn.Linear(128, 10)).to("simgpu:0")
+optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+x = torch.randn(256, 64, device="simgpu:0")
+y = torch.randint(0, 10, (256,), device="simgpu:0")
+loss = nn.functional.cross_entropy(model(x), y)
+loss.backward()
+optimizer.step()
+history = [1.0]
+"""
+STEP = """
+loss = nn.functional.cross_entropy(model(x), y)
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+
+
+@pytest.fixture
+def notebook():
+    """Return the names of a notebook with a model that has been trained for a step."""
+    namespace = {"__name__": "__main__"}
+    exec(NOTEBOOK, namespace)
+    yield namespace
+    namespace.clear()
+    gc.collect()
+
+
+def state(namespace) -> list[object]:
+    """Return all that a rehearsal could change, byte for byte."""
+    model, optimizer = namespace["model"], namespace["optimizer"]
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), namespace["x"]]
+    tensors += [value for each in optimizer.state.values() for value in each.values()]
+    return [
+        [(id(each), each._version, bytes(each.detach().cpu().contiguous().numpy().tobytes())) for each in tensors],
+        {name: id(value) for name, value in namespace.items()}, list(namespace["history"]),
+        random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist(),  # noqa: NPY002
+        torch.simgpu.get_rng_state(0).tolist(), sorted(Path.cwd().iterdir()),
+        [torch.simgpu.memory_stats(index)["allocated_bytes.all.current"] for index in range(2)],
+    ]  # fmt: skip
+
+
+def peaks() -> list[object]:
+    return [torch.simgpu.memory_stats(index) for index in range(2)]
+
+
+def needed(report, index=0) -> int:
+    """Return the peak over what other tests of this process still hold."""
+    return report.devices[index].peak - report.devices[index].before
+
+
+LINES = st.sampled_from([
+    "x = torch.randn(32, 64, device='simgpu:0')", "model(x).sum().backward()", "optimizer.step()", "history.append(2)",
+    "optimizer.zero_grad()", "random.seed(1)", "torch.manual_seed(3)", "np.random.seed(4)", "del x", "model = None",
+    "open('trace.txt', 'w').write('x')", "torch.save(model, 'trace.pt')", "os.mkdir('trace')", "os.chdir('/')",
+    "model[0].weight.data.zero_()", "x += 1", "1 / 0", "y = x.cpu().numpy()", "torch.set_default_dtype(torch.float64)",
+    "for p in model.parameters(): p.grad = None", "raise SystemExit", "with torch.no_grad(): model[0].weight.mul_(2)",
+])  # fmt: skip
+
+
+@settings(max_examples=15)
+@given(st.lists(LINES, min_size=1, max_size=6))
+def test_no_cell_leaves_a_trace(tmp_path_factory, lines) -> None:
+    """Weights, gradients, optimizer state, names, random states, files and device memory are as before."""
+    namespace = {"__name__": "__main__"}
+    exec(NOTEBOOK + "import os, random, numpy as np", namespace)
+    home = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("cell"))
+    try:
+        before = state(namespace)
+        counters = peaks()
+        gpumagic.rehearse("\n".join(lines), namespace)
+        assert peaks() == counters
+        assert state(namespace) == before
+    finally:
+        os.chdir(home)
+        namespace.clear()
+        gc.collect()
+
+
+def test_the_allocator_is_not_even_asked_for_a_byte(notebook) -> None:
+    before = peaks()
+    gpumagic.rehearse(STEP, notebook)
+    assert peaks() == before
+
+
+def test_the_report_says_where_the_peak_is_and_what_it_is_made_of(notebook) -> None:
+    report = gpumagic.rehearse(STEP, notebook)
+    assert report.fits
+    assert report.line in {2, 4, 5}
+    assert report.code in STEP
+    assert sum(report.breakdown.values()) == report.peak["simgpu:0"]
+    assert report.breakdown["optimizer state"] == 2 * report.breakdown["parameters"]
+    assert "fits" in str(report)
+    assert "<table" in report._repr_html_()
+    assert list(report.to_pandas().columns) == ["device", "line", "code", "peak", "after"]
+    assert report.to_dict()["peak"] == report.peak
+
+
+def test_a_capacity_decides(notebook) -> None:
+    assert gpumagic.rehearse(STEP, notebook, capacity="64MiB").fits
+    report = gpumagic.rehearse(STEP + "big = torch.empty(2**28, device='simgpu:0')", notebook, capacity="64MiB")
+    assert report.fits is False
+    assert report.devices[0].failure_line == 6
+    assert "line 6" in report.verdict
+
+
+def test_a_callable_is_rehearsed_with_what_it_closes_over(two_devices) -> None:
+    size = 1 << 20
+
+    def work():
+        return torch.zeros(size, dtype=torch.uint8, device="simgpu:1")
+
+    report = gpumagic.rehearse(work)
+    assert report.error is None
+    assert (needed(report, 0), needed(report, 1)) == (0, size)
+
+
+@pytest.mark.parametrize(
+    ("cell", "word"),
+    [
+        ("import os; os.abort()", "crashed"),
+        ("import os; os._exit(3)", "crashed"),
+        ("import ctypes; ctypes.string_at(0)", "crashed"),
+        ("import time; time.sleep(99)", "more than 2 s"),
+    ],
+)
+def test_a_crash_or_a_hang_costs_one_sentence(cell, word) -> None:
+    report = gpumagic.rehearse(cell, {}, time_limit=2)
+    assert word in report.verdict
+    assert report.fits is None
+    assert needed(gpumagic.rehearse("import torch; torch.zeros(9, device='simgpu:0')", {})) == 512
+
+
+def test_a_worker_that_was_killed_is_replaced(notebook) -> None:
+    gpumagic.rehearse(STEP, notebook)
+    client._worker._process.kill()
+    client._worker._process.wait()
+    assert gpumagic.rehearse(STEP, notebook).fits
+
+
+def test_an_error_of_the_cell_is_told_with_its_line(notebook) -> None:
+    report = gpumagic.rehearse("a = x + 1\nb = x @ x", notebook)
+    assert report.fits is None
+    assert report.error.startswith("the cell fails in line 2 with RuntimeError")
+
+
+def test_operands_on_two_devices_fail_in_torchs_words(notebook) -> None:
+    report = gpumagic.rehearse("x + torch.ones(256, 64)", notebook)
+    assert "Expected all tensors to be on the same device" in report.error
+
+
+@pytest.mark.parametrize(
+    ("cell", "word"),
+    [
+        ("torch.compile(model)(x)", "compile"),
+        ("lock.acquire()", "lock"),
+        ("text.read()", "TextIOWrapper"),
+        ("%run other.ipynb", "%run"),
+        ("import subprocess; subprocess.run(['true'])", "program"),
+    ],
+)
+def test_what_is_not_covered_is_refused_by_name(notebook, cell, word) -> None:
+    import threading
+
+    with Path(os.devnull).open() as text:
+        notebook |= {"lock": threading.Lock(), "text": text}
+        report = gpumagic.rehearse(cell, notebook)
+    assert report.fits is None
+    assert word in report.error
+
+
+def test_what_cannot_be_sent_does_no_harm_unless_it_is_used(notebook) -> None:
+    notebook["odd"] = [(i for i in range(3)), lambda: 1]
+    assert gpumagic.rehearse(STEP + "also = odd[1]()", notebook).error is None
+
+
+def test_effects_are_listed_and_go_nowhere(notebook, tmp_path) -> None:
+    kept = tmp_path / "kept.pt"
+    kept.write_text("precious")
+    cell = f"torch.save(model.state_dict(), {str(kept)!r})\nopen({str(kept)!r}, 'w').write('gone')\nimport os\n"
+    report = gpumagic.rehearse(cell + f"os.remove({str(kept)!r})", notebook)
+    assert report.error is None
+    assert kept.read_text() == "precious"
+    assert report.effects == (f"writes the file {kept}", f"calls os.remove({kept})")
+
+
+def test_notebook_classes_go_by_value() -> None:
+    """Inheritance, super(), closures, dataclasses, enumerations, properties, slots, class attributes, recursion."""
+    source = """
+import dataclasses, enum, functools, torch
+from torch import nn
+class Base(nn.Module):
+    width = 8
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(self.width, self.width)
+    @property
+    def twice(self):
+        return 2 * self.width
+    @staticmethod
+    def one():
+        return 1
+    @classmethod
+    def wide(cls):
+        return cls.width
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.outer = nn.Linear(self.twice, 4)
+    def forward(self, x):
+        assert super().twice == 16 and self.one() == 1 and Model.wide() == 8
+        return self.outer(torch.cat([self.inner(x), x], 1))
+@dataclasses.dataclass
+class Config:
+    size: int = 3
+    names: list = dataclasses.field(default_factory=list)
+class Mode(enum.Enum):
+    FAST = 1
+class Slotted:
+    __slots__ = ("a",)
+    def __init__(self, a):
+        self.a = a
+def counter(start):
+    def again(n):
+        return start if n == 0 else again(n - 1)
+    return again
+count, config, slotted, mode = counter(5), Config(7), Slotted(2), Mode.FAST
+add = functools.partial(lambda a, b=1, *, c=2: a + b + c, 1)
+model = Model().to("simgpu:0")
+"""
+    namespace = {"__name__": "__main__"}
+    exec(source, namespace)
+    cell = """
+assert dataclasses.asdict(config) == {"size": 7, "names": []} and Config(1).size == 1
+assert mode is Mode.FAST and slotted.a == 2 and count(3) == 5 and add() == 4
+assert isinstance(model, Base)
+model(torch.ones(5, 8, device="simgpu:0")).sum().backward()
+"""
+    report = gpumagic.rehearse(cell, namespace)
+    assert report.error is None, report.error
+
+
+def test_a_loop_of_another_size_each_pass_is_run_whole(two_devices) -> None:
+    cell = "import torch\nfor n in (10, 20, 900, 30):\n    x = torch.zeros(n, 512, device='simgpu:0')"
+    assert needed(gpumagic.rehearse(cell, {})) == (900 + 30) * 2048
+
+
+def test_a_loop_that_is_cut_short_says_so(notebook) -> None:
+    report = gpumagic.rehearse("for _ in range(10**6):\n    loss = model(x).sum().item()", notebook)
+    assert any("the loop in line 1 was rehearsed for 3 passes" in each for each in report.assumed)
+
+
+def test_a_branch_that_no_pass_took_leaves_the_verdict_open(notebook) -> None:
+    cell = "for i in range(10**6):\n    y = x + 1\n    if i == 5000:\n        z = torch.cat([x] * 100)"
+    report = gpumagic.rehearse(cell, notebook)
+    assert report.fits is None
+    assert any("line 4 was not reached" in each for each in report.unknown)
+
+
+def test_without_a_gpu_a_capacity_is_asked_for(monkeypatch) -> None:
+    from gpumagic.probes import allocator
+
+    monkeypatch.setattr(allocator, "accelerators", list)
+    with pytest.raises(gpumagic.OptionError, match="--capacity 16GiB"):
+        gpumagic.rehearse("1", {})
+
+
+@pytest.mark.parametrize("bad", [("1 +", None), ("1", "12 apples"), (7, None)])
+def test_bad_input_is_an_option_error(bad) -> None:
+    with pytest.raises(gpumagic.OptionError):
+        gpumagic.rehearse(bad[0], {}, capacity=bad[1])
