@@ -15,7 +15,7 @@ from gpumagic.errors import OptionError
 from gpumagic.probes import allocator, failed_line, storage_copies, transfers, watched_code
 from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.watched_code import WatchedCode
-from gpumagic.reports import TransferReport
+from gpumagic.reports import Explanation, TransferReport
 
 if TYPE_CHECKING:
     from gpumagic.probes.recording import Recording
@@ -82,7 +82,7 @@ class DeviceRun:
             self._watch.stop()
         finally:
             self._restore()
-        explanation = None if error is None else failed_line.explain(error, self._namespace, self.device)
+        explanation = None if error is None else self._explain(error)
         self.report = transfers.report(
             self.device, self._log, self._watch, self._variables(), error, self._moved, explanation, self._code.lines()
         )  # fmt: skip
@@ -148,6 +148,9 @@ class DeviceRun:
         """Return the text of the cell; "" for a block in a file, which may be a small part of it."""
         filename = self._sites.filename
         return "" if filename is None or self._filename is not None else "".join(linecache.getlines(filename))
+
+    def _explain(self, error: BaseException) -> Explanation | None:
+        return failed_line.explain(error, self._namespace, self.device, in_cell=self._filename is None)
 
     def _keep(self, report: TransferReport) -> None:
         self.report = report

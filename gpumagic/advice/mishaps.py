@@ -31,7 +31,9 @@ class Failure:
     """The expression that raised, as far as Python tells."""
     operands: tuple[Operand, ...] = ()
     can_move: bool = False
-    """Whether the line's names are the notebook's, which `--move` can bind."""
+    """Whether the line's names are the notebook's or a module's, which `--move` can bind."""
+    in_cell: bool = True
+    """Whether it was a cell, which has a magic, and not a `with` block."""
     function: str | None = None
     """The function whose line it is."""
 
@@ -121,7 +123,10 @@ def _alternative(failure: Failure, strays: Sequence[Operand], target: str) -> st
     movable = [each.code for each in strays if each.is_variable and each.kind in ("tensor", "module", "container")]
     if not failure.can_move or target != failure.device or len(movable) != len(strays):
         return ""
-    return f"Or before the cell: %%ondevice {target} --move {','.join(movable)}"
+    names = ",".join(movable)
+    if failure.in_cell:
+        return f"Or before the cell: %%ondevice {target} --move {names}"
+    return f'Or before the block: with gpumagic.ondevice("{target}", move="{names}")'
 
 
 def _places(operands: Sequence[Operand]) -> str:

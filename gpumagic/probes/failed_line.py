@@ -23,13 +23,16 @@ Span = tuple[int, int, int, int]
 """First line, last line, first column, column after the last; columns in bytes of UTF-8, as `ast` counts them."""
 
 
-def explain(error: BaseException, namespace: Mapping[str, Any], device: str) -> Explanation | None:
+def explain(
+    error: BaseException, namespace: Mapping[str, Any], device: str, *, in_cell: bool = True
+) -> Explanation | None:
     """Return what an exception of a device's means, or None if it is of another kind or cannot be read.
 
     Args:
         error: with its traceback.
         namespace: the globals of the cell or block.
         device: what it ran on.
+        in_cell: whether it was a cell, which has a magic, and not a `with` block.
     """
     if not isinstance(error, Exception):
         return None
@@ -37,7 +40,7 @@ def explain(error: BaseException, namespace: Mapping[str, Any], device: str) -> 
     if not mishaps.is_known(text):
         return None
     try:
-        return mishaps.explain(_read(error, text, namespace, device))
+        return mishaps.explain(replace(_read(error, text, namespace, device), in_cell=in_cell))
     except Exception:  # our own failure must not cost the user the report
         return None
 

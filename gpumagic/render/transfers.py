@@ -134,13 +134,13 @@ def _code_table(
 
 
 def _what(rows: Sequence[TransferRow]) -> str:
-    """Return ``"x by .to, 20 times"``, the largest first; what moved to several places has them named."""
+    """Return how often what moved by what, the largest first; what moved to several places has them named."""
     targets = {row.target for row in rows}
     said = []
     for row in sorted(rows, key=lambda row: -row.nbytes):
-        where = f" to {row.target}" if len(targets) > 1 else ""
-        times = f", {row.count:,} times" if row.count > 1 else ""
-        said.append(f"{row.name} by {row.cause}{where}{times}" if row.name else f"{row.cause}{where}{times}")
+        times = f"{row.count:,}× " if row.count > 1 else ""
+        what = f"{row.name} by {row.cause}" if row.name else row.cause
+        said.append(times + what + (f" to {row.target}" if len(targets) > 1 else ""))
     return "; ".join(said)
 
 

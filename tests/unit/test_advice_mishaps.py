@@ -36,6 +36,8 @@ def test_operands_are_told_by_name_and_place_whatever_the_words(text: str) -> No
 
 def test_a_variable_of_the_notebook_may_be_moved_before_the_cell() -> None:
     assert told(MIXED[0], MODEL, X, can_move=True).note == "Or before the cell: %%ondevice cuda:0 --move x"
+    in_block = told(MIXED[0], MODEL, X, can_move=True, in_cell=False)
+    assert in_block.note == 'Or before the block: with gpumagic.ondevice("cuda:0", move="x")'
     assert told(MIXED[0], MODEL, X).note == ""
 
 

@@ -41,9 +41,9 @@ def test_the_flow_comes_first_and_then_the_lines_with_their_bytes() -> None:
     assert text.splitlines()[0] == "on cuda:0 for 1.5 s: 3 new tensors; 204 moves, 2.5 GiB"
     assert re.search(r"^cpu → cuda:0 +2.5 GiB ████████████ +104 +2 ms$", text, re.MULTILINE)
     assert re.search(r"^cuda:0 → cpu +400 B █░+ +100 +1 ms$", text, re.MULTILINE)
-    assert re.search(r"^ +1 +%%ondevice cuda:0 .* 2.0 GiB +model by --move, 4", text, re.MULTILINE)
-    assert re.search(r"^ +3 +    batch = batch.to.* 512.0 MiB +batch by .to, 100", text, re.MULTILINE)
-    assert re.search(r"^ +5 +    total \+= model\(batch.* +400 B +.item, 100 times +100$", text, re.MULTILINE)
+    assert re.search(r"^ +1 +%%ondevice cuda:0 .* 2.0 GiB +4× model by --move", text, re.MULTILINE)
+    assert re.search(r"^ +3 +    batch = batch.to.* 512.0 MiB +100× batch by .to", text, re.MULTILINE)
+    assert re.search(r"^ +5 +    total \+= model\(batch.* +400 B +100× .item +100$", text, re.MULTILINE)
     assert text.index("From → to") < text.index("Line  Code") < text.index("Created") < text.index("→ line 5")
     assert max(map(len, text.splitlines())) <= 80
 
