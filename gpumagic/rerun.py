@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpumagic import knobs
+from gpumagic.advice import cell_code
 from gpumagic.device_run import DeviceRun
 from gpumagic.guards import BodyOutcome, Guard, Nested, Outcome
-from gpumagic.probes import allocator, operands, release, residents
+from gpumagic.probes import allocator, release, residents
 from gpumagic.probes.rollback import Rollback
 from gpumagic.render.units import count, size
 from gpumagic.reports import FitReport, OomReport, Try
@@ -106,7 +107,9 @@ class Rerun:
         failure = self._guard.finish(outcome)
         report: OomReport | FitReport | None = failure
         if failure is not None:
-            report = failure = replace(failure, tries=tuple(self._tries), shrunk=self._plan.name or "")
+            report = failure = replace(
+                failure, tries=tuple(self._tries), shrunk=self._plan.name or "", place=self._new_place()
+            )  # fmt: skip
         if self._plan.fit and self._knob is not None and self._tries:
             report = _fit_report(self._knob, self._tries, failure)
         if report is None:
@@ -122,6 +125,12 @@ class Rerun:
         lost = self._rollback.undo()
         release.reclaim()
         self._tries[-1] = replace(self._tries[-1], lost=lost)
+
+    def _new_place(self) -> str:
+        """Return how to write the int with which the code passed, where that is not what it was."""
+        size = self._step.size
+        changed = self._fits and self._knob is not None and size is not None and size != self._knob.value
+        return self._knob.place(size) if changed and self._knob is not None and size is not None else ""
 
     def _failed_device(self) -> str | None:
         return self._guard.failure.device if self._guard.failure is not None else None
@@ -152,7 +161,7 @@ class Rerun:
     def _described(self, step: Step) -> str:
         if step.device is None:
             return f"{self._plan.name} = {step.size}" if step.size != self._step.size else "the same again"
-        names = operands.names_in(ast.parse(self._source)) if self._source else set(self._namespace)
+        names = _names_read(self._source) if self._source else self._namespace.keys()
         used = {name: value for name, value in list(self._namespace.items()) if name in names}
         stay = residents.elsewhere(used, step.device)
         staying = ", ".join(f"{each.name} ({each.device}, {size(each.nbytes)})" for each in stay)
@@ -162,6 +171,12 @@ class Rerun:
             + (f"; what it uses stays where it is: {staying}" if staying else "")
             + (f"; line {line} names {self._failed_device()}, and means it there too" if line is not None else "")
         )
+
+
+def _names_read(source: str) -> frozenset[str]:
+    """Return the variables that code reads before it binds them anew."""
+    cell = cell_code.read(source)
+    return cell.reads - cell.rebinds if cell is not None else frozenset()
 
 
 def _line_that_names(device: str | None, source: str) -> int | None:

@@ -15,13 +15,24 @@ WORTH_A_ROW = 1024**2
 
 
 def view(report: OomReport) -> Document:
-    """Return the report with its verdict first; details that few need are folded away."""
-    blocks: list[Block] = [Heading(_headline(report)), Paragraph(report.verdict)]
+    """Return the report with its verdict first; a cell that passed in the end has all of the failure folded away."""
+    heading, failure = Heading(_headline(report)), _failure(report)
+    if not report.recovered:
+        return Document((heading, Paragraph(report.verdict), *failure))
+    blocks: list[Block] = [heading]
+    if report.place:
+        blocks.append(Paragraph(f"To keep it, {report.place}"))
+    blocks += _tries(report)
+    return Document((*blocks, Fold(f"why it ran out at first: {report.verdict}", failure)))
+
+
+def _failure(report: OomReport) -> list[Block]:
+    blocks: list[Block] = []
     if report.code is not None:
         blocks.append(Listing([(report.line or 0, report.code, "")]))
     blocks += _operation(report)
-    if report.tries:
-        blocks.append(tries.table(report.tries, report.shrunk))
+    if not report.recovered:
+        blocks += _tries(report)
     if report.allocated_at_failure is not None:
         blocks.append(_memory(report))
     blocks += _shares(report)
@@ -29,8 +40,12 @@ def view(report: OomReport) -> Document:
         blocks += _holders(report)
     blocks += _advice(report.advice)
     blocks += _actions(report)
-    blocks += [Paragraph(note, muted=True) for note in report.notes]
-    return Document(tuple(blocks))
+    return [*blocks, *(Paragraph(note, muted=True) for note in report.notes)]
+
+
+def _tries(report: OomReport) -> Iterator[Block]:
+    if report.tries:
+        yield tries.table(report.tries, report.shrunk)
 
 
 def _headline(report: OomReport) -> str:

@@ -108,6 +108,8 @@ class OomReport(Report[Advice]):
     """Every run of a cell that was run more than once."""
     shrunk: str = ""
     """The name of the int that went down from run to run."""
+    place: str = ""
+    """Where that int stands, and what it has to be for the cell to pass: ``"line 2: batch_size = 64"``."""
     cause: str = "shortage"
     """The verdict in a word or two: ``"shortage"``, ``"leftovers"``, ``"fragmentation"``, ``"other process"``,
     ``"one request"`` (larger than the device), ``"size bug"``, ``"host memory"``, ``"shared memory"``, ``"cap"``."""
