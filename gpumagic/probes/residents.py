@@ -1,15 +1,20 @@
-"""Where the variables that a piece of code names live: tensors and modules, by device."""
+"""Where the variables that a piece of code names live: tensors, modules and lists of tensors, by device."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping
+from typing import Any
 
 from gpumagic.reports import Holder
 
+_MOST = 10_000
+"""Items of a container that are looked at."""
+
 
 def elsewhere(variables: Mapping[str, object], device: str) -> list[Holder]:
-    """Return the variables, tensors and modules, that have bytes on a device other than ``device``."""
+    """Return the variables that have bytes on a device other than ``device``."""
     found = []
     for name, value in variables.items():
         # A module's `parameters` is the user's code: what it raises must cost neither the report nor the cell's error.
@@ -30,6 +35,8 @@ def _bytes_by_device(value: object) -> dict[str, int]:
         tensors = [value]
     elif issubclass(type(value), torch.nn.Module):
         tensors = _module_tensors(value)
+    elif type(value) in (list, tuple, dict):
+        tensors = _items(value)
     else:
         return totals
     with torch._C.DisableTorchFunction():
@@ -44,3 +51,11 @@ def _module_tensors(module: object) -> list[object]:
 
     assert isinstance(module, torch.nn.Module)
     return [*module.parameters(), *module.buffers()]
+
+
+def _items(container: Any) -> list[object]:
+    """Return the tensors in a container, each once; of a very long one, those at its beginning."""
+    import torch
+
+    parts = itertools.islice(container.values() if type(container) is dict else container, _MOST)
+    return list({id(part): part for part in parts if issubclass(type(part), torch.Tensor)}.values())

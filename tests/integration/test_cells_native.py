@@ -321,7 +321,7 @@ def test_the_line_form_after_a_nested_cell_belongs_to_the_outer_cell(shell, even
 
 
 def test_a_silent_cell_has_the_mode_and_no_report(shell, events, shown):
-    """As in `%run notebook.ipynb`, where IPython fires no event that could show one; the guard is asked all the same."""
+    """As in `%run notebook.ipynb`, where no event could show one; the guard is asked all the same."""
     shell.run_cell("%%ondevice cuda\ninside = modes()[:]", silent=True)
     assert shell.user_ns["inside"] == ["ondevice cuda"]
     assert events == ["open ondevice cuda", "close ondevice cuda NoneType", "finish ondevice cuda"]

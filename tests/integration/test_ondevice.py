@@ -39,6 +39,13 @@ def test_what_the_cell_names_elsewhere_is_told_with_its_bytes() -> None:
     ]  # fmt: skip
 
 
+def test_containers_of_tensors_are_told_too() -> None:
+    report, _, _ = run("kept = [g, x, x]\npair = {'a': far}\ntexts = ['a'] * 5\nlast = g[0, 0].item()")
+    assert {(each.name, each.device, each.nbytes) for each in report.elsewhere} == {
+        ("kept", "cpu", 4000), ("x", "cpu", 4000), ("pair", "simgpu:1", 100), ("far", "simgpu:1", 100),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "odd",
     [
