@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from gpumagic import host_warning
 from gpumagic.advice import actions
 from gpumagic.errors import OptionError
 from gpumagic.probes import allocator, exception_graph, oom, oom_observer, release
@@ -86,6 +87,8 @@ class OomGuard(contextlib.ContextDecorator):
         self._gate.open()
         if self._retries:
             return  # a further try is measured against the state before the first
+        if self._shell is not None:
+            host_warning.say(self._shell)
         self._outside = exception_graph.being_handled()
         self._before = allocator.all_figures()
         self._bound = {name: id(value) for name, value in list(self._namespace.items())}

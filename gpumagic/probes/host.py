@@ -1,20 +1,57 @@
-"""The host's own memory, for failures that have nothing to do with a GPU."""
+"""The host's own memory, for failures that have nothing to do with a GPU, and for those that raise nothing.
+
+When it runs out, Linux ends the process: a notebook's kernel is gone without an exception. A container has a limit of
+its own, its control group's, mostly far below the machine's memory.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-_MEMINFO = Path("/proc/meminfo")
+_ROOT = Path("/")
+_GROUPS = (
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory.stat", "inactive_file"),
+    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes",
+     "sys/fs/cgroup/memory/memory.stat", "total_inactive_file"),
+)  # fmt: skip
+"""Limit, use, statistics and the name there of the file cache that is given back at need: versions 2 and 1."""
+
+NEARLY_GONE = 32
+"""Less than one part in so many available, and the next large allocation may be the kernel's last."""
 
 
 def memory() -> tuple[int, int] | None:
-    """Return (available, total) bytes of RAM by the kernel's account, or None where it cannot be asked."""
-    try:
-        text = _MEMINFO.read_text()
-    except OSError:  # not Linux
-        return None
+    """Return (available, total) bytes of RAM, the container's where it has less, or None where it cannot be asked."""
+    found = [each for each in (_machine(), *map(_group, _GROUPS)) if each is not None]
+    return min(found, default=None)
+
+
+def nearly_gone() -> tuple[int, int] | None:
+    """Return (available, total) where so little is left that the system may end this process, else None."""
+    now = memory()
+    return now if now is not None and now[0] * NEARLY_GONE < now[1] else None
+
+
+def _machine() -> tuple[int, int] | None:
+    text = _read("proc/meminfo")
     figures = {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
     if "MemAvailable" not in figures or "MemTotal" not in figures:
         return None
     return figures["MemAvailable"], figures["MemTotal"]
+
+
+def _group(files: tuple[str, str, str, str]) -> tuple[int, int] | None:
+    limit, used, statistics = map(_read, files[:3])
+    if not limit.strip().isdigit() or not used.strip().isdigit():  # "max": no limit
+        return None
+    cache = re.search(rf"^{files[3]} (\d+)$", statistics, re.MULTILINE)
+    held = int(used) - (int(cache[1]) if cache is not None else 0)
+    return max(0, int(limit) - held), int(limit)
+
+
+def _read(path: str) -> str:
+    try:
+        return (_ROOT / path).read_text()
+    except OSError:  # not Linux, or no such group
+        return ""

@@ -1,0 +1,82 @@
+"""How much host memory is left, by the kernel's and the container's account."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumagic.probes import host
+
+GIB = 2**30
+MEMINFO = "MemTotal:       16777216 kB\nMemFree:  1 kB\nMemAvailable:    8388608 kB\n"
+V1 = "sys/fs/cgroup/memory/memory."
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Return a function that writes the files of a machine with 8 of 16 GiB available."""
+    monkeypatch.setattr(host, "_ROOT", tmp_path)
+
+    def write(**files):
+        for path, text in {"proc/meminfo": MEMINFO, **files}.items():
+            place = tmp_path / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text)
+
+    return write
+
+
+def test_without_a_limit_the_machines_memory_counts(machine) -> None:
+    machine(**{"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "123\n"})
+    assert host.memory() == (8 * GIB, 16 * GIB)
+    assert host.nearly_gone() is None
+
+
+def test_a_containers_limit_counts_less_what_it_uses_beside_its_file_cache(machine) -> None:
+    machine(**{
+        "sys/fs/cgroup/memory.max": f"{4 * GIB}\n", "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
+        "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {GIB}\nactive_file 5\n",
+    })  # fmt: skip
+    assert host.memory() == (2 * GIB, 4 * GIB)
+
+
+def test_so_does_one_of_the_older_kind(machine) -> None:
+    machine(**{
+        f"{V1}limit_in_bytes": str(2 * GIB), f"{V1}usage_in_bytes": str(2 * GIB - 2**20), f"{V1}stat": "cache 9\n",
+    })  # fmt: skip
+    assert host.memory() == host.nearly_gone() == (2**20, 2 * GIB)
+
+
+def test_where_nothing_can_be_read_nothing_is_said(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(host, "_ROOT", tmp_path)
+    assert host.memory() is None
+    assert host.nearly_gone() is None
+
+
+def test_a_guarded_cell_warns_once_before_the_kernel_is_ended(guarded_shell, machine, capsys) -> None:
+    machine(**{"sys/fs/cgroup/memory.max": str(2 * GIB), "sys/fs/cgroup/memory.current": str(2 * GIB - 2**20)})
+    said = (
+        "%%oomguard: only 1.0 MiB of 2.0 GiB of host memory is left; when it is gone, the kernel ends without an error."
+    )
+    for _ in range(2):
+        guarded_shell.run_cell("%%oomguard\npass")
+    assert capsys.readouterr().out.strip() == said
+    machine(**{"sys/fs/cgroup/memory.max": "max"})
+    guarded_shell.run_cell("%%oomguard\npass")
+    machine(**{"sys/fs/cgroup/memory.max": str(2 * GIB)})
+    guarded_shell.run_cell("%%oomguard\npass")
+    assert capsys.readouterr().out.strip() == said
+
+
+@pytest.fixture
+def guarded_shell():
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    config = Config()
+    config.HistoryManager.enabled = False
+    InteractiveShell.clear_instance()
+    shell = InteractiveShell.instance(config=config)
+    shell.run_line_magic("load_ext", "gpumagic")
+    yield shell
+    shell.run_line_magic("unload_ext", "gpumagic")
+    InteractiveShell.clear_instance()
