@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
-from gpumagic.probes import identity, reconcile
+from gpumagic.probes import cycles, identity, reconcile
 from gpumagic.probes.census import Census
 from gpumagic.probes.storages import uncollected, undisturbed
 from gpumagic.reports import TensorReport, TensorRow
@@ -42,7 +42,7 @@ def probe(
         return TensorReport((), limit=limit, group_by=group_by, notes=("torch is not imported: no tensors",))
     census = Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names)
     with uncollected():
-        rows = _taken(census)
+        rows = cycles.labelled(_taken(census))
         summary = reconcile.by_device(rows)
         report = TensorReport(
             tensors=tuple(rows),
