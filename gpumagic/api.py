@@ -62,8 +62,9 @@ def devices(
     names = [device_names.resolve(device) for device in devices]
     namespace = _globals_of_caller() if namespace is None else namespace
     return tensors.probe(
-        namespace, devices=names, minimum=minimum, sort=sort, group_by=by, limit=limit, shell=_shell_of(namespace)
-    )
+        namespace, devices=names, minimum=minimum, sort=sort, group_by=by, limit=limit, shell=_shell_of(namespace),
+        rings=True,
+    )  # fmt: skip
 
 
 def why(name: str, *, namespace: Mapping[str, object] | None = None) -> WhyReport:

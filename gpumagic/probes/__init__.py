@@ -6,9 +6,9 @@ By magic, each with the module to start reading at:
               `torch_names` (by `visibility` before CUDA is up, by `cuda_in_use` after), `processes` and
               `other_devices`; `unified` knows memory that is the host's, `absence` why there is no GPU.
 `%devices`    `tensors` scans; `storages` says what each occupies, `kinds` and `gradients` what it is for, `paths`
-              and `holders` who keeps it; `reconcile` accounts for the allocator's bytes. `identity` tells storages
-              apart from one look to the next, `why` follows `references` to every holder of one tensor, `held` lets
-              go of `outputs` and the `last_error`.
+              and `holders` who keeps it; `cycles` finds what only awaits the gc; `reconcile` accounts for the
+              allocator's bytes. `identity` tells storages apart from one look to the next, `why` follows `references`
+              to every holder of one tensor, `held` lets go of `outputs` and the `last_error`.
 `%%ondevice`  `recording` is the mode, `storage_copies` sees what it cannot, `transfers` is their log, `call_sites`
               finds lines, `moved` what moved before, `residents` what stayed behind in `watched_code`; `failed_line`
               reads the `operands` of a failure. (`gpumagic.relocation` moves what `--move` names.)

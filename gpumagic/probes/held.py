@@ -26,7 +26,7 @@ def release(namespace: Mapping[str, object], shell: InteractiveShell | None = No
         wanted = {number for row in before if row.releasable for number in row.numbers}
         released = _forget(wanted, namespace, shell) if wanted else ()
         now = allocator.all_figures()
-        after = tensors.probe(namespace, shell=shell)
+        after = tensors.probe(namespace, shell=shell, rings=True)
     return ReleaseReport(tuple(_freed(before, after, figures, now)), released, after.held(), after.notes)
 
 

@@ -7,13 +7,13 @@ from itertools import pairwise, takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.probes import holders, last_error, outputs, references, tensors
+from gpumagic.probes import cycles, holders, last_error, outputs, references, tensors
 from gpumagic.probes.openers import opener_of
 from gpumagic.probes.paths import Path, spell
 from gpumagic.probes.references import References, Step
 from gpumagic.probes.storages import Ledger, uncollected, undisturbed
 from gpumagic.reports import TensorReport, TensorRow, WayRow, WhyReport
-from gpumagic.reports.held import RELEASE
+from gpumagic.reports.held import RELEASE, command
 from gpumagic.reports.lookup import find, plain
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ def probe(name: str, namespace: Mapping[str, object], shell: InteractiveShell | 
             others.clear()
     finally:
         graph.release()
-    return WhyReport(row, tuple(ways), tuple(_notes(ways, graph)))
+    if not ways and row.holder is None:
+        (row,) = cycles.labelled([row])
+    return WhyReport(row, tuple(ways), tuple(_notes(row, ways, graph)))
 
 
 def _numbers_at(name: str, namespace: Mapping[str, object]) -> list[int]:
@@ -146,8 +148,11 @@ def _can_be_deleted(path: Path, parent: object) -> bool:
     return path.style == "state" or (path.style == "[" and type(path.key) in _LITERALS)
 
 
-def _notes(ways: Sequence[WayRow], graph: References) -> Iterator[str]:
+def _notes(row: TensorRow, ways: Sequence[WayRow], graph: References) -> Iterator[str]:
     if graph.gave_up:
         yield f"only the first {references.MAX_STEPS:,} references were followed; there may be more holders"
-    if not ways:
-        yield "nothing that Python can be followed to from here refers to it: a cycle awaiting gc, C++, or a graph"
+    if not ways and row.holder is not None:
+        frees = command(row)
+        yield f"kept by {row.holder}" + (f"; {frees} frees it" if frees else "")
+    elif not ways:
+        yield "nothing that was followed refers to it: C++ may, or an extension"

@@ -46,11 +46,14 @@ def check(ask):
     assert found[302] == "step.<closure>.hidden"
     assert found[303] == "gen.<locals>.hidden"
     assert re.fullmatch(r"Out\[\d+\]", found[305])
+    assert found[304] == "cycle of list"
     before = allocated(ask(ALLOCATED))
     ask(RELEASE)
     after = allocated(ask(ALLOCATED))
     assert (before - after) * 1000 // 4000 == 301 + 305, "the two that are promised, and nothing else"
     assert set(held(ask(HOLDERS))) == {302, 303, 304}
+    ask("gc.collect();")
+    assert set(held(ask(HOLDERS))) == {302, 303}
     assert "step  " in ask("%devices --why step.<closure>.hidden")
     assert "no live tensor is called" in ask("%devices --why fails.hidden")
 
