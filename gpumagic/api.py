@@ -112,7 +112,14 @@ def _shell() -> InteractiveShell | None:
     return shell
 
 
-def ondevice(device: str, *, move: str | Sequence[str] = (), fallback: str | None = None) -> DeviceRun:
+def ondevice(
+    device: str,
+    *,
+    move: str | Sequence[str] = (),
+    fallback: str | None = None,
+    trace: bool = False,
+    strict: bool = False,
+) -> DeviceRun:
     """Return a context manager in which new tensors land on ``device``; its ``report`` tells what moved.
 
     Args:
@@ -120,6 +127,8 @@ def ondevice(device: str, *, move: str | Sequence[str] = (), fallback: str | Non
         move: variables of the caller's module or notebook that go there first, ``"model,x"`` or ``["model", "x"]``:
             all of them or, with an error, none.
         fallback: the device to use where ``device`` is not on this machine.
+        trace: count implicit copies too, at two to three times the time of small operators.
+        strict: raise `StrayTensor` where a tensor of another device is used or copied unasked; traces as well.
 
     Raises:
         DeviceNotFound: the device is not here, and no fallback is given.
@@ -130,7 +139,7 @@ def ondevice(device: str, *, move: str | Sequence[str] = (), fallback: str | Non
     from gpumagic.options import variable_names
 
     names = variable_names(move if isinstance(move, str) else ",".join(move)) if move else []
-    return device_run.for_caller(device_names.resolve(device, fallback), names)
+    return device_run.for_caller(device_names.resolve(device, fallback), names, trace=trace, strict=strict)
 
 
 def oomguard(

@@ -29,6 +29,8 @@ class DeviceRun:
         namespace: the globals in which the block runs; the caller's, where it is a `with` block.
         move: names in it that go to the device first.
         filename: the file whose lines are reported; None for a notebook's cell.
+        trace: whether implicit copies are counted too.
+        strict: whether they, and tensors of other devices that are used unasked, are errors; traces, too.
         show: whether the report is shown when a cell ends.
         store: called with the finished report.
 
@@ -45,6 +47,8 @@ class DeviceRun:
         namespace: MutableMapping[str, Any],
         move: Sequence[str] = (),
         filename: str | None = None,
+        trace: bool = False,
+        strict: bool = False,
         show: bool = True,
         store: Callable[[TransferReport], None] | None = None,
     ) -> None:
@@ -53,6 +57,7 @@ class DeviceRun:
         self._namespace = namespace
         self._move = tuple(move)
         self._filename = filename
+        self._trace, self._strict = trace, strict
         self._show = show
         self._store = store
         self._code = WatchedCode(namespace, filename)
@@ -66,12 +71,15 @@ class DeviceRun:
         self._moved = relocation.relocate(self._move, self._namespace, self.device) if self._move else ()
         self._sites = CallSites(self._namespace, self._filename)
         self._sites.find()  # learns the cell's file while it is on the stack
-        self._log = transfers.TransferLog(self._sites)
-        self._recording: Recording = Recording(self.device, self._log, self._namespace, self._cell())
+        self._log = transfers.TransferLog(self._sites, self._trace or self._strict)
+        self._recording: Recording = Recording(
+            self.device, self._log, self._namespace, self._cell(), trace=self._trace, strict=self._strict
+        )
         self._previous = _make_current(self.device)
         try:
             self._recording.open()
-            storage_copies.begin(self._log)
+            if not self._recording.recorder.is_traced:  # which sees them
+                storage_copies.begin(self._log)
         except BaseException:  # Ctrl-C: nobody closes what did not open
             self._restore()
             raise
@@ -129,7 +137,7 @@ class DeviceRun:
     def _one_call(self, func: Callable[..., Any]) -> DeviceRun:
         run = DeviceRun(
             self.device, namespace=self._namespace, move=self._move, filename=self._filename,
-            show=self._show, store=self._keep,
+            trace=self._trace, strict=self._strict, show=self._show, store=self._keep,
         )  # fmt: skip
         code = getattr(inspect.unwrap(func), "__code__", None)
         if code is not None:
@@ -164,7 +172,9 @@ class DeviceRun:
         return self._code.variables()
 
 
-def for_caller(device: str, move: Sequence[str] = (), depth: int = 2) -> DeviceRun:
+def for_caller(
+    device: str, move: Sequence[str] = (), *, trace: bool = False, strict: bool = False, depth: int = 2
+) -> DeviceRun:
     """Return a run for a `with` block of the function ``depth`` frames up.
 
     Raises:
@@ -179,7 +189,9 @@ def for_caller(device: str, move: Sequence[str] = (), depth: int = 2) -> DeviceR
                 f"move: {name!r} is a variable of {code.co_name}(), and only those of a module or a notebook can be "
                 f'bound from outside; write {name} = {name}.to("{device}")'
             )
-    return DeviceRun(device, namespace=caller.f_globals, move=move, filename=code.co_filename)
+    return DeviceRun(
+        device, namespace=caller.f_globals, move=move, filename=code.co_filename, trace=trace, strict=strict
+    )
 
 
 def _make_current(device: str) -> str | None:

@@ -7,6 +7,7 @@ The magics turn them into IPython's `UsageError` in one place (`magics.py`); the
     |-- OptionError          an option, a size or a count that cannot be read
     |-- DeviceNotFound       a device that cannot be read or is not here
     |-- RehearsalUnavailable a cell cannot be rehearsed here
+    |-- StrayTensor          under --strict: a tensor of another device used or copied without being asked for
     `-- SimgpuUnavailable    the simulated accelerator cannot be built or changed
 
 `gpumagic.OutOfMemory` is not among them: it must be a subclass of torch's own, so it lives beside the
@@ -34,3 +35,7 @@ class RehearsalUnavailable(GpuMagicError, RuntimeError):
 
 class SimgpuUnavailable(GpuMagicError, RuntimeError):
     """The simulated accelerator cannot be built here, or not be changed any more."""
+
+
+class StrayTensor(GpuMagicError, RuntimeError):
+    """Under ``--strict``: a line used or copied a tensor of another device unasked; the message names the line."""

@@ -123,7 +123,7 @@ class GPUMagic(Magics):
         device = device_names.resolve(wanted, options.fallback)
         run = DeviceRun(
             device, namespace=self.shell.user_ns, move=options.move,
-            show=not options.quiet, store=self._store(options.out),
+            trace=options.trace, strict=options.strict, show=not options.quiet, store=self._store(options.out),
         )  # fmt: skip
         return self._run(run, cell)
 

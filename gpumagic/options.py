@@ -195,6 +195,14 @@ def _ondevice() -> Parser:
         help="first move these variables there, all or none: tensors, modules with their optimizers, containers",
     )  # fmt: skip
     parser.add_argument("--fallback", metavar="DEVICE", help="use this device where DEVICE is not there")
+    parser.add_argument(
+        "--trace", action="store_true",
+        help="count copies no line asks for too: indexing, backward, library code; slower",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strict", action="store_true",
+        help="fail, with the line, where a tensor of another device is used or copied unasked; traces, too",
+    )  # fmt: skip
     parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
     _add_report_options(parser)
     return parser

@@ -7,6 +7,7 @@ import linecache
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from threading import get_ident
 from types import FrameType
 
 from gpumagic.probes import frames
@@ -38,6 +39,7 @@ class CallSites:
         self._namespace = namespace
         self._is_cell = filename is None
         self.filename = filename
+        self._thread = get_ident()
 
     def find(self, subject: object = None) -> CallSite:
         """Return where the cell stands now; ``subject`` is the object moved, whose name the line may say."""
@@ -57,7 +59,8 @@ class CallSites:
         """Return the frames over the namespace, innermost first, and a module's move made from the innermost."""
         found: list[FrameType] = []
         module_frame = None
-        frame: FrameType | None = sys._getframe(2)
+        # Autograd works for the cell in threads of its own.
+        frame = sys._getframe(2) if get_ident() == self._thread else sys._current_frames().get(self._thread)
         while frame is not None:
             if frame.f_globals is self._namespace:
                 found.append(frame)

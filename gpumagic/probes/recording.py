@@ -38,12 +38,21 @@ class Recording:
         namespace: the globals in which the block runs.
         source: the text of the block, as far as it is known.
         trace: whether to count copies where they happen, with a dispatch mode.
+        strict: whether to refuse copies and tensors of other devices that no line asks for.
     """
 
     def __init__(
-        self, device: str, log: TransferLog, namespace: Mapping[str, object], source: str = "", *, trace: bool = False
+        self,
+        device: str,
+        log: TransferLog,
+        namespace: Mapping[str, object],
+        source: str = "",
+        *,
+        trace: bool = False,
+        strict: bool = False,
     ) -> None:
-        self.recorder = Recorder(torch.device(device), log, is_traced=trace)
+        self.recorder = Recorder(torch.device(device), log, is_traced=trace or strict)
+        self._strict = strict
         self.hindrance: str | None = None
         """Why the block runs under the function mode, if it does."""
         self._namespace = namespace
@@ -90,3 +99,7 @@ class Recording:
         self._stack.callback(entry_points.end, self.recorder)
         entry_points.begin(self.recorder)
         self._stack.enter_context(RecordingContext(self.recorder))
+        if self.recorder.is_traced:
+            from gpumagic.probes.tracing import Tracer
+
+            self._stack.enter_context(Tracer(self.recorder, strict=self._strict))

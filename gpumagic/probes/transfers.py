@@ -18,7 +18,11 @@ from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.moved import Moved, is_pageable
 from gpumagic.reports import Explanation, TransferReport, TransferRow
 
-SCOPE = "Counts what lines ask for in this thread; copies inside operators and indexing across devices are not seen."
+SCOPE = (
+    "Counts what lines ask for in this thread; copies inside operators, in backward and in indexing across devices are "
+    "seen with --trace."
+)
+TRACED = "Counts what this thread and its backward passes copy; other threads and lists as indices are not seen."
 
 
 def is_host(device: str) -> bool:
@@ -47,6 +51,7 @@ class TransferLog:
     """The running sums of one cell."""
 
     sites: CallSites
+    is_traced: bool = False
     created: dict[object, _Sum] = field(default_factory=dict)
     moves: dict[tuple[object, ...], _Sum] = field(default_factory=dict)
     syncs: Counter[int] = field(default_factory=Counter)
@@ -176,5 +181,5 @@ def report(
         error=type(error).__name__ if error is not None else None,
         explanation=explanation,
         lines=lines,
-        notes=(SCOPE,),
+        notes=(TRACED if log.is_traced else SCOPE,),
     )

@@ -38,7 +38,9 @@ class Recorder:
     device: torch.device
     log: TransferLog
     is_traced: bool = False
-    """Whether a dispatch mode counts the copies, so that handlers must only name them."""
+    """Whether a dispatch mode counts the copies that it sees, so that handlers only name them."""
+    counted: int = 0
+    """How many moves have been counted."""
     has_mode: bool = False
     """Whether calls come by a function mode."""
     inside: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
@@ -57,16 +59,19 @@ class Recorder:
     device_before: torch.device | None = None
     """What torch noted as the default device before this run."""
 
-    def call(self, func: Function, args: Any, kwargs: dict[str, Any], cause: str, subject: object) -> tuple[Any, float]:
-        """Return what the function returns for a line that asks for a move, and the seconds it took."""
+    def call(self, func: Function, args: Any, kwargs: dict[str, Any], cause: str, subject: object) -> tuple[Any, Any]:
+        """Return what the function returns for a line that asks for a move, and the seconds it took.
+
+        They are None where a dispatch mode has counted the move already.
+        """
         __tracebackhide__ = True
         outer, self.request = self.request, Request(self.cause or cause, subject)
-        start = time.perf_counter()
+        counted, start = self.counted, time.perf_counter()
         try:
             result = func(*args, **kwargs)
         finally:
             self.request = outer
-        return result, time.perf_counter() - start
+        return result, None if self.counted != counted else time.perf_counter() - start
 
     def add_created(self, tensor: torch.Tensor) -> None:
         """Count a new tensor."""
@@ -90,25 +95,27 @@ class Recorder:
         nbytes = result.numel() * crossing.element_size()
         if not nbytes:
             return  # nothing is copied, and nobody waits
+        self.counted += 1
         self.log.add_move(source, target, nbytes, seconds, self.cause or cause, subject, result)
         if is_host(target):
             self.log.add_sync()
 
     def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, cause: str) -> None:
         """Count Python values read from a device tensor: a copy to the host that the host waits for."""
+        self.counted += 1
         self.log.add_move(device_of(tensor), "cpu", nbytes, seconds, self.cause or cause, tensor)
         self.log.add_sync()
 
     @contextlib.contextmanager
     def looking_inside(self, cause: str) -> Iterator[None]:
         """Handle the calls made by the function that is being handled, as done by ``cause``."""
-        outer = self.cause, self.is_busy
-        self.cause, self.is_busy = cause, False
+        outer = self.cause, self.is_busy, self.request
+        self.cause, self.is_busy, self.request = cause, False, Request(cause, None)
         try:
             with self.inside():
                 yield
         finally:
-            self.cause, self.is_busy = outer
+            self.cause, self.is_busy, self.request = outer
 
 
 @dataclass(frozen=True)
@@ -236,7 +243,7 @@ def _from_host(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, 
     result, seconds = recorder.call(func, args, kwargs, func.__name__, subject)
     if result is not subject:
         recorder.add_created(result)
-    if not (recorder.is_traced and isinstance(subject, torch.Tensor)):  # a dispatch mode does not see Python's values
+    if seconds is not None:
         recorder.add_move(subject, result, seconds, func.__name__)
     return result
 
@@ -245,7 +252,7 @@ def _move(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any])
     __tracebackhide__ = True
     cause = f".{func.__name__}"
     result, seconds = recorder.call(func, args, kwargs, cause, args[0])
-    if isinstance(result, torch.Tensor) and not recorder.is_traced:  # tensor.type() without arguments names the type
+    if isinstance(result, torch.Tensor) and seconds is not None:  # tensor.type() without arguments names the type
         recorder.add_move(args[0], result, seconds, cause, non_blocking=_is_non_blocking(args, kwargs))
     return result
 
@@ -259,7 +266,7 @@ def _copy(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any])
     __tracebackhide__ = True
     source = args[1] if len(args) > 1 else kwargs.get("src")
     result, seconds = recorder.call(func, args, kwargs, "copy_", source)
-    if not recorder.is_traced:
+    if seconds is not None:
         recorder.add_move(source, result, seconds, "copy_", non_blocking=_is_non_blocking(args, kwargs))
     return result
 
@@ -271,8 +278,8 @@ def _item(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any])
         return func(*args, **kwargs)
     cause = _spoken(func.__name__)
     result, seconds = recorder.call(func, args, kwargs, cause, tensor)
-    if not recorder.is_traced:
-        nbytes = 1 if func.__name__ == "allclose" else tensor.element_size()  # allclose reads one truth value
+    if seconds is not None:
+        nbytes = 1 if func.__name__ in ("allclose", "equal") else tensor.element_size()  # they read one truth value
         recorder.add_read(tensor, nbytes, seconds, cause)
     return result
 
@@ -280,7 +287,7 @@ def _item(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any])
 def _tolist(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
     __tracebackhide__ = True
     result, seconds = recorder.call(func, args, kwargs, ".tolist", args[0])
-    if not (is_free_to_read(args[0]) or recorder.is_traced):
+    if not (is_free_to_read(args[0]) or seconds is None):
         recorder.add_read(args[0], args[0].numel() * args[0].element_size(), seconds, ".tolist")
     return result
 
@@ -289,7 +296,7 @@ def _numpy(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]
     """Call `numpy`, which raises for a tensor on a device unless it is forced to copy it."""
     __tracebackhide__ = True
     result, seconds = recorder.call(func, args, kwargs, ".numpy", args[0])
-    if not (is_free_to_read(args[0]) or recorder.is_traced) and args[0].numel():
+    if not (is_free_to_read(args[0]) or seconds is None) and args[0].numel():
         recorder.add_read(args[0], args[0].numel() * args[0].element_size(), seconds, ".numpy")
     return result
 
@@ -302,7 +309,7 @@ def _equal(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]
     if not (isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor)) or is_free_to_read(tensor):
         return result
     is_told = tensor.size() != other.size() or not tensor.numel() or tensor is other
-    if not (is_told or recorder.is_traced):
+    if not (is_told or seconds is None):
         recorder.add_read(tensor, 1, seconds, ".equal")
     return result
 

@@ -77,6 +77,8 @@ def run(
     asks: str = "",
     backend: str = "simgpu",
     around: contextlib.AbstractContextManager[Any] | None = None,
+    trace: bool = False,
+    strict: bool = False,
 ) -> tuple[TransferReport, list[Any], dict[str, Any]]:
     """Run a cell as the magic does, and return its report, the device's own record of copies, and its names.
 
@@ -86,13 +88,16 @@ def run(
         asks: the names for `--move`.
         backend: the backend to run it on instead of `simgpu`.
         around: entered for the time of the run, but not of what is set up for it.
+        trace: with `--trace`.
+        strict: with `--strict`.
     """
     namespace: dict[str, Any] = {}
     exec(SETUP.replace("simgpu", backend), namespace)
     source = textwrap.dedent(cell).strip().replace("simgpu", backend)
     code = compile(source, "<cell>", "exec")
     linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
-    guard = DeviceRun(device.replace("simgpu", backend), namespace=namespace, move=asks.split(",") if asks else ())
+    names = asks.split(",") if asks else ()
+    guard = DeviceRun(device.replace("simgpu", backend), namespace=namespace, move=names, trace=trace, strict=strict)
     simgpu.reset_copies()
     with around or contextlib.nullcontext():
         guard.open()

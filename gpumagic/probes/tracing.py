@@ -1,0 +1,155 @@
+"""`--trace` and `--strict`: copies counted where torch makes them, also those that no line asks for.
+
+A dispatch mode sees every operator, in backward and in optimizers too. An operator that gets tensors of several devices
+is called with the mode in force inside it, so the copies that its own code makes are seen as well. What a handler of
+`watched_calls` is doing at the moment says whose request a copy is; the others are implicit. Imports torch at its top.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpumagic.errors import StrayTensor
+from gpumagic.probes.watched_calls import Recorder, is_free_to_read
+
+_aten = torch.ops.aten
+_READS = (_aten._local_scalar_dense.default,)
+_SYNCS = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
+_NO_USE = ("lift_fresh", "detach")  # what torch.from_numpy and .detach() are to a dispatch mode
+
+
+class Tracer(TorchDispatchMode):
+    """Counts the copies between devices that operators make.
+
+    Args:
+        recorder: the run.
+        strict: raise `StrayTensor` where a copy is implicit, or a tensor of another device is used unasked.
+    """
+
+    def __init__(self, recorder: Recorder, *, strict: bool = False) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._strict = strict
+        self._operator = ""
+        self._asked = _Asked()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        __tracebackhide__ = True
+        kwargs = kwargs or {}
+        if func._can_decompose():  # in inference mode and inside kernels, else autograd has done it before
+            with self:
+                return func.decompose(*args, **kwargs)
+        given = list(_tensors((args, kwargs)))
+        if self._strict:
+            self._refuse_strays(func, given)
+        start = time.perf_counter()
+        result = self._inside(func, args, kwargs) if _is_mixed(given) else func(*args, **kwargs)
+        self._count(func, args, kwargs, result, time.perf_counter() - start)
+        if self._strict:
+            self._note_asked(given, result)
+        return result
+
+    def _inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the operator's kernel for the accelerator with this mode still in force."""
+        device = next(each.device for each in _tensors((args, kwargs)) if not is_free_to_read(each))
+        if func in (_aten.copy_.default, _aten._to_copy.default):
+            return func(*args, **kwargs)
+        key = torch._C._parse_dispatch_key(torch._C._dispatch_key_for_device(device.type))
+        outer, self._operator = self._operator, func._opname
+        try:
+            with torch._C._AutoDispatchBelowAutograd(), self:
+                return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+        finally:
+            self._operator = outer
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, seconds: float) -> None:
+        recorder = self._recorder
+        if func in _READS and not is_free_to_read(args[0]):
+            recorder.add_read(args[0], args[0].element_size(), seconds, self._cause(func))
+        elif func is _aten._to_copy.default:
+            self._add_move(func, args[0], result, seconds, bool(kwargs.get("non_blocking")))
+        elif func is _aten.copy_.default:
+            self._add_move(func, args[1], args[0], seconds, bool(args[2] if len(args) > 2 else False))
+        elif func._opname in ("equal", "allclose") and _reads_truth(args[0], args[1]):
+            recorder.add_read(args[0], 1, seconds, self._cause(func))
+        elif func._opname in _SYNCS and not is_free_to_read(args[0]):
+            recorder.log.add_sync()
+
+    def _add_move(self, func: Any, source: torch.Tensor, target: torch.Tensor, seconds: float, quick: bool) -> None:
+        if self._strict and self._recorder.request is None and source.device != target.device:
+            self._refuse(source, f"is copied to {target.device} by {self._cause(func)}, which no line asks for")
+        self._recorder.add_move(source, target, seconds, self._cause(func), non_blocking=quick)
+
+    def _cause(self, func: Any) -> str:
+        request = self._recorder.request
+        if request is not None:
+            return request.cause
+        return self._operator or ("backward" if torch._C._current_graph_task_id() != -1 else func._opname)
+
+    def _refuse_strays(self, func: Any, given: Iterable[torch.Tensor]) -> None:
+        if self._recorder.request is not None or self._operator or func._opname in _NO_USE:
+            return
+        for tensor in given:
+            if self._is_elsewhere(tensor) and tensor.dim() and tensor not in self._asked:
+                self._refuse(tensor, f"is used by {func._opname}")
+
+    def _refuse(self, tensor: torch.Tensor, what: str) -> None:
+        __tracebackhide__ = True
+        site = self._recorder.log.sites.find(tensor)
+        where = f"line {site.line}: " if site.line is not None else ""
+        name = site.name or "a tensor"
+        here = self._recorder.device
+        raise StrayTensor(f"{where}{name} lives on {tensor.device} and {what}, in a cell on {here}; move it: "
+                          f"{site.name or 'x'}.to(\"{here}\")")  # fmt: skip
+
+    def _note_asked(self, given: list[torch.Tensor], result: Any) -> None:
+        """Remember what was asked to be elsewhere, and what is computed from it."""
+        explicit = self._recorder.request is not None or self._recorder.is_explicit
+        for tensor in _tensors(result):
+            if self._is_elsewhere(tensor) and (explicit or any(each in self._asked for each in given)):
+                self._asked.add(tensor)
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        return not tensor.is_meta and tensor.device != self._recorder.device
+
+
+class _Asked:
+    """The tensors that the cell itself asked to be on another device; kept alive by nobody here."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, Any] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = weakref.ref(tensor)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _reads_truth(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether comparing two tensors asks the device, which shapes and memory may tell without."""
+    same = tensor is other or (tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride())
+    return not is_free_to_read(tensor) and tensor.size() == other.size() and tensor.numel() > 0 and not same
+
+
+def _is_mixed(given: list[torch.Tensor]) -> bool:
+    return len({each.device for each in given if not each.is_meta}) > 1

@@ -1,0 +1,100 @@
+"""With `--trace` implicit copies are counted too; with `--strict` they and stray tensors are errors naming the line."""
+
+from __future__ import annotations
+
+import ondevice_corpus as corpus
+import pytest
+import torch
+from ondevice_corpus import CorpusCell
+
+import gpumagic
+from gpumagic.errors import StrayTensor
+
+pytestmark = pytest.mark.usefixtures("two_devices")
+
+UNSEEN = {
+    "index_by_host_list": "Python's indexing makes the list a device tensor by itself",
+    "move_in_thread": "a dispatch mode belongs to its thread",
+    "move_in_thread_pool": "as above",
+}
+CELLS = [cell for cell in corpus.cells() if cell.needs is None]
+ASKED = [cell for cell in CELLS if cell.gap is None and not cell.name.startswith(("two_", "numpy_of"))]
+
+
+@pytest.mark.parametrize("cell", [each for each in CELLS if each.name not in UNSEEN], ids=lambda cell: cell.name)
+def test_a_traced_report_is_what_the_copy_counters_say(cell: CorpusCell) -> None:
+    report, copies, _ = corpus.run(cell.code, asks=cell.asks, trace=True)
+    assert corpus.reported(report) == corpus.counted(copies)
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_tracing_does_not_see_is_known(name: str) -> None:
+    (cell,) = (each for each in CELLS if each.name == name)
+    report, copies, _ = corpus.run(cell.code, trace=True)
+    assert corpus.reported(report) != corpus.counted(copies)
+
+
+def test_an_implicit_copy_is_told_with_its_line_and_what_made_it() -> None:
+    report, _, _ = corpus.run("rows = torch.tensor([1], device='cpu')\nh = g[rows]", trace=True)
+    (row,) = report
+    assert (row.line, row.cause, row.name, row.nbytes) == (2, "index", "rows", 8)
+
+
+def test_a_copy_in_backward_is_told_by_the_line_that_calls_it() -> None:
+    report, _, _ = corpus.run(
+        "w = torch.ones(4, device='cpu', requires_grad=True)\nloss = w.to('simgpu:0').sum()\nloss.backward()",
+        trace=True,
+    )
+    assert [(row.line, row.cause, row.source) for row in report] == [
+        (2, ".to", "cpu"), (3, "backward", "simgpu:0"),
+    ]  # fmt: skip
+
+
+def test_without_trace_the_report_says_what_it_does_not_see() -> None:
+    plain, _, _ = corpus.run("pass")
+    traced, _, _ = corpus.run("pass", trace=True)
+    assert "--trace" in plain.notes[0]
+    assert "threads" in traced.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("cell", "line", "name"),
+    [
+        ("rows = torch.tensor([1], device='cpu')\nh = g[rows]", 2, "rows"),
+        ("a = 1\nfar.sum()", 2, "far"),
+        ("import numpy\nh = torch.from_numpy(numpy.ones(3))\nh * 2", 3, "h"),
+        ("loss = x.mean()", 1, "x"),
+        ("w = torch.ones(4, device='cpu', requires_grad=True)\nw.to('simgpu:0').sum().backward()", 2, None),
+    ],
+)
+def test_strict_names_the_line_that_uses_or_copies_unasked(cell: str, line: int, name: str | None) -> None:
+    with pytest.raises(StrayTensor, match=rf"^line {line}: {name or 'a tensor'} lives on"):
+        corpus.run(cell, strict=True)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "y = x.to('simgpu:0') * 2",
+        "h = g.cpu(); h += 1; t = h.sum().item()",
+        "h = torch.zeros(3, device='cpu'); h = h + 1; h.to('simgpu:0')",
+        "model.to('simgpu:0')(torch.ones(2, 4)).sum().backward()",
+        "print(g); v = g.tolist(), float(g.sum()), g.cpu().numpy()",
+        (
+            "net = torch.nn.Linear(4, 2); opt = torch.optim.AdamW(net.parameters())\n"
+            "for _ in range(2):\n    opt.zero_grad(); net(g).sum().backward(); opt.step()"
+        ),
+        "r = torch.rand(3, generator=torch.Generator('cpu')) + 1",
+    ],
+)
+def test_strict_lets_pass_what_a_line_asks_for(cell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus.run(cell, strict=True)
+
+
+def test_the_api_has_both() -> None:
+    host = torch.ones(3)
+    with gpumagic.ondevice("simgpu:0", trace=True) as run:
+        torch.ones(5)[torch.tensor([1], device="cpu")]
+    assert [row.cause for row in run.report] == ["index"]
+    with pytest.raises(StrayTensor, match="host lives on cpu"), gpumagic.ondevice("simgpu:0", strict=True):
+        host.sum()
