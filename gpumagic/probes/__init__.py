@@ -9,9 +9,12 @@ By magic, each with the module to start reading at:
               and `holders` who keeps it; `cycles` finds what only awaits the gc; `reconcile` accounts for the
               allocator's bytes. `identity` tells storages apart from one look to the next, `why` follows `references`
               to every holder of one tensor, `held` lets go of `outputs` and the `last_error`.
-`%%ondevice`  `recording` is the mode, `storage_copies` sees what it cannot, `transfers` is their log, `call_sites`
-              finds lines, `moved` what moved before, `residents` what stayed behind in `watched_code`; `failed_line`
-              reads the `operands` of a failure. (`gpumagic.relocation` moves what `--move` names.)
+`%%ondevice`  `recording` chooses between exchanged functions (`entry_points`, unless `hindrances`, some of which
+              `function_holders` knows, stand in the way) and a mode (`device_mode`); `watched_calls` says what each
+              function means for both, `tracing` is the mode of --trace and --strict, `storage_copies` sees what they
+              cannot, `transfers` is their log, `call_sites` finds lines, `moved` what moved before, `residents` what
+              stayed behind in `watched_code`; `failed_line` reads the `operands` of a failure.
+              (`gpumagic.relocation` moves what `--move` names.)
 `%%oomguard`  `oom` recognises, `scene` reads the failed frames, `release` empties them, `surroundings` looks at
               what is left, `claims` prices each name; `instant` says what filled the device (from inside CUDA's
               allocator by `oom_observer`); `rollback` puts back what a run changed before the next.

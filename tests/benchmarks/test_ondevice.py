@@ -79,7 +79,7 @@ def test_ondevice_costs_next_to_nothing(shell: InteractiveShell, what: str) -> N
         "bare": body,
         "ondevice": "%%ondevice cpu -q\n" + body,
         "torch.device": "with torch.device('cpu'):" + body.replace("\n", "\n    "),
-        # TRACE
+        "trace": "%%ondevice cpu -q --trace\n" + body,
     }
     seconds(shell, ways["ondevice"])  # looks once for whoever holds torch's functions
     rounds = [{name: seconds(shell, cell) for name, cell in ways.items()} for _ in range(ROUNDS)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import textwrap
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -36,11 +36,16 @@ MADE = st.sampled_from(
         "torch.eye(2).flatten()", "getattr(torch, 'ones')(4)", "list(map(torch.tensor, [1.0, 2.0]))[0]",
     ]
 )  # fmt: skip
+METHODS = st.sampled_from(
+    [
+        ".cpu()", ".to('simgpu:0')", ".to(host)", ".sum()", "[:2]", ".simgpu()", ".tolist()", ".sum().item()",
+        ".device", ".new_zeros(2)", ".numpy()",
+    ]
+)  # fmt: skip
 VALUES = st.one_of(
     MADE,
     NAMES,
-    st.tuples(NAMES, st.sampled_from([".cpu()", ".to('simgpu:0')", ".to(host)", ".sum()", "[:2]", ".simgpu()", ".tolist()",
-                                      ".sum().item()", ".device", ".new_zeros(2)", ".numpy()"])).map("".join),
+    st.tuples(NAMES, METHODS).map("".join),
     st.tuples(NAMES, st.sampled_from([" + ", " * ", " @ ", " == "]), NAMES).map("".join),
 )  # fmt: skip
 SIMPLE = st.one_of(
@@ -79,7 +84,7 @@ def shell() -> InteractiveShell:
     InteractiveShell.clear_instance()
 
 
-def outcome(shell: InteractiveShell, cell: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, ...]:
+def outcome(shell: InteractiveShell, cell: str, around: Any, capsys: pytest.CaptureFixture[str]) -> tuple[object, ...]:
     """Return what a fresh session has after a cell: names, output, value and exception."""
     shell.reset(new_session=True, aggressive=False)
     torch.set_default_device(None)
@@ -87,7 +92,8 @@ def outcome(shell: InteractiveShell, cell: str, capsys: pytest.CaptureFixture[st
     shell.run_cell(SETUP)
     before = set(shell.user_ns)
     capsys.readouterr()
-    result = shell.run_cell(cell, store_history=False)
+    with around:
+        result = shell.run_cell(cell, store_history=False)
     torch.set_default_device(None)
     printed = capsys.readouterr().out
     names = {name: plain(value) for name, value in shell.user_ns.items() if name not in before and name[0] != "_"}
@@ -111,10 +117,10 @@ def plain(value: Any) -> object:
     return value if isinstance(value, (int, str, torch.device)) else type(value).__name__
 
 
-@settings(max_examples=120)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(CELLS)
 def test_a_cell_does_what_it_does_under_torchs_own_context(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str], cell: str
 ) -> None:
-    under = "with torch.device('simgpu:0'):\n" + textwrap.indent(cell, "    ")
-    assert outcome(shell, "%%ondevice simgpu:0 -q\n" + cell, capsys) == outcome(shell, under, capsys)
+    under_torch = outcome(shell, "\n" + cell, torch.device("simgpu:0"), capsys)
+    assert outcome(shell, "%%ondevice simgpu:0 -q\n" + cell, contextlib.nullcontext(), capsys) == under_torch
