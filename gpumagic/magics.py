@@ -115,12 +115,14 @@ class GPUMagic(Magics):
     @_magic
     def ondevice(self, options: Namespace, cell: str | None = None) -> object:
         """Run the cell, or the rest of it, on a device."""
+        from gpumagic import relocation
         from gpumagic.device_run import DeviceRun
 
         wanted = options.device or self.device
         if not wanted:
             raise OptionError(f"%%ondevice needs a device; there are {', '.join(device_names.available())}")
         device = device_names.resolve(wanted, options.fallback)
+        relocation.check(options.move, self.shell.user_ns)
         run = DeviceRun(
             device, namespace=self.shell.user_ns, move=options.move,
             trace=options.trace, strict=options.strict, show=not options.quiet, store=self._store(options.out),

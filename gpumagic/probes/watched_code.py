@@ -105,7 +105,7 @@ def _first_line(node: Any) -> int:
 
 def _as_written(code: str, number: int) -> str:
     """Return a line as the user wrote it, where it is a magic that IPython has made a call of."""
-    match = re.fullmatch(r"get_ipython\(\)\.run_line_magic\('(\w+)', '(.*)'\)", code)
+    match = re.fullmatch(r"get_ipython\(\)\.run_(line|cell)_magic\('(\w+)', '(.*?)'(?:, '.*')?\)", code)
     if match is None:
         return code
-    return f"{'%%' if number == 1 else '%'}{match[1]} {match[2]}".rstrip()
+    return f"{'%%' if number == 1 or match[1] == 'cell' else '%'}{match[2]} {match[3]}".rstrip()

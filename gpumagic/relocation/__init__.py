@@ -7,7 +7,7 @@ notebook as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,12 @@ from gpumagic.relocation.copies import Copies, Parcel, packed
 from gpumagic.relocation.loads import CAUSE, Load
 from gpumagic.relocation.owners import Changes
 from gpumagic.reports import TransferRow
+
+
+def check(names: Iterable[str], namespace: Mapping[str, Any]) -> None:
+    """Raise what `relocate` raises for a name that is not there or holds nothing that could move, and move nothing."""
+    for name in names:
+        loads.look_up(name, namespace)
 
 
 def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: str) -> tuple[TransferRow, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +23,14 @@ class Load:
     tensors: list[Any] = field(default_factory=list)
 
 
-def of(names: list[str], namespace: MutableMapping[str, Any], device: str) -> tuple[Contents, list[Load]]:
+def of(names: list[str], namespace: Mapping[str, Any], device: str) -> tuple[Contents, list[Load]]:
     """Return what the names hold together, and who brings which tensor that is not there yet; each only once.
 
     Raises:
         OptionError: a name that is not there, or holds nothing that has a device.
     """
     whole, taken = Contents(), set[int]()
-    loads = [_look_up(name, namespace) for name in names]
+    loads = [look_up(name, namespace) for name in names]
     for load in loads:
         whole.add(namespace[load.name])
         load.tensors = _not_there(_own_tensors(load.contents), taken, device)
@@ -43,7 +43,8 @@ def of(names: list[str], namespace: MutableMapping[str, Any], device: str) -> tu
     return whole, loads
 
 
-def _look_up(name: str, namespace: MutableMapping[str, Any]) -> Load:
+def look_up(name: str, namespace: Mapping[str, Any]) -> Load:
+    """Return what a variable brings along, as far as its value tells; raise `OptionError` where that is nothing."""
     if name not in namespace:
         near = difflib.get_close_matches(name, [each for each in namespace if not each.startswith("_")], n=1)
         hint = f"did you mean {near[0]}?" if near else "write names of variables, such as --move model,x"
@@ -76,7 +77,7 @@ def _not_there(tensors: Iterable[Any], taken: set[int], device: str) -> list[Any
     return found
 
 
-def _followers(whole: Contents, moving: set[int], namespace: MutableMapping[str, Any]) -> list[tuple[str, Any]]:
+def _followers(whole: Contents, moving: set[int], namespace: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the optimizers that are asked for or that work on what is asked for, with a name of each."""
     import torch
 

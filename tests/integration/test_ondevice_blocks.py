@@ -11,6 +11,7 @@ import torch
 
 import gpumagic
 from gpumagic.errors import OptionError
+from gpumagic.probes import watched_code
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -131,3 +132,16 @@ def test_a_function_whose_body_runs_later_cannot_be_decorated() -> None:
     for func in (generate, wait):
         with pytest.raises(OptionError, match=r"with gpumagic.ondevice\(...\)` inside"):
             gpumagic.ondevice("simgpu:0")(func)
+
+
+@pytest.mark.parametrize(
+    ("code", "number", "written"),
+    [
+        ("get_ipython().run_line_magic('ondevice', '0 -o r')", 1, "%%ondevice 0 -o r"),
+        ("get_ipython().run_line_magic('ondevice', '0')", 3, "%ondevice 0"),
+        ("get_ipython().run_cell_magic('time', '', '%%ondevice 0\\nx + 1\\n')", 1, "%%time"),
+        ("x = get_ipython().user_ns", 1, "x = get_ipython().user_ns"),
+    ],
+)
+def test_magics_are_shown_as_they_were_written(code: str, number: int, written: str) -> None:
+    assert watched_code._as_written(code, number) == written

@@ -332,6 +332,13 @@ def test_a_cell_that_cannot_move_does_not_run(bare_shell, line: str) -> None:
     assert torch.zeros(1).device.type == "cpu"
 
 
+def test_an_exported_script_is_told_in_one_line_too(bare_shell) -> None:
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    result = bare_shell.run_cell("get_ipython().run_cell_magic('ondevice', 'simgpu:0 --move zz', 'ran = True')")
+    assert isinstance(result.error_in_exec, UsageError)
+    assert "ran" not in bare_shell.user_ns
+
+
 x = torch.ones(1000)
 
 
