@@ -25,8 +25,9 @@ def test_each_option_is_in_the_magics_heading_and_no_other(magic) -> None:
 
 
 def test_its_python_runs(bare_shell, two_devices) -> None:
+    """With the simulated devices in the place of CUDA's."""
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert blocks
     for block in blocks:
-        result = bare_shell.run_cell(block)
+        result = bare_shell.run_cell(block.replace("cuda:", "simgpu:"))
         assert result.success, f"{result.error_in_exec!r} in\n{block}"
