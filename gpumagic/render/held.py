@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from gpumagic.render.cells import dims, kind_cell, sized
 from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Table
-from gpumagic.render.lines import Line, fold
+from gpumagic.render.lines import Line, fold, pattern, shared
 from gpumagic.render.units import count, size
 from gpumagic.reports import FreedRow, HeldReport, HeldRow, ReleaseReport
 
@@ -58,11 +58,11 @@ def _largest(report: HeldReport) -> Iterator[Block]:
 
 def _cells(line: Line[HeldRow], whole: int) -> list[Cell]:
     row = line.row
-    by = row.place or row.holder or "unknown"
     times = f" × {len(line.members):,}" if len(line.members) > 1 else ""
+    by = (line.name.strip("()") if times and row.holder else row.place) or row.holder or "unknown"
     return [
         Cell(str(row.number)),
-        Cell(f"{row.holder or by}{times}" if times else by, muted=row.holder is None),
+        Cell(f"{by}{times}", muted=row.holder is None),
         Cell(row.device),
         sized(None if row.nbytes is None else line.nbytes, whole),
         Cell(dims(row.shape)),
@@ -75,13 +75,14 @@ def _commands(rows: Sequence[HeldRow]) -> Iterator[Block]:
     """Yield a sentence for each line that frees some of it, the one that frees most first."""
     by: dict[str | None, list[HeldRow]] = {}
     for row in rows:
-        by.setdefault(row.command, []).append(row)
+        by.setdefault(row.command and pattern(row.command), []).append(row)
     ordered = sorted(by.items(), key=lambda each: (each[0] is None, -sum(row.nbytes or 0 for row in each[1])))
     lines = [each for each in ordered if each[0] is not None]
     for command, freed in [*lines[:_SEVERAL], *ordered[len(lines) :]]:
         total = size(sum(row.nbytes or 0 for row in freed))
         if command is not None:
-            yield Paragraph(f"{command} frees {total}: {_holders(freed)}")
+            line = freed[0].command if len({row.command for row in freed}) == 1 else command
+            yield Paragraph(f"{line} frees {total}: {_holders(freed)}")
         else:
             yield Paragraph(f"No one line frees {total}, kept by {_holders(freed)}", muted=True)
     if rest := [row for _, freed in lines[_SEVERAL:] for row in freed]:
@@ -92,7 +93,7 @@ def _commands(rows: Sequence[HeldRow]) -> Iterator[Block]:
 
 
 def _holders(rows: Sequence[HeldRow]) -> str:
-    names = list(dict.fromkeys(row.holder or "C++ or what was not followed" for row in rows))
+    names = list(dict.fromkeys(shared(row.holder) or "C++ or what was not followed" for row in rows))
     rest = len(names) - _SEVERAL
     return ", ".join(names[:_SEVERAL]) + (f" and {rest} more" if rest > 0 else "")
 

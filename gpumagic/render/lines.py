@@ -65,7 +65,7 @@ def fold(rows: Sequence[Row]) -> list[Line[Row]]:
         named = getattr(row, "name", None)
         folds = named is None or (alike[likeness] > FEW and pattern(named) != named)
         key = likeness if folds else position
-        name = holder_text(row.holder) if named is None else pattern(named) if folds else named
+        name = holder_text(shared(row.holder)) if named is None else pattern(named) if folds else named
         lines.setdefault(key, Line(row, name)).add(row)
     sizes = [abs(row.nbytes or 0) for row in rows]
     if sizes == sorted(sizes, reverse=True):
@@ -86,5 +86,10 @@ def holder_text(holder: str | None) -> str:
 def _likeness(row: Listed) -> object:
     name = getattr(row, "name", None)
     told_apart = None if name is None else pattern(name)
-    more = (getattr(row, "note", None), getattr(row, "change", None), getattr(row, "command", None))
-    return (told_apart, row.device, row.shape, row.dtype, row.kind, row.holder, row.nbytes is None, more)
+    more = (getattr(row, "note", None), getattr(row, "change", None))
+    return (told_apart, row.device, row.shape, row.dtype, row.kind, shared(row.holder), row.nbytes is None, more)
+
+
+def shared(holder: str | None) -> str | None:
+    """Return a holder, the graphs of the tensors of one list as one."""
+    return pattern(holder) if holder is not None and holder.startswith("graph of ") else holder

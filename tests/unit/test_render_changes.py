@@ -101,6 +101,15 @@ import gc; gc.collect() frees 1.0 MiB: cycle
 No one line frees 200.0 KiB, kept by C++ or what was not followed"""
 
 
+def test_the_graphs_of_a_list_are_one_line_and_one_command() -> None:
+    rows = [held(n, MIB, f"graph of losses[{n}]", f"losses[{n}] = losses[{n}].detach()") for n in range(9)]
+    one = held(9, MIB, "graph of loss", "loss = loss.detach()")
+    lines = text(HeldReport((*rows, one)), 120).splitlines()
+    assert "graph of losses[…] × 9" in lines[3]
+    assert lines[-2].startswith("losses[…] = losses[…].detach() frees 9.0 MiB")
+    assert lines[-1] == "loss = loss.detach() frees 1.0 MiB: graph of loss"
+
+
 def test_nothing_held_is_one_line() -> None:
     assert text(HeldReport(())) == "Nothing is held: a variable reaches every live tensor"
 
