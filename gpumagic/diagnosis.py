@@ -319,8 +319,6 @@ def _notes(facts: Facts, failure: Failure, circumstances: Circumstances) -> list
         notes.append(f"Kept for %debug: the failed frames hold at least {size(circumstances.pinned)} of it.")
     if event.raised != event.message:
         notes.append(f"It arrived as {event.raised}")
-    if event.numbers.requested is not None and not event.numbers.exact:
-        notes.append("The size of the request is as the error's text rounds it.")
     if event.memory == "device" and event.device is None and failure.device is not None:
         notes.append(f"The error does not name the device; {failure.device} is the fullest of its kind in use.")
     if failure.scene.inside is not None:

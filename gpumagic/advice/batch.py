@@ -10,7 +10,7 @@ from gpumagic.advice import law
 from gpumagic.advice.cell_code import defaults
 from gpumagic.advice.facts import BatchSize, Facts, Loader
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import Text
+from gpumagic.advice.text import Text, names_in
 from gpumagic.render.units import count
 from gpumagic.reports import Advice, Change
 
@@ -21,6 +21,8 @@ def smaller(facts: Facts) -> Iterator[Advice]:
         return
     needs = law.estimate(facts)
     found = facts.batches[0]
+    if not _is_at_work(facts, found):
+        return
     if needs is not None and needs.share <= 0:
         return  # what does not depend on the batch is too much already
     share = min(needs.share, 0.95) if needs is not None else 0.5
@@ -34,6 +36,27 @@ def smaller(facts: Facts) -> Iterator[Advice]:
         cost=f"accumulate {count(steps, 'step')} for the same gradient" if facts.trains else "more turns of the loop",
         **_edit(facts, found, value, steps),
     )  # fmt: skip
+
+
+def _is_at_work(facts: Facts, found: BatchSize) -> bool:
+    """Return whether what failed has to do with the batch: a model ran, a tensor has its length, the line names it."""
+    if facts.stage in ("forward", "backward"):
+        return True
+    tensors = (*facts.work.tensors.values(), *facts.work.operands.values())
+    if any(fact.shape[:1] == (found.value,) and fact.device == facts.device for fact in tensors):
+        return True
+    return any(found.name in names_in(node) for text in facts.texts for node in _running(text))
+
+
+def _running(text: Text) -> Iterator[ast.AST]:
+    """Yield the statement that failed, and what the loops around it go over."""
+    statement = text.statement_at(text.line)
+    if statement is None:
+        return
+    yield statement.iter if isinstance(statement, ast.For) else statement
+    for node in text.nodes():
+        if isinstance(node, ast.For) and node.lineno < statement.lineno <= (node.end_lineno or 0):
+            yield node.iter
 
 
 def _called(found: BatchSize) -> str:

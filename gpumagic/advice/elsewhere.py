@@ -88,7 +88,7 @@ def _redirected(facts: Facts, device: str) -> dict[str, Any]:
         return {
             "first": "\n".join(first) or None,
             "changes": [Change(1, 0, "", f"{magic}\n")],
-            "edit": "\n".join([*first, magic]),
+            "edit": magic,
         }
     return {"first": "\n".join(first) or None, "text": text, "changes": changes}
 

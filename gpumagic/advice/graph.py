@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from gpumagic.advice.facts import Facts, Growth
+from gpumagic.advice.facts import Facts, Growth, TensorFact
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, called, keyword, names_in
 from gpumagic.render.units import count
 from gpumagic.reports import Advice, Change
 
 NO_GRAD = "with torch.no_grad():"
+
+_DIFFERENTIATES = frozenset({"grad", "requires_grad_", "requires_grad", "jacobian", "hessian", "vjp", "jvp"})
+"""What code mentions that wants a gradient without calling `backward`."""
 
 
 def growth(facts: Facts) -> Iterator[Advice]:
@@ -29,6 +32,8 @@ def growth(facts: Facts) -> Iterator[Advice]:
 def no_grad(facts: Facts) -> Iterator[Advice]:
     """Evaluate without recording a graph."""
     if facts.cell is None or facts.trains or facts.cell.switches_grad_off or not facts.scene.graph_names:
+        return
+    if facts.cell.attributes & _DIFFERENTIATES or any(_is_watched(fact) for fact in facts.work.tensors.values()):
         return
     off = {"no_grad", "inference_mode", "decorate_context", "backward"}
     evaluates = [model.name for model in facts.models if not model.training]
@@ -58,6 +63,11 @@ def retained(facts: Facts) -> Iterator[Advice]:
             text=text, changes=[text.replace(flag.value, "False")], cost="none: backward is called once",
             evidence=f"retain_graph=True kept the graph of {owner} while the next was made",
         )  # fmt: skip
+
+
+def _is_watched(fact: TensorFact) -> bool:
+    """Return whether somebody wants this tensor's own gradient: an input that is optimized or explained."""
+    return fact.requires_grad and not fact.graph
 
 
 def _plainly(text: Text | None, found: Growth, method: str) -> list[Change]:

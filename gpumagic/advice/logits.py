@@ -102,13 +102,14 @@ def _divided(facts: Facts, text: Text, loss: Loss) -> Sequence[Change]:
     fact: TensorFact | None = facts.work.tensors.get(states)
     if fact is None or len(fact.shape) != 2:
         return ()
-    made = _renamed(text, loss)
-    step = f'{text.code(loss.call.func)}({made}, y_part, reduction="sum")'
+    step = f'{text.code(loss.call.func)}({_renamed(text, loss)}, y_part, reduction="sum")'
+    lines = [f"    {step}"]
     if facts.trains:
-        step = f"torch.utils.checkpoint.checkpoint(lambda h_part, y_part: {step}, h_part, y_part, use_reentrant=False)"
-    parts = f"zip({states}.chunk({PARTS}), {labels}.chunk({PARTS}))"
-    new = f"(sum({step} for h_part, y_part in {parts}) / ({labels} != -100).sum())"
-    changes = [text.replace(loss.call, new)]
+        lines = ["    torch.utils.checkpoint.checkpoint(", f"        lambda h_part, y_part: {step},",
+                 "        h_part, y_part, use_reentrant=False)"]  # fmt: skip
+    lines = ["(sum(", *lines, f"    for h_part, y_part in zip({states}.chunk({PARTS}), {labels}.chunk({PARTS})))"]
+    margin = "\n" + text.indent_of(loss.call)
+    changes = [text.replace(loss.call, f"{margin.join(lines)} / ({labels} != -100).sum())")]
     if loss.line_before is not None:
         changes.append(_removed(text, loss.line_before))
     return changes

@@ -17,4 +17,8 @@ def sentences(facts: Facts) -> list[str]:
             f"expandable_segments cannot help: only {size(facts.unallocated)} was reserved but unallocated, "
             f"of {size(facts.requested)} asked for."
         )
+    if facts.stage == "step" and (facts.batches or facts.loaders):
+        found.append("A smaller batch cannot help: it failed in the optimizer's step, whose memory no batch changes.")
+    if facts.kind in ("xpu driver", "device-side assert"):
+        found.append("The kernel has to be restarted: after this error the driver refuses further work.")
     return found

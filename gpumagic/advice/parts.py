@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from gpumagic.advice import law
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.region import Region, called_models, calls, find, read_tensors
+from gpumagic.advice.region import Region, called_models, find, read_tensors
+from gpumagic.advice.text import called
 from gpumagic.render.units import count
 from gpumagic.reports import Advice, Change
 
@@ -20,7 +21,9 @@ def accumulate(facts: Facts) -> Iterator[Advice]:
     needs, region = law.estimate(facts), find(facts)
     if needs is None or region is None or region.backward is None or not 0 < needs.share < 1:
         return
-    if any(calls(each, "zero_grad") or calls(each, "step") for each in region.through_backward):
+    if not all(isinstance(each, ast.Assign) or each is region.backward for each in region.through_backward):
+        return  # a sum or a step in between would be made once for each part
+    if any(_mixes_rows(node) for each in region.through_backward for node in ast.walk(each)):
         return
     names = _divisible(facts, region)
     if not names:
@@ -61,6 +64,15 @@ def evaluate(facts: Facts) -> Iterator[Advice]:
             evidence=f"{argument.id} has {count(fact.shape[0], 'row')}, all at once",
         )  # fmt: skip
         return
+
+
+def _mixes_rows(node: ast.AST) -> bool:
+    """Return whether an operation may compare rows with one another, so that parts of the data have another loss."""
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.MatMult)
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("T", "mT")
+    return called(node) in ("t", "transpose", "matmul", "mm", "bmm", "einsum", "cdist", "zero_grad", "step")
 
 
 def _divisible(facts: Facts, region: Region) -> list[str]:

@@ -32,8 +32,7 @@ def propose(
         first: code to run before the cell.
         more: other fields of `Advice`.
     """
-    lines = [text.after(changes)] if text is not None and changes else []
-    edit = "\n".join([*([first] if first else []), *lines]) or None
+    edit = text.after(changes) if text is not None and changes else first
     return Advice(
         title=title,
         frees=frees,

@@ -93,6 +93,9 @@ LAST_RESORTS: tuple[Rule, ...] = (
 )
 """Another model, another optimizer, another machine."""
 
+COSTLY, MONEY = 2, 4
+"""The tiers from which a suggestion costs something, and from which it costs money."""
+
 TIERS = (MISTAKES, SAVINGS, TRADES, LAST_RESORTS, (elsewhere.larger,))
 
 
@@ -104,6 +107,8 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
     before every trade.
     """
     found = [(tier, advice) for tier, rules in enumerate(TIERS) for rule in rules for advice in rule(facts)]
+    if any(tier < COSTLY and advice.covers for tier, advice in found):
+        found = [(tier, advice) for tier, advice in found if tier < MONEY]
     return tuple(_cleared(facts, advice) for _, advice in sorted(found, key=lambda each: _rank(*each)))
 
 
@@ -113,13 +118,14 @@ def _cleared(facts: Facts, advice: Advice) -> Advice:
     left = [name for name in facts.residue if name not in said]
     if not left or not (advice.changes or advice.first):
         return advice
-    return replace(advice, first="\n".join(filter(None, (f"del {', '.join(left)}", advice.first))))
+    first = "\n".join(filter(None, (f"del {', '.join(left)}", advice.first)))
+    return replace(advice, first=first, edit=advice.edit if advice.changes else first)
 
 
 def _rank(tier: int, advice: Advice) -> tuple[float, int]:
     doubt = {True: 0.0, None: 1.5, False: 10.0}[advice.covers]
-    if tier == len(TIERS) - 1:
-        doubt = 20.0  # money comes last
+    if tier == MONEY:
+        doubt = 20.0
     if not (advice.changes or advice.first):
         doubt += 0.5  # what it says is clear, where to write it is not
     return tier + doubt, -(advice.frees or 0)

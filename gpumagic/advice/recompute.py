@@ -12,9 +12,10 @@ from gpumagic.render.units import size
 from gpumagic.reports import Advice
 
 _WRAP = """\
-import functools, torch.utils.checkpoint
-for block in {blocks}:
-    block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)"""
+from functools import partial
+from torch.utils.checkpoint import checkpoint
+for b in {blocks}:
+    b.forward = partial(checkpoint, b.forward, use_reentrant=False)"""
 
 
 def checkpoint(facts: Facts) -> Iterator[Advice]:

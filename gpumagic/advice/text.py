@@ -127,6 +127,10 @@ class Text:
         """Return the place of an expression's first character in the source."""
         return self._span(node)[0]
 
+    def indent_of(self, node: ast.expr) -> str:
+        """Return the blanks before the line on which an expression begins."""
+        return self._indent(node.lineno)
+
     def _column(self, line: int, offset: int) -> int:
         """Return the character that a UTF-8 offset of the tree points at."""
         text = self.source.split("\n")[line - 1]

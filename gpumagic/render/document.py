@@ -61,9 +61,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The first line of a report: what it is, and its one most telling figure."""
+    """The first line of a report or of a part: what it is, and its one most telling figure."""
 
     text: str
+    apart: bool = False
+    """Whether text leaves a line free above it, as it opens a part of a long report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,10 @@ class Paragraph:
 class Listing:
     """Numbered lines of code with a note beside those that have one."""
 
-    lines: Sequence[tuple[int, str, str]]
-    """``(line number, code, note)``."""
+    lines: Sequence[tuple[int | str, str, str]]
+    """``(line number or what stands for it, code, note)``."""
+    whole: bool = False
+    """Whether a line too long for the width goes on below, as code to be typed must, instead of being cut."""
 
 
 @dataclass(frozen=True, slots=True)

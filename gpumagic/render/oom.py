@@ -1,8 +1,8 @@
-"""The view of an out-of-memory report: the verdict, what came back, who holds the rest, what would help."""
+"""The view of an out-of-memory report: the verdict, what would help, what came back, who holds the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from gpumagic.render import tries
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
@@ -33,13 +33,13 @@ def _failure(report: OomReport) -> list[Block]:
     blocks += _operation(report)
     if not report.recovered:
         blocks += _tries(report)
+    blocks += _advice(report.advice)
+    blocks += _actions(report)
     if report.allocated_at_failure is not None:
-        blocks.append(_memory(report))
+        blocks += [Heading("Memory", apart=True), _memory(report)]
     blocks += _shares(report)
     if report.holders:
         blocks += _holders(report)
-    blocks += _advice(report.advice)
-    blocks += _actions(report)
     return [*blocks, *(Paragraph(note, muted=True) for note in report.notes)]
 
 
@@ -133,10 +133,11 @@ def _shares(report: OomReport) -> Iterator[Block]:
 
 def _actions(report: OomReport) -> Iterator[Block]:
     """Offer the lines that stand under no suggestion yet."""
-    said = {line for advice in report.advice[:SHOWN_ADVICE] for line in (advice.edit or "").splitlines()}
+    shown = report.advice[:SHOWN_ADVICE]
+    said = {line for each in shown for code in (each.first, each.edit) for line in (code or "").splitlines()}
     lines = [(number, each.code, each.note) for number, each in enumerate(report.actions, 1) if each.code not in said]
     if lines:
-        yield Heading("To run now")
+        yield Heading("To run now", apart=True)
         yield Listing(lines)
 
 
@@ -162,7 +163,7 @@ def _holder_table(holders: tuple[Holder, ...], allocated: int | None) -> Table:
 def _advice(advice: tuple[Advice, ...]) -> Iterator[Block]:
     if not advice:
         return
-    yield Heading("What would help")
+    yield Heading("What would help", apart=True)
     for number, each in enumerate(advice[:SHOWN_ADVICE], 1):
         yield from _suggestion(number, each)
     rest = list(enumerate(advice[SHOWN_ADVICE:], SHOWN_ADVICE + 1))
@@ -172,14 +173,37 @@ def _advice(advice: tuple[Advice, ...]) -> Iterator[Block]:
 
 
 def _suggestion(number: int, advice: Advice) -> Iterator[Block]:
-    evidence = f" ({advice.evidence})" if advice.evidence else ""
-    yield Paragraph(f"{number}. {advice.title}{_worth(advice)}{evidence}")
-    if advice.edit:
-        yield Listing([(number, line, "") for line in advice.edit.splitlines()])
+    yield Paragraph(f"{number}. {advice.title}{_worth(advice)}")
+    code = _code(advice)
+    if code:
+        yield Listing(code, whole=True)
+    why = [f"Why: {advice.evidence}." if advice.evidence else "", f"Cost: {advice.cost}." if advice.cost else ""]
+    if any(why):
+        yield Paragraph(" ".join(filter(None, why)), muted=True)
+
+
+def _code(advice: Advice) -> list[tuple[int | str, str, str]]:
+    """Return what is to be run first, then the cell's new lines, or where there is no telling which, just the code."""
+    place = _place(advice)
+    before = (advice.first or "").splitlines()
+    lines = (advice.edit or "").splitlines() if advice.changes or not before else []
+    return [*(("first", line, "") for line in before), *((place(i), line, "") for i, line in enumerate(lines))]
+
+
+def _place(advice: Advice) -> Callable[[int], int | str]:
+    """Return what stands before each of the new lines: its number in the cell, with the cell where it is another."""
+    changes = sorted(advice.changes, key=lambda change: (change.line, change.column))
+    if not changes:
+        return lambda _offset: ""
+    start = changes[0].line + changes[0].new.startswith("\n")
+    cell = f"{changes[0].cell} " if changes[0].cell else ""
+    return lambda offset: f"{cell}{start + offset}"
 
 
 def _worth(advice: Advice) -> str:
-    enough = {True: "enough for the request that failed", False: "not enough alone", None: ""}[advice.covers]
-    frees = f"frees {size(advice.frees)}" if advice.frees is not None else ""
-    worth = ", ".join(filter(None, (frees, enough)))
-    return f": {worth}" if worth else ""
+    about = "about " if advice.estimated else ""
+    enough = {True: "which should be enough" if advice.estimated else "which is enough",
+              False: "not enough alone", None: ""}[advice.covers]  # fmt: skip
+    if advice.frees is not None:
+        return f": frees {', '.join(filter(None, (about + size(advice.frees), enough)))}"
+    return f": {enough.removeprefix('which is ').removeprefix('which ')}" if enough else ""

@@ -57,7 +57,7 @@ def to_ascii(text: str) -> str:
 
 def _block(block: Block, width: int) -> str:
     if isinstance(block, Heading):
-        return _wrap(block.text, width)
+        return ("\n" if block.apart else "") + _wrap(block.text, width)
     if isinstance(block, Paragraph):
         return _wrap(block.text, width)
     if isinstance(block, Table):
@@ -80,8 +80,21 @@ def _listing(listing: Listing, width: int) -> str:
     lines = []
     for number, code, note in listing.lines:
         line = f"{number:>{digits}} | {printable(code)}"
-        lines.append(_cut(f"{line}   # {printable(note)}" if note else line, width))
+        line = f"{line}   # {printable(note)}" if note else line
+        lines += _broken(line, width, digits) if listing.whole else [_cut(line, width)]
     return "\n".join(lines)
+
+
+def _broken(line: str, width: int, digits: int) -> list[str]:
+    """Return a line in pieces of the width, those after the first marked as going on."""
+    pieces, go_on = [], f"{'':>{digits}} :   "
+    while _width(line) > width:
+        piece = _cut(line, width)[:-1]
+        space = piece.rfind(" ", len(go_on) + 8)  # the space goes with the piece, so that the pieces join to the line
+        at = space + 1 if space > 0 else len(piece)
+        pieces.append(line[:at].rstrip())
+        line = go_on + line[at:]
+    return [*pieces, line]
 
 
 def _tree(tree: Tree, width: int) -> str:

@@ -37,7 +37,7 @@ class Advice:
     covers: bool | None
     """Whether that is enough for the request that failed; None if unknown."""
     edit: str | None = None
-    """The code to type: the cell's new lines, or what to run before it."""
+    """The code to type: the cell's new lines, or where it has none, what to run before it."""
     evidence: str = ""
     cost: str = ""
     """What is lost by it, or has to be done besides."""

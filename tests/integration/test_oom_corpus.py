@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ from conftest import environment
 CASES = {case.name: case for case in oom_corpus.cases()}
 VERDICTS = {"shortage", "leftovers", "fragmentation", "other process", "one request", "size bug", "host memory",
             "shared memory"}  # fmt: skip
+
+
+BY_DEGREES = ("Lower ", "Run net over", "Make the model smaller", "Delete the old")
+"""What can be done again: the number is another, or the old value is."""
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +41,24 @@ def test_a_failing_cell_gets_its_verdict_and_passes_with_the_first_advice(outcom
         assert not [title for title in outcome["titles"] if title.startswith(case.advice)]
         return
     assert outcome["verdict"] == case.verdict, outcome["sentence"]
-    assert outcome["titles"][:1] == [title for title in outcome["titles"] if title.startswith(case.advice)][:1]
+    assert outcome["titles"]
+    assert outcome["titles"][0].startswith(case.advice), outcome["titles"]
     assert outcome["passes"], f"{outcome['why']}\n{outcome['edit']}"
 
 
 def test_what_was_advised_is_not_advised_again(outcomes) -> None:
     """A cell that has the advised change and fails all the same, on a fuller device, is told other things."""
-    for name, outcome in outcomes.items():
-        if "again" in outcome:
-            assert outcome["titles"][0] not in outcome["again"], name
+    told_again = {
+        name: outcome["again"]
+        for name, outcome in outcomes.items()
+        if without_numbers(outcome["titles"][0]) in map(without_numbers, outcome.get("again", ()))
+    }
+    assert {name for name in told_again if not CASES[name].advice.startswith(BY_DEGREES)} == set()
+    assert sum("again" in outcome and len(outcome["again"]) > 0 for outcome in outcomes.values()) >= 20
+
+
+def without_numbers(title):
+    return re.sub(r"\d+", "#", title)
 
 
 def test_there_is_a_cell_for_every_verdict_and_forty_in_all() -> None:

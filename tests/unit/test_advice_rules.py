@@ -162,15 +162,16 @@ def test_no_grad_is_not_advised_where_a_graph_is_needed_or_already_off(facts) ->
     ],
 )  # fmt: skip
 def test_a_batch_is_lowered_where_it_is_written(cell, found, edit) -> None:
-    advice = one(batch.smaller, replace(SHORTAGE, cell=cell_code.read(cell), batches=(found,)))
+    running = Scene(functions=frozenset({"forward"}))
+    advice = one(batch.smaller, replace(SHORTAGE, cell=cell_code.read(cell), batches=(found,), scene=running))
     assert (advice.edit, advice.frees, advice.covers) == (edit, None, None)
 
 
 def test_a_batch_is_lowered_to_what_the_linear_law_lets_fit() -> None:
     facts = replace(SHORTAGE, cell=cell_code.read("batch_size = 256"), batches=(BatchSize("batch_size", 256, 1),),
-                    fixed=3 * GIB)  # fmt: skip
-    advice = one(batch.smaller, replace(facts, requested=4 * GIB, at_failure=figures(8 * GIB - GIB)))
-    # 8 GiB are for the batch as it is; of the device 0.92 * 8 - 3 GiB are left, which is 0.545 of that: 139 rows.
+                    scene=Scene(functions=frozenset({"forward"})), fixed=3 * GIB)  # fmt: skip
+    advice = one(batch.smaller, replace(facts, requested=2 * GIB, at_failure=figures(7 * GIB)))
+    # 6 GiB are for the batch so far and 2 for what comes next; of the device 0.92 * 8 - 3 GiB are left: 139 rows.
     assert (advice.title, advice.edit) == ("Lower batch_size from 256 to 128", "batch_size = 128")
     assert (advice.frees, advice.covers, advice.estimated) == (4 * GIB, True, True)
 
@@ -253,6 +254,7 @@ def test_what_suffices_comes_first_then_the_most_bytes() -> None:
     facts = replace(
         SHORTAGE, leftovers=(Claim(frozenset({"a"}), 500 * MIB),), stale={"x": 600 * MIB},
         batches=(BatchSize("bs", 8),), free_elsewhere={"cuda:1": 20 * GIB},
+        scene=Scene(functions=frozenset({"forward"})),
     )  # fmt: skip
     assert [advice.edit for advice in ranking.advise(facts)] == ["%%ondevice cuda:1", "bs = 4", "del x", "del a"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpumagic.render import to_html, to_text
-from gpumagic.reports import Advice, Holder, OomReport
+from gpumagic.reports import Advice, Change, Holder, OomReport
 
 MIB, GIB = 2**20, 2**30
 
@@ -24,7 +24,9 @@ REPORT = OomReport(
     advice=(
         Advice("Run the cell on cuda:1", None, True, "%%ondevice cuda:1", "cuda:1 has 20.0 GiB free"),
         Advice("Delete 2 names that earlier cells left", GIB, False, "%xdel _3\ndel features", "features 800.0 MiB"),
-        Advice("Halve the batch: 64 to 32", None, None, "batch_size=32"),
+        Advice("Lower batch_size from 64 to 32", 2 * GIB, True, "batch_size = 32", "line 3 says batch_size=64",
+               cost="accumulate 2 steps for the same gradient", estimated=True, first="del x",
+               changes=(Change(3, 13, "64", "32"),)),
     ),
     message="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     notes=("Emptying the cache cannot help.",),
@@ -35,6 +37,21 @@ Out of memory on cuda:0, line 4 · 4.0 GiB given back
 A shortage: 3.0 GiB was in use on cuda:0 before the cell, the cell took 4.0 GiB
   more, and a further 2.0 GiB was 1.1 GiB too much.
 4 | loss = criterion(net(x), y)
+
+What would help
+1. Run the cell on cuda:1: enough
+ | %%ondevice cuda:1
+Why: cuda:1 has 20.0 GiB free.
+2. Delete 2 names that earlier cells left: frees 1.0 GiB, not enough alone
+ | %xdel _3
+ | del features
+Why: features 800.0 MiB.
+3. Lower batch_size from 64 to 32: frees about 2.0 GiB, which should be enough
+first | del x
+    3 | batch_size = 32
+Why: line 3 says batch_size=64. Cost: accumulate 2 steps for the same gradient.
+
+Memory
 cuda:0           allocated of 8.0 GiB                  cached
 ───────────────  ─────────────────────────────────  ─────────
 before the cell               3.0 GiB ████▓░░░░░░░  300.0 MiB
@@ -45,16 +62,6 @@ held by         what    freed by del
 net, optimizer  module       2.0 GiB ████████░░░░
 features        tensor     800.0 MiB ███░░░░░░░░░
 Out[3]          tensor     224.0 MiB █░░░░░░░░░░░
-What would help
-1. Run the cell on cuda:1: enough for the request that failed (cuda:1 has 20.0
-  GiB free)
-1 | %%ondevice cuda:1
-2. Delete 2 names that earlier cells left: frees 1.0 GiB, not enough alone
-  (features 800.0 MiB)
-2 | %xdel _3
-2 | del features
-3. Halve the batch: 64 to 32
-3 | batch_size=32
 Emptying the cache cannot help."""
 
 
@@ -70,7 +77,7 @@ def test_no_line_is_wider_than_a_narrow_terminal() -> None:
 
 def test_the_html_says_all_the_text_says() -> None:
     html = to_html(REPORT)
-    for words in ("1.1 GiB too much", "net, optimizer", "%xdel _3", "enough for the request that failed", "800.0 MiB"):
+    for words in ("1.1 GiB too much", "net, optimizer", "%xdel _3", "which should be enough", "accumulate 2 steps"):
         assert words in html
 
 
@@ -105,3 +112,21 @@ def test_a_recovered_cell_and_a_doubtful_one_say_so() -> None:
 def test_a_report_without_figures_still_has_its_verdict() -> None:
     bare = OomReport("python", "certain", None, None, None, None, None, None, None, None, "Host memory (RAM) ran out.")
     assert to_text(bare, width=80) == "Out of memory\nHost memory (RAM) ran out."
+
+
+def test_code_to_be_typed_is_never_cut() -> None:
+    """A line too long for the terminal goes on below, and its pieces join to the line."""
+    long = "block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)"
+    text = to_text(
+        replace(REPORT, advice=(Advice("Recompute", None, None, long, changes=(Change(7, 0, "", long),)),)), 60
+    )
+    start = next(i for i, line in enumerate(text.splitlines()) if line.startswith("7 | "))
+    pieces = text.splitlines()[start : start + 3]
+    assert max(map(len, pieces)) <= 60
+    assert " ".join(piece[4:].strip() for piece in pieces) == long
+    assert long in to_html(replace(REPORT, advice=(Advice("Recompute", None, None, long),)))
+
+
+def test_a_change_in_another_cell_says_which() -> None:
+    advice = Advice("Lower bs", None, None, "bs = 8", changes=(Change(2, 5, "16", "8", "In [3]"),))
+    assert "In [3] 2 | bs = 8" in to_text(replace(REPORT, advice=(advice,)), width=80)
