@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 _FACTORIES = frozenset({
     "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "logspace", "eye",
@@ -38,8 +39,9 @@ class LoopCode:
     creations: tuple[Creation, ...] = ()
 
 
-def read(lines: Sequence[tuple[int, str]]) -> LoopCode:
-    """Return what numbered lines of code say; nothing if they cannot be parsed."""
+@lru_cache(maxsize=32)
+def read(lines: tuple[tuple[int, str], ...]) -> LoopCode:
+    """Return what numbered lines of code say, nothing if they cannot be parsed; remembered, for blocks in loops."""
     if not lines:
         return LoopCode()
     first = lines[0][0]

@@ -25,7 +25,7 @@ def suggestions(
     moves: Sequence[TransferRow],
     syncs: Mapping[int, int],
     both: Collection[str] = (),
-    lines: Sequence[tuple[int, str]] = (),
+    lines: tuple[tuple[int, str], ...] = (),
 ) -> tuple[str, ...]:
     """Return one sentence for each change that the counts justify.
 
