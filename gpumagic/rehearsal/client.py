@@ -106,4 +106,4 @@ def close() -> None:
 def _environment() -> dict[str, str]:
     """Return an environment in which no torch finds a GPU or another out-of-tree device."""
     ours = {name: value for name, value in os.environ.items() if name != "GPUMAGIC_SIMGPU"}
-    return {**ours, **dict.fromkeys(_HIDDEN, ""), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return {**ours, **dict.fromkeys(_HIDDEN, ""), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "MPLBACKEND": "Agg"}

@@ -8,7 +8,7 @@ from typing import Any
 from gpumagic.errors import OptionError
 from gpumagic.reports.rehearsal import Fit, RehearsalReport
 
-PRECISION = 0.01
+PRECISION = 0.015
 """How near the largest value is sought, as a share of it."""
 _MOST_REHEARSALS = 12
 _LARGEST = 1 << 40
@@ -90,18 +90,37 @@ def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int) -> F
     if reason or each <= 0:
         reason = reason or f"{name} changes nothing of the peak"
         return _fit(name, now, None, tried, base, each, reason)
-    predicted, step = int((_room(first) - base) / each), PRECISION
+    guess = int((_room(first) - base) / each)
     low, high = _bracket(tried)
-    while len(tried) < _MOST_REHEARSALS and (high is None or high - low > max(1, int(low * PRECISION))):
-        if high is None:
-            guess = max(low + max(1, int(low * PRECISION)), predicted)
-        else:
-            guess, step = max((low + high) // 2, int(high * (1 - step)), low + 1), 2 * step
-        if _why_not(ask(min(guess, _LARGEST))):
+    while len(tried) < _MOST_REHEARSALS and (high is None or high - low > _margin(low)):
+        guess = max(low + 1, min(guess, _LARGEST if high is None else high - 1))
+        if _why_not(ask(guess)):
             break
+        if tried[guess].fits and low and tried[guess].peak == tried[low].peak:
+            return _fit(name, now, guess, tried, base, each, f"beyond {low} it changes nothing of the peak")
         low, high = _bracket(tried)
+        guess = _next(tried, low, high)
     largest = low or None
     return _fit(name, now, largest, tried, base, each, "" if largest else "not even 1 fits")
+
+
+def _margin(value: int) -> int:
+    return max(1, int(value * PRECISION))
+
+
+def _next(tried: dict[int, RehearsalReport], low: int, high: int | None) -> int:
+    """Return what to try next: a step up from what fits, a longer one down each time from what does not.
+
+    The law is of what is allocated. Segments are larger, and by how much is known only from a run of about that size.
+    """
+    if high is None:
+        return low + _margin(low)
+    failures = sum(not report.fits for report in tried.values())
+    lower = high - _margin(high) * 2 ** (failures - 1)
+    reserved = next(each.reserved for each in tried[high].devices if each.device == tried[high].device)
+    scaled = int(high * _room(tried[high]) / reserved) if reserved else high
+    guess = min(lower, scaled)
+    return guess if low < guess else (low + high) // 2
 
 
 def _bracket(tried: dict[int, RehearsalReport]) -> tuple[int, int | None]:

@@ -18,7 +18,7 @@ from gpumagic.reports.rehearsal import DeviceForecast, RehearsalReport, Rehearsa
 
 TIME_LIMIT = 60.0
 CELL = "<rehearsed cell>"
-_PRELOADED = ("numpy", "torchvision", "transformers", "timm", "einops")
+_PRELOADED = ("numpy", "pandas", "matplotlib.pyplot", "torchvision", "transformers", "timm", "einops")
 """Packages that the worker imports once, if the notebook has."""
 
 
@@ -161,7 +161,7 @@ def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> Rehea
         capacity=deciding.capacity,
         verdict=advice.verdict(deciding, error),
         timeline=tuple((target.names[index], line, held) for index, line, held in told["timeline"]),
-        assumed=(*told["assumed"], *(advice.cut(line, passes) for line, passes in told["cut"])),
+        assumed=(*told["assumed"], *parts.assumed, *(advice.cut(line, passes) for line, passes in told["cut"])),
         unknown=tuple(dict.fromkeys(unknown)),
         effects=tuple(told["effects"]),
         error=None if error is None else advice.failure(error),

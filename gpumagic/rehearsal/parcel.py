@@ -39,6 +39,8 @@ class Parcel:
     device_bytes: dict[str, int]
     """The bytes of the storages on each device, each rounded as an allocator does."""
     notes: list[str]
+    """What is not as in the notebook."""
+    assumed: list[str]
     files: set[str]
     """The files whose code is in it: cells."""
 
@@ -70,6 +72,7 @@ class _Packing:
         self.held: list[Any] = []  # what ids in the pickler's memo stand for must live as long as it does
         self.notes: list[str] = []
         self.files: set[str] = set()
+        self.zeroed = False
         self.pickler = _Pickler(self)
 
     def fill(self, names: list[str], extra: object, bad: set[str]) -> str | None:
@@ -107,7 +110,9 @@ class _Packing:
         for part in self.storages.values():
             if part.nbytes:
                 totals[part.device] = totals.get(part.device, 0) + -(-part.nbytes // 512) * 512
-        return Parcel(self.buffer.getvalue(), len(self.scopes), totals, self.notes, self.files)
+        large = any(part.device == "cpu" and part.contents is None for part in self.storages.values()) or self.zeroed
+        assumed = ["tensors and arrays of more than 1 MiB on the CPU are taken to hold zeros"] if large else []
+        return Parcel(self.buffer.getvalue(), len(self.scopes), totals, self.notes, assumed, self.files)
 
 
 class _Pickler(pickle.Pickler):
@@ -146,6 +151,7 @@ class _Pickler(pickle.Pickler):
             and obj.nbytes > KEPT_CONTENTS
             and obj.dtype.hasobject is False
         ):
+            self._packing.zeroed = True
             return parts.make_zeros, (obj.dtype.str, obj.shape)
         return self._plain(obj)
 

@@ -280,6 +280,52 @@ def test_a_branch_that_no_pass_took_leaves_the_verdict_open(notebook) -> None:
     assert any("line 4 was not reached" in each for each in report.unknown)
 
 
+def test_data_loaders_need_no_worker_processes_and_no_pinned_memory(notebook) -> None:
+    notebook["data"] = torch.utils.data.TensorDataset(torch.randn(40, 64))
+    cell = (
+        "from torch.utils.data import DataLoader\n"
+        "for (each,) in DataLoader(data, 8, num_workers=2, pin_memory=True, persistent_workers=True):\n"
+        "    model(each.pin_memory().to('simgpu:0', non_blocking=True))"
+    )
+    report = gpumagic.rehearse(cell, notebook)
+    assert report.error is None
+    assert any("without worker processes" in each for each in report.assumed)
+
+
+def test_weights_are_loaded_onto_the_device(notebook, tmp_path) -> None:
+    torch.save({"w": torch.zeros(1000, 1000)}, tmp_path / "w.pt")
+    report = gpumagic.rehearse(f"state = torch.load({str(tmp_path / 'w.pt')!r}, map_location='simgpu:0')", notebook)
+    assert report.error is None
+    assert needed(report) == 4_000_256
+
+
+def test_large_data_of_the_host_are_sent_as_zeros_and_that_is_said(two_devices) -> None:
+    data = {"torch": torch, "images": torch.rand(1 << 20), "table": np.ones((1000, 1000))}
+    report = gpumagic.rehearse("x = images.to('simgpu:0')\ny = torch.from_numpy(table).to('simgpu:0')", data)
+    assert needed(report) == (4 << 20) + 8_000_000
+    assert any("hold zeros" in each for each in report.assumed)
+
+
+def test_ctrl_c_ends_the_rehearsal_and_the_next_one_works(notebook) -> None:
+    import signal
+
+    gpumagic.rehearse(STEP, notebook)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gpumagic.rehearse("import time; time.sleep(50)", notebook)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert gpumagic.rehearse(STEP, notebook).fits
+
+
+def test_a_torch_that_takes_no_backend_in_python_is_refused(monkeypatch) -> None:
+    monkeypatch.delattr(torch._C, "_acc")
+    with pytest.raises(gpumagic.RehearsalUnavailable, match="a torch that takes backends written in Python"):
+        gpumagic.rehearse("1", {})
+
+
 def test_without_a_gpu_a_capacity_is_asked_for(monkeypatch) -> None:
     from gpumagic.probes import allocator
 

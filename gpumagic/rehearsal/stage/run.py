@@ -12,12 +12,12 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from gpumagic.rehearsal import constants, parts
-from gpumagic.rehearsal.stage import backend, effects
+from gpumagic.rehearsal.stage import backend, effects, surroundings
 from gpumagic.rehearsal.stage.arena import Arena
 from gpumagic.rehearsal.stage.autocast import Autocast
 from gpumagic.rehearsal.stage.contents import Contents
@@ -70,6 +70,7 @@ class Rehearsal:
         self._kinds = Kinds(self.ledger, name)
         if known in IN_TREE:
             Names(known).install(module)
+        surroundings.arrange(module, self._assume)
         self._lines = lines
         self._loops = Loops(self.ledger, self._grow, self._assume, self._unknown)
         self._kept: list[Any] = []
@@ -77,6 +78,7 @@ class Rehearsal:
 
     def run(self) -> None:
         """Run the cell and tell the account of it, as plain data."""
+        effects.block(self._effect)  # before modules of the user's are imported
         scopes = self._unpack()
         for device, nbytes in enumerate(self.order["base"]):
             if nbytes > 0:
@@ -87,8 +89,7 @@ class Rehearsal:
         before = self.ledger.figures()
         self._operators.give_up = lambda error: self._tell(self._account(before, self._failure(error)))
         self._kinds.watch()
-        self._refuse_compilers()
-        effects.block(self._effect)
+        self.notes.effects.clear()
         self._seed()
         namespace = scopes[0]
         namespace.update({**self.order["values"], "__name__": "__main__"})
@@ -115,15 +116,6 @@ class Rehearsal:
         except EOFError:
             pass
         return scopes
-
-    def _refuse_compilers(self) -> None:
-        """Refuse what would run other kernels than those rehearsed."""
-
-        def refuse(*_: object, **__: object) -> NoReturn:
-            raise parts.NotRehearsed("it uses torch.compile, whose kernels' memory is not known")
-
-        torch.compile = refuse
-        torch.nn.Module.compile = refuse
 
     def _execute(self, namespace: dict[str, Any]) -> dict[str, Any] | None:
         """Run the cell; return how it failed, if it did."""

@@ -1,0 +1,46 @@
+"""Finds the largest batch of every training cell by rehearsals, and tries by really running whether it is; as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+
+import rehearsal_cells
+from measure import notebook, really
+from rehearsal_cells import TRAINING
+
+from gpumagic.rehearsal import client, fit
+
+CAPACITY = 96 << 20
+
+
+def runs(name: str, batch: int) -> bool:
+    """Return whether the cell really runs with a batch."""
+    before, cell = TRAINING[name]
+    changed = re.sub(r"batch = \d+", f"batch = {batch}", cell, count=1)
+    rehearsal_cells.CELLS["tried"] = (before, changed)
+    return bool(really("tried", CAPACITY)["fits"])
+
+
+def main(names: list[str]) -> None:
+    results = {}
+    for name in names or TRAINING:
+        namespace = notebook(name, CAPACITY)
+        start = time.perf_counter()
+        found = fit(TRAINING[name][1], "batch", namespace, device="simgpu:0")
+        seconds = time.perf_counter() - start
+        namespace.clear()
+        largest = found.largest or 0
+        results[name] = {
+            "largest": largest, "seconds": seconds, "tried": len(found.tried), "reason": found.reason,
+            "fits": runs(name, largest), "more": runs(name, max(largest + 1, int(largest * 1.02) + 1)),
+        }  # fmt: skip
+        print(name, results[name], file=sys.stderr, flush=True)
+    client.close()
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
