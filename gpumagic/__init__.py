@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gpumagic.probes.oom import OutOfMemory
     from gpumagic.reports import (
         DiffReport,
+        FitReport,
         GPUReport,
         HeldReport,
         OomReport,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeviceNotFound",
     "DiffReport",
+    "FitReport",
     "GPUReport",
     "GpuMagicError",
     "HeldReport",
@@ -76,6 +78,7 @@ _HOMES = {
             "DiffReport",
             "GPUReport",
             "HeldReport",
+            "FitReport",
             "OomReport",
             "RehearsalReport",
             "ReleaseReport",

@@ -46,7 +46,7 @@ class OomGuard(contextlib.ContextDecorator):
         plan: how a decorated function is called again.
 
     Attributes:
-        report: the `OomReport` of the last failure, once it is finished.
+        report: the `OomReport` of the last failure, once it is finished; the `FitReport` of a search.
     """
 
     name = "oomguard"
