@@ -53,7 +53,7 @@ def probe(name: str, namespace: Mapping[str, object], shell: InteractiveShell | 
         graph.release()
     if not ways and row.holder is None:
         (row,) = cycles.labelled([row])
-    return WhyReport(row, tuple(ways), tuple(_notes(row, ways, graph)))
+    return WhyReport(row, tuple(ways), tuple(_notes(row, report, ways, graph)))
 
 
 def _numbers_at(name: str, namespace: Mapping[str, object]) -> list[int]:
@@ -148,7 +148,9 @@ def _can_be_deleted(path: Path, parent: object) -> bool:
     return path.style == "state" or (path.style == "[" and type(path.key) in _LITERALS)
 
 
-def _notes(row: TensorRow, ways: Sequence[WayRow], graph: References) -> Iterator[str]:
+def _notes(row: TensorRow, report: TensorReport, ways: Sequence[WayRow], graph: References) -> Iterator[str]:
+    if ways and any(each.kind == "activation" for each in report):
+        yield "an autograd graph that saved it for backward keeps it too; those are not followed here"
     if graph.gave_up:
         yield f"only the first {references.MAX_STEPS:,} references were followed; there may be more holders"
     if not ways and row.holder is not None:

@@ -213,3 +213,10 @@ def test_a_closure_and_a_generator_are_ways_too() -> None:
     found = {row.shape: row.name for row in probe(namespace) if row.name}
     assert commands(why(found[5,], namespace)) == {"step": "del step"}
     assert commands(why(found[7,], namespace)) == {"gen": "del gen"}
+
+
+def test_where_graphs_live_it_is_said_that_they_may_keep_it_too() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    namespace = {"x": torch.ones(3)}
+    namespace["loss"] = (weight * namespace["x"]).sum()
+    assert any("autograd graph" in note for note in why("x", namespace).notes)
