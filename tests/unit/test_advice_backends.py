@@ -1,0 +1,158 @@
+"""What no simulated device has: the rules for CUDA, XPU and MPS, on facts written by hand and numbers on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpumagic.advice import attention, backends, cell_code, elsewhere, fragments, host, law, logits, negatives, text
+from gpumagic.advice.facts import Facts, Loader, Model, Scene, TensorFact, Work
+from gpumagic.probes.allocator import AllocatorFigures
+
+MIB, GIB = 2**20, 2**30
+SHORTAGE = Facts(
+    "cuda allocator", device="cuda:0", requested=2 * GIB, capacity=8 * GIB, free=GIB, from_allocator=True,
+    before=AllocatorFigures(GIB, GIB, GIB), at_failure=AllocatorFigures(7 * GIB, 7 * GIB, 7 * GIB),
+    after=AllocatorFigures(GIB, GIB, GIB),
+)  # fmt: skip
+
+
+def one(rule, facts):
+    (advice,) = rule(facts)
+    return advice
+
+
+def failing(source, tensors, **changes):
+    """Return facts of a cell of one line that failed, with these tensors at work."""
+    at = text.parse(source, line=1)
+    return replace(SHORTAGE, cell=cell_code.read(source), work=Work(text=at, tensors=tensors), **changes)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "((q @ k.transpose(-2, -1)) * 0.5).softmax(-1) @ v",
+        "torch.softmax(q @ k.mT / 4, dim=-1) @ v",
+        "F.softmax(q @ k.transpose(-1, -2), -1) @ v",
+    ],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_has_the_same_values_fused_and_in_parts(code, fused) -> None:
+    q, k, v = torch.randn(3, 2, 2, 300, 16).double()
+    fact = TensorFact((2, 2, 300, 16), "float64", q.nbytes, "cuda:0")
+    asked = 2 * 2 * 300 * 300 * 8
+    facts = failing(f"out = {code}", {"q": fact, "k": fact, "v": fact}, requested=asked, fused_attention=fused)
+    advice = one(attention.fused, facts)
+    assert ("scaled_dot_product_attention" in advice.edit) is fused
+    names = {"torch": torch, "F": torch.nn.functional, "q": q, "k": k, "v": v}
+    exec(advice.apply(f"out = {code}"), names)
+    torch.testing.assert_close(names["out"], eval(code, names))
+
+
+@pytest.mark.parametrize("code", ["(q @ k.transpose(-2, -1)).softmax(0) @ v", "(q @ k).softmax(-1) @ v", "q @ k @ v"])
+def test_what_only_looks_like_attention_is_left_alone(code) -> None:
+    fact = TensorFact((2, 2, 300, 16), "float32", 4 * 2 * 2 * 300 * 16, "cuda:0")
+    facts = failing(f"out = {code}", {"q": fact, "k": fact, "v": fact}, requested=4 * 2 * 2 * 300 * 300)
+    assert not list(attention.fused(facts))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_loss_in_parts_is_the_loss(trains) -> None:
+    """The mean over the labels that count, ignored ones left out, and the same gradient."""
+    hidden, table = torch.randn(24, 8).double(), torch.randn(8, 1200).double().requires_grad_()
+    labels = torch.arange(24)
+    labels[3] = -100
+    source = "loss = F.cross_entropy(hidden @ table, labels)"
+    facts = failing(source, {"hidden": TensorFact((24, 8), "float64", hidden.nbytes, "cuda:0")})
+    facts = replace(
+        facts, scene=Scene(line=1, calls_backward=trains),
+        work=replace(facts.work, function="cross_entropy",
+                     operands={"input": TensorFact((24, 1200), "float64", 24 * 1200 * 8, "cuda:0")}),
+    )  # fmt: skip
+    advice = one(logits.in_parts, facts)
+    assert ("checkpoint" in advice.edit) is trains
+    names = {"torch": torch, "F": torch.nn.functional, "hidden": hidden, "table": table, "labels": labels}
+    exec("import torch.utils.checkpoint\n" + advice.apply(source), names)
+    expected = torch.nn.functional.cross_entropy(hidden @ table, labels)
+    torch.testing.assert_close(names["loss"], expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each, table)[0] for each in (names["loss"], expected)))
+
+
+def test_a_cap_on_the_process_is_lifted_not_worked_around() -> None:
+    advice = one(backends.fraction, replace(SHORTAGE, kind="memory fraction"))
+    assert advice.first == "torch.cuda.set_per_process_memory_fraction(1.0)"
+    assert not list(backends.fraction(SHORTAGE))
+
+
+def test_cudnn_is_named_only_where_its_trials_are_on_and_a_convolution_failed() -> None:
+    conv = Scene(functions=frozenset({"forward", "_conv_forward"}))
+    on = {"cudnn.benchmark": True}
+    assert one(backends.benchmark, replace(SHORTAGE, scene=conv, settings=on)).first.endswith("benchmark = False")
+    assert not list(backends.benchmark(replace(SHORTAGE, scene=conv)))
+    assert not list(backends.benchmark(replace(SHORTAGE, settings=on)))
+
+
+def test_limits_of_xpu_and_mps_name_the_variable_and_the_restart() -> None:
+    block = one(backends.large_blocks, replace(SHORTAGE, kind="xpu block limit"))
+    cap = one(backends.watermark, replace(SHORTAGE, kind="mps allocator"))
+    assert (block.edit, cap.edit) == (
+        "UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1", "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
+    )  # fmt: skip
+    assert "restart" in block.cost
+    assert "restart" in cap.cost
+    assert not [*backends.large_blocks(SHORTAGE), *backends.watermark(SHORTAGE)]
+
+
+def test_pools_of_cuda_graphs_are_named_only_if_they_hold_the_request() -> None:
+    assert one(fragments.private_pools, replace(SHORTAGE, private_pools=3 * GIB)).frees == 3 * GIB
+    assert not list(fragments.private_pools(replace(SHORTAGE, private_pools=GIB)))
+
+
+def test_a_larger_device_is_named_by_its_size() -> None:
+    facts = replace(SHORTAGE, cell=cell_code.read("x"), fixed=GIB)
+    assert one(elsewhere.larger, facts).title == "Use a GPU with 10 GiB or more"
+
+
+def test_a_batch_is_divided_only_among_devices_that_have_room() -> None:
+    model = Model("net", GIB, GIB, training=True, checkpoints=None, gradients=GIB)
+    facts = replace(SHORTAGE, cell=cell_code.read("net(x).backward()"), models=(model,), fixed=2 * GIB,
+                    scene=Scene(functions=frozenset({"forward"})))  # fmt: skip
+    advice = one(elsewhere.divided, replace(facts, free_elsewhere={"cuda:1": 20 * GIB, "cuda:2": GIB}))
+    assert "among 2 devices" in advice.title
+    assert not list(elsewhere.divided(replace(facts, free_elsewhere={"cuda:1": GIB})))
+
+
+def test_workers_are_blamed_only_for_what_failed_in_them() -> None:
+    loader = Loader("loader", 8, workers=4, shuffles=True)
+    killed = replace(SHORTAGE, kind="dataloader killed", memory="host", loaders=(loader,))
+    advice = one(host.workers, killed)
+    assert advice.first == (
+        "loader = torch.utils.data.DataLoader(loader.dataset, batch_size=8, shuffle=True, num_workers=0, "
+        "collate_fn=loader.collate_fn)"
+    )
+    assert not list(host.workers(replace(killed, kind="numpy")))
+    assert not list(host.workers(replace(killed, loaders=(replace(loader, workers=0),))))
+
+
+def test_an_array_of_float64_is_halved_where_numpy_was_refused() -> None:
+    source = "table = np.zeros((10**5, 10**5))"
+    facts = failing(source, {}, kind="numpy", memory="host", device="cpu", requested=75 * GIB, free=40 * GIB)
+    advice = one(host.half_as_wide, facts)
+    assert (advice.edit, advice.covers) == ("table = np.zeros((10**5, 10**5), dtype=np.float32)", True)
+    narrow = failing("table = np.zeros(9, dtype=np.float32)", {}, kind="numpy", memory="host", requested=GIB)
+    assert not list(host.half_as_wide(narrow))
+
+
+def test_a_smaller_batch_is_denied_where_the_step_failed() -> None:
+    facts = replace(SHORTAGE, scene=Scene(functions=frozenset({"_single_tensor_adam"})), loaders=(Loader("l", 8),))
+    assert any("A smaller batch cannot help" in each for each in negatives.sentences(facts))
+    assert not any("A smaller batch" in each for each in negatives.sentences(SHORTAGE))
+
+
+@pytest.mark.parametrize(
+    ("number", "value"), [(139, 128), (100, 96), (37024, 32768), (20, 20), (9.9, 8), (3, 3), (0, 1)]
+)
+def test_batch_sizes_are_rounded_down_as_people_write_them(number, value) -> None:
+    assert law.sensible(number) == value
