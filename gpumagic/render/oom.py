@@ -194,7 +194,7 @@ def _place(advice: Advice) -> Callable[[int], int | str]:
     """Return what stands before each of the new lines: its number in the cell, with the cell where it is another."""
     changes = sorted(advice.changes, key=lambda change: (change.line, change.column))
     if not changes:
-        return lambda _offset: ""
+        return lambda _offset: "use"
     start = changes[0].line + changes[0].new.startswith("\n")
     cell = f"{changes[0].cell} " if changes[0].cell else ""
     return lambda offset: f"{cell}{start + offset}"

@@ -40,11 +40,11 @@ A shortage: 3.0 GiB was in use on cuda:0 before the cell, the cell took 4.0 GiB
 
 What would help
 1. Run the cell on cuda:1: enough
- | %%ondevice cuda:1
+use | %%ondevice cuda:1
 Why: cuda:1 has 20.0 GiB free.
 2. Delete 2 names that earlier cells left: frees 1.0 GiB, not enough alone
- | %xdel _3
- | del features
+use | %xdel _3
+use | del features
 Why: features 800.0 MiB.
 3. Lower batch_size from 64 to 32: frees about 2.0 GiB, which should be enough
 first | del x
