@@ -33,6 +33,9 @@ def groups(ledger: Ledger) -> list[list[Storage]]:
 
 def occupied(block: Sequence[Storage], granule: int) -> int | None:
     """Return the bytes that a block takes from its allocator, which hands out multiples of ``granule``."""
+    if len(block) == 1:
+        nbytes = block[0].nbytes
+        return nbytes if granule == 1 or nbytes is None else -(-nbytes // granule) * granule
     spans = []
     for storage in block:
         if storage.nbytes is None:

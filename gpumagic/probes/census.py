@@ -47,7 +47,10 @@ class Census:
         self._find()
         names = self._named() if self._looks_for_names else Names({})
         saved_for = self._walk_graphs() if self._looks_for_names else {}
-        self._ledger.add_all(each for each in self._tensors if id(each) not in self._saved or names.of(id(each)))
+        saved = self._saved
+        self._ledger.add_all(
+            [each for each in self._tensors if not saved or id(each) not in saved or names.of(id(each))]
+        )
         gradient_of = self._find_gradients()
         self._add_saved()
         graph_of = {root: frozenset(self._storages(tensors)) for root, tensors in saved_for.items()}

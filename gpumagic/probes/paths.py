@@ -154,11 +154,17 @@ class Names:
 
     def of(self, tensor_id: int) -> list[str]:
         """Return the ways to write a tensor, a plain variable before a module's path before other containers."""
-        ways = self._paths.get(tensor_id, ())
+        ways = self._paths.get(tensor_id)
+        if ways is None:
+            return []
         if len(ways) == 1:
             return [spell(way, self.best) for way in ways]
         ranked = sorted((way.rank, way.depth, spell(way, self.best)) for way in ways)
         return [name for _, _, name in ranked]
+
+    def are_none(self) -> bool:
+        """Return whether no tensor has a name."""
+        return not self._paths
 
     def best(self, tensor_id: int) -> str | None:
         """Return the best way to write a tensor that is not itself an optimizer's state of another."""

@@ -55,6 +55,7 @@ class Rows:
     def __init__(self, found: Findings, groups: Iterable[list[Storage]]) -> None:
         self._found = found
         self._granules: dict[str, int] = {}
+        self._is_nameless = found.names.are_none()
         self._blocks = [self._block(storages) for storages in groups]
         self._block_of: dict[Storage, _Block] = {}
         self._held: dict[int, holders.Held] = {}
@@ -105,6 +106,8 @@ class Rows:
 
     def _block(self, storages: list[Storage]) -> _Block:
         block = _Block(storages, occupied(storages, self._granule(storages[0].device)))
+        if self._is_nameless:
+            return block
         found: list[str] = []
         names, gradient_of = self._found.names, self._found.gradient_of
         for storage in storages:
@@ -121,6 +124,31 @@ class Rows:
         return block
 
     def _row(self, block: _Block) -> TensorRow:
+        lone = len(block.storages) == 1 and len(block.storages[0].looks) == 1 and not self._found.graph_of
+        return self._lone_row(block, block.storages[0]) if lone else self._shared_row(block)
+
+    def _lone_row(self, block: _Block, storage: Storage) -> TensorRow:
+        """Return the row of a storage of one tensor: of these there may be thousands, and few are special."""
+        (look,) = storage.looks.values()
+        held, names = block.held, block.names
+        return TensorRow(
+            storage.device,
+            block.nbytes,
+            look.shape,
+            look.dtype,
+            self._kind(block),
+            names[0] if names else None,
+            names,
+            held and held.label,
+            held and held.place,
+            held is not None and held.releasable,
+            requires_grad=storage.requires_grad,
+            viewed_nbytes=None if storage.nbytes is None else look.nbytes,
+            note=storage.note or _small_view(look.nbytes, storage.nbytes),
+            numbers=(storage.number,),
+        )
+
+    def _shared_row(self, block: _Block) -> TensorRow:
         storages, names = block.storages, block.names
         first = storages[0]
         looks = [look for storage in storages for look in storage.looks.values()]
@@ -156,11 +184,12 @@ class Rows:
         return self._granules.get(device) or self._granules.setdefault(device, reconcile.granule(device))
 
     def _kind(self, block: _Block) -> str:
-        roles, found = self._found.roles, set()
+        roles, gradient_of = self._found.roles, self._found.gradient_of
+        found: set[str] = set()
         for storage in block.storages:
             if roles:
                 found.update([roles[tensor] for tensor in storage.looks if tensor in roles])
-            if storage in self._found.gradient_of:
+            if gradient_of and storage in gradient_of:
                 found.add("gradient")
             if storage.is_parameter:
                 found.add("parameter")

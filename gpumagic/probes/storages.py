@@ -73,6 +73,7 @@ class Ledger:
         self._torch: Any = torch._C
         self._base = base
         self._parameter = torch.nn.Parameter
+        self._address = torch._C._data_address
         self._plain = (torch.Tensor, torch.nn.Parameter)
         self._size, self._dtype, self._device_of = base.shape.__get__, base.dtype.__get__, base.device.__get__
         self._requires_grad, self._is_leaf = base.requires_grad.__get__, base.is_leaf.__get__
@@ -84,8 +85,28 @@ class Ledger:
 
     def add_all(self, tensors: Iterable[torch.Tensor]) -> None:
         """Enter live tensors; the caller keeps them alive for as long as their `id` is used."""
-        for tensor in tensors:
-            self.add(tensor)
+        untyped_storage, is_contiguous, address_of = self._base.untyped_storage, self._base.is_contiguous, self._address
+        storages, plain, parameter = self.storages, self._plain, self._parameter
+        for tensor in tensors:  # all that is common is done here, as calls are most of what it would cost
+            try:
+                storage = untyped_storage(tensor)
+                key, nbytes = storage._cdata, storage.nbytes()
+                shape, dtype = tuple(self._size(tensor)), self._dtype(tensor)
+                name, itemsize = self._dtypes[dtype]
+                elements = prod(shape)
+                common = type(tensor) in plain and elements * itemsize == nbytes > 0 and key not in storages
+                address = address_of(tensor) if common and is_contiguous(tensor) else 0
+            except Exception:
+                address = 0
+            if not address:
+                self.add(tensor)
+                continue
+            requires_grad = self._requires_grad(tensor)
+            storages[key] = Storage(
+                self._device(tensor), nbytes, address, key, identity.of_storage(storage), None,
+                {id(tensor): Look(shape, name, elements, 0, nbytes, nbytes)},
+                requires_grad, requires_grad and not self._is_leaf(tensor), type(tensor) is parameter,
+            )  # fmt: skip
 
     def add(self, tensor: torch.Tensor) -> Storage:
         """Enter one live tensor; the caller keeps it alive for as long as its `id` is used."""
