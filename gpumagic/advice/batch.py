@@ -106,9 +106,11 @@ def remake(loader: Loader, **changed: object) -> str:
         **({"shuffle": True} if loader.shuffles else {}),
         **({"num_workers": loader.workers} if loader.workers else {}),
         **({"pin_memory": True} if loader.pins else {}),
+        **({"drop_last": True} if loader.drops_last else {}),
         **changed,
     }
     listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    listed += f", sampler={name}.sampler" if loader.samples else ""
     return f"{name} = torch.utils.data.DataLoader({name}.dataset, {listed}, collate_fn={name}.collate_fn)"
 
 

@@ -151,6 +151,9 @@ class Loader:
     workers: int = 0
     shuffles: bool = False
     pins: bool = False
+    drops_last: bool = False
+    samples: bool = False
+    """Whether it has a sampler of the user's own."""
 
 
 @dataclass(frozen=True, slots=True)

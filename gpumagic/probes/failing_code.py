@@ -20,6 +20,9 @@ from gpumagic.probes import exception_graph, learners
 from gpumagic.probes.frames import is_users
 from gpumagic.probes.scene import Standing
 
+FIRST = 8
+"""How many members of a list tell whether it is one of tensors."""
+
 FUNCTIONAL = str(Path("torch", "nn", "functional.py"))
 
 
@@ -101,6 +104,8 @@ def _collections(text: Text | None, frame: FrameType, device: str) -> dict[str, 
     found = {}
     for code, value in _values(text, frame):
         members = value if type(value) is list else list(value.values()) if type(value) is dict else []
+        if not any(_fact(each) for each in members[:FIRST]):
+            continue  # a long list of numbers is not gone through
         facts = [fact for fact in map(_fact, members) if fact is not None and fact.device == device]
         if facts:
             found[code] = Collected(len(facts), sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts))

@@ -21,7 +21,8 @@ def models(named: Named, device: str) -> tuple[Model, ...]:
     for name, value, local in named:
         if issubclass(type(value), torch.nn.Module) and id(value) not in found:
             module: Any = value
-            here = [each for each in module.parameters() if str(each.device) == device]
+            made = [each for each in module.parameters() if not torch.nn.parameter.is_lazy(each)]
+            here = [each for each in made if str(each.device) == device]
             if here:
                 found[id(value)] = _model(name, module, here, local=local)
     return tuple(sorted(found.values(), key=lambda model: -model.nbytes))

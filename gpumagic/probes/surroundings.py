@@ -66,8 +66,13 @@ def loaders(names: Iterable[str], namespace: Mapping[str, object]) -> tuple[Load
     for name in sorted(names):
         value: Any = namespace[name]
         if issubclass(type(value), data.DataLoader) and isinstance(value.batch_size, int) and value.batch_size > 1:
-            shuffles = issubclass(type(value.sampler), data.RandomSampler)
-            found.append(Loader(name, value.batch_size, value.num_workers, shuffles, bool(value.pin_memory)))
+            shuffles = type(value.sampler) is data.RandomSampler
+            found.append(
+                Loader(
+                    name, value.batch_size, value.num_workers, shuffles, bool(value.pin_memory), bool(value.drop_last),
+                    samples=type(value.sampler) not in (data.RandomSampler, data.SequentialSampler),
+                )
+            )  # fmt: skip
     return tuple(found)
 
 

@@ -132,6 +132,11 @@ def test_workers_are_blamed_only_for_what_failed_in_them() -> None:
         "loader = torch.utils.data.DataLoader(loader.dataset, batch_size=8, shuffle=True, num_workers=0, "
         "collate_fn=loader.collate_fn)"
     )
+    own = replace(loader, shuffles=False, samples=True, drops_last=True)
+    assert one(host.workers, replace(killed, loaders=(own,))).first == (
+        "loader = torch.utils.data.DataLoader(loader.dataset, batch_size=8, num_workers=0, drop_last=True, "
+        "sampler=loader.sampler, collate_fn=loader.collate_fn)"
+    )
     assert not list(host.workers(replace(killed, kind="numpy")))
     assert not list(host.workers(replace(killed, loaders=(replace(loader, workers=0),))))
 
