@@ -32,14 +32,14 @@ def failure(error: dict[str, Any]) -> str:
     return f"the cell fails{where} with {error['kind']}: {error['text']}"
 
 
-def cut(line: int, passes: int) -> str:
+def cut(place: str, passes: int) -> str:
     """Return what a loop's end says that was cut short."""
-    return f"the loop in line {line} was rehearsed for {count(passes, 'pass', 'passes')}, and further ones repeat them"
+    return f"the loop in {place} was rehearsed for {count(passes, 'pass', 'passes')}, and further ones repeat them"
 
 
-def missed(line: int) -> str:
+def missed(place: str) -> str:
     """Return what a branch says that was never taken."""
-    return f"line {line} was not reached in the passes rehearsed, and may need more"
+    return f"{place} was not reached in the passes rehearsed, and may need more"
 
 
 def not_modelled(extra: tuple[int, int]) -> str:

@@ -12,6 +12,8 @@ PRECISION = 0.015
 """How near the largest value is sought, as a share of it."""
 _MOST_REHEARSALS = 12
 _LARGEST = 1 << 40
+_STARTS = (1, 16, 256)
+"""Where the law is looked for, times the present value: with small ones the peak may lie where it has no part."""
 
 
 def fit(
@@ -84,9 +86,12 @@ def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int) -> F
             tried[value] = rehearse(value)
         return tried[value]
 
-    first, second = ask(now), ask(2 * now)
-    reason = _why_not(first) or _why_not(second)
-    base, each = _law(first, second, now)
+    for start in _STARTS:
+        first, second = ask(start * now), ask(2 * start * now)
+        reason = _why_not(first) or _why_not(second)
+        base, each = _law(first, second, start * now)
+        if reason or each > 0:
+            break
     if reason or each <= 0:
         reason = reason or f"{name} changes nothing of the peak"
         return _fit(name, now, None, tried, base, each, reason)

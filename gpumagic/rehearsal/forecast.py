@@ -147,7 +147,7 @@ def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> Rehea
         for name, found, capacity in zip(target.names, told["devices"], target.capacities, strict=True)
     )
     deciding = min(devices, key=lambda each: _room(each, target.names[target.chosen]))
-    unknown = [*told["unknown"], *parts.notes, *(advice.missed(line) for line in told["missed"])]
+    unknown = [*told["unknown"], *parts.notes, *(advice.missed(place) for place in told["missed"])]
     if target.extra[1]:
         unknown.append(advice.not_modelled(target.extra))
     return RehearsalReport(
@@ -161,7 +161,7 @@ def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> Rehea
         capacity=deciding.capacity,
         verdict=advice.verdict(deciding, error),
         timeline=tuple((target.names[index], line, held) for index, line, held in told["timeline"]),
-        assumed=(*told["assumed"], *parts.assumed, *(advice.cut(line, passes) for line, passes in told["cut"])),
+        assumed=(*told["assumed"], *parts.assumed, *(advice.cut(place, passes) for place, passes in told["cut"])),
         unknown=tuple(dict.fromkeys(unknown)),
         effects=tuple(told["effects"]),
         error=None if error is None else advice.failure(error),

@@ -40,9 +40,9 @@ def _headline(report: RehearsalReport) -> str:
 
 def _peak(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
     if device.line is not None and device.code is not None:
-        where = f", in {device.function}" if device.function else ""
-        note = f"peak: {device.operator}, {size(device.operator_bytes)}{where}"
-        yield Listing([(device.line, device.code, note)])
+        yield Listing([(device.line, device.code, "")])
+        where = f" in {device.function}" if device.function else ""
+        yield Paragraph(f"The peak is reached there{where}, by {device.operator} with {size(device.operator_bytes)}.")
     rows: list[list[Cell | str]] = [
         [kind, Cell(size(nbytes), (Segment(nbytes / device.peak),))] for kind, nbytes in device.breakdown.items()
     ]

@@ -29,9 +29,10 @@ def rehearse(name, backend):
 
 @pytest.mark.parametrize("name", SAME)
 def test_the_peak_is_that_of_the_simulated_card(name) -> None:
-    told = rehearse(name, "cuda")
+    told, expected = rehearse(name, "cuda"), rehearse(name, "simgpu")
     assert told.error is None
-    assert list(told.peak.values()) == list(rehearse(name, "simgpu").peak.values())
+    assert list(told.peak.values()) == list(expected.peak.values())
+    assert told.breakdown == expected.breakdown
 
 
 def test_code_that_asks_gets_cudas_answers() -> None:

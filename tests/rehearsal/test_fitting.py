@@ -53,6 +53,12 @@ def test_a_value_that_changes_nothing_is_said_to() -> None:
     assert found.reason == "batch changes nothing of the peak"
 
 
+def test_a_value_that_matters_only_when_it_is_larger_is_followed_there() -> None:
+    """With a small batch the peak is the optimizer's, which no batch changes."""
+    found = fitting.search(lambda value: report(*[max(50, value) * MIB] * 2, 900 * MIB), "batch", 8)
+    assert 882 <= found.largest <= 900
+
+
 def test_a_value_with_a_limit_fits_however_large() -> None:
     """Such as the batch of a data loader beyond the size of its data."""
     found = fitting.search(lambda value: report(MIB * min(value, 50), 2 * MIB * min(value, 50), 200 * MIB), "batch", 8)

@@ -122,12 +122,11 @@ class Autocast:
         return kernel
 
     def _is_eligible(self, value: Any) -> bool:
-        return (
-            isinstance(value, torch.Tensor)
-            and value.device.type == self._type
-            and value.is_floating_point()
-            and value.dtype != torch.float64
-        )
+        if not isinstance(value, torch.Tensor):
+            return False
+        with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
+            is_here = value.device.type == self._type
+        return bool(is_here and value.is_floating_point() and value.dtype != torch.float64)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, list | tuple):

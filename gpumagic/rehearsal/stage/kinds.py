@@ -45,8 +45,9 @@ class Kinds:
                 self._after_step(each)
 
     def _mark(self, tensor: Any, kind: str) -> None:
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == self._type:
-            self._ledger.mark(key_of(tensor), kind)
+        with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._type:
+                self._ledger.mark(key_of(tensor), kind)
 
     def _leaf(self, leaf: torch.Tensor) -> None:
         if isinstance(leaf, torch.nn.Parameter):

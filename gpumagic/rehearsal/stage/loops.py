@@ -21,7 +21,12 @@ MOST_PASSES = 128
 @dataclass
 class _Site:
     line: int
+    function: str
     branches: list[int] = field(default_factory=list)
+
+    def place(self) -> str:
+        """Return where it is, in words."""
+        return f"line {self.line} of {self.function}" if self.function else f"line {self.line}"
 
 
 @dataclass
@@ -41,7 +46,8 @@ class Loops:
     Args:
         ledger: tells what a pass did.
         grow: called with a device and the bytes that the passes left out would have added.
-        size: writes bytes for people.
+        assumed: called with a sentence for what is assumed.
+        unknown: called with a sentence for what cannot be known.
     """
 
     ledger: Ledger
@@ -49,22 +55,22 @@ class Loops:
     assumed: Callable[[str], None]
     unknown: Callable[[str], None]
     sites: list[_Site] = field(default_factory=list)
-    branches: dict[int, int] = field(default_factory=dict)
-    """Lines of the branches that do something, by number."""
+    branches: dict[int, str] = field(default_factory=dict)
+    """Places of the branches that do something, by number."""
     reached: set[int] = field(default_factory=set)
-    cut: dict[int, int] = field(default_factory=dict)
-    """Passes made, by the line of a loop that was cut short."""
-    missed: set[int] = field(default_factory=set)
-    """Lines of branches that no pass of a loop that was cut short took."""
+    cut: dict[str, int] = field(default_factory=dict)
+    """Passes made, by the place of a loop that was cut short: ``"line 3"``, ``"line 3 of train"``."""
+    missed: set[str] = field(default_factory=set)
+    """Places of branches that no pass of a loop that was cut short took."""
     _while: dict[int, _Run] = field(default_factory=dict)
 
     def names(self) -> dict[str, Callable[..., Any]]:
         """Return what the changed source calls."""
         return {PASSES: self._passes, AGAIN: self._again, ENTER: self._enter, REACHED: self.reached.add}
 
-    def transform(self, tree: ast.Module) -> ast.Module:
-        """Return a module whose loops can be cut short."""
-        changed: ast.Module = ast.fix_missing_locations(_Transformer(self).visit(tree))
+    def transform(self, tree: ast.Module, is_cell: bool) -> ast.Module:
+        """Return a module whose loops can be cut short; lines of another module than the cell are told by function."""
+        changed: ast.Module = ast.fix_missing_locations(_Transformer(self, is_cell).visit(tree))
         return changed
 
     def _passes(self, iterable: Iterable[Any], site: int) -> Iterator[Any]:
@@ -73,7 +79,7 @@ class Loops:
         try:
             for done, item in enumerate(iterable):
                 if done and self._is_enough(run, total):
-                    self.cut[self.sites[site].line] = done
+                    self.cut[self.sites[site].place()] = done
                     return
                 run.highest[:] = self.ledger.figures()
                 yield item
@@ -93,7 +99,7 @@ class Loops:
         else:
             self._end_pass(run)
             if self._is_enough(run, None):
-                self.cut[self.sites[site].line] = len(run.history)
+                self.cut[self.sites[site].place()] = len(run.history)
                 self._enter(site)
                 return False
         run.highest[:] = self.ledger.figures()
@@ -131,17 +137,15 @@ class Loops:
         return grown is not None and (not any(grown) or len(run.history) >= 4)
 
     def _carry_on(self, run: _Run, grown: tuple[int, ...], total: int | None) -> bool:
-        line = self.sites[run.site].line
+        place = self.sites[run.site].place()
         if total is None:
-            self.unknown(
-                f"the loop in line {line} keeps more memory each pass, and how many there will be is not known"
-            )
+            self.unknown(f"the loop in {place} keeps more memory each pass, and how many there will be is not known")
             return True
         missing = total - len(run.history) - 1
         for device, nbytes in enumerate(grown):
             if nbytes > 0 and missing > 0:
                 self.grow(device, nbytes * missing)
-        self.assumed(f"the loop in line {line} keeps on growing each pass as it did, for {total} passes")
+        self.assumed(f"the loop in {place} keeps on growing each pass as it did, for {total} passes")
         run.last = True
         return missing < 0
 
@@ -174,8 +178,10 @@ def _length(iterable: Iterable[Any]) -> int | None:
 
 
 class _Transformer(ast.NodeTransformer):
-    def __init__(self, loops: Loops) -> None:
+    def __init__(self, loops: Loops, is_cell: bool) -> None:
         self._loops = loops
+        self._is_cell = is_cell
+        self._function_name = ""
         self._inside: list[int] = []
 
     def visit_For(self, node: ast.For) -> ast.AST:
@@ -198,15 +204,16 @@ class _Transformer(ast.NodeTransformer):
         return node
 
     def _function(self, node: ast.AST) -> ast.AST:
-        outside, self._inside = self._inside, []
+        outside = self._inside, self._function_name
+        self._inside, self._function_name = [], getattr(node, "name", self._function_name)
         self.generic_visit(node)
-        self._inside = outside
+        self._inside, self._function_name = outside
         return node
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _function  # noqa: N815  # ast's names
 
     def _site(self, node: ast.stmt) -> int:
-        self._loops.sites.append(_Site(node.lineno))
+        self._loops.sites.append(_Site(node.lineno, "" if self._is_cell else self._function_name))
         return len(self._loops.sites) - 1
 
     def _body(self, node: ast.For | ast.While, site: int) -> ast.AST:
@@ -219,7 +226,7 @@ class _Transformer(ast.NodeTransformer):
         if all(map(_is_harmless, body)):
             return body
         number = len(self._loops.branches)
-        self._loops.branches[number] = body[0].lineno
+        self._loops.branches[number] = _Site(body[0].lineno, "" if self._is_cell else self._function_name).place()
         for site in self._inside:
             self._loops.sites[site].branches.append(number)
         mark = ast.copy_location(ast.Expr(_call(REACHED, body[0], [ast.Constant(number)])), body[0])

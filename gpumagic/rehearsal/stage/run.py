@@ -125,7 +125,7 @@ class Rehearsal:
                 code: Any = None
             else:
                 tree = constants.replace(ast.parse(self.order["source"], filename), self.order["values"])
-                tree = self._loops.transform(tree)
+                tree = self._loops.transform(tree, is_cell=True)
                 code = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
             self.ledger.where = self._lines.where
             if code is None:
@@ -208,7 +208,7 @@ class Rehearsal:
         if (filename, 0, "") in self._codes:
             return
         try:
-            tree = self._loops.transform(ast.parse(source, filename))
+            tree = self._loops.transform(ast.parse(source, filename), is_cell=filename == self.order["filename"])
             whole = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         except SyntaxError:
             whole = compile("", filename, "exec")
