@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import pytest
@@ -16,14 +15,12 @@ def run(bare_shell):
     """Return a function that runs a cell in a shell with the extension loaded, and returns its value."""
     bare_shell.run_line_magic("load_ext", "gpumagic")
     bare_shell.run_cell("import torch", store_history=True)
-    gc.collect()
 
     def run_cell(source):
         return bare_shell.run_cell(source, store_history=True).result
 
     yield run_cell
     bare_shell.run_line_magic("unload_ext", "gpumagic")
-    bare_shell.run_line_magic("reset", "-f")
 
 
 def changes(report):
