@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import types
 import warnings
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -445,10 +446,46 @@ STEPS = st.lists(
         st.tuples(st.just("list"), st.integers(0, 30), st.just(0)),
         st.tuples(st.just("dict"), st.integers(0, 30), st.just(0)),
         st.tuples(st.just("hide"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("display"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("fail"), st.integers(0, 30), st.integers(1, 500)),
+        st.tuples(st.just("operate"), st.integers(0, 30), st.just(0)),
         st.tuples(st.just("delete"), st.integers(0, 30), st.just(0)),
     ),
     max_size=30,
 )
+
+
+def failure(value, size):
+    """Return the error of a call that failed with a tensor of its own and one of the caller's in hand."""
+
+    def fails(given):
+        local = torch.ones(size, device="simgpu:0")
+        raise ValueError(local.shape, given)
+
+    try:
+        fails(value)
+    except ValueError as error:
+        error.__traceback__ = error.__traceback__.tb_next
+        return error
+
+
+def as_kept_by_a_shell(namespace, hidden):
+    """Return a shell that keeps hidden dicts as outputs, and errors as the results of cells that failed."""
+    outputs = {key: value for each in hidden if type(each) is dict for key, value in each.items()}
+    errors = [each for each in hidden if isinstance(each, ValueError)]
+    namespace["_oh"] = outputs
+    result = types.SimpleNamespace(error_in_exec=errors[-1] if errors else None)
+    return types.SimpleNamespace(user_ns_hidden={"_oh": outputs}, last_execution_result=result)
+
+
+NAMED = {
+    "view": lambda value, size: value[:size] if isinstance(value, torch.Tensor) else value,
+    "alias": lambda value, _: value,
+    "list": lambda value, _: [value, (value,)],
+    "dict": lambda value, _: {"k": value},
+    "operate": lambda value, _: value.detach().clone().requires_grad_().exp() if type(value) is torch.Tensor else 0,
+}
+"""What a step makes of a variable and names."""
 
 
 def play(steps, devices):
@@ -461,19 +498,16 @@ def play(steps, devices):
             names[f"v{number}"] = torch.ones(size, device=devices[which])
         elif chosen is None:
             continue
-        elif action == "view":
-            value = names[chosen]
-            names[f"v{number}"] = value[:size] if isinstance(value, torch.Tensor) else value
-        elif action == "alias":
-            names[f"v{number}"] = names[chosen]
-        elif action == "list":
-            names[f"v{number}"] = [names[chosen], (names[chosen],)]
-        elif action == "dict":
-            names[f"v{number}"] = {"k": names[chosen]}
-        elif action == "hide":
-            hidden.append(names.pop(chosen))
+        elif action in NAMED:
+            names[f"v{number}"] = NAMED[action](names[chosen], size)
+        elif action == "display":
+            hidden.append({number: names[chosen]})
+        elif action == "fail":
+            hidden.append(failure(names[chosen], size))
         else:
-            del names[chosen]
+            value = names.pop(chosen)
+            if action == "hide":
+                hidden.append(value)
     return names, hidden
 
 
@@ -490,17 +524,27 @@ def used_devices(two_devices):
     return two_devices
 
 
+@settings(max_examples=60)
 @given(steps=STEPS)
-def test_named_and_unnamed_bytes_are_exactly_what_the_allocator_handed_out(steps, used_devices) -> None:
+def test_the_rows_and_the_remainder_are_exactly_what_the_allocator_handed_out(steps, used_devices) -> None:
+    """And what a program leaves is gone when the program's names, outputs and errors are, as without a report."""
+    before = [torch.simgpu.memory_allocated(index) for index in (0, 1)]
     namespace, hidden = play(steps, used_devices)
-    report = probe(namespace)
+    shell = as_kept_by_a_shell(namespace, hidden)
+    report = probe(namespace, shell=shell)
     for device, row in accelerator_sums(report).items():
+        rows = [each.nbytes for each in report if each.device == device]
         assert row.allocated == torch.simgpu.memory_allocated(int(device[-1]))
-        assert (row.unexplained, row.named + row.held) == (0, row.allocated)
+        assert (row.unexplained, sum(rows)) == (0, row.allocated)
+        assert row.named + row.held + row.graph == row.allocated
         assert row.cached == torch.simgpu.memory_reserved(int(device[-1])) - row.allocated
-    assert hidden is not None
+    del shell
+    namespace.clear()
+    hidden.clear()
+    assert [torch.simgpu.memory_allocated(index) for index in (0, 1)] == before
 
 
+@settings(max_examples=40)
 @given(steps=STEPS)
 def test_every_reachable_tensor_is_named_and_dies_when_it_would_have(steps, used_devices) -> None:
     namespace, hidden = play(steps, used_devices)
