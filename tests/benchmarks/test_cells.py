@@ -68,7 +68,9 @@ def test_guarding_every_cell_costs_nothing_when_nothing_goes_wrong(shell: Intera
         return spent
 
     empty = statistics.median(guarded("pass") - seconds(shell, "pass") for _ in range(21))
-    found = statistics.median(guarded(STEPS) / seconds(shell, STEPS) for _ in range(9))
+    # Each between two bare cells, so that a machine that slows down or speeds up favours neither.
+    rounds = [(seconds(shell, STEPS), guarded(STEPS), seconds(shell, STEPS)) for _ in range(15)]
+    found = statistics.median(2 * each / (before + after) for before, each, after in rounds)
     print(f"\n%oomguard on: {found:.3f}x the bare cell (bar 1.02), {1e3 * empty:.2f} ms a cell (bar 5)")
     assert found < 1.02
     assert empty < 0.005
