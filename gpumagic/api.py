@@ -127,7 +127,7 @@ def ondevice(
         move: variables of the caller's module or notebook that go there first, ``"model,x"`` or ``["model", "x"]``:
             all of them or, with an error, none.
         fallback: the device to use where ``device`` is not on this machine.
-        trace: count implicit copies too, at two to three times the time of small operators.
+        trace: count implicit copies too; small operators then take some five times their time.
         strict: raise `StrayTensor` where a tensor of another device is used or copied unasked; traces as well.
 
     Raises:

@@ -39,6 +39,10 @@ class Tracer(TorchDispatchMode):
         self._operator = ""
         self._asked = _Asked()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import the compiler to keep it away from this method
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -59,6 +63,7 @@ class Tracer(TorchDispatchMode):
 
     def _inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator's kernel for the accelerator with this mode still in force."""
+        __tracebackhide__ = True
         device = next(each.device for each in _tensors((args, kwargs)) if not is_free_to_read(each))
         if func in (_aten.copy_.default, _aten._to_copy.default):
             return func(*args, **kwargs)
@@ -71,6 +76,7 @@ class Tracer(TorchDispatchMode):
             self._operator = outer
 
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, seconds: float) -> None:
+        __tracebackhide__ = True
         recorder = self._recorder
         if func in _READS and not is_free_to_read(args[0]):
             recorder.add_read(args[0], args[0].element_size(), seconds, self._cause(func))
@@ -84,6 +90,7 @@ class Tracer(TorchDispatchMode):
             recorder.log.add_sync()
 
     def _add_move(self, func: Any, source: torch.Tensor, target: torch.Tensor, seconds: float, quick: bool) -> None:
+        __tracebackhide__ = True
         if self._strict and self._recorder.request is None and source.device != target.device:
             self._refuse(source, f"is copied to {target.device} by {self._cause(func)}, which no line asks for")
         self._recorder.add_move(source, target, seconds, self._cause(func), non_blocking=quick)
@@ -95,6 +102,7 @@ class Tracer(TorchDispatchMode):
         return self._operator or ("backward" if torch._C._current_graph_task_id() != -1 else func._opname)
 
     def _refuse_strays(self, func: Any, given: Iterable[torch.Tensor]) -> None:
+        __tracebackhide__ = True
         if self._recorder.request is not None or self._operator or func._opname in _NO_USE:
             return
         for tensor in given:
@@ -105,10 +113,11 @@ class Tracer(TorchDispatchMode):
         __tracebackhide__ = True
         site = self._recorder.log.sites.find(tensor)
         where = f"line {site.line}: " if site.line is not None else ""
-        name = site.name or "a tensor"
         here = self._recorder.device
-        raise StrayTensor(f"{where}{name} lives on {tensor.device} and {what}, in a cell on {here}; move it: "
-                          f"{site.name or 'x'}.to(\"{here}\")")  # fmt: skip
+        mend = f'move it: {site.name}.to("{here}")' if site.name else "move it where a line says so"
+        raise StrayTensor(
+            f"{where}{site.name or 'a tensor'} lives on {tensor.device} and {what}, in a cell on {here}; {mend}"
+        )
 
     def _note_asked(self, given: list[torch.Tensor], result: Any) -> None:
         """Remember what was asked to be elsewhere, and what is computed from it."""
