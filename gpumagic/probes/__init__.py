@@ -6,9 +6,10 @@ By magic, each with the module to start reading at:
               `torch_names` (by `visibility` before CUDA is up, by `cuda_in_use` after), `processes` and
               `other_devices`; `unified` knows memory that is the host's, `absence` why there is no GPU.
 `%devices`    `tensors` scans; `storages` says what each occupies, `kinds` and `gradients` what it is for, `paths`
-              and `holders` who keeps it; `cycles` finds what only awaits the gc; `reconcile` accounts for the
-              allocator's bytes. `identity` tells storages apart from one look to the next, `why` follows `references`
-              to every holder of one tensor, `held` lets go of `outputs` and the `last_error`.
+              and `holders` who keeps it; `cycles` finds what only awaits the gc, `graphs` what autograd keeps;
+              `reconcile` and `history` account for the allocator's bytes. `identity` tells storages apart from one
+              look to the next, `why` follows `references` to every holder of one tensor, `held` lets go of
+              `outputs` and the `last_error`.
 `%%ondevice`  `recording` chooses between exchanged functions (`entry_points`, unless `hindrances`, some of which
               `function_holders` knows, stand in the way) and a mode (`device_mode`); `watched_calls` says what each
               function means for both, `tracing` is the mode of --trace and --strict, `storage_copies` sees what they

@@ -10,14 +10,14 @@ import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpumagic.probes import calls, gradients, holders, identity
+from gpumagic.probes import calls, gradients, history, holders, identity
 from gpumagic.probes.blocks import groups
 from gpumagic.probes.graphs import Graphs
 from gpumagic.probes.kinds import roles, subclasses
 from gpumagic.probes.paths import MAX_STEPS, Names
 from gpumagic.probes.rows import Findings, Rows
 from gpumagic.probes.storages import Ledger, Storage
-from gpumagic.reports import GraphRow, TensorRow
+from gpumagic.reports import GraphRow, SourceRow, TensorRow
 
 
 class Census:
@@ -39,6 +39,7 @@ class Census:
         self._suspended: list[object] = []
         self._saved: dict[int, Any] = {}
         self.graphs: tuple[GraphRow, ...] = ()
+        self.sources: tuple[SourceRow, ...] = ()
         self.notes: list[str] = []
 
     def take(self) -> list[TensorRow]:
@@ -63,6 +64,10 @@ class Census:
         if self._saved:  # which are found last the first time, and by the gc the next
             found.sort(key=lambda row: row.numbers)
         self.graphs = rows.graphs()
+        if recorded := history.segments():
+            self.sources = history.sources(
+                recorded, ((each.device, each.address) for each in self._ledger.storages.values())
+            )
         return found
 
     def release(self) -> None:

@@ -42,7 +42,15 @@ def by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
         else:
             total.held += row.nbytes or 0
     ordered = sorted(sums.items(), key=lambda item: (item[0] not in figures, item[0]))
-    return tuple(_row(device, total, figures.get(device)) for device, total in ordered)
+    others = _other_processes() if figures else {}
+    return tuple(_row(device, total, figures.get(device), others.get(device)) for device, total in ordered)
+
+
+def _other_processes() -> dict[str, int | None]:
+    """Return what other processes hold of each device, as far as the driver's tools tell; it takes about a ms."""
+    from gpumagic.probes import gpus
+
+    return {row.device: row.other_processes for row in gpus.probe() if row.device is not None}
 
 
 def notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list[str]:
@@ -57,7 +65,7 @@ def notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list
     return found
 
 
-def _row(device: str, total: _Sum, figures: allocator.AllocatorFigures | None) -> DeviceMemoryRow:
+def _row(device: str, total: _Sum, figures: allocator.AllocatorFigures | None, others: int | None) -> DeviceMemoryRow:
     row = DeviceMemoryRow(device, total.tensors, total.storages, total.named, total.held, total.graph)
     if figures is None:
         return row
@@ -66,4 +74,5 @@ def _row(device: str, total: _Sum, figures: allocator.AllocatorFigures | None) -
         unexplained=figures.allocated - total.named - total.held - total.graph,
         allocated=figures.allocated,
         cached=figures.reserved - figures.allocated,
+        other_processes=others,
     )  # fmt: skip

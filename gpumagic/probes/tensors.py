@@ -56,6 +56,7 @@ def probe(
             notes=(*census.notes, *reconcile.notes(rows, summary)),
             process=identity.PROCESS,
             graphs=census.graphs,
+            sources=census.sources,
         )
         return report.narrowed(devices, minimum, sort)
 

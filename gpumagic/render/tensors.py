@@ -25,6 +25,10 @@ def view(report: TensorReport) -> Document:
     if report.by_device:
         blocks += _devices(report.by_device)
     blocks += [Paragraph(_graph(row)) for row in report.graphs if row.nbytes >= _WORTH_A_SENTENCE]
+    blocks += [
+        Paragraph(f"Unexplained on {row.device}: {size(row.nbytes)} in {count(row.blocks, 'block')} from {row.line}")
+        for row in report.sources[:5]
+    ]
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 

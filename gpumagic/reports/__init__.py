@@ -17,7 +17,7 @@ from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
 from gpumagic.reports.names import Holder
 from gpumagic.reports.oom import Advice, Change, OomReport
 from gpumagic.reports.rehearsal import DeviceForecast, Fit, RehearsalReport, RehearsalRow
-from gpumagic.reports.tensors import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
+from gpumagic.reports.tensors import DeviceMemoryRow, GraphRow, SourceRow, TensorReport, TensorRow
 from gpumagic.reports.transfers import TransferReport, TransferRow
 from gpumagic.reports.tries import FitReport, Try
 from gpumagic.reports.why import WayRow, WhyReport
@@ -56,6 +56,7 @@ __all__ = [
     "SampleRow",
     "Shape",
     "Share",
+    "SourceRow",
     "TensorReport",
     "TensorRow",
     "TransferReport",

@@ -88,6 +88,17 @@ class GraphRow:
     """The first of them: ``"losses[0]"``."""
 
 
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """Blocks that no tensor accounts for, by the line that allocated them, where allocations are recorded."""
+
+    device: str
+    line: str
+    """``"train.py:12 in step"``."""
+    nbytes: int
+    blocks: int
+
+
 @dataclass(frozen=True, repr=False)
 class TensorReport(Report[TensorRow]):
     """The live tensors of this process, a row a storage, largest first."""
@@ -107,6 +118,8 @@ class TensorReport(Report[TensorRow]):
     """Smaller storages are left out."""
     graphs: tuple[GraphRow, ...] = ()
     """The variables whose graphs keep memory, most first."""
+    sources: tuple[SourceRow, ...] = ()
+    """The lines that allocated what is unexplained; only under ``torch.cuda.memory._record_memory_history()``."""
     process: str = ""
     """Stands for the process it was made in, whose storages `TensorRow.numbers` tell apart."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import types
 
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from gpumagic.probes import graphs
+from gpumagic.probes import gpus, graphs
 from gpumagic.probes.tensors import probe
 
 
@@ -169,8 +170,6 @@ def test_a_function_of_the_user_keeps_what_it_saved_and_what_its_ctx_has(two_dev
 
 
 def test_a_graph_that_an_output_keeps_goes_with_it(model) -> None:
-    import types
-
     namespace: dict[str, object] = {"model": model}
     shell = types.SimpleNamespace(user_ns_hidden={})
     namespace["_oh"] = {4: model(batch()).sum()}
@@ -214,3 +213,10 @@ def test_a_graph_lives_no_longer_for_having_been_looked_at(model) -> None:
         assert allocated() == before
     finally:
         gc.enable()
+
+
+def test_what_other_processes_hold_of_a_device_is_the_driver_s_figure(two_devices, monkeypatch) -> None:
+    kept = torch.ones(1, device=two_devices[1])
+    rows = [types.SimpleNamespace(device=two_devices[1], other_processes=7 << 30)]
+    monkeypatch.setattr(gpus, "probe", lambda: rows)
+    assert sums(probe({"kept": kept}), two_devices[1]).other_processes == 7 << 30
