@@ -143,6 +143,21 @@ def test_a_wrapper_s_parts_are_named_below_it() -> None:
     assert row_of("wrapped.inner", {"wrapped": Wrapper(torch.ones(10))}).nbytes == 40
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
+@pytest.mark.filterwarnings("ignore")
+def test_a_distributed_tensor_is_named_with_its_local_part() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        spread = distribute_tensor(torch.ones(100), init_device_mesh("cpu", (1,)), [Shard(0)])
+        assert row_of("spread", {"spread": spread}).nbytes == 0
+        assert row_of("spread._local_tensor", {"spread": spread}).nbytes == 400
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_tensor_inside_vmap_is_of_unknown_size() -> None:
     seen = []
 
