@@ -34,7 +34,8 @@ def failure(error: dict[str, Any]) -> str:
 
 def cut(place: str, passes: int) -> str:
     """Return what a loop's end says that was cut short."""
-    return f"the loop in {place} was rehearsed for {count(passes, 'pass', 'passes')}, and further ones repeat them"
+    made = count(passes, "pass", "passes")
+    return f"the loop in {place} was rehearsed for {made}, and further ones are taken to repeat them"
 
 
 def missed(place: str) -> str:

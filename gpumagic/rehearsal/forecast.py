@@ -141,7 +141,7 @@ def _order(
 
 
 def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> RehearsalReport:
-    error, complete = told["error"], told["error"] is None and not told["missed"]
+    error, complete = told["error"], told["error"] is None and not told["missed"] and not told["is_open"]
     devices = tuple(
         _device(name, found, capacity, target.extra, complete)
         for name, found, capacity in zip(target.names, told["devices"], target.capacities, strict=True)

@@ -268,6 +268,26 @@ def test_a_loop_of_another_size_each_pass_is_run_whole(two_devices) -> None:
     assert needed(gpumagic.rehearse(cell, {})) == (900 + 30) * 2048
 
 
+def test_a_list_of_different_sizes_is_gone_through_to_its_end(two_devices) -> None:
+    cell = "import torch\nfor n in [10, 10, 10, 900]:\n    x = torch.zeros(n, 512, device='simgpu:0')"
+    assert needed(gpumagic.rehearse(cell, {})) == (900 + 10) * 2048
+
+
+def test_growth_below_a_block_is_noticed(two_devices) -> None:
+    """A hundred thousand passes that each keep eight bytes more."""
+    cell = (
+        "import torch\nx = torch.zeros(1, device='simgpu:0')\n"
+        "for _ in range(100000):\n    x = torch.cat([x, torch.zeros(2, device='simgpu:0')])"
+    )
+    assert needed(gpumagic.rehearse(cell, {})) >= 1_600_000 * 0.9
+
+
+def test_a_loop_without_an_end_that_grows_leaves_the_verdict_open(notebook) -> None:
+    report = gpumagic.rehearse("kept = []\nwhile len(kept) < 10**9:\n    kept.append(x + 1)", notebook)
+    assert report.fits is None
+    assert any("keeps more memory each pass" in each for each in report.unknown)
+
+
 def test_a_loop_that_is_cut_short_says_so(notebook) -> None:
     report = gpumagic.rehearse("for _ in range(10**6):\n    loss = model(x).sum().item()", notebook)
     assert any("the loop in line 1 was rehearsed for 3 passes" in each for each in report.assumed)

@@ -39,6 +39,7 @@ class Life:
     operator: str
     place: Place
     backward: bool
+    requested: int = 0
     died: int | None = None
     kind: str = ""
 
@@ -73,6 +74,8 @@ class Account:
 
     arena: Arena
     allocated: int = 0
+    requested: int = 0
+    """What was asked for, before rounding: tells a loop that grows by less than a block."""
     peak: Peak = Peak()
     failure: Peak | None = None
     """The request that would have been refused."""
@@ -101,7 +104,7 @@ class Ledger:
     unpacking: bool = False
     """Whether what is made now was there before the cell."""
     watchers: list[list[int]] = field(default_factory=list)
-    """For each loop that runs, the highest figure of each device in its present pass."""
+    """For each loop that runs, the highest of each of `exact_figures` in its present pass."""
     _unnamed: list[Life] = field(default_factory=list)
     _blocks: dict[int, tuple[Block, Life]] = field(default_factory=dict)
 
@@ -130,7 +133,9 @@ class Ledger:
         if self.operator in _MAKE_ROOM:
             self._unnamed.append(life)
         self._blocks[key] = (block, life)
+        life.requested = nbytes
         account.allocated += block.size
+        account.requested += nbytes
         now = Peak(account.allocated, self.time, life)
         if account.allocated > account.peak.allocated:
             account.peak = now
@@ -138,6 +143,8 @@ class Ledger:
             account.failure = now
         for highest in self.watchers:
             highest[device] = max(highest[device], account.allocated)
+            exact = device + len(self.accounts)
+            highest[exact] = max(highest[exact], account.requested)
         self._note(device, account)
 
     def give_back(self, key: int) -> None:
@@ -146,6 +153,7 @@ class Ledger:
         life.died = self.time + 1
         account = self.accounts[life.device]
         account.allocated -= block.size
+        account.requested -= life.requested
         account.arena.give_back(block)
         self._note(life.device, account)
 
@@ -164,6 +172,10 @@ class Ledger:
     def figures(self) -> list[int]:
         """Return what is in use on each device."""
         return [account.allocated for account in self.accounts]
+
+    def exact_figures(self) -> list[int]:
+        """Return what is in use on each device, and then again before rounding."""
+        return [*self.figures(), *(account.requested for account in self.accounts)]
 
     def alive(self) -> list[tuple[int, Life]]:
         """Return the live storages."""

@@ -8,6 +8,7 @@ taken. A loop that grows by the same amount each pass is carried on to its end b
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from gpumagic.rehearsal.stage.ledger import Ledger
 
 PASSES, AGAIN, ENTER, REACHED = "_rehearsed_passes", "_rehearsed_again", "_rehearsed_enter", "_rehearsed_reached"
 MOST_PASSES = 128
+WORTH_ALL = 1024
+"""Passes that are all made where they do not settle."""
 
 
 @dataclass
@@ -37,6 +40,8 @@ class _Run:
     highest: list[int]
     history: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     last: bool = False
+    whole: bool = False
+    """Whether every pass is made: the passes are known to differ."""
 
 
 @dataclass
@@ -62,6 +67,8 @@ class Loops:
     """Passes made, by the place of a loop that was cut short: ``"line 3"``, ``"line 3 of train"``."""
     missed: set[str] = field(default_factory=set)
     """Places of branches that no pass of a loop that was cut short took."""
+    is_open: bool = False
+    """Whether what a loop's further passes need is not known."""
     _while: dict[int, _Run] = field(default_factory=dict)
 
     def names(self) -> dict[str, Callable[..., Any]]:
@@ -76,12 +83,13 @@ class Loops:
     def _passes(self, iterable: Iterable[Any], site: int) -> Iterator[Any]:
         run = self._begin(site)
         total = _length(iterable)
+        run.whole = _differ(iterable)
         try:
             for done, item in enumerate(iterable):
                 if done and self._is_enough(run, total):
                     self.cut[self.sites[site].place()] = done
                     return
-                run.highest[:] = self.ledger.figures()
+                run.highest[:] = self.ledger.exact_figures()
                 yield item
                 self._end_pass(run)
         finally:
@@ -102,11 +110,11 @@ class Loops:
                 self.cut[self.sites[site].place()] = len(run.history)
                 self._enter(site)
                 return False
-        run.highest[:] = self.ledger.figures()
+        run.highest[:] = self.ledger.exact_figures()
         return True
 
     def _begin(self, site: int) -> _Run:
-        run = _Run(site, self.ledger.figures())
+        run = _Run(site, self.ledger.exact_figures())
         self.ledger.watchers.append(run.highest)
         return run
 
@@ -114,20 +122,23 @@ class Loops:
         self.ledger.watchers[:] = [each for each in self.ledger.watchers if each is not run.highest]
 
     def _end_pass(self, run: _Run) -> None:
-        run.history.append((tuple(run.highest), tuple(self.ledger.figures())))
+        run.history.append((tuple(run.highest), tuple(self.ledger.exact_figures())))
 
     def _is_enough(self, run: _Run, total: int | None) -> bool:
         """Return whether another pass would tell nothing new."""
-        if run.last:
-            return True
+        if run.last or run.whole:
+            return run.last
         history = run.history
-        if len(history) >= MOST_PASSES or self._settled(run):
+        settled = self._settled(run)
+        if settled or (len(history) >= MOST_PASSES and (total is None or total > WORTH_ALL)):
             site = self.sites[run.site]
             self.missed.update(self.branches[each] for each in site.branches if each not in self.reached)
             grown = _growth(history)
-            if grown is None or not any(grown):
-                return True
-            return self._carry_on(run, grown, total)
+            if grown is None:
+                self._leave_open(run, "has other needs each pass")
+            elif any(grown):
+                return self._carry_on(run, grown, total)
+            return True
         return False
 
     def _settled(self, run: _Run) -> bool:
@@ -136,10 +147,14 @@ class Loops:
         grown = _growth(run.history)
         return grown is not None and (not any(grown) or len(run.history) >= 4)
 
+    def _leave_open(self, run: _Run, why: str) -> None:
+        self.is_open = True
+        self.unknown(f"the loop in {self.sites[run.site].place()} {why}, and what its further passes need is not known")
+
     def _carry_on(self, run: _Run, grown: tuple[int, ...], total: int | None) -> bool:
         place = self.sites[run.site].place()
         if total is None:
-            self.unknown(f"the loop in {place} keeps more memory each pass, and how many there will be is not known")
+            self._leave_open(run, "keeps more memory each pass")
             return True
         missing = total - len(run.history) - 1
         for device, nbytes in enumerate(grown):
@@ -150,20 +165,40 @@ class Loops:
         return missing < 0
 
 
+def _differ(iterable: object) -> bool:
+    """Return whether a list's items are of different sizes, as those that passes are made of are."""
+    if not isinstance(iterable, list | tuple) or len(iterable) > WORTH_ALL:
+        return False
+    return len({repr(getattr(each, "shape", each if isinstance(each, int) else type(each))) for each in iterable}) > 1
+
+
 def _growth(history: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, ...] | None:
-    """Return by how much each device's use grows a pass, or None while that changes."""
+    """Return by how much each device's use grows a pass, or None while that changes.
+
+    What was asked for tells it, the second half of the figures: blocks may grow by leaps.
+    """
     if len(history) < 2:
         return None
     if history[-1] == history[-2]:
-        return (0,) * len(history[-1][0])
+        return (0,) * (len(history[-1][0]) // 2)
     if len(history) < 4:
         return None
-    steps = [
-        tuple(later - earlier for earlier, later in zip(before[at], after[at], strict=True))
-        for before, after in zip(history[-4:-1], history[-3:], strict=True)
-        for at in (0, 1)
-    ]
-    return steps[0] if len(set(steps)) == 1 else None
+    devices = len(history[-1][0]) // 2
+    grown = [0] * devices
+    for at in (0, 1):  # the highest of a pass, and its end
+        figures = [each[at] for each in history[-4:]]
+        exact = _steps([each[devices:] for each in figures])
+        if exact is None:
+            return None
+        rounded = _steps([each[:devices] for each in figures]) or exact
+        grown = list(map(max, grown, exact, rounded))
+    return tuple(grown)
+
+
+def _steps(figures: list[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return by how much figures grow from one to the next, if always by the same."""
+    steps = {tuple(b - a for a, b in zip(before, after, strict=True)) for before, after in itertools.pairwise(figures)}
+    return steps.pop() if len(steps) == 1 else None
 
 
 def _length(iterable: Iterable[Any]) -> int | None:

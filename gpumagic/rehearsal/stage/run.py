@@ -164,6 +164,7 @@ class Rehearsal:
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
             "cut": sorted(self._loops.cut.items()), "missed": sorted(self._loops.missed),
+            "is_open": self._loops.is_open,
         }  # fmt: skip
 
     def _device(self, index: int, account: Account, before: int) -> dict[str, Any]:
