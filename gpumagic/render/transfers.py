@@ -66,7 +66,7 @@ def _flow(moves: Sequence[TransferRow]) -> Table | Fold:
         ]
         for way in sorted(ways, key=lambda way: -sums[way])
     ]
-    return Table(columns, found[:SHOWN_WAYS], "from device to device")
+    return Table(columns, found[:SHOWN_WAYS], "From device to device")
 
 
 def _time(rows: Sequence[TransferRow]) -> str:
@@ -87,12 +87,12 @@ def _lines(report: TransferReport) -> Iterator[Block]:
     if not by_line:
         return
     shown = _worth_showing(code, by_line, report)
-    yield _code_table(shown, code, by_line, report, "the lines that moved")
+    yield _code_table(shown, code, by_line, report, "The lines that moved")
     if len(shown) < len(code):
         moving = len(set(by_line) - set(shown))
         more = f", {moving} of which moved something" if moving else ""
         summary = f"{count(len(code) - len(shown), 'more line')} of the code{more}"
-        yield Fold(summary, [_code_table(sorted(code), code, by_line, report, "all lines")])
+        yield Fold(summary, [_code_table(sorted(code), code, by_line, report, "All lines")])
 
 
 def _asking_line(report: TransferReport) -> int | None:

@@ -74,11 +74,13 @@ class Server:
     def set_theme(self, theme: str) -> None:
         self.set("@jupyterlab/apputils-extension/themes", theme=theme)
 
-    def put(self, name: str, cells: list[str]) -> None:
-        """Lay a notebook of these cells into the served folder."""
+    def put(self, cells: list[str]) -> str:
+        """Lay a notebook of these cells into the served folder, and return its name; one of a name keeps its kernel."""
+        name = f"notebook-{len(list(self.notebooks.iterdir()))}.ipynb"
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
         nbformat.write(book, self.notebooks / name)
+        return name
 
 
 @pytest.fixture(scope="session")
@@ -135,9 +137,9 @@ class Page:
         self.page = page
         self._server = server
 
-    def open(self, name: str, cells: list[str], *, app: str = "lab/tree") -> None:
+    def open(self, cells: list[str], *, app: str = "lab/tree") -> None:
         """Open a new notebook of these cells, alone, and wait for its kernel."""
-        self._server.put(name, cells)
+        name = self._server.put(cells)
         self.page.goto(f"{self._server.url}/{app}/{name}?token={TOKEN}&reset")
         self.page.locator(".jp-Notebook .jp-Cell").nth(len(cells) - 1).wait_for(timeout=PATIENCE)
         self.page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']").wait_for(

@@ -24,7 +24,7 @@ def expect(browser):
 @pytest.mark.parametrize("app", APPS.values(), ids=APPS)
 def test_each_magic_shows_its_report(notebook_page, expect, app) -> None:
     page = notebook_page
-    page.open("magics.ipynb", [SETUP, "%gpuinfo", "%devices", MOVES, FAILS], app=app)
+    page.open([SETUP, "%gpuinfo", "%devices", MOVES, FAILS], app=app)
     page.run(0)
     gpus, tensors, moves, failure = (page.run(index) for index in range(1, 5))
 
@@ -39,10 +39,11 @@ def test_each_magic_shows_its_report(notebook_page, expect, app) -> None:
 def test_every_table_has_an_accessible_name(notebook_page) -> None:
     """A screen reader says which table it is in, and which column a figure stands in."""
     page = notebook_page
-    page.open("names.ipynb", [SETUP, "%gpuinfo", "%devices", MOVES, FAILS])
+    page.open([SETUP, "%gpuinfo", "%devices", MOVES, FAILS])
     page.run(0)
     for index in range(1, 5):
         output = page.run(index)
+        output.evaluate("root => root.querySelectorAll('details').forEach(fold => { fold.open = true })")
         tables = output.locator("table")
         for position in range(tables.count()):
             tree = tables.nth(position).aria_snapshot()
@@ -52,7 +53,7 @@ def test_every_table_has_an_accessible_name(notebook_page) -> None:
 
 def test_tab_completes_options_and_devices(notebook_page, expect) -> None:
     page = notebook_page
-    page.open("tab.ipynb", [SETUP, "%devices --so", "%%ondevice simgpu:"])
+    page.open([SETUP, "%devices --so", "%%ondevice simgpu:"])
     page.run(0)
     for index, wanted in ((1, "--sort"), (2, "simgpu:1")):
         page.cell(index).locator(".cm-content").click()
@@ -66,7 +67,7 @@ def test_watch_moves_while_other_cells_run_and_an_interrupt_stops_it(notebook_pa
     page = notebook_page
     threads = "import threading\nprint([t.name for t in threading.enumerate() if 'gpumagic' in t.name])"
     grow = "y = torch.ones(4 * 2**20, device='simgpu:1')"
-    page.open("watch.ipynb", [SETUP, "%gpuinfo -w 0.2", grow, threads, "print('busy')\nwhile True: pass", threads])
+    page.open([SETUP, "%gpuinfo -w 0.2", grow, threads, "print('busy')\nwhile True: pass", threads])
     page.run(0)
     table = page.run(1).get_by_role("row", name="simgpu:1").first  # the second is its history
     expect(table).to_contain_text("0.0 / 64.0 MiB")
@@ -108,7 +109,7 @@ def test_text_is_readable_in_light_and_dark(notebook_page, server, theme) -> Non
     """Every word of a report has the contrast that WCAG asks of small text, 4.5 to 1, muted ones included."""
     page = notebook_page
     server.set_theme(theme)
-    page.open("themes.ipynb", [SETUP, "%gpuinfo", "%devices", MOVES, FAILS])
+    page.open([SETUP, "%gpuinfo", "%devices", MOVES, FAILS])
     page.run(0)
     for index in range(1, 5):
         output = page.run(index)
@@ -132,7 +133,7 @@ del x
 def test_hostile_names_are_text_and_never_markup(notebook_page, expect) -> None:
     """A name from outside reaches the page as the letters it has, in bounded length, and runs nothing."""
     page = notebook_page
-    page.open("hostile.ipynb", [SETUP, HOSTILE, "%%ondevice 0\nz = box[evil].to('simgpu:0')\n"])
+    page.open([SETUP, HOSTILE, "%%ondevice 0\nz = box[evil].to('simgpu:0')\n"])
     page.run(0)
     tensors, moves = page.run(1), page.run(2)
     expect(tensors).to_contain_text("<img src=x")
