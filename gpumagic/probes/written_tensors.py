@@ -61,7 +61,7 @@ def reached_by(variables: Iterable[tuple[str, object]], namespace: Mapping[str, 
     try:
         with undisturbed():
             for key, ways in search.run(variables).items():
-                for name in {way.root() for way in ways}:
+                for name in dict.fromkeys(way.root() for way in ways):
                     reached.setdefault(name, []).append(search.tensors[key])
     finally:
         search.release()

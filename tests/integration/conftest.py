@@ -42,6 +42,18 @@ def bare_shell():
     shell.run_line_magic("colors", "nocolor")
     yield shell
     InteractiveShell.clear_instance()
+    _empty(shell)
+
+
+def _empty(shell: InteractiveShell) -> None:
+    """Let go of what a test's cells made: shells live on in IPython's cycles, and tests ask what is on a device."""
+    shell.user_ns.clear()
+    shell.user_ns_hidden.clear()
+    shell.last_execution_result = None
+    shell.InteractiveTB.tb = None
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            delattr(sys, name)
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from gpumagic.render.units import size as size_in_words
+
 MIB = 1024**2
 
 
@@ -47,7 +49,7 @@ def test_a_peak_is_told_where_the_cell_raised_the_counter_and_claimed_nowhere_el
     first, highest = cells(cell), peak(0)
     assert highest >= size
     assert "simgpu:0 ±0 B to" in first
-    assert f"peak {highest / MIB:.1f} MiB" in first
+    assert f"peak {size_in_words(highest)}" in first
     again = cells(cell)
     assert "simgpu:0 ±0 B to" in again, "it was used, although nothing is left of it"
     assert "peak" not in again

@@ -107,12 +107,15 @@ def test_unified_memory_is_labelled_and_the_hosts_use_is_not_the_gpus(machine: M
     """On GB10 the driver refuses, or is said to give the host's own figures (nvitop#208)."""
     spark = machine()
     total, available = 120 * GIB, 80 * GIB
-    (spark.folder / "meminfo").write_text(f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\n")
+    (spark.folder / "proc").mkdir()
+    (spark.folder / "proc" / "meminfo").write_text(
+        f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\n"
+    )
     spark.say("0.name NVIDIA GB10", f"0.compute 4711 {2 * GIB}", f"0.memory {total} 0 {70 * GIB} {50 * GIB}")
     if answers == "refused":
         spark.fail("nvmlDeviceGetMemoryInfo_v2", NOT_SUPPORTED)
         spark.fail("nvmlDeviceGetMemoryInfo", NOT_SUPPORTED)
-    before = f"from gpumagic.probes import host; host._MEMINFO = Path({str(spark.folder / 'meminfo')!r})"
+    before = f"from gpumagic.probes import host; host._ROOT = Path({str(spark.folder)!r})"
     answer = spark.probe(before=before)
     row = only(answer)
     assert (row["unified"], row["memory_total"], row["memory_free"]) == (True, total, available)

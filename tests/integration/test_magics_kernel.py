@@ -143,4 +143,4 @@ def test_our_errors_in_the_users_own_code_stay_exceptions_of_that_code(kernel, f
 def test_retry_in_the_middle_of_a_cell_is_refused_because_it_needs_the_whole(kernel) -> None:
     cell = kernel.run("x = 1\n%oomguard --retry 2\ny = 2")
     assert cell.ename == "UsageError"
-    assert "%%oomguard on the first line" in cell.evalue + cell.stderr
+    assert "%%oomguard on its first line" in cell.evalue + cell.stderr
