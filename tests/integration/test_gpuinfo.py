@@ -107,10 +107,9 @@ def test_unified_memory_is_labelled_and_the_hosts_use_is_not_the_gpus(machine: M
     """On GB10 the driver refuses, or is said to give the host's own figures (nvitop#208)."""
     spark = machine()
     total, available = 120 * GIB, 80 * GIB
-    (spark.folder / "proc").mkdir()
-    (spark.folder / "proc" / "meminfo").write_text(
-        f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\n"
-    )
+    meminfo = spark.folder / "root" / "proc" / "meminfo"
+    meminfo.parent.mkdir(parents=True)
+    meminfo.write_text(f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\n")
     spark.say("0.name NVIDIA GB10", f"0.compute 4711 {2 * GIB}", f"0.memory {total} 0 {70 * GIB} {50 * GIB}")
     if answers == "refused":
         spark.fail("nvmlDeviceGetMemoryInfo_v2", NOT_SUPPORTED)
