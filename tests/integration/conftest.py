@@ -47,6 +47,7 @@ def bare_shell():
 
 def _empty(shell: InteractiveShell) -> None:
     """Let go of what a test's cells made: shells live on in IPython's cycles, and tests ask what is on a device."""
+    sys.modules[shell._orig_sys_modules_main_name] = shell._orig_sys_modules_main_mod  # it had put itself there
     shell.user_ns.clear()
     shell.user_ns_hidden.clear()
     shell.last_execution_result = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -82,6 +83,10 @@ def shell() -> InteractiveShell:
     yield shell
     shell.run_line_magic("unload_ext", "gpumagic")
     InteractiveShell.clear_instance()
+    shell.reset(new_session=True)
+    sys.modules[shell._orig_sys_modules_main_name] = shell._orig_sys_modules_main_mod  # it had put itself there
+    shell.user_ns.clear()  # a shell outlives its test in cycles of IPython's, and other tests ask what is on a device
+    shell.last_execution_result = shell.InteractiveTB.tb = None
 
 
 def outcome(shell: InteractiveShell, cell: str, around: Any, capsys: pytest.CaptureFixture[str]) -> tuple[object, ...]:
@@ -100,7 +105,7 @@ def outcome(shell: InteractiveShell, cell: str, around: Any, capsys: pytest.Capt
     names = {name: plain(value) for name, value in shell.user_ns.items() if name not in before and name[0] != "_"}
     names |= {name: plain(shell.user_ns.get(name)) for name in ("a", "b", "n", "host", "near", "far")}
     error = result.error_in_exec
-    said = printed.partition("-----")[0] if error else printed  # a traceback tells its own lines
+    said = printed.partition("-----")[0]  # a traceback, of the cell or of showing its value, tells its own lines
     return names, said, plain(result.result), type(error), str(error)
 
 
