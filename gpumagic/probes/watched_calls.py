@@ -330,7 +330,8 @@ def _print(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]
     tensor = args[0]
     if is_free_to_read(tensor) or type(tensor).__repr__ is not torch.Tensor.__repr__:
         return func(*args, **kwargs)
-    with recorder.looking_inside("print"):
+    # As `Tensor.__torch_function__` calls `__repr__`: the parts of a subclass's tensor are then plain ones.
+    with recorder.looking_inside("print"), torch._C.DisableTorchFunctionSubclass():
         return _str(tensor, **kwargs)
 
 

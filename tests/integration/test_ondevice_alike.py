@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -125,6 +125,7 @@ def plain(value: Any) -> object:
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(CELLS)
+@example("torch.ones(4).as_subclass(type('Sub', (torch.Tensor,), {}))")
 def test_a_cell_does_what_it_does_under_torchs_own_context(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str], cell: str
 ) -> None:
