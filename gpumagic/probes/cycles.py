@@ -29,6 +29,8 @@ MAX_BELOW = 20_000
 """Objects that a ring leads to, at most."""
 MAX_OBJECTS = 300
 """A ring of more objects than that is not followed: by then it is most likely none."""
+RING = "cycle of "
+"""What the holder of a tensor in a ring begins with."""
 
 
 def labelled(rows: Sequence[TensorRow], least: int = 0) -> list[TensorRow]:
@@ -68,7 +70,7 @@ def _labels(numbers: set[int], followed: set[int]) -> dict[int, str]:
                 ring = behind.ring_of(key)
                 for each in behind.below(ring) if ring else ():
                     if each in number_of:
-                        found.setdefault(number_of[each], f"cycle of {behind.kinds(ring)}")
+                        found.setdefault(number_of[each], RING + behind.kinds(ring))
         finally:
             behind.objects.clear()
             starts.clear()

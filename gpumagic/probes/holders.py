@@ -29,7 +29,7 @@ def name_storages(namespace: Mapping[str, object], shell: object | None = None) 
         namespace: the notebook's variables.
         shell: the shell they belong to, whose own variables (``_``, ``Out``) do not count as names.
     """
-    search = Search(closed=_never_opened(namespace, shell))
+    search = Search(closed=never_opened(namespace, shell))
     ledger = Ledger()
     found: dict[int, list[str]] = {}
     try:
@@ -62,7 +62,7 @@ def variables(namespace: Mapping[str, object], shell: object | None) -> list[tup
 
 def search_for(namespace: Mapping[str, object], shell: object | None) -> Search:
     """Return a search that does not wander into the shell."""
-    return Search(closed=_never_opened(namespace, shell))
+    return Search(closed=never_opened(namespace, shell))
 
 
 class Held(NamedTuple):
@@ -143,7 +143,8 @@ def _kept_by_errors(shell: object | None) -> Iterator[object]:
     yield getattr(getattr(shell, "InteractiveTB", None), "tb", None)
 
 
-def _never_opened(namespace: Mapping[str, object], shell: object | None) -> list[object]:
+def never_opened(namespace: Mapping[str, object], shell: object | None) -> list[object]:
+    """Return what no search may pass through: everything is reached from there, and that is no reason to live."""
     outputs = namespace.get("_oh")
     closed = [namespace, outputs, _mapping(shell, "user_ns_hidden"), sys.modules, sys.__dict__]
     return closed if shell is None else [*closed, shell, getattr(shell, "user_module", None)]

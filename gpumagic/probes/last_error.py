@@ -70,7 +70,7 @@ def _let_go(shell: InteractiveShell | None) -> None:
 
 def _is_kept_by_user(parts: list[object], namespace: Mapping[str, object], shell: InteractiveShell | None) -> bool:
     """Tell whether a variable leads to a part of an error."""
-    graph = References(holders._never_opened(namespace, shell), MAX_STEPS)
+    graph = References(holders.never_opened(namespace, shell), MAX_STEPS)
     try:
         graph.explore(holders.variables(namespace, shell), wanted=set(map(id, parts)))
         return any(True for _ in graph.ways(map(id, parts)))

@@ -8,7 +8,6 @@ is called with the mode in force inside it, so the copies that its own code make
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumagic.errors import StrayTensor
+from gpumagic.probes import identity
 from gpumagic.probes.watched_calls import Recorder, is_free_to_read
 
 _aten = torch.ops.aten
@@ -37,7 +37,7 @@ class Tracer(TorchDispatchMode):
         self._recorder = recorder
         self._strict = strict
         self._operator = ""
-        self._asked = _Asked()
+        self._asked: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -106,7 +106,7 @@ class Tracer(TorchDispatchMode):
         if self._recorder.request is not None or self._operator or func._opname in _NO_USE:
             return
         for tensor in given:
-            if self._is_elsewhere(tensor) and tensor.dim() and tensor not in self._asked:
+            if self._is_elsewhere(tensor) and tensor.dim() and _number(tensor) not in self._asked:
                 self._refuse(tensor, f"is used by {func._opname}")
 
     def _refuse(self, tensor: torch.Tensor, what: str) -> None:
@@ -114,7 +114,7 @@ class Tracer(TorchDispatchMode):
         site = self._recorder.log.sites.find(tensor)
         where = f"line {site.line}: " if site.line is not None else ""
         here = self._recorder.device
-        mend = f'move it: {site.name}.to("{here}")' if site.name else "move it where a line says so"
+        mend = f'move it: {site.name} = {site.name}.to("{here}")' if site.name else "move it where a line says so"
         raise StrayTensor(
             f"{where}{site.name or 'a tensor'} lives on {tensor.device} and {what}, in a cell on {here}; {mend}"
         )
@@ -123,25 +123,19 @@ class Tracer(TorchDispatchMode):
         """Remember what was asked to be elsewhere, and what is computed from it."""
         explicit = self._recorder.request is not None or self._recorder.is_explicit
         for tensor in _tensors(result):
-            if self._is_elsewhere(tensor) and (explicit or any(each in self._asked for each in given)):
-                self._asked.add(tensor)
+            if self._is_elsewhere(tensor) and (explicit or any(_number(each) in self._asked for each in given)):
+                self._asked.add(_number(tensor))
 
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_meta and tensor.device != self._recorder.device
 
 
-class _Asked:
-    """The tensors that the cell itself asked to be on another device; kept alive by nobody here."""
-
-    def __init__(self) -> None:
-        self._storages: dict[int, Any] = {}
-
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = weakref.ref(tensor)
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._storages
+def _number(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's storage from all others, also from one that gets its address later."""
+    try:
+        return identity.of_storage(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse, or in a layout of its own
+        return identity.of_tensor(tensor)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -39,7 +39,7 @@ def probe(name: str, namespace: Mapping[str, object], shell: InteractiveShell | 
     report = tensors.probe(namespace, shell=shell)
     row = find(name, report, also=_numbers_at(name, namespace))
     owner = _owner_of_gradient(row, report)
-    graph = References(holders._never_opened(namespace, shell), references.MAX_STEPS)
+    graph = References(holders.never_opened(namespace, shell), references.MAX_STEPS)
     try:
         with undisturbed(), uncollected():
             hidden = _hidden(shell)
@@ -151,7 +151,7 @@ def _can_be_deleted(path: Path, parent: object) -> bool:
 def _notes(row: TensorRow, report: TensorReport, ways: Sequence[WayRow], graph: References) -> Iterator[str]:
     if ways and any(each.kind == "activation" for each in report):
         yield "an autograd graph that saved it for backward keeps it too; those are not followed here"
-    if graph.gave_up:
+    if graph.gave_up and not (row.holder or "").startswith(cycles.RING):  # to which all references are known
         yield f"only the first {references.MAX_STEPS:,} references were followed; there may be more holders"
     if not ways and row.holder is not None:
         frees = command(row)

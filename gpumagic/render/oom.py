@@ -135,7 +135,7 @@ def _actions(report: OomReport) -> Iterator[Block]:
     """Offer the lines that stand under no suggestion yet."""
     shown = report.advice[:SHOWN_ADVICE]
     said = {line for each in shown for code in (each.first, each.edit) for line in (code or "").splitlines()}
-    lines = [(number, each.code, each.note) for number, each in enumerate(report.actions, 1) if each.code not in said]
+    lines = [("run", each.code, each.note) for each in report.actions if each.code not in said]
     if lines:
         yield Heading("To run now", apart=True)
         yield Listing(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import ondevice_corpus as corpus
 import pytest
 import torch
@@ -85,10 +86,26 @@ def test_strict_names_the_line_that_uses_or_copies_unasked(cell: str, line: int,
             "for _ in range(2):\n    opt.zero_grad(); net(g).sum().backward(); opt.step()"
         ),
         "r = torch.rand(3, generator=torch.Generator('cpu')) + 1",
+        "s = torch.eye(3, device='cpu').to_sparse(); t = s * 2",
     ],
 )
 def test_strict_lets_pass_what_a_line_asks_for(cell: str, capsys: pytest.CaptureFixture[str]) -> None:
     corpus.run(cell, strict=True)
+
+
+def test_strict_takes_no_tensor_for_a_dead_one_that_was_asked_for() -> None:
+    """The second mostly gets the address of the first, which alone would not tell them apart."""
+    for _ in range(20):
+        with pytest.raises(StrayTensor, match="stray lives on cpu"):
+            use_a_stray_where_another_was(np.ones(3))
+
+
+def use_a_stray_where_another_was(made: np.ndarray) -> None:
+    with gpumagic.ondevice("simgpu:0", strict=True):
+        asked = torch.zeros(3, device="cpu")
+        del asked
+        stray = torch.from_numpy(made)
+        stray * 2
 
 
 def test_the_api_has_both() -> None:

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from gpumagic.probes import references
 from gpumagic.probes.tensors import probe
 from gpumagic.probes.why import probe as why
 from gpumagic.reports.held import COLLECT
@@ -154,3 +155,20 @@ def test_why_a_tensor_in_a_ring_is_there_is_said_with_what_frees_it() -> None:
     number = row_of(probe({}), 1308).numbers[0]
     report = why(str(number), {})
     assert report.notes == (f"kept by cycle of list; {COLLECT} frees it",)
+
+
+def test_a_ring_is_the_whole_answer_even_where_not_every_reference_was_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_a_list(torch.ones(1309))
+    row = row_of(probe({}), 1309)
+    monkeypatch.setattr(references, "MAX_STEPS", 1)
+    assert why(str(row.numbers[0]), {}).notes == (f"kept by cycle of list; {COLLECT} frees it",)
+
+
+def test_of_a_tensor_with_a_name_it_is_said_that_not_every_reference_was_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(references, "MAX_STEPS", 1)
+    (note, *_) = why("t", {"t": torch.ones(1310)}).notes
+    assert note.startswith("only the first 1 references were followed")
