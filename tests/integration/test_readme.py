@@ -1,33 +1,59 @@
-"""The README says what is there: its options are the magics' options, and its Python runs."""
+"""The README and the magics' pages say what is there: options, fields, links; and their Python runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from gpumagic import options
+from gpumagic import options, reports
 
-README = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent.parent
+PAGES = {magic: ROOT / "demo_notebooks" / f"{magic}.md" for magic in options.MAGICS}
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *PAGES.values()]}
+ROWS = {"gpuinfo": reports.GPUReport, "ondevice": reports.TransferReport}
+ROWS |= {"devices": reports.TensorReport, "oomguard": reports.OomReport}
 
 
 @pytest.mark.parametrize("magic", options.MAGICS)
 def test_each_option_is_in_the_magics_heading_and_no_other(magic) -> None:
-    heading = re.search(rf"^\*\*`%+{magic} ?(.*?)`\*\*", README, re.MULTILINE | re.DOTALL)
-    assert heading is not None, f"the README has no heading for {magic}"
+    page = TEXTS[f"{magic}.md"]
+    heading = re.search(rf"^\*\*`%+{magic} ?(.*?)`\*\*", page, re.MULTILINE | re.DOTALL)
+    assert heading is not None, f"the page of {magic} does not begin with how to write it"
     said = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", heading[1]))
     declared = [set(action.option_strings) for action in options.parser(magic)._actions if action.option_strings]
     known = set().union(*declared)
     assert said <= known, f"{magic} has no {said - known}"
     unsaid = [sorted(names) for names in declared if not names & said and "--help" not in names]
-    assert not unsaid, f"the README does not say {unsaid}"
+    assert not unsaid, f"the page does not say {unsaid}"
+    unexplained = [names for names in declared if not any(f"`{name}" in page for name in names)]
+    assert all(names & {"--help"} for names in unexplained), f"the page does not explain {unexplained}"
 
 
-def test_its_python_runs(bare_shell, two_devices) -> None:
-    """With the simulated devices in the place of CUDA's."""
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("magic", ROWS)
+def test_each_column_is_in_the_magics_page_and_no_other(magic) -> None:
+    fields = TEXTS[f"{magic}.md"].partition("## Fields")[2]
+    columns = re.search(r"Columns of.*?: (.*?)\.(?:\s)", fields, re.DOTALL)
+    assert columns is not None
+    said = re.findall(r"`(\w+)`", columns[1])
+    assert said == [field.name for field in dataclasses.fields(ROWS[magic].row_type)]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_it_links_to_is_there(name) -> None:
+    folder = next(path.parent for path in [ROOT / "README.md", *PAGES.values()] if path.name == name)
+    targets = re.findall(r"(?:\]\(|src(?:set)?=\")(?!https?:)([^)\"#]+)", TEXTS[name])
+    assert not [each for each in targets if not (folder / each).exists()]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_its_python_runs(name, bare_shell, two_devices) -> None:
+    """With the simulated devices in the place of CUDA's, cells with magics among them."""
+    blocks = re.findall(r"^```python\n(.*?)^```", TEXTS[name], re.MULTILINE | re.DOTALL)
     assert blocks
+    bare_shell.run_cell("%load_ext gpumagic\nimport gpumagic, torch")
     for block in blocks:
         result = bare_shell.run_cell(block.replace("cuda:", "simgpu:"))
-        assert result.success, f"{result.error_in_exec!r} in\n{block}"
+        assert result.success, f"{result.error_in_exec or result.error_before_exec!r} in\n{block}"
