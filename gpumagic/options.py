@@ -128,7 +128,15 @@ def _add_report_options(parser: Parser) -> None:
 
 
 def _gpuinfo() -> Parser:
-    parser = _parser("%gpuinfo", "Show the GPUs, who uses them, and this kernel's part; or why there is none.")
+    parser = _parser(
+        "%gpuinfo",
+        "Show the GPUs, who uses them, and this kernel's part; or why there is none.\n"
+        "A figure that cannot be had says why. Looking never initialises CUDA.\n\n"
+        "    %gpuinfo -p                 who else is there\n"
+        "    %gpuinfo -w                 keep the table moving while other cells run\n"
+        "    device = %gpuinfo --best    where most memory is free\n"
+        "    r = %gpuinfo                a report: r.to_pandas(), r.cause, r.best",
+    )
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these: cuda:1, 1, all are shown without")
     parser.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
     parser.add_argument("-a", "--all", action="store_true", help="every field; PCIe and NVLink traffic take a moment")
@@ -147,14 +155,14 @@ def _gpuinfo() -> Parser:
 def _devices() -> Parser:
     parser = _parser(
         "%devices",
-        "List the live tensors, one row a storage: where, how big, whose, and what keeps them.\n"
-        "Names are the ways to write it, such as model.fc.weight; (Out[12]) is what keeps one that no variable\n"
-        "reaches. Looking frees nothing, keeps nothing alive and moves nothing.\n\n"
-        "    %devices cuda:0 --min 100MiB       the large ones on one device\n"
-        "    %devices --by holder               how much each variable leads to\n"
-        "    %devices --diff                    after a cell: what it made and what it left\n"
-        "    %devices --why model.fc.weight     why is it still here?\n"
-        "    r = %devices                       a report: r.to_pandas(), r.since(an earlier one), r.held()",
+        "List the live tensors, a row a storage: where, how big, whose, what keeps them.\n"
+        "Names are how to write it, such as model.fc.weight; (Out[12]) is what keeps one\n"
+        "that no variable reaches. Looking frees, keeps alive and moves nothing.\n\n"
+        "    %devices cuda:0 --min 100MiB     the large ones on one device\n"
+        "    %devices --by holder             how much each variable leads to\n"
+        "    %devices --diff                  after a cell: what it made, what it left\n"
+        "    %devices --why model.fc.weight   why is it still here?\n"
+        "    r = %devices                     a report: r.to_pandas(), r.since(earlier)",
     )
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these devices: cuda:1, cpu")
     parser.add_argument("-n", metavar="N", type=_typed(whole_number), default=20, help="show N rows (20)")
@@ -186,8 +194,13 @@ def _devices() -> Parser:
 def _ondevice() -> Parser:
     parser = _parser(
         "%%ondevice",
-        "Run the cell with new tensors landing on DEVICE, then report what was created where and what moved.\n"
-        "%ondevice DEVICE inside a cell does the same for the rest of that cell.",
+        "Run the cell with new tensors landing on DEVICE, then report what was created\n"
+        "where and what moved. %ondevice DEVICE inside a cell does the same for the rest\n"
+        "of it. The cell's last value, its errors and Ctrl-C are as ever.\n\n"
+        "    %%ondevice cuda:1                the second GPU\n"
+        "    %%ondevice auto --fallback cpu   the emptiest GPU; the CPU if there is none\n"
+        "    %%ondevice 0 --move model,x      first move these, with their optimizer\n"
+        "    %%ondevice 0 -o r                keep the report: r.to_pandas(), r.syncs",
     )
     parser.add_argument("device", nargs="?", metavar="DEVICE", help="cuda:1, 1, auto (most free memory), cpu, meta")
     parser.add_argument(
@@ -211,9 +224,14 @@ def _ondevice() -> Parser:
 def _oomguard() -> Parser:
     parser = _parser(
         "%%oomguard",
-        "Run the cell; if it runs out of memory, free all that the failure pins, say what ran out and what would\n"
-        "help, and let the cell fail, so that Run All stops.\n"
-        "%oomguard inside a cell guards the rest of that cell, %oomguard on every cell from the next on.",
+        "Run the cell; if it runs out of memory, free all that the failure pins, say\n"
+        "what ran out and what would help, and let the cell fail, so that Run All stops.\n"
+        "%oomguard inside a cell guards the rest of it, %oomguard on all cells to come.\n\n"
+        "    %%oomguard -o r                  keep the report: r.verdict, r.advice\n"
+        "    %%oomguard --shrink batch_size   halve it and run again, until the cell fits\n"
+        "    %%oomguard --rehearse-only       how much memory will this cell need?\n"
+        "    %%oomguard --rehearse-only --fit batch_size --capacity 16GiB\n"
+        "                                     the largest batch on a GPU you don't have",
     )
     parser.add_argument("state", nargs="?", choices=("on", "off"), help="guard every cell from the next on, or no more")
     parser.add_argument(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,3 +75,13 @@ def test_help_names_every_option_and_does_not_need_the_device(magic: str) -> Non
     text = parser(magic).format_help()
     assert all(option in text for option in option_strings(magic))
     assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("magic", MAGICS)
+def test_the_help_has_examples_that_are_right(magic: str) -> None:
+    text = parser(magic).format_help()
+    examples = re.findall(rf"^ {{4}}(?:\w+ = )?%+{magic} (.*?)(?: {{3,}}.*)?$", text, re.MULTILINE)
+    assert len(examples) >= 3
+    for example in examples:
+        parser(magic).parse_line(example)
+    assert max(map(len, text.partition("\n\n")[2].splitlines())) < 80  # after argparse's own usage
