@@ -228,7 +228,7 @@ def _oomguard() -> Parser:
         "what ran out and what would help, and let the cell fail, so that Run All stops.\n"
         "%oomguard inside a cell guards the rest of it, %oomguard on all cells to come.\n\n"
         "    %%oomguard -o r                  keep the report: r.verdict, r.advice\n"
-        "    %%oomguard --shrink batch_size   halve it and run again, until the cell fits\n"
+        "    %%oomguard --shrink batch_size   halve it and run again, until it fits\n"
         "    %%oomguard --rehearse-only       how much memory will this cell need?\n"
         "    %%oomguard --rehearse-only --fit batch_size --capacity 16GiB\n"
         "                                     the largest batch on a GPU you don't have",
