@@ -96,7 +96,7 @@ def test_lines_to_run_now_are_offered_once_each(report_of, bare_shell) -> None:
 def test_a_line_is_not_shown_twice(report_of) -> None:
     text = str(report_of("fail()", "old = take(0.5)", "take(0.25)"))
     assert text.count("| del old") == 1
-    assert "3 | %devices --release-held" in text
+    assert "run | %devices --release-held" in text
 
 
 def test_a_fault_in_looking_costs_neither_the_release_nor_the_report(report_of, monkeypatch) -> None:
