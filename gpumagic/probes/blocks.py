@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from gpumagic.probes.storages import Ledger, Look, Storage
+
+_ADDRESS = attrgetter("address")
 
 
 def groups(ledger: Ledger) -> list[list[Storage]]:
@@ -65,15 +68,16 @@ def _union(spans: Sequence[tuple[int, int]]) -> int:
 
 
 def _overlapping(ledger: Ledger) -> Iterator[list[Storage]]:
-    placed = [storage for storage in ledger.storages.values() if storage.nbytes and storage.address]
-    placed.sort(key=lambda storage: (storage.device, storage.address, -(storage.nbytes or 0)))
-    furthest: Storage | None = None
-    for storage in placed:
-        if furthest is not None and furthest.device == storage.device and storage.address < _end(furthest):
-            yield [furthest, storage]
-        if furthest is None or furthest.device != storage.device or _end(storage) > _end(furthest):
-            furthest = storage
-
-
-def _end(storage: Storage) -> int:
-    return storage.address + (storage.nbytes or 0)
+    placed: dict[str, list[Storage]] = {}
+    for storage in ledger.storages.values():
+        if storage.address and storage.nbytes:
+            placed.setdefault(storage.device, []).append(storage)
+    for alike in placed.values():
+        alike.sort(key=_ADDRESS)
+        reached, furthest = 0, alike[0]
+        for storage in alike:
+            if storage.address < reached:
+                yield [furthest, storage]
+            end = storage.address + (storage.nbytes or 0)
+            if end > reached:
+                reached, furthest = end, storage

@@ -44,7 +44,6 @@ class Census:
 
     def take(self) -> list[TensorRow]:
         """Find the tensors, name them, measure what is under them."""
-        identity.forget_the_dead()
         self._find()
         names = self._named() if self._looks_for_names else Names({})
         saved_for = self._walk_graphs() if self._looks_for_names else {}
@@ -56,6 +55,7 @@ class Census:
         self._add_saved()
         graph_of = {root: frozenset(self._storages(tensors)) for root, tensors in saved_for.items()}
         rows = Rows(Findings(names, roles(self._owners), gradient_of, graph_of), groups(self._ledger))
+        identity.forget_the_dead()
         if self._looks_for_names and not rows.are_all_named():
             self._note_limits()
             others = [(calls.title(each), each) for each in self._suspended]

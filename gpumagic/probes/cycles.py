@@ -11,7 +11,6 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -45,7 +44,7 @@ def labelled(rows: Sequence[TensorRow], least: int = 0) -> list[TensorRow]:
         return list(rows)
     largest = sorted(unexplained, key=_nbytes, reverse=True)[:LARGEST]
     found = _labels({number for row in unexplained for number in row.numbers}, {row.numbers[0] for row in largest})
-    return [replace(row, holder=by, place=by) if (by := found.get(row.numbers[0])) else row for row in rows]
+    return [row._replace(holder=by, place=by) if (by := found.get(row.numbers[0])) else row for row in rows]
 
 
 def _nbytes(row: TensorRow) -> int:

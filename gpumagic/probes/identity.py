@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 PROCESS = uuid4().hex[:12]
 """Tells this process's numbers from those of any other."""
 _numbers = count(1)
-_storages: dict[int, tuple[int, int]] = {}
-"""By the storage's address: torch's weak reference, and the storage's number."""
+_storages: dict[int, int] = {}
+"""Numbers by the storage's address, which is also what torch gives for a weak reference to it."""
 _tensors: dict[int, tuple[weakref.ref[Any], int]] = {}
 """By the `id` of a tensor that shows no storage."""
 
@@ -27,13 +27,9 @@ _tensors: dict[int, tuple[weakref.ref[Any], int]] = {}
 def of_storage(storage: torch.UntypedStorage) -> int:
     """Return the number of a live storage, a new one if it was never seen."""
     key = storage._cdata
-    known = _storages.get(key)
-    if known is not None:
-        if not storage._expired(known[0]):
-            return known[1]
-        storage._free_weak_ref(known[0])
-    number = next(_numbers)
-    _storages[key] = (storage._weak_ref(), number)
+    number = _storages.get(key)
+    if number is None:  # nor can another storage have the address of one that is known: it stays taken
+        number = _storages[storage._weak_ref()] = next(_numbers)
     return number
 
 
@@ -54,7 +50,8 @@ def forget_the_dead() -> None:
     import torch
 
     expired, free = torch.UntypedStorage._expired, torch.UntypedStorage._free_weak_ref
-    for key in [key for key, (reference, _) in _storages.items() if expired(reference)]:
-        free(_storages.pop(key)[0])
+    for reference in [reference for reference in _storages if expired(reference)]:
+        del _storages[reference]
+        free(reference)
     for each in [each for each, (reference, _) in _tensors.items() if reference() is None]:
         del _tensors[each]

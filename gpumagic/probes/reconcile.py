@@ -31,19 +31,20 @@ def by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
     """Return one row for each device that has live tensors or an allocator in use, accelerators first."""
     figures = allocator.all_figures()
     sums: dict[str, _Sum] = {device: _Sum() for device in figures}
+    placed: dict[str, list[TensorRow]] = {}
     for row in rows:
-        total = sums.setdefault(row.device, _Sum())
-        total.tensors += row.views + 1
-        total.storages += 1
-        if row.name is not None:
-            total.named += row.nbytes or 0
-        elif row.in_graph:
-            total.graph += row.nbytes or 0
-        else:
-            total.held += row.nbytes or 0
+        placed.setdefault(row.device, []).append(row)
+    sums.update((device, _sum(alike)) for device, alike in placed.items())
     ordered = sorted(sums.items(), key=lambda item: (item[0] not in figures, item[0]))
     others = _other_processes() if figures else {}
     return tuple(_row(device, total, figures.get(device), others.get(device)) for device, total in ordered)
+
+
+def _sum(rows: list[TensorRow]) -> _Sum:
+    named = sum([row.nbytes or 0 for row in rows if row.name is not None])
+    graph = sum([row.nbytes or 0 for row in rows if row.in_graph])
+    held = sum([row.nbytes or 0 for row in rows]) - named - graph
+    return _Sum(len(rows) + sum([row.views for row in rows]), len(rows), named, held, graph)
 
 
 def _other_processes() -> dict[str, int | None]:
@@ -60,7 +61,7 @@ def notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list
         for row in devices
         if row.unexplained is not None and row.unexplained < 0
     ]
-    if unknown := sum(row.nbytes is None for row in rows):
+    if unknown := len([row for row in rows if row.nbytes is None]):
         found.append(f"storages of unknown size, in no sum: {unknown:,}")
     return found
 

@@ -16,6 +16,7 @@ from gpumagic.reports.selection import KINDS
 MAX_NAMES = 16
 """Names kept of one storage; views of one tensor may have thousands."""
 _NOBODY = "autograd graph"
+_NO_HOLDER = (None, None, False)
 
 
 class Findings(NamedTuple):
@@ -36,7 +37,7 @@ class _Block:
     storages: list[Storage]
     nbytes: int | None
     names: tuple[str, ...] = ()
-    named: list[Look] = field(default_factory=list)
+    named: Sequence[Look] = ()
     """What the tensors with a name look at: a view's hidden base says nothing about what is in use."""
     held: holders.Held | None = None
     roots: list[int] = field(default_factory=list)
@@ -45,8 +46,11 @@ class _Block:
     def only_graphs_keep(self) -> bool:
         return bool(self.roots) and not self.names and self.held is None
 
+    def is_lone(self) -> bool:
+        return len(self.storages) == 1 and len(self.storages[0].looks) == 1
+
     def tensors(self) -> list[int]:
-        return [tensor for storage in self.storages for tensor in storage.looks]
+        return [tensor for storage in self.storages for tensor, _ in storage.looks]
 
 
 class Rows:
@@ -56,6 +60,7 @@ class Rows:
         self._found = found
         self._granules: dict[str, int] = {}
         self._is_nameless = found.names.are_none()
+        self._any_is_special = bool(found.roles or found.gradient_of)
         self._blocks = [self._block(storages) for storages in groups]
         self._block_of: dict[Storage, _Block] = {}
         self._held: dict[int, holders.Held] = {}
@@ -83,7 +88,9 @@ class Rows:
 
     def all(self) -> list[TensorRow]:
         """Return a row for each block."""
-        return [self._row(block) for block in self._blocks]
+        if self._found.graph_of:
+            return [self._shared_row(block) for block in self._blocks]
+        return [self._lone_row(block) if block.is_lone() else self._shared_row(block) for block in self._blocks]
 
     def graphs(self) -> tuple[GraphRow, ...]:
         """Return, most first, what the graphs of one variable's tensors keep and nothing else does."""
@@ -105,53 +112,46 @@ class Rows:
         return tuple(sorted(found, key=lambda row: -row.nbytes))
 
     def _block(self, storages: list[Storage]) -> _Block:
-        block = _Block(storages, occupied(storages, self._granule(storages[0].device)))
+        device = storages[0].device
+        block = _Block(storages, occupied(storages, self._granules.get(device) or self._granule(device)))
         if self._is_nameless:
             return block
         found: list[str] = []
+        named: list[Look] = []
         names, gradient_of = self._found.names, self._found.gradient_of
         for storage in storages:
             owner = gradient_of.get(storage) if gradient_of else None
             through = [f"{name}.grad" for name in names.of(owner)] if owner is not None else []
-            for tensor, look in storage.looks.items():
+            for tensor, look in storage.looks:
                 own = names.of(tensor)
                 if own or through:
                     found += own
-                    block.named.append(look)
+                    named.append(look)
             found += through
         if found:
-            block.names = _few(found)
+            block.names, block.named = _few(found), named
         return block
 
-    def _row(self, block: _Block) -> TensorRow:
-        lone = len(block.storages) == 1 and len(block.storages[0].looks) == 1 and not self._found.graph_of
-        return self._lone_row(block, block.storages[0]) if lone else self._shared_row(block)
-
-    def _lone_row(self, block: _Block, storage: Storage) -> TensorRow:
+    def _lone_row(self, block: _Block) -> TensorRow:
         """Return the row of a storage of one tensor: of these there may be thousands, and few are special."""
-        (look,) = storage.looks.values()
-        held, names = block.held, block.names
+        (storage,) = block.storages
+        ((_, look),) = storage.looks
+        held, names, nbytes = block.held, block.names, storage.nbytes
+        viewed = None if nbytes is None else look.nbytes
+        note = storage.note
+        if viewed is not None and viewed != nbytes:
+            note = note or _small_view(viewed, nbytes)
+        label, place, releasable = held or _NO_HOLDER
+        kind = self._kind(block) if self._any_is_special or storage.is_special() else "plain"
         return TensorRow(
-            storage.device,
-            block.nbytes,
-            look.shape,
-            look.dtype,
-            self._kind(block),
-            names[0] if names else None,
-            names,
-            held and held.label,
-            held and held.place,
-            held is not None and held.releasable,
-            requires_grad=storage.requires_grad,
-            viewed_nbytes=None if storage.nbytes is None else look.nbytes,
-            note=storage.note or _small_view(look.nbytes, storage.nbytes),
-            numbers=(storage.number,),
-        )
+            storage.device, block.nbytes, look.shape, look.dtype, kind, names[0] if names else None, names,
+            label, place, releasable, False, 0, storage.requires_grad, None, viewed, note, (storage.number,),
+        )  # fmt: skip
 
     def _shared_row(self, block: _Block) -> TensorRow:
         storages, names = block.storages, block.names
         first = storages[0]
-        looks = [look for storage in storages for look in storage.looks.values()]
+        looks = [look for storage in storages for _, look in storage.looks]
         named = block.named or looks
         shown = named[0] if len(named) == 1 else max(named, key=_elements)
         viewed = looked_at(storages, named)
@@ -181,14 +181,14 @@ class Rows:
         )
 
     def _granule(self, device: str) -> int:
-        return self._granules.get(device) or self._granules.setdefault(device, reconcile.granule(device))
+        return self._granules.setdefault(device, reconcile.granule(device))
 
     def _kind(self, block: _Block) -> str:
         roles, gradient_of = self._found.roles, self._found.gradient_of
         found: set[str] = set()
         for storage in block.storages:
             if roles:
-                found.update([roles[tensor] for tensor in storage.looks if tensor in roles])
+                found.update([roles[tensor] for tensor, _ in storage.looks if tensor in roles])
             if gradient_of and storage in gradient_of:
                 found.add("gradient")
             if storage.is_parameter:

@@ -55,12 +55,16 @@ class Storage:
     number: int = 0
     """Its own for as long as the process lives: see `identity`."""
     note: str | None = None
-    looks: dict[int, Look] = field(default_factory=dict)
-    """By the `id` of each live tensor over it."""
+    looks: list[tuple[int, Look]] = field(default_factory=list)
+    """Of each live tensor over it, by its `id`."""
     requires_grad: bool = False
     from_graph: bool = False
     """Whether a tensor over it is the result of an operation that autograd recorded."""
     is_parameter: bool = False
+
+    def is_special(self) -> bool:
+        """Return whether its tensors alone say what it is for."""
+        return self.is_parameter or self.from_graph
 
 
 class Ledger:
@@ -79,6 +83,8 @@ class Ledger:
         self._requires_grad, self._is_leaf = base.requires_grad.__get__, base.is_leaf.__get__
         self._devices: dict[object, str] = {}
         self._dtypes: dict[object, tuple[str, int]] = {}
+        self._wholes: dict[object, tuple[Look, str]] = {}
+        """The look of a tensor over all of its storage, and its device: many tensors are alike."""
         self.storages: dict[object, Storage] = {}
         self.joined: list[list[Storage]] = []
         """Storages that belong to one tensor: the parts of a sparse one."""
@@ -86,25 +92,26 @@ class Ledger:
     def add_all(self, tensors: Iterable[torch.Tensor]) -> None:
         """Enter live tensors; the caller keeps them alive for as long as their `id` is used."""
         untyped_storage, is_contiguous, address_of = self._base.untyped_storage, self._base.is_contiguous, self._address
-        storages, plain, parameter = self.storages, self._plain, self._parameter
+        size, dtype, device = self._size, self._dtype, self._device_of
+        requires_grad_of, number_of = self._requires_grad, identity.of_storage
+        storages, wholes, plain, parameter = self.storages, self._wholes, self._plain, self._parameter
         for tensor in tensors:  # all that is common is done here, as calls are most of what it would cost
+            address = 0
             try:
                 storage = untyped_storage(tensor)
                 key, nbytes = storage._cdata, storage.nbytes()
-                shape, dtype = tuple(self._size(tensor)), self._dtype(tensor)
-                name, itemsize = self._dtypes[dtype]
-                elements = prod(shape)
-                common = type(tensor) in plain and elements * itemsize == nbytes > 0 and key not in storages
-                address = address_of(tensor) if common and is_contiguous(tensor) else 0
+                whole = wholes.get((size(tensor), dtype(tensor), device(tensor), nbytes))
+                if whole is not None and key not in storages and type(tensor) in plain and is_contiguous(tensor):
+                    address = address_of(tensor)
             except Exception:
-                address = 0
-            if not address:
+                whole = None
+            if whole is None or not address:
                 self.add(tensor)
                 continue
-            requires_grad = self._requires_grad(tensor)
+            look, place = whole
+            requires_grad = requires_grad_of(tensor)
             storages[key] = Storage(
-                self._device(tensor), nbytes, address, key, identity.of_storage(storage), None,
-                {id(tensor): Look(shape, name, elements, 0, nbytes, nbytes)},
+                place, nbytes, address, key, number_of(storage), None, [(id(tensor), look)],
                 requires_grad, requires_grad and not self._is_leaf(tensor), type(tensor) is parameter,
             )  # fmt: skip
 
@@ -120,7 +127,7 @@ class Ledger:
             look, requires_grad, from_graph = Look((), "?", 0, 0, 0, 0), False, False
         if parts:
             self.joined.append(parts)
-        storage.looks[id(tensor)] = look
+        storage.looks.append((id(tensor), look))
         storage.is_parameter |= issubclass(type(tensor), self._parameter)
         storage.requires_grad |= requires_grad
         storage.from_graph |= from_graph
@@ -170,7 +177,11 @@ class Ledger:
         nbytes = storage.nbytes or 0
         whole = Look(shape, name, elements, 0, nbytes, nbytes)
         try:
-            if nbytes == 0 or (elements * itemsize == nbytes and self._base.is_contiguous(tensor)):
+            if nbytes == 0:
+                return whole
+            if elements * itemsize == nbytes and self._base.is_contiguous(tensor):
+                if type(tensor) in self._plain:
+                    self._wholes[self._size(tensor), dtype, self._device_of(tensor), nbytes] = whole, storage.device
                 return whole
             strides, start = self._base.stride(tensor), self._base.storage_offset(tensor) * itemsize
         except Exception:  # sparse and nested tensors have no strides

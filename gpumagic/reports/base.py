@@ -18,7 +18,7 @@ class Report(Generic[Row]):
 
     __slots__ = ()
     row_type: ClassVar[type[Any]]
-    """The dataclass of one row; its fields are the columns of `to_pandas`."""
+    """The frozen dataclass or named tuple of one row; its fields are the columns of `to_pandas`."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -48,9 +48,9 @@ class Report(Generic[Row]):
         """
         import pandas as pd
 
-        rows, columns = self.rows, dataclasses.fields(self.row_type)
-        figures = [column.name for column in columns if column.type in _FIGURES]
-        found = {column.name: [getattr(row, column.name) for row in rows] for column in columns}
+        rows, columns = self.rows, columns_of(self.row_type)
+        figures = [name for name, kind in columns.items() if kind in _FIGURES]
+        found = {name: [getattr(row, name) for row in rows] for name in columns}
         found.update((name, [math.nan if each is None else each for each in found[name]]) for name in figures)
         frame = pd.DataFrame(found, dtype=None if rows else object)
         return frame if rows else frame.astype(dict.fromkeys(figures, "float64"))
@@ -80,9 +80,18 @@ class Report(Generic[Row]):
 _FIGURES = ("int", "float", "int | None", "float | None")
 
 
+def columns_of(row_type: type[Any]) -> dict[str, str]:
+    """Return the fields of a row with their types, as they are written."""
+    if dataclasses.is_dataclass(row_type):
+        return {field.name: str(field.type) for field in dataclasses.fields(row_type)}
+    return {name: kind.__forward_arg__ for name, kind in row_type.__annotations__.items()}  # of a named tuple
+
+
 def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

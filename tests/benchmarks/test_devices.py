@@ -2,6 +2,13 @@
 
 A million small objects and 5,000 tensors. Times are of the thread's own CPU, the rounds interleaved, the minima
 compared: what else the machine does then counts for little.
+
+Without names 5,000 tensors may take 1.2 times the floor, of which the scan itself is 0.87: 5 us are left for a tensor,
+its storage, its identity and its row. What was tried on the way from 1.55 to 1.17, with what one tensor took less:
+a named tuple for a row in place of a frozen dataclass, 3 us; one look and one device name shared by all tensors
+of a size, dtype and device, 1 us; a list in place of a dict of the tensors over a storage, 0.4 us; identities asked
+after the scan, while they are still in the cache, 0.3 us; overlaps found by address alone, 0.2 us. For the scan, a set
+of the exact types was fastest (`compress` over `map(type)`, a frozenset, a dict and one generation at a time were not).
 """
 
 from __future__ import annotations
@@ -83,13 +90,7 @@ def test_names_cost_less_than_two_and_a_half_scans_and_than_memlab(memlab: Path)
     print(f"%devices with names: {found['names'] / found['memlab']:.2f}x pytorch_memlab's MemReporter (DESIGN 0.8)")
     assert found["names"] < 2.5 * floor
     assert found["names"] < 0.8 * found["memlab"]
-    assert found["sizes"] < BAR_OF_SIZES * floor
-
-
-BAR_OF_SIZES = 1.6
-"""DESIGN asks for 1.2. The scan itself takes 0.88 of the floor, so that 5 us are left for each tensor, and a storage
-with its identity, its look and a frozen row take 9. Tried: a set of exact types (kept), `compress` over `map(type)`
-(slower), all common cases in one loop (kept), rows without names past the naming (kept)."""
+    assert found["sizes"] < 1.2 * floor
 
 
 def test_twenty_times_the_tensors_take_no_more_than_twenty_times_as_long() -> None:
