@@ -13,7 +13,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from gpumagic.probes import calls
-from gpumagic.probes.paths import Names, Search, spell
+from gpumagic.probes.paths import Names, Search
+from gpumagic.probes.spelling import spell, variable
 from gpumagic.probes.storages import Ledger, uncollected, undisturbed
 
 TRACEBACK = "last traceback"
@@ -43,18 +44,12 @@ def name_storages(namespace: Mapping[str, object], shell: object | None = None) 
     return {address: tuple(dict.fromkeys(names)) for address, names in found.items()}
 
 
-def root_of(name: str) -> str:
-    """Return the variable a name starts from: ``"model"`` for ``"model.fc.weight"``."""
-    ends = [position for position in (name.find("."), name.find("["), name.find("{")) if position > 0]
-    return name[: min(ends)] if ends else name
-
-
 def variables(namespace: Mapping[str, object], shell: object | None) -> list[tuple[str, object]]:
     """Return the user's variables: all but those that IPython put there itself and nobody has rebound."""
     hidden = _mapping(shell, "user_ns_hidden")
     missing = object()
     return [
-        (name, value)
+        (variable(name), value)
         for name, value in list(namespace.items())
         if type(name) is str and hidden.get(name, missing) is not value
     ]

@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from gpumagic.advice.facts import Work
-from gpumagic.probes import exception_graph, failed_line, holders, tensors
+from gpumagic.probes import exception_graph, failed_line, tensors
 from gpumagic.probes.frames import is_users
 from gpumagic.reports import Instant, Shape, Share, TensorRow
+from gpumagic.reports.lookup import root_of
 
 if TYPE_CHECKING:
     from gpumagic.probes.allocator import AllocatorFigures
@@ -80,7 +81,7 @@ def _part(row: TensorRow, namespace: Mapping[str, object], bound: Mapping[str, i
     if row.kind in PURPOSES:
         return PURPOSES[row.kind]
     if row.name is not None:
-        roots = {holders.root_of(name) for name in row.names}
+        roots = {root_of(name) for name in row.names}
         old = any(root in bound and bound[root] == id(namespace.get(root)) for root in roots)
         return "names of earlier cells" if old else "names of this cell"
     if row.holder is not None and row.holder.startswith("Out["):
@@ -89,7 +90,7 @@ def _part(row: TensorRow, namespace: Mapping[str, object], bound: Mapping[str, i
 
 
 def _names(rows: Iterable[TensorRow]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(holders.root_of(row.name) for row in rows if row.name is not None))[:NAMES]
+    return tuple(dict.fromkeys(root_of(row.name) for row in rows if row.name is not None))[:NAMES]
 
 
 def _operator(node: ast.AST) -> str:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
-from gpumagic.probes.anatomy import VARIABLE, Branch, Opener, Style
+from gpumagic.probes.anatomy import VARIABLE, Branch, Opener
 from gpumagic.probes.openers import opener_of
+from gpumagic.probes.spelling import Path, spell
 
 MAX_DEPTH = 32
 MAX_STEPS = 250_000
@@ -22,32 +23,6 @@ _LARGE = 1_000
 _HUGE = 50_000
 """Children that are only looked at if some tensor has no name yet."""
 _MAX_PATHS = 16
-
-
-class Path(NamedTuple):
-    """One step from a parent to a child; the first step is a name."""
-
-    parent: Path | None
-    style: Style
-    key: Any
-    rank: int
-    """The worst rank of the steps so far: how well it names what it leads to."""
-    depth: int
-    kind: type | None = None
-    """The type of what the step leads to."""
-
-    def root(self) -> str:
-        """Return the name that the path starts from."""
-        return str(self.steps()[0].key)
-
-    def steps(self) -> list[Path]:
-        """Return the path's beginnings, from its root to itself."""
-        path: Path | None = self
-        found = []
-        while path is not None:
-            found.append(path)
-            path = path.parent
-        return found[::-1]
 
 
 class Search:
@@ -173,42 +148,6 @@ class Names:
             return None
         first = min(ways, key=lambda way: (way.rank, way.depth))
         return spell(first, self.best)
-
-
-def spell(path: Path, name_of: Callable[[int], str | None]) -> str:
-    """Return a path as one would type it: ``model.layers[3].weight``, ``cfg['k']``, ``opt.state[w].exp_avg``.
-
-    Args:
-        path: the way to a tensor.
-        name_of: returns the name of the tensor with an `id`, for optimizer states.
-    """
-    if path.parent is None:
-        return str(path.key)
-    return spell(path.parent, name_of) + _step(path, name_of)
-
-
-def _step(path: Path, name_of: Callable[[int], str | None]) -> str:
-    text = f"[{_key(path.key)}]"
-    if path.style == "state":
-        text = f".state[{name_of(path.key) or '...'}]"
-    elif path.style == "in":
-        place, name = path.key
-        text = f".<{place}>.{name}" if name and name.isidentifier() else f".<{place}>"
-    elif path.style == "{":
-        text = "{...}"
-    elif path.style == "." and type(path.key) is str:
-        if path.key.isidentifier():
-            text = f".{path.key}"
-        elif path.key.isdigit():  # the layers of a Sequential are numbered by strings and indexed by ints
-            text = f"[{path.key}]"
-    return text
-
-
-def _key(key: object) -> str:
-    if type(key) in (str, int, float, bool, type(None), bytes):
-        text = repr(key)
-        return text if len(text) <= 40 else f"{text[:36]}..."
-    return type(key).__name__  # the repr of anything else is its author's code
 
 
 def _through_state(path: Path | None) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from gpumagic.probes.anatomy import VARIABLE, Branch, Opener, Style
 from gpumagic.probes.openers import opener_of
-from gpumagic.probes.paths import Path, spell
+from gpumagic.probes.spelling import Path, spell
 
 MAX_STEPS = 500_000
 """References looked at before it gives up: about half a second."""
@@ -135,7 +135,7 @@ class References:
                 path = Path(path, "state", reference.below, reference.rank, len(steps))
                 steps.append(Step(path, {}))  # the optimizer's state of one parameter is a dict
             rank = reference.rank if path is None else max(reference.rank, path.rank)
-            path = Path(path, reference.style, reference.key, rank, len(steps))
+            path = Path(path, reference.style, reference.key, rank, len(steps), type(self._objects[child]))
             steps.append(Step(path, self._objects[child]))
             following = after[child]
             child, reference = (None, reference) if following is None else following

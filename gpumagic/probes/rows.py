@@ -11,6 +11,7 @@ from gpumagic.probes.blocks import looked_at, occupied
 from gpumagic.probes.paths import Names
 from gpumagic.probes.storages import Look, Storage
 from gpumagic.reports import GraphRow, TensorRow
+from gpumagic.reports.lookup import root_of
 from gpumagic.reports.selection import KINDS
 
 MAX_NAMES = 16
@@ -97,14 +98,14 @@ class Rows:
         totals: dict[tuple[str, str], int] = {}
         for block in self._blocks:
             if block.only_graphs_keep() and block.nbytes:
-                reaching = {holders.root_of(name) for root in block.roots for name in self._found.names.of(root)}
+                reaching = {root_of(name) for root in block.roots for name in self._found.names.of(root)}
                 if len(reaching) == 1 and all(map(self._found.names.of, self._outer(block.roots))):
                     key = reaching.pop(), block.storages[0].device
                     totals[key] = totals.get(key, 0) + block.nbytes
         having: dict[str, list[str]] = {}
         for root in self._found.graph_of if totals else ():
             for name in self._found.names.of(root)[:1]:
-                having.setdefault(holders.root_of(name), []).append(name)
+                having.setdefault(root_of(name), []).append(name)
         found = [
             GraphRow(name, device, nbytes, tensors=len(having[name]), example=having[name][0])
             for (name, device), nbytes in totals.items()
@@ -237,8 +238,8 @@ def _few(found: Sequence[str]) -> tuple[str, ...]:
     if len(names) <= MAX_NAMES:
         return tuple(names)
     kept = names[:MAX_NAMES]
-    roots = {holders.root_of(name) for name in kept}
-    others = {root: name for name in reversed(names) if (root := holders.root_of(name)) not in roots}
+    roots = {root_of(name) for name in kept}
+    others = {root: name for name in reversed(names) if (root := root_of(name)) not in roots}
     return (*kept, *reversed(others.values()))
 
 

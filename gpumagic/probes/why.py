@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.probes import cycles, holders, last_error, outputs, references, tensors
 from gpumagic.probes.openers import opener_of
-from gpumagic.probes.paths import Path, spell
 from gpumagic.probes.references import References, Step
+from gpumagic.probes.spelling import Path, spell
 from gpumagic.probes.storages import Ledger, uncollected, undisturbed
 from gpumagic.reports import TensorReport, TensorRow, WayRow, WhyReport
-from gpumagic.reports.held import RELEASE, command
+from gpumagic.reports.held import RELEASE, command, is_code
 from gpumagic.reports.lookup import find, plain
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 GRADIENT = ".grad"
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
-_CODE = ("name", ".", "[", "state")  # not an element of a set, nor a variable of a closure
-_LITERALS = (str, int, float, bool, type(None), bytes)
 
 
 def probe(name: str, namespace: Mapping[str, object], shell: InteractiveShell | None = None) -> WhyReport:
@@ -81,7 +79,9 @@ def _below(value: object, rest: str) -> Any:
         return value if opener is not None and opener.is_tensor else None
     for branch in opener.branches(value, opener):
         for key, child in branch.children:
-            step = plain(spell(Path(Path(None, "name", "", 0, 0), branch.style, key, 0, 0), lambda _: None))
+            step = plain(
+                spell(Path(Path(None, "name", "", 0, 0, type(value)), branch.style, key, 0, 0), lambda _: None)
+            )
             if rest.startswith(step):
                 found = _below(child, rest[len(step) :])
                 if found is not None:
@@ -112,8 +112,8 @@ def _over(row: TensorRow, graph: References) -> list[object]:
 
 
 def _way(steps: Sequence[Step], graph: References, hidden: Collection[str], through_owner: bool) -> WayRow:
-    spelled = [spell(step.path, graph.name_of) for step in steps]
-    kinds = [_kind(step.value) for step in steps]
+    spelled = [spell(each.path, graph.name_of) for each in steps]
+    kinds = [_kind(each.value) for each in steps]
     texts = [spelled[0], *(later[len(earlier) :] for earlier, later in pairwise(spelled))]
     expression, command = spelled[-1], _command(steps, spelled, hidden)
     if through_owner:
@@ -131,21 +131,17 @@ def _command(steps: Sequence[Step], spelled: Sequence[str], hidden: Collection[s
     """Return the line that makes a root let go: it unbinds the last step that Python can delete."""
     if spelled[0] in hidden:
         return RELEASE
-    if not spelled[0].isidentifier():
-        return None  # a running function, a module: not the notebook's to change
-    typed = list(takewhile(lambda step: step.path.style in _CODE, steps))
-    last = len(typed) - 1
-    while last > 0 and not _can_be_deleted(typed[last].path, typed[last - 1].value):
-        last -= 1
-    return f"del {spelled[last]}"
+    for last in range(len(steps) - 1, -1, -1):
+        line = f"del {spelled[last]}"
+        if is_code(line) and (last == 0 or _can_be_deleted(steps[last].path, steps[last - 1].value)):
+            return line
+    return None  # a running function, a module: not the notebook's to change
 
 
 def _can_be_deleted(path: Path, parent: object) -> bool:
     if issubclass(type(parent), tuple):
         return False
-    if path.style == ".":
-        return bool(type(parent).__flags__ & _HEAP_TYPE)
-    return path.style == "state" or (path.style == "[" and type(path.key) in _LITERALS)
+    return path.style != "." or bool(type(parent).__flags__ & _HEAP_TYPE)
 
 
 def _notes(row: TensorRow, report: TensorReport, ways: Sequence[WayRow], graph: References) -> Iterator[str]:

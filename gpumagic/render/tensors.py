@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -11,6 +10,7 @@ from gpumagic.render.document import Block, Cell, Column, Document, Heading, Par
 from gpumagic.render.lines import Line, fold, holder_text
 from gpumagic.render.units import count, size
 from gpumagic.reports import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
+from gpumagic.reports.lookup import root_of
 
 ROLES: tuple[Literal["main", "second", "other"], ...] = ("main", "second", "other")
 
@@ -113,12 +113,8 @@ _KEYS: dict[str, Callable[[TensorRow], str]] = {
     "device": lambda row: row.device,
     "dtype": lambda row: row.dtype,
     "kind": lambda row: row.kind,
-    "holder": lambda row: _root(row.name) if row.name is not None else holder_text(row.holder),
+    "holder": lambda row: root_of(row.name) if row.name is not None else holder_text(row.holder),
 }
-
-
-def _root(name: str) -> str:
-    return re.split(r"[.[{]", name, maxsplit=1)[0]
 
 
 def _totals(report: TensorReport, key: Callable[[TensorRow], str], title: str) -> list[Block]:

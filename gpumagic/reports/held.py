@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 RELEASE = "%devices --release-held"
 _GRAPH = "graph of "
-_CODE = re.compile(r"[A-Za-z_][^<{]*")
-"""A name that is code, as one through a closure, ``step.<closure>.x``, is not."""
 COLLECT = "import gc; gc.collect()"
 
 
@@ -101,6 +99,15 @@ def command(row: TensorRow) -> str | None:
     if row.releasable:
         return RELEASE
     holder = row.holder or ""
-    if holder.startswith(_GRAPH) and _CODE.fullmatch(name := holder.removeprefix(_GRAPH)):
+    if holder.startswith(_GRAPH) and is_code(name := holder.removeprefix(_GRAPH)):
         return f"{name} = {name}.detach()"
     return COLLECT if "cycle" in holder else None
+
+
+def is_code(line: str) -> bool:
+    """Return whether a line can be run, as one with ``step.<closure>.x`` cannot."""
+    try:
+        ast.parse(line)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return "[...]" not in line

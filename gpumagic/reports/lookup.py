@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gpumagic.reports.tensors import TensorReport, TensorRow
 
 _FEW = 3
+_ROOT = re.compile(r"globals\(\)\[.*?\](?=[.\[{]|$)|.[^.\[{]*|", re.DOTALL)
 
 
 def find(text: str, report: TensorReport, also: Sequence[int] = ()) -> TensorRow:
@@ -32,6 +33,11 @@ def find(text: str, report: TensorReport, also: Sequence[int] = ()) -> TensorRow
     if rows:
         return max(rows, key=lambda row: row.nbytes or 0)
     raise OptionError(_why_not(text, report))
+
+
+def root_of(name: str) -> str:
+    """Return the variable a name starts from: ``"model"`` for ``"model.fc.weight"``."""
+    return _ROOT.match(name)[0]  # type: ignore[index]  # it matches everything
 
 
 def plain(name: str) -> str:

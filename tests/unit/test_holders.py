@@ -16,14 +16,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumagic.probes import holders
-from gpumagic.probes.holders import name_storages, root_of
+from gpumagic.probes.holders import name_storages
 from gpumagic.probes.paths import Search
 from gpumagic.probes.tensors import probe
 from gpumagic.reports import TensorReport
+from gpumagic.reports.lookup import root_of
 
 
 def names_of(tensor, namespace, shell=None):
@@ -92,7 +93,10 @@ WAYS = {
     "cfg['k']": lambda t: {"cfg": {"k": t}},
     "cfg[3]": lambda t: {"cfg": {3: t}},
     "cfg['3']": lambda t: {"cfg": {"3": t}},
-    "cfg[tuple]": lambda t: {"cfg": {(1, 2): t}},
+    "cfg[(1, ('k',))]": lambda t: {"cfg": {(1, ("k",)): t}},
+    "cfg[<Slotted>]": lambda t: {"cfg": {Slotted(0): t}},
+    "cfg[float('inf')]": lambda t: {"cfg": {float("inf"): t}},
+    "cfg[<int>]": lambda t: {"cfg": {10**5000: t}},
     "q[0]": lambda t: {"q": collections.deque([t])},
     "s{...}": lambda t: {"s": {t}},
     "o['a'][0]": lambda t: {"o": collections.OrderedDict(a=[t])},
@@ -131,7 +135,7 @@ WAYS = {
     "error.__cause__.<fails()>.local": lambda t: {"error": caused(failed(t))},
     "q.queue[0]": lambda t: {"q": filled(queue.Queue(), t)},
     "q.<...>[0]": lambda t: {"q": filled(queue.SimpleQueue(), t)},
-    "w.data[ReferenceType]": lambda t: {"w": weakref.WeakKeyDictionary({Slotted: t})},
+    "w.data[<ReferenceType>]": lambda t: {"w": weakref.WeakKeyDictionary({Slotted: t})},
     "d{...}": lambda t: {"d": {t: 1}},
 }
 
@@ -368,21 +372,51 @@ def test_slots_that_were_never_set_are_passed_over() -> None:
     assert name_storages({"empty": empty}) == {}
 
 
-KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False))
-
-
-@given(
-    path=st.lists(
-        st.one_of(st.tuples(st.just("list"), st.integers(0, 3)), st.tuples(st.just("dict"), KEYS)), max_size=6
-    )
+WORDS = st.one_of(st.text(max_size=5), st.sampled_from(["ﬁ", "class", "a b", "²", "0", "𝔞", "ª", "µm", "\ud800", "é"]))
+ATOMS = st.one_of(WORDS, st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), st.binary(max_size=5))
+KEYS = st.one_of(ATOMS, st.lists(ATOMS, max_size=2).map(tuple))
+STEPS = st.one_of(
+    st.tuples(st.just("list"), st.integers(0, 3)), st.tuples(st.just("dict"), KEYS), st.tuples(st.just("object"), WORDS)
 )
-def test_evaluating_the_name_gives_the_tensor(path) -> None:
+
+
+def under(kind, key, value):
+    """Return a container with a value under a key."""
+    if kind == "object":
+        made = SimpleNamespace()
+        vars(made)[key] = value
+        return made
+    return [None] * key + [value] if kind == "list" else {key: value}
+
+
+@settings(deadline=None)
+@given(path=st.lists(STEPS, max_size=6), root=st.one_of(st.just("root"), WORDS))
+def test_evaluating_the_name_gives_the_tensor(path, root) -> None:
+    """Whatever the keys are, and the attributes: Python reads ``ﬁ`` as ``fi`` where it is typed."""
     tensor = torch.ones(1)
     value: object = tensor
     for kind, key in reversed(path):
-        value = [None] * key + [value] if kind == "list" else {key: value}
-    (name,) = names_of(tensor, {"root": value})
-    assert eval(name, {"root": value, "inf": float("inf")}) is tensor
+        value = under(kind, key, value)
+    (name,) = names_of(tensor, {root: value})
+    assert eval(name, {root: value}) is tensor
+    assert eval(root_of(name), {root: value}) is value
+
+
+@pytest.mark.parametrize("name", ["ﬁ", "class", "a b", "0"])
+def test_what_a_module_registers_under_an_odd_name_is_typed_as_it_can_be(name) -> None:
+    net = torch.nn.Module()
+    net.register_buffer(name, torch.ones(3))
+    both = torch.nn.ModuleDict({name: net})
+    (typed,) = names_of(net._buffers[name], {"both": both})
+    if name != "0":  # of a Sequential's layers, which are looked up by number
+        assert eval(typed, {"both": both}) is net._buffers[name]
+
+
+def test_a_key_of_a_state_dict_is_written_whole_and_a_longer_one_is_no_code() -> None:
+    tensor = torch.ones(3)
+    key = "model.decoder.layers.31.encoder_attn.out_proj.weight"
+    assert names_of(tensor, {"sd": {key: tensor}}) == (f"sd[{key!r}]",)
+    assert names_of(tensor, {"sd": {"x" * 300: tensor}}) == (f"sd[<'{'x' * 35}...>]",)
 
 
 # -- what a shell keeps -----------------------------------------------------------------------------------

@@ -276,10 +276,10 @@ def test_overlapping_arrays_count_their_union() -> None:
     namespace = {
         "low": torch.from_numpy(array[:60]),
         "high": torch.from_numpy(array[40:]),
-        "in": torch.from_numpy(array[:5]),
+        "inner": torch.from_numpy(array[:5]),
     }
     assert row_of("low", namespace).nbytes == 100
-    assert row_of("high", namespace) == row_of("in", namespace) == row_of("low", namespace)
+    assert row_of("high", namespace) == row_of("inner", namespace) == row_of("low", namespace)
 
 
 def test_a_sparse_tensor_shares_its_row_with_the_values_it_was_made_of() -> None:

@@ -73,7 +73,9 @@ MAKERS = {
     "del x  ": lambda t: ("x", Pair(0, t)),
     "del x   ": lambda t: ("x", {t}),
     "del x['set']": lambda t: ("x", {"set": {t}}),
-    "del x    ": lambda t: ("x", {(1, 2): t}),
+    "del x[(1, 2)]": lambda t: ("x", {(1, 2): t}),
+    "del x    ": lambda t: ("x", {object(): t}),
+    "del globals()['a b']['<unk>']": lambda t: ("a b", {"<unk>": t}),
 }
 
 
