@@ -61,6 +61,26 @@ class Circumstances:
     recovered: bool = False
 
 
+def recognise(error: Exception, outside: Collection[int] = ()) -> OomEvent | None:
+    """Return what the error says of itself, or None if it is not out-of-memory."""
+    return _recognise(error, _rooms(allocator.all_figures()), outside)
+
+
+def _rooms(figures: Figures) -> dict[str, tuple[int, int] | None]:
+    """Return free and total bytes of each device where memory was taken.
+
+    To ask the driver about an idle CUDA device would create a context on it.
+    """
+    return {device: _room(device) for device, each in figures.items() if each.reserved}
+
+
+def _recognise(
+    error: Exception, rooms: Mapping[str, tuple[int, int] | None], outside: Collection[int]
+) -> OomEvent | None:
+    free = min((room[0] for room in rooms.values() if room is not None), default=None)
+    return oom.recognise(error, free, outside)
+
+
 def examine(
     error: Exception,
     namespace: Mapping[str, object],
@@ -70,10 +90,8 @@ def examine(
 ) -> Failure | None:
     """Return what the error and its frames tell, or None if it is not out-of-memory."""
     at_failure = allocator.all_figures()
-    # Only where memory was taken: asking the driver about an idle CUDA device would create a context on it.
-    rooms = {device: _room(device) for device, figures in at_failure.items() if figures.reserved}
-    free = min((room[0] for room in rooms.values() if room is not None), default=None)
-    event = oom.recognise(error, free, outside)
+    rooms = _rooms(at_failure)
+    event = _recognise(error, rooms, outside)
     if event is None:
         return None
     device = _device(event, rooms)

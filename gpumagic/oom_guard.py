@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from gpumagic import host_warning
+from gpumagic import host_warning, shown_as_text
 from gpumagic.advice import actions
 from gpumagic.errors import OptionError
 from gpumagic.probes import allocator, exception_graph, oom, oom_observer, release
@@ -87,9 +87,11 @@ class OomGuard(contextlib.ContextDecorator):
         self._gate.open()
         if self._retries:
             return  # a further try is measured against the state before the first
+        self._outside = exception_graph.being_handled()
         if self._shell is not None:
             host_warning.say(self._shell)
-        self._outside = exception_graph.being_handled()
+            if self._keep_going:
+                shown_as_text.start(self._shell, self._recognises)
         self._before = allocator.all_figures()
         self._bound = {name: id(value) for name, value in list(self._namespace.items())}
 
@@ -98,6 +100,8 @@ class OomGuard(contextlib.ContextDecorator):
         if self._gate is not None:
             self._gate.close()
             self._seen, self._gate = self._gate.seen, None
+        if self._shell is not None and self._keep_going:
+            shown_as_text.stop(self._shell)
         self._recovered = error is None and self._failure is not None
         if error is not None:
             self._failure = self._examine(error)
@@ -187,6 +191,11 @@ class OomGuard(contextlib.ContextDecorator):
 
     def _recreate_cm(self) -> OomGuard:
         return self  # one report, of the last call that failed
+
+    def _recognises(self, error: BaseException) -> bool:
+        from gpumagic import diagnosis
+
+        return isinstance(error, Exception) and diagnosis.recognise(error, self._outside) is not None
 
     def _examine(self, error: BaseException) -> Failure | None:
         if not isinstance(error, Exception):

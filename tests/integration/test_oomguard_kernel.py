@@ -48,6 +48,15 @@ def test_keep_going_lets_run_all_go_on(guarded_kernel) -> None:
     failed, after = guarded_kernel.run_all("%%oomguard --keep-going\nfail()", "40 + 2")
     assert failed.status == "ok"
     assert after.value == "42"
+    assert failed.tracebacks == []  # papermill stops at an output of that type
+    assert "out of memory. Tried to allocate 9.00 GiB" in failed.stderr
+
+
+def test_what_keep_going_does_not_go_on_after_is_an_error_as_ever(guarded_kernel) -> None:
+    for cell in ("%%oomguard --keep-going\n1 / 0", "%%oomguard --keep-going\nfail()\n", "1 / 0"):
+        last = guarded_kernel.run(cell)
+    assert "ZeroDivisionError" in last.tracebacks[0]
+    assert "ZeroDivisionError" in guarded_kernel.run("%%oomguard --keep-going\n1 / 0").tracebacks[0]
 
 
 def test_awaited_code_is_released_too(guarded_kernel) -> None:
