@@ -10,6 +10,8 @@ is a plain Python API:
     with gpumagic.ondevice("cuda:1") as run: ...     new tensors land there; run.report tells what moved
     with gpumagic.oomguard() as guard: ...           out-of-memory is freed and explained; guard.report
     gpumagic.rehearse("...code...")         the peak memory that code would need, without running it
+    gpumagic.cluster                        the same on the engines of an ipyparallel cluster, as one report
+    gpumagic.merge([...])                   reports of several processes as one
 
 Importing this package imports none of torch, pandas and pynvml, and does no work.
 """
@@ -21,11 +23,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from gpumagic import simgpu
+    from gpumagic import cluster, simgpu
     from gpumagic.api import devices, gpuinfo, ondevice, oomguard, rehearse, release_held, why
     from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, RehearsalUnavailable, SimgpuUnavailable
     from gpumagic.probes.oom import OutOfMemory
     from gpumagic.reports import (
+        ClusterReport,
         DiffReport,
         FitReport,
         GPUReport,
@@ -36,11 +39,13 @@ if TYPE_CHECKING:
         TensorReport,
         TransferReport,
         WhyReport,
+        merge,
     )
 
     __version__: str
 
 __all__ = [
+    "ClusterReport",
     "DeviceNotFound",
     "DiffReport",
     "FitReport",
@@ -57,8 +62,10 @@ __all__ = [
     "TensorReport",
     "TransferReport",
     "WhyReport",
+    "cluster",
     "devices",
     "gpuinfo",
+    "merge",
     "ondevice",
     "oomguard",
     "rehearse",
@@ -75,6 +82,7 @@ _HOMES = {
     ),
     **dict.fromkeys(
         (
+            "ClusterReport",
             "DiffReport",
             "GPUReport",
             "HeldReport",
@@ -85,6 +93,7 @@ _HOMES = {
             "TensorReport",
             "TransferReport",
             "WhyReport",
+            "merge",
         ),
         "gpumagic.reports",
     ),
@@ -112,9 +121,12 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib import metadata
 
-        return metadata.version("gpumagic")
-    if name == "simgpu":
-        return importlib.import_module("gpumagic.simgpu")
+        try:
+            return metadata.version("gpumagic")
+        except metadata.PackageNotFoundError:  # a checkout on the path, never installed
+            return "unknown"
+    if name in {"cluster", "simgpu"}:
+        return importlib.import_module(f"gpumagic.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gpumagic' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from gpumagic.advice import cell_code, negatives, ranking, verdict
 from gpumagic.advice.facts import BatchSize, Brought, Facts, Scene, Work
-from gpumagic.probes import allocator, claims, failing_code, host, oom, scene, surroundings
+from gpumagic.probes import allocator, claims, failing_code, host, oom, origin, scene, surroundings
 from gpumagic.probes import instant as instants
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.oom import OomEvent
@@ -274,6 +274,7 @@ def _report(facts: Facts, failure: Failure, circumstances: Circumstances, notes:
         recovered=circumstances.recovered,
         message=failure.event.message,
         notes=(*notes, *negatives.sentences(facts), *_notes(facts, failure, circumstances)),
+        origin=origin.here(),
     )
 
 

@@ -80,6 +80,8 @@ class GPUMagic(Magics):
     @_magic
     def gpuinfo(self, options: Namespace) -> object:
         """Return the state of the GPUs, or follow it."""
+        if options.engines is not None:
+            return _on_engines("gpuinfo", options)
         if options.each_cell or options.watch is not None:
             return self._follow(options)
         if options.bench:
@@ -96,6 +98,8 @@ class GPUMagic(Magics):
     @_magic
     def devices(self, options: Namespace) -> object:
         """Return the live tensors, what changed among them, or what keeps them."""
+        if options.engines is not None:
+            return _on_engines("devices", options)
         from gpumagic.probes import held, tensors, why
 
         if options.why is not None:  # a name may be several words, such as "last traceback"
@@ -204,6 +208,14 @@ class GPUMagic(Magics):
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
         return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)
+
+
+def _on_engines(magic: str, options: Namespace) -> object:
+    """Return one report of all engines."""
+    from gpumagic.cluster import lines
+
+    report = lines.look(magic, options)
+    return _json(report) if getattr(options, "json", False) else report
 
 
 def _bench(devices: list[str]) -> Any:

@@ -127,6 +127,30 @@ def _add_report_options(parser: Parser) -> None:
     )
 
 
+def engine_targets(text: str) -> str:
+    """Return which engines are meant, ``"px"``, ``"all"``, ``"0,2"`` or ``"1:3"``, or raise `OptionError`."""
+    if not re.fullmatch(r"px|all|-?\d*:-?\d*(:-?\d*)?|\d+(,\d+)*", text, re.ASCII):
+        raise OptionError(f"{text!r} names no engines; write all, 0,2 or 1:3, and a device before --engines")
+    return text
+
+
+def seconds(text: str) -> float:
+    """Return a time above 0, or raise `OptionError`."""
+    if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", text, re.ASCII) or float(text) == 0:
+        raise OptionError(f"{text!r} is no number of seconds above 0, such as 10")
+    return float(text)
+
+
+def _add_engine_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--engines", nargs="?", metavar="TARGETS", type=_typed(engine_targets), const="px",
+        help="on the engines of the ipyparallel cluster: those of %%px, or all, 0,2, 1:3",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=_typed(seconds), default=10.0, help="wait so long for engines (10)"
+    )
+
+
 def _gpuinfo() -> Parser:
     parser = _parser(
         "%gpuinfo",
@@ -149,6 +173,7 @@ def _gpuinfo() -> Parser:
     instead.add_argument("--best", action="store_true", help="only return the device with most free memory")
     instead.add_argument("--bench", action="store_true", help="measure matrix products and copies; takes some seconds")
     parser.add_argument("--json", action="store_true", help="return JSON text instead of the table")
+    _add_engine_options(parser)
     return parser
 
 
@@ -188,6 +213,7 @@ def _devices() -> Parser:
         help="have IPython forget outputs and the last error that keep such tensors, and say what came back; "
         "your variables and all other outputs stay",
     )  # fmt: skip
+    _add_engine_options(parser)
     return parser
 
 

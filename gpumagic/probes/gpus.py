@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
-from gpumagic.probes import absence, cards, other_devices, selection, torch_names, unified
+from gpumagic.probes import absence, cards, origin, other_devices, selection, torch_names, unified
 from gpumagic.probes.cards import Card, Snapshot
 from gpumagic.probes.nvml import Failure
 from gpumagic.probes.processes import attribute
@@ -57,7 +57,7 @@ def probe(devices: Sequence[str] = (), *, processes: bool = False, everything: b
         devices=chosen, torch_version=build.version, cuda_build=build.label,
         driver_version=answer.driver_version if isinstance(answer, Snapshot) else None,
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=selection.best(chosen), cause=cause,
-        show_processes=processes, show_all=everything, notes=tuple(notes),
+        show_processes=processes, show_all=everything, notes=tuple(notes), origin=origin.here(),
     )  # fmt: skip
 
 

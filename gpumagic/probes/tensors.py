@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
-from gpumagic.probes import cycles, identity, reconcile
+from gpumagic.probes import cycles, identity, origin, reconcile
 from gpumagic.probes.census import Census
 from gpumagic.probes.storages import uncollected, undisturbed
 from gpumagic.reports import TensorReport, TensorRow
@@ -42,7 +42,9 @@ def probe(
             worth the passes over all objects that it takes.
     """
     if "torch" not in sys.modules:
-        return TensorReport((), limit=limit, group_by=group_by, notes=("torch is not imported: no tensors",))
+        return TensorReport(
+            (), limit=limit, group_by=group_by, notes=("torch is not imported: no tensors",), origin=origin.here()
+        )
     census = Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names)
     with uncollected():
         rows = _taken(census)
@@ -57,6 +59,7 @@ def probe(
             process=identity.PROCESS,
             graphs=census.graphs,
             sources=census.sources,
+            origin=origin.here(),
         )
         return report.narrowed(devices, minimum, sort)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpumagic.advice.moves import suggestions
-from gpumagic.probes import allocator, residents
+from gpumagic.probes import allocator, origin, residents
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.moved import Moved, is_pageable
@@ -182,4 +182,5 @@ def report(
         explanation=explanation,
         lines=lines,
         notes=(TRACED if log.is_traced else SCOPE,),
+        origin=origin.here(),
     )

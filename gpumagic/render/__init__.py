@@ -32,6 +32,7 @@ def to_document(report: Report[Any]) -> Document:
 _VIEWS = {
     "GPUReport": "gpumagic.render.gpu",
     "BenchReport": "gpumagic.render.bench",
+    "ClusterReport": "gpumagic.render.cluster",
     "HistoryReport": "gpumagic.render.history",
     "TensorReport": "gpumagic.render.tensors",
     "DiffReport": "gpumagic.render.changes",

@@ -11,11 +11,13 @@ field's name, or in the report's ``notes``.
 from gpumagic.reports.at_failure import Action, Instant, Shape, Share
 from gpumagic.reports.base import Report
 from gpumagic.reports.changes import DeviceChange, DiffReport, DiffRow
+from gpumagic.reports.cluster import ClusterReport, EngineAnswer, PlacedRow, merge
 from gpumagic.reports.explanation import Explanation, Operand
 from gpumagic.reports.gpu import BenchReport, BenchRow, CellUse, GPUReport, GpuRow, HistoryReport, ProcessRow, SampleRow
 from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
 from gpumagic.reports.names import Holder
 from gpumagic.reports.oom import Advice, Change, OomReport
+from gpumagic.reports.origin import Origin
 from gpumagic.reports.rehearsal import DeviceForecast, Fit, RehearsalReport, RehearsalRow
 from gpumagic.reports.tensors import DeviceMemoryRow, GraphRow, SourceRow, TensorReport, TensorRow
 from gpumagic.reports.transfers import TransferReport, TransferRow
@@ -29,11 +31,13 @@ __all__ = [
     "BenchRow",
     "CellUse",
     "Change",
+    "ClusterReport",
     "DeviceChange",
     "DeviceForecast",
     "DeviceMemoryRow",
     "DiffReport",
     "DiffRow",
+    "EngineAnswer",
     "Explanation",
     "Fit",
     "FitReport",
@@ -48,6 +52,8 @@ __all__ = [
     "Instant",
     "OomReport",
     "Operand",
+    "Origin",
+    "PlacedRow",
     "ProcessRow",
     "RehearsalReport",
     "RehearsalRow",
@@ -64,4 +70,5 @@ __all__ = [
     "Try",
     "WayRow",
     "WhyReport",
+    "merge",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
 if TYPE_CHECKING:
@@ -46,14 +46,8 @@ class Report(Generic[Row]):
 
         A figure that is absent is NaN, also where no row has it, so that columns of figures are always numbers.
         """
-        import pandas as pd
-
-        rows, columns = self.rows, columns_of(self.row_type)
-        figures = [name for name, kind in columns.items() if kind in _FIGURES]
-        found = {name: [getattr(row, name) for row in rows] for name in columns}
-        found.update((name, [math.nan if each is None else each for each in found[name]]) for name in figures)
-        frame = pd.DataFrame(found, dtype=None if rows else object)
-        return frame if rows else frame.astype(dict.fromkeys(figures, "float64"))
+        columns = columns_of(self.row_type)
+        return frame(columns, [[getattr(row, name) for name in columns] for row in self.rows])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole report as JSON-ready data: dicts, lists, strings, numbers and None."""
@@ -75,6 +69,17 @@ class Report(Generic[Row]):
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+
+def frame(columns: Mapping[str, str], rows: Sequence[Sequence[object]]) -> pd.DataFrame:
+    """Return a DataFrame of columns that are given with their types; None in a column of figures is NaN."""
+    import pandas as pd
+
+    figures = [name for name, kind in columns.items() if kind in _FIGURES]
+    found = {name: [row[place] for row in rows] for place, name in enumerate(columns)}
+    found.update((name, [math.nan if each is None else each for each in found[name]]) for name in figures)
+    table = pd.DataFrame(found, dtype=None if rows else object)
+    return table if rows else table.astype(dict.fromkeys(figures, "float64"))
 
 
 _FIGURES = ("int", "float", "int | None", "float | None")

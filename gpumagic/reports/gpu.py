@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gpumagic.reports.base import Report
+from gpumagic.reports.origin import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class GPUReport(Report[GpuRow]):
     show_processes: bool = False
     show_all: bool = False
     notes: tuple[str, ...] = ()
+    origin: Origin = field(default_factory=Origin)
 
     @property
     def rows(self) -> tuple[GpuRow, ...]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from gpumagic.reports.at_failure import Action, Instant
 from gpumagic.reports.base import Report
 from gpumagic.reports.names import Holder
+from gpumagic.reports.origin import Origin
 from gpumagic.reports.tries import Try
 
 
@@ -113,6 +114,7 @@ class OomReport(Report[Advice]):
     cause: str = "shortage"
     """The verdict in a word or two: ``"shortage"``, ``"leftovers"``, ``"fragmentation"``, ``"other process"``,
     ``"one request"`` (larger than the device), ``"size bug"``, ``"host memory"``, ``"shared memory"``, ``"cap"``."""
+    origin: Origin = field(default_factory=Origin)
 
     @property
     def rows(self) -> tuple[Advice, ...]:

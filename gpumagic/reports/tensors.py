@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.reports.base import Report
 from gpumagic.reports.changes import DiffReport, between
 from gpumagic.reports.held import HeldReport, held_rows
+from gpumagic.reports.origin import Origin
 from gpumagic.reports.selection import ORDERS, is_on
 
 
@@ -124,6 +125,7 @@ class TensorReport(Report[TensorRow]):
     """The lines that allocated what is unexplained; only under ``torch.cuda.memory._record_memory_history()``."""
     process: str = ""
     """Stands for the process it was made in, whose storages `TensorRow.numbers` tell apart."""
+    origin: Origin = field(default_factory=Origin)
 
     @property
     def rows(self) -> tuple[TensorRow, ...]:

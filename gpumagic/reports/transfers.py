@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from gpumagic.reports.base import Report
 from gpumagic.reports.explanation import Explanation
 from gpumagic.reports.names import Holder
+from gpumagic.reports.origin import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class TransferReport(Report[TransferRow]):
     lines: tuple[tuple[int, str], ...] = ()
     """The code that ran, as ``(line number, text)``."""
     notes: tuple[str, ...] = ()
+    origin: Origin = field(default_factory=Origin)
 
     @property
     def rows(self) -> tuple[TransferRow, ...]:

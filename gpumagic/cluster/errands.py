@@ -1,0 +1,56 @@
+"""What an engine does for the one who asks; called by `engine_side`, with plain data.
+
+Whatever the engine's environment says of simulated GPUs holds here as it does when the extension is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpumagic import device_names, simgpu
+from gpumagic.reports.origin import Origin
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from gpumagic.reports import GPUReport, TensorReport
+
+Errand = tuple[Origin, Any]
+"""Where it was done, and what came of it."""
+
+
+def gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> Errand:
+    """Return the GPUs of this engine."""
+    from gpumagic.probes import gpus
+
+    simgpu.enable_from_environment()
+    report: GPUReport = gpus.probe(names, processes=processes, everything=everything)
+    return report.origin, report
+
+
+def devices(names: Sequence[str], *, minimum: int, sort: str) -> Errand:
+    """Return the live tensors of this engine, under the names of its notebook."""
+    from gpumagic.probes import tensors
+
+    simgpu.enable_from_environment()
+    shell = _shell()
+    only = [device_names.resolve(name) for name in names]
+    report: TensorReport = tensors.probe(
+        _namespace(shell), devices=only, minimum=minimum, sort=sort, limit=None, shell=shell
+    )
+    return report.origin, report
+
+
+def _shell() -> InteractiveShell | None:
+    ipython = sys.modules.get("IPython")
+    shell: InteractiveShell | None = None if ipython is None else ipython.get_ipython()
+    return shell
+
+
+def _namespace(shell: InteractiveShell | None) -> Mapping[str, object]:
+    if shell is None:
+        return vars(sys.modules["__main__"])
+    names: Mapping[str, object] = shell.user_ns
+    return names

@@ -1,0 +1,77 @@
+"""`%gpuinfo --engines` and `%devices --engines`: one look at every engine, as one report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from gpumagic.cluster import connection, transport
+from gpumagic.errors import DeviceNotFound
+from gpumagic.reports.cluster import ClusterReport, EngineAnswer
+
+PATIENCE = 10.0
+"""Seconds to wait for engines."""
+
+
+def gpuinfo(
+    *devices: str, engines: str = connection.AS_PX, timeout: float = PATIENCE, processes: bool = False,
+    everything: bool = False,
+) -> ClusterReport:  # fmt: skip
+    """Return the GPUs of all engines; one that several of them see is one.
+
+    Args:
+        devices: only these, by each engine's own names.
+        engines: ``"all"``, ``"0,2"``, ``"1:3"``; those of `%%px` without.
+        timeout: seconds to wait; engines that have not answered by then are told of.
+        processes: also read the processes on each GPU.
+        everything: also read the fan, links, topology and so on.
+
+    Raises:
+        OptionError: there are no engines, or not these.
+        DeviceNotFound: a device that none of them has.
+    """
+    return _look(engines, timeout, "gpuinfo", {"names": devices, "processes": processes, "everything": everything})
+
+
+def devices(
+    *devices: str, engines: str = connection.AS_PX, timeout: float = PATIENCE, minimum: int = 0, sort: str = "size",
+    by: str | None = None, limit: int | None = 20,
+) -> ClusterReport:  # fmt: skip
+    """Return the live tensors of all engines, a row a storage.
+
+    Args:
+        devices: only these, by each engine's own names.
+        engines: ``"all"``, ``"0,2"``, ``"1:3"``; those of `%%px` without.
+        timeout: seconds to wait; engines that have not answered by then are told of.
+        minimum: only storages of at least this many bytes.
+        sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
+        by: show totals by ``"device"``, ``"dtype"``, ``"kind"`` or ``"holder"`` instead of rows.
+        limit: how many rows to show; the report has all.
+
+    Raises:
+        OptionError: there are no engines, or not these.
+        DeviceNotFound: a device that none of them has.
+    """
+    wanted = {"names": devices, "minimum": minimum, "sort": sort}
+    return _look(engines, timeout, "devices", wanted, limit=limit, group_by=by)
+
+
+def _look(
+    engines: str, timeout: float, errand: str, arguments: Mapping[str, object],
+    limit: int | None = 20, group_by: str | None = None,
+) -> ClusterReport:  # fmt: skip
+    asked = connection.connect(engines)
+    started = time.perf_counter()
+    answers = transport.ask(asked, (errand, arguments), timeout)
+    _check_devices(answers)
+    return ClusterReport(errand, answers, time.perf_counter() - started, limit, group_by)
+
+
+def _check_devices(answers: Sequence[EngineAnswer]) -> None:
+    """Raise what all engines say of a device that none of them has: then it is the line that is wrong."""
+    refused = [answer.detail for answer in answers if answer.detail.startswith(_NO_DEVICE)]
+    if refused and len(refused) == len(answers):
+        raise DeviceNotFound(f"on the engines: {refused[0].removeprefix(_NO_DEVICE)}")
+
+
+_NO_DEVICE = "DeviceNotFound: "

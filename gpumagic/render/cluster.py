@@ -1,0 +1,75 @@
+"""The view of reports of many engines: what they show together, and a line for each that has nothing to show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+
+from gpumagic.render.document import Block, Document, Heading, Paragraph
+from gpumagic.render.units import count
+from gpumagic.reports import ClusterReport, EngineAnswer
+from gpumagic.reports.cluster import ANSWERED
+
+_PARTS: Mapping[str, str] = {
+    "gpuinfo": "gpumagic.render.cluster_gpus",
+    "devices": "gpumagic.render.cluster_tensors",
+}
+
+
+def view(report: ClusterReport) -> Document:
+    """Return the report of the engines that answered, then what is to be said of the others."""
+    parts: Callable[[ClusterReport], tuple[str, list[Block]]] = import_module(_PARTS[report.magic]).parts
+    heading, blocks = parts(report)
+    blocks = [Heading(f"{heading} · {_engines(report)}"), *blocks]
+    blocks += [Paragraph(text) for text in _silent(report)]
+    blocks += [Paragraph(note, muted=True) for note in (*report.notes, *_notes(report))]
+    return Document(tuple(blocks))
+
+
+def _engines(report: ClusterReport) -> str:
+    told = sum(answer.report is not None for answer in report.engines)
+    number = count(len(report.engines), "engine")
+    if told < len(report.engines):
+        number = f"{told} of {number}"
+    hosts = {answer.origin.host for answer in report.engines} - {""}
+    return f"{number} on {hosts.pop()}" if len(hosts) == 1 else f"{number} on {count(len(hosts), 'host')}"
+
+
+def _silent(report: ClusterReport) -> Iterator[str]:
+    """Tell of the engines that lack something, those of a host of which the same is to be said in one line."""
+    several = len({answer.origin.host for answer in report.engines}) > 1
+    alike: dict[tuple[str, str, str], list[EngineAnswer]] = {}
+    for answer in report.engines:
+        if answer.state != ANSWERED:
+            host = f" on {answer.origin.host}" if several and answer.origin.host else ""
+            alike.setdefault((host, answer.state, answer.detail), []).append(answer)
+    for (host, state, detail), answers in alike.items():
+        yield f"{engines(answers)}{host}: {state}" + (f", {detail}" if detail else "")
+
+
+def engines(answers: Sequence[EngineAnswer]) -> str:
+    """Return ``"Engine 2"``, ``"Engines 0-3, 7"``."""
+    return f"{'Engine' if len(answers) == 1 else 'Engines'} {numbers(answers)}"
+
+
+def numbers(answers: Sequence[EngineAnswer]) -> str:
+    """Return engines in few words: ``"0-3, 7"``; with ranks where these are other numbers and the engines are few."""
+    if len(answers) <= 2 or not all(isinstance(answer.engine, int) for answer in answers):
+        return ", ".join(answer.place for answer in answers)
+    spans: list[list[int]] = []
+    for number in sorted({int(answer.engine) for answer in answers}):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+
+
+def _notes(report: ClusterReport) -> list[str]:
+    """Return what the engines' own reports remark, once each, with the engines where it is not all of them."""
+    said: dict[str, list[EngineAnswer]] = {}
+    for answer in report.engines:
+        for note in getattr(answer.report, "notes", ()):
+            said.setdefault(note, []).append(answer)
+    told = sum(answer.report is not None for answer in report.engines)
+    return [note if len(who) == told else f"{engines(who)}: {note}" for note, who in said.items()]

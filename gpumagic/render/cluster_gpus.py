@@ -1,0 +1,176 @@
+"""The part of `%gpuinfo --engines` that is about GPUs: a row a GPU, or a row a host where there are many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpumagic.render.cluster import engines, numbers
+from gpumagic.render.document import Block, Cell, Column, Fold, Paragraph, Segment, Table
+from gpumagic.render.gpu_table import UTIL, short
+from gpumagic.render.units import NOT_AVAILABLE, count, pair, percent, size
+from gpumagic.reports import ClusterReport, EngineAnswer, GPUReport
+from gpumagic.reports.shared_gpus import SharedGpu, shared_gpus
+
+MOST_ROWS = 32
+"""GPUs with a row each; of more, each host has one."""
+MOST_HOSTS = 20
+BAR = "Bar, from the left: tensors of all the engines on it, their caches, all else in use."
+
+
+def parts(report: ClusterReport) -> tuple[str, list[Block]]:
+    """Return the heading and the blocks."""
+    gpus = shared_gpus(report)
+    hosts: dict[str, list[SharedGpu]] = {}
+    for gpu in gpus:
+        hosts.setdefault(gpu.host, []).append(gpu)
+    blocks: list[Block] = [Paragraph(text) for text in _versions(report)]
+    if len(gpus) > MOST_ROWS:
+        blocks += _by_host(hosts)
+    elif gpus:
+        blocks.append(_table(gpus))
+    if any(_bar([gpu]) for gpu in gpus):
+        blocks.append(Paragraph(BAR + (f" {UTIL}" if _utilization(gpus) is not None else ""), muted=True))
+    blocks += _causes(report)
+    return _heading(gpus), blocks
+
+
+def _heading(gpus: Sequence[SharedGpu]) -> str:
+    simulated = sum(gpu.reading.simulated for gpu in gpus)
+    if simulated == len(gpus) > 0:
+        return count(simulated, "simulated GPU")
+    number = count(len(gpus) - simulated, "GPU") if gpus else "No GPU"
+    return f"{number}, {simulated} simulated" if simulated else number
+
+
+def _versions(report: ClusterReport) -> list[str]:
+    """Return what differs between engines that should be alike: a distributed run wants one torch everywhere."""
+    found: dict[str, list[EngineAnswer]] = {}
+    for answer in report.engines:
+        if isinstance(answer.report, GPUReport):
+            version = answer.report.torch_version
+            found.setdefault(f"torch {version}" if version else "no torch", []).append(answer)
+    if len(found) < 2:
+        return []
+    told = "; ".join(f"{version} on {numbers(answers)}" for version, answers in found.items())
+    return [f"The engines are not alike: {told}."]
+
+
+def _causes(report: ClusterReport) -> list[Block]:
+    causes: dict[str, list[EngineAnswer]] = {}
+    for answer in report.engines:
+        if isinstance(answer.report, GPUReport) and answer.report.cause:
+            causes.setdefault(answer.report.cause, []).append(answer)
+    return [Paragraph(f"{engines(who)}: {cause}") for cause, who in causes.items()]
+
+
+def _table(gpus: Sequence[SharedGpu]) -> Table:
+    several = len({gpu.host for gpu in gpus}) > 1
+    measured = {
+        "Util": any(gpu.reading.utilization is not None for gpu in gpus),
+        "Temp": any(gpu.reading.temperature is not None for gpu in gpus),
+        "Host": several,
+    }
+    shown = [place for place, column in enumerate(_COLUMNS) if measured.get(column.title, True)]
+    grid = [[cells[place] for place in shown] for cells in map(_row, gpus)]
+    caption = "GPUs" if several else f"GPUs of {gpus[0].host}"
+    return Table([_COLUMNS[place] for place in shown], grid, caption, elsewhere="in a wider terminal")
+
+
+_COLUMNS = (
+    Column("Host"),
+    Column("GPU"),
+    Column("Engine", shrinks=True),
+    Column("Name", priority=4, shrinks=True),
+    Column("Memory"),
+    Column("Engines' part", "right", 1),
+    Column("Util", "right", 2),
+    Column("Temp", "right", 3),
+)
+
+
+def _row(gpu: SharedGpu) -> list[Cell | str]:
+    row = gpu.reading
+    temperature = NOT_AVAILABLE if row.temperature is None else f"{row.temperature:.0f} C"
+    name = Cell((row.name or "").removeprefix("NVIDIA "), title=row.name or "")
+    return [
+        gpu.host, _names(gpu), _users(gpu), name, _memory([gpu]), _part([gpu]), percent(row.utilization), temperature,
+    ]  # fmt: skip
+
+
+def _names(gpu: SharedGpu) -> Cell:
+    """Return the engines' name for a GPU, or the driver's where they have several."""
+    names = list(dict.fromkeys(short(kernel.row) for kernel in gpu.kernels))
+    if len(names) == 1:
+        return Cell(names[0])
+    index = gpu.reading.nvml_index
+    return Cell(names[0] if index is None else f"NVML {index}", title=", ".join(names))
+
+
+def _users(gpu: SharedGpu) -> Cell:
+    """Return the engines that hold memory on a GPU, or else those that see it."""
+    users = gpu.users or gpu.kernels
+    each = ", ".join(f"{kernel.answer.place}: {size(kernel.row.kernel_reserved)}" for kernel in gpu.users)
+    text = numbers([kernel.answer for kernel in users])
+    return Cell(text if gpu.users else f"none of {text}" if len(gpu.kernels) > 1 else text, title=each)
+
+
+def _part(gpus: Sequence[SharedGpu]) -> Cell:
+    reserved = sum(gpu.reserved for gpu in gpus)
+    if not reserved:
+        return Cell("nothing", muted=True, title="no engine's torch holds memory there")
+    return Cell(pair(sum(gpu.allocated for gpu in gpus), reserved), title="in tensors / with the caches")
+
+
+def _memory(gpus: Sequence[SharedGpu]) -> Cell:
+    known = [gpu for gpu in gpus if gpu.used is not None and gpu.reading.memory_total]
+    if not known:
+        return Cell(size(gpus[0].reading.memory_total) if len(gpus) == 1 else NOT_AVAILABLE, muted=True)
+    total = sum(gpu.reading.memory_total or 0 for gpu in known)
+    return Cell(pair(sum(gpu.used or 0 for gpu in known), total), bar=_bar(known))
+
+
+def _bar(gpus: Sequence[SharedGpu]) -> tuple[Segment, ...]:
+    total = sum(gpu.reading.memory_total or 0 for gpu in gpus)
+    if not total or any(gpu.used is None for gpu in gpus):
+        return ()
+    allocated, reserved = sum(gpu.allocated for gpu in gpus), sum(gpu.reserved for gpu in gpus)
+    used = sum(gpu.used or 0 for gpu in gpus)
+    return (
+        Segment(allocated / total, "main"),
+        Segment(max(0, reserved - allocated) / total, "second"),
+        Segment(max(0, used - reserved) / total, "other"),
+    )
+
+
+def _utilization(gpus: Sequence[SharedGpu]) -> float | None:
+    known = [gpu.reading.utilization for gpu in gpus if gpu.reading.utilization is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _by_host(hosts: dict[str, list[SharedGpu]]) -> list[Block]:
+    """Return a row a host, those first that have least memory left; the rest as a sum."""
+    ordered = sorted(hosts, key=lambda host: (-_used(hosts[host]), host))
+    shown, rest = ordered[:MOST_HOSTS], [gpu for host in ordered[MOST_HOSTS:] for gpu in hosts[host]]
+    columns = [
+        Column("Host"), Column("GPUs", "right"), Column("Memory"), Column("Engines' part", "right", 1),
+        Column("Engines", priority=3, shrinks=True), Column("Util", "right", 2), Column("Fullest", priority=1),
+    ]  # fmt: skip
+    blocks: list[Block] = [Table(columns, [_host(host, hosts[host]) for host in shown], "Hosts, the fullest first")]
+    if rest:
+        more = f"and {count(len(ordered) - len(shown), 'more host')} with {count(len(rest), 'GPU')}"
+        blocks.append(Paragraph(f"{more}: {_memory(rest).text} in use", muted=True))
+    each = [_table(hosts[host]) for host in shown]
+    return [*blocks, Fold("Each GPU of these hosts; to_pandas() has all", each)]
+
+
+def _used(gpus: Sequence[SharedGpu]) -> float:
+    return sum(gpu.share for gpu in gpus) / len(gpus)
+
+
+def _host(host: str, gpus: Sequence[SharedGpu]) -> list[Cell | str]:
+    answers = {kernel.answer.engine: kernel.answer for gpu in gpus for kernel in gpu.kernels}
+    fullest = max(gpus, key=lambda gpu: gpu.share)
+    return [
+        host, f"{len(gpus):,}", _memory(gpus), _part(gpus), numbers(list(answers.values())),
+        percent(_utilization(gpus)), f"{_names(fullest).text} {percent(100 * fullest.share)}",
+    ]  # fmt: skip

@@ -1,0 +1,147 @@
+"""Reports of many processes as one: what `--engines` returns, and `gpumagic.merge`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gpumagic.errors import OptionError
+from gpumagic.reports.base import Report, columns_of, frame
+from gpumagic.reports.gpu import GPUReport
+from gpumagic.reports.oom import OomReport
+from gpumagic.reports.origin import Origin
+from gpumagic.reports.tensors import TensorReport
+from gpumagic.reports.transfers import TransferReport
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ANSWERED = "answered"
+KINDS: Mapping[str, type[Report[Any]]] = {
+    "gpuinfo": GPUReport,
+    "devices": TensorReport,
+    "ondevice": TransferReport,
+    "oomguard": OomReport,
+}
+"""The report of each magic."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """One engine, and what came back from it."""
+
+    engine: int | str
+    """Its number in the cluster; or the name it was merged under."""
+    origin: Origin = field(default_factory=Origin)
+    state: str = ANSWERED
+    """``"answered"``, ``"no gpumagic"``, ``"no torch"``, ``"other version"``, ``"failed"``, ``"dead"``, ``"busy"`` (it
+    is in a cell), ``"slow"`` (it began and was not through in time) or ``"no answer"``."""
+    detail: str = ""
+    """What there is to say about the state, with the remedy."""
+    seconds: float | None = None
+    """What the work took in the engine itself."""
+    report: Report[Any] | None = None
+
+    @property
+    def place(self) -> str:
+        """Return how it is called in a table: ``"3"``, or ``"3 (rank 1)"`` where its rank is another number."""
+        rank = self.origin.rank
+        return str(self.engine) if rank in (None, self.engine) else f"{self.engine} (rank {rank})"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRow:
+    """A row of one engine's report; an engine without any has one row here, whose ``row`` is None."""
+
+    host: str
+    engine: int | str
+    rank: int | None
+    state: str
+    row: Any = None
+
+
+@dataclass(frozen=True, repr=False)
+class ClusterReport(Report[PlacedRow]):
+    """The reports of many engines, a row a row of each; `to_pandas` has their columns behind host, engine and rank."""
+
+    row_type: ClassVar[type[Any]] = PlacedRow
+
+    magic: str
+    """Whose reports they are: ``"gpuinfo"``, ``"devices"``, ``"ondevice"`` or ``"oomguard"``."""
+    engines: tuple[EngineAnswer, ...] = ()
+    elapsed: float | None = None
+    """Seconds from asking to the last answer that was waited for."""
+    limit: int | None = 20
+    """How many rows to show; `rows` and `to_pandas` always have all."""
+    group_by: str | None = None
+    """Show totals by this key instead of rows, as `TensorReport.group_by`."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[PlacedRow, ...]:
+        return tuple(placed for answer in self.engines for placed in _placed(answer))
+
+    @property
+    def reports(self) -> dict[int | str, Any]:
+        """Return the report of each engine that has one."""
+        return {answer.engine: answer.report for answer in self.engines if answer.report is not None}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a row a row of each engine; one that has none has a row of its state, so that no engine is missing."""
+        places = {name: kind for name, kind in columns_of(PlacedRow).items() if name != "row"}
+        columns = columns_of(KINDS[self.magic].row_type)
+        cells = [
+            (*(getattr(placed, name) for name in places), *(getattr(placed.row, name, None) for name in columns))
+            for placed in self.rows
+        ]
+        return frame({**places, **columns}, cells)
+
+
+def _placed(answer: EngineAnswer) -> Iterable[PlacedRow]:
+    origin = answer.origin
+    found = answer.report.rows if answer.report is not None else ()
+    for row in found or (None,):
+        yield PlacedRow(origin.host, answer.engine, origin.rank, answer.state, row)
+
+
+def merge(reports: Mapping[Any, object] | Sequence[object]) -> ClusterReport:
+    """Return reports of several processes as one.
+
+    Args:
+        reports: of one kind, such as what `gpumagic.gpuinfo` returned in each process; by name where it is a mapping,
+            as ``client.run(gpumagic.gpuinfo)`` of dask.distributed returns it. Merged reports may be among them, and an
+            exception or None where a process has none.
+
+    Raises:
+        OptionError: there is no report among them, or they are of several kinds.
+    """
+    named = reports.items() if isinstance(reports, Mapping) else enumerate(reports)
+    answers = [answer for name, value in named for answer in _answers(name, value)]
+    magics = {_magic_of(value) for value in _values(reports)} - {None}
+    if len(magics) != 1:
+        found = f"they are of {' and '.join(sorted(map(str, magics)))}" if magics else "there is none among these"
+        raise OptionError(f"merge() takes reports of one kind; {found}")
+    (magic,) = magics
+    assert magic is not None
+    return ClusterReport(magic, tuple(answers))
+
+
+def _values(reports: Mapping[Any, object] | Sequence[object]) -> Iterable[object]:
+    return reports.values() if isinstance(reports, Mapping) else reports
+
+
+def _magic_of(value: object) -> str | None:
+    if isinstance(value, ClusterReport):
+        return value.magic
+    return next((magic for magic, kind in KINDS.items() if isinstance(value, kind)), None)
+
+
+def _answers(name: Any, value: object) -> Iterable[EngineAnswer]:
+    engine = name if isinstance(name, int) else str(name)
+    if isinstance(value, ClusterReport):
+        return value.engines
+    if isinstance(value, Report):
+        return [EngineAnswer(engine, getattr(value, "origin", Origin()), report=value)]
+    what = "no report" if value is None else f"{type(value).__name__}: {value}"
+    return [EngineAnswer(engine, state="failed", detail=what)]

@@ -1,0 +1,278 @@
+"""`--engines` on a real cluster: four engines with simulated GPUs, three that lack something, and one to be killed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from traitlets.config import Config
+
+import gpumagic
+from gpumagic.reports import ClusterReport
+
+ipyparallel = pytest.importorskip("ipyparallel")
+psutil = pytest.importorskip("psutil")
+
+ROOT = Path(gpumagic.__file__).parents[1]
+PATIENCE = 60
+HIDING = """
+import os, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == os.environ.get("HIDDEN"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+class Machine:
+    """A controller and its engines, those of a role told apart by their environment."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.others = set(psutil.Process().children(recursive=True))
+        quick = Config({"LocalProcessLauncher": {"poll_seconds": 1, "stop_seconds_until_kill": 1}})
+        self.cluster = ipyparallel.Cluster(profile_dir=str(home / "profile"), log_level=50, config=quick)
+        self.pids: list[int] = []
+        (home / "hiding").mkdir()
+        (home / "hiding" / "sitecustomize.py").write_text(HIDING)
+        (home / "old" / "gpumagic").mkdir(parents=True)
+        (home / "old" / "gpumagic" / "__init__.py").write_text('__version__ = "0.0.1"\n')
+
+    def start(self, number: int, role: str = "", *, path: str = "", **environment: str) -> None:
+        """Start engines without waiting for them."""
+        paths = [str(self.home / path)] if path else []
+        wanted = {"PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]), "ROLE": role, **environment}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.home)  # where the engines find no checkout
+            for name, value in wanted.items():
+                patch.setenv(name, value)
+            self.cluster.start_engines_sync(n=number)
+
+    def connect(self, number: int) -> None:
+        self.client = self.cluster.connect_client_sync()
+        self.client.wait_for_engines(number, interactive=False, timeout=PATIENCE)
+        self.pids = self.client[:].apply_sync(os.getpid)
+        roles = self.client[:].apply_sync(os.getenv, "ROLE")
+        self.roles: dict[int, str] = dict(zip(self.client.ids, roles, strict=True))
+        self.plain = sorted(engine for engine, role in self.roles.items() if not role)
+
+    def of(self, role: str) -> int:
+        return next(engine for engine, its in self.roles.items() if its == role)
+
+    def stop(self) -> None:
+        children = set(psutil.Process().children(recursive=True)) - self.others
+        engines = [psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid)]
+        nannies = [child for engine in engines for child in engine.children()]
+        self.client.close()
+        self.cluster.stop_cluster_sync()
+        _, left = psutil.wait_procs([*children, *engines, *nannies], timeout=PATIENCE)
+        assert not left
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory) -> Iterator[Machine]:
+    machine = Machine(tmp_path_factory.mktemp("cluster"))
+    machine.cluster.start_controller_sync()
+    machine.start(4, GPUMAGIC_SIMGPU="2x256MiB", OMP_NUM_THREADS="1")
+    machine.start(1, "old", path="old")
+    machine.start(1, "no gpumagic", path="hiding", HIDDEN="gpumagic")
+    machine.start(1, "no torch", path="hiding", HIDDEN="torch")
+    machine.start(1, "victim")
+    machine.connect(8)
+    yield machine
+    machine.stop()
+
+
+@pytest.fixture
+def here(machine, bare_shell) -> Iterator[object]:
+    """A shell with the extension, connected to the engines as a notebook is."""
+    view = machine.client[machine.plain]
+    view.block = True
+    view.activate()
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    yield bare_shell
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    machine.client[:].clear(block=True)
+    gpumagic.cluster.use(None)
+
+
+def look(here, line: str) -> ClusterReport:
+    """Run a line, patiently: the first one has each engine import torch."""
+    report = here.run_cell(f"%{line} --timeout {PATIENCE}").result
+    assert isinstance(report, ClusterReport)
+    return report
+
+
+def states(report: ClusterReport) -> dict[object, str]:
+    return {answer.engine: answer.state for answer in report.engines}
+
+
+def text_of(report: ClusterReport) -> str:
+    return " ".join(str(report).split())
+
+
+class Gate:
+    """Keeps engines in a cell until it is opened."""
+
+    def __init__(self, path: Path, view) -> None:
+        self.path = path
+        wait = f"while not os.path.exists({str(path)!r}): time.sleep(0.01)"
+        self.cell = view.execute(f"import os, time\n{wait}", block=False)
+
+    def open(self) -> None:
+        self.path.touch()
+        self.cell.get(PATIENCE)
+
+
+@pytest.fixture
+def gate(machine, tmp_path) -> Iterator[Gate]:
+    """The first engine, kept in a cell, with a count of the errands that reached it."""
+    view = machine.client[machine.plain[0]]
+    view.execute(
+        textwrap.dedent("""
+            from gpumagic.cluster import errands
+            ran, devices = [], errands.devices
+            errands.devices = lambda names, **options: ran.append(names) or devices(names, **options)
+        """),
+        block=True,
+    )
+    gate = Gate(tmp_path / "open", view)
+    yield gate
+    gate.open()
+    view.execute("errands.devices = devices", block=True)
+
+
+def test_one_report_has_the_devices_of_every_engine(here, machine) -> None:
+    report = look(here, "gpuinfo --engines")
+    frame = report.to_pandas()
+    assert list(frame.columns[:5]) == ["host", "engine", "rank", "state", "device"]
+    assert list(zip(frame["engine"], frame["device"], strict=True)) == [
+        (engine, f"simgpu:{index}") for engine in machine.plain for index in (0, 1)
+    ]
+    assert set(frame["memory_total"]) == {256 << 20}
+    assert "8 simulated GPUs · 4 engines on " in text_of(report)
+
+
+def test_an_engine_that_lacks_something_is_a_line_that_says_what(here, machine) -> None:
+    found = states(look(here, "gpuinfo --engines all"))
+    assert {found[engine] for engine in machine.plain} == {"answered"}
+    assert found[machine.of("old")] == "other version"
+    assert found[machine.of("no gpumagic")] == "no gpumagic"
+    assert found[machine.of("no torch")] == "no torch"
+    text = text_of(look(here, "devices --engines all"))
+    assert f"Engine {machine.of('old')}: other version, gpumagic 0.0.1 there" in text
+    assert f"Engine {machine.of('no gpumagic')}: no gpumagic, gpumagic is not installed there: %pip install" in text
+    assert f"Engine {machine.of('no torch')}: no torch, torch is not installed there" in text
+
+
+def test_the_engine_with_the_memory_stands_out_from_replicas(here, machine) -> None:
+    """What all engines have alike is one line; no tensor travels."""
+    culprit = machine.plain[2]
+    here.run_cell("%px import torch; model = torch.nn.Linear(64, 64)")
+    code = (
+        "from gpumagic import simgpu; simgpu.enable_from_environment(); hoard = torch.ones(1 << 22, device='simgpu:1')"
+    )
+    machine.client[culprit].execute(code, block=True)
+    report = look(here, "devices --engines")
+    lines = str(report).splitlines()
+    assert lines[3].split()[:5] == [str(culprit), "hoard", "simgpu:1", "16.0", "MiB"]
+    span = f"{machine.plain[0]}-{machine.plain[-1]}" if machine.plain[-1] - machine.plain[0] == 3 else ""
+    assert any(line.split()[:2] == [span, "model.weight"] for line in lines) or not span
+    frame = report.to_pandas()
+    assert list(frame.loc[frame["name"] == "hoard", "engine"]) == [culprit]
+    assert frame.loc[frame["name"] == "hoard", "nbytes"].sum() == 1 << 24
+    assert len(pickle.dumps(report)) < 20_000
+
+
+def test_a_busy_engine_is_a_line_within_the_time_limit_and_is_not_asked_later(here, machine, gate) -> None:
+    report = here.run_cell("%devices --engines --timeout 1").result
+    assert states(report) == {machine.plain[0]: "busy", **dict.fromkeys(machine.plain[1:], "answered")}
+    assert f"Engine {machine.plain[0]}: busy, in a cell; no answer within 1 s" in text_of(report)
+    gate.open()
+    assert machine.client[machine.plain[0]].pull("ran", block=True) == []
+    assert states(look(here, "devices --engines"))[machine.plain[0]] == "answered"
+
+
+def test_ctrl_c_ends_the_waiting_and_the_engines_are_not_asked_later(here, machine, gate) -> None:
+    pressed = threading.Timer(0.5, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    pressed.start()
+    result = here.run_cell("%devices --engines --timeout 50")
+    assert isinstance(result.error_in_exec, KeyboardInterrupt)
+    gate.open()
+    assert machine.client[machine.plain[0]].pull("ran", block=True) == []
+
+
+def test_an_engine_killed_while_it_is_asked_is_told_of_from_then_on(here, machine, tmp_path) -> None:
+    victim = machine.of("victim")
+    pid = machine.client[victim].apply_sync(os.getpid)
+    Gate(tmp_path / "never", machine.client[victim])
+    killed = threading.Timer(0.5, os.kill, [pid, signal.SIGKILL])
+    killed.start()
+    started = time.monotonic()
+    line = f"devices --engines {machine.plain[0]},{victim}"
+    report = look(here, line)
+    assert time.monotonic() - started < PATIENCE / 2
+    assert states(report) == {machine.plain[0]: "answered", victim: "dead"}
+    again = look(here, line)
+    assert f"Engine {victim}: dead, it is not there any more" in text_of(again)
+    assert list(again.to_pandas()["engine"]) == [machine.plain[0], victim]
+
+
+def test_engines_are_those_of_px_or_of_use(here, machine) -> None:
+    first, second = machine.plain[:2]
+    here.run_cell(f"%pxconfig --targets {second}")
+    assert list(states(look(here, "gpuinfo --engines"))) == [second]
+    here.user_ns["view"] = machine.client[[first]]
+    here.run_cell("import gpumagic; gpumagic.cluster.use(view)")
+    assert list(states(look(here, "gpuinfo --engines"))) == [first]
+    assert list(states(gpumagic.cluster.gpuinfo(engines=f"{first},{second}"))) == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("devices --engines simgpu:1", "'simgpu:1' names no engines; write all, 0,2 or 1:3"),
+        ("devices --engines 99", "there is no engine 99; there are 0, 1"),
+        ("devices simgpu:9 --engines", "on the engines: 'simgpu:9' is not a device here"),
+        ("devices --engines --diff", "--diff is about one process: %px %devices --diff"),
+        ("gpuinfo --engines --best", "--best is about one process"),
+        ("gpuinfo --engines --timeout never", "'never' is no number of seconds above 0"),
+    ],
+)
+def test_a_line_that_cannot_be_is_one_sentence(here, capsys, line, said) -> None:
+    here.run_cell(f"%{line}")
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert error.startswith("UsageError: ")
+    assert said in error
+
+
+def test_without_a_client_the_line_says_how_to_get_one(bare_shell, capsys) -> None:
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_cell("%gpuinfo --engines")
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    assert "no engines: connect an ipyparallel client" in capsys.readouterr().err
+
+
+def test_px_runs_each_of_the_magics_as_it_is(here, machine, capsys) -> None:
+    here.run_cell(f"%pxconfig --targets {machine.plain[1]}")
+    here.run_cell("%px %load_ext gpumagic\n%px import torch")
+    for cell in (
+        "%gpuinfo",
+        "%devices",
+        "%%ondevice simgpu:1 -o run\nx = torch.ones(8)",
+        "%%oomguard -o oom --keep-going\ny = torch.ones(1 << 30, device='simgpu:0')",
+    ):
+        assert here.run_cell(f"%%px\n{cell}").success, cell
+    run, oom = machine.client[machine.plain[1]].pull(["run", "oom"], block=True)
+    assert (run.created, oom.device) == ({"simgpu:1": (1, 32)}, "simgpu:0")
+    assert run.origin.pid in machine.pids
