@@ -78,8 +78,7 @@ class DeviceRun:
         self._previous = _make_current(self.device)
         try:
             self._recording.open()
-            if not self._recording.recorder.is_traced:  # which sees them
-                storage_copies.begin(self._log)
+            storage_copies.begin(self._log)
         except BaseException:  # Ctrl-C: nobody closes what did not open
             self._restore()
             raise
@@ -92,7 +91,8 @@ class DeviceRun:
             self._restore()
         explanation = None if error is None else self._explain(error)
         self.report = transfers.report(
-            self.device, self._log, self._watch, self._variables(), error, self._moved, explanation, self._code.lines()
+            self.device, self._log, self._watch, self._variables(), error, self._moved, explanation, self._code.lines(),
+            self._recording.hindrance,
         )  # fmt: skip
         if self._store is not None:
             self._store(self.report)

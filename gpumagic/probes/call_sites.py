@@ -36,7 +36,7 @@ class CallSites:
     """
 
     def __init__(self, namespace: Mapping[str, object], filename: str | None = None) -> None:
-        self._namespace = namespace
+        self.namespace = namespace
         self._is_cell = filename is None
         self.filename = filename
         self._thread = get_ident()
@@ -62,7 +62,7 @@ class CallSites:
         # Autograd works for the cell in threads of its own.
         frame = sys._getframe(2) if get_ident() == self._thread else sys._current_frames().get(self._thread)
         while frame is not None:
-            if frame.f_globals is self._namespace:
+            if frame.f_globals is self.namespace:
                 found.append(frame)
             elif not found and _is_module_move(frame):
                 module_frame = frame

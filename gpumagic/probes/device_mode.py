@@ -14,7 +14,7 @@ from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.utils._device import DeviceContext
 
 from gpumagic.probes import watched_calls
-from gpumagic.probes.watched_calls import Recorder
+from gpumagic.probes.recorder import Recorder
 
 
 def outermost() -> DeviceContext | None:

@@ -19,19 +19,20 @@ import torch.overrides
 import torch.utils._device as device_state
 from torch._C import _len_torch_function_stack
 
-from gpumagic.probes import function_holders, watched_calls
+from gpumagic.probes import function_holders, indexing, placing, runs, watched_calls
 from gpumagic.probes.device_mode import RecordingContext, outermost
 from gpumagic.probes.function_holders import Census, Place
-from gpumagic.probes.watched_calls import Function, Handler, Recorder, Watched
+from gpumagic.probes.recorder import Function, Handler, Recorder
+from gpumagic.probes.watched_calls import Watched
 
 exchanges = 0
 """How often tensors' methods have been exchanged in this process."""
-_active: dict[int, Recorder] = {}
-"""By thread, the innermost run whose calls are handled."""
-_runs: dict[int, list[Recorder]] = {}
-"""By thread, the runs that are open, the innermost last."""
 _open: list[Recorder] = []
+_FREE = frozenset({"dtype", "requires_grad", "names"})
+"""What a constructor may be told beside its sizes without saying where."""
+_BUILT_IN = type(torch.zeros)
 _places: list[Place] = []
+_active = runs.active.get
 _lock = RLock()
 
 
@@ -53,7 +54,7 @@ class EntryPoint:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        recorder = _active.get(get_ident())
+        recorder = _active(get_ident()) or runs.joined()
         if recorder is None or recorder.is_busy:
             return self._function(*args, **kwargs)
         recorder.is_busy = True
@@ -84,10 +85,32 @@ class EntryPoint:
         return self._function.__reduce_ex__(protocol)
 
 
+class Constructor(EntryPoint):
+    """Stands for a constructor that is written in C and needs, in most calls, nothing but the default device."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        recorder = _active(get_ident())
+        if (
+            recorder is None or recorder.landed is None or recorder.is_busy or recorder.is_suspended
+            or (kwargs and not _FREE.issuperset(kwargs)) or not args or type(args[-1]) is torch.Tensor
+            or _len_torch_function_stack()
+        ):  # fmt: skip
+            return super().__call__(*args, **kwargs)
+        result = self._function(*args, **kwargs, device=recorder.device)
+        nbytes = result.nbytes
+        if nbytes:
+            made = recorder.landed
+            made.count += 1
+            made.nbytes += nbytes
+        else:
+            recorder.add_created(result)
+        return result
+
+
 def begin(recorder: Recorder) -> None:
     """Handle this thread's calls for a run from now on, or leave them to its function mode."""
-    _runs.setdefault(get_ident(), []).append(recorder)
-    _activate()
+    runs.begin(recorder)
     if recorder.has_mode:
         return
     with _lock:
@@ -100,29 +123,13 @@ def begin(recorder: Recorder) -> None:
 
 def end(recorder: Recorder) -> None:
     """Undo `begin`; again does nothing, so that it can be called after an interrupt anywhere."""
-    runs = _runs.get(get_ident(), [])
-    place = next((place for place in reversed(range(len(runs))) if runs[place] is recorder), None)
-    if place is not None:
-        del runs[place:]
-    _activate()
+    runs.end(recorder)
     with _lock:
         if recorder in _open:
             _leave_device(recorder)
             _open.remove(recorder)
         if not _open and _places:
             _put_back()
-
-
-def _activate() -> None:
-    """Let the innermost run of this thread be the one whose calls are handled."""
-    thread = get_ident()
-    runs = _runs.get(thread)
-    if runs and not runs[-1].has_mode:
-        _active[thread] = runs[-1]
-    else:
-        _active.pop(thread, None)
-    if not runs:
-        _runs.pop(thread, None)
 
 
 def census(namespace: Mapping[str, object]) -> Census | None:
@@ -143,10 +150,15 @@ _census: Census | None = None
 
 @cache
 def _entries() -> dict[Function, EntryPoint]:
-    heeding = {each.function: EntryPoint(each.function, each.handler) for each in watched_calls.functions()}
+    heeding = {each.function: _kind(each)(each.function, each.handler) for each in watched_calls.functions()}
     modes = torch.overrides._get_current_function_mode_stack
     return {**heeding, modes: EntryPoint(modes, _mode_stack, heeds_modes=False),
             **{each: EntryPoint(each, _change_over, heeds_modes=False) for each in _compilers()}}  # fmt: skip
+
+
+def _kind(watched: Watched) -> type[EntryPoint]:
+    is_simple = watched.handler is placing.construct and type(watched.function) is _BUILT_IN
+    return Constructor if is_simple and "sparse" not in watched.name else EntryPoint
 
 
 @cache
@@ -168,6 +180,8 @@ def _methods() -> tuple[tuple[Watched, bool, Function], ...]:
 
 def _method(watched: Watched) -> Function:
     """Return what stands for a method: a function, since a bound method of one costs no object."""
+    if watched.handler is indexing.get:
+        return _indexing(watched)
     function, handler, is_reading = watched.function, watched.handler, watched.is_reading
 
     @functools.wraps(function)
@@ -175,7 +189,7 @@ def _method(watched: Watched) -> Function:
         __tracebackhide__ = True
         if is_reading and self.is_cpu:
             return function(self, *args, **kwargs)
-        recorder = _active.get(get_ident())
+        recorder = _active(get_ident()) or runs.joined()
         if recorder is None or recorder.is_busy:
             return function(self, *args, **kwargs)
         recorder.is_busy = True
@@ -185,6 +199,27 @@ def _method(watched: Watched) -> Function:
             recorder.is_busy = False
 
     return method
+
+
+def _indexing(watched: Watched) -> Function:
+    """Return what stands for `__getitem__`, which is called too often for more than a look at most indices."""
+    function, plain, is_plain = watched.function, indexing.PLAIN, indexing.is_plain
+
+    @functools.wraps(function)
+    def __getitem__(self: torch.Tensor, index: Any) -> Any:  # noqa: N807
+        __tracebackhide__ = True
+        if type(index) in plain or is_plain(index):
+            return function(self, index)
+        recorder = _active(get_ident()) or runs.joined()
+        if recorder is None or recorder.is_busy:
+            return function(self, index)
+        recorder.is_busy = True
+        try:
+            return indexing.get(recorder, function, (self, index), {})
+        finally:
+            recorder.is_busy = False
+
+    return __getitem__
 
 
 def _compilers() -> tuple[Function, ...]:
@@ -243,7 +278,7 @@ def _under_modes(recorder: Recorder, func: Function, handler: Handler, args: Any
     """Call a function where the cell has entered a function mode: torch calls that first, then the device context."""
     __tracebackhide__ = True
     if outermost() is None:
-        with RecordingContext(recorder):
+        with RecordingContext(recorder, look_only=recorder.is_suspended):
             return func(*args, **kwargs)
     outer, recorder.is_suspended = recorder.is_suspended, True  # the cell's own device context says where
     try:
@@ -261,6 +296,6 @@ def _mode_stack(recorder: Recorder, func: Function, args: Any, kwargs: dict[str,
 def _change_over(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
     """Go on under the function mode, before a compiler looks at what torch's names are bound to."""
     __tracebackhide__ = True
-    assert recorder.change_over is not None
-    recorder.change_over(f"torch.{func.__name__} was called")
+    if recorder.change_over is not None:  # another thread's run stays as it is
+        recorder.change_over(f"torch.{func.__name__} was called")
     return func(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumagic.errors import StrayTensor
 from gpumagic.probes import identity
-from gpumagic.probes.watched_calls import Recorder, is_free_to_read
+from gpumagic.probes.recorder import Recorder, is_free_to_read
 
 _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default,)

@@ -19,10 +19,14 @@ from gpumagic.probes.moved import Moved, is_pageable
 from gpumagic.reports import Explanation, TransferReport, TransferRow
 
 SCOPE = (
-    "Counts what lines ask for in this thread; copies inside operators, in backward and in indexing across devices are "
-    "seen with --trace."
+    "Counts what lines ask for, in threads that work for them and in backward through these moves too; what operators "
+    "copy by themselves is seen with --trace."
 )
-TRACED = "Counts what this thread and its backward passes copy; other threads and lists as indices are not seen."
+UNDER_A_MODE = (
+    "Ran under a function mode, which is slower for small operators, because {}. Counts what lines of this thread ask "
+    "for, in backward through these moves too; what operators copy by themselves is seen with --trace."
+)
+TRACED = "Counts what this thread and its backward passes copy; what other threads move is not seen."
 
 
 def is_host(device: str) -> bool:
@@ -37,13 +41,31 @@ def direction(source: str, target: str) -> str:
     return "device-to-host" if is_host(target) else "device-to-device"
 
 
-@dataclass
+@dataclass(slots=True)
+class Made:
+    """New tensors on one device."""
+
+    count: int = 0
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
 class _Sum:
     count: int = 0
     nbytes: int = 0
-    seconds: float = 0.0
+    seconds: float | None = 0.0
+    """None where the time of one of them is not known."""
     repeats: int = 0
     pageable: int | None = None
+
+    def add(self, other: _Sum) -> None:
+        """Add another sum."""
+        self.count += other.count
+        self.nbytes += other.nbytes
+        self.seconds = None if self.seconds is None or other.seconds is None else self.seconds + other.seconds
+        self.repeats += other.repeats
+        if other.pageable is not None:
+            self.pageable = (self.pageable or 0) + other.pageable
 
 
 @dataclass
@@ -52,25 +74,26 @@ class TransferLog:
 
     sites: CallSites
     is_traced: bool = False
-    created: dict[object, _Sum] = field(default_factory=dict)
+    created: dict[object, Made] = field(default_factory=dict)
     moves: dict[tuple[object, ...], _Sum] = field(default_factory=dict)
     syncs: Counter[int] = field(default_factory=Counter)
     moved: Moved = field(default_factory=Moved)
 
-    def add_created(self, device: object, nbytes: int) -> None:
-        """Count one new tensor; the device's name is only made for the report."""
+    def add_created(self, device: object, nbytes: int) -> Made:
+        """Count one new tensor, and return the sum it counts in; the device's name is only made for the report."""
         total = self.created.get(device)
         if total is None:
-            total = self.created[device] = _Sum()
+            total = self.created[device] = Made()
         total.count += 1
         total.nbytes += nbytes
+        return total
 
     def add_move(
         self,
         source: str,
         target: str,
         nbytes: int,
-        seconds: float,
+        seconds: float | None,
         cause: str,
         subject: object,
         result: object = None,
@@ -79,22 +102,30 @@ class TransferLog:
         site = self.sites.find(subject)
         cause = site.module_call or cause
         key = (direction(source, target), source, target, site.line, site.code, site.name, cause)
-        total = self.moves.setdefault(key, _Sum())
-        total.count += 1
-        total.nbytes += nbytes
-        total.seconds += seconds
+        repeats = 0
         if site.module_call is None:  # torch cannot swap a module's tensors while there are weak references to them
-            total.repeats += self.moved.is_repeat(key, subject)
+            repeats = int(self.moved.is_repeat(key, subject))
             self.moved.note_copy(site.name, source, subject, result)
         pageable = is_pageable(subject, target, nbytes)
-        if pageable is not None:
-            total.pageable = (total.pageable or 0) + (nbytes if pageable else 0)
+        one = _Sum(1, nbytes, seconds, repeats, None if pageable is None else nbytes * pageable)
+        self.moves.setdefault(key, _Sum()).add(one)
 
     def add_sync(self) -> None:
         """Count one operation that made the host wait for the device, at the line that is running now."""
         line = self.sites.find().line
         if line is not None:
             self.syncs[line] += 1
+
+    def absorb(self, other: TransferLog) -> None:
+        """Add what another thread's log has counted."""
+        for device, made in other.created.items():
+            total = self.created.setdefault(device, Made())
+            total.count += made.count
+            total.nbytes += made.nbytes
+        for key, moved in other.moves.items():
+            self.moves.setdefault(key, _Sum()).add(moved)
+        self.syncs.update(other.syncs)
+        self.moved.copies.update(other.moved.copies)
 
     def created_by_device(self) -> dict[str, tuple[int, int]]:
         """Return the count and the bytes of new tensors by device."""
@@ -155,6 +186,7 @@ def report(
     before: tuple[TransferRow, ...] = (),
     explanation: Explanation | None = None,
     lines: tuple[tuple[int, str], ...] = (),
+    hindrance: str | None = None,
 ) -> TransferReport:
     """Return the report of one finished cell.
 
@@ -167,6 +199,7 @@ def report(
         before: what was moved before the cell began, because it was asked for.
         explanation: what the error means, if it is about devices.
         lines: the cell's or the block's own, numbered.
+        hindrance: why it ran under a function mode, if it did.
     """
     moves, syncs = (*before, *log.rows()), dict(sorted(log.syncs.items()))
     return TransferReport(
@@ -181,6 +214,13 @@ def report(
         error=type(error).__name__ if error is not None else None,
         explanation=explanation,
         lines=lines,
-        notes=(TRACED if log.is_traced else SCOPE,),
+        notes=(_scope(log, hindrance),),
         origin=origin.here(),
     )
+
+
+def _scope(log: TransferLog, hindrance: str | None) -> str:
+    """Return what the report counts, and what it cannot see."""
+    if log.is_traced:
+        return TRACED
+    return SCOPE if hindrance is None else UNDER_A_MODE.format(hindrance)

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import gpumagic
 from gpumagic.device_run import DeviceRun
-from gpumagic.probes import entry_points, function_holders, hindrances, watched_calls
+from gpumagic.probes import entry_points, function_holders, hindrances, runs, watched_calls
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -45,7 +45,7 @@ def _leaves_torch_alone() -> Iterator[None]:
     assert bindings() == before
     assert torch.get_default_device().type == "cpu"
     assert torch.utils._device.CURRENT_DEVICE is None
-    assert entry_points._active == entry_points._runs == {}
+    assert runs.active == runs._runs == {}
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -313,7 +313,7 @@ def test_an_interrupt_at_any_line_leaves_torch_as_it_was(step: str) -> None:
             guard.open() if step == "open" else guard.close(None)
         if step == "open" and not was_interrupted:
             guard.close(None)
-        assert entry_points._runs == {}
+        assert runs._runs == {}
         assert torch.zeros is ZEROS
         if not was_interrupted:
             break
@@ -322,11 +322,11 @@ def test_an_interrupt_at_any_line_leaves_torch_as_it_was(step: str) -> None:
 
 @contextlib.contextmanager
 def interrupt_before(number: int) -> Iterator[list[bool]]:
-    """Raise KeyboardInterrupt before so manieth line that runs in `entry_points`; what is yielded then has True."""
+    """Raise KeyboardInterrupt before so manieth line of `entry_points` and `runs`; what is yielded then has True."""
     lines, done = iter(range(10**9)), []
 
     def trace(frame: types.FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != entry_points.__file__:
+        if frame.f_code.co_filename not in (entry_points.__file__, runs.__file__):
             return None
         if event == "line" and not done and next(lines) == number:
             done.append(True)

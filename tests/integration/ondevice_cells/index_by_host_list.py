@@ -1,4 +1,3 @@
 # Rows picked by a list.
-# move: cpu -> simgpu:0, 1, 16, ?, ?
-# gap: indexing across devices is not seen
+# move: cpu -> simgpu:0, 1, 16, -, indexing
 y = g[[0, 2]]

@@ -1,6 +1,5 @@
 # A thread of the cell.
-# move: cpu -> simgpu:0, 1, 4000, ?, ?
-# gap: threads are not seen
+# move: cpu -> simgpu:0, 1, 4000, ?, .to
 import threading
 def work():
     global y

@@ -1,6 +1,5 @@
 # A gradient that flows back through a move.
-# move: cpu -> simgpu:0, 1, 16, ?, ?
-# move: simgpu:0 -> cpu, 1, 16, ?, ?
-# gap: copies that backward makes are not seen
+# move: cpu -> simgpu:0, 1, 16, w, .to
+# move: simgpu:0 -> cpu, 1, 16, -, backward
 w = torch.ones(4, device="cpu", requires_grad=True)
 (w.to("simgpu:0") * 2).sum().backward()

@@ -1,0 +1,129 @@
+"""Indexing, which copies where an index, or what is assigned, lies on another device than the tensor.
+
+What torch makes of an index is its own business, so the few calls that cross devices run under the mode that counts
+copies where they happen (`tracing`); all others cost a look at the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gpumagic.probes import returning
+from gpumagic.probes.recorder import Function, Recorder, is_free_to_read
+
+PLAIN = frozenset({int, slice, bool, type(None), type(...)})
+"""What selects a view, and nothing else."""
+CAUSE = "indexing"
+_MASKS = (torch.bool, torch.uint8)
+_LONGEST_TUPLE = 31
+"""Items of the longest list that torch takes for a tuple of indices, if it is of such items (until 2.9, and on)."""
+
+
+def is_plain(index: Any) -> bool:
+    """Return whether an index selects a view, so that nothing is copied, whatever the tensor."""
+    kind = type(index)
+    return kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, index)))
+
+
+def get(recorder: Recorder, func: Function, args: Any, _: dict[str, Any]) -> Any:
+    """Read part of a tensor."""
+    __tracebackhide__ = True
+    tensor, index = args
+    if is_plain(index):
+        return func(tensor, index)
+    return _call(recorder, func, args, [*_parts(index)], [])
+
+
+def put(recorder: Recorder, func: Function, args: Any, _: dict[str, Any]) -> Any:
+    """Write part of a tensor."""
+    __tracebackhide__ = True
+    tensor, index, value = args
+    if is_plain(index) and (not isinstance(value, torch.Tensor) or value.device == tensor.device):
+        return func(tensor, index, value)
+    result = _call(recorder, func, args, [*_parts(index)], [value])
+    returning.watch(recorder, value, tensor)
+    return result
+
+
+def _call(recorder: Recorder, func: Function, args: Any, parts: list[Any], values: list[Any]) -> Any:
+    __tracebackhide__ = True
+    tensor = args[0]
+    outer, recorder.cause = recorder.cause, recorder.cause or CAUSE
+    try:
+        if recorder.is_traced or not any(_crosses(tensor, each) for each in (*parts, *values)):
+            result = func(*args)
+        else:
+            with recorder.tracing():
+                result = func(*args)
+        _count_lists(recorder, tensor, parts)
+        if any(_is_mask(each) and each.device == tensor.device for each in parts) and _picks(values):
+            _count_wait(recorder, tensor)
+    finally:
+        recorder.cause = outer
+    return result
+
+
+def _parts(index: object) -> Iterator[object]:
+    """Yield the indices of each dimension, as torch tells them apart."""
+    if isinstance(index, tuple) or _is_taken_for_a_tuple(index):
+        yield from index  # type: ignore[misc]
+    else:
+        yield index
+
+
+def _is_taken_for_a_tuple(index: object) -> bool:
+    return isinstance(index, list) and len(index) <= _LONGEST_TUPLE and any(map(_makes_a_tuple, index))
+
+
+def _makes_a_tuple(item: object) -> bool:
+    return item is None or item is ... or isinstance(item, slice) or hasattr(item, "__len__")
+
+
+def _crosses(tensor: torch.Tensor, part: object) -> bool:
+    """Return whether the values of an index, or what is assigned, leave their device; a tensor of one is read."""
+    if not isinstance(part, torch.Tensor):
+        return hasattr(part, "dtype") and hasattr(part, "__len__") and not is_free_to_read(tensor)  # numpy's
+    return part.device != tensor.device or not (part.dim() or is_free_to_read(part))
+
+
+def _is_mask(part: object) -> bool:
+    return isinstance(part, torch.Tensor) and part.dtype in _MASKS
+
+
+def _picks(values: list[Any]) -> bool:
+    """Return whether the elements under a mask must be found; where one number is written to all, they need not."""
+    return not values or (isinstance(values[0], torch.Tensor) and values[0].numel() != 1)
+
+
+def _count_wait(recorder: Recorder, tensor: torch.Tensor) -> None:
+    if not is_free_to_read(tensor):
+        recorder.log.add_sync()
+
+
+def _count_lists(recorder: Recorder, tensor: torch.Tensor, parts: list[Any]) -> None:
+    """Count lists as indices of a device's tensor: torch makes tensors of them that no mode sees."""
+    if is_free_to_read(tensor):
+        return
+    for part in parts:
+        if hasattr(part, "dtype") or not hasattr(part, "__len__"):
+            continue
+        nbytes = _bytes_as_index(part)
+        if nbytes:
+            recorder.add_copy("cpu", str(tensor.device), nbytes, None, CAUSE, part)
+
+
+def _bytes_as_index(values: Any) -> int:
+    """Return the bytes of the tensor that torch makes of a list: of truth values, or of int64."""
+    leaves = list(_leaves(values))
+    return len(leaves) * (1 if all(isinstance(each, bool) for each in leaves) else torch.int64.itemsize)
+
+
+def _leaves(values: Any) -> Iterator[object]:
+    for each in values:
+        if hasattr(each, "__len__"):
+            yield from _leaves(each)
+        else:
+            yield each

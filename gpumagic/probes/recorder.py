@@ -1,0 +1,191 @@
+"""What goes on in one run right now: its default device, its log, and which call is being handled.
+
+The handlers of `placing`, `moving`, `reading` and `indexing` write down here what they see. Imports torch at its top,
+so it is itself imported only when a cell is run on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+
+from gpumagic.probes.call_sites import CallSites
+from gpumagic.probes.returning import Hooks
+from gpumagic.probes.transfers import Made, TransferLog, is_host
+
+Function = Callable[..., Any]
+Handler = Callable[["Recorder", Function, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass
+class Request:
+    """A move that a line asks for, while it is made; the tracer counts what crosses meanwhile as this."""
+
+    cause: str
+    subject: object
+
+
+@dataclass(eq=False)
+class Recorder:
+    """One run: its default device, its log, and what is going on in it right now."""
+
+    device: torch.device
+    log: TransferLog
+    is_traced: bool = False
+    """Whether a dispatch mode counts the copies that it sees, so that handlers only name them."""
+    counted: int = 0
+    """How many moves have been counted."""
+    has_mode: bool = False
+    """Whether calls come by a function mode."""
+    inside: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    """Makes the calls of a function that is being handled come to the handlers too."""
+    cause: str | None = None
+    """What to say did a move, instead of the function itself (`print` calls many)."""
+    request: Request | None = None
+    is_busy: bool = field(default=False)
+    """Whether a handler is at work: what the function itself calls is not handled again."""
+    is_suspended: bool = False
+    """Whether new tensors go where torch would put them, as they do in `backward` under torch's own context."""
+    is_explicit: bool = False
+    """Whether the call being handled says itself which device it works on."""
+    change_over: Callable[[str], None] | None = None
+    """Goes on under the function mode, for the reason given."""
+    device_before: torch.device | None = None
+    """What torch noted as the default device before this run."""
+    thread: int = field(default_factory=get_ident)
+    threads_before: frozenset[int] = field(default_factory=lambda: frozenset(sys._current_frames()))
+    landed: Made | None = None
+    """The sum of the tensors made on the default device, once there is one."""
+    others: dict[int, Recorder] = field(default_factory=dict)
+    """By thread, what other threads do for the same run; each has sums of its own, so none waits for another."""
+    hooks: Hooks = field(default_factory=Hooks)
+
+    def beside(self, thread: int, sites: CallSites) -> Recorder:
+        """Return what records the calls of another thread for this run; torch's default device is another there."""
+        found = self.others.get(thread)
+        if found is None:
+            log = TransferLog(sites, self.log.is_traced)
+            found = Recorder(self.device, log, self.is_traced, is_suspended=True, thread=thread, hooks=self.hooks)
+            found = self.others.setdefault(thread, found)
+        return found
+
+    def here(self) -> Recorder:
+        """Return what records this thread's calls, in one of autograd's threads too."""
+        thread = get_ident()
+        return self if thread == self.thread else self.beside(thread, self.log.sites)
+
+    def settle(self) -> None:
+        """Add up what other threads did, and leave the graphs that the run has hooked."""
+        self.hooks.remove()
+        while self.others:
+            self.log.absorb(self.others.popitem()[1].log)
+
+    def call(self, func: Function, args: Any, kwargs: dict[str, Any], cause: str, subject: object) -> tuple[Any, Any]:
+        """Return what the function returns for a line that asks for a move, and the seconds it took.
+
+        They are None where a dispatch mode has counted the move already.
+        """
+        __tracebackhide__ = True
+        outer, self.request = self.request, Request(self.cause or cause, subject)
+        counted, start = self.counted, time.perf_counter()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.request = outer
+        return result, None if self.counted != counted else time.perf_counter() - start
+
+    def add_created(self, tensor: torch.Tensor) -> None:
+        """Count a new tensor."""
+        device = tensor.device
+        nbytes = 0 if device.type == "meta" else tensor.numel() * tensor.element_size()
+        if not nbytes and _is_unpickled():
+            return
+        total = self.log.add_created(device, nbytes)
+        if device == self.device and device.type != "meta":
+            self.landed = total
+
+    def add_move(
+        self, subject: object, result: torch.Tensor, seconds: float | None, cause: str, *, non_blocking: bool = False
+    ) -> None:
+        """Count a move if ``result`` lies elsewhere than ``subject``; reading back to the host is also a wait.
+
+        Where a move also converts, CUDA does that on the host, or on the device where it is non-blocking, and between
+        devices after the copy (torch's aten/src/ATen/native/cuda/Copy.cu, with peer access between devices).
+        """
+        source = device_of(subject) if isinstance(subject, torch.Tensor) else "cpu"
+        target = device_of(result)
+        if source == target or "meta" in (source, target):
+            return
+        converted = not non_blocking if is_host(source) else is_host(target) and non_blocking
+        crossing = result if converted or not isinstance(subject, torch.Tensor) else subject
+        nbytes = result.numel() * crossing.element_size()
+        if not nbytes:
+            return  # nothing is copied, and nobody waits
+        self.add_copy(source, target, nbytes, seconds, cause, subject, result)
+
+    def add_copy(
+        self,
+        source: str,
+        target: str,
+        nbytes: int,
+        seconds: float | None,
+        cause: str,
+        subject: object,
+        result: object = None,
+    ) -> None:
+        """Count bytes that went from one device to another; the host waits for what comes to it."""
+        self.counted += 1
+        self.log.add_move(source, target, nbytes, seconds, self.cause or cause, subject, result)
+        if is_host(target):
+            self.log.add_sync()
+
+    def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, cause: str) -> None:
+        """Count Python values read from a device tensor: a copy to the host that the host waits for."""
+        self.add_copy(device_of(tensor), "cpu", nbytes, seconds, cause, tensor)
+
+    def tracing(self) -> contextlib.AbstractContextManager[object]:
+        """Count the copies of a call where they happen."""
+        from gpumagic.probes.tracing import Tracer  # which counts for recorders
+
+        return Tracer(self)
+
+    @contextlib.contextmanager
+    def looking_inside(self, cause: str) -> Iterator[None]:
+        """Handle the calls made by the function that is being handled, as done by ``cause``."""
+        outer = self.cause, self.is_busy, self.request
+        self.cause, self.is_busy, self.request = cause, False, Request(cause, None)
+        try:
+            with self.inside():
+                yield
+        finally:
+            self.cause, self.is_busy, self.request = outer
+
+
+def _is_unpickled() -> bool:
+    """Return whether a new tensor is the empty one that `torch.load` makes to put what it has read into."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _is_ours(frame):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "torch._utils"
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("gpumagic.")
+
+
+def is_free_to_read(tensor: torch.Tensor) -> bool:
+    """Return whether reading the tensor's values costs no copy."""
+    return tensor.device.type in ("cpu", "meta")
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    """Return a tensor's device by name."""
+    return str(tensor.device)

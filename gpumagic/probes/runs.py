@@ -1,0 +1,92 @@
+"""Which run a thread's calls belong to: one that the thread has opened, or, for other threads, one they work for.
+
+Torch's default device is one thread's; so is a run. But what the cell's lines ask of other threads is asked by its
+lines: those of a pool, and autograd's, which call the cell's hooks. Their calls are counted, each thread's apart, and
+nothing else changes for them.
+"""
+
+from __future__ import annotations
+
+import sys
+from threading import get_ident
+
+import torch
+
+from gpumagic.probes.call_sites import CallSites
+from gpumagic.probes.recorder import Recorder
+
+active: dict[int, Recorder] = {}
+"""By thread, whose handlers take the calls of exchanged functions."""
+_runs: dict[int, list[Recorder]] = {}
+"""By thread, the runs that are open, the innermost last."""
+
+
+def begin(recorder: Recorder) -> None:
+    """Have this thread's calls belong to a run from now on."""
+    _runs.setdefault(get_ident(), []).append(recorder)
+    _activate()
+
+
+def end(recorder: Recorder) -> None:
+    """Undo `begin`; again does nothing, so that it can be called after an interrupt anywhere."""
+    runs = _runs.get(get_ident(), [])
+    place = next((place for place in reversed(range(len(runs))) if runs[place] is recorder), None)
+    if place is not None:
+        del runs[place:]
+    _activate()
+    for thread, other in list(active.items()):
+        if other is recorder.others.get(thread):
+            active.pop(thread, None)
+
+
+def _activate() -> None:
+    """Let the innermost run of this thread be the one whose calls are handled, unless its function mode sees them."""
+    thread = get_ident()
+    runs = _runs.get(thread)
+    if runs and not runs[-1].has_mode:
+        active[thread] = runs[-1]
+    else:
+        active.pop(thread, None)
+    if not runs:
+        _runs.pop(thread, None)
+
+
+def of_this_thread() -> Recorder | None:
+    """Return the innermost run of this thread, or what records for the run that it works for."""
+    runs = _runs.get(get_ident())
+    return runs[-1] if runs else joined()
+
+
+def joined() -> Recorder | None:
+    """Return what records for the run that this thread works for, if it has none of its own.
+
+    It works for a run whose code is on its stack, or that has begun before the thread or has called autograd, where no
+    other run can have.
+    """
+    thread = get_ident()
+    if not _runs or thread in _runs:
+        return None
+    runs = [run for runs in list(_runs.values()) for run in runs]
+    files = _files()
+    for run in reversed(runs):
+        if run.log.sites.filename in files:
+            return run.beside(thread, CallSites(run.log.sites.namespace, run.log.sites.filename))
+    if len({run.thread for run in runs}) > 1:
+        return None
+    run = runs[-1]
+    if torch._C._current_graph_task_id() != -1:
+        return run.beside(thread, run.log.sites)
+    if thread in run.threads_before:
+        return None
+    found = run.beside(thread, CallSites(run.log.sites.namespace, run.log.sites.filename))
+    if not run.has_mode:
+        active[thread] = found
+    return found
+
+
+def _files() -> set[str]:
+    frame, files = sys._getframe(2), set()
+    while frame is not None:
+        files.add(frame.f_code.co_filename)
+        frame = frame.f_back  # type: ignore[assignment]
+    return files

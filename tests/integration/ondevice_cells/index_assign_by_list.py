@@ -1,0 +1,3 @@
+# Numbers written to rows picked by a list.
+# move: cpu -> simgpu:0, 1, 16, -, indexing
+g[[0, 2]] = 1.0
