@@ -18,8 +18,8 @@ from gpumagic.reports.rehearsal import DeviceForecast, RehearsalReport, Rehearsa
 
 TIME_LIMIT = 60.0
 CELL = "<rehearsed cell>"
-_PRELOADED = ("numpy", "pandas", "matplotlib.pyplot", "torchvision", "transformers", "timm", "einops")
-"""Packages that the worker imports once, if the notebook has."""
+_PRELOADED = frozenset({"torch", "numpy", "pandas", "matplotlib", "torchvision", "transformers", "timm", "einops"})
+"""Packages of which the worker imports once what the notebook has imported."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _order(
         ],
         "pinned": target.pinned,
         "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
-        "preload": [name for name in _PRELOADED if name in sys.modules],
+        "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),
         "numpy_random": None if numpy is None else numpy.random.get_state(),
     }  # fmt: skip

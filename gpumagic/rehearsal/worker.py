@@ -18,6 +18,9 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+_tried: set[str] = set()
+"""Modules that were asked for before: one that cannot be imported here is not tried for every rehearsal."""
+
 
 def main(descriptor: int) -> None:
     """Serve rehearsals until the other end of the connection closes."""
@@ -68,9 +71,14 @@ def _in_a_fork(order: dict[str, Any]) -> bytes:
 
 def _preload(order: dict[str, Any]) -> None:
     sys.path[:] = order["path"]
-    for name in order["preload"]:
+    missing = [name for name in order["preload"] if name not in sys.modules and name not in _tried]
+    _tried.update(missing)
+    for name in missing:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    if missing:
+        gc.collect()
+        gc.freeze()
 
 
 def _rehearse(order: dict[str, Any], sending: int) -> None:

@@ -87,7 +87,7 @@ for step in range({steps}):
 def _mlp(optimizer: str, steps: int = 3) -> tuple[str, str]:
     return (
         "model = mlp().to(DEV)",
-        f"batch = 2048\noptimizer = torch.optim.{optimizer}\n" + _STEP.format(steps=steps),
+        f"batch = 1024\noptimizer = torch.optim.{optimizer}\n" + _STEP.format(steps=steps),
     )
 
 
@@ -244,7 +244,7 @@ def train(model, optimizer, batch, steps):
 model = mlp().to(DEV)
 optimizer = torch.optim.AdamW(model.parameters())
 """,
-        "batch = 1024\nlast = train(model, optimizer, batch, 200)",
+        "batch = 512\nlast = train(model, optimizer, batch, 200)",
     ),
     "a scheduler and clipping": (
         "model = mlp().to(DEV); optimizer = torch.optim.AdamW(model.parameters())\n"
@@ -339,7 +339,7 @@ weights = (q @ k.transpose(-1, -2) / math.sqrt(32)).masked_fill(~mask, float("-i
         "a = torch.zeros(1000, 1000, device=DEV)\nb = a * 2\ndel a\nc = b + 1\nd = c.sum()",
     ),
     "rebinding": (
-        "x = torch.zeros(1000, 1000, device=DEV)",
+        "x = torch.zeros(300, 300, device=DEV)",
         "x = x + 1\nx = x * 2\nfor _ in range(50):\n    x = x.sin()\n    x = x @ x",
     ),
     "a del of what another name holds": (
@@ -405,7 +405,7 @@ with torch.no_grad():
 """,
     ),
     "a while loop": (
-        "x = torch.ones(400, 400, device=DEV)",
+        "x = torch.ones(100, 100, device=DEV)",
         "n = 0\nwhile n < 500:\n    x = torch.tanh(x @ x)\n    n += 1",
     ),
     "gradients of gradients": (
@@ -418,6 +418,126 @@ with torch.no_grad():
         " nn.Upsample(scale_factor=2, mode='bilinear'), nn.ConvTranspose2d(16, 4, 2, 2)).to(DEV)",
         "net(torch.randn(4, 3, 48, 48, device=DEV)).square().mean().backward()",
     ),
+    "inverted residuals, as in a mobilenet": (
+        """
+class Inverted(nn.Module):
+    def __init__(self, width, wider):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, wider, 1, bias=False), nn.BatchNorm2d(wider), nn.ReLU6(inplace=True),
+            nn.Conv2d(wider, wider, 3, 1, 1, groups=wider, bias=False), nn.BatchNorm2d(wider), nn.Hardswish(),
+            nn.Conv2d(wider, width, 1, bias=False), nn.BatchNorm2d(width))
+    def forward(self, x):
+        return x + self.body(x)
+model = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), Inverted(16, 64), Inverted(16, 64), nn.AdaptiveAvgPool2d(1),
+                      nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 10)).to(DEV)
+optimizer = torch.optim.RMSprop(model.parameters(), momentum=0.9)
+""",
+        "for _ in range(2):\n    F.cross_entropy(model(torch.randn(4, 3, 32, 32, device=DEV)),"
+        " torch.zeros(4, dtype=torch.long, device=DEV)).backward()\n    optimizer.step(); optimizer.zero_grad()",
+    ),
+    "large kernels and layer norms, as in a convnext": (
+        """
+class Next(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.mix, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width)
+        self.out, self.back = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(torch.full((width,), 1e-6))
+    def forward(self, x):
+        inner = self.norm(self.mix(x).permute(0, 2, 3, 1))
+        return x + (self.scale * self.back(F.gelu(self.out(inner)))).permute(0, 3, 1, 2)
+model = nn.Sequential(nn.Conv2d(3, 32, 4, 4), Next(32), Next(32)).to(DEV)
+optimizer = torch.optim.AdamW(model.parameters())
+""",
+        "for _ in range(2):\n    x = torch.randn(8, 3, 64, 64, device=DEV)\n"
+        "    model(x).mean((-2, -1)).square().sum().backward()\n"
+        "    optimizer.step(); optimizer.zero_grad()",
+    ),
+    "skips across, as in a u-net": (
+        """
+def double(inside, outside):
+    return nn.Sequential(nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU(inplace=True),
+                         nn.Conv2d(outside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU(inplace=True))
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.deep, self.up = double(3, 8), double(8, 16), double(16, 8)
+        self.grow, self.out = nn.ConvTranspose2d(16, 8, 2, stride=2), nn.Conv2d(8, 1, 1)
+    def forward(self, x):
+        skip = self.down(x)
+        deep = self.deep(F.max_pool2d(skip, 2))
+        return self.out(self.up(torch.cat([skip, self.grow(deep)], 1)))
+model = UNet().to(DEV)
+optimizer = torch.optim.Adam(model.parameters())
+""",
+        "for _ in range(2):\n    x = torch.randn(4, 3, 64, 64, device=DEV)\n"
+        "    F.binary_cross_entropy_with_logits(model(x), (x[:, :1] > 0).float()).backward()\n"
+        "    optimizer.step(); optimizer.zero_grad()",
+    ),
+    "four blocks with skips, as in a resnet": (
+        "model = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True),"
+        " nn.MaxPool2d(3, 2, 1), Residual(8, 8), Residual(8, 16, 2), Residual(16, 32, 2), Residual(32, 32),"
+        " nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).to(DEV).to(memory_format=torch.channels_last)",
+        "with torch.autocast('simgpu', dtype=torch.bfloat16):\n"
+        "    out = model(torch.randn(4, 3, 64, 64, device=DEV).to(memory_format=torch.channels_last))\n"
+        "out.float().square().mean().backward()",
+    ),
+    "a sum that is reached by many ways": (
+        "layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6)).to(DEV)",
+        "x = torch.randn(2048, 256, device=DEV, requires_grad=True)\n"
+        "sum(layer(x) for layer in layers).sum().backward()",
+    ),
 }
 
 CELLS = {**TRAINING, **OTHERS}
+
+_SIZES = "hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128"
+_WORDS = "input_ids=torch.randint(0, 500, (batch, 64), device=DEV)"
+_LABELS = "labels=torch.zeros(batch, {}dtype=torch.long, device=DEV)"
+_NEXT, _CLASS = _LABELS.format("64, "), _LABELS.format("")
+_PIXELS = "pixel_values=torch.randn(batch, 3, 32, 32, device=DEV)"
+_MODELS = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config(vocab_size=500, n_positions=64, n_embd=64, n_layer=2, n_head=4)",
+             _WORDS, _NEXT),
+    "bert": ("BertForSequenceClassification", f"BertConfig(vocab_size=500, {_SIZES})", _WORDS, _CLASS),
+    "llama": ("LlamaForCausalLM", f"LlamaConfig(vocab_size=500, num_key_value_heads=2, {_SIZES})", _WORDS, _NEXT),
+    "vit": ("ViTForImageClassification", f"ViTConfig(image_size=32, patch_size=8, {_SIZES})", _PIXELS, _CLASS),
+    "t5": ("T5ForConditionalGeneration",
+           "T5Config(vocab_size=500, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,"
+           " decoder_start_token_id=0, pad_token_id=0)", _WORDS, _NEXT),
+}  # fmt: skip
+
+
+def _of_transformers(name: str) -> dict[str, tuple[str, str]]:
+    kind, config, inputs, labels = _MODELS[name]
+    made = f"from transformers import {kind}, {config.partition('(')[0]}\nmodel = {kind}({config}).to(DEV)"
+    step = f"""
+batch = 4
+for _ in range(2):
+    loss = model({inputs}, {labels}).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    if name == "t5":
+        inputs += ", decoder_input_ids=torch.zeros(batch, 8, dtype=torch.long, device=DEV)"
+    return {
+        f"transformers, {name}, training": (f"{made}\noptimizer = torch.optim.AdamW(model.parameters())", step),
+        f"transformers, {name}, inference": (
+            f"{made}.eval()", f"batch = 4\nwith torch.no_grad():\n    out = model({inputs})"
+        ),
+    }  # fmt: skip
+
+
+TRANSFORMERS = {label: cell for name in _MODELS for label, cell in _of_transformers(name).items()}
+TRANSFORMERS["transformers, gpt2, checkpointed"] = (
+    TRANSFORMERS["transformers, gpt2, training"][0] + "\nmodel.gradient_checkpointing_enable()",
+    TRANSFORMERS["transformers, gpt2, training"][1],
+)
+TRANSFORMERS["transformers, llama, generating"] = (
+    TRANSFORMERS["transformers, llama, inference"][0],
+    "out = model.generate(torch.randint(0, 500, (2, 8), device=DEV), max_new_tokens=10, do_sample=False,"
+    " pad_token_id=0)",
+)
+"""Models of Hugging Face's, from configurations: nothing is downloaded."""

@@ -104,11 +104,12 @@ class DeviceModule(ModuleType):
         pass
 
     def empty_cache(self) -> None:
+        self._ledger.settle()
         for account in self._ledger.accounts:
             account.arena.release_cached()
 
     def memory_allocated(self, device: Any = None) -> int:
-        return self._ledger.accounts[self.index(device)].allocated
+        return self._ledger.figures()[self.index(device)]
 
     def max_memory_allocated(self, device: Any = None) -> int:
         return self._ledger.accounts[self.index(device)].peak.allocated

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from gpumagic.rehearsal.stage.storages import span
+
 _TAKE_HOST_INDICES = frozenset({
     "aten::index.Tensor", "aten::index.Tensor_out", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put",
     "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put", "aten::_unsafe_masked_index",
@@ -187,5 +189,5 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
     if not offset:
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
-    whole = torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype, device="meta")
+    whole = torch.empty(offset + span(size, stride), dtype=tensor.dtype, device="meta")
     return whole.as_strided(size, stride, offset)

@@ -20,6 +20,8 @@ LARGEST = 4096
 
 _FILLS = frozenset({"aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_"})
 _LEAVES_FINITE = "aten::_amp_foreach_non_finite_check_and_unscale_"
+_ABSORBING = {"bitwise_or": True, "logical_or": True, "bitwise_and": False, "logical_and": False}
+"""What an operand must be throughout for the other one not to matter."""
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -28,11 +30,15 @@ class Contents:
 
     Args:
         device_type: the name of the rehearsed device.
+        nbytes_of: tells the bytes of a rehearsed tensor's whole storage.
         assume: called with a sentence for each thing that is assumed.
     """
 
-    def __init__(self, device_type: str, assume: Callable[[str], None]) -> None:
+    def __init__(
+        self, device_type: str, nbytes_of: Callable[[torch.Tensor], int], assume: Callable[[str], None]
+    ) -> None:
         self._type = device_type
+        self._nbytes_of = nbytes_of
         self.suppose = assume
         self._known: dict[int, torch.Tensor] = {}
 
@@ -79,7 +85,7 @@ class Contents:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Note a copy to the device."""
-        value = self.of(source) if target.untyped_storage().nbytes() <= LARGEST else None
+        value = self.of(source) if self._nbytes_of(target) <= LARGEST else None
         self._write(target, value)
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -98,8 +104,8 @@ class Contents:
             return
         written = [tensor for argument, tensor in call.tensors() if argument.is_write and call.is_here(tensor)]
         results = [each for each in _flat(made) if isinstance(each, torch.Tensor) and call.is_here(each)]
-        small = all(each.untyped_storage().nbytes() <= LARGEST for each in (*results, *written))
-        if not (small and self._repeat(call, results)):
+        small = all(self._nbytes_of(each) <= LARGEST for each in (*results, *written))
+        if not (small and (self._repeat(call, results) or self._absorb(call, results))):
             for tensor in written:
                 self.forget(key_of(tensor))
 
@@ -110,7 +116,7 @@ class Contents:
         twins: dict[int, torch.Tensor] = {}
         for argument, tensor in call.tensors():
             value = self.of(tensor)
-            if value is None and _is_overwritten(call, argument, tensor):
+            if value is None and self._is_overwritten(call, argument, tensor):
                 value = self._blank(tensor)
             if value is None:
                 return False
@@ -123,6 +129,29 @@ class Contents:
             if isinstance(value, torch.Tensor) and key_of(tensor) not in self._known:
                 self._write(tensor, value)
         return True
+
+    def _absorb(self, call: Call, results: list[torch.Tensor]) -> bool:
+        """Note what follows from one operand alone, such as truths from an "or" with truths; return whether it does.
+
+        A generator of text ends when the longest length is reached, whatever the unknown tokens say.
+        """
+        wanted = _ABSORBING.get(call.op._name.removeprefix("aten::").partition(".")[0].rstrip("_"))
+        if wanted is None or any(each.dtype != torch.bool and wanted for each in results):
+            return False
+        read = [
+            self.of(tensor) for argument, tensor in call.tensors() if not argument.is_write or argument.name == "self"
+        ]
+        if not any(value is not None and bool((value == wanted).all()) for value in read):
+            return False
+        for tensor in results:
+            self._write(tensor, torch.full(tensor.shape, wanted, dtype=tensor.dtype, device="cpu"))
+        return True
+
+    def _is_overwritten(self, call: Call, argument: Any, tensor: torch.Tensor) -> bool:
+        """Return whether nothing of the tensor's storage is left of what was there."""
+        if not argument.is_write or not (argument.kwarg_only or call.op._name in _FILLS):
+            return False
+        return bool(tensor.numel() * tensor.itemsize >= self._nbytes_of(tensor))
 
     def selected(self, mask: torch.Tensor) -> int:
         """Return how many elements a mask selects; all of them where it is not known."""
@@ -137,21 +166,14 @@ class Contents:
             self.forget(key_of(target))
             return
         place = self.of(target)
-        if place is None and target.numel() * target.itemsize >= target.untyped_storage().nbytes():
+        if place is None and target.numel() * target.itemsize >= self._nbytes_of(target):
             place = self._blank(target)
         if place is not None:
             place.copy_(value)
 
     def _blank(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        self._known[key_of(tensor)] = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
+        self._known[key_of(tensor)] = torch.zeros(self._nbytes_of(tensor), dtype=torch.uint8, device="cpu")
         return self.of(tensor)
-
-
-def _is_overwritten(call: Call, argument: Any, tensor: torch.Tensor) -> bool:
-    """Return whether nothing of the tensor's storage is left of what was there."""
-    if not argument.is_write or not (argument.kwarg_only or call.op._name in _FILLS):
-        return False
-    return bool(tensor.numel() * tensor.itemsize >= tensor.untyped_storage().nbytes())
 
 
 def _flat(value: Any) -> list[Any]:

@@ -105,6 +105,8 @@ class Ledger:
     """Whether what is made now was there before the cell."""
     watchers: list[list[int]] = field(default_factory=list)
     """For each loop that runs, the highest of each of `exact_figures` in its present pass."""
+    settle: Callable[[], None] = lambda: None
+    """Tells of the storages that have ended since."""
     _unnamed: list[Life] = field(default_factory=list)
     _blocks: dict[int, tuple[Block, Life]] = field(default_factory=dict)
 
@@ -112,6 +114,7 @@ class Ledger:
         """Note which operator runs now; the blocks that were just made for it get its name."""
         if self.unpacking:
             return
+        self.settle()
         self.operators += 1
         self.operator = operator
         if operator not in _MAKE_ROOM:
@@ -171,6 +174,7 @@ class Ledger:
 
     def figures(self) -> list[int]:
         """Return what is in use on each device."""
+        self.settle()
         return [account.allocated for account in self.accounts]
 
     def exact_figures(self) -> list[int]:
@@ -179,6 +183,7 @@ class Ledger:
 
     def alive(self) -> list[tuple[int, Life]]:
         """Return the live storages."""
+        self.settle()
         return [(key, life) for key, (_, life) in self._blocks.items()]
 
     def breakdown(self, device: int) -> dict[str, int]:

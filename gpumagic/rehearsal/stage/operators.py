@@ -149,11 +149,12 @@ class Operators:
 
     def _fit(self, tensor: torch.Tensor, shape: torch.Tensor) -> None:
         """Give a tensor another size, and a larger storage if it needs one."""
-        storage = tensor.untyped_storage()
         needed = shape.untyped_storage().nbytes()
-        if needed > storage.nbytes():
-            self._ledger.operator = "resize_"
-            storage = self._storages.new((needed,), (1,), torch.uint8, tensor.device.index).untyped_storage()
+        if needed <= self._storages.nbytes_of(tensor):
+            aten.as_strided_.default.redispatch(CPU, tensor, shape.shape, shape.stride(), tensor.storage_offset())
+            return
+        self._ledger.operator = "resize_"
+        storage = self._storages.new((needed,), (1,), torch.uint8, tensor.device.index).untyped_storage()
         aten.set_.source_Storage_storage_offset.redispatch(
             CPU, tensor, storage, tensor.storage_offset(), shape.shape, shape.stride()
         )

@@ -62,8 +62,9 @@ class Rehearsal:
         known = order["backend"]
         name = OURS if known in IN_TREE else known
         module = backend.register(name, self.ledger)
-        self._contents = contents = Contents(name, self._assume)
         self._storages = Storages(self.ledger.take, self._gone)
+        self.ledger.settle = self._storages.settle
+        self._contents = contents = Contents(name, self._storages.nbytes_of, self._assume)
         self._operators = Operators(module, self._storages, self.ledger, contents)
         self._operators.register()
         Autocast(name).register()
@@ -152,6 +153,7 @@ class Rehearsal:
         return {"kind": type(error).__name__, "text": text[0] if text else "", "line": line, "refused": refused}
 
     def _account(self, before: list[int], error: dict[str, Any] | None) -> dict[str, Any]:
+        self.ledger.settle()
         self.ledger.where = Place
         self._kinds.look_around()
         devices = [self._device(index, account, before[index]) for index, account in enumerate(self.ledger.accounts)]

@@ -1,15 +1,16 @@
 """Storages with a device and a size and no bytes behind them, made without a compiler.
 
 torch builds a plain tensor of any device over foreign memory from a DLPack capsule. The memory here is an address
-that nothing ever reads; a weak reference to torch's storage object tells when the last tensor of it is gone. A
-plain tensor matters: code that asks for `type(p)` must get the answer it gets on the real device.
+that nothing ever reads. Plain tensors matter: code that asks for `type(p)` must get the answer it gets on the real
+device, and torch adds gradients in place only where nothing else refers to a tensor or its storage, a Python object
+of it included. So no Python object of a storage is ever made, and its end is not told by a weak reference: torch
+calls the capsule's deleter, which is C's own ``time``. It needs no Python, which must not run while an exception
+unwinds, and writes the time of day to the address that it is given. Who asks afterwards sees that.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -41,11 +42,14 @@ class _Managed(ctypes.Structure):
 
 
 _Managed._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+_SIZE = ctypes.sizeof(_Managed)
+_LEAVE_A_MARK = ctypes.cast(ctypes.CDLL(None).time, ctypes.c_void_p).value
 
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _BYTES = _Type(1, 8, 1)
+_ON_A_PAGE = 256
 
 
 class Storages:
@@ -59,13 +63,10 @@ class Storages:
     def __init__(self, born: Callable[[int, int, int], None], died: Callable[[int], None]) -> None:
         self._born = born
         self._died = died
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._nbytes: dict[int, int] = {}
         self._count = 0
-        # torch copies the description, and at the end reads only that there is no deleter: one serves for all.
-        self._length = (ctypes.c_int64 * 1)()
-        self._managed = _Managed()
-        self._managed.tensor.ndim, self._managed.tensor.dtype, self._managed.tensor.shape = 1, _BYTES, self._length
-        self._pointer = ctypes.addressof(self._managed)
+        self._length = (ctypes.c_int64 * 1)()  # torch copies the description, so that one length serves for all
+        self._pages: list[_Page] = []
 
     def new(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: int, nbytes: int | None = None
@@ -78,28 +79,78 @@ class Storages:
         made: torch.Tensor = torch.ops.aten.as_strided.default.redispatch(CPU, typed, size, stride, 0)
         return made
 
+    def nbytes_of(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of a rehearsed tensor's whole storage."""
+        return self._nbytes.get(key_of(tensor), 0)
+
+    def settle(self) -> None:
+        """Tell of the storages that have died since."""
+        for page in self._pages:
+            for key in page.ended():
+                if self._nbytes.pop(key, 0):
+                    self._died(key)
+
     def _bytes(self, nbytes: int, device: int) -> torch.Tensor:
+        self.settle()
         self._count += 1
         key = self._count
-        self._managed.tensor.data = key * _SPACING
-        self._managed.tensor.device = _Device(_EXTENSION_DEVICE, device)
-        self._length[0] = nbytes
         if nbytes:
             self._born(key, device, nbytes)
-        flat: torch.Tensor = torch._C._from_dlpack(_capsule(self._pointer, b"dltensor", None))
-        if nbytes:
-            # A callback in C would be called while an exception unwinds, where ctypes must not run Python.
-            self._alive[key] = weakref.ref(flat.untyped_storage(), functools.partial(self._end, key))
-        return flat
+            self._nbytes[key] = nbytes
+        self._length[0] = nbytes
+        page = next((each for each in self._pages if each.has_room()), None)
+        if page is None:
+            page = _Page(ctypes.addressof(self._length))
+            self._pages.append(page)
+        return page.make(key, device)
 
-    def _end(self, key: int, _: object) -> None:
-        del self._alive[key]
-        self._died(key)
+
+class _Page:
+    """Descriptions of storages, each of which gets a mark when its storage ends.
+
+    Args:
+        length: the address of the number that is every storage's length when it is made.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._memory = bytearray(_ON_A_PAGE * _SIZE)
+        self._all = (_Managed * _ON_A_PAGE).from_buffer(self._memory)
+        for each in self._all:
+            each.tensor.ndim, each.tensor.dtype, each.tensor.device = 1, _BYTES, _Device(_EXTENSION_DEVICE, 0)
+            each.tensor.shape = ctypes.cast(length, ctypes.POINTER(ctypes.c_int64))
+            each.deleter = _LEAVE_A_MARK
+        self._unmarked = bytes(self._memory)
+        self._free = list(range(_ON_A_PAGE))
+        self._keys: dict[int, int] = {}
+
+    def has_room(self) -> bool:
+        return bool(self._free)
+
+    def make(self, key: int, device: int) -> torch.Tensor:
+        """Return a tensor of bytes over a new storage."""
+        at = self._free.pop()
+        self._keys[at] = key
+        described = self._all[at].tensor
+        described.data, described.device.index = key * _SPACING, device
+        made: torch.Tensor = torch._C._from_dlpack(_capsule(ctypes.addressof(self._all[at]), b"dltensor", None))
+        described.data, described.device.index = None, 0
+        return made
+
+    def ended(self) -> list[int]:
+        """Return the keys of the storages that have ended since this was last asked."""
+        if self._memory == self._unmarked:
+            return []
+        marks = memoryview(self._memory).cast("Q")[:: _SIZE // 8].tolist()
+        places = [at for at, mark in enumerate(marks) if mark]
+        for at in places:
+            self._all[at].tensor.data = None
+        self._free += places
+        return [self._keys.pop(at) for at in places]
 
 
 def key_of(tensor: torch.Tensor) -> int:
     """Return the key of a rehearsed tensor's storage."""
-    return int(tensor.untyped_storage().data_ptr()) // _SPACING
+    return int(tensor.data_ptr()) // _SPACING
 
 
 def span(size: Sequence[int], stride: Sequence[int]) -> int:

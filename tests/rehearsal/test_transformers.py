@@ -1,0 +1,26 @@
+"""Hugging Face's models, made from a configuration, have the peaks that a rehearsal tells; where they are installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rehearsal_cells import TRANSFORMERS
+
+HERE = Path(__file__).parent
+
+
+def test_the_peaks_are_within_one_percent() -> None:
+    pytest.importorskip("transformers")
+    measured = json.loads(
+        subprocess.check_output(
+            [sys.executable, str(HERE / "measure.py"), *TRANSFORMERS], cwd=HERE, text=True, stderr=subprocess.DEVNULL
+        )
+    )
+    for name, found in measured.items():
+        told, real = found["rehearsed"], found["real"]
+        assert told["fits"] is True, (name, told["verdict"])
+        assert told["peak"] == pytest.approx(real["peak"], rel=0.01), name
