@@ -63,7 +63,7 @@ def devices(
     namespace = _globals_of_caller() if namespace is None else namespace
     return tensors.probe(
         namespace, devices=names, minimum=minimum, sort=sort, group_by=by, limit=limit, shell=_shell_of(namespace),
-        rings=True,
+        thorough=True,
     )  # fmt: skip
 
 

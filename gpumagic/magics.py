@@ -108,7 +108,7 @@ class GPUMagic(Magics):
             return held.release(self.shell.user_ns, self.shell)
         only = [device_names.resolve(name) for name in options.devices]
         everything = tensors.probe(
-            self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell, rings=options.held
+            self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell, thorough=options.held
         )  # fmt: skip
         report = everything.narrowed(only, options.min, options.sort)
         difference = self._looks.difference(report) if options.diff else None

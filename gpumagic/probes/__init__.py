@@ -6,7 +6,8 @@ By magic, each with the module to start reading at:
               `torch_names` (by `visibility` before CUDA is up, by `cuda_in_use` after), `processes` and
               `other_devices`; `unified` knows memory that is the host's, `absence` why there is no GPU.
 `%devices`    `tensors` scans; `storages` says what each occupies, `kinds` and `gradients` what it is for, `paths`
-              and `holders` who keeps it; `cycles` finds what only awaits the gc, `graphs` what autograd keeps;
+              and `holders` who keeps it (`libraries` what installed modules keep too), `spelling` how to type the
+              way there; `cycles` finds what only awaits the gc, `graphs` what autograd keeps;
               `reconcile` and `history` account for the allocator's bytes. `identity` tells storages apart from one
               look to the next, `why` follows `references` to every holder of one tensor, `held` lets go of
               `outputs` and the `last_error`.

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpumagic.probes import calls, gradients, history, holders, identity
+from gpumagic.probes import calls, gradients, history, holders, identity, libraries
 from gpumagic.probes.blocks import groups
 from gpumagic.probes.graphs import Graphs
 from gpumagic.probes.kinds import roles, subclasses
@@ -27,10 +27,14 @@ class Census:
         namespace: the notebook's variables.
         shell: the shell they belong to.
         names: whether to look for names, holders and graphs.
+        libraries: whether to look into installed modules too, before anything is said to be the session's alone.
     """
 
-    def __init__(self, namespace: Mapping[str, object], shell: object | None, names: bool = True) -> None:
-        self._namespace, self._shell, self._looks_for_names = namespace, shell, names
+    def __init__(
+        self, namespace: Mapping[str, object], shell: object | None, names: bool = True, libraries: bool = False
+    ) -> None:
+        self._namespace, self._shell = namespace, shell
+        self._looks_for_names, self._looks_into_libraries = names, libraries
         self._search = holders.search_for(namespace, shell)
         self._graphs = Graphs()
         self._ledger = Ledger()
@@ -58,8 +62,7 @@ class Census:
         identity.forget_the_dead()
         if self._looks_for_names and not rows.are_all_named():
             self._note_limits()
-            others = [(calls.title(each), each) for each in self._suspended]
-            rows.find_holders(holders.hidden_holders(self._search, self._namespace, self._shell, others))
+            rows.find_holders(self._holders())
         found = rows.all()
         if self._saved:  # which are found last the first time, and by the gc the next
             found.sort(key=lambda row: row.numbers)
@@ -144,6 +147,19 @@ class Census:
                 storage = self._ledger.add(alias)
             owners[storage] = id(leaves[position])
         return owners
+
+    def _holders(self) -> dict[int, holders.Held]:
+        others = [(calls.title(each), each) for each in self._suspended]
+        found = holders.hidden_holders(self._search, self._namespace, self._shell, others)
+        if self._looks_into_libraries:
+            releasable = [each for each in self._tensors if id(each) in found and found[id(each)].releasable]
+            ours = (self._tensors, self._search.tensors, self._saved)
+            kept, is_whole = libraries.kept(releasable, self._namespace, self._shell, ours)
+            releasable.clear()
+            found.update(kept)
+            if not is_whole:
+                self.notes.append("installed modules were only looked at in part: they may keep some of it too")
+        return found
 
     def _note_limits(self) -> None:
         if self._search.gave_up:

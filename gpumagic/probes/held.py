@@ -21,12 +21,12 @@ def release(namespace: Mapping[str, object], shell: InteractiveShell | None = No
         shell: the shell they belong to; without one only Python's own last error is looked at.
     """
     with uncollected():  # what came back has to be what was let go of, not what a collection found
-        before = tensors.probe(namespace, shell=shell)
+        before = tensors.probe(namespace, shell=shell, thorough=True)
         figures = allocator.all_figures()
         wanted = {number for row in before if row.releasable for number in row.numbers}
         released = _forget(wanted, namespace, shell) if wanted else ()
         now = allocator.all_figures()
-        after = tensors.probe(namespace, shell=shell, rings=True)
+        after = tensors.probe(namespace, shell=shell, thorough=True)
     return ReleaseReport(tuple(_freed(before, after, figures, now)), released, after.held(), after.notes)
 
 

@@ -120,13 +120,15 @@ def running_roots() -> Iterator[tuple[str, object]]:
         yield label, SimpleNamespace(**dict(variables_))
 
 
-def module_roots(namespace: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield the variables of the modules that the user wrote: those that were not installed."""
-    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+def module_roots(namespace: Mapping[str, object], installed: bool = False) -> Iterator[tuple[str, object]]:
+    """Yield the variables of the modules that the user wrote, or of those that were installed, but for ours."""
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     for name, module in list(sys.modules.items()):
         own: Any = _variables_of(module) if type(module) is ModuleType else {}
         file = own.get("__file__")
-        if own is not namespace and type(file) is str and not file.startswith((*installed, _OURS)):
+        if own is namespace or type(file) is not str or file.startswith(_OURS):
+            continue
+        if file.startswith(libraries) == installed:
             yield f"module {name}", SimpleNamespace(**own)
 
 

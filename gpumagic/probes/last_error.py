@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.probes import exception_graph, holders, release
@@ -37,6 +37,12 @@ def forget(namespace: Mapping[str, object], shell: InteractiveShell | None) -> N
 def remembered(shell: InteractiveShell | None) -> list[object]:
     """Return the errors and tracebacks that Python and IPython keep for a look at the last failure."""
     return [*_errors(shell), *_tracebacks(shell)]
+
+
+def frames(shell: InteractiveShell | None) -> list[FrameType]:
+    """Return the frames of the calls that failed, of every error that led to the last."""
+    parts = _parts(_errors(shell), _tracebacks(shell))
+    return [each for each in parts if isinstance(each, FrameType)]
 
 
 def _errors(shell: InteractiveShell | None) -> list[BaseException]:

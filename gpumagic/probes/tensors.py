@@ -25,7 +25,7 @@ def probe(
     limit: int | None = 20,
     shell: object | None = None,
     names: bool = True,
-    rings: bool = False,
+    thorough: bool = False,
 ) -> TensorReport:
     """Return every live tensor of this process, one row a storage. Never imports torch, runs no gc.
 
@@ -38,17 +38,17 @@ def probe(
         limit: how many rows to show; the report has all.
         shell: the IPython shell, whose outputs and last error may keep tensors alive.
         names: whether to look for names, holders and graphs; without, only what there is and how big it is.
-        rings: whether to look for reference cycles behind whatever nothing else keeps; otherwise only behind what is
-            worth the passes over all objects that it takes.
+        thorough: whether to look for reference cycles behind whatever nothing else keeps, not only behind what is worth
+            the passes over all objects that it takes; and for installed modules that keep what the session keeps.
     """
     if "torch" not in sys.modules:
         return TensorReport(
             (), limit=limit, group_by=group_by, notes=("torch is not imported: no tensors",), origin=origin.here()
         )
-    census = Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names)
+    census = Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names, thorough)
     with uncollected():
         rows = _taken(census)
-        rows = cycles.labelled(rows, 0 if rings else cycles.WORTH_LOOKING) if names else rows
+        rows = cycles.labelled(rows, 0 if thorough else cycles.WORTH_LOOKING) if names else rows
         summary = reconcile.by_device(rows)
         report = TensorReport(
             tensors=tuple(rows),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import sysconfig
+import types
 
 import pytest
 import torch
@@ -67,6 +69,29 @@ def test_a_local_of_a_failed_cell_is_released_to_the_byte(run, later) -> None:
     assert held_by(run("%devices --held"), 1_000_000) == [("last traceback", "%devices --release-held")]
     assert freed(run("%devices --release-held")) == 4_000_256
     assert torch.simgpu.memory_allocated(0) == before
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Return a module as if it was installed."""
+    module = types.ModuleType("some_library")
+    module.__file__ = f"{sysconfig.get_path('purelib')}/some_library.py"
+    monkeypatch.setitem(sys.modules, "some_library", module)
+    return module
+
+
+@pytest.mark.parametrize("shown", ["[x]", "step(x)"])
+def test_what_an_installed_module_keeps_too_is_not_promised(run, library, shown) -> None:
+    """Whether an output, a list in one or the last error is the other holder."""
+    run(f"def step(hidden):\n    raise ValueError('no')\nx = torch.ones(1014, device={DEVICE!r})")
+    library.cache = {"k": [run("x")]}
+    run(shown)
+    run("del x")
+    report = run("%devices --held")
+    assert held_by(report, 1014) == [("module some_library", None)]
+    assert [row.place for row in report if row.shape == (1014,)] == ["module some_library.cache['k'][0]"]
+    assert sum(row.freed for row in run("%devices --release-held")) == 0
+    vars(library).clear()
 
 
 def test_what_a_reset_of_the_outputs_leaves_is_released_too(run) -> None:

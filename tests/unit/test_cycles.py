@@ -82,7 +82,7 @@ def test_a_tensor_in_a_ring_is_kept_by_it_and_a_collection_frees_it(kind) -> Non
         watches.append(weakref.ref(tensor))
         RINGS[kind](tensor)
         del tensor
-    report = probe({}, rings=True)
+    report = probe({}, thorough=True)
     row = row_of(report, 1301)
     assert row.holder.startswith(f"cycle of {kind}")
     assert not row.releasable
@@ -94,7 +94,7 @@ def test_a_tensor_in_a_ring_is_kept_by_it_and_a_collection_frees_it(kind) -> Non
 
 def test_a_ring_that_something_refers_to_is_none() -> None:
     mine = Node(torch.ones(1303))
-    assert "cycle" not in (row_of(probe({}, rings=True), 1303).holder or "")
+    assert "cycle" not in (row_of(probe({}, thorough=True), 1303).holder or "")
     assert mine is mine.me
 
 
@@ -111,7 +111,7 @@ def test_what_a_thread_works_with_is_in_no_ring() -> None:
     thread.start()
     go.wait()
     try:
-        assert "cycle" not in (row_of(probe({}, rings=True), 1304).holder or "")
+        assert "cycle" not in (row_of(probe({}, thorough=True), 1304).holder or "")
     finally:
         stop.set()
         thread.join()
@@ -121,7 +121,7 @@ def test_what_a_ring_leads_to_is_kept_by_it_however_much_it_is() -> None:
     ring: list[object] = [[torch.ones(1305) for _ in range(50)]]
     ring.append(ring)
     del ring
-    holders = {row.holder for row in probe({}, rings=True) if row.shape == (1305,)}
+    holders = {row.holder for row in probe({}, thorough=True) if row.shape == (1305,)}
     assert holders == {"cycle of list"}
 
 
@@ -138,7 +138,7 @@ def test_no_finalizer_runs_and_no_weak_reference_is_cleared() -> None:
             Loud.said.append("gone")
 
     watch = weakref.ref(Loud(torch.ones(1306)))
-    probe({}, rings=True)
+    probe({}, thorough=True)
     assert watch() is not None
     assert Loud.said == []
 
