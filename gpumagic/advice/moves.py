@@ -46,7 +46,7 @@ def suggestions(
 
 
 def _is_repeated(row: TransferRow) -> bool:
-    return row.repeats >= REPEATED and row.cause not in _READS
+    return row.repeats >= REPEATED and row.cause not in _READS and row.line is not None
 
 
 def _hoist(row: TransferRow, code: LoopCode) -> str:
@@ -89,7 +89,7 @@ def _created(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[str]:
 
 def _is_pageable_stream(row: TransferRow) -> bool:
     """Return whether a line moves ever new data, as a loop over batches does; once is not worth pinning for."""
-    return (row.pageable or 0) >= WORTH_PINNING and row.count - row.repeats >= REPEATED + 1
+    return row.line is not None and (row.pageable or 0) >= WORTH_PINNING and row.count - row.repeats >= REPEATED + 1
 
 
 def _pin(row: TransferRow) -> str:

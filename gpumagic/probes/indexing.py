@@ -51,6 +51,8 @@ def put(recorder: Recorder, func: Function, args: Any, _: dict[str, Any]) -> Any
 def _call(recorder: Recorder, func: Function, args: Any, parts: list[Any], values: list[Any]) -> Any:
     __tracebackhide__ = True
     tensor = args[0]
+    for part, _ in _lists(tensor, parts) if recorder.refuses else ():
+        recorder.refuse(part, f"is copied to {tensor.device} by {CAUSE}, which no line asks for")
     outer, recorder.cause = recorder.cause, recorder.cause or CAUSE
     try:
         if recorder.is_traced or not any(_crosses(tensor, each) for each in (*parts, *values)):
@@ -58,7 +60,8 @@ def _call(recorder: Recorder, func: Function, args: Any, parts: list[Any], value
         else:
             with recorder.tracing():
                 result = func(*args)
-        _count_lists(recorder, tensor, parts)
+        for part, nbytes in _lists(tensor, parts):
+            recorder.add_copy("cpu", str(tensor.device), nbytes, None, CAUSE, part)
         if any(_is_mask(each) and each.device == tensor.device for each in parts) and _picks(values):
             _count_wait(recorder, tensor)
     finally:
@@ -103,16 +106,13 @@ def _count_wait(recorder: Recorder, tensor: torch.Tensor) -> None:
         recorder.log.add_sync()
 
 
-def _count_lists(recorder: Recorder, tensor: torch.Tensor, parts: list[Any]) -> None:
-    """Count lists as indices of a device's tensor: torch makes tensors of them that no mode sees."""
-    if is_free_to_read(tensor):
-        return
+def _lists(tensor: torch.Tensor, parts: list[Any]) -> Iterator[tuple[Any, int]]:
+    """Yield the lists among the indices of a device's tensor, of which torch makes tensors that no mode sees."""
     for part in parts:
-        if hasattr(part, "dtype") or not hasattr(part, "__len__"):
-            continue
-        nbytes = _bytes_as_index(part)
-        if nbytes:
-            recorder.add_copy("cpu", str(tensor.device), nbytes, None, CAUSE, part)
+        if not is_free_to_read(tensor) and hasattr(part, "__len__") and not hasattr(part, "dtype"):
+            nbytes = _bytes_as_index(part)
+            if nbytes:
+                yield part, nbytes
 
 
 def _bytes_as_index(values: Any) -> int:

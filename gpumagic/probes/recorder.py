@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gpumagic.errors import StrayTensor
 from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.returning import Hooks
 from gpumagic.probes.transfers import Made, TransferLog, is_host
@@ -60,6 +61,8 @@ class Recorder:
     """Goes on under the function mode, for the reason given."""
     device_before: torch.device | None = None
     """What torch noted as the default device before this run."""
+    refuses: bool = False
+    """Whether what no line asks for is an error."""
     thread: int = field(default_factory=get_ident)
     threads_before: frozenset[int] = field(default_factory=lambda: frozenset(sys._current_frames()))
     landed: Made | None = None
@@ -68,12 +71,21 @@ class Recorder:
     """By thread, what other threads do for the same run; each has sums of its own, so none waits for another."""
     hooks: Hooks = field(default_factory=Hooks)
 
-    def beside(self, thread: int, sites: CallSites) -> Recorder:
-        """Return what records the calls of another thread for this run; torch's default device is another there."""
+    def beside(self, thread: int, sites: CallSites, *, is_bystander: bool = False) -> Recorder:
+        """Return what records the calls of another thread for this run; torch's default device is another there.
+
+        Args:
+            thread: its number, or the negative of it for what it does that is none of this run's business.
+            sites: finds the run's lines on that thread's stack.
+            is_bystander: that it is none of it: its moves are told, but not the tensors it makes.
+        """
         found = self.others.get(thread)
         if found is None:
-            log = TransferLog(sites, self.log.is_traced)
-            found = Recorder(self.device, log, self.is_traced, is_suspended=True, thread=thread, hooks=self.hooks)
+            log = TransferLog(sites, self.log.is_traced, is_bystanders=is_bystander)
+            found = Recorder(
+                self.device, log, self.is_traced, is_suspended=True, refuses=self.refuses, hooks=self.hooks
+            )
+            found.thread = abs(thread)
             found = self.others.setdefault(thread, found)
         return found
 
@@ -120,6 +132,7 @@ class Recorder:
         Where a move also converts, CUDA does that on the host, or on the device where it is non-blocking, and between
         devices after the copy (torch's aten/src/ATen/native/cuda/Copy.cu, with peer access between devices).
         """
+        __tracebackhide__ = True
         source = device_of(subject) if isinstance(subject, torch.Tensor) else "cpu"
         target = device_of(result)
         if source == target or "meta" in (source, target):
@@ -142,6 +155,7 @@ class Recorder:
         result: object = None,
     ) -> None:
         """Count bytes that went from one device to another; the host waits for what comes to it."""
+        __tracebackhide__ = True
         self.counted += 1
         self.log.add_move(source, target, nbytes, seconds, self.cause or cause, subject, result)
         if is_host(target):
@@ -150,6 +164,20 @@ class Recorder:
     def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, cause: str) -> None:
         """Count Python values read from a device tensor: a copy to the host that the host waits for."""
         self.add_copy(device_of(tensor), "cpu", nbytes, seconds, cause, tensor)
+
+    def refuse(self, subject: object, what: str) -> None:
+        """Raise for something that a line does unasked.
+
+        Raises:
+            StrayTensor: always; with the line, the variable and what to write.
+        """
+        __tracebackhide__ = True
+        site = self.log.sites.find(subject)
+        where = f"line {site.line}: " if site.line is not None else ""
+        kind = "a tensor" if isinstance(subject, torch.Tensor) else f"a {type(subject).__name__}"
+        move = f'{site.name}.to("{self.device}")' if isinstance(subject, torch.Tensor) else f"torch.tensor({site.name})"
+        mend = f"move it: {site.name} = {move}" if site.name else "move it where a line says so"
+        raise StrayTensor(f"{where}{site.name or kind} {what}, in a cell on {self.device}; {mend}")
 
     def tracing(self) -> contextlib.AbstractContextManager[object]:
         """Count the copies of a call where they happen."""

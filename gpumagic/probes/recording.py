@@ -55,8 +55,7 @@ class Recording:
         trace: bool = False,
         strict: bool = False,
     ) -> None:
-        self.recorder = Recorder(torch.device(device), log, is_traced=trace or strict)
-        self._strict = strict
+        self.recorder = Recorder(torch.device(device), log, is_traced=trace or strict, refuses=strict)
         self.hindrance: str | None = None
         """Why the block runs under the function mode, if it does."""
         self._namespace = namespace
@@ -108,4 +107,4 @@ class Recording:
         if self.recorder.is_traced:
             from gpumagic.probes.tracing import Tracer
 
-            self._stack.enter_context(Tracer(self.recorder, strict=self._strict))
+            self._stack.enter_context(Tracer(self.recorder))

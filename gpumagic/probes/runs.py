@@ -60,28 +60,30 @@ def of_this_thread() -> Recorder | None:
 def joined() -> Recorder | None:
     """Return what records for the run that this thread works for, if it has none of its own.
 
-    It works for a run whose code is on its stack, or that has begun before the thread or has called autograd, where no
-    other run can have.
+    It works for a run whose code is on its stack, or that began before the thread or called autograd. While only one
+    thread has runs, what any other thread moves is told by the innermost, as moved by other code.
     """
     thread = get_ident()
     if not _runs or thread in _runs:
         return None
-    runs = [run for runs in list(_runs.values()) for run in runs]
+    open_runs = [run for runs in list(_runs.values()) for run in runs]
     files = _files()
-    for run in reversed(runs):
-        if run.log.sites.filename in files:
-            return run.beside(thread, CallSites(run.log.sites.namespace, run.log.sites.filename))
-    if len({run.thread for run in runs}) > 1:
+    asking = next((run for run in reversed(open_runs) if run.log.sites.filename in files), None)
+    if asking is None and len({run.thread for run in open_runs}) != 1:
         return None
-    run = runs[-1]
-    if torch._C._current_graph_task_id() != -1:
-        return run.beside(thread, run.log.sites)
+    run = asking or open_runs[-1]
+    if asking is None and torch._C._current_graph_task_id() != -1:
+        return run.beside(thread, run.log.sites)  # the line is that of the thread that waits for autograd
     if thread in run.threads_before:
-        return None
-    found = run.beside(thread, CallSites(run.log.sites.namespace, run.log.sites.filename))
+        return run.beside(thread, _sites(run)) if asking else run.beside(-thread, _sites(run), is_bystander=True)
+    found = run.beside(thread, _sites(run))
     if not run.has_mode:
         active[thread] = found
     return found
+
+
+def _sites(run: Recorder) -> CallSites:
+    return CallSites(run.log.sites.namespace, run.log.sites.filename)
 
 
 def _files() -> set[str]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumagic.errors import StrayTensor
 from gpumagic.probes import identity
 from gpumagic.probes.recorder import Recorder, is_free_to_read
 
@@ -28,14 +27,14 @@ class Tracer(TorchDispatchMode):
     """Counts the copies between devices that operators make.
 
     Args:
-        recorder: the run.
-        strict: raise `StrayTensor` where a copy is implicit, or a tensor of another device is used unasked.
+        recorder: the run. Where it refuses, `StrayTensor` is raised for an implicit copy, and for a tensor of another
+            device that is used unasked.
     """
 
-    def __init__(self, recorder: Recorder, *, strict: bool = False) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self._strict = strict
+        self._strict = recorder.refuses
         self._operator = ""
         self._asked: set[int] = set()
 
@@ -92,7 +91,10 @@ class Tracer(TorchDispatchMode):
     def _add_move(self, func: Any, source: torch.Tensor, target: torch.Tensor, seconds: float, quick: bool) -> None:
         __tracebackhide__ = True
         if self._strict and self._recorder.request is None and source.device != target.device:
-            self._refuse(source, f"is copied to {target.device} by {self._cause(func)}, which no line asks for")
+            self._refuse(
+                source,
+                f"is copied to {target.device} by {self._recorder.cause or self._cause(func)}, which no line asks for",
+            )
         self._recorder.add_move(source, target, seconds, self._cause(func), non_blocking=quick)
 
     def _cause(self, func: Any) -> str:
@@ -111,13 +113,7 @@ class Tracer(TorchDispatchMode):
 
     def _refuse(self, tensor: torch.Tensor, what: str) -> None:
         __tracebackhide__ = True
-        site = self._recorder.log.sites.find(tensor)
-        where = f"line {site.line}: " if site.line is not None else ""
-        here = self._recorder.device
-        mend = f'move it: {site.name} = {site.name}.to("{here}")' if site.name else "move it where a line says so"
-        raise StrayTensor(
-            f"{where}{site.name or 'a tensor'} lives on {tensor.device} and {what}, in a cell on {here}; {mend}"
-        )
+        self._recorder.refuse(tensor, f"lives on {tensor.device} and {what}")
 
     def _note_asked(self, given: list[torch.Tensor], result: Any) -> None:
         """Remember what was asked to be elsewhere, and what is computed from it."""

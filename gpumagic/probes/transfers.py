@@ -74,6 +74,8 @@ class TransferLog:
 
     sites: CallSites
     is_traced: bool = False
+    is_bystanders: bool = False
+    """Whether a thread fills it that does not work for the cell, so that only its moves are told."""
     created: dict[object, Made] = field(default_factory=dict)
     moves: dict[tuple[object, ...], _Sum] = field(default_factory=dict)
     syncs: Counter[int] = field(default_factory=Counter)
@@ -99,6 +101,7 @@ class TransferLog:
         result: object = None,
     ) -> None:
         """Count one move at the line that is running now."""
+        __tracebackhide__ = True  # Ctrl-C may come here
         site = self.sites.find(subject)
         cause = site.module_call or cause
         key = (direction(source, target), source, target, site.line, site.code, site.name, cause)
@@ -118,7 +121,7 @@ class TransferLog:
 
     def absorb(self, other: TransferLog) -> None:
         """Add what another thread's log has counted."""
-        for device, made in other.created.items():
+        for device, made in other.created.items() if not other.is_bystanders else ():
             total = self.created.setdefault(device, Made())
             total.count += made.count
             total.nbytes += made.nbytes

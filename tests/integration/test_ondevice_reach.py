@@ -1,0 +1,156 @@
+"""How far `%%ondevice` sees without --trace: other threads, backward, indexing; and what it leaves behind of that."""
+
+from __future__ import annotations
+
+import gc
+import io
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import ondevice_corpus as corpus
+import pytest
+import torch
+
+import gpumagic
+from gpumagic import simgpu
+from gpumagic.errors import StrayTensor
+from gpumagic.probes import runs
+
+pytestmark = pytest.mark.usefixtures("two_devices")
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(abs, range(4)))
+        yield pool
+
+
+def in_a_thread(work: object) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_a_thread_is_told_by_the_line_of_the_code_that_it_runs(pool: ThreadPoolExecutor) -> None:
+    x = torch.ones(10)
+    with gpumagic.ondevice("simgpu:0") as run:
+        in_a_thread(lambda: x.to("simgpu:0"))
+        list(pool.map(lambda n: x[n].to("simgpu:1"), range(3)))
+    assert run.report is not None
+    assert {(row.target, row.count, row.nbytes, "x" in row.code) for row in run.report} == {
+        ("simgpu:0", 1, 40, True), ("simgpu:1", 3, 12, True),
+    }  # fmt: skip
+    assert len({row.line for row in run.report}) == 2
+    assert runs.active == runs._runs == {}
+
+
+def test_a_cells_thread_is_told_by_its_line_in_a_real_shell(bare_shell) -> None:
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_cell("import torch, threading\nx = torch.ones(10)")
+    bare_shell.run_cell(
+        "%%ondevice simgpu:0 -q -o r\ndef work():\n    x.to('simgpu:0')\n"
+        "t = threading.Thread(target=work); t.start(); t.join()"
+    )
+    (row,) = bare_shell.user_ns["r"]
+    assert (row.line, row.name, row.cause) == (3, "x", ".to")
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+
+
+def test_other_codes_moves_are_told_as_such_but_not_what_it_creates(pool: ThreadPoolExecutor) -> None:
+    """A thread from before that runs none of the block's code: its moves are in the devices' counters too."""
+    work = compile("def work(_):\n    return torch.ones(5).to('simgpu:0')", "<elsewhere>", "exec")
+    names = {"torch": torch}
+    exec(work, names)
+    with gpumagic.ondevice("simgpu:0") as run:
+        list(pool.map(names["work"], range(4)))
+    assert run.report is not None
+    assert [(row.line, row.count, row.nbytes) for row in run.report] == [(None, 4, 80)]
+    assert run.report.created == {}
+    assert run.report.advice == ()
+
+
+def test_a_thread_makes_its_tensors_where_torchs_default_is_there() -> None:
+    with gpumagic.ondevice("simgpu:0") as run:
+        made: list[torch.Tensor] = []
+        in_a_thread(lambda: made.append(torch.zeros(3)))
+    assert made[0].device.type == "cpu"
+    assert run.report is not None
+    assert run.report.created == {"cpu": (1, 12)}
+
+
+def test_threads_that_count_at_once_lose_nothing() -> None:
+    x, many = torch.ones(2), 300
+    simgpu.reset_copies()
+    with gpumagic.ondevice("simgpu:0") as run, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: x.to("simgpu:0"), range(many)))
+    assert run.report is not None
+    assert corpus.reported(run.report) == corpus.counted(simgpu.copies())
+
+
+def test_a_backward_after_the_cell_is_not_counted_and_finds_no_hook() -> None:
+    w = torch.ones(4, requires_grad=True)
+    with gpumagic.ondevice("simgpu:0") as run:
+        y = w.to("simgpu:0") * 2
+    recorder = weakref.ref(run._recording.recorder)
+    y.sum().backward()
+    assert w.grad is not None
+    assert run.report is not None
+    assert len(run.report.moves) == 1
+    del run
+    gc.collect()
+    assert recorder() is None, "the graph keeps the run alive"
+
+
+def test_a_hooked_graph_is_freed_as_it_would_be() -> None:
+    w = torch.ones(4, requires_grad=True)
+    with gpumagic.ondevice("simgpu:0") as run:
+        for _ in range(2500):
+            kept = weakref.ref(w.to("simgpu:0"))
+            assert kept() is None
+        assert len(run._recording.recorder.hooks.handles) < 2500
+
+
+def test_an_index_error_is_the_users_and_what_was_copied_before_it_is_counted() -> None:
+    g = torch.ones(3, device="simgpu:0")
+    simgpu.reset_copies()
+    with gpumagic.ondevice("simgpu:0") as run:
+        with pytest.raises(IndexError):
+            g[torch.tensor([0], device="cpu"), torch.tensor([0])]
+        with pytest.raises(TypeError):
+            g["a"]
+    assert run.report is not None
+    assert corpus.reported(run.report) == corpus.counted(simgpu.copies())
+
+
+def test_finding_the_elements_under_a_mask_of_the_device_is_a_wait() -> None:
+    report, _, _ = corpus.run("a = 1\ny = g[g > 0]\ng[g > 0] = 2.0\nh = x[x > 0]")
+    assert report.syncs == {2: 1}
+
+
+def test_a_list_as_an_index_is_refused_by_strict_before_it_is_copied() -> None:
+    with pytest.raises(
+        StrayTensor, match=r"^line 2: rows is copied to simgpu:0 by indexing.*rows = torch.tensor\(rows\)"
+    ):
+        corpus.run("rows = [0, 1]\ny = g[rows]", strict=True)
+
+
+def test_what_is_loaded_is_moved_and_not_created() -> None:
+    text = io.BytesIO()
+    torch.save({"a": torch.ones(3), "b": torch.ones(4, device="simgpu:1")}, text)
+    text.seek(0)
+    with gpumagic.ondevice("simgpu:0") as run:
+        torch.load(text)
+    assert run.report is not None
+    assert run.report.created == {}
+    assert [(row.cause, row.target, row.nbytes) for row in run.report] == [("torch.load", "simgpu:1", 16)]
+
+
+def test_the_report_says_when_and_why_a_cell_ran_under_a_mode() -> None:
+    plain, _, _ = corpus.run("y = torch.zeros(3)")
+    under, _, _ = corpus.run("y = torch.zeros(3)", around=torch.device("cpu"))
+    assert "mode" not in plain.notes[0]
+    assert "because a default device or another function mode is in force" in under.notes[0]
+    assert "this thread" in under.notes[0]
