@@ -39,6 +39,11 @@ def load(shell: InteractiveShell) -> None:
         _enable_simgpu()
 
 
+def is_loaded(shell: InteractiveShell) -> bool:
+    """Tell whether a shell has the magics."""
+    return _KEY in shell.meta
+
+
 def unload(shell: InteractiveShell) -> None:
     """Take back all that `load` added; without it, nothing."""
     undo = shell.meta.pop(_KEY, None)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from gpumagic.cells import CellSessions
     from gpumagic.looks import Looks
-    from gpumagic.reports import RehearsalReport
+    from gpumagic.reports import ClusterReport, RehearsalReport
 
 
 def _magic(method: Callable[..., object]) -> Callable[..., object]:
@@ -125,6 +125,8 @@ class GPUMagic(Magics):
         wanted = options.device or self.device
         if not wanted:
             raise OptionError(f"%%ondevice needs a device; there are {', '.join(device_names.available())}")
+        if options.engines is not None:
+            return self._cell_of_engines("ondevice", options, cell, wanted)
         device = device_names.resolve(wanted, options.fallback)
         relocation.check(options.move, self.shell.user_ns)
         run = DeviceRun(
@@ -140,6 +142,9 @@ class GPUMagic(Magics):
         from gpumagic.oom_guard import OomGuard
         from gpumagic.rerun_plan import Plan
 
+        if options.engines is not None:
+            options.keep_going = options.keep_going or self.keep_going
+            return self._cell_of_engines("oomguard", options, None if options.state else cell)
         if options.rehearse_only:
             report = self._rehearse(options, cell)
             return lambda: report
@@ -153,7 +158,7 @@ class GPUMagic(Magics):
             )
         guard = functools.partial(
             OomGuard, self.shell, keep=options.keep, keep_going=options.keep_going or self.keep_going,
-            namespace=self.shell.user_ns, store=self._store(options.out),
+            namespace=self.shell.user_ns, store=self._store(options.out), quiet=options.quiet,
         )  # fmt: skip
         if options.state:
             self._guard_every_cell(options.state, cell, guard)
@@ -205,6 +210,25 @@ class GPUMagic(Magics):
             self._sessions.start(guard)
             return None
         return self._sessions.ready_body(Once(guard), cell)
+
+    def _cell_of_engines(
+        self, magic: str, options: Namespace, cell: str | None, device: str | None = None
+    ) -> Callable[[], None]:
+        """Return what runs a cell on the engines and shows their report."""
+        from IPython.display import display
+
+        from gpumagic.cluster import lines
+
+        store = self._store(options.out)
+
+        def show(report: ClusterReport) -> None:
+            if store is not None:
+                store(report)
+            if not options.quiet and report.is_worth_showing:
+                display(report)
+
+        ready = lines.cell(magic, options, cell, device)
+        return functools.partial(ready.run, show)
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
         return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)

@@ -44,6 +44,7 @@ class OomGuard(contextlib.ContextDecorator):
         store: called with the finished report.
         namespace: the globals of the guarded code, where names are looked up; the shell's, or ``__main__``'s.
         plan: how a decorated function is called again.
+        quiet: show no report when a cell ends.
 
     Attributes:
         report: the `OomReport` of the last failure, once it is finished; the `FitReport` of a search.
@@ -60,8 +61,10 @@ class OomGuard(contextlib.ContextDecorator):
         store: Callable[[Report[Any]], None] | None = None,
         namespace: Mapping[str, object] | None = None,
         plan: Plan | None = None,
+        quiet: bool = False,
     ) -> None:
         self.report: Any = None
+        self.quiet = quiet
         self._shell = shell
         self._keep = keep
         self._keep_going = keep_going
@@ -107,6 +110,11 @@ class OomGuard(contextlib.ContextDecorator):
             self._failure = self._examine(error)
 
     def finish(self, result: Any = None) -> OomReport | None:
+        """Release, and return the report if it is to be shown."""
+        report = self.settle(result)
+        return None if self.quiet else report
+
+    def settle(self, result: Any = None) -> OomReport | None:
         """Release and report, once IPython has shown and stored the traceback.
 
         Args:

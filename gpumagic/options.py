@@ -244,6 +244,7 @@ def _ondevice() -> Parser:
     )  # fmt: skip
     parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
     _add_report_options(parser)
+    _add_engine_options(parser)
     return parser
 
 
@@ -281,7 +282,9 @@ def _oomguard() -> Parser:
     )
     parser.add_argument("--keep", action="store_true", help="keep the failed frames for %%debug; say what they hold")
     parser.add_argument("--keep-going", action="store_true", help="let Run All go on after the report")
+    parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
     _add_report_options(parser)
+    _add_engine_options(parser)
     return parser
 
 
@@ -308,6 +311,15 @@ def option_strings(magic: str) -> list[str]:
 
 # `%%oomguard` options that need the cell's text, because they run it more than once or look at it before.
 RERUNNING = {
-    "oomguard": ("--retry", "--shrink", "--fit", "--fallback", "--rehearse", "--rehearse-only", "--capacity"),
-    "ondevice": (),
+    "oomguard": (
+        "--retry",
+        "--shrink",
+        "--fit",
+        "--fallback",
+        "--rehearse",
+        "--rehearse-only",
+        "--capacity",
+        "--engines",
+    ),
+    "ondevice": ("--engines",),
 }

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 
 from IPython.core.inputtransformer2 import cell_magic, classic_prompt, ipython_prompt, leading_indent
 
+_RANK = re.compile(r"(?<!\{)\{(rank|local_rank)\}(?!\})")
 # These must show their help and not run the body.
 _HELP = {"-h", "--help"}
 
@@ -29,8 +30,10 @@ class PromoteCellMagics:
 
     def __call__(self, lines: list[str]) -> list[str]:
         """Return a cell's lines, the first of them promoted where it is one of ours."""
-        if not lines or not lines[0].startswith("%%") or not self._is_promoted(lines):
+        if not lines or not lines[0].startswith("%%"):
             return lines
+        if not self._is_promoted(lines):
+            return [self._spared(lines[0]), *lines[1:]]
         return [lines[0][1:], *self._below(lines[1:])]
 
     def _is_promoted(self, lines: list[str]) -> bool:
@@ -40,6 +43,12 @@ class PromoteCellMagics:
         has_body = any(line.strip() for line in lines[1:])
         options = re.split(r"\s#", header[2], maxsplit=1)[0].split()
         return not has_body or self._needs_body[header[1]].isdisjoint(word.partition("=")[0] for word in options)
+
+    def _spared(self, line: str) -> str:
+        """Keep IPython from taking `cuda:{rank}` for a variable here: each engine has its own rank."""
+        if self._header.match(line) is None or "--engines" not in line:
+            return line
+        return _RANK.sub(r"{{\1}}", line)
 
     def _below(self, lines: list[str]) -> list[str]:
         """Do with the body what IPython does with a cell: `%%time` may stand in it, prompts, an indent."""

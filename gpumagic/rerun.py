@@ -104,7 +104,7 @@ class Rerun:
 
     def finish(self, outcome: Outcome) -> list[tuple[str, object]]:
         """Return the report of the runs, and the other device's where there was one."""
-        failure = self._guard.finish(outcome)
+        failure = self._guard.settle(outcome)
         report: OomReport | FitReport | None = failure
         if failure is not None:
             report = failure = replace(
@@ -115,6 +115,8 @@ class Rerun:
         if report is None:
             return []
         self._guard.publish(report)
+        if self._guard.quiet:
+            return []
         elsewhere = self._elsewhere.report if self._elsewhere is not None else None
         return [(self._guard.name, report), *([] if elsewhere is None else [(DeviceRun.name, elsewhere)])]
 

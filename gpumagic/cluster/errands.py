@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumagic import device_names, simgpu
+from gpumagic.errors import OptionError
+from gpumagic.probes.origin import here
 from gpumagic.reports.origin import Origin
 
 if TYPE_CHECKING:
@@ -54,3 +56,51 @@ def _namespace(shell: InteractiveShell | None) -> Mapping[str, object]:
         return vars(sys.modules["__main__"])
     names: Mapping[str, object] = shell.user_ns
     return names
+
+
+_UNLOAD = "gpumagic_of_engine_cell"
+
+
+def site() -> Errand:
+    """Get ready for a cell under one of the magics, and return the GPUs here, the freest first."""
+    from gpumagic import extension
+    from gpumagic.probes import allocator, gpus
+
+    shell = _shell()
+    if shell is None:
+        raise OptionError("this engine runs no IPython")
+    if not extension.is_loaded(shell):
+        shell.meta[_UNLOAD] = True
+        extension.load(shell)
+    torch_has = set(allocator.accelerators())
+    report = gpus.probe()
+    usable = [row for row in report.devices if row.device in torch_has]
+    usable.sort(key=lambda row: -(row.memory_free or 0))
+    own = f"{report.origin.host}/{report.origin.pid}"
+    found = [
+        (
+            str(row.device),
+            f"{own if row.simulated else report.origin.host}/{row.uuid or row.device}",
+            row.memory_free or 0,
+        )
+        for row in usable
+    ]
+    return report.origin, tuple(found)
+
+
+def device(name: str, fallback: str | None) -> Errand:
+    """Return the full name of a device that is here."""
+    return here(), device_names.resolve(name, fallback)
+
+
+def collect(name: str) -> Errand:
+    """Return the report that a cell has left in a variable, and leave things as they were before the cell."""
+    from gpumagic import extension
+
+    shell = _shell()
+    assert shell is not None
+    report = shell.user_ns.pop(name, None)
+    shell.user_ns_hidden.pop(name, None)
+    if shell.meta.pop(_UNLOAD, False):
+        extension.unload(shell)
+    return here(), report

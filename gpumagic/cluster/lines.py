@@ -1,16 +1,18 @@
-"""The lines `%gpuinfo --engines` and `%devices --engines`: what of their other options goes to engines."""
+"""The lines of the magics with `--engines`: what of their other options goes to the engines."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
-from gpumagic.cluster import looks
+from gpumagic.cluster import cells, looks
 from gpumagic.errors import OptionError
 from gpumagic.reports import ClusterReport
 
 _ALONE = {
     "gpuinfo": ("each_cell", "best", "bench"),
     "devices": ("diff", "held", "why", "release_held"),
+    "ondevice": (),
+    "oomguard": ("fit", "rehearse", "rehearse_only", "capacity"),
 }
 """Options that are about one process."""
 
@@ -21,10 +23,7 @@ def look(magic: str, options: Namespace) -> ClusterReport:
     Raises:
         OptionError: an option that is about one process; `%px` has each engine answer for itself.
     """
-    for name in _ALONE[magic]:
-        if getattr(options, name):
-            option = f"--{name.replace('_', '-')}"
-            raise OptionError(f"{option} is about one process: %px %{magic} {option} has each engine answer for itself")
+    _check(magic, options, "%px %")
     if magic == "devices":
         return looks.devices(
             *options.devices, engines=options.engines, timeout=options.timeout, minimum=options.min, sort=options.sort,
@@ -34,3 +33,48 @@ def look(magic: str, options: Namespace) -> ClusterReport:
         *options.devices, engines=options.engines, timeout=options.timeout, processes=options.processes,
         everything=options.all,
     )  # fmt: skip
+
+
+def cell(magic: str, options: Namespace, body: str | None, device: str | None = None) -> cells.EngineCell:
+    """Return a cell under one of the cell magics, ready to run on engines that can all run it.
+
+    Args:
+        magic: ``"ondevice"`` or ``"oomguard"``.
+        options: of its line.
+        body: the cell below; None where there is none.
+        device: the device of `%%ondevice`.
+
+    Raises:
+        OptionError: there is no cell; an option that is about one process; or an engine cannot run it.
+    """
+    if body is None:
+        raise OptionError(f"--engines takes all of a cell: write %%{magic} on its first line")
+    _check(magic, options, "%%px, and below it %%")
+    forwarded = _OF_ONDEVICE if magic == "ondevice" else _OF_OOMGUARD
+    line = " ".join(word for name in forwarded for word in _written(name, getattr(options, name)))
+    fallback = options.fallback if magic == "ondevice" else None
+    return cells.prepare(
+        magic, line, body, engines=options.engines, timeout=options.timeout, device=device, fallback=fallback,
+        keep_going=magic == "oomguard" and options.keep_going,
+    )  # fmt: skip
+
+
+_OF_ONDEVICE = ("move", "trace", "strict")
+_OF_OOMGUARD = ("retry", "shrink", "fallback", "keep", "keep_going")
+
+
+def _written(name: str, value: object) -> list[str]:
+    """Return an option as it is typed; nothing where it is not given."""
+    option = f"--{name.replace('_', '-')}"
+    if value is True:
+        return [option]
+    return [option, ",".join(value) if isinstance(value, list) else str(value)] if value else []
+
+
+def _check(magic: str, options: Namespace, there: str) -> None:
+    for name in _ALONE[magic]:
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise OptionError(
+                f"{option} is about one process: {there}{magic} {option} has each engine answer for itself"
+            )

@@ -83,13 +83,13 @@ def _read(engine: int, future: Any) -> EngineAnswer:
     if isinstance(facts, BaseException):
         return _raised(engine, facts)
     state, detail = facts["state"], facts.get("detail", "")
-    origin, report = Origin(facts["host"], facts["pid"]), None
+    origin, found = Origin(facts["host"], facts["pid"]), None
     if "answer" in facts:
         try:
-            origin, report = pickle.loads(zlib.decompress(facts["answer"]))  # noqa: S301  # our own engines'
+            origin, found = pickle.loads(zlib.decompress(facts["answer"]))  # noqa: S301  # our own engines'
         except Exception as error:
             state, detail = "other version", f"{type(error).__name__}: {error}"
-    return EngineAnswer(engine, origin, state, _said(state, detail), facts.get("seconds"), report)
+    return EngineAnswer(engine, origin, state, _said(state, detail), facts.get("seconds"), found)
 
 
 def _said(state: str, detail: str) -> str:

@@ -13,6 +13,8 @@ from gpumagic.reports.cluster import ANSWERED
 _PARTS: Mapping[str, str] = {
     "gpuinfo": "gpumagic.render.cluster_gpus",
     "devices": "gpumagic.render.cluster_tensors",
+    "ondevice": "gpumagic.render.cluster_cells",
+    "oomguard": "gpumagic.render.cluster_failures",
 }
 
 
@@ -22,14 +24,15 @@ def view(report: ClusterReport) -> Document:
     heading, blocks = parts(report)
     blocks = [Heading(f"{heading} · {_engines(report)}"), *blocks]
     blocks += [Paragraph(text) for text in _silent(report)]
-    blocks += [Paragraph(note, muted=True) for note in (*report.notes, *_notes(report))]
+    notes = report.notes if report.magic == "oomguard" else (*report.notes, *_notes(report))  # has them in each report
+    blocks += [Paragraph(note, muted=True) for note in notes]
     return Document(tuple(blocks))
 
 
 def _engines(report: ClusterReport) -> str:
     told = sum(answer.report is not None for answer in report.engines)
     number = count(len(report.engines), "engine")
-    if told < len(report.engines):
+    if told < len(report.engines) and report.magic != "oomguard":
         number = f"{told} of {number}"
     hosts = {answer.origin.host for answer in report.engines} - {""}
     return f"{number} on {hosts.pop()}" if len(hosts) == 1 else f"{number} on {count(len(hosts), 'host')}"
@@ -40,7 +43,7 @@ def _silent(report: ClusterReport) -> Iterator[str]:
     several = len({answer.origin.host for answer in report.engines}) > 1
     alike: dict[tuple[str, str, str], list[EngineAnswer]] = {}
     for answer in report.engines:
-        if answer.state != ANSWERED:
+        if answer.state not in (ANSWERED, "out of memory"):
             host = f" on {answer.origin.host}" if several and answer.origin.host else ""
             alike.setdefault((host, answer.state, answer.detail), []).append(answer)
     for (host, state, detail), answers in alike.items():

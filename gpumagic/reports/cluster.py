@@ -36,12 +36,14 @@ class EngineAnswer:
     origin: Origin = field(default_factory=Origin)
     state: str = ANSWERED
     """``"answered"``, ``"no gpumagic"``, ``"no torch"``, ``"other version"``, ``"failed"``, ``"dead"``, ``"busy"`` (it
-    is in a cell), ``"slow"`` (it began and was not through in time) or ``"no answer"``."""
+    is in a cell), ``"slow"`` (it began and was not through in time) or ``"no answer"``; of a cell that it ran also
+    ``"out of memory"``, ``"raised"`` or ``"interrupted"``."""
     detail: str = ""
     """What there is to say about the state, with the remedy."""
     seconds: float | None = None
     """What the work took in the engine itself."""
-    report: Report[Any] | None = None
+    report: Any = None
+    """Its report, or whatever else it was asked for."""
 
     @property
     def place(self) -> str:
@@ -81,6 +83,11 @@ class ClusterReport(Report[PlacedRow]):
     @property
     def rows(self) -> tuple[PlacedRow, ...]:
         return tuple(placed for answer in self.engines for placed in _placed(answer))
+
+    @property
+    def is_worth_showing(self) -> bool:
+        """Tell whether it has something to say: where a guarded cell ran out of memory nowhere it has not."""
+        return self.magic != "oomguard" or any(answer.report is not None for answer in self.engines)
 
     @property
     def reports(self) -> dict[int | str, Any]:

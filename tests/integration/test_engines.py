@@ -246,6 +246,7 @@ def test_engines_are_those_of_px_or_of_use(here, machine) -> None:
         ("devices simgpu:9 --engines", "on the engines: 'simgpu:9' is not a device here"),
         ("devices --engines --diff", "--diff is about one process: %px %devices --diff"),
         ("gpuinfo --engines --best", "--best is about one process"),
+        ("ondevice auto --engines", "--engines takes all of a cell: write %%ondevice on its first line"),
         ("gpuinfo --engines --timeout never", "'never' is no number of seconds above 0"),
     ],
 )
@@ -276,3 +277,74 @@ def test_px_runs_each_of_the_magics_as_it_is(here, machine, capsys) -> None:
     run, oom = machine.client[machine.plain[1]].pull(["run", "oom"], block=True)
     assert (run.created, oom.device) == ({"simgpu:1": (1, 32)}, "simgpu:0")
     assert run.origin.pid in machine.pids
+    here.run_cell("%px %unload_ext gpumagic")
+
+
+def test_each_engine_works_on_the_device_of_its_rank_and_is_left_as_it_was(here, machine, capsys) -> None:
+    """A variable called rank in the notebook has nothing to do with it."""
+    two = machine.plain[:2]
+    here.user_ns["rank"] = 7
+    cell = "import torch\nx = torch.ones(1000)\ny = x.cpu()\nprint('on', x.device)"
+    targets = ",".join(map(str, two))
+    assert here.run_cell(f"%%ondevice simgpu:{{rank}} --engines {targets} -o run --timeout {PATIENCE}\n{cell}").success
+    run = here.user_ns["run"]
+    assert {engine: report.device for engine, report in run.reports.items()} == {two[0]: "simgpu:0", two[1]: "simgpu:1"}
+    moves = run.to_pandas()
+    assert list(zip(moves["engine"], moves["source"], moves["nbytes"], strict=True)) == [
+        (two[0], "simgpu:0", 4000), (two[1], "simgpu:1", 4000)
+    ]  # fmt: skip
+    out = capsys.readouterr().out
+    assert f"[stdout:{two[1]}] \non simgpu:1" in out
+    left = "[name for name in dir() if 'gpumagic' in name], list(get_ipython().meta)"
+    assert (
+        machine.client[two].apply_sync(eval, left, {"get_ipython": ipyparallel.Reference("get_ipython")})
+        == [([], [])] * 2
+    )
+
+
+def test_out_of_memory_on_one_engine_keeps_what_the_others_made(here, machine, shown) -> None:
+    culprit = machine.plain[2]
+    cell = f"""import torch, os
+done = True
+if get_ipython().kernel.engine_id == {culprit}:
+    big = [torch.ones(1 << 24, device="simgpu:1") for _ in range(10)]"""
+    result = here.run_cell(f"%%oomguard --engines -o oom --timeout {PATIENCE}\nimport gpumagic\n{cell}")
+    assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
+    assert str(result.error_in_exec) == f"engine {culprit} ran out of memory: simgpu:1 in line 6"
+    assert states(here.user_ns["oom"]) == {
+        engine: "out of memory" if engine == culprit else "answered" for engine in machine.plain
+    }
+    assert here.user_ns["oom"].reports[culprit].allocated_after == 0
+    assert machine.client[machine.plain].pull("done", block=True) == [True] * 4
+    assert f"Out of memory on engine {culprit}; the cell passed on 3 others" in shown()[-1]
+    assert here.run_cell(f"%%oomguard --engines --keep-going\n{cell}").success
+
+
+def test_an_error_of_an_engine_is_raised_as_px_raises_it(here, machine, capsys) -> None:
+    cell = f"if get_ipython().kernel.engine_id == {machine.plain[1]}:\n    1 / 0"
+    result = here.run_cell(f"%%oomguard --engines\n{cell}")
+    assert type(result.error_in_exec).__name__ == "AlreadyDisplayedError"
+    seen = capsys.readouterr()
+    assert "ZeroDivisionError" in seen.out + seen.err
+
+
+def test_ctrl_c_interrupts_the_cells_of_the_engines(here, machine) -> None:
+    slow = machine.plain[0]
+    cell = f"import time\nif get_ipython().kernel.engine_id == {slow}:\n    time.sleep({PATIENCE})"
+    pressed = threading.Timer(2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    started = time.monotonic()
+    pressed.start()
+    result = here.run_cell(f"%%ondevice auto --engines -o run\n{cell}")
+    assert isinstance(result.error_in_exec, KeyboardInterrupt)
+    assert time.monotonic() - started < PATIENCE
+    assert states(here.user_ns["run"]) == {slow: "interrupted", **dict.fromkeys(machine.plain[1:], "answered")}
+
+
+def test_a_cell_runs_nowhere_where_one_engine_cannot_run_it(here, machine, gate, capsys) -> None:
+    here.run_cell("%%ondevice auto --engines --timeout 1\nmark = 1")
+    said = capsys.readouterr().err
+    free = ",".join(map(str, machine.plain[1:]))
+    assert f"the cell ran nowhere: engine {machine.plain[0]}: busy, in a cell" in said
+    assert f"without it: --engines {free}" in said
+    others = machine.client[machine.plain[1:]]
+    assert others.apply_sync(eval, "'mark' in dir()") == [False] * 3
