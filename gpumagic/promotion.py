@@ -33,7 +33,7 @@ class PromoteCellMagics:
         if not lines or not lines[0].startswith("%%"):
             return lines
         if not self._is_promoted(lines):
-            return [self._spared(lines[0]), *lines[1:]]
+            return self._spared(lines)
         return [lines[0][1:], *self._below(lines[1:])]
 
     def _is_promoted(self, lines: list[str]) -> bool:
@@ -44,11 +44,11 @@ class PromoteCellMagics:
         options = re.split(r"\s#", header[2], maxsplit=1)[0].split()
         return not has_body or self._needs_body[header[1]].isdisjoint(word.partition("=")[0] for word in options)
 
-    def _spared(self, line: str) -> str:
+    def _spared(self, lines: list[str]) -> list[str]:
         """Keep IPython from taking `cuda:{rank}` for a variable here: each engine has its own rank."""
-        if self._header.match(line) is None or "--engines" not in line:
-            return line
-        return _RANK.sub(r"{{\1}}", line)
+        if self._header.match(lines[0]) is None or "--engines" not in lines[0]:
+            return lines
+        return [_RANK.sub(r"{{\1}}", lines[0]), *lines[1:]]
 
     def _below(self, lines: list[str]) -> list[str]:
         """Do with the body what IPython does with a cell: `%%time` may stand in it, prompts, an indent."""
