@@ -12,6 +12,7 @@ from typing import Any
 
 from gpumagic.probes import calls, gradients, history, holders, identity, libraries
 from gpumagic.probes.blocks import groups
+from gpumagic.probes.detaching import Detaching
 from gpumagic.probes.graphs import Graphs
 from gpumagic.probes.kinds import roles, subclasses
 from gpumagic.probes.paths import MAX_STEPS, Names
@@ -58,7 +59,8 @@ class Census:
         gradient_of = self._find_gradients()
         self._add_saved()
         graph_of = {root: frozenset(self._storages(tensors)) for root, tensors in saved_for.items()}
-        rows = Rows(Findings(names, roles(self._owners), gradient_of, graph_of), groups(self._ledger))
+        detaching = Detaching(self._namespace, names)
+        rows = Rows(Findings(names, roles(self._owners), gradient_of, graph_of, detaching), groups(self._ledger))
         identity.forget_the_dead()
         if self._looks_for_names and not rows.are_all_named():
             self._note_limits()

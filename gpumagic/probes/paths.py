@@ -18,7 +18,7 @@ from gpumagic.probes.spelling import Path, spell
 MAX_DEPTH = 32
 MAX_STEPS = 250_000
 """Children looked at before a search gives up: about 50 ms."""
-_LARGE = 1_000
+LARGE = 1_000
 """Children that make a container wait until the smaller ones have been opened."""
 _HUGE = 50_000
 """Children that are only looked at if some tensor has no name yet."""
@@ -108,7 +108,7 @@ class Search:
                 continue
             seen.add(id(child))
             length = opener.length(child)
-            if length >= _LARGE:
+            if length >= LARGE:
                 entry = (length, next(self._order), child, Path(parent, style, key, rank, depth, kind))
                 heapq.heappush(self._large, entry)
             elif length or opener.container is None or opener.fields is not None:
@@ -136,6 +136,10 @@ class Names:
             return [spell(way, self.best) for way in ways]
         ranked = sorted((way.rank, way.depth, spell(way, self.best)) for way in ways)
         return [name for _, _, name in ranked]
+
+    def ways(self, tensor_id: int) -> list[Path]:
+        """Return the ways to a tensor, in no order."""
+        return list(self._paths.get(tensor_id, ()))
 
     def are_none(self) -> bool:
         """Return whether no tensor has a name."""

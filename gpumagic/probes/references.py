@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from gpumagic.probes.anatomy import VARIABLE, Branch, Opener, Style
 from gpumagic.probes.openers import opener_of
+from gpumagic.probes.paths import LARGE
 from gpumagic.probes.spelling import Path, spell
 
 MAX_STEPS = 500_000
@@ -48,31 +50,42 @@ class References:
         self._objects: dict[int, object] = {}
         self._references: dict[int, list[_Reference]] = {}
         self._openers: dict[type, Opener | None] = {}
-        self._steps = steps
+        self._limit = self._steps = steps
         self._wanted: Collection[int] = ()
+        self.gave_up = False
+        """Whether there was more to look at than it may."""
         self.tensors: list[Any] = []
 
-    @property
-    def gave_up(self) -> bool:
-        """Whether there was more to look at than it may."""
-        return self._steps <= 0
-
     def explore(self, roots: Iterable[tuple[str, object]], wanted: Collection[int] = ()) -> None:
-        """Follow every reference from the roots down, nearest first.
+        """Follow every reference from the roots down, nearest first and large containers last.
+
+        What has been met already is not looked at again, so that what is explored first has the steps to itself.
 
         Args:
             roots: names, or labels, with what they stand for.
             wanted: the `id`s of objects to note although nothing can be below them.
         """
-        self._wanted = wanted
+        self._wanted, self._steps = wanted, self._limit
+        waiting: deque[object] = deque()
+        large: list[tuple[int, int, object]] = []
+        self._wait(self._met(Branch("name", VARIABLE, list(roots)), None), waiting, large)
         closed = set(map(id, self._closed))
-        waiting = deque(self._met(Branch("name", VARIABLE, list(roots)), None))
-        while waiting and self._steps > 0:
-            value = waiting.popleft()
+        while (waiting or large) and self._steps > 0:
+            value = waiting.popleft() if waiting else heappop(large)[2]
             opener = self._opener(type(value))
             if opener is not None and id(value) not in closed:
                 for branch in opener.branches(value, opener):
-                    waiting.extend(self._met(branch, id(value)))
+                    self._wait(self._met(branch, id(value)), waiting, large)
+        self.gave_up |= self._steps <= 0
+
+    def _wait(self, met: Iterable[object], waiting: deque[object], large: list[tuple[int, int, object]]) -> None:
+        for value in met:
+            opener = self._opener(type(value))
+            length = 0 if opener is None else opener.length(value)
+            if length < LARGE:
+                waiting.append(value)
+            else:
+                heappush(large, (length, len(self._objects), value))
 
     def name_of(self, target: int) -> str | None:
         """Return the best way to write the object with an `id`."""

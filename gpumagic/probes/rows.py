@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from gpumagic.probes import holders, reconcile
 from gpumagic.probes.blocks import looked_at, occupied
+from gpumagic.probes.detaching import Detaching
 from gpumagic.probes.paths import Names
 from gpumagic.probes.storages import Look, Storage
 from gpumagic.reports import GraphRow, TensorRow
@@ -29,6 +30,7 @@ class Findings(NamedTuple):
     """The tensor that a storage is the gradient of."""
     graph_of: Mapping[int, frozenset[Storage]]
     """The storages that the graph of a tensor keeps."""
+    detaching: Detaching
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +67,7 @@ class Rows:
         self._blocks = [self._block(storages) for storages in groups]
         self._block_of: dict[Storage, _Block] = {}
         self._held: dict[int, holders.Held] = {}
+        self._keepers: dict[tuple[int, ...], tuple[holders.Held, str | None]] = {}
         if found.graph_of:
             self._block_of = {storage: block for block in self._blocks for storage in block.storages}
             for root, storages in found.graph_of.items():
@@ -76,7 +79,8 @@ class Rows:
         return all(block.names for block in self._blocks)
 
     def find_holders(self, held: Mapping[int, holders.Held]) -> None:
-        """Enter what keeps the tensors that no variable reaches, by the tensors' `id`."""
+        """Enter what keeps tensors beside variables, by the tensors' `id`."""
+        self._held.update(held)
         for block in self._blocks:
             if not block.names:
                 tensors = block.tensors()
@@ -99,7 +103,7 @@ class Rows:
         for block in self._blocks:
             if block.only_graphs_keep() and block.nbytes:
                 reaching = {root_of(name) for root in block.roots for name in self._found.names.of(root)}
-                if len(reaching) == 1 and all(map(self._found.names.of, self._outer(block.roots))):
+                if len(reaching) == 1 and self._only_names_keep(self._outer(block.roots)):
                     key = reaching.pop(), block.storages[0].device
                     totals[key] = totals.get(key, 0) + block.nbytes
         having: dict[str, list[str]] = {}
@@ -146,7 +150,7 @@ class Rows:
         kind = self._kind(block) if self._any_is_special or storage.is_special() else "plain"
         return TensorRow(
             storage.device, block.nbytes, look.shape, look.dtype, kind, names[0] if names else None, names,
-            label, place, releasable, False, 0, storage.requires_grad, None, viewed, note, (storage.number,),
+            label, place, releasable, False, None, 0, storage.requires_grad, None, viewed, note, (storage.number,),
         )  # fmt: skip
 
     def _shared_row(self, block: _Block) -> TensorRow:
@@ -158,8 +162,9 @@ class Rows:
         viewed = looked_at(storages, named)
         held = block.held
         in_graph = held is None and bool(block.roots) and not names
+        frees = None
         if in_graph:
-            held = self._graph_holder(block.roots)
+            held, frees = self._graph_holder(self._outer(block.roots))
         note = first.note if len(storages) == 1 else next((each.note for each in storages if each.note), None)
         return TensorRow(
             device=first.device,
@@ -173,6 +178,7 @@ class Rows:
             place=held and held.place,
             releasable=held is not None and held.releasable,
             in_graph=in_graph,
+            frees=frees,
             views=len(looks) - 1,
             requires_grad=any(storage.requires_grad for storage in storages),
             graph_nbytes=None if in_graph or not self._found.graph_of else self._graph_nbytes(block),
@@ -209,17 +215,28 @@ class Rows:
         kept = self._kept(storage for root in roots for storage in self._found.graph_of[root])
         return sum(each.nbytes or 0 for each in kept if each is not block and each.only_graphs_keep())
 
-    def _graph_holder(self, roots: Sequence[int]) -> holders.Held:
-        """Return whose graph keeps a block: that of a tensor with a name before one with a holder."""
-        outer = self._outer(roots)
-        for root in outer:
-            for name in self._found.names.of(root)[:1]:
-                return holders.Held(f"graph of {name}", f"graph of {name}", releasable=False)
-        if not outer:
-            return holders.Held(_NOBODY, _NOBODY, releasable=False)
-        held = [self._held[root] for root in outer]
-        label = f"graph of {held[0].place}"
-        return holders.Held(label, label, releasable=all(each.releasable for each in held))
+    def _graph_holder(self, outer: Sequence[int]) -> tuple[holders.Held, str | None]:
+        """Return whose graphs keep a block, and the line that lets go of it."""
+        key = tuple(outer)
+        if key not in self._keepers:
+            self._keepers[key] = self._keeper(outer)
+        return self._keepers[key]
+
+    def _keeper(self, outer: Sequence[int]) -> tuple[holders.Held, str | None]:
+        named = [names[0] for root in outer if (names := self._found.names.of(root))]
+        others = [self._held[root] for root in outer if root in self._held]
+        if not named and not others:
+            return holders.Held(_NOBODY, _NOBODY, releasable=False), None
+        label = f"graph of {named[0] if named else others[0].place}"
+        also = [each.label for each in others if each.releasable]  # what the user can do something about
+        if named and also:
+            label += f" and {also[0]}"
+        is_releasable = not named and all(each.releasable for each in others)
+        frees = self._found.detaching.line(outer) if self._only_names_keep(outer) else None
+        return holders.Held(label, label, is_releasable), frees
+
+    def _only_names_keep(self, roots: Iterable[int]) -> bool:
+        return all(self._found.names.of(root) and root not in self._held for root in roots)
 
     def _outer(self, roots: Sequence[int]) -> list[int]:
         """Return the roots that are kept by more than other graphs."""

@@ -42,7 +42,8 @@ def probe(name: str, namespace: Mapping[str, object], shell: InteractiveShell | 
         with undisturbed(), uncollected():
             hidden = _hidden(shell)
             others = [*holders.running_roots(), *holders.module_roots(namespace)]
-            graph.explore([*holders.variables(namespace, shell), *hidden, *others])
+            graph.explore([*holders.variables(namespace, shell), *hidden])
+            graph.explore(others)
             targets = map(id, _over(owner or row, graph))
             ways = [_way(steps, graph, dict(hidden), owner is not None) for steps in graph.ways(targets)]
             hidden.clear()

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from gpumagic.reports.tensors import TensorRow
 
 RELEASE = "%devices --release-held"
-_GRAPH = "graph of "
 COLLECT = "import gc; gc.collect()"
 
 
@@ -98,10 +97,7 @@ def command(row: TensorRow) -> str | None:
     """Return the line that lets go of a storage that no variable reaches, or None where none is known."""
     if row.releasable:
         return RELEASE
-    holder = row.holder or ""
-    if holder.startswith(_GRAPH) and is_code(name := holder.removeprefix(_GRAPH)):
-        return f"{name} = {name}.detach()"
-    return COLLECT if "cycle" in holder else None
+    return row.frees or (COLLECT if "cycle" in (row.holder or "") else None)
 
 
 def is_code(line: str) -> bool:

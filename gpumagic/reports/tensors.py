@@ -38,6 +38,8 @@ class TensorRow(NamedTuple):
     """Whether ``--release-held`` lets go of it: only outputs, the display hook or the last error keep it alive."""
     in_graph: bool = False
     """Whether only autograd graphs keep it; ``holder`` says whose."""
+    frees: str | None = None
+    """The line after which those graphs let go of it: ``"loss = loss.detach()"``; None where there is none."""
     views: int = 0
     """Further live tensors over the same storage."""
     requires_grad: bool = False

@@ -66,6 +66,49 @@ def test_losses_that_are_collected_keep_the_sum_of_their_graphs(model) -> None:
     assert row.nbytes == before - allocated()
 
 
+def on_the_way(model):
+    """Return a result with some activations behind it."""
+    return model(batch()).sum()
+
+
+LINES = {
+    "loss = loss.detach()": lambda model: {"loss": on_the_way(model)},
+    "losses[:] = [each.detach() for each in losses]": lambda model: {"losses": [on_the_way(model) for _ in range(5)]},
+    "history['loss'][:] = [each.detach() for each in history['loss']]": lambda model: {
+        "history": {"loss": [on_the_way(model), on_the_way(model)]}
+    },
+    "mixed[1] = mixed[1].detach()": lambda model: {"mixed": ["first", on_the_way(model)]},
+    "run.best = run.best.detach()": lambda model: {"run": types.SimpleNamespace(best=on_the_way(model))},
+    "best = best.detach(); loss = loss.detach()": lambda model: dict.fromkeys(["best", "loss"], on_the_way(model)),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_line_given_for_a_graph_frees_what_it_says_to_the_byte(model, line) -> None:
+    namespace = {"model": model, **LINES[line](model)}
+    held = [row for row in probe(namespace).held() if row.command == line]
+    before = allocated()
+    exec(line, namespace)
+    assert before - allocated() == sum(row.nbytes for row in held) > 0
+
+
+@pytest.mark.parametrize("kept", [lambda loss: {"pair": (loss, 0)}, lambda loss: {"some": {loss}}])
+def test_no_line_is_given_for_a_graph_where_none_is_known(model, kept) -> None:
+    rows = [
+        row for row in probe({"model": model, **kept(on_the_way(model))}).held() if "graph of" in (row.holder or "")
+    ]
+    assert {row.command for row in rows} == {None}
+
+
+def test_a_result_that_an_output_keeps_too_is_not_freed_by_detaching_its_name(model) -> None:
+    namespace: dict[str, object] = {"model": model, "loss": on_the_way(model)}
+    namespace["_oh"] = {4: namespace["loss"]}
+    shell = types.SimpleNamespace(user_ns_hidden={"_oh": namespace["_oh"]})
+    report = probe(namespace, shell=shell)
+    graph = {(row.holder, row.frees, row.releasable) for row in report if row.in_graph and row.device == "simgpu:0"}
+    assert (graph, report.graphs) == ({("graph of loss and Out[4]", None, False)}, ())
+
+
 def test_what_two_graphs_share_counts_for_each_of_them_and_once_in_the_sum(model) -> None:
     earlier = sums(probe({})).graph
     hidden = model[:2](batch())

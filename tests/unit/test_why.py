@@ -222,3 +222,24 @@ def test_where_graphs_live_it_is_said_that_they_may_keep_it_too() -> None:
     namespace = {"x": torch.ones(3)}
     namespace["loss"] = (weight * namespace["x"]).sum()
     assert any("autograd graph" in note for note in why("x", namespace).notes)
+
+
+def test_the_frames_of_a_large_program_do_not_hide_the_notebook_s_own_holders(monkeypatch) -> None:
+    """What is found there has steps of its own, after those of variables and outputs."""
+    kept = torch.ones(3)
+    program = [[[number]] for number in range(900)]  # a local of a running function: this one
+    monkeypatch.setattr("gpumagic.probes.references.MAX_STEPS", 200)
+    namespace: dict[str, object] = {"model": {"fc": {"weight": kept}}, "_oh": {4: [kept]}}
+    shell = SimpleNamespace(
+        user_ns=namespace, user_ns_hidden={"_oh": namespace["_oh"]}, displayhook=None, last_execution_result=None
+    )
+    report = why_.probe("model['fc']['weight']", namespace, shell)
+    assert {"model", "Out[4]"} <= {way.root for way in report}
+    assert any("only the first 200 references" in note for note in report.notes)
+    assert len(program) == 900
+
+
+def test_a_long_list_does_not_hide_what_is_beside_it(monkeypatch) -> None:
+    monkeypatch.setattr("gpumagic.probes.references.MAX_STEPS", 3_000)
+    namespace = {"records": [[[number]] for number in range(5_000)], "model": Net()}
+    assert commands(why("model.fc.weight", namespace)) == {"model": "del model.fc.weight"}
