@@ -17,11 +17,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.reports import GPUReport, HistoryReport, SampleRow
+from gpumagic.reports import ClusterReport, GPUReport, HistoryReport, SampleRow
+from gpumagic.reports.moments import samples
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
+Snapshot = GPUReport | ClusterReport
 KEPT = 900
 """Snapshots a recorder keeps: half an hour at two seconds."""
 _KEY = "gpumagic_recorder"
@@ -38,10 +40,10 @@ class Recorder:
         show: called with the history after each, and once more at the end.
     """
 
-    def __init__(self, ask: Callable[[], GPUReport], seconds: float, show: Callable[[HistoryReport], None]) -> None:
+    def __init__(self, ask: Callable[[], Snapshot], seconds: float, show: Callable[[HistoryReport], None]) -> None:
         self._ask, self._show, self.seconds = ask, show, seconds
         self._samples: deque[tuple[SampleRow, ...]] = deque(maxlen=KEPT)
-        self._latest: GPUReport | None = None
+        self._latest: Snapshot | None = None
         self._started = time.monotonic()
         self._enough = threading.Event()
         self._why, self._until = "stopped", "interrupted or %gpuinfo -w off"
@@ -102,7 +104,7 @@ class Recorder:
         report = self._ask()
         moment = time.monotonic() - self._started
         self._latest = report
-        self._samples.append(tuple(_sample(moment, row) for row in report.devices))
+        self._samples.append(samples(moment, report))
         self._show(self.report)
 
     def _end(self, why: str) -> None:
@@ -115,18 +117,10 @@ class Recorder:
         return f"<recorder of the GPUs every {self.seconds:g} s; {how}>"
 
 
-def _sample(moment: float, row: Any) -> SampleRow:
-    return SampleRow(
-        seconds=moment, device=row.device or f"NVML {row.nvml_index}", memory_used=row.memory_used,
-        memory_total=row.memory_total, kernel_allocated=row.kernel_allocated, utilization=row.utilization,
-        temperature=row.temperature, power=row.power,
-    )  # fmt: skip
-
-
 # -- in a shell -------------------------------------------------------------------------------------------
 
 
-def watch(shell: InteractiveShell, ask: Callable[[], GPUReport], seconds: float) -> Recorder:
+def watch(shell: InteractiveShell, ask: Callable[[], Snapshot], seconds: float) -> Recorder:
     """Show the GPUs in place until `%gpuinfo -w off`, an interrupt, or the extension's unloading.
 
     Args:

@@ -80,10 +80,10 @@ class GPUMagic(Magics):
     @_magic
     def gpuinfo(self, options: Namespace) -> object:
         """Return the state of the GPUs, or follow it."""
-        if options.engines is not None:
-            return _on_engines("gpuinfo", options)
         if options.each_cell or options.watch is not None:
             return self._follow(options)
+        if options.engines is not None:
+            return _on_engines("gpuinfo", options)
         if options.bench:
             report = _bench(options.devices)
             return _json(report) if options.json else report
@@ -192,6 +192,8 @@ class GPUMagic(Magics):
 
     def _follow(self, options: Namespace) -> object:
         if options.each_cell:
+            if options.engines is not None:
+                return _on_engines("gpuinfo", options)
             from gpumagic import each_cell
 
             each_cell.switch(self.shell, options.each_cell)
@@ -202,7 +204,13 @@ class GPUMagic(Magics):
         if options.watch == 0:
             live.off(self.shell)
             return None
-        ask = functools.partial(api.gpuinfo, *options.devices, processes=options.processes, everything=options.all)
+        ask: Callable[[], Any] = functools.partial(
+            api.gpuinfo, *options.devices, processes=options.processes, everything=options.all
+        )
+        if options.engines is not None:
+            from gpumagic.cluster import lines
+
+            ask = lines.follow(options)
         return live.watch(self.shell, ask, options.watch)
 
     def _run(self, guard: Guard, cell: str | None) -> object:

@@ -17,6 +17,7 @@ AS_PX = "px"
 _chosen: Any = None
 _seen: MutableMapping[Any, dict[int, Origin]] = weakref.WeakKeyDictionary()
 """Of each client, the engines that it has had: one that is gone is still told of."""
+_waiting: MutableMapping[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Connection:
     def seen(self) -> dict[int, Origin]:
         """Return what is known of the client's engines, those included that are gone."""
         return _seen.setdefault(self.client, {})
+
+    @property
+    def waiting(self) -> dict[int, Any]:
+        """Return the last requests that engines could not answer in time."""
+        return _waiting.setdefault(self.client, {})
 
 
 def use(client_or_view: Any = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 
 from gpumagic.cluster import cells, looks
 from gpumagic.errors import OptionError
@@ -33,6 +34,17 @@ def look(magic: str, options: Namespace) -> ClusterReport:
         *options.devices, engines=options.engines, timeout=options.timeout, processes=options.processes,
         everything=options.all,
     )  # fmt: skip
+
+
+def follow(options: Namespace) -> Callable[[], ClusterReport]:
+    """Return what `%gpuinfo --watch` of engines asks from time to time.
+
+    Raises:
+        OptionError: as `look`.
+    """
+    _check("gpuinfo", options, "%px %")
+    timeout = min(options.timeout, max(1.0, options.watch))  # a busy engine must not hold up the others
+    return looks.Follower(*options.devices, engines=options.engines, timeout=timeout, processes=options.processes)
 
 
 def cell(magic: str, options: Namespace, body: str | None, device: str | None = None) -> cells.EngineCell:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gpumagic.cluster import connection, transport
 from gpumagic.errors import DeviceNotFound
@@ -56,13 +57,40 @@ def devices(
     return _look(engines, timeout, "devices", wanted, limit=limit, group_by=by)
 
 
+class Follower:
+    """Looks at the GPUs of all engines again and again; of one that is busy, its last answer stays, with its age.
+
+    Args:
+        devices: as for `gpuinfo`, and so are the others.
+    """
+
+    def __init__(self, *devices: str, engines: str, timeout: float, processes: bool) -> None:
+        self._arguments = {"names": devices, "processes": processes, "everything": False}
+        self._engines, self._timeout = engines, timeout
+        self._last: dict[int | str, tuple[float, EngineAnswer]] = {}
+
+    def __call__(self) -> ClusterReport:
+        """Return the engines as they are now."""
+        now = time.monotonic()
+        report = _look(self._engines, self._timeout, "gpuinfo", self._arguments, in_turn=True)
+        self._last.update((answer.engine, (now, answer)) for answer in report.engines if answer.report is not None)
+        return replace(report, engines=tuple(self._kept(answer, now) for answer in report.engines))
+
+    def _kept(self, answer: EngineAnswer, now: float) -> EngineAnswer:
+        if answer.report is not None or answer.engine not in self._last or answer.state == "dead":
+            return answer
+        then, last = self._last[answer.engine]
+        detail = f"{answer.detail}; its figures are from {now - then:.0f} s ago"
+        return replace(answer, report=last.report, detail=detail)
+
+
 def _look(
     engines: str, timeout: float, errand: str, arguments: Mapping[str, object],
-    limit: int | None = 20, group_by: str | None = None,
+    limit: int | None = 20, group_by: str | None = None, in_turn: bool = False,
 ) -> ClusterReport:  # fmt: skip
     asked = connection.connect(engines)
     started = time.perf_counter()
-    answers = transport.ask(asked, (errand, arguments), timeout)
+    answers = transport.ask(asked, (errand, arguments), timeout, in_turn=in_turn)
     _check_devices(answers)
     return ClusterReport(errand, answers, time.perf_counter() - started, limit, group_by)
 

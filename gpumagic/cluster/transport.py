@@ -28,29 +28,34 @@ Errand = tuple[str, Mapping[str, object]]
 """A function of `errands`, and its arguments."""
 
 
-def ask(connection: Connection, errand: Errand, seconds: float) -> tuple[EngineAnswer, ...]:
+def ask(connection: Connection, errand: Errand, seconds: float, *, in_turn: bool = False) -> tuple[EngineAnswer, ...]:
     """Do one errand on every engine of a connection; see `ask_each`."""
-    return ask_each(connection, dict.fromkeys(connection.engines, errand), seconds)
+    return ask_each(connection, dict.fromkeys(connection.engines, errand), seconds, in_turn=in_turn)
 
 
-def ask_each(connection: Connection, errands: Mapping[int, Errand], seconds: float) -> tuple[EngineAnswer, ...]:
+def ask_each(
+    connection: Connection, errands: Mapping[int, Errand], seconds: float, *, in_turn: bool = False
+) -> tuple[EngineAnswer, ...]:
     """Return what each engine answered, in the order of the engines.
 
     Args:
         connection: where.
         errands: what for each engine.
         seconds: how long to wait for the slowest.
+        in_turn: pass over engines that are still in the cell in which they could not answer the last time.
     """
-    alive = connection.alive
-    asked = {engine: _send(connection, engine, errands[engine]) for engine in alive}
+    waiting = {engine: future for engine, future in connection.waiting.items() if not future.done()} if in_turn else {}
+    asked = {engine: _send(connection, engine, errands[engine]) for engine in connection.alive if engine not in waiting}
     try:
         wait(asked.values(), timeout=seconds)
     except BaseException:  # Ctrl-C
         _take_back(connection, asked)
         raise
     late = {engine: future for engine, future in asked.items() if not future.done()}
-    why = _take_back(connection, late, seconds) if late else {}
-    found = {engine: why.get(engine) or _read(engine, future) for engine, future in asked.items()}
+    connection.waiting.update(late)
+    found = dict.fromkeys(waiting, EngineAnswer(0, state="busy", detail="in a cell"))
+    found.update(_take_back(connection, late, seconds) if late else {})
+    found.update((engine, _read(engine, future)) for engine, future in asked.items() if engine not in found)
     return tuple(_placed(connection, engine, found.get(engine) or _gone(engine)) for engine in connection.engines)
 
 
@@ -120,23 +125,21 @@ def _placed(connection: Connection, engine: int, answer: EngineAnswer) -> Engine
     if answer.origin.host:
         connection.seen[engine] = answer.origin
         return answer
-    return replace(answer, origin=connection.seen.setdefault(engine, Origin()))
+    return replace(answer, engine=engine, origin=connection.seen.setdefault(engine, Origin()))
 
 
-def _take_back(connection: Connection, late: Mapping[int, Any], seconds: float = 0.0) -> dict[int, EngineAnswer | None]:
+def _take_back(connection: Connection, late: Mapping[int, Any], seconds: float = 0.0) -> dict[int, EngineAnswer]:
     """Have engines drop what they have not begun, and return of each why it did not answer."""
     alive = [engine for engine in late if engine in connection.alive]
     messages = [future.msg_id for future in late.values()]
     if alive:
         connection.client.abort(messages, targets=alive, block=False)
     queues = _queues(connection, alive)
-    return {engine: _excuse(engine, future, queues.get(engine), seconds) for engine, future in late.items()}
+    return {engine: _excuse(engine, late[engine], queues.get(engine), seconds) for engine in late}
 
 
-def _excuse(engine: int, future: Any, queue: Sequence[str] | None, seconds: float) -> EngineAnswer | None:
+def _excuse(engine: int, future: Any, queue: Sequence[str] | None, seconds: float) -> EngineAnswer:
     within = f"no answer within {seconds:g} s"
-    if future.done():
-        return None  # it came meanwhile
     if future.begun:
         return EngineAnswer(engine, state="slow", detail=f"it began, and was not through within {seconds:g} s")
     if queue and queue[0] != future.msg_id:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
-from gpumagic.render import gpu
+from gpumagic.render import cluster, gpu
 from gpumagic.render.document import Block, Cell, Column, Document, Paragraph, Table
 from gpumagic.render.units import NOT_AVAILABLE, sparkline
-from gpumagic.reports import HistoryReport, SampleRow
+from gpumagic.reports import ClusterReport, GPUReport, HistoryReport, Report, SampleRow
 
 SHOWN = 30
 """Moments in a line."""
@@ -15,13 +16,19 @@ SHOWN = 30
 
 def view(report: HistoryReport) -> Document:
     """Return the snapshot with the history under it."""
-    blocks: list[Block] = list(gpu.view(report.latest).blocks) if report.latest else []
+    blocks: list[Block] = list(_snapshot(report.latest)) if report.latest else []
     devices = list(dict.fromkeys(row.device for row in report.samples))
     if devices:
         blocks.append(_lines(report.samples, devices))
         blocks.append(Paragraph("Lines reach from 0 to 100%, the newest at the right.", muted=True))
     blocks.append(Paragraph(_state(report), muted=True))
     return Document(tuple(blocks))
+
+
+def _snapshot(latest: Report[Any]) -> Sequence[Block]:
+    return (
+        cluster.view(latest).blocks if isinstance(latest, ClusterReport) else gpu.view(cast(GPUReport, latest)).blocks
+    )
 
 
 def _lines(samples: Sequence[SampleRow], devices: Sequence[str]) -> Table:

@@ -153,8 +153,8 @@ class HistoryReport(Report[SampleRow]):
     row_type: ClassVar[type[Any]] = SampleRow
 
     samples: tuple[SampleRow, ...]
-    latest: GPUReport | None = None
-    """The last snapshot, whole."""
+    latest: Report[Any] | None = None
+    """The last snapshot, whole: a `GPUReport`, or of many engines a `ClusterReport`."""
     interval: float | None = None
     """Seconds from one snapshot to the next."""
     ended: str | None = None

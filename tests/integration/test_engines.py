@@ -15,6 +15,7 @@ import pytest
 from traitlets.config import Config
 
 import gpumagic
+from gpumagic.cluster.looks import Follower
 from gpumagic.reports import ClusterReport
 
 ipyparallel = pytest.importorskip("ipyparallel")
@@ -348,3 +349,30 @@ def test_a_cell_runs_nowhere_where_one_engine_cannot_run_it(here, machine, gate,
     assert f"without it: --engines {free}" in said
     others = machine.client[machine.plain[1:]]
     assert others.apply_sync(eval, "'mark' in dir()") == [False] * 3
+
+
+def test_watching_follows_the_gpus_of_all_engines_until_ctrl_c(here, machine, capsys) -> None:
+    pressed = threading.Timer(1.5, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    pressed.start()
+    recorder = here.run_cell("%gpuinfo --engines -w 0.3").result
+    assert recorder.ended == "interrupted"
+    labels = {row.device for row in recorder.report}
+    assert labels == {f"engine {engine} simgpu:{index}" for engine in machine.plain for index in (0, 1)}
+    assert len(recorder.report) >= 2 * len(labels)
+    assert "8 simulated GPUs · 4 engines on " in capsys.readouterr().out
+
+
+def test_a_watched_engine_that_gets_busy_keeps_its_figures_and_is_not_asked_again(here, machine, tmp_path) -> None:
+    busy = machine.plain[0]
+    follower = Follower(engines="px", timeout=1.0, processes=False)
+    assert set(states(follower()).values()) == {"answered"}
+    gate = Gate(tmp_path / "open", machine.client[busy])
+    found = [follower() for _ in range(3)]
+    queue = machine.client.queue_status(busy, verbose=True)["queue"]
+    gate.open()
+    assert [states(each)[busy] for each in found] == ["busy"] * 3
+    assert all(len(each.reports) == 4 for each in found)
+    assert "its figures are from " in text_of(found[-1])
+    assert len(queue) == 2, "the cell, and one request that was taken back"
+    assert states(look(here, "gpuinfo --engines"))[busy] == "answered"
+    assert set(states(follower()).values()) == {"answered"}
