@@ -14,6 +14,7 @@ from gpumagic.reports.shared_gpus import SharedGpu, shared_gpus
 MOST_ROWS = 32
 """GPUs with a row each; of more, each host has one."""
 MOST_HOSTS = 20
+MOST_FOLDED = 128
 BAR = "Bar, from the left: tensors of all the engines on it, their caches, all else in use."
 
 
@@ -159,8 +160,19 @@ def _by_host(hosts: dict[str, list[SharedGpu]]) -> list[Block]:
     if rest:
         more = f"and {count(len(ordered) - len(shown), 'more host')} with {count(len(rest), 'GPU')}"
         blocks.append(Paragraph(f"{more}: {_memory(rest).text} in use", muted=True))
-    each = [_table(hosts[host]) for host in shown]
-    return [*blocks, Fold("Each GPU of these hosts; to_pandas() has all", each)]
+    return [*blocks, _each([hosts[host] for host in shown])]
+
+
+def _each(hosts: Sequence[Sequence[SharedGpu]]) -> Fold:
+    """Return the GPUs of the fullest hosts, as many as a page bears."""
+    tables: list[Block] = []
+    number = 0
+    for gpus in hosts:
+        number += len(gpus)
+        if tables and number > MOST_FOLDED:
+            break
+        tables.append(_table(gpus))
+    return Fold(f"Each GPU of the fullest {count(len(tables), 'host')}; to_pandas() has all", tables)
 
 
 def _used(gpus: Sequence[SharedGpu]) -> float:

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nvml_stub.machine import Machine as Driver
 from traitlets.config import Config
 
 import gpumagic
 from gpumagic.cluster.looks import Follower
 from gpumagic.reports import ClusterReport
+from gpumagic.reports.shared_gpus import shared_gpus
 
 ipyparallel = pytest.importorskip("ipyparallel")
 psutil = pytest.importorskip("psutil")
@@ -87,8 +89,10 @@ def machine(tmp_path_factory) -> Iterator[Machine]:
     machine.start(4, GPUMAGIC_SIMGPU="2x256MiB", OMP_NUM_THREADS="1")
     machine.start(1, "old", path="old")
     machine.start(1, "no gpumagic", path="hiding", HIDDEN="gpumagic")
-    machine.start(1, "no torch", path="hiding", HIDDEN="torch")
-    machine.start(1, "victim")
+    driver = Driver(machine.home / "driver", gpus=2).environment()
+    driver = {name: driver[name] for name in ("LD_LIBRARY_PATH", "NVML_STUB")}
+    machine.start(1, "no torch", path="hiding", HIDDEN="torch", **driver)
+    machine.start(1, "victim", **driver)
     machine.connect(8)
     yield machine
     machine.stop()
@@ -174,6 +178,17 @@ def test_an_engine_that_lacks_something_is_a_line_that_says_what(here, machine) 
     assert f"Engine {machine.of('old')}: other version, gpumagic 0.0.1 there" in text
     assert f"Engine {machine.of('no gpumagic')}: no gpumagic, gpumagic is not installed there: %pip install" in text
     assert f"Engine {machine.of('no torch')}: no torch, torch is not installed there" in text
+
+
+def test_a_gpu_that_two_engines_see_is_one(here, machine) -> None:
+    """Two engines beside one driver, which is a stand-in."""
+    engines = [machine.of("no torch"), machine.of("victim")]
+    report = look(here, f"gpuinfo --engines {engines[0]},{engines[1]}")
+    gpus = shared_gpus(report)
+    assert [gpu.reading.nvml_index for gpu in gpus] == [0, 1]
+    assert [[kernel.answer.engine for kernel in gpu.kernels] for gpu in gpus] == [engines, engines]
+    assert text_of(report).startswith("2 GPUs · 2 engines on ")
+    assert len(report.to_pandas()) == 4
 
 
 def test_the_engine_with_the_memory_stands_out_from_replicas(here, machine) -> None:
