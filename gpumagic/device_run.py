@@ -7,13 +7,14 @@ import inspect
 import linecache
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from gpumagic import _compat, relocation
 from gpumagic.errors import OptionError
 from gpumagic.probes import allocator, failed_line, storage_copies, transfers, watched_code
 from gpumagic.probes.call_sites import CallSites
+from gpumagic.probes.cell_memory import CellMemory
 from gpumagic.probes.watched_code import WatchedCode
 from gpumagic.reports import Explanation, TransferReport
 
@@ -33,6 +34,7 @@ class DeviceRun:
         strict: whether they, and tensors of other devices that are used unasked, are errors; traces, too.
         show: whether the report is shown when a cell ends.
         store: called with the finished report.
+        is_running: whether the cell runs already when this opens.
 
     Attributes:
         report: the `TransferReport`, once the block has ended; None before.
@@ -51,6 +53,7 @@ class DeviceRun:
         strict: bool = False,
         show: bool = True,
         store: Callable[[TransferReport], None] | None = None,
+        is_running: bool = False,
     ) -> None:
         self.device = device
         self.report: TransferReport | None = None
@@ -61,6 +64,9 @@ class DeviceRun:
         self._show = show
         self._store = store
         self._code = WatchedCode(namespace, filename)
+        self._block: CodeType | None = None
+        self._is_running = is_running
+        self._memory: CellMemory | None = None
         self._frame: FrameType | None = None
 
     def open(self) -> None:
@@ -79,6 +85,7 @@ class DeviceRun:
         try:
             self._recording.open()
             storage_copies.begin(self._log)
+            self._follow_memory(is_traced=self._recording.recorder.is_traced)
         except BaseException:  # Ctrl-C: nobody closes what did not open
             self._restore()
             raise
@@ -93,6 +100,7 @@ class DeviceRun:
         self.report = transfers.report(
             self.device, self._log, self._watch, self._variables(), error, self._moved, explanation, self._code.lines(),
             self._recording.hindrance,
+            self._memory.finished(self._watch.after) if self._memory is not None else None,
         )  # fmt: skip
         if self._store is not None:
             self._store(self.report)
@@ -104,6 +112,7 @@ class DeviceRun:
     def __enter__(self) -> DeviceRun:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
         if self._code.line is None:
             self._code = WatchedCode(self._namespace, self._filename, sys._getframe(1).f_lineno)
+            self._block = sys._getframe(1).f_code
         self.open()
         return self
 
@@ -142,10 +151,24 @@ class DeviceRun:
         code = getattr(inspect.unwrap(func), "__code__", None)
         if code is not None:
             run._code = watched_code.of_function(code, self._namespace)
+            run._block = code
         return run
+
+    def _follow_memory(self, *, is_traced: bool) -> None:
+        self._memory = CellMemory(
+            self._watch.before, self._namespace, self._block, self._code.line,
+            is_running=self._is_running, by_clock=not is_traced,
+        )  # fmt: skip
+        if is_traced:
+            self._recording.recorder.memory = self._memory
+        if self._moved:
+            self._memory.look()  # what the move allocated is not the next line's
+        self._memory.start()
 
     def _restore(self) -> None:
         try:
+            if self._memory is not None:
+                self._memory.stop()
             storage_copies.end(self._log)
             self._recording.close()
         finally:

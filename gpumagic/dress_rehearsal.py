@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from IPython.display import display
 
-from gpumagic import _compat
+from gpumagic import _compat, progress
 from gpumagic.errors import GpuMagicError, OptionError
 
 if TYPE_CHECKING:
@@ -41,9 +41,13 @@ def of_cell(shell: InteractiveShell, options: Namespace, body: str | None) -> Re
     if not (options.rehearse_only and options.fit):
         return report
     now = fitting.present_value(script.source, options.fit, shell.user_ns)
-    found = fitting.search(
-        lambda value: forecast.rehearse(script, shell.user_ns, target, values={options.fit: value}), options.fit, now
-    )
+    with progress.tally(fitting.MOST_REHEARSALS, "rehearsal") as tell:
+
+        def rehearse(value: int) -> RehearsalReport:
+            tell(f"{options.fit} = {value}")
+            return forecast.rehearse(script, shell.user_ns, target, values={options.fit: value})
+
+        found = fitting.search(rehearse, options.fit, now)
     return dataclasses.replace(report, largest=found)
 
 

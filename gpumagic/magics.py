@@ -132,6 +132,7 @@ class GPUMagic(Magics):
         run = DeviceRun(
             device, namespace=self.shell.user_ns, move=options.move,
             trace=options.trace, strict=options.strict, show=not options.quiet, store=self._store(options.out),
+            is_running=cell is None,
         )  # fmt: skip
         return self._run(run, cell)
 
@@ -164,7 +165,7 @@ class GPUMagic(Magics):
             self._guard_every_cell(options.state, cell, guard)
             return None
         if not plan:
-            return self._run(guard(), cell)
+            return self._run(guard(is_running=cell is None), cell)
         from gpumagic.rerun import Rerun
 
         assert cell is not None
@@ -196,6 +197,9 @@ class GPUMagic(Magics):
                 return _on_engines("gpuinfo", options)
             from gpumagic import each_cell
 
+            if options.each_cell is True:
+                report = each_cell.report(self.shell)
+                return _json(report) if options.json else report
             each_cell.switch(self.shell, options.each_cell)
         if options.watch is None:
             return None
@@ -254,7 +258,7 @@ def _bench(devices: list[str]) -> Any:
     from gpumagic import progress
     from gpumagic.probes import bench
 
-    return bench.probe(devices, progress=progress.bar)
+    return bench.probe(devices, progress=functools.partial(progress.bar, unit="measurement"))
 
 
 class _Json(str):

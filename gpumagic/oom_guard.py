@@ -8,6 +8,7 @@ is left. See `probes/release.py` for why not earlier.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,14 +18,17 @@ from gpumagic import host_warning, shown_as_text
 from gpumagic.advice import actions
 from gpumagic.errors import OptionError
 from gpumagic.probes import allocator, exception_graph, oom, oom_observer, release
+from gpumagic.probes.cell_memory import CellMemory
 from gpumagic.reports import Instant
 
 if TYPE_CHECKING:
+    from types import CodeType
+
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic.diagnosis import Failure
     from gpumagic.probes.allocator import AllocatorFigures
-    from gpumagic.reports import OomReport, Report
+    from gpumagic.reports import MemoryTimeline, OomReport, Report
     from gpumagic.rerun_plan import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,6 +49,7 @@ class OomGuard(contextlib.ContextDecorator):
         namespace: the globals of the guarded code, where names are looked up; the shell's, or ``__main__``'s.
         plan: how a decorated function is called again.
         quiet: show no report when a cell ends.
+        is_running: whether the cell runs already when this opens.
 
     Attributes:
         report: the `OomReport` of the last failure, once it is finished; the `FitReport` of a search.
@@ -62,6 +67,7 @@ class OomGuard(contextlib.ContextDecorator):
         namespace: Mapping[str, object] | None = None,
         plan: Plan | None = None,
         quiet: bool = False,
+        is_running: bool = False,
     ) -> None:
         self.report: Any = None
         self.quiet = quiet
@@ -71,6 +77,12 @@ class OomGuard(contextlib.ContextDecorator):
         self._store = store
         self._namespace = namespace if namespace is not None else _namespace(shell)
         self._plan = plan
+        self._is_running = is_running
+        self._block: CodeType | None = None
+        self._line: int | None = None
+        self._is_of_function = False
+        self._memory: CellMemory | None = None
+        self._timeline: MemoryTimeline | None = None
         self._then: Callable[[], None] = _nothing
         self._instant = Instant()
         self._gate: oom_observer.Gate | None = None
@@ -86,10 +98,17 @@ class OomGuard(contextlib.ContextDecorator):
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
         if self._gate is not None:
             self._gate.close()  # a decorated function that calls itself
+        if self._memory is not None:
+            self._memory.stop()
         self._gate = oom_observer.Gate(self._shares)
         self._gate.open()
-        if self._retries:
-            return  # a further try is measured against the state before the first
+        if not self._retries:  # a further try is measured against the state before the first
+            self._read_state()
+        before = allocator.all_figures() if self._retries else self._before
+        self._memory = CellMemory(before, self._namespace, self._block, self._line, is_running=self._is_running)
+        self._memory.start()
+
+    def _read_state(self) -> None:
         self._outside = exception_graph.being_handled()
         if self._shell is not None:
             host_warning.say(self._shell)
@@ -100,6 +119,9 @@ class OomGuard(contextlib.ContextDecorator):
 
     def close(self, error: BaseException | None) -> None:
         """Look at how the block ended; after out-of-memory, read its frames while they are whole."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.stop()
         if self._gate is not None:
             self._gate.close()
             self._seen, self._gate = self._gate.seen, None
@@ -108,6 +130,8 @@ class OomGuard(contextlib.ContextDecorator):
         self._recovered = error is None and self._failure is not None
         if error is not None:
             self._failure = self._examine(error)
+        if error is not None and self._failure is not None and memory is not None:
+            self._timeline = memory.finished(self._failure.at_failure)
 
     def finish(self, result: Any = None) -> OomReport | None:
         """Release, and return the report if it is to be shown."""
@@ -137,6 +161,9 @@ class OomGuard(contextlib.ContextDecorator):
 
     def __call__(self, function: Function) -> Function:
         """Return the function guarded, and called again as the guard was told to."""
+        self._block = getattr(inspect.unwrap(function), "__code__", None)
+        self._is_of_function = True
+        self._line = self._block.co_firstlineno if self._block is not None else None
         if not self._plan:
             decorated: Function = super().__call__(function)
             return decorated
@@ -155,6 +182,9 @@ class OomGuard(contextlib.ContextDecorator):
                 'such as @gpumagic.oomguard(shrink="batch_size"), or leave out retry, shrink, fit and fallback'
             )
         self.reset()
+        if not self._is_of_function:
+            frame = sys._getframe(1)
+            self._block, self._line = frame.f_code, frame.f_lineno
         self.open()
         return self
 
@@ -238,7 +268,7 @@ class OomGuard(contextlib.ContextDecorator):
         circumstances = diagnosis.Circumstances(
             self._namespace, self._bound, self._shell, pinned, self._retries, self._recovered
         )  # fmt: skip
-        report = replace(diagnosis.conclude(failure, circumstances), instant=self._instant)
+        report = replace(diagnosis.conclude(failure, circumstances), instant=self._instant, timeline=self._timeline)
         report = replace(report, actions=actions.of(report, in_notebook=self._shell is not None))
         self.publish(report)
         self._then()

@@ -169,7 +169,11 @@ def _gpuinfo() -> Parser:
         "-w", "--watch", nargs="?", metavar="SECONDS", type=_typed(interval), const=2.0,
         help="refresh in place every SECONDS (2) while other cells run; -w off or an interrupt stops it",
     )  # fmt: skip
-    parser.add_argument("--each-cell", choices=("on", "off"), help="after every cell a line: memory change, peak, time")
+    parser.add_argument(
+        "--each-cell", nargs="?", choices=("on", "off"), const=True,
+        help="on: after every cell a line with its memory change, peak and time; alone, a table of the last cells: "
+        "which grew memory by how much",
+    )  # fmt: skip
     instead.add_argument("--best", action="store_true", help="only return the device with most free memory")
     instead.add_argument("--bench", action="store_true", help="measure matrix products and copies; takes some seconds")
     parser.add_argument("--json", action="store_true", help="return JSON text instead of the table")

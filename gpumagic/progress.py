@@ -1,45 +1,128 @@
-"""A progress bar while something is measured: tqdm's where it is installed, one plain line where not."""
+"""How far something is that takes more than a second: tqdm's bar where it is installed, one plain line where not.
+
+All of it goes to stderr, and nothing of it stays behind.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, TypeVar
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+SILENT = 1.0
+"""Seconds that need no word."""
 
 Step = TypeVar("Step")
 
 
-def bar(steps: Sequence[Step]) -> Iterator[Step]:
-    """Yield the steps, showing on stderr how many are done and what the next one is; nothing stays behind."""
-    make = _tqdm()
-    if make is None:
-        yield from _line(steps)
-        return
-    shown = make(steps, leave=False, unit="measurement")
-    for step in shown:
-        shown.set_description(str(step))
-        yield step
+def bar(steps: Sequence[Step], unit: str) -> Iterator[Step]:
+    """Yield the steps, showing how many are done and what the next one is.
+
+    Args:
+        steps: what is to be done; as text they say what that is.
+        unit: what one of them is called.
+    """
+    with tally(len(steps), unit) as tell:
+        for step in steps:
+            tell(str(step))
+            yield step
 
 
-def _tqdm() -> Callable[..., Any] | None:
+@contextmanager
+def tally(most: int, unit: str) -> Iterator[Callable[[str], None]]:
+    """Show steps that come to light one by one: call what this gives with the name of each as it begins.
+
+    Args:
+        most: how many there will be, at most.
+        unit: what one of them is called.
+    """
+    shown = _shown(total=most, unit=unit)
+    begun = 0
+
+    def tell(step: str) -> None:
+        nonlocal begun
+        shown.set_description(step)
+        shown.update(min(begun, 1))
+        begun += 1
+
+    try:
+        yield tell
+    finally:
+        shown.close()
+
+
+def clock(what: str) -> Iterator[int]:
+    """Yield 0, 1, 2 and so on, showing for how many of these seconds something has been going on."""
+    shown = _shown(total=None, bar_format="{desc}")
+    try:
+        for second in count():
+            shown.set_description(f"{what}, {second} s")
+            yield second
+    finally:
+        shown.close()
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show `clock` while a call is at work that cannot be asked how far it is."""
+    done = threading.Event()
+
+    def show() -> None:
+        if not done.wait(SILENT):
+            any(done.wait(1.0) for _ in clock(what))
+
+    thread = threading.Thread(target=show, name="gpumagic progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class _Shown(Protocol):
+    """What is used of a tqdm bar."""
+
+    def set_description(self, text: str) -> None: ...
+    def update(self, n: int) -> object: ...
+    def close(self) -> None: ...
+
+
+def _shown(**options: Any) -> _Shown:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # in a notebook without ipywidgets it says so, and then works as text
-            found: Callable[..., Any] = import_module("tqdm.auto").tqdm
+            found: _Shown = import_module("tqdm.auto").tqdm(leave=False, **options)
     except ImportError:
-        return None
+        return _Line(options["total"])
     return found
 
 
-def _line(steps: Sequence[Step]) -> Iterator[Step]:
-    longest = 0
-    try:
-        for done, step in enumerate(steps):
-            text = f"{done}/{len(steps)} {step}"
-            longest = max(longest, len(text))
-            print(f"\r{text:{longest}}", end="", file=sys.stderr, flush=True)  # noqa: T201
-            yield step
-    finally:
-        print(f"\r{'':{longest}}\r", end="", file=sys.stderr, flush=True)  # noqa: T201
+class _Line:
+    """One line of text, written over and over."""
+
+    def __init__(self, total: int | None) -> None:
+        self._total = total
+        self._done = self._longest = 0
+        self._text = ""
+
+    def set_description(self, text: str) -> None:
+        self._text = text
+        self._write()
+
+    def update(self, n: int) -> None:
+        self._done += n
+        self._write()
+
+    def close(self) -> None:
+        print(f"\r{'':{self._longest}}\r", end="", file=sys.stderr, flush=True)  # noqa: T201
+
+    def _write(self) -> None:
+        text = self._text if self._total is None else f"{self._done}/{self._total} {self._text}"
+        self._longest = max(self._longest, len(text))
+        print(f"\r{text:{self._longest}}", end="", file=sys.stderr, flush=True)  # noqa: T201

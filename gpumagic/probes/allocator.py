@@ -61,9 +61,13 @@ def figures(device: str) -> AllocatorFigures | None:
     module = device_module(backend)
     if module is None or not is_initialised(backend):
         return None
+    return _figures(backend, module, int(index or 0))
+
+
+def _figures(backend: str, module: ModuleType, index: int) -> AllocatorFigures:
     if backend == "mps":
         return AllocatorFigures(module.current_allocated_memory(), module.driver_allocated_memory(), None)
-    stats = _nested_stats(backend, module, int(index or 0))
+    stats = _nested_stats(backend, module, index)
     allocated = stats["allocated_bytes"]["all"]
     return AllocatorFigures(
         allocated=allocated["current"],
@@ -83,9 +87,7 @@ def all_figures() -> dict[str, AllocatorFigures]:
         if module is None or not is_initialised(backend):
             continue
         for index in range(module.device_count()):
-            now = figures(f"{backend}:{index}")
-            if now is not None:
-                found[f"{backend}:{index}"] = now
+            found[f"{backend}:{index}"] = _figures(backend, module, index)
     return found
 
 

@@ -19,6 +19,7 @@ import torch
 
 from gpumagic.errors import StrayTensor
 from gpumagic.probes.call_sites import CallSites
+from gpumagic.probes.cell_memory import CellMemory
 from gpumagic.probes.returning import Hooks
 from gpumagic.probes.transfers import Made, TransferLog, is_host
 
@@ -59,6 +60,8 @@ class Recorder:
     """Whether the call being handled says itself which device it works on."""
     change_over: Callable[[str], None] | None = None
     """Goes on under the function mode, for the reason given."""
+    memory: CellMemory | None = None
+    """Where the tracer notes what each operator allocates."""
     device_before: torch.device | None = None
     """What torch noted as the default device before this run."""
     refuses: bool = False

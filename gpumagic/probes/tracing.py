@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from gpumagic.probes.recorder import Recorder, is_free_to_read
 _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default,)
 _SYNCS = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
+_UNCOUNTED = ("cpu", "meta")
 _NO_USE = ("lift_fresh", "detach")  # what torch.from_numpy and .detach() are to a dispatch mode
 
 
@@ -56,9 +58,17 @@ class Tracer(TorchDispatchMode):
         start = time.perf_counter()
         result = self._inside(func, args, kwargs) if _is_mixed(given) else func(*args, **kwargs)
         self._count(func, args, kwargs, result, time.perf_counter() - start)
+        if self._recorder.memory is not None and not (self._operator or _makes_nothing(func)):
+            self._look_at_memory(result)
         if self._strict:
             self._note_asked(given, result)
         return result
+
+    def _look_at_memory(self, result: Any) -> None:
+        memory, sites = self._recorder.memory, self._recorder.log.sites
+        made = next((each for each in _tensors(result) if each.device.type not in _UNCOUNTED and each.numel()), None)
+        if memory is not None and made is not None:
+            memory.note_operator(str(made.device), lambda: sites.find().line)
 
     def _inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator's kernel for the accelerator with this mode still in force."""
@@ -124,6 +134,12 @@ class Tracer(TorchDispatchMode):
 
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_meta and tensor.device != self._recorder.device
+
+
+@cache
+def _makes_nothing(func: Any) -> bool:
+    """Return whether an operator returns what it was given, or a view of it, and so allocates no result."""
+    return bool(func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns))
 
 
 def _number(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from gpumagic.probes import allocator, origin, residents
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.moved import Moved, is_pageable
-from gpumagic.reports import Explanation, TransferReport, TransferRow
+from gpumagic.reports import Explanation, MemoryTimeline, TransferReport, TransferRow
 
 SCOPE = (
     "Counts what lines ask for, in threads that work for them and in backward through these moves too; what operators "
@@ -151,15 +151,15 @@ class Watch:
     """The clock and the allocators' figures from the start of a cell to its end."""
 
     def __init__(self) -> None:
-        self._before = allocator.all_figures()
+        self.before = allocator.all_figures()
         self._start = time.perf_counter()
         self._elapsed: float | None = None
-        self._after: dict[str, AllocatorFigures] = {}
+        self.after: dict[str, AllocatorFigures] = {}
 
     def stop(self) -> None:
         """Take the closing figures."""
         self._elapsed = time.perf_counter() - self._start
-        self._after = allocator.all_figures()
+        self.after = allocator.all_figures()
 
     @property
     def elapsed(self) -> float:
@@ -172,10 +172,10 @@ class Watch:
         The counter is the highest since the process began, so it tells this cell's peak only if the cell
         raised it.
         """
-        earlier = {device: figures.peak or 0 for device, figures in self._before.items()}
+        earlier = {device: figures.peak or 0 for device, figures in self.before.items()}
         return {
             device: now.peak
-            for device, now in self._after.items()
+            for device, now in self.after.items()
             if now.peak is not None and now.peak > earlier.get(device, 0)
         }
 
@@ -190,6 +190,7 @@ def report(
     explanation: Explanation | None = None,
     lines: tuple[tuple[int, str], ...] = (),
     hindrance: str | None = None,
+    timeline: MemoryTimeline | None = None,
 ) -> TransferReport:
     """Return the report of one finished cell.
 
@@ -203,6 +204,7 @@ def report(
         explanation: what the error means, if it is about devices.
         lines: the cell's or the block's own, numbered.
         hindrance: why it ran under a function mode, if it did.
+        timeline: what was allocated in its course.
     """
     moves, syncs = (*before, *log.rows()), dict(sorted(log.syncs.items()))
     return TransferReport(
@@ -219,6 +221,7 @@ def report(
         lines=lines,
         notes=(_scope(log, hindrance),),
         origin=origin.here(),
+        timeline=timeline,
     )
 
 

@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -77,8 +78,7 @@ class Worker:
     def _wait(self, seconds: int) -> bool:
         if self._connection.poll(1.0):
             return True
-        steps = [f"rehearsing, {second} s" for second in range(1, seconds)]
-        return any(self._connection.poll(1.0) for _ in progress.bar(steps))
+        return any(self._connection.poll(1.0) for _ in islice(progress.clock("rehearsing"), seconds))
 
 
 _worker: Worker | None = None

@@ -10,7 +10,7 @@ from gpumagic.reports.rehearsal import Fit, RehearsalReport
 
 PRECISION = 0.015
 """How near the largest value is sought, as a share of it."""
-_MOST_REHEARSALS = 12
+MOST_REHEARSALS = 12
 _LARGEST = 1 << 40
 _STARTS = (1, 16, 256)
 """Where the law is looked for, times the present value: with small ones the peak may lie where it has no part."""
@@ -97,7 +97,7 @@ def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int) -> F
         return _fit(name, now, None, tried, base, each, reason)
     guess = int((_room(first) - base) / each)
     low, high = _bracket(tried)
-    while len(tried) < _MOST_REHEARSALS and (high is None or high - low > _margin(low)):
+    while len(tried) < MOST_REHEARSALS and (high is None or high - low > _margin(low)):
         guess = max(low + 1, min(guess, _LARGEST if high is None else high - 1))
         if _why_not(ask(guess)):
             break

@@ -33,6 +33,7 @@ _VIEWS = {
     "GPUReport": "gpumagic.render.gpu",
     "BenchReport": "gpumagic.render.bench",
     "ClusterReport": "gpumagic.render.cluster",
+    "CellsReport": "gpumagic.render.cells_table",
     "HistoryReport": "gpumagic.render.history",
     "TensorReport": "gpumagic.render.tensors",
     "DiffReport": "gpumagic.render.changes",

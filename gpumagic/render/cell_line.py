@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumagic.render import memory
 from gpumagic.render.text import terminal_has_unicode, to_ascii
 from gpumagic.render.units import duration, size
-from gpumagic.reports import CellUse
+from gpumagic.reports import CellRow, MemoryTimeline
+
+COLUMNS = 12
 
 
-def line(seconds: float, uses: Sequence[CellUse]) -> str:
-    """Return ``"1.24 s · cuda:0 +1.2 GiB to 3.4 GiB, peak 5.0 GiB"``."""
-    parts = [duration(seconds), *(_part(use) for use in uses)] if uses else [duration(seconds), "no device memory used"]
-    text = " · ".join(parts)
+def line(seconds: float, rows: Sequence[CellRow], timeline: MemoryTimeline | None = None) -> str:
+    """Return ``"1.24 s · cuda:0 ▁▃▆█▅ +1.2 GiB to 3.4 GiB, peak 5.0 GiB on line 7"``."""
+    parts = [duration(seconds), *(_part(row, timeline) for row in rows)]
+    text = " · ".join(parts if rows else [*parts, "no device memory used"])
     return text if terminal_has_unicode() else to_ascii(text)
 
 
-def _part(use: CellUse) -> str:
-    change = use.allocated_after - use.allocated_before
-    sign = "+" if change > 0 else "-" if change < 0 else "±"
-    moved = f"{use.device} {sign}{size(abs(change))} to {size(use.allocated_after)}"
-    return moved if use.peak is None else f"{moved}, peak {size(use.peak)}"
+def _part(row: CellRow, timeline: MemoryTimeline | None) -> str:
+    sign = "+" if row.growth > 0 else "-" if row.growth < 0 else "±"
+    drawn = memory.small(timeline, row.device, COLUMNS)
+    where = f"{row.device} {drawn}" if drawn else row.device
+    moved = f"{where} {sign}{size(abs(row.growth))} to {size(row.allocated_after)}"
+    if row.peak is None:
+        return moved
+    course = memory.course_of(timeline, row.device)
+    at = f" on line {course.line}" if course is not None and course.line is not None else ""
+    return f"{moved}, peak {size(row.peak)}{at}"

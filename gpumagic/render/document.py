@@ -102,7 +102,21 @@ class Tree:
     """``(what is typed, note)``."""
 
 
-Block = Heading | Paragraph | Table | Listing | Fold | Tree
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A figure over time as a row of heights, the highest of them marked."""
+
+    heights: Sequence[float]
+    """Shares of the whole from 0 to 1, oldest first."""
+    mark: int
+    """Which of them is marked."""
+    note: str
+    """What the mark says."""
+    label: str
+    """What is shown, for screen readers."""
+
+
+Block = Heading | Paragraph | Table | Listing | Fold | Tree | Course
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Table, Tree
-from gpumagic.render.units import printable
+from gpumagic.render.document import (
+    Block,
+    Cell,
+    Column,
+    Course,
+    Document,
+    Fold,
+    Heading,
+    Listing,
+    Paragraph,
+    Table,
+    Tree,
+)
+from gpumagic.render.units import printable, sparkline
 
 COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(230,140,30,.65)"}
 TRACK = "rgba(128,128,128,.25)"
@@ -26,21 +38,27 @@ def render(document: Document) -> str:
 
 
 def _block(block: Block, label: str) -> str:
-    if isinstance(block, Heading):
-        return f'<p style="margin:.3em 0"><strong>{_text(block.text)}</strong></p>'
-    if isinstance(block, Paragraph):
-        style = f"margin:.3em 0;{MUTED}" if block.muted else "margin:.3em 0"
-        return f'<p style="{style}">{_text(block.text)}</p>'
+    if isinstance(block, Heading | Paragraph):
+        return _line(block)
     if isinstance(block, Table):
         return _table(block, label)
     if isinstance(block, Listing):
         return _listing(block, label)
     if isinstance(block, Tree):
         return _tree(block.steps)
+    if isinstance(block, Course):
+        return _course(block)
     if isinstance(block, Fold):
         inner = "".join(_block(each, block.summary) for each in block.blocks)
         return f"<details><summary>{_text(block.summary)}</summary>{inner}</details>"
     raise TypeError(f"not a block: {block!r}")
+
+
+def _line(block: Heading | Paragraph) -> str:
+    if isinstance(block, Heading):
+        return f'<p style="margin:.3em 0"><strong>{_text(block.text)}</strong></p>'
+    style = f"margin:.3em 0;{MUTED}" if block.muted else "margin:.3em 0"
+    return f'<p style="{style}">{_text(block.text)}</p>'
 
 
 def _table(table: Table, label: str) -> str:
@@ -105,6 +123,24 @@ def _listing(listing: Listing, label: str) -> str:
         for number, code, note in listing.lines
     )
     return f"<table{_named(label)}><tbody>{rows}</tbody></table>"
+
+
+def _course(course: Course) -> str:
+    """Return columns, each with the character of its height in it, which shows where styles are stripped."""
+    width = f"{100 / max(1, len(course.heights)):.4g}%"
+    columns = "".join(
+        f'<span style="display:inline-block;vertical-align:bottom;width:{width};height:{max(2.0, 100 * height):.0f}%;'
+        f'background:{COLOURS["other" if place == course.mark else "main"]}">{spark}</span>'
+        for place, (height, spark) in enumerate(zip(course.heights, sparkline(course.heights, high=1.0), strict=True))
+    )
+    ground = (
+        f"display:block;height:48px;max-width:600px;font-size:0;line-height:0;white-space:nowrap;background:{TRACK}"
+    )
+    stand = '<span style="display:inline-block;vertical-align:bottom;height:100%;width:0"></span>'
+    return (
+        f'<div role="img" aria-label="{_text(course.label)}" style="{ground}">{stand}{columns}</div>'
+        f'<p style="margin:.1em 0 .3em 0">↑ {_text(course.note)}</p>'
+    )
 
 
 def _tree(steps: Sequence[tuple[str, str]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gpumagic.render import tries
+from gpumagic.render import memory, tries
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
 from gpumagic.render.units import NOT_AVAILABLE, count, shape, size
 from gpumagic.reports import Advice, Holder, OomReport
@@ -37,6 +37,7 @@ def _failure(report: OomReport) -> list[Block]:
     blocks += _actions(report)
     if report.allocated_at_failure is not None:
         blocks += [Heading("Memory", apart=True), _memory(report)]
+    blocks += memory.blocks(report.timeline)
     blocks += _shares(report)
     if report.holders:
         blocks += _holders(report)

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.reports import HistoryReport
+from gpumagic.reports import CellsReport, HistoryReport, MemoryCourse, MemoryTimeline, RehearsalReport
 
 GIB = 1024**3
+MIB = 1024**2
 
 
 def history(report: HistoryReport) -> Any:
     """Return a figure with utilisation above memory over time, a line a device.
 
-    The figure belongs to no window and to no pyplot state, so that it shows once and only where it is returned.
-
     Raises:
         GpuMagicError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise GpuMagicError("plotting needs matplotlib: pip install matplotlib") from None
-
-    class ShownFigure(Figure):  # type: ignore[misc, unused-ignore]
-        """Shows itself: IPython knows how to show figures only once pyplot has been imported."""
-
-        def _repr_png_(self) -> bytes:
-            picture = BytesIO()
-            self.savefig(picture, format="png")
-            return picture.getvalue()
-
-    figure = ShownFigure(figsize=(8, 5), layout="constrained")
+    figure = _figure(5)
     busy, memory = figure.subplots(2, 1, sharex=True)
     for device in dict.fromkeys(row.device for row in report.samples):
         rows = [row for row in report.samples if row.device == device]
@@ -47,6 +34,117 @@ def history(report: HistoryReport) -> Any:
         if axes.lines:
             axes.legend(loc="upper left", fontsize="small")
     return figure
+
+
+def memory(timeline: MemoryTimeline | None) -> Any:
+    """Return a figure of the memory over a cell, a line a device, each marked where it was highest.
+
+    Raises:
+        GpuMagicError: matplotlib is not installed, or there is no timeline.
+    """
+    if timeline is None:
+        raise GpuMagicError("there is no timeline to plot: the cell touched no device's memory")
+    figure = _figure(3.5)
+    axes = figure.subplots()
+    unit, name = _unit(max(course.highest for course in timeline.courses))
+    for course in timeline.courses:
+        _draw(axes, course, timeline.seconds, unit)
+    axes.set(ylabel=f"Allocated, {name}", xlabel="Seconds", ylim=(0, None), xlim=(0, None))
+    axes.legend(loc="upper left", fontsize="small")
+    return figure
+
+
+def rehearsal(report: RehearsalReport) -> Any:
+    """Return a figure of the memory that a cell would take, operator by operator.
+
+    Raises:
+        GpuMagicError: matplotlib is not installed, or the rehearsal came to no operator.
+    """
+    if not report.timeline:
+        raise GpuMagicError("there is no timeline to plot: the rehearsal came to no operator")
+    figure = _figure(3.5)
+    axes = figure.subplots()
+    unit, name = _unit(max(held for _, _, held in report.timeline))
+    for device in dict.fromkeys(device for device, _, _ in report.timeline):
+        found = [(line, held) for each, line, held in report.timeline if each == device]
+        heights = [held / unit for _, held in found]
+        axes.plot(heights, label=device, drawstyle="steps-post")
+        top = heights.index(max(heights))
+        _mark(axes, top, heights[top], f"line {found[top][0]}")
+    axes.set(ylabel=f"Allocated, {name}", xlabel="Over the run", ylim=(0, None), xticks=[])
+    axes.legend(loc="upper left", fontsize="small")
+    return figure
+
+
+def cells(report: CellsReport) -> Any:
+    """Return a figure of what was allocated after each cell, a line a device, with the cells' peaks above it.
+
+    Raises:
+        GpuMagicError: matplotlib is not installed, or no cell has been recorded.
+    """
+    if not report.cells:
+        raise GpuMagicError("there is nothing to plot: no recorded cell touched a device's memory")
+    figure = _figure(3.5)
+    axes = figure.subplots()
+    unit, name = _unit(max(row.peak or row.allocated_after for row in report.cells))
+    for device in dict.fromkeys(row.device for row in report.cells):
+        rows = [row for row in report.cells if row.device == device]
+        numbers = [row.cell for row in rows]
+        (line,) = axes.plot(numbers, [row.allocated_after / unit for row in rows], "o-", label=f"{device}, after")
+        peaks = [_or_gap(row.peak, unit) for row in rows]
+        axes.plot(numbers, peaks, "^", color=line.get_color(), label=f"{device}, peak")
+    axes.set(ylabel=f"Allocated, {name}", xlabel="Cell", ylim=(0, None))
+    axes.legend(loc="upper left", fontsize="small")
+    return figure
+
+
+def _draw(axes: Any, course: MemoryCourse, seconds: float, unit: int) -> None:
+    moments = [point.seconds for point in course.points]
+    highs, lasts = ([each / unit for each in found] for found in _columns(course))
+    (line,) = axes.plot([*moments, seconds], [*lasts, course.after / unit], label=course.device, drawstyle="steps-post")
+    axes.vlines(moments, lasts, highs, color=line.get_color(), alpha=0.5)
+    if moments:
+        top = highs.index(max(highs))
+        where = f"line {course.line}" if course.line is not None else ""
+        if not where and course.lines is not None:
+            where = "lines {}-{}".format(*course.lines)
+        _mark(axes, moments[top], highs[top], f"{'peak' if course.peak is not None else 'most seen'} {where}".strip())
+
+
+def _columns(course: MemoryCourse) -> tuple[Sequence[int], Sequence[int]]:
+    return [point.high for point in course.points], [point.last for point in course.points]
+
+
+def _mark(axes: Any, x: float, y: float, text: str) -> None:
+    axes.plot([x], [y], "v", color="tab:orange")
+    axes.annotate(text, (x, y), textcoords="offset points", xytext=(0, 6), ha="center", fontsize="small")
+    axes.margins(y=0.15)
+
+
+def _unit(most: int) -> tuple[int, str]:
+    return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+
+
+def _figure(height: float) -> Any:
+    """Return a figure that belongs to no window and to no pyplot state, so that it shows once, where it is returned.
+
+    Raises:
+        GpuMagicError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise GpuMagicError('plotting needs matplotlib: pip install matplotlib, or "gpumagic[plot]"') from None
+
+    class ShownFigure(Figure):  # type: ignore[misc, unused-ignore]
+        """Shows itself: IPython knows how to show figures only once pyplot has been imported."""
+
+        def _repr_png_(self) -> bytes:
+            picture = BytesIO()
+            self.savefig(picture, format="png")
+            return picture.getvalue()
+
+    return ShownFigure(figsize=(8, height), layout="constrained")
 
 
 def _or_gap(value: float | None, unit: float = 1.0) -> float:

@@ -10,8 +10,20 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Table, Tree
-from gpumagic.render.units import printable
+from gpumagic.render.document import (
+    Block,
+    Cell,
+    Column,
+    Course,
+    Document,
+    Fold,
+    Heading,
+    Listing,
+    Paragraph,
+    Table,
+    Tree,
+)  # fmt: skip
+from gpumagic.render.units import printable, sparkline
 
 NOTEBOOK_WIDTH = 100
 BAR_WIDTH = 12
@@ -50,22 +62,22 @@ def terminal_has_unicode() -> bool:
 def to_ascii(text: str) -> str:
     """Return the text with its drawing characters replaced and anything else outside ASCII escaped."""
     table = {"█": "#", "▓": "=", "▒": "-", "░": ".", "…": "~", "×": "x", "→": ">", "─": "-", "└": "`", "·": "-",
-             "▸": ">", "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%"}  # fmt: skip
+             "↑": "^", "▸": ">", "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%"}  # fmt: skip
     plain = "".join(table.get(ch, ch) for ch in text)
     return plain.encode("ascii", "backslashreplace").decode()
 
 
 def _block(block: Block, width: int) -> str:
-    if isinstance(block, Heading):
-        return ("\n" if block.apart else "") + _wrap(block.text, width)
-    if isinstance(block, Paragraph):
-        return _wrap(block.text, width)
+    if isinstance(block, Heading | Paragraph):
+        return ("\n" if isinstance(block, Heading) and block.apart else "") + _wrap(block.text, width)
     if isinstance(block, Table):
         return _table(block, width)
     if isinstance(block, Listing):
         return _listing(block, width)
     if isinstance(block, Tree):
         return _tree(block, width)
+    if isinstance(block, Course):
+        return _course(block, width)
     if isinstance(block, Fold):
         return _wrap(block.summary, width)
     raise TypeError(f"not a block: {block!r}")
@@ -95,6 +107,21 @@ def _broken(line: str, width: int, digits: int) -> list[str]:
         pieces.append(line[:at].rstrip())
         line = go_on + line[at:]
     return [*pieces, line]
+
+
+def _course(course: Course, width: int) -> str:
+    """Return a line of blocks, and under the marked one an arrow with its note to the side that has room."""
+    shown, mark = course.heights, course.mark
+    if len(shown) > width:
+        stride = -(-len(shown) // width)
+        shown = [max(shown[at : at + stride]) for at in range(0, len(shown), stride)]
+        mark //= stride
+    note = printable(course.note)
+    if mark < len(shown) / 2 or _width(note) + 1 > mark:
+        under = _cut(f"{' ' * min(mark, max(0, width - 2 - _width(note)))}↑ {note}", width)
+    else:
+        under = f"{_pad(note, mark - 1, 'right')} ↑"
+    return f"{sparkline(shown, high=1.0)}\n{under}"
 
 
 def _tree(tree: Tree, width: int) -> str:

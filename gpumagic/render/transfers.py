@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from gpumagic.render import memory
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.render.units import NOT_AVAILABLE, count, duration, size
 from gpumagic.reports import TransferReport, TransferRow
@@ -22,6 +23,7 @@ def view(report: TransferReport) -> Document:
         blocks.append(_flow(report.moves))
         blocks += _lines(report)
     blocks += [Paragraph(text) for text in _sentences(report)]
+    blocks += memory.blocks(report.timeline)
     blocks += _advice(report.advice)
     if _are_summed(report.moves):
         blocks.append(_every_move(report.moves))
@@ -185,8 +187,10 @@ def _sentences(report: TransferReport) -> Iterator[str]:
     if report.syncs and not any(row.line is not None for row in report.moves):
         lines = "; ".join(f"line {line}, {count(n, 'time')}" for line, n in report.syncs.items())
         yield f"The host waited for the device at {lines}."
-    if report.peak:
-        yield "Peak: " + "; ".join(f"{device} {size(n)}" for device, n in report.peak.items()) + "."
+    drawn = {each.device for each in memory.drawable(report.timeline)}
+    peaks = [f"{device} {size(n)}" for device, n in report.peak.items() if device not in drawn]
+    if peaks:
+        yield f"Peak: {'; '.join(peaks)}."
     if report.elsewhere:
         names = (f"{each.name} ({each.device}, {size(each.nbytes)})" for each in report.elsewhere[:SHOWN_NAMES])
         rest = len(report.elsewhere) - SHOWN_NAMES

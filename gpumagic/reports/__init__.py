@@ -10,16 +10,18 @@ field's name, or in the report's ``notes``.
 
 from gpumagic.reports.at_failure import Action, Instant, Shape, Share
 from gpumagic.reports.base import Report
+from gpumagic.reports.cells import CellRow, CellsReport
 from gpumagic.reports.changes import DeviceChange, DiffReport, DiffRow
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer, PlacedRow, merge
 from gpumagic.reports.explanation import Explanation, Operand
-from gpumagic.reports.gpu import BenchReport, BenchRow, CellUse, GPUReport, GpuRow, HistoryReport, ProcessRow, SampleRow
+from gpumagic.reports.gpu import BenchReport, BenchRow, GPUReport, GpuRow, HistoryReport, ProcessRow, SampleRow
 from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
 from gpumagic.reports.names import Holder
 from gpumagic.reports.oom import Advice, Change, OomReport
 from gpumagic.reports.origin import Origin
 from gpumagic.reports.rehearsal import DeviceForecast, Fit, RehearsalReport, RehearsalRow
 from gpumagic.reports.tensors import DeviceMemoryRow, GraphRow, SourceRow, TensorReport, TensorRow
+from gpumagic.reports.timeline import MemoryCourse, MemoryPoint, MemoryTimeline
 from gpumagic.reports.transfers import TransferReport, TransferRow
 from gpumagic.reports.tries import FitReport, Try
 from gpumagic.reports.why import WayRow, WhyReport
@@ -29,7 +31,8 @@ __all__ = [
     "Advice",
     "BenchReport",
     "BenchRow",
-    "CellUse",
+    "CellRow",
+    "CellsReport",
     "Change",
     "ClusterReport",
     "DeviceChange",
@@ -50,6 +53,9 @@ __all__ = [
     "HistoryReport",
     "Holder",
     "Instant",
+    "MemoryCourse",
+    "MemoryPoint",
+    "MemoryTimeline",
     "OomReport",
     "Operand",
     "Origin",

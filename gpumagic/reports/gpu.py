@@ -178,17 +178,6 @@ class HistoryReport(Report[SampleRow]):
 
 
 @dataclass(frozen=True, slots=True)
-class CellUse:
-    """What one cell did on one device, by the allocator's own counters."""
-
-    device: str
-    allocated_before: int
-    allocated_after: int
-    peak: int | None
-    """Bytes allocated at most during the cell; None where the counter did not rise and so does not tell."""
-
-
-@dataclass(frozen=True, slots=True)
 class BenchRow:
     """How fast one device did one thing."""
 

@@ -10,6 +10,7 @@ from gpumagic.reports.at_failure import Action, Instant
 from gpumagic.reports.base import Report
 from gpumagic.reports.names import Holder
 from gpumagic.reports.origin import Origin
+from gpumagic.reports.timeline import MemoryTimeline, plot
 from gpumagic.reports.tries import Try
 
 
@@ -115,7 +116,17 @@ class OomReport(Report[Advice]):
     """The verdict in a word or two: ``"shortage"``, ``"leftovers"``, ``"fragmentation"``, ``"other process"``,
     ``"one request"`` (larger than the device), ``"size bug"``, ``"host memory"``, ``"shared memory"``, ``"cap"``."""
     origin: Origin = field(default_factory=Origin)
+    timeline: MemoryTimeline | None = None
+    """What was allocated in the course of the run that failed; None where no device's memory was touched."""
 
     @property
     def rows(self) -> tuple[Advice, ...]:
         return self.advice
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the memory over the cell, up to the failure.
+
+        Raises:
+            GpuMagicError: matplotlib is not installed, or there is no timeline.
+        """
+        return plot(self.timeline)

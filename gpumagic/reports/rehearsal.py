@@ -106,3 +106,13 @@ class RehearsalReport(Report[RehearsalRow]):
     @property
     def rows(self) -> tuple[RehearsalRow, ...]:
         return self.lines
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the memory over the run, a line a device.
+
+        Raises:
+            GpuMagicError: matplotlib is not installed, or there is nothing to draw.
+        """
+        from gpumagic.render import plot
+
+        return plot.rehearsal(self)

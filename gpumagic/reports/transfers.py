@@ -10,6 +10,7 @@ from gpumagic.reports.base import Report
 from gpumagic.reports.explanation import Explanation
 from gpumagic.reports.names import Holder
 from gpumagic.reports.origin import Origin
+from gpumagic.reports.timeline import MemoryTimeline, plot
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,17 @@ class TransferReport(Report[TransferRow]):
     """The code that ran, as ``(line number, text)``."""
     notes: tuple[str, ...] = ()
     origin: Origin = field(default_factory=Origin)
+    timeline: MemoryTimeline | None = None
+    """What was allocated in the course of it; None where no device's memory was touched."""
 
     @property
     def rows(self) -> tuple[TransferRow, ...]:
         return self.moves
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the memory over the cell.
+
+        Raises:
+            GpuMagicError: matplotlib is not installed, or there is no timeline.
+        """
+        return plot(self.timeline)

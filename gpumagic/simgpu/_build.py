@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from gpumagic import progress
 from gpumagic.errors import SimgpuUnavailable
 
 NAME = "gpumagic_simgpu"
@@ -32,7 +33,7 @@ def load() -> ModuleType:
     """
     home = cache_folder() / _key()
     if not _library(home).exists():
-        with _only_process(home.with_suffix(".lock")):
+        with progress.waiting("compiling the simulated GPU"), _only_process(home.with_suffix(".lock")):
             if not _library(home).exists():
                 return _compile(home)
     return _import(_library(home))

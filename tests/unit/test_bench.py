@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import ModuleType
 
 import pytest
@@ -90,32 +91,77 @@ def test_a_device_that_is_not_here_is_an_error() -> None:
 # -- progress ---------------------------------------------------------------------------------------------
 
 
-def test_without_tqdm_one_line_is_written_over_and_removed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def no_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    assert list(progress.bar(["first", "second"])) == ["first", "second"]
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("\r0/2 first\r1/2 second")
-    assert shown.err.endswith("\r          \r")
 
 
-def test_tqdm_is_used_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """Return what each of tqdm's bars is told, in order of their making."""
+    made: list[dict[str, object]] = []
 
-    class Bar(list[str]):
-        def __init__(self, steps: list[str], **options: object) -> None:
-            super().__init__(steps)
+    class Bar:
+        def __init__(self, **options: object) -> None:
+            self.told: dict[str, object] = {**options, "said": [], "done": 0, "closed": False}
+            made.append(self.told)
 
         def set_description(self, text: str) -> None:
-            said.append(text)
+            self.told["said"] = [*self.told["said"], text]  # type: ignore[misc]
+
+        def update(self, n: int) -> None:
+            self.told["done"] += n  # type: ignore[operator]
+
+        def close(self) -> None:
+            self.told["closed"] = True
 
     module = ModuleType("tqdm.auto")
     module.tqdm = Bar  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tqdm", ModuleType("tqdm"))
     monkeypatch.setitem(sys.modules, "tqdm.auto", module)
-    assert list(progress.bar(["first", "second"])) == said == ["first", "second"]
+    return made
+
+
+@pytest.mark.usefixtures("no_tqdm")
+def test_without_tqdm_one_line_is_written_over_and_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(progress.bar(["first", "second"], "word")) == ["first", "second"]
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert [line.strip() for line in shown.err.split("\r") if line.strip()][::2] == ["0/2 first", "0/2 second"]
+    assert shown.err.endswith("\r          \r")
+
+
+def test_tqdm_is_used_where_it_is_and_told_what_is_counted(bars: list[dict[str, object]]) -> None:
+    assert list(progress.bar(["first", "second"], "word")) == ["first", "second"]
+    (told,) = bars
+    assert (told["total"], told["unit"], told["said"]) == (2, "word", ["first", "second"])
+    assert told["closed"]
+    assert not told["leave"]
+
+
+def test_a_step_is_done_when_the_next_begins(bars: list[dict[str, object]]) -> None:
+    with progress.tally(12, "rehearsal") as tell:
+        for value in (16, 32, 64):
+            tell(f"batch_size = {value}")
+    assert bars[0]["done"] == 2
+    assert bars[0]["said"] == ["batch_size = 16", "batch_size = 32", "batch_size = 64"]
+
+
+def test_what_cannot_be_counted_shows_for_how_long_it_has_been_going_on(bars: list[dict[str, object]]) -> None:
+    assert any(second == 2 for second in progress.clock("rehearsing"))
+    assert bars[0]["said"] == ["rehearsing, 0 s", "rehearsing, 1 s", "rehearsing, 2 s"]
+    assert bars[0]["closed"], "also where nobody waits to the end"
+
+
+def test_a_wait_shows_its_clock_from_a_thread_that_ends_with_it(
+    bars: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = threading.Event()
+    monkeypatch.setattr(progress, "clock", lambda what: shown.set() or iter([what]))
+    monkeypatch.setattr(progress, "SILENT", 0.0)
+    with progress.waiting("compiling"):
+        assert shown.wait(30)
+    assert "gpumagic progress" not in [thread.name for thread in threading.enumerate()]
 
 
 # -- the view ---------------------------------------------------------------------------------------------

@@ -1,0 +1,194 @@
+"""Allocated bytes over the time of a cell: figures that were read now and then, in memory that does not grow.
+
+A look is what the allocators' counters say at one moment. What lies between two looks shows in the peak counter, which
+nobody resets: where that has risen, so much was allocated in between, and the line that did it is one of those that
+ran from the one look to the other (`line_spans`). Who looks is not the business of this module: `sampler` does by the
+clock, `tracing` after every operator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from threading import Lock
+
+from gpumagic.probes import line_spans
+from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.reports import MemoryCourse, MemoryPoint, MemoryTimeline
+
+STRETCHES = 200
+"""Into how many stretches the time of a cell is folded at most."""
+_FINEST = 1e-6
+"""Seconds of a stretch at first; they double whenever there would be too many."""
+_END = -1
+"""Stands for the last line of the code, which is not read before it has run."""
+_NOTHING = AllocatorFigures(0, 0, 0)
+"""What a backend had allocated before anybody used it."""
+
+
+class _Fold:
+    """One figure by stretches of time, never more of them than ``most``."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._width = _FINEST
+        self._found: dict[int, tuple[int, int, int]] = {}
+
+    def add(self, seconds: float, high: int, last: int) -> None:
+        while seconds >= self._most * self._width:
+            self._halve()
+        self._put(int(seconds / self._width), (last, high, last))
+
+    def points(self) -> tuple[MemoryPoint, ...]:
+        return tuple(MemoryPoint(place * self._width, *self._found[place]) for place in sorted(self._found))
+
+    def _halve(self) -> None:
+        finer, self._found, self._width = self._found, {}, 2 * self._width
+        for place in sorted(finer):
+            self._put(place // 2, finer[place])
+
+    def _put(self, place: int, found: tuple[int, int, int]) -> None:
+        low, high, last = found
+        known = self._found.get(place, found)
+        self._found[place] = min(low, known[0]), max(high, known[1]), last
+
+
+class _Track:
+    """One device."""
+
+    def __init__(self, before: AllocatorFigures, stretches: int) -> None:
+        self.before, self.now = before.allocated, before.allocated
+        self._counter = before.peak or 0
+        self.peak: int | None = None
+        self.seen = before.allocated
+        self.line: int | None = None
+        """The line of the highest, where it is certain."""
+        self.between: tuple[int | None, int | None] = (None, None)
+        """Else the lines at the looks before and after it."""
+        self.fold = _Fold(stretches)
+        self.fold.add(0.0, before.allocated, before.allocated)
+
+    def add(self, seconds: float, figures: AllocatorFigures, since: int | None, line: int | None) -> bool:
+        """Note a look, and return whether there is a new maximum.
+
+        The lines are those that ran at the look before and at this one.
+        """
+        self.now = high = figures.allocated
+        counter, is_new = figures.peak or 0, False
+        if counter > self._counter:
+            high = max(high, counter)
+            if self.peak is None or counter > self.peak:
+                self.peak, self.line, self.between, is_new = counter, None, (since, line), True
+        self._counter = counter  # lower than it was where the cell's own code has reset it
+        if figures.allocated > self.seen:
+            self.seen = figures.allocated
+            if self.peak is None:
+                self.line, is_new = line, True
+        self.fold.add(seconds, high, figures.allocated)
+        return is_new
+
+
+class TimelineLog:
+    """What is seen of the allocators in the course of one cell.
+
+    Args:
+        before: their figures as the cell began.
+        line: the line that ran then.
+        stretches: into how many its time is folded at most.
+    """
+
+    def __init__(
+        self, before: Mapping[str, AllocatorFigures], line: int | None = None, stretches: int = STRETCHES
+    ) -> None:
+        self.started = time.perf_counter()
+        self._ended: float | None = None
+        self._stretches = stretches
+        self._tracks = {device: _Track(figures, stretches) for device, figures in before.items()}
+        self._line = line
+        self._looks = 1
+        self._seconds = 0.0
+        self._is_every_operator = False
+        self._lock = Lock()
+
+    def add(self, figures: Mapping[str, AllocatorFigures], line: int | None) -> None:
+        """Note what some devices' allocators say now, and the line that runs.
+
+        A look that comes while another is being noted is left out: it may come from a finalizer that runs in there.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._seconds = self._now()
+            self._looks += 1
+            for device, now in figures.items():
+                self._track(device).add(self._seconds, now, self._line, line)
+            self._line = line
+        finally:
+            self._lock.release()
+
+    def add_operator(
+        self, device: str, now: AllocatorFigures, line: int | None, innermost: Callable[[], int | None]
+    ) -> None:
+        """Note what a device's allocator says right after an operator that allocates its result there.
+
+        Args:
+            device: where.
+            now: its figures.
+            line: the line that runs.
+            innermost: returns the line of a function of the cell, if one runs.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._is_every_operator = True
+            self._seconds = self._now()
+            self._looks += 1
+            track = self._track(device)
+            # What the operator took for itself only, and what no operator took, may be from another line.
+            if track.add(self._seconds, now, self._line, line) and (track.peak is None or track.peak == now.allocated):
+                track.line = innermost()
+            self._line = line
+        finally:
+            self._lock.release()
+
+    def finished(
+        self, after: Mapping[str, AllocatorFigures], code: Callable[[], Mapping[int, str]] = dict
+    ) -> MemoryTimeline | None:
+        """Return the timeline, with the closing figures, or None where no device's memory was touched.
+
+        Args:
+            after: the figures at the end.
+            code: returns the code's lines by number.
+        """
+        self.add(after, _END)
+        touched = {
+            device: track for device, track in sorted(self._tracks.items())
+            if track.peak is not None or track.seen > track.before or track.now != track.before
+        }  # fmt: skip
+        if not touched:
+            return None
+        lines = code()
+        courses = tuple(_course(device, track, lines) for device, track in touched.items())
+        return MemoryTimeline(courses, self._seconds, self._looks, self._is_every_operator)
+
+    def end(self) -> None:
+        """Let the time stand still: what follows is no part of the cell."""
+        self._ended = self._ended or time.perf_counter()
+
+    def _now(self) -> float:
+        return (self._ended or time.perf_counter()) - self.started
+
+    def _track(self, device: str) -> _Track:
+        if device not in self._tracks:
+            self._tracks[device] = _Track(_NOTHING, self._stretches)
+        return self._tracks[device]
+
+
+def _course(device: str, track: _Track, code: Mapping[int, str]) -> MemoryCourse:
+    first, last = (max(code, default=None) if line == _END else line for line in track.between)
+    lines = line_spans.between(code, first, last) if track.line is None else (track.line, track.line)
+    is_one = lines is not None and lines[0] == lines[1]
+    text = code.get(lines[0], "").strip() if lines is not None and is_one else ""
+    return MemoryCourse(
+        device, track.before, track.now, track.peak, track.seen, lines, text or None, track.fold.points()
+    )  # fmt: skip

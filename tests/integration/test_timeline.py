@@ -1,0 +1,338 @@
+"""Memory over a cell on simulated devices, against sums made by hand and the device's own counters.
+
+The clock is stopped here: cells call `look()`, which does what the sampler's thread would do at that moment, and
+`watched(n)`, which looks before and after it makes n MiB.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import gpumagic
+from gpumagic.probes import sampler
+from gpumagic.render import memory
+
+MIB = 1024**2
+
+
+def make(mib: int, index: int = 0) -> torch.Tensor:
+    return torch.empty(mib * MIB, dtype=torch.uint8, device=f"simgpu:{index}")
+
+
+def watched(mib: int, index: int = 0) -> torch.Tensor:
+    sampler._look()
+    made = make(mib, index)
+    sampler._look()
+    return made
+
+
+@pytest.fixture(autouse=True)
+def fresh_counters(two_devices, monkeypatch):
+    """As a user does who wants a peak: the counters begin anew, and nobody of ours does that."""
+    monkeypatch.setattr(sampler, "PAUSE", 3600.0)
+    monkeypatch.setattr(sampler, "LONGEST_PAUSE", 3600.0)
+    monkeypatch.setattr(memory, "ENOUGH", 1)  # these cells take no time, but for IPython's traceback
+    for index in range(2):
+        torch.simgpu.reset_peak_memory_stats(index)
+    yield
+    assert "gpumagic memory" not in [thread.name for thread in threading.enumerate()], "a thread was left behind"
+
+
+@pytest.fixture
+def run(bare_shell):
+    """Return a function that runs a cell and gives its stored report."""
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.user_ns.update(torch=torch, make=make, watched=watched, look=sampler._look, MIB=MIB)
+
+    def run(cell):
+        bare_shell.user_ns.pop("report", None)
+        bare_shell.run_cell(cell)
+        return bare_shell.user_ns.get("report")
+
+    yield run
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+
+
+RISE_AND_FALL = """%%ondevice 0 -q -o report{options}
+a = watched(10)
+b = watched(30)
+look(); c = b.clone(); look()
+del b, c; look()
+d = watched(5)
+"""
+
+
+@pytest.mark.parametrize("options", ["", " --trace", " --strict"])
+def test_a_timeline_shows_the_rise_and_the_fall_and_the_peak_on_its_line(run, options) -> None:
+    """10, then 40, then 70 MiB, back to 10, and 15 in the end."""
+    before = torch.simgpu.memory_allocated(0)
+    report = run(RISE_AND_FALL.format(options=options))
+    (course,) = report.timeline.courses
+    assert (course.before, course.after) == (before, before + 15 * MIB)
+    assert course.peak == torch.simgpu.max_memory_allocated(0) == before + 70 * MIB
+    assert (course.line, course.code) == (4, "look(); c = b.clone(); look()")
+    assert report.peak == {"simgpu:0": course.peak}
+    lasts = [(point.last - before) // MIB for point in course.points]
+    assert lasts == sorted(lasts[: lasts.index(70) + 1]) + lasts[lasts.index(70) + 1 :], "it only rises up to there"
+    assert lasts[-1] == 15
+    assert report.timeline.every_operator == bool(options)
+
+
+def test_every_operator_is_a_point_under_trace_also_those_of_functions_and_of_backward(run) -> None:
+    """The peak is the gradient's, or the product's, which no look saw; the line is the function's own."""
+    report = run(
+        "%%ondevice 0 -q -o report --trace\n"
+        "def squared(x):\n"
+        "    y = x * x\n"
+        "    return (y * y).sum()\n"
+        "w = torch.ones(MIB, requires_grad=True)\n"
+        "loss = squared(w)\n"
+        "del loss\n"
+    )
+    (course,) = report.timeline.courses
+    assert course.peak == torch.simgpu.max_memory_allocated(0)
+    assert (course.line, course.code) == (4, "return (y * y).sum()")
+    backward = run(
+        "%%ondevice 0 -q -o report --trace\nw = torch.ones(4 * MIB, requires_grad=True)\n(w * w).sum().backward()\n"
+    )
+    (course,) = backward.timeline.courses
+    assert course.peak == torch.simgpu.max_memory_allocated(0)
+    assert course.line == 3
+
+
+def test_a_peak_in_a_loop_is_claimed_for_the_loop_and_for_no_line_of_it(run) -> None:
+    report = run(
+        "%%ondevice 0 -q -o report\n"
+        "kept = []; look()\n"
+        "for n in range(3):\n"
+        "    kept.append(make(n + 1)); look()\n"
+        "    more = 1; look()\n"
+        "del kept; look()\n"
+    )
+    (course,) = report.timeline.courses
+    assert (course.line, course.lines) == (None, (3, 5))
+    assert "between lines 3 and 5" in str(report)
+
+
+def test_what_an_earlier_cell_had_at_most_is_not_this_ones_peak(run) -> None:
+    run("big = make(100); del big")
+    (course,) = run("%%ondevice 0 -q -o report\na = make(20); look()\ndel a; look()").timeline.courses
+    assert torch.simgpu.max_memory_allocated(0) > course.seen
+    assert (course.peak, course.line) == (None, 2)
+
+
+def test_what_move_takes_is_not_the_first_lines(run) -> None:
+    run("host = torch.ones(8 * MIB)")
+    (course,) = run("%%ondevice 0 -q -o report --move host\nx = 1; look()\ny = 2; look()").timeline.courses
+    assert (course.line, course.code) == (1, "%%ondevice 0 -q -o report --move host")
+
+
+def test_devices_have_a_course_each_and_those_untouched_none(run) -> None:
+    timeline = run("%%ondevice 1 -q -o report\na = make(3, 1); look()").timeline
+    assert [course.device for course in timeline.courses] == ["simgpu:1"]
+    both = run("%%ondevice 1 -q -o report\na = make(3, 1); b = make(2, 0); look()").timeline
+    assert [(course.device, (course.after - course.before) // MIB) for course in both.courses] == [
+        ("simgpu:0", 2),
+        ("simgpu:1", 0),
+    ]
+    assert run("%%ondevice 1 -q -o report\nx = 1; look()").timeline is None
+
+
+def test_a_cell_that_runs_out_of_memory_has_its_course_up_to_there(run) -> None:
+    report = run("%%oomguard -o report\na = watched(10)\nb = watched(20)\nc = make(10**6)")
+    (course,) = report.timeline.courses
+    assert (course.after - course.before) // MIB == 30
+    assert report.allocated_at_failure == course.after
+    assert (course.line, course.code) == (3, "b = watched(20)")
+    assert "Memory on simgpu:0 over" in " ".join(str(report).split())
+
+
+def test_looking_keeps_no_frame_and_so_no_tensor_alive(run) -> None:
+    """Without a collection: this is when the frames of the cell's functions go."""
+    import gc
+
+    gc.disable()
+    try:
+        before = torch.simgpu.memory_allocated(0)
+        for options in ("", " --trace"):
+            run(f"%%ondevice 0 -q -o report{options}\na = watched(20); look(); a = a.clone()\ndel a")
+            assert torch.simgpu.memory_allocated(0) == before
+    finally:
+        gc.enable()
+
+
+def test_a_guard_of_every_cell_follows_the_cell_that_is_about_to_start(bare_shell, run) -> None:
+    bare_shell.run_cell("%oomguard on")
+    bare_shell.display_pub.outputs.clear()
+    run("x = 1\na = watched(10)\nb = watched(20)\nc = make(10**6)")
+    (shown,) = [each["data"]["text/plain"] for each in bare_shell.display_pub.outputs]
+    assert "peak 30.0 MiB" in " ".join(shown.split())
+    assert "line 3: b = watched(20)" in shown
+    bare_shell.run_cell("%oomguard off")
+
+
+def test_a_body_run_again_is_followed_from_its_own_start(run) -> None:
+    report = run("%%oomguard --shrink n -o report\nn = 5000\na = watched(5)\nb = make(n)")
+    assert report.recovered
+    (course,) = report.timeline.courses
+    assert (course.after - course.before) // MIB == 5, "of a run that failed"
+    assert course.line == 3
+
+
+def test_blocks_and_functions_tell_their_own_lines() -> None:
+    with gpumagic.ondevice("simgpu:0") as run:
+        small = watched(1)
+        large = watched(40)
+    (course,) = run.report.timeline.courses
+    assert course.code == "large = watched(40)"
+    del small, large
+
+    @gpumagic.ondevice("simgpu:0")
+    def step():
+        first = watched(60)
+        return first.numel()
+
+    step()
+    (course,) = step.run.report.timeline.courses
+    assert course.code == "first = watched(60)"
+
+
+def test_a_guarded_block_tells_its_own_lines() -> None:
+    with gpumagic.oomguard(keep_going=True) as guard:
+        small = watched(1)
+        large = watched(40)
+        make(10**6)
+    (course,) = guard.report.timeline.courses
+    assert course.code == "large = watched(40)"
+    del small, large
+
+
+def test_an_interrupted_cell_and_a_cell_inside_a_cell_leave_no_thread(bare_shell, run) -> None:
+    run("%%ondevice 0 -q -o report\nraise KeyboardInterrupt")
+    run("%%oomguard\nget_ipython().run_cell('%%ondevice 0 -q\\nget_ipython().run_cell(\"1/0\")')\n1/0")
+    run("%%ondevice 0 -q\n%%oomguard")
+    assert sampler._sampled == []
+
+
+def test_one_thread_looks_for_all_and_only_while_there_is_something_to_look_at(run) -> None:
+    run(
+        "%%ondevice 0 -q\n%oomguard\nimport threading\n"
+        "names = [thread.name for thread in threading.enumerate()].count('gpumagic memory')"
+    )
+    assert "gpumagic memory" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_clock_looks_by_itself(run, monkeypatch) -> None:
+    """Until it has seen the memory that this cell has."""
+    monkeypatch.setattr(sampler, "PAUSE", 0.001)
+    seen = threading.Event()
+    look = sampler._look
+
+    def looked() -> None:
+        look()
+        seen.set()
+
+    monkeypatch.setattr(sampler, "_look", looked)
+    run("x = 1")
+    sampler_cell = "%%ondevice 0 -q -o report\na = make(25)\nseen.clear(); ok = seen.wait(60)\ndel a"
+    import IPython
+
+    IPython.get_ipython().user_ns["seen"] = seen
+    report = run(sampler_cell)
+    (course,) = report.timeline.courses
+    assert course.seen - course.before == 25 * MIB
+    assert report.timeline.looks > 2
+
+
+def test_a_backend_whose_counters_fail_ends_the_looking_and_not_the_cell(run, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(sampler, "PAUSE", 0.001)
+    failed = threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise RuntimeError("driver shutting down")
+
+    monkeypatch.setattr(sampler, "_look", fail)
+    import IPython
+
+    IPython.get_ipython().user_ns["failed"] = failed
+    assert run("%%ondevice 0 -q -o report\nok = failed.wait(60)") is not None
+    assert "driver" not in capfd.readouterr().err
+
+
+# -- the table of cells -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(bare_shell, run, capsys):
+    """Return a function that runs cells with `--each-cell on` and gives their table."""
+    bare_shell.run_cell("%gpuinfo --each-cell on")
+
+    def table(*cells):
+        for cell in cells:
+            bare_shell.run_cell(cell, store_history=True)
+        run("report = %gpuinfo --each-cell")
+        return bare_shell.user_ns["report"]
+
+    return table
+
+
+def test_the_table_says_which_cell_grew_memory_by_how_much(table) -> None:
+    before = torch.simgpu.memory_allocated(0)
+    cell = "# nothing yet\n\nb = make(30); t = watched(50); del t"
+    report = table("a = make(10)", cell, "x = 1", "del b", "1 / 0")
+    assert [(row.code, row.device, row.growth // MIB) for row in report] == [
+        ("a = make(10)", "simgpu:0", 10),
+        ("b = make(30); t = watched(50); del t", "simgpu:0", 30),
+        ("del b", "simgpu:0", -30),
+    ]
+    assert [row.peak for row in report] == [before + 10 * MIB, before + 90 * MIB, None]
+    assert [row.allocated_before for row in report] == [before, before + 10 * MIB, before + 40 * MIB]
+    assert report.recorded == 5, "those that touched nothing are counted, too"
+    numbers = [row.cell for row in report]
+    assert numbers == [numbers[0], numbers[0] + 1, numbers[0] + 3]
+    assert f"cell {numbers[1]} grew it most: simgpu:0 by 30.0 MiB" in " ".join(str(report).split())
+    assert report.timelines[numbers[1]].courses[0].line == 3
+    assert list(report.to_pandas()["growth"]) == [row.growth for row in report]
+
+
+def test_the_table_fits_a_terminal_and_names_what_it_leaves_out(table) -> None:
+    from gpumagic.render import to_text
+
+    report = table("first_of_a_rather_long_line_of_code_that_goes_on_and_on = make(10); second = make(2, 1)")
+    text = to_text(report, 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Before: in a wider terminal, and in .to_pandas()." in text
+
+
+def test_the_table_stays_when_the_lines_are_off_and_goes_when_gpumagic_does(bare_shell, table) -> None:
+    assert len(table("a = make(10)", "%gpuinfo --each-cell off", "b = make(10)")) == 1
+    assert "records the cells after it" in str(bare_shell.user_ns["report"])
+    bare_shell.run_line_magic("reload_ext", "gpumagic")
+    bare_shell.run_cell("report = %gpuinfo --each-cell")
+    assert len(bare_shell.user_ns["report"]) == 0
+    assert "No cell has been recorded yet" in str(bare_shell.user_ns["report"])
+
+
+def test_only_the_last_cells_are_kept(bare_shell, table, monkeypatch) -> None:
+    from collections import deque
+
+    each = bare_shell.meta["gpumagic_each_cell"]
+    monkeypatch.setattr(each, "_done", deque(maxlen=3))
+    assert [row.code for row in table(*(f"a{n} = make({n + 1})" for n in range(5)))] == [
+        f"a{n} = make({n + 1})" for n in (2, 3, 4)
+    ]
+
+
+def test_the_table_keeps_no_tensor_and_can_be_sent_away(table) -> None:
+    import json
+    import pickle
+
+    before = torch.simgpu.memory_allocated(0)
+    report = table("kept = make(10)", "del kept")
+    assert torch.simgpu.memory_allocated(0) == before
+    assert pickle.loads(pickle.dumps(report)).cells == report.cells
+    assert json.loads(json.dumps(report.to_dict()))["cells"][0]["growth"] == 10 * MIB
