@@ -14,8 +14,13 @@ ENOUGH = 4
 SHOWN = 3
 
 
-def blocks(timeline: MemoryTimeline | None) -> Iterator[Block]:
-    """Yield what is to be shown of a timeline: the devices with the most, the others folded away."""
+def blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterator[Block]:
+    """Yield what is to be shown of a timeline: the devices with the most, the others folded away.
+
+    Args:
+        timeline: the timeline.
+        better: what to do to learn the line of a peak, where it is not certain.
+    """
     if timeline is None:
         return
     drawn = sorted(drawable(timeline), key=lambda each: -each.highest)
@@ -26,7 +31,8 @@ def blocks(timeline: MemoryTimeline | None) -> Iterator[Block]:
         inner = [block for course in drawn[SHOWN:] for block in _course(course, timeline.seconds)]
         yield Fold(f"memory on {names}", inner)
     if drawn:
-        yield Paragraph(_how(timeline, drawn), muted=True)
+        unknown = better and any(each.line is None for each in drawn[:SHOWN])
+        yield Paragraph(f"{_how(timeline, drawn)}{f' {better}' if unknown else ''}", muted=True)
 
 
 def drawable(timeline: MemoryTimeline | None) -> tuple[MemoryCourse, ...]:
