@@ -105,6 +105,7 @@ class Census:
         names = Names(self._search.run(variables, wanted=map(id, self._tensors)))
         known = set(map(id, self._tensors))
         self._tensors += [each for key, each in self._search.tensors.items() if key not in known]
+        self._owners += self._search.owners if gc.get_freeze_count() else ()
         return names
 
     def _walk_graphs(self) -> dict[int, list[Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from gpumagic.probes import allocator, holders, last_error, outputs, tensors
+from gpumagic.probes import allocator, gradients, holders, last_error, outputs, tensors
+from gpumagic.probes.graphs import Graphs
 from gpumagic.probes.storages import Ledger, uncollected, undisturbed
 from gpumagic.reports import FreedRow, ReleaseReport, TensorReport
 
@@ -47,13 +48,18 @@ def _forget(wanted: set[int], namespace: Mapping[str, object], shell: Interactiv
 
 
 def _reaches(value: object, wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None) -> bool:
-    """Tell whether a value keeps one of the storages with these numbers."""
-    search, ledger = holders.search_for(namespace, shell), Ledger()
+    """Tell whether a value keeps one of the storages with these numbers, itself or by an autograd graph."""
+    search, ledger, graphs = holders.search_for(namespace, shell), Ledger(), Graphs()
     try:
         with undisturbed():
             search.run([("it", value)])
-            return any(not wanted.isdisjoint(ledger.numbers(tensor)) for tensor in search.tensors.values())
+            tensors = list(search.tensors.values())
+            for result in gradients.results(tensors):
+                graph = graphs.of(result.grad_fn)
+                tensors += graph.tensors if graph is not None else ()
+            return any(not wanted.isdisjoint(ledger.numbers(tensor)) for tensor in tensors)
     finally:
+        graphs.release()
         search.release()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from itertools import count, islice
 from typing import Any
 
-from gpumagic.probes.anatomy import VARIABLE, Branch, Opener
+from gpumagic.probes.anatomy import VARIABLE, Branch, Opener, module, optimizer
 from gpumagic.probes.openers import opener_of
 from gpumagic.probes.spelling import Path, spell
 
@@ -45,10 +45,13 @@ class Search:
         self._paths: dict[int, list[Path]] = {}
         self.tensors: dict[int, Any] = {}
         """The tensors met, so that an `id` stays theirs."""
+        self.owners: list[object] = []
+        """The modules and optimizers met."""
 
     def release(self) -> None:
         """Let go of every object, however the search ended."""
         self.tensors.clear()
+        self.owners.clear()
         self._closed.clear()
         self._queue.clear()
         self._large.clear()
@@ -81,6 +84,8 @@ class Search:
     def _open(self, value: object, path: Path) -> None:
         opener = self._openers[type(value)]
         assert opener is not None
+        if opener.branches in (module, optimizer):
+            self.owners.append(value)
         for branch in opener.branches(value, opener):
             if self._steps <= 0:
                 return

@@ -43,6 +43,8 @@ class Column:
     """Whether its text may be cut to fit the width."""
     cut: Literal["end", "middle"] = "end"
     """Where it is cut: a path such as ``model.layers[3].weight`` tells most at its ends."""
+    least: int = 16
+    """Characters that it keeps where others could have room if it was cut further."""
     code: bool = False
     """Whether it is code, whose indentation counts."""
 

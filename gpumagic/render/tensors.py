@@ -58,7 +58,7 @@ def _largest(report: TensorReport) -> list[Block]:
     shown = lines if report.limit is None else lines[: report.limit]
     wholes = {row.device: row.in_rows for row in report.by_device}
     columns = [
-        Column("Name", shrinks=True, cut="middle"),
+        Column("Name", shrinks=True, cut="middle", least=20),
         Column("Device"),
         Column("Size", "right"),
         Column("Shape", shrinks=True),

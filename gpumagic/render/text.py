@@ -193,7 +193,7 @@ def _columns_that_fit(columns: Sequence[Column], grid: list[list[str]], width: i
 
 def _least_widths(columns: Sequence[Column], grid: list[list[str]], keep: list[int]) -> list[int]:
     natural = [max([_width(columns[i].title), *(_width(row[i]) for row in grid)]) for i in keep]
-    return [min(w, 16) if columns[i].shrinks else w for i, w in zip(keep, natural, strict=True)]
+    return [min(w, columns[i].least) if columns[i].shrinks else w for i, w in zip(keep, natural, strict=True)]
 
 
 def _widths(columns: Sequence[Column], grid: list[list[str]], width: int) -> list[int]:

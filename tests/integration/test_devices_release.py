@@ -71,6 +71,15 @@ def test_a_local_of_a_failed_cell_is_released_to_the_byte(run, later) -> None:
     assert torch.simgpu.memory_allocated(0) == before
 
 
+def test_a_graph_that_only_an_output_keeps_is_released_to_the_byte(run) -> None:
+    """Also where the output itself looks into a storage that a variable names."""
+    run(f"w = torch.ones(1001, device={DEVICE!r}, requires_grad=True)\nloss = w.exp().sum()\nloss")
+    run("loss = loss.detach()")
+    before = torch.simgpu.memory_allocated(0)
+    assert held_by(run("%devices --held"), 1001)[0][1] == "%devices --release-held"
+    assert freed(run("%devices --release-held")) == before - torch.simgpu.memory_allocated(0) == 4096
+
+
 @pytest.fixture
 def library(monkeypatch):
     """Return a module as if it was installed."""

@@ -403,13 +403,20 @@ def test_its_own_failure_keeps_no_tensor(monkeypatch, broken) -> None:
 
 
 def test_a_name_that_is_frozen_away_is_found_through_the_namespace() -> None:
-    frozen = torch.ones(123)
+    """And so is what it is for, from the modules and optimizers that the names lead to."""
+    net = torch.nn.BatchNorm1d(3)
+    opt = torch.optim.Adam(net.parameters())
+    net(torch.ones(2, 3)).sum().backward()
+    opt.step()
     gc.freeze()
     try:
-        report = probe({"frozen": frozen})
+        report = probe({"frozen": torch.ones(123), "net": net, "opt": opt})
     finally:
         gc.unfreeze()
-    assert "frozen" in [row.name for row in report]
+    kinds = {row.name: row.kind for row in report}
+    assert kinds["frozen"] == "plain"
+    assert kinds["net.running_mean"] == "buffer"
+    assert kinds["opt.state[net.weight].exp_avg"] == "optimizer state"
     assert any("gc.freeze()" in note for note in report.notes)
 
 
