@@ -25,7 +25,7 @@ def parts(report: ClusterReport) -> tuple[str, list[Block]]:
         blocks.append(Paragraph(f"and {count(len(found) - MOST_ROWS, 'more engine')}", muted=True))
     blocks += [Paragraph(text) for text in _advice(found)]
     each = [block for one in found[:MOST_REPORTS] for block in _whole(*one)]
-    return _heading(found), [*blocks, Fold("Each engine's own report: the report's reports[engine]", each)]
+    return _heading(found), [*blocks, Fold("Each engine's own report; in code, report.reports[engine]", each)]
 
 
 Found = Sequence[tuple[EngineAnswer, TransferReport]]

@@ -118,7 +118,7 @@ def merge(reports: Mapping[Any, object] | Sequence[object]) -> ClusterReport:
     Args:
         reports: of one kind, such as what `gpumagic.gpuinfo` returned in each process; by name where it is a mapping,
             as ``client.run(gpumagic.gpuinfo)`` of dask.distributed returns it. Merged reports may be among them, and an
-            exception or None where a process has none.
+            exception or None where a process has none. Of several looks at one process the last counts.
 
     Raises:
         OptionError: there is no report among them, or they are of several kinds.
@@ -131,7 +131,17 @@ def merge(reports: Mapping[Any, object] | Sequence[object]) -> ClusterReport:
         raise OptionError(f"merge() takes reports of one kind; {found}")
     (magic,) = magics
     assert magic is not None
-    return ClusterReport(magic, tuple(answers))
+    return ClusterReport(magic, tuple(_last_of_each(answers) if magic in {"gpuinfo", "devices"} else answers))
+
+
+def _last_of_each(answers: Iterable[EngineAnswer]) -> Iterable[EngineAnswer]:
+    """Return what each process said last, as far as processes are known: a worker of Ray runs many tasks."""
+    found: dict[object, EngineAnswer] = {}
+    for place, answer in enumerate(answers):
+        process = (answer.origin.host, answer.origin.pid) if answer.origin.pid is not None else place
+        found.pop(process, None)
+        found[process] = answer
+    return found.values()
 
 
 def _values(reports: Mapping[Any, object] | Sequence[object]) -> Iterable[object]:

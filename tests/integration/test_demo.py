@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import IPython
 import nbformat
 import pytest
 
@@ -37,6 +38,8 @@ def test_the_demo_runs_the_tour_and_says_what_it_showed_and_where(tmp_path: Path
 
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem != "tour"], ids=lambda path: path.stem)
 def test_a_notebook_runs_and_only_cells_marked_so_fail(path: Path) -> None:
+    if path.stem == "many_engines" and IPython.version_info < (8,):
+        pytest.skip("starting a cluster takes half a minute, and it runs with the newest IPython")
     notebook = nbformat.read(path, as_version=4)
     assert demo.execute(notebook) is None
     _assert_only_cells_marked_so_failed(notebook)

@@ -64,8 +64,9 @@ def test_simulated_gpus_are_each_processes_own() -> None:
 def test_the_last_of_several_reports_of_one_process_counts() -> None:
     """Ray runs several tasks in one worker."""
     now = gpu(0, "a", kernel_allocated=3, kernel_reserved=3)
-    (only,) = shared_gpus(gpumagic.merge([report("a", 1, gpu(0, "a")), report("a", 1, now)]))
-    assert (only.allocated, len(only.kernels)) == (3, 1)
+    merged = gpumagic.merge([report("a", 1, gpu(0, "a")), report("a", 1, now)])
+    (only,) = shared_gpus(merged)
+    assert (only.allocated, len(only.kernels), len(merged.engines)) == (3, 1, 1)
 
 
 def test_merging_takes_what_dask_returns_with_what_went_wrong() -> None:
