@@ -1,11 +1,13 @@
-"""Where IPython 7.34 (Colab, Kaggle) and IPython 9 differ, and what both have but neither documents."""
+"""Where versions differ: IPython 7.34 (Colab, Kaggle) and 9, with what neither documents, and Python 3.10 to 3.14."""
 
 from __future__ import annotations
 
 import io
 import re
+import sys
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
 Magic = TypeVar("Magic", bound=Callable[..., object])
 Complete = Callable[[str], "tuple[str, list[str]]"]
 
+FRAMES_KEEP_SNAPSHOTS = sys.version_info < (3, 13)
+"""Whether a function's frame keeps what `f_locals` returned, and so its variables, until it ends (gh-113939)."""
+CLASSES_COUNT_CHANGES = sys.version_info >= (3, 13)
+"""Whether a class that was changed 1000 times has its attributes cached no more (MAX_VERSIONS_PER_CLASS, gh-113462)."""
 _NO_CODE = {tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.DEDENT}
 
 
@@ -103,3 +109,15 @@ def add_note(error: BaseException, text: str) -> None:
     """Have a traceback end with a text, once; Python 3.10 has no notes, so there it does not (PEP 678)."""
     if text not in getattr(error, "__notes__", ()) and hasattr(error, "add_note"):
         error.add_note(text)
+
+
+def inlined(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of comprehensions in a cell's frame, which Python 3.12 runs in it (PEP 709)."""
+    names = frame.f_code.co_varnames  # a module's code has no others
+    variables = frame.f_locals if names else {}
+    return {name: variables[name] for name in names if name in variables}
+
+
+def positions(code: CodeType) -> Iterable[tuple[int | None, int | None, int | None, int | None]]:
+    """Return the first and last line and column of each instruction, which Python 3.10 does not know (PEP 657)."""
+    return code.co_positions() if hasattr(code, "co_positions") else ()

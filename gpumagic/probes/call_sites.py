@@ -89,6 +89,6 @@ def _name(frame: FrameType, subject: object) -> str | None:
     if subject is None:
         return None
     found = next((name for name in frame.f_code.co_names if frame.f_globals.get(name) is subject), None)
-    if found is None and frames.is_a_functions(frame):
+    if found is None:
         found = next((name for name, value in frames.own(frame).items() if value is subject), None)
     return found

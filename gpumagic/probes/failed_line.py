@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import CodeType, TracebackType
 from typing import Any
 
+from gpumagic import _compat
 from gpumagic.advice import mishaps
 from gpumagic.advice.mishaps import Failure
 from gpumagic.probes import allocator, exception_graph, frames, operands
@@ -96,10 +97,8 @@ def failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
 
 
 def _span(code: CodeType, instruction: int) -> Span | None:
-    if not hasattr(code, "co_positions") or instruction < 0:  # Python 3.10
-        return None
-    position: Any = next(itertools.islice(code.co_positions(), instruction // 2, None), None)
-    return None if position is None or None in position else position
+    position: Any = next(itertools.islice(_compat.positions(code), max(instruction, 0) // 2, None), None)
+    return None if instruction < 0 or position is None or None in position else position
 
 
 def _span_of(node: ast.expr | ast.stmt) -> Span:

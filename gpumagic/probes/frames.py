@@ -9,6 +9,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from gpumagic import _compat
+
 MISSING = object()
 
 
@@ -23,15 +25,16 @@ def variables(frame: FrameType, names: set[str]) -> dict[str, Any]:
 
 
 def own(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a function's frame.
+    """Return the variables of a frame's own: a function's, or those of comprehensions that run in a cell's.
 
-    Before Python 3.13 the frame answers with a snapshot, which it keeps, and that would keep the variables alive for
-    as long as the function runs (gh-113939). It is emptied again, unless somebody else has it: `locals()` returns the
-    same dict.
+    Where the frame answers with a snapshot that it keeps, that is emptied again, unless somebody else has it:
+    `locals()` returns the same dict.
     """
+    if not is_a_functions(frame):
+        return _compat.inlined(frame)
     snapshot: Any = frame.f_locals
     found = dict(snapshot)
-    if sys.version_info < (3, 13) and sys.getrefcount(snapshot) <= 3:  # the frame's, ours, and the argument's
+    if _compat.FRAMES_KEEP_SNAPSHOTS and sys.getrefcount(snapshot) <= 3:  # the frame's, ours, and the argument's
         snapshot.clear()
     return found
 

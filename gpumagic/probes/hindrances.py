@@ -12,10 +12,11 @@ import torch
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
 
+from gpumagic import _compat
 from gpumagic.probes import entry_points, watched_calls
 
 MOST_EXCHANGES = 400
-"""CPython 3.13 caches a class's attributes no more after 1000 changes (MAX_VERSIONS_PER_CLASS); a run makes two."""
+"""Of 1000 changes of a class that CPython 3.13 counts, a run makes two."""
 
 
 def find(namespace: Mapping[str, object], source: str) -> str | None:
@@ -31,7 +32,7 @@ def find(namespace: Mapping[str, object], source: str) -> str | None:
 def _of_process() -> str | None:
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "Python runs without its global lock"
-    if sys.version_info >= (3, 13) and entry_points.exchanges >= MOST_EXCHANGES:
+    if _compat.CLASSES_COUNT_CHANGES and entry_points.exchanges >= MOST_EXCHANGES:
         return f"this process has had {MOST_EXCHANGES} such cells"
     if _len_torch_function_stack():
         return "a default device or another function mode is in force"

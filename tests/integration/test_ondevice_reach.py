@@ -154,3 +154,9 @@ def test_the_report_says_when_and_why_a_cell_ran_under_a_mode() -> None:
     assert "mode" not in plain.notes[0]
     assert "because a default device or another function mode is in force" in under.notes[0]
     assert "this thread" in under.notes[0]
+
+
+def test_a_comprehensions_variable_names_what_it_moves() -> None:
+    """Python 3.12 runs a cell's comprehensions in the cell's own frame."""
+    report, _, _ = corpus.run("moved = [row.to('simgpu:0') for row in rows]")
+    assert [(row.name, row.line, row.count) for row in report] == [("row", 1, 2)]
