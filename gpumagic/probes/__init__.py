@@ -11,13 +11,14 @@ By magic, each with the module to start reading at:
               `reconcile` and `history` account for the allocator's bytes. `identity` tells storages apart from one
               look to the next, `why` follows `references` to every holder of one tensor, `held` lets go of
               `outputs` and the `last_error`.
-`%%ondevice`  `recording` chooses between exchanged functions (`entry_points`, unless `hindrances`, some of which
-              `function_holders` knows, stand in the way) and a mode (`device_mode`); `watched_calls` lists the
-              functions whose calls `placing`, `moving`, `reading` and `indexing` handle for a run's `recorder`, `runs`
-              knows for whose run a thread works, `returning` sees gradients flow back through moves, `tracing` is the
-              mode of --trace and --strict, `storage_copies` sees what they cannot, `transfers` is their log,
-              `call_sites` finds lines, `moved` what moved before, `residents` what stayed behind in `watched_code`;
-              `failed_line` reads the `operands` of a failure. (`gpumagic.relocation` moves what `--move` names.)
+`%%ondevice`  `recording` chooses between exchanged functions (`entry_points` puts `stand_ins` in their place, unless
+              `hindrances`, some of which `function_holders` knows, stand in the way) and a mode (`device_mode`);
+              `watched_calls` lists the functions whose calls `placing`, `moving`, `reading` and `indexing` handle for
+              a run's `recorder`, `runs` knows for whose run a thread works, `returning` sees gradients flow back
+              through moves, `tracing` is the mode of --trace and --strict, `storage_copies` sees what they cannot,
+              `transfers` is their log, `call_sites` finds lines, `moved` what moved before, `residents` what stayed
+              behind in `watched_code`; `failed_line` reads the `operands` of a failure.
+              (`gpumagic.relocation` moves what `--move` names.)
 `%%oomguard`  `oom` recognises, `scene` reads the failed frames, `release` empties them, `surroundings` looks at
               what is left, `claims` prices each name; `instant` says what filled the device (from inside CUDA's
               allocator by `oom_observer`); `rollback` puts back what a run changed before the next.

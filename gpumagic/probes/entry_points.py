@@ -1,122 +1,46 @@
 """The fast way: torch's functions that create and move are exchanged for a while, everything else runs untouched.
 
-In place of `torch.zeros` stands an `EntryPoint` that equals it, hashes, pickles and reads as it; in other threads it
-is it. Names that were imported earlier (`from torch import zeros`) are exchanged where they are, in every module and
-in the notebook (`function_holders`). What the cell keeps of an entry point, in a name or a list, is put back after.
-Imports torch at its top, so it is itself imported only when a cell is run on a device.
+In place of `torch.zeros` stands one of `stand_ins`. Names that were imported earlier (`from torch import zeros`) are
+exchanged where they are, in every module and in the notebook (`function_holders`). What the cell keeps of a stand-in,
+in a name or a list, is put back after. Imports torch at its top, so it is itself imported only when a cell is run on a
+device.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from functools import cache
-from threading import RLock, get_ident
-from typing import Any
+from threading import RLock
 
 import torch
 import torch.overrides
 import torch.utils._device as device_state
-from torch._C import _len_torch_function_stack
 
-from gpumagic.probes import function_holders, indexing, placing, runs, watched_calls
-from gpumagic.probes.device_mode import RecordingContext, outermost
+from gpumagic.probes import function_holders, placing, runs, stand_ins, watched_calls
+from gpumagic.probes.device_mode import outermost
 from gpumagic.probes.function_holders import Census, Place
-from gpumagic.probes.recorder import Function, Handler, Recorder
+from gpumagic.probes.recorder import Function, Recorder
+from gpumagic.probes.stand_ins import Compiler, Constructor, EntryPoint
 from gpumagic.probes.watched_calls import Watched
 
 exchanges = 0
 """How often tensors' methods have been exchanged in this process."""
 _open: list[Recorder] = []
-_FREE = frozenset({"dtype", "requires_grad", "names"})
-"""What a constructor may be told beside its sizes without saying where."""
 _BUILT_IN = type(torch.zeros)
 _places: list[Place] = []
-_active = runs.active.get
 _lock = RLock()
-
-
-class EntryPoint:
-    """Stands for a function of torch's: calls of a thread that is on a device go to the handler.
-
-    Args:
-        function: the one it stands for.
-        handler: what to do instead of calling it.
-        heeds_modes: whether function modes that the cell has entered come first.
-    """
-
-    def __init__(self, function: Function, handler: Handler, *, heeds_modes: bool = True) -> None:
-        functools.update_wrapper(self, function, updated=())
-        del self.__wrapped__
-        self._function = function
-        self._handler = handler
-        self._heeds_modes = heeds_modes
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        recorder = _active(get_ident()) or runs.joined()
-        if recorder is None or recorder.is_busy:
-            return self._function(*args, **kwargs)
-        recorder.is_busy = True
-        try:
-            if self._heeds_modes and _len_torch_function_stack():
-                return _under_modes(recorder, self._function, self._handler, args, kwargs)
-            return self._handler(recorder, self._function, args, kwargs)
-        finally:
-            recorder.is_busy = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_function"], name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._function)
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self._function
-
-    def __hash__(self) -> int:
-        return hash(self._function)
-
-    def __repr__(self) -> str:
-        return repr(self._function)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._function.__reduce_ex__(protocol)
-
-
-class Constructor(EntryPoint):
-    """Stands for a constructor that is written in C and needs, in most calls, nothing but the default device."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        recorder = _active(get_ident())
-        if (
-            recorder is None or recorder.landed is None or recorder.is_busy or recorder.is_suspended
-            or (kwargs and not _FREE.issuperset(kwargs)) or not args or type(args[-1]) is torch.Tensor
-            or _len_torch_function_stack()
-        ):  # fmt: skip
-            return super().__call__(*args, **kwargs)
-        result = self._function(*args, **kwargs, device=recorder.device)
-        nbytes = result.nbytes
-        if nbytes:
-            made = recorder.landed
-            made.count += 1
-            made.nbytes += nbytes
-        else:
-            recorder.add_created(result)
-        return result
 
 
 def begin(recorder: Recorder) -> None:
     """Handle this thread's calls for a run from now on, or leave them to its function mode."""
     runs.begin(recorder)
-    if recorder.has_mode:
+    if not recorder.watches_threads:
         return
     with _lock:
         _open.append(recorder)
-        recorder.device_before = device_state.CURRENT_DEVICE
-        device_state.CURRENT_DEVICE = recorder.device  # what torch.compile guards on
+        if not recorder.has_mode:
+            recorder.device_before = device_state.CURRENT_DEVICE
+            device_state.CURRENT_DEVICE = recorder.device  # what torch.compile guards on
         if len(_open) == 1:
             _exchange()
 
@@ -124,9 +48,15 @@ def begin(recorder: Recorder) -> None:
 def end(recorder: Recorder) -> None:
     """Undo `begin`; again does nothing, so that it can be called after an interrupt anywhere."""
     runs.end(recorder)
+    withdraw(recorder)
+
+
+def withdraw(recorder: Recorder) -> None:
+    """Need the exchange no longer for a run."""
     with _lock:
         if recorder in _open:
-            _leave_device(recorder)
+            if not recorder.has_mode:
+                _leave_device(recorder)
             _open.remove(recorder)
         if not _open and _places:
             _put_back()
@@ -152,8 +82,8 @@ _census: Census | None = None
 def _entries() -> dict[Function, EntryPoint]:
     heeding = {each.function: _kind(each)(each.function, each.handler) for each in watched_calls.functions()}
     modes = torch.overrides._get_current_function_mode_stack
-    return {**heeding, modes: EntryPoint(modes, _mode_stack, heeds_modes=False),
-            **{each: EntryPoint(each, _change_over, heeds_modes=False) for each in _compilers()}}  # fmt: skip
+    return {**heeding, modes: EntryPoint(modes, stand_ins.mode_stack, heeds_modes=False),
+            **{each: Compiler(each) for each in _compilers()}}  # fmt: skip
 
 
 def _kind(watched: Watched) -> type[EntryPoint]:
@@ -175,51 +105,9 @@ def _at_rest() -> tuple[int, ...]:
 def _methods() -> tuple[tuple[Watched, bool, Function], ...]:
     """Return tensors' watched methods, whether the class itself has them, and what takes their place."""
     own = vars(torch.Tensor)
-    return tuple((each, each.name in own, _method(each)) for each in watched_calls.methods())
-
-
-def _method(watched: Watched) -> Function:
-    """Return what stands for a method: a function, since a bound method of one costs no object."""
-    if watched.handler is indexing.get:
-        return _indexing(watched)
-    function, handler, is_reading = watched.function, watched.handler, watched.is_reading
-
-    @functools.wraps(function)
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if is_reading and self.is_cpu:
-            return function(self, *args, **kwargs)
-        recorder = _active(get_ident()) or runs.joined()
-        if recorder is None or recorder.is_busy:
-            return function(self, *args, **kwargs)
-        recorder.is_busy = True
-        try:
-            return handler(recorder, function, (self, *args), kwargs)
-        finally:
-            recorder.is_busy = False
-
-    return method
-
-
-def _indexing(watched: Watched) -> Function:
-    """Return what stands for `__getitem__`, which is called too often for more than a look at most indices."""
-    function, plain, is_plain = watched.function, indexing.PLAIN, indexing.is_plain
-
-    @functools.wraps(function)
-    def __getitem__(self: torch.Tensor, index: Any) -> Any:  # noqa: N807
-        __tracebackhide__ = True
-        if type(index) in plain or is_plain(index):
-            return function(self, index)
-        recorder = _active(get_ident()) or runs.joined()
-        if recorder is None or recorder.is_busy:
-            return function(self, index)
-        recorder.is_busy = True
-        try:
-            return indexing.get(recorder, function, (self, index), {})
-        finally:
-            recorder.is_busy = False
-
-    return __getitem__
+    found = tuple((each, each.name in own, stand_ins.method(each)) for each in watched_calls.methods())
+    watched_calls.handlers().update({method: stand_ins.as_mode(each) for each, _, method in found})
+    return found
 
 
 def _compilers() -> tuple[Function, ...]:
@@ -272,30 +160,3 @@ def _leave_device(recorder: Recorder) -> None:
         if mode.old_device is recorder.device:
             mode.old_device = recorder.device_before
         mode = mode.prev_mode
-
-
-def _under_modes(recorder: Recorder, func: Function, handler: Handler, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function where the cell has entered a function mode: torch calls that first, then the device context."""
-    __tracebackhide__ = True
-    if outermost() is None:
-        with RecordingContext(recorder, look_only=recorder.is_suspended):
-            return func(*args, **kwargs)
-    outer, recorder.is_suspended = recorder.is_suspended, True  # the cell's own device context says where
-    try:
-        return handler(recorder, func, args, kwargs)
-    finally:
-        recorder.is_suspended = outer
-
-
-def _mode_stack(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Tell torch of a device context: `get_default_device` and checkpointing look for one among the modes."""
-    stack = func(*args, **kwargs)
-    return stack if outermost() is not None or recorder.is_suspended else [RecordingContext(recorder), *stack]
-
-
-def _change_over(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Go on under the function mode, before a compiler looks at what torch's names are bound to."""
-    __tracebackhide__ = True
-    if recorder.change_over is not None:  # another thread's run stays as it is
-        recorder.change_over(f"torch.{func.__name__} was called")
-    return func(*args, **kwargs)

@@ -47,6 +47,8 @@ class Recorder:
     """How many moves have been counted."""
     has_mode: bool = False
     """Whether calls come by a function mode."""
+    watches_threads: bool = True
+    """Whether functions are exchanged, so that calls of threads without the mode come, too."""
     inside: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """Makes the calls of a function that is being handled come to the handlers too."""
     cause: str | None = None
@@ -72,7 +74,8 @@ class Recorder:
     """The sum of the tensors made on the default device, once there is one."""
     others: dict[int, Recorder] = field(default_factory=dict)
     """By thread, what other threads do for the same run; each has sums of its own, so none waits for another."""
-    hooks: Hooks = field(default_factory=Hooks)
+    hooks: Hooks | None = field(default_factory=Hooks)
+    """Where the hooks are kept that see gradients; None where a dispatch mode does."""
 
     def beside(self, thread: int, sites: CallSites, *, is_bystander: bool = False) -> Recorder:
         """Return what records the calls of another thread for this run; torch's default device is another there.
@@ -84,11 +87,8 @@ class Recorder:
         """
         found = self.others.get(thread)
         if found is None:
-            log = TransferLog(sites, self.log.is_traced, is_bystanders=is_bystander)
-            found = Recorder(
-                self.device, log, self.is_traced, is_suspended=True, refuses=self.refuses, hooks=self.hooks
-            )
-            found.thread = abs(thread)
+            log = TransferLog(sites, is_bystanders=is_bystander)
+            found = Recorder(self.device, log, is_suspended=True, hooks=self.hooks, thread=abs(thread))
             found = self.others.setdefault(thread, found)
         return found
 
@@ -99,7 +99,8 @@ class Recorder:
 
     def settle(self) -> None:
         """Add up what other threads did, and leave the graphs that the run has hooked."""
-        self.hooks.remove()
+        if self.hooks is not None:
+            self.hooks.remove()
         while self.others:
             self.log.absorb(self.others.popitem()[1].log)
 

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 
 import torch
 
-from gpumagic.probes import entry_points, hindrances
+from gpumagic.probes import entry_points, hindrances, transfers
 from gpumagic.probes.device_mode import RecordingContext
 from gpumagic.probes.recorder import Recorder
 from gpumagic.probes.transfers import TransferLog
@@ -56,6 +56,8 @@ class Recording:
         strict: bool = False,
     ) -> None:
         self.recorder = Recorder(torch.device(device), log, is_traced=trace or strict, refuses=strict)
+        if self.recorder.is_traced:
+            self.recorder.hooks = None
         self.hindrance: str | None = None
         """Why the block runs under the function mode, if it does."""
         self._namespace = namespace
@@ -71,11 +73,14 @@ class Recording:
             raise
 
     def _open(self) -> None:
-        if self.recorder.is_traced:
-            self._enter_mode("--trace")
-            return
         hindrance = hindrances.find(self._namespace, self._source)
+        if self.recorder.is_traced:
+            self.recorder.watches_threads = hindrance is None
+            self.recorder.change_over = self._leave_threads
+            self._enter_mode(hindrance or transfers.TRACE)
+            return
         if hindrance is not None:
+            self.recorder.watches_threads = False
             self._enter_mode(hindrance)
             return
         self.recorder.change_over = self._change_over
@@ -95,7 +100,14 @@ class Recording:
     def _change_over(self, hindrance: str) -> None:
         """Go on under the function mode."""
         self._stack.close()
+        self.recorder.watches_threads = False
         self._enter_mode(hindrance)
+
+    def _leave_threads(self, hindrance: str) -> None:
+        """Go on without an eye on other threads."""
+        self.hindrance = hindrance
+        self.recorder.watches_threads = False
+        entry_points.withdraw(self.recorder)
 
     def _enter_mode(self, hindrance: str) -> None:
         self.hindrance = hindrance

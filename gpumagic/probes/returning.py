@@ -43,7 +43,7 @@ class Hooks:
 
 def watch(recorder: Recorder, source: object, result: object) -> None:
     """Count the copy that a gradient makes on its way back from ``result`` to ``source``, if ever it does."""
-    if not (isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)) or recorder.is_traced:
+    if not (isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)) or recorder.hooks is None:
         return
     if not source.requires_grad or source.device == result.device or "meta" in (source.device.type, result.device.type):
         return

@@ -13,6 +13,7 @@ from threading import get_ident
 import torch
 
 from gpumagic.probes.call_sites import CallSites
+from gpumagic.probes.device_mode import RecordingContext, outermost
 from gpumagic.probes.recorder import Recorder
 
 active: dict[int, Recorder] = {}
@@ -64,7 +65,7 @@ def joined() -> Recorder | None:
     thread has runs, what any other thread moves is told by the innermost, as moved by other code.
     """
     thread = get_ident()
-    if not _runs or thread in _runs:
+    if not _runs or thread in _runs or isinstance(outermost(), RecordingContext):  # checkpoints take it with them
         return None
     open_runs = [run for runs in list(_runs.values()) for run in runs]
     files = _files()
@@ -72,6 +73,8 @@ def joined() -> Recorder | None:
     if asking is None and len({run.thread for run in open_runs}) != 1:
         return None
     run = asking or open_runs[-1]
+    if not run.watches_threads or (run.is_traced and torch._C._current_graph_task_id() != -1):
+        return None  # a mode comes with autograd into its threads
     if asking is None and torch._C._current_graph_task_id() != -1:
         return run.beside(thread, run.log.sites)  # the line is that of the thread that waits for autograd
     if thread in run.threads_before:

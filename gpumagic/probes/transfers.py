@@ -26,7 +26,10 @@ UNDER_A_MODE = (
     "Ran under a function mode, which is slower for small operators, because {}. Counts what lines of this thread ask "
     "for, in backward through these moves too; what operators copy by themselves is seen with --trace."
 )
-TRACED = "Counts what this thread and its backward passes copy; what other threads move is not seen."
+TRACE = "--trace"
+"""Why a traced run has a function mode, where there is no other reason."""
+TRACED = "Counts what this thread and its backward passes copy, and what lines ask for in other threads."
+TRACED_ALONE = "Counts what this thread and its backward passes copy; what other threads move is not seen, because {}."
 
 
 def is_host(device: str) -> bool:
@@ -228,5 +231,5 @@ def report(
 def _scope(log: TransferLog, hindrance: str | None) -> str:
     """Return what the report counts, and what it cannot see."""
     if log.is_traced:
-        return TRACED
+        return TRACED if hindrance in (None, TRACE) else TRACED_ALONE.format(hindrance)
     return SCOPE if hindrance is None else UNDER_A_MODE.format(hindrance)

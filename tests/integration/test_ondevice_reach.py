@@ -160,3 +160,9 @@ def test_a_comprehensions_variable_names_what_it_moves() -> None:
     """Python 3.12 runs a cell's comprehensions in the cell's own frame."""
     report, _, _ = corpus.run("moved = [row.to('simgpu:0') for row in rows]")
     assert [(row.name, row.line, row.count) for row in report] == [("row", 1, 2)]
+
+
+def test_a_traced_cell_that_compiles_says_that_other_threads_are_not_seen(two_devices: list[str]) -> None:
+    """The compiler must find torch's own names; before it, threads are watched by exchanged ones."""
+    report, _, _ = corpus.run("import torch.jit\nh = torch.jit.script(model)", trace=True)
+    assert "other threads move is not seen, because torch.script was called" in report.notes[0]
