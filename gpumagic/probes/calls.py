@@ -14,7 +14,8 @@ from gpumagic.probes.anatomy import CONTAINED, Branch, Opener, attributes
 
 PLUMBING = frozenset({
     "IPython", "ipykernel", "ipyparallel", "traitlets", "tornado", "asyncio", "zmq", "concurrent", "threading",
-    "selectors", "socketserver", "runpy", "debugpy", "gpumagic",
+    "selectors", "socketserver", "runpy", "debugpy", "pytest", "_pytest", "pluggy", "xdist", "execnet", "hypothesis",
+    "gpumagic",
 })  # fmt: skip
 """Packages whose running functions say nothing about who keeps a tensor: they run the session, or are us."""
 

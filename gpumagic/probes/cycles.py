@@ -99,7 +99,7 @@ class _Behind:
         self._follow(tensors)
 
     def _follow(self, tensors: list[Any]) -> None:
-        known, lasting = set(map(id, tensors)), _lasting()
+        known, lasting = set(map(id, tensors)), lasting_ids()
         newest = list(tensors)
         for _ in range(MAX_ROUNDS):
             if not newest or len(self.objects) > MAX_OBJECTS:
@@ -114,7 +114,7 @@ class _Behind:
                     continue
                 for target in targets.intersection(map(id, gc.get_referents(each))):
                     self._referrers.setdefault(target, []).append(id(each))
-                if id(each) in lasting or _lasts(each):
+                if id(each) in lasting or lasts(each):
                     self._open.add(id(each))
                 elif id(each) not in known:
                     known.add(id(each))
@@ -140,10 +140,10 @@ class _Behind:
     def below(self, ring: Iterable[int]) -> set[int]:
         """Return the `id`s of what the objects of a ring lead to, as far as `MAX_BELOW`."""
         found: set[int] = set()
-        lasting, waiting = _lasting(), [self.objects[key] for key in ring]
+        lasting, waiting = lasting_ids(), [self.objects[key] for key in ring]
         while waiting and len(found) < MAX_BELOW:
             for each in gc.get_referents(waiting.pop()):
-                if id(each) not in found and id(each) not in lasting and not _lasts(each):
+                if id(each) not in found and id(each) not in lasting and not lasts(each):
                     found.add(id(each))
                     waiting.append(each)
         waiting.clear()
@@ -166,11 +166,12 @@ class _Behind:
 _TELL_LITTLE = ("dict", "cell", "frame", "tuple")
 
 
-def _lasts(value: object) -> bool:
+def lasts(value: object) -> bool:
+    """Tell whether an object lives as long as the process: a module, a class."""
     return issubclass(type(value), ModuleType | type)
 
 
-def _lasting() -> set[int]:
+def lasting_ids() -> set[int]:
     """Return the `id`s of the variables of all modules."""
     return {id(vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType}
 

@@ -1,7 +1,7 @@
 """What installed modules keep of that which the session was thought to keep alone: then forgetting it frees nothing.
 
-Looking through a million objects of libraries takes most of a second, so the gc is asked first, in one pass, whether
-anything but the session refers to the tensors at all.
+Looking through a million objects of libraries takes most of a second, so the gc is asked first, in a few passes,
+whether anything but the session refers to the tensors, or to the lists and dicts they are in.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.probes import holders, last_error
+from gpumagic.probes import cycles, holders, last_error
 from gpumagic.probes.holders import Held
 from gpumagic.probes.paths import Names, Search
 from gpumagic.probes.spelling import spell
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 MAX_STEPS = 1_500_000
 """Children looked at: about a second for torch, pandas and what they import."""
 FEW = 32
-"""Tensors of which the gc is asked who refers to them: it compares each reference there is with each of them."""
+"""Objects of which the gc is asked who refers to them: it compares each reference there is with each of them."""
+ROUNDS = 4
+"""Passes of the gc, some 20 ms each."""
 
 
 def kept(
@@ -37,8 +39,7 @@ def kept(
     """
     if not tensors:
         return {}, True
-    known = {id(tensors), *map(id, ours), *map(id, _of_the_session(namespace, shell))}
-    if len(tensors) <= FEW and known.issuperset(map(id, gc.get_referrers(*tensors))):
+    if _are_the_session_s_alone(tensors, {id(tensors), *map(id, ours), *map(id, _of_the_session(namespace, shell))}):
         return {}, True
     search = Search(holders.never_opened(namespace, shell), MAX_STEPS)
     try:
@@ -50,6 +51,23 @@ def kept(
         return found, not search.gave_up
     finally:
         search.release()
+
+
+def _are_the_session_s_alone(tensors: list[Any], known: set[int]) -> bool:
+    """Tell whether all that refers to some tensors, or to what has them, is known; False where it is not soon told."""
+    waiting, lasting = list(tensors), cycles.lasting_ids()
+    for _ in range(ROUNDS):
+        if len(waiting) > FEW:
+            break
+        known.add(id(waiting))
+        found = gc.get_referrers(*waiting)
+        waiting = [each for each in found if id(each) not in known]
+        if not waiting:
+            return True
+        if any(id(each) in lasting or cycles.lasts(each) for each in waiting):
+            return False
+        known.update(map(id, waiting), [id(found)])
+    return False
 
 
 def _of_the_session(namespace: Mapping[str, object], shell: InteractiveShell | None) -> Iterator[object]:
