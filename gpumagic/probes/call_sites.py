@@ -33,20 +33,26 @@ class CallSites:
         namespace: the globals in which the cell runs (the notebook's ``user_ns``, a script's ``globals()``).
         filename: the file of the code being watched; None for a cell, whose file is that of the nearest
             module-level frame over ``namespace``.
+        asked_by: the thread that waits for this one, whose line it is where this one has none.
     """
 
-    def __init__(self, namespace: Mapping[str, object], filename: str | None = None) -> None:
+    def __init__(
+        self, namespace: Mapping[str, object], filename: str | None = None, asked_by: int | None = None
+    ) -> None:
         self.namespace = namespace
         self._is_cell = filename is None
         self.filename = filename
         self._thread = get_ident()
+        self._asked_by = asked_by
 
     def find(self, subject: object = None) -> CallSite:
         """Return where the cell stands now; ``subject`` is the object moved, whose name the line may say."""
         frames, module_frame = self._frames()
         if self._is_cell:
             self.filename = self._cell_file(frames) or self.filename
-        frame = next((each for each in frames if each.f_code.co_filename == self.filename), None)
+        frame = self._innermost(frames)
+        if frame is None and self._asked_by is not None:
+            frame = self._innermost(self._over_namespace(sys._current_frames().get(self._asked_by))[0])
         if frame is None:
             return CallSite()
         module_call = None
@@ -55,12 +61,18 @@ class CallSites:
         code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         return CallSite(frame.f_lineno, code or None, _name(frame, subject), module_call)
 
+    def _innermost(self, found: list[FrameType]) -> FrameType | None:
+        return next((each for each in found if each.f_code.co_filename == self.filename), None)
+
     def _frames(self) -> tuple[list[FrameType], FrameType | None]:
+        # Autograd works for the cell in threads of its own.
+        is_here = get_ident() == self._thread
+        return self._over_namespace(sys._getframe(2) if is_here else sys._current_frames().get(self._thread))
+
+    def _over_namespace(self, frame: FrameType | None) -> tuple[list[FrameType], FrameType | None]:
         """Return the frames over the namespace, innermost first, and a module's move made from the innermost."""
         found: list[FrameType] = []
         module_frame = None
-        # Autograd works for the cell in threads of its own.
-        frame = sys._getframe(2) if get_ident() == self._thread else sys._current_frames().get(self._thread)
         while frame is not None:
             if frame.f_globals is self.namespace:
                 found.append(frame)

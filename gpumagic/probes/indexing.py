@@ -6,6 +6,7 @@ copies where they happen (`tracing`); all others cost a look at the index.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +47,14 @@ def put(recorder: Recorder, func: Function, args: Any, _: dict[str, Any]) -> Any
     result = _call(recorder, func, args, [*_parts(index)], [value])
     returning.watch(recorder, value, tensor)
     return result
+
+
+def put_at(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `index_put_`, which takes the indices of each dimension."""
+    __tracebackhide__ = True
+    indices = args[1] if len(args) > 1 else kwargs.get("indices")
+    values = args[2] if len(args) > 2 else kwargs.get("values")
+    return _call(recorder, functools.partial(func, **kwargs), args, list(indices or ()), [values])
 
 
 def _call(recorder: Recorder, func: Function, args: Any, parts: list[Any], values: list[Any]) -> Any:

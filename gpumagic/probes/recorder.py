@@ -121,7 +121,7 @@ class Recorder:
     def add_created(self, tensor: torch.Tensor) -> None:
         """Count a new tensor."""
         device = tensor.device
-        nbytes = 0 if device.type == "meta" else tensor.numel() * tensor.element_size()
+        nbytes = 0 if device.type == "meta" else whole(tensor).numel() * tensor.element_size()
         if not nbytes and _is_unpickled():
             return
         total = self.log.add_created(device, nbytes)
@@ -143,7 +143,7 @@ class Recorder:
             return
         converted = not non_blocking if is_host(source) else is_host(target) and non_blocking
         crossing = result if converted or not isinstance(subject, torch.Tensor) else subject
-        nbytes = result.numel() * crossing.element_size()
+        nbytes = whole(result).numel() * crossing.element_size()
         if not nbytes:
             return  # nothing is copied, and nobody waits
         self.add_copy(source, target, nbytes, seconds, cause, subject, result)
@@ -216,6 +216,13 @@ def _is_ours(frame: FrameType) -> bool:
 def is_free_to_read(tensor: torch.Tensor) -> bool:
     """Return whether reading the tensor's values costs no copy."""
     return tensor.device.type in ("cpu", "meta")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of all examples, where `vmap` shows a function one."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def device_of(tensor: torch.Tensor) -> str:

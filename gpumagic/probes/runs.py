@@ -75,9 +75,7 @@ def joined() -> Recorder | None:
     run = asking or open_runs[-1]
     if not run.watches_threads or (run.is_traced and torch._C._current_graph_task_id() != -1):
         return None  # a mode comes with autograd into its threads
-    if asking is None and torch._C._current_graph_task_id() != -1:
-        return run.beside(thread, run.log.sites)  # the line is that of the thread that waits for autograd
-    if thread in run.threads_before:
+    if thread in run.threads_before and torch._C._current_graph_task_id() == -1:
         return run.beside(thread, _sites(run)) if asking else run.beside(-thread, _sites(run), is_bystander=True)
     found = run.beside(thread, _sites(run))
     if not run.has_mode:
@@ -86,7 +84,8 @@ def joined() -> Recorder | None:
 
 
 def _sites(run: Recorder) -> CallSites:
-    return CallSites(run.log.sites.namespace, run.log.sites.filename)
+    is_autograds = torch._C._current_graph_task_id() != -1
+    return CallSites(run.log.sites.namespace, run.log.sites.filename, run.thread if is_autograds else None)
 
 
 def _files() -> set[str]:

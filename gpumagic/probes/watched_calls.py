@@ -68,6 +68,7 @@ def methods() -> tuple[Watched, ...]:
         *_found(tensor, _SYNCS, reading.sync),
         *_found(tensor, ("__getitem__",), indexing.get),
         *_found(tensor, ("__setitem__",), indexing.put),
+        *_found(tensor, ("index_put_", "index_put"), indexing.put_at),
         *_found(tensor, ("backward",), _suspend),
     )
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ondevice_corpus as corpus
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import gpumagic
 from gpumagic import simgpu
@@ -166,3 +167,13 @@ def test_a_traced_cell_that_compiles_says_that_other_threads_are_not_seen(two_de
     """The compiler must find torch's own names; before it, threads are watched by exchanged ones."""
     report, _, _ = corpus.run("import torch.jit\nh = torch.jit.script(model)", trace=True)
     assert "other threads move is not seen, because torch.script was called" in report.notes[0]
+
+
+def test_a_gradients_copy_is_told_by_the_line_that_calls_backward_also_from_within_a_checkpoint() -> None:
+    w = torch.ones(4, requires_grad=True)
+    with gpumagic.ondevice("simgpu:0") as run:
+        y = torch.utils.checkpoint.checkpoint(lambda v: v.to("simgpu:0").exp(), w, use_reentrant=True)
+        y.sum().backward()
+    assert run.report is not None
+    code = {row.cause: row.code for row in run.report if row.direction == "device-to-host"}
+    assert code == {"backward": "y.sum().backward()"}
