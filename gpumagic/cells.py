@@ -138,14 +138,14 @@ class CellSessions:
         """
         info = self._running()
         code = CellBody(self._shell, body, "" if info is None else info.raw_cell)
-        runs.begin(code.source)
-        return functools.partial(self._run_body, runs, code, info)
+        first = runs.begin(code.source)
+        return functools.partial(self._run_body, runs, code, first, info)
 
-    def _run_body(self, runs: Runs, code: CellBody, info: ExecutionInfo | None) -> object:
+    def _run_body(self, runs: Runs, code: CellBody, first: str, info: ExecutionInfo | None) -> object:
         __tracebackhide__ = True
         if info is not None and code.ends_cell:
             self._replace(runs.guard().name, info)
-        outcome = run(runs, code.run, code.source)
+        outcome = run(runs, code.run, first)
         for name, report in runs.finish(outcome):
             self._show(report, name, info, at_end=code.ends_cell)
         try:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpumagic.advice import cell_code, negatives, ranking, verdict
+from gpumagic.advice import batch, cell_code, negatives, ranking, verdict
 from gpumagic.advice.facts import BatchSize, Brought, Facts, Scene, Work
 from gpumagic.probes import allocator, claims, failing_code, host, oom, origin, scene, surroundings
 from gpumagic.probes import instant as instants
@@ -22,6 +22,9 @@ from gpumagic.reports import Instant, OomReport, Share
 
 WORTH_SAYING = 1024**2
 """Bytes below which a difference is not worth a word."""
+
+REHEARSAL_SECONDS = 10.0
+"""How long rehearsals for an advice may take."""
 
 FUSED_ATTENTION = ("cuda", "xpu", "mps")
 """Backends whose `scaled_dot_product_attention` has kernels that never make the matrix of all scores."""
@@ -154,7 +157,24 @@ def conclude(failure: Failure, circumstances: Circumstances) -> OomReport:
         facts = _facts(failure, circumstances)
     except Exception as fault:  # a partial report is better than the loss of it
         notes.append(f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}")
-    return _report(facts, failure, circumstances, notes)
+    return _report(_rehearsed(facts, circumstances), failure, circumstances, notes)
+
+
+def _rehearsed(facts: Facts, circumstances: Circumstances) -> Facts:
+    """Return the facts with the largest batch that fits, where rehearsals can tell it in little time."""
+    found = batch.at_work(facts)
+    source, shell = facts.scene.source, circumstances.shell
+    if found is None or found.loader or found.cell or source is None or shell is None:
+        return facts
+    from gpumagic import knobs
+    from gpumagic.rehearsal import other_values
+
+    with contextlib.suppress(Exception):  # our own failure must not cost the user the report
+        names = dict(circumstances.namespace)
+        knob = knobs.in_cell(source, found.name, names, "advice")
+        fit = other_values.of_cell(source, knob, names, REHEARSAL_SECONDS).largest()
+        return replace(facts, rehearsed=fit)
+    return facts
 
 
 def _facts(failure: Failure, circumstances: Circumstances) -> Facts:

@@ -40,14 +40,8 @@ def of_cell(shell: InteractiveShell, options: Namespace, body: str | None) -> Re
     report = forecast.rehearse(script, shell.user_ns, target)
     if not (options.rehearse_only and options.fit):
         return report
-    now = fitting.present_value(script.source, options.fit, shell.user_ns)
     with progress.tally(fitting.MOST_REHEARSALS, "rehearsal") as tell:
-
-        def rehearse(value: int) -> RehearsalReport:
-            tell(f"{options.fit} = {value}")
-            return forecast.rehearse(script, shell.user_ns, target, values={options.fit: value})
-
-        found = fitting.search(rehearse, options.fit, now)
+        found = fitting.of_script(script, options.fit, shell.user_ns, target, tell)
     return dataclasses.replace(report, largest=found)
 
 

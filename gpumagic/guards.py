@@ -50,8 +50,12 @@ class Guard(Protocol):
 class Runs(Protocol):
     """Has one body run under guards, once or more often."""
 
-    def begin(self, source: str) -> None:
-        """Get ready for the first run of the code, or raise `GpuMagicError`; then nothing runs."""
+    def begin(self, source: str) -> str:
+        """Get ready for the first run, and return its code, as many lines long.
+
+        Raises:
+            GpuMagicError: nothing is to run.
+        """
 
     def guard(self) -> Guard:
         """Return what goes around the coming run."""
@@ -98,8 +102,9 @@ class Once:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
 
-    def begin(self, source: str) -> None:
-        """Do nothing."""
+    def begin(self, source: str) -> str:
+        """Return the code as it is."""
+        return source
 
     def guard(self) -> Guard:
         """Return the guard."""

@@ -32,6 +32,9 @@ class Knob(Protocol):
     def place(self, value: int) -> str:
         """Return where it stands and how one writes it: ``"line 3: batch_size = 64"``."""
 
+    def imagined(self, value: int) -> tuple[str | None, dict[str, object]]:
+        """Return the code, where it is in it, and the variables that a value would come with; nothing is changed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Literal:
@@ -67,6 +70,10 @@ class Written:
         """Return the lines and their new numbers."""
         return "; ".join(f"line {each.line}: {self.name} = {self._scaled(each, value)}" for each in self._found)
 
+    def imagined(self, value: int) -> tuple[str | None, dict[str, object]]:
+        """Return the cell's text with the number changed."""
+        return self.apply(value), {}
+
     def _scaled(self, found: Literal, value: int) -> int:
         return max(1, found.value * value // self.value)
 
@@ -89,6 +96,10 @@ class Variable:
     def place(self, value: int) -> str:
         """Return the assignment."""
         return f"{self.name} = {value}"
+
+    def imagined(self, value: int) -> tuple[str | None, dict[str, object]]:
+        """Return the variable with the value."""
+        return None, {self.name: value}
 
 
 def in_cell(source: str, name: str, namespace: MutableMapping[str, object], option: str) -> Knob:

@@ -25,8 +25,11 @@ from gpumagic.rerun_plan import Plan, Step, steps
 
 if TYPE_CHECKING:
     from gpumagic.oom_guard import OomGuard
+    from gpumagic.rehearsal.other_values import OtherValues
+    from gpumagic.reports.rehearsal import Fit
 
 FindKnob = Callable[[str, str, MutableMapping[str, object], str], knobs.Knob]
+Ask = Callable[[str, knobs.Knob], "OtherValues"]
 
 
 class Rerun:
@@ -40,6 +43,7 @@ class Rerun:
         find: finds the int of the plan; see `knobs`.
         on: makes a run on another device.
         say: prints a line.
+        ask: returns what rehearses the code with other values of the int.
     """
 
     def __init__(
@@ -51,26 +55,35 @@ class Rerun:
         find: FindKnob = knobs.in_cell,
         on: Callable[[str], DeviceRun] | None = None,
         say: Callable[[str], None] = print,
+        ask: Ask | None = None,
     ) -> None:
         plan.check()
         self._plan, self._guard, self._namespace, self._shell = plan, guard, namespace, shell
         self._find, self._say = find, say
+        self._ask = ask or functools.partial(_of_cell, namespace=namespace)
         self._on = on or functools.partial(DeviceRun, namespace=namespace)
         self._knob: knobs.Knob | None = None
         self._tries: list[Try] = []
         self._elsewhere: DeviceRun | None = None
         self._fits = False
+        self._rehearsed: Fit | None = None
 
-    def begin(self, source: str) -> None:
+    def begin(self, source: str) -> str:
         """Find the int and remember the state; raises `OptionError` where there is no such int."""
         self._source = source
         if self._plan.name:
             option = "--fit" if self._plan.fit else "--shrink"
             self._knob = self._find(source, self._plan.name, self._namespace, option)
+        if self._plan.fit and self._knob is not None:
+            self._rehearsed = self._ask(source, self._knob).largest()
         self._rollback = Rollback(self._namespace, source, self._shell)
-        self._steps = steps(self._plan, self._knob.value if self._knob is not None else None, self._failed_device)
+        size = self._knob.value if self._knob is not None else None
+        expected = self._rehearsed.expected if self._rehearsed is not None else None
+        self._steps = steps(self._plan, size, self._failed_device, expected)
         self._step = next(self._steps)
-        self._started = time.perf_counter()
+        if expected is not None and self._rehearsed is not None:
+            self._say(_foretold(self._rehearsed, expected))
+        return self._start()
 
     def guard(self) -> Guard:
         """Return the guard, with the other device inside it where the run is sent to one."""
@@ -90,11 +103,10 @@ class Rerun:
         except StopIteration:
             return None
         self._put_back(outcome)
-        self._say(self._announcement(step))
+        step, passed_over = self._first_that_may_fit(step)
+        self._say(self._announcement(step, passed_over))
         self._step, self._fits = step, False
-        self._started = time.perf_counter()
-        changed = self._knob.apply(step.size) if self._knob is not None and step.size is not None else None
-        return self._source if changed is None else changed
+        return self._start()
 
     def end(self) -> None:
         """Leave the int as it was, unless the code passed with another."""
@@ -111,7 +123,7 @@ class Rerun:
                 failure, tries=tuple(self._tries), shrunk=self._plan.name or "", place=self._new_place()
             )  # fmt: skip
         if self._plan.fit and self._knob is not None and self._tries:
-            report = _fit_report(self._knob, self._tries, failure)
+            report = _fit_report(self._knob, self._tries, failure, self._rehearsed)
         if report is None:
             return []
         self._guard.publish(report)
@@ -119,6 +131,24 @@ class Rerun:
             return []
         elsewhere = self._elsewhere.report if self._elsewhere is not None else None
         return [(self._guard.name, report), *([] if elsewhere is None else [(DeviceRun.name, elsewhere)])]
+
+    def _start(self) -> str:
+        """Give the int the value of the coming run, and return the code to run."""
+        self._started = time.perf_counter()
+        size = self._step.size
+        changed = self._knob.apply(size) if self._knob is not None and size not in (None, self._knob.value) else None
+        return self._source if changed is None else changed
+
+    def _first_that_may_fit(self, step: Step) -> tuple[Step, list[int]]:
+        """Return the step, or where the int is being halved the first that a rehearsal does not say no to."""
+        passed_over: list[int] = []
+        if not self._plan.shrink or self._knob is None or step.device is not None:
+            return step, passed_over
+        ask = self._ask(self._source, self._knob)
+        while step.size is not None and 1 < step.size < self._knob.value and ask.fits(step.size) is False:
+            passed_over.append(step.size)
+            step = self._steps.send(False)
+        return step, passed_over
 
     def _put_back(self, outcome: BodyOutcome) -> None:
         error, outcome.error_in_exec, outcome.result = outcome.error_in_exec, None, None
@@ -152,13 +182,14 @@ class Rerun:
             ran, allocated=in_use, requested=failure.event.numbers.requested, line=failure.scene.line
         )  # fmt: skip
 
-    def _announcement(self, step: Step) -> str:
+    def _announcement(self, step: Step, passed_over: list[int]) -> str:
         last = self._tries[-1]
         what = f"{self._plan.name} = {last.size}" if last.size is not None else "the cell"
         where = f" in line {last.line}" if last.line is not None else ""
         became = "fits" if last.fits else f"ran out of memory{where}"
         undone = f" Cannot be undone: {', '.join(last.lost)}." if last.lost else ""
-        return f"%%oomguard: {what} {became}; now {self._described(step)}.{undone}"
+        no = f" Rehearsed: {' and '.join(map(str, passed_over))} would not fit." if passed_over else ""
+        return f"%%oomguard: {what} {became}; now {self._described(step)}.{undone}{no}"
 
     def _described(self, step: Step) -> str:
         if step.device is None:
@@ -193,14 +224,45 @@ def _in_use(device: str | None) -> int | None:
     return now.get(device) if device is not None else max(now.values(), default=None)
 
 
-def _fit_report(knob: knobs.Knob, tries: list[Try], failure: OomReport | None) -> FitReport:
+def _of_cell(source: str, knob: knobs.Knob, namespace: MutableMapping[str, object]) -> OtherValues:
+    from gpumagic.rehearsal import other_values
+
+    return other_values.of_cell(source, knob, namespace)
+
+
+def _foretold(rehearsed: Fit, expected: int) -> str:
+    """Return the line before the first run of a search that rehearsals have done already."""
+    asked = count(len(rehearsed.tried), "size")
+    if rehearsed.largest is None:
+        return f"%%oomguard: rehearsed with {asked}: {rehearsed.reason}; now {rehearsed.name} = {expected}."
+    of = f" of {size(rehearsed.capacity)}" if rehearsed.capacity is not None else ""
+    return (
+        f"%%oomguard: rehearsed with {asked}: {rehearsed.name} = {expected} fits, {size(rehearsed.peak)}{of}; "
+        "now it runs with that."
+    )
+
+
+def _fit_report(knob: knobs.Knob, tries: list[Try], failure: OomReport | None, rehearsed: Fit | None) -> FitReport:
     sized = [(each.size, each.fits) for each in tries if each.device is None and each.size is not None]
     best = max((size for size, fits in sized if fits), default=None)
     ceiling = min((size for size, fits in sized if not fits), default=None)
     notes = []
-    if best is not None and ceiling is None:
+    foretold = rehearsed is not None and rehearsed.expected is not None
+    if rehearsed is not None and not foretold:
+        notes.append(f"The sizes were run, not rehearsed: {rehearsed.reason}.")
+    elif rehearsed is not None and ceiling is None:
+        ceiling = rehearsed.ceiling
+        notes += _of_rehearsal(rehearsed)
+    if best is not None and ceiling is None and not foretold:
         notes.append(f"Nothing up to {best} failed, and there the search ended: the cell's memory may not go with it.")
-    elif best is not None and ceiling != best + 1:
-        notes.append(f"The search ended after {count(len(sized), 'try', 'tries')}; what lies in between was not tried.")
     place = knob.place(best) if best is not None else ""
-    return FitReport(knob.name, best, ceiling, tuple(tries), place, failure, tuple(notes))
+    return FitReport(knob.name, best, ceiling, tuple(tries), place, failure, tuple(notes), rehearsed)
+
+
+def _of_rehearsal(rehearsed: Fit) -> list[str]:
+    if rehearsed.largest is None:
+        return [f"Rehearsed: {rehearsed.reason}."]
+    law = f"{size(rehearsed.base)} and {size(round(rehearsed.each))} for each 1"
+    assumed = f" Assumed: {'; '.join(rehearsed.assumed)}." if rehearsed.assumed else ""
+    no = f" {rehearsed.ceiling} was rehearsed and does not fit." if rehearsed.ceiling is not None else ""
+    return [f"By the rehearsals the cell needs {law}.{no}{assumed}"]

@@ -15,6 +15,7 @@ from gpumagic.rerun import Rerun
 
 if TYPE_CHECKING:
     from gpumagic.oom_guard import OomGuard
+    from gpumagic.rehearsal.other_values import OtherValues
     from gpumagic.rerun_plan import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -53,7 +54,7 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments, plan: Pla
     guard.reset()
     runs = Rerun(
         plan, guard, bound.arguments, find=lambda _, *wanted: knobs.in_arguments(*wanted),
-        on=functools.partial(_on, function=function),
+        on=functools.partial(_on, function=function), ask=functools.partial(_ask, function, bound),
     )  # fmt: skip
     runs.begin("")
     outcome = guards.run(runs, lambda _: function(*bound.args, **bound.kwargs), "")
@@ -69,6 +70,18 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments, plan: Pla
         raise error
     finally:
         del error
+
+
+def _ask(function: Callable[..., Any], bound: inspect.BoundArguments, _: str, knob: knobs.Knob) -> OtherValues:
+    """Return what rehearses the call with other values of an argument."""
+    from gpumagic.rehearsal import other_values
+
+    def imagine(value: int) -> tuple[Callable[[], object], dict[str, object]]:
+        arguments = bound.signature.bind(*bound.args, **bound.kwargs)
+        arguments.arguments[knob.name] = value
+        return functools.partial(function, *arguments.args, **arguments.kwargs), {}
+
+    return other_values.OtherValues(knob, imagine, getattr(function, "__globals__", {}))
 
 
 def _on(device: str, function: Callable[..., Any]) -> DeviceRun:

@@ -52,16 +52,19 @@ class Step:
     """Where to run, if elsewhere."""
 
 
-def steps(plan: Plan, size: int | None, failed: Callable[[], str | None]) -> Generator[Step, bool, None]:
+def steps(
+    plan: Plan, size: int | None, failed: Callable[[], str | None], expected: int | None = None
+) -> Generator[Step, bool, None]:
     """Yield the runs, each sent whether it fitted: first as the cell is, then as the plan says.
 
     Args:
         plan: what to do.
         size: the int's first value.
         failed: says which device ran out of memory last.
+        expected: what should be the largest value that fits, where that is known.
     """
     if plan.fit and size is not None:
-        fits = yield from _sized(sizes.largest(size))
+        fits = yield from _sized(sizes.largest(size) if expected is None else sizes.confirmed(expected))
     else:
         fits = yield from _again(Step(size), 1 + plan.retries)
         if not fits and size is not None:

@@ -11,18 +11,20 @@ from gpumagic.advice.cell_code import defaults
 from gpumagic.advice.facts import BatchSize, Facts, Loader
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, names_in
-from gpumagic.render.units import count
+from gpumagic.render.units import count, size
 from gpumagic.reports import Advice, Change
+from gpumagic.reports.rehearsal import Fit
 
 
 def smaller(facts: Facts) -> Iterator[Advice]:
-    """Lower the batch the cell works with to what the linear law lets fit."""
-    if not facts.batches or facts.memory != "device" or facts.stage in ("step", "move", "load"):
+    """Lower the batch the cell works with to what a rehearsal, or else the linear law, lets fit."""
+    found = at_work(facts)
+    if found is None:
+        return
+    if facts.rehearsed is not None and facts.rehearsed.largest is not None:
+        yield from _rehearsed(facts, found, facts.rehearsed)
         return
     needs = law.estimate(facts)
-    found = facts.batches[0]
-    if not _is_at_work(facts, found):
-        return
     if needs is not None and needs.share <= 0:
         return  # what does not depend on the batch is too much already
     share = min(needs.share, 0.95) if needs is not None else 0.5
@@ -33,6 +35,31 @@ def smaller(facts: Facts) -> Iterator[Advice]:
         facts, f"Lower {_called(found)} from {found.value} to {value}", frees=frees,
         covers=needs.covers(frees) if needs is not None and frees is not None else None,
         evidence=_evidence(found), estimated=True,
+        cost=f"accumulate {count(steps, 'step')} for the same gradient" if facts.trains else "more turns of the loop",
+        **_edit(facts, found, value, steps),
+    )  # fmt: skip
+
+
+def at_work(facts: Facts) -> BatchSize | None:
+    """Return the batch size that what failed has to do with, or None."""
+    if not facts.batches or facts.memory != "device" or facts.stage in ("step", "move", "load"):
+        return None
+    return facts.batches[0] if _is_at_work(facts, facts.batches[0]) else None
+
+
+def _rehearsed(facts: Facts, found: BatchSize, fit: Fit) -> Iterator[Advice]:
+    """Lower it to what has been rehearsed; say nothing where what there is now fits."""
+    if fit.largest is None or fit.peak is None or fit.largest >= found.value:
+        return
+    value = law.sensible(fit.largest)
+    needs = int(fit.base + fit.each * found.value)
+    steps = -(-found.value // value)
+    of = f" of {size(fit.capacity)}" if fit.capacity is not None else ""
+    assumed = f"; assumed: {'; '.join(fit.assumed)}" if fit.assumed else ""
+    yield propose(
+        facts, f"Lower {_called(found)} from {found.value} to {value}", covers=True,
+        frees=max(0, needs - int(fit.base + fit.each * value)),
+        evidence=f"rehearsed: {found.name}={fit.largest} fits, {size(fit.peak)}{of}{assumed}",
         cost=f"accumulate {count(steps, 'step')} for the same gradient" if facts.trains else "more turns of the loop",
         **_edit(facts, found, value, steps),
     )  # fmt: skip

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gpumagic.probes.allocator import AllocatorFigures
     from gpumagic.probes.claims import Claim
     from gpumagic.reports import Holder
+    from gpumagic.reports.rehearsal import Fit
 
 _STEPS = ("_multi_tensor_", "_single_tensor_", "_fused_adam", "_fused_sgd", "_init_group")
 _STAGES = {
@@ -236,6 +237,8 @@ class Facts:
     """Whether torch has attention kernels for this backend that never make the matrix of all scores."""
     settings: Mapping[str, bool] = field(default_factory=dict)
     """Switches of torch that matter here and are on, such as ``"cudnn.benchmark"``."""
+    rehearsed: Fit | None = None
+    """The largest value of the first of `batches` that fits, by rehearsals; None where there were none."""
     private_pools: int = 0
     """Bytes in CUDA graphs' own pools, by the error's text."""
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from gpumagic.errors import OptionError
+from gpumagic import knobs
 from gpumagic.reports.rehearsal import Fit, RehearsalReport
+
+if TYPE_CHECKING:
+    from gpumagic.rehearsal.forecast import Script
+    from gpumagic.rehearsal.targets import Target
 
 PRECISION = 0.015
 """How near the largest value is sought, as a share of it."""
@@ -34,41 +39,39 @@ def fit(
         capacity: as for `gpumagic.rehearse`.
 
     Raises:
-        OptionError: the name is not that of a whole number.
+        OptionError: neither the code nor the namespace has a whole number of that name.
     """
     import sys
 
     from gpumagic.options import parse_size
     from gpumagic.rehearsal import forecast, targets
 
-    if namespace is None:
-        namespace = sys._getframe(1).f_globals
+    names = sys._getframe(1).f_globals if namespace is None else namespace
     script = forecast.script(what)
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
-    target = targets.choose(device, size)
-    now = present_value(script.source, name, namespace)
-
-    def rehearse(value: int) -> RehearsalReport:
-        return forecast.rehearse(script, namespace, target, values={name: value})
-
-    return search(rehearse, name, now)
+    return of_script(script, name, names, targets.choose(device, size))
 
 
-def present_value(source: str | None, name: str, namespace: Mapping[str, Any]) -> int:
-    """Return the whole number that a variable is: what the code sets it to, else what it is in the namespace.
+def of_script(script: Script, name: str, namespace: Mapping[str, Any], target: Target) -> Fit:
+    """Return the largest value of a number that a cell writes, or that the notebook has, with which it fits.
 
     Raises:
-        OptionError: it is none.
+        OptionError: there is no such number.
     """
-    value = namespace.get(name)
-    if source is not None:
-        from gpumagic.rehearsal.constants import constant_of
+    from gpumagic.rehearsal import forecast
 
-        found = constant_of(source, name)
-        value = value if found is None else found
-    if type(value) is not int or value < 1:
-        raise OptionError(f"{name} is not a whole number of at least 1 that the cell or the notebook sets")
-    return value
+    names = dict(namespace)
+    if script.source is None:
+        knob = knobs.in_arguments(name, names, "fit")
+    else:
+        knob = knobs.in_cell(script.source, name, names, "--fit")
+
+    def rehearse(value: int) -> RehearsalReport:
+        text, values = knob.imagined(value)
+        changed = script if text is None else replace(script, source=text)
+        return forecast.rehearse(changed, namespace, target, values=values)
+
+    return search(rehearse, name, knob.value)
 
 
 def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int) -> Fit:
@@ -87,8 +90,11 @@ def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int) -> F
         return tried[value]
 
     for start in _STARTS:
-        first, second = ask(start * now), ask(2 * start * now)
-        reason = _why_not(first) or _why_not(second)
+        first = second = ask(start * now)
+        reason = _why_not(first)
+        if not reason:
+            second = ask(2 * start * now)
+            reason = _why_not(second)
         base, each = _law(first, second, start * now)
         if reason or each > 0:
             break
@@ -151,7 +157,10 @@ def _why_not(report: RehearsalReport) -> str:
     """Return why nothing can be learnt from a rehearsal, or nothing."""
     if report.error is not None:
         return report.error
-    return "the device's memory is not known; say what it has with --capacity" if report.capacity is None else ""
+    if report.capacity is None:
+        return "the device's memory is not known; say what it has with --capacity"
+    refused = any(each.failure_line is not None for each in report.devices)
+    return next(iter(report.unknown), report.verdict) if report.fits is None and not refused else ""
 
 
 def _fit(
@@ -162,5 +171,5 @@ def _fit(
         name=name, value=now, largest=largest, peak=report.peak.get(report.device or "") if largest else None,
         capacity=report.capacity, base=base, each=each,
         tried=tuple((value, max(each.peak.values(), default=0), each.fits) for value, each in sorted(tried.items())),
-        reason=reason,
+        reason=reason, assumed=report.assumed,
     )  # fmt: skip

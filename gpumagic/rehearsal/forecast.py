@@ -79,7 +79,7 @@ def rehearse(
         what: the code.
         namespace: the names it sees; they are read and not changed.
         target: the devices.
-        values: other values for some of the names, also where the code itself assigns a constant to them.
+        values: other values for some of the names.
         time_limit: seconds after which the rehearsal is given up.
 
     Raises:

@@ -58,6 +58,8 @@ def _ending(each: Try) -> str:
 
 def _headline(report: FitReport) -> str:
     tries = count(len(report.tries), "run")
+    if report.rehearsed is not None and report.rehearsed.expected is not None:
+        tries += f", {count(len(report.rehearsed.tried), 'rehearsal')}"
     if report.best is None:
         passed = next((each.device for each in report.tries if each.fits), None)
         where = f"; passed on {passed}" if passed else ""

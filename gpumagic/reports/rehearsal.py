@@ -67,6 +67,21 @@ class Fit:
     tried: tuple[tuple[int, int, bool | None], ...] = ()
     """(value, peak, whether it fits) of each rehearsal."""
     reason: str = ""
+    assumed: tuple[str, ...] = ()
+    """What the rehearsals took for granted."""
+
+    @property
+    def ceiling(self) -> int | None:
+        """The smallest value that was rehearsed and does not fit."""
+        return min((value for value, _, fits in self.tried if fits is False), default=None)
+
+    @property
+    def expected(self) -> int | None:
+        """The value to run with: the largest that fits, 1 where none does, the present one where none matters."""
+        if self.largest is None and self.ceiling == 1:
+            return 1
+        matters = self.largest is not None or not self.tried or not all(fits for *_, fits in self.tried)
+        return self.largest if matters else self.value
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,6 +9,7 @@ from gpumagic.reports.base import Report
 
 if TYPE_CHECKING:
     from gpumagic.reports.oom import OomReport
+    from gpumagic.reports.rehearsal import Fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,15 @@ class FitReport(Report[Try]):
     best: int | None
     """The largest that fits, with which the cell ran last; None if none does."""
     ceiling: int | None
-    """The smallest tried that does not fit; None if all did."""
+    """The smallest tried or rehearsed that does not fit; None if all did."""
     tries: tuple[Try, ...]
     place: str = ""
     """Where the number stands and how to write it: ``"line 2: batch_size = 384"``."""
     failure: OomReport | None = None
     """Of the last run that did not fit."""
     notes: tuple[str, ...] = ()
+    rehearsed: Fit | None = None
+    """What rehearsals said before the first run; None where there were none."""
 
     @property
     def exact(self) -> bool:

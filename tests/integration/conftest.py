@@ -297,3 +297,21 @@ def guarded(bare_shell, two_devices):
     yield run
     bare_shell.run_line_magic("unload_ext", "gpumagic")
     forget_everything(bare_shell)
+
+
+@pytest.fixture(scope="session")
+def _worker_of_the_tests():
+    """One rehearsal worker for all tests: unloading the extension, which each shell's end does, leaves it alone."""
+    from gpumagic.rehearsal import client
+
+    close = client.close
+    yield
+    close()
+
+
+@pytest.fixture
+def warm_worker(_worker_of_the_tests, monkeypatch):
+    """Keep the rehearsal worker from ending with the test's shell."""
+    from gpumagic.rehearsal import client
+
+    monkeypatch.setattr(client, "close", lambda: None)

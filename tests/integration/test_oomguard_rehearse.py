@@ -66,9 +66,18 @@ def test_rehearse_only_finds_the_largest_that_fits(run, bare_shell) -> None:
         ("%%oomguard --rehearse --capacity lots\n1", "is not a size"),
         ("%oomguard --rehearse\n1", "first line"),
         ("%%oomguard --rehearse\n1 +", "cannot be rehearsed"),
-        ("%%oomguard --rehearse-only --fit nothing\n1", "nothing is not a whole number"),
+        ("%%oomguard --rehearse-only --fit nothing\n1", "the cell has no int called nothing"),
     ],
 )
 def test_a_wrong_line_is_one_sentence(run, bare_shell, capsys, line, word) -> None:
     assert not bare_shell.run_cell(line).success
     assert word in capsys.readouterr().err
+
+
+def test_after_out_of_memory_the_advice_says_what_was_rehearsed(run, bare_shell) -> None:
+    run("", "batch_size = 3000\nx = [torch.empty(batch_size, 1 << 16, device='simgpu:0') for _ in range(8)]")
+    advice = next(each for each in bare_shell.user_ns["report"].advice if "batch_size" in each.title)
+    assert advice.title == "Lower batch_size from 3000 to 1792"
+    assert advice.evidence.startswith("rehearsed: batch_size=20")
+    assert advice.covers
+    assert not advice.estimated

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from IPython.core.error import UsageError
@@ -9,6 +11,8 @@ from oom_cells import GIB, allocated
 
 import gpumagic
 from gpumagic.reports import FitReport
+
+pytestmark = pytest.mark.usefixtures("warm_worker")
 
 ROWS = "batch_size = 40\nx = take(batch_size / 8)\nbatch_size"
 
@@ -46,7 +50,7 @@ def test_where_nothing_fits_the_variable_is_as_before_and_the_cell_fails_once(gu
     result = guarded("x = n\nfail()", "--shrink n")
     assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
     assert ns["n"] == 4
-    assert [each.size for each in ns["report"].tries] == [4, 2, 1]
+    assert [each.size for each in ns["report"].tries] == [4, 1]
     assert allocated() == before
     assert shown()[-1].splitlines()[0].startswith("Out of memory on simgpu:0, line 3 · also with n = 1")
 
@@ -93,7 +97,7 @@ for step in range(3):
     assert ns["report"].tries[0].lost == ("2 steps of opt", "changes in place of net")
 
 
-def test_fit_finds_the_largest_and_leaves_the_cell_as_it_ran_with_it(guarded, ns) -> None:
+def test_fit_finds_the_largest_and_leaves_the_cell_as_it_ran_with_it(guarded, ns, capsys) -> None:
     result = guarded("batch_size = 10\nx = take(batch_size / 8)\nbatch_size", "--fit batch_size")
     report = ns["report"]
     assert isinstance(report, FitReport)
@@ -102,10 +106,21 @@ def test_fit_finds_the_largest_and_leaves_the_cell_as_it_ran_with_it(guarded, ns
     assert ns["x"].nbytes == 4 * GIB == allocated()
     assert report.tries[-1].size == 32
     text = str(report)
-    assert text.startswith(f"batch_size = 32 is the largest that fits · {len(report.tries)} runs")
+    assert text.startswith("batch_size = 32 is the largest that fits · 1 run, ")
     assert "to keep it, line 2: batch_size = 32" in text
+    assert "33 was rehearsed and does not fit" in text
+    assert len(report.to_pandas()) == len(report.tries) == 1
+    assert "batch_size = 32 fits, 4.0 GiB of 4.0 GiB; now it runs with that." in capsys.readouterr().out
+
+
+def test_fit_runs_the_cell_with_each_size_where_it_cannot_be_rehearsed(guarded, ns) -> None:
+    ns["lock"] = threading.Lock()
+    result = guarded("batch_size = 10\nwith lock:\n    x = take(batch_size / 8)\nbatch_size", "--fit batch_size")
+    report, text = ns["report"], str(ns["report"])
+    assert (report.best, report.ceiling, result.result) == (32, 33, 32)
+    assert text.startswith(f"batch_size = 32 is the largest that fits · {len(report.tries)} runs")
     assert "why not with batch_size = 33" in text
-    assert len(report.to_pandas()) == len(report.tries)
+    assert "The sizes were run, not rehearsed: " in text
 
 
 def test_fit_goes_down_too(guarded, ns) -> None:
@@ -119,9 +134,21 @@ def test_fit_says_when_nothing_fits(guarded, ns) -> None:
     assert str(ns["report"]).startswith("No value of batch_size fits · 3 runs")
 
 
-def test_fit_gives_up_on_a_cell_that_always_fits(guarded, ns) -> None:
-    assert guarded("batch_size = 1\nbatch_size", "--fit batch_size").result == 1024
+def test_fit_leaves_a_number_that_does_not_matter(guarded, ns) -> None:
+    assert guarded("batch_size = 3\nbatch_size", "--fit batch_size").result == 3
+    assert "batch_size changes nothing of the peak" in str(ns["report"])
+
+
+def test_fit_by_runs_gives_up_on_a_cell_that_always_fits(guarded, ns) -> None:
+    ns["lock"] = threading.Lock()
+    assert guarded("batch_size = 1\nlock.locked()\nbatch_size", "--fit batch_size").result == 1024
     assert "Nothing up to 1024 failed" in str(ns["report"])
+
+
+def test_shrink_passes_over_what_a_rehearsal_says_no_to(guarded, ns, capsys) -> None:
+    assert guarded("batch_size = 200\nx = take(batch_size / 8)\nbatch_size", "--shrink batch_size").result == 25
+    assert [each.size for each in ns["report"].tries] == [200, 25]
+    assert "now batch_size = 25. Rehearsed: 100 and 50 would not fit." in capsys.readouterr().out
 
 
 def test_another_error_ends_the_tries_and_is_the_cells(guarded, ns, bare_shell) -> None:

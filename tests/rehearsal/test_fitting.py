@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpumagic
-from gpumagic.rehearsal import constants, fit, fitting
+from gpumagic.rehearsal import fit, fitting
 from gpumagic.reports import DeviceForecast, RehearsalReport
 
 HERE = Path(__file__).parent
@@ -72,26 +72,18 @@ def test_not_even_one_fits() -> None:
     assert found.reason == "not even 1 fits"
 
 
-@pytest.mark.parametrize(
-    ("source", "value"),
-    [("batch = 3\nbatch = 4", 3), ("f(batch=7)", 7), ("batch: int = 5", 5), ("batch = n", None), ("x = 1", None)],
-)
-def test_the_constant_is_found_where_code_says_it(source, value) -> None:
-    assert constants.constant_of(source, "batch") == value
-
-
 def test_a_variable_of_the_notebook_is_varied(two_devices) -> None:
     import torch
 
     namespace = {"torch": torch, "rows": 10}
     found = fit("x = torch.zeros(rows, 1 << 18, device='simgpu:0')", "rows", namespace, capacity="100MiB")
-    assert found.largest in {99, 100}
+    assert 97 <= found.largest <= 100
     assert namespace["rows"] == 10
 
 
 def test_what_is_no_number_is_refused(two_devices) -> None:
-    with pytest.raises(gpumagic.OptionError, match="batch is not a whole number"):
-        fit("pass", "batch", {"batch": "many"})
+    with pytest.raises(gpumagic.OptionError, match="batch is a str, not an int"):
+        fit("print(batch)", "batch", {"batch": "many"})
 
 
 def test_training_cells_really_run_with_it_and_not_with_two_percent_more() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gpumagic.rehearsal import constants, parts
+from gpumagic.rehearsal import parts
 from gpumagic.rehearsal.stage import backend, effects, surroundings
 from gpumagic.rehearsal.stage.arena import Arena
 from gpumagic.rehearsal.stage.autocast import Autocast
@@ -125,8 +125,7 @@ class Rehearsal:
             if self.order["source"] is None:
                 code: Any = None
             else:
-                tree = constants.replace(ast.parse(self.order["source"], filename), self.order["values"])
-                tree = self._loops.transform(tree, is_cell=True)
+                tree = self._loops.transform(ast.parse(self.order["source"], filename), is_cell=True)
                 code = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
             self.ledger.where = self._lines.where
             if code is None:
