@@ -172,7 +172,7 @@ def _rehearsed(facts: Facts, circumstances: Circumstances) -> Facts:
     with contextlib.suppress(Exception):  # our own failure must not cost the user the report
         names = dict(circumstances.namespace)
         knob = knobs.in_cell(source, found.name, names, "advice")
-        fit = other_values.of_cell(source, knob, names, REHEARSAL_SECONDS).largest()
+        fit = other_values.of_cell(source, knob, names, REHEARSAL_SECONDS, facts.residue).largest()
         return replace(facts, rehearsed=fit)
     return facts
 

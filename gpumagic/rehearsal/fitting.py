@@ -17,6 +17,7 @@ PRECISION = 0.015
 """How near the largest value is sought, as a share of it."""
 MOST_REHEARSALS = 12
 _LARGEST = 1 << 40
+_FAR = 16
 _STARTS = (1, 16, 256)
 """Where the law is looked for, times the present value: with small ones the peak may lie where it has no part."""
 
@@ -105,14 +106,20 @@ def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int) -> F
     low, high = _bracket(tried)
     while len(tried) < MOST_REHEARSALS and (high is None or high - low > _margin(low)):
         guess = max(low + 1, min(guess, _LARGEST if high is None else high - 1))
-        if _why_not(ask(guess)):
+        reason = _why_not(ask(guess))
+        if reason:
             break
-        if tried[guess].fits and low and tried[guess].peak == tried[low].peak:
+        if low and _is_flat(tried[low], tried[guess]) and _is_flat(tried[low], ask(_FAR * guess)):
             return _fit(name, now, guess, tried, base, each, f"beyond {low} it changes nothing of the peak")
         low, high = _bracket(tried)
         guess = _next(tried, low, high)
     largest = low or None
-    return _fit(name, now, largest, tried, base, each, "" if largest else "not even 1 fits")
+    return _fit(name, now, largest, tried, base, each, "" if largest else reason or "not even 1 fits")
+
+
+def _is_flat(one: RehearsalReport, other: RehearsalReport) -> bool:
+    """Return whether both fit, with the same peak: the value does not matter between them, or not yet."""
+    return bool(one.fits and other.fits) and one.peak == other.peak
 
 
 def _margin(value: int) -> int:

@@ -6,7 +6,7 @@ Where the cell cannot be rehearsed, that is an answer too; the magics then run i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpumagic.errors import GpuMagicError, RehearsalUnavailable
@@ -27,7 +27,7 @@ class OtherValues:
         knob: the number.
         imagine: returns the code, or a callable, and the variables that a value comes with.
         namespace: the names that the code sees.
-        seconds: how long all rehearsals together may take.
+        seconds: how long the first rehearsal may take, and how long all others together.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class OtherValues:
     ) -> None:
         self.knob = knob
         self._imagine, self._namespace, self._seconds = imagine, namespace, seconds
-        self._until = time.monotonic() + seconds
+        self._until: float | None = None
 
     def rehearse(self, value: int) -> RehearsalReport:
         """Return the rehearsal with a value, as the devices are now.
@@ -47,13 +47,15 @@ class OtherValues:
         Raises:
             GpuMagicError: it cannot be rehearsed, or there is no time left.
         """
-        left = self._until - time.monotonic()
+        left = self._seconds if self._until is None else self._until - time.monotonic()
         if left <= 0:
             raise RehearsalUnavailable(f"the rehearsals took more than {self._seconds:g} s")
         what, values = self._imagine(value)
-        return forecast.rehearse(
-            forecast.script(what), self._namespace, targets.choose(None, None), values=values, time_limit=left
-        )
+        target = targets.choose(None, None)
+        report = forecast.rehearse(forecast.script(what), self._namespace, target, values=values, time_limit=left)
+        if self._until is None:  # the worker's start does not count
+            self._until = time.monotonic() + self._seconds
+        return report
 
     def fits(self, value: int) -> bool | None:
         """Return whether the code fits with a value; None where that cannot be told."""
@@ -70,11 +72,22 @@ class OtherValues:
             return Fit(self.knob.name, self.knob.value, None, None, None, 0, 0.0, reason=str(error))
 
 
-def of_cell(source: str, knob: Knob, namespace: Mapping[str, Any], seconds: float = SECONDS) -> OtherValues:
-    """Return the question for a cell's text."""
+def of_cell(
+    source: str, knob: Knob, namespace: Mapping[str, Any], seconds: float = SECONDS, unbound: Sequence[str] = ()
+) -> OtherValues:
+    """Return the question for a cell's text.
+
+    Args:
+        source: the text.
+        knob: the number in it, or in the notebook.
+        namespace: the notebook's.
+        seconds: as for `OtherValues`.
+        unbound: names that are deleted before the cell.
+    """
+    before = f"del {', '.join(unbound)}\n" if unbound else ""
 
     def imagine(value: int) -> tuple[What, Mapping[str, object]]:
         text, values = knob.imagined(value)
-        return source if text is None else text, values
+        return before + (source if text is None else text), values
 
     return OtherValues(knob, imagine, namespace, seconds)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from gpumagic.reports import RehearsalReport
@@ -75,9 +77,10 @@ def test_a_wrong_line_is_one_sentence(run, bare_shell, capsys, line, word) -> No
 
 
 def test_after_out_of_memory_the_advice_says_what_was_rehearsed(run, bare_shell) -> None:
-    run("", "batch_size = 3000\nx = [torch.empty(batch_size, 1 << 16, device='simgpu:0') for _ in range(8)]")
+    one = "torch.empty(batch_size, 1 << 18, device='simgpu:0')"
+    run("", f"batch_size = 3000\nx = {one}\ndel x\ny = {one}\nz = {one}")
     advice = next(each for each in bare_shell.user_ns["report"].advice if "batch_size" in each.title)
-    assert advice.title == "Lower batch_size from 3000 to 1792"
-    assert advice.evidence.startswith("rehearsed: batch_size=20")
+    assert advice.title == "Lower batch_size from 3000 to 1280"
+    assert re.fullmatch(r"rehearsed: batch_size=14\d\d fits, .* GiB of 4.0 GiB", advice.evidence)
     assert advice.covers
     assert not advice.estimated

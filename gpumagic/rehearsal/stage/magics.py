@@ -8,7 +8,7 @@ from typing import Any
 from gpumagic.rehearsal.parts import NotRehearsed
 
 _QUIET = frozenset({"matplotlib", "config", "load_ext", "reload_ext", "autoreload", "pip", "conda", "precision",
-                    "gpuinfo", "devices", "who", "whos", "env", "pwd", "cd"})  # fmt: skip
+                    "gpuinfo", "devices", "oomguard", "who", "whos", "env", "pwd", "cd"})  # fmt: skip
 _BODY = frozenset({"time", "capture"})
 
 
