@@ -53,8 +53,17 @@ def fit(
     return of_script(script, name, names, targets.choose(device, size))
 
 
-def of_script(script: Script, name: str, namespace: Mapping[str, Any], target: Target) -> Fit:
+def of_script(
+    script: Script, name: str, namespace: Mapping[str, Any], target: Target, tell: Callable[[str], object] = str
+) -> Fit:
     """Return the largest value of a number that a cell writes, or that the notebook has, with which it fits.
+
+    Args:
+        script: the cell.
+        name: the number's.
+        namespace: the notebook's.
+        target: the devices.
+        tell: called with what is rehearsed next.
 
     Raises:
         OptionError: there is no such number.
@@ -68,6 +77,7 @@ def of_script(script: Script, name: str, namespace: Mapping[str, Any], target: T
         knob = knobs.in_cell(script.source, name, names, "--fit")
 
     def rehearse(value: int) -> RehearsalReport:
+        tell(f"{name} = {value}")
         text, values = knob.imagined(value)
         changed = script if text is None else replace(script, source=text)
         return forecast.rehearse(changed, namespace, target, values=values)

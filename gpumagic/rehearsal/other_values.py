@@ -5,10 +5,12 @@ Where the cell cannot be rehearsed, that is an answer too; the magics then run i
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gpumagic import progress
 from gpumagic.errors import GpuMagicError, RehearsalUnavailable
 from gpumagic.knobs import Knob
 from gpumagic.rehearsal import fitting, forecast, targets
@@ -67,9 +69,14 @@ class OtherValues:
     def largest(self) -> Fit:
         """Return the largest value that fits; where none is found, the reason."""
         try:
-            return fitting.search(self.rehearse, self.knob.name, self.knob.value)
+            with progress.tally(fitting.MOST_REHEARSALS, "rehearsal") as tell:
+                return fitting.search(functools.partial(self._told, tell), self.knob.name, self.knob.value)
         except GpuMagicError as error:
             return Fit(self.knob.name, self.knob.value, None, None, None, 0, 0.0, reason=str(error))
+
+    def _told(self, tell: Callable[[str], None], value: int) -> RehearsalReport:
+        tell(f"{self.knob.name} = {value}")
+        return self.rehearse(value)
 
 
 def of_cell(
