@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import importlib
+import multiprocessing
 import queue
 import sys
 import threading
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -502,6 +504,40 @@ def test_a_function_that_runs_in_another_thread_holds_its_variables() -> None:
     ends.set()
     thread.join()
     assert found == [("running work() in loader", "running work() in loader.batch")]
+
+
+class Slow(torch.utils.data.Dataset):
+    """Data whose second item takes until it is told to come."""
+
+    def __init__(self, go_on):
+        self.go_on = go_on
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        if index == 1:
+            self.go_on.wait()
+        return torch.full((1237,), index)
+
+
+def test_a_batch_that_a_loader_fetched_ahead_is_the_loader_s() -> None:
+    """The third, which one worker has ready while the other is still at the second."""
+    fork = multiprocessing.get_context("fork")
+    go_on, pause = fork.Event(), threading.Event()
+    loader = torch.utils.data.DataLoader(Slow(go_on), num_workers=2, multiprocessing_context=fork)
+    it = iter(loader)
+    next(it)
+    waits = threading.Thread(target=next, args=(it,))
+    waits.start()
+    for _ in range(1000):
+        if len(it._task_info[2]) == 2 or pause.wait(0.01):
+            break
+    found = [row.name for row in probe({"it": it}) if row.shape == (1, 1237)]
+    go_on.set()
+    waits.join()
+    it._shutdown_workers()
+    assert found == ["it._task_info[2][1]"]
 
 
 def test_a_generator_that_nothing_names_holds_its_variables() -> None:
