@@ -220,6 +220,8 @@ def is_free_to_read(tensor: torch.Tensor) -> bool:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor of all examples, where `vmap` shows a function one."""
+    if torch.compiler.is_compiling():  # the compiler reads this function and cannot look into the next
+        return tensor
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
