@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import re
 import sys
@@ -21,6 +22,16 @@ FRAMES_KEEP_SNAPSHOTS = sys.version_info < (3, 13)
 CLASSES_COUNT_CHANGES = sys.version_info >= (3, 13)
 """Whether a class that was changed 1000 times has its attributes cached no more (MAX_VERSIONS_PER_CLASS, gh-113462)."""
 _NO_CODE = {tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.DEDENT}
+
+
+def referrers(objects: Iterable[object]) -> list[Any]:
+    """Return what refers to any of the objects.
+
+    `gc.get_referrers` leaves out the tuple of its arguments; since Python 3.13 that is a copy of the one it was called
+    with, which is then found as well.
+    """
+    asked = (*objects,)  # a new one, also of a tuple
+    return [each for each in gc.get_referrers(*asked) if each is not asked]
 
 
 def output_can_be_silenced(magic: Magic) -> Magic:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
+from gpumagic import _compat
 from gpumagic.probes.kinds import subclasses
 from gpumagic.probes.storages import Ledger, undisturbed
 from gpumagic.reports import TensorRow
@@ -105,7 +106,7 @@ class _Behind:
             if not newest or len(self.objects) > MAX_OBJECTS:
                 break
             targets = set(map(id, newest))
-            referrers = gc.get_referrers(*newest)
+            referrers = _compat.referrers(newest)
             self._ours |= {id(newest), id(referrers)}
             newest = []
             self._ours.add(id(newest))

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+from gpumagic import _compat
+
 Function = Callable[..., Any]
 _DEPTH = 4
 """How far up a table is followed until a module of torch's must own it: set, cache's dict, cache."""
@@ -76,7 +78,7 @@ def _search(
     globals_ = modules | {id(namespace)}
     wanted, called = {id(each) for each in functions}, {id(each) for each in strict}
     ours = {id(each) for each in (*own, *_tables)} | {id(functions), id(strict)}
-    holders = gc.get_referrers(*list(functions))  # which leaves out the very tuple that it is called with
+    holders = _compat.referrers(functions)
     hidden = _hidden(strict, holders)
     globals_ |= {id(each) for each in holders if isinstance(each, dict) and "__builtins__" in each}  # those of an exec
     strangers = [
@@ -101,7 +103,7 @@ def put_back(leaked: Mapping[int, tuple[object, object]], own: Iterable[object] 
         own: holders that keep it.
     """
     ours = {id(each) for each in own} | {id(leaked)} | {id(pair) for pair in leaked.values()}
-    for holder in gc.get_referrers(*(each for each, _ in leaked.values())):
+    for holder in _compat.referrers(each for each, _ in leaked.values()):
         if id(holder) not in ours:
             _replace(holder, leaked)
 
@@ -154,7 +156,7 @@ def _not_torchs(strangers: list[object], globals_: set[int]) -> list[object]:
             break
         above: list[object] = []
         leads: dict[int, set[int]] = {}
-        for owner in gc.get_referrers(*owners):
+        for owner in _compat.referrers(owners):
             if owner is owners or owner is strangers or isinstance(owner, FrameType):
                 continue
             reached = set().union(*(unknown.get(id(each), ()) for each in gc.get_referents(owner))) - cleared

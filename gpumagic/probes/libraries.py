@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from gpumagic import _compat
 from gpumagic.probes import cycles, holders, last_error
 from gpumagic.probes.holders import Held
 from gpumagic.probes.paths import Names, Search
@@ -60,7 +61,7 @@ def _are_the_session_s_alone(tensors: list[Any], known: set[int]) -> bool:
         if len(waiting) > FEW:
             break
         known.add(id(waiting))
-        found = gc.get_referrers(*waiting)
+        found = _compat.referrers(waiting)
         waiting = [each for each in found if id(each) not in known]
         if not waiting:
             return True

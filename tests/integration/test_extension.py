@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 
 import pytest
+from conftest import environment
 
 from gpumagic import extension
 from gpumagic.errors import SimgpuUnavailable
@@ -142,3 +144,23 @@ def test_a_cell_may_load_and_use_it_at_once(start_kernel):
     cell = start_kernel().run("%load_ext gpumagic\n%ondevice --help\n1 + 1")
     assert cell.value == "2"
     assert "usage: %%ondevice" in cell.stdout
+
+
+@pytest.mark.parametrize("first", ["%%ondevice cpu\n40 + 2", "%ondevice cpu\n40 + 2", "%%oomguard\n40 + 2"])
+def test_a_lazy_magic_loads_the_extension_when_it_is_first_used(bare_shell, first):
+    """And its cell runs, although nothing has prepared it."""
+    bare_shell.magics_manager.lazy_magics = dict.fromkeys(NAMES, "gpumagic")
+    assert not NAMES & set(bare_shell.magics_manager.magics["line"])
+    assert bare_shell.run_cell(first).result == 42
+    assert bare_shell.run_cell("%%ondevice cpu\n41 + 2").result == 43
+    assert set(bare_shell.magics_manager.magics["line"]) >= NAMES
+
+
+def test_a_profile_can_load_it_always(tmp_path):
+    profile = tmp_path / "profile_default"
+    profile.mkdir()
+    (profile / "ipython_config.py").write_text('get_config().InteractiveShellApp.extensions = ["gpumagic"]\n')
+    code = "print(get_ipython().find_magic('devices'))"
+    command = [sys.executable, "-m", "IPython", "--quiet", "-c", code]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=True)
+    assert "GPUMagic" in done.stdout, done.stderr
