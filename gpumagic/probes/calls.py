@@ -44,7 +44,9 @@ def running() -> Iterator[tuple[str, list[tuple[str, object]]]]:
     """Yield every function that runs now, in any thread, innermost first: what it is called, and its variables."""
     own = threading.get_ident()
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, innermost in sys._current_frames().items():
+    innermost_of = sys._current_frames()
+    innermost_of[own] = sys._getframe(1)  # a frame that is its own variable would live on, and its callers with it
+    for ident, innermost in innermost_of.items():
         where = "" if ident == own else f" in {threads.get(ident, 'a thread')}"
         frame: FrameType | None = innermost
         while frame is not None:

@@ -179,7 +179,7 @@ def lasting_ids() -> set[int]:
 
 def _running() -> list[FrameType]:
     frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._getframe(1)  # one that is its own variable would live on, and its callers with it
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back

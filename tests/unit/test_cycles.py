@@ -172,3 +172,17 @@ def test_of_a_tensor_with_a_name_it_is_said_that_not_every_reference_was_followe
     monkeypatch.setattr(references, "MAX_STEPS", 1)
     (note, *_) = why("t", {"t": torch.ones(1310)}).notes
     assert note.startswith("only the first 1 references were followed")
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_what_a_function_has_goes_with_it_although_it_looked(thorough: bool) -> None:
+    """A look at the running functions keeps none of their frames, not even until the next collection."""
+    of_a_list(torch.ones(1_000_011))
+
+    def looks() -> weakref.ref[torch.Tensor]:
+        local = torch.ones(1312)
+        probe({}, thorough=thorough)
+        why("local", {"local": local})
+        return weakref.ref(local)
+
+    assert looks()() is None
