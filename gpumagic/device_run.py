@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic import _compat, relocation
 from gpumagic.errors import OptionError
-from gpumagic.probes import allocator, failed_line, storage_copies, transfers, watched_code
+from gpumagic.probes import allocator, failed_line, lasting, storage_copies, transfers, watched_code
 from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.cell_memory import CellMemory
 from gpumagic.probes.watched_code import WatchedCode
-from gpumagic.reports import Explanation, TransferReport
+from gpumagic.reports import Explanation, MemoryTimeline, TransferReport
 
 if TYPE_CHECKING:
     from gpumagic.probes.recording import Recording
@@ -100,7 +100,7 @@ class DeviceRun:
         self.report = transfers.report(
             self.device, self._log, self._watch, self._variables(), error, self._moved, explanation, self._code.lines(),
             self._recording.hindrance,
-            self._memory.finished(self._watch.after) if self._memory is not None else None,
+            self._timeline(),
         )  # fmt: skip
         if self._store is not None:
             self._store(self.report)
@@ -159,11 +159,21 @@ class DeviceRun:
             self._watch.before, self._namespace, self._block, self._code.line,
             is_running=self._is_running, by_clock=not is_traced,
         )  # fmt: skip
+        self._lasting = self._look_for_lasting()
         if is_traced:
             self._recording.recorder.memory = self._memory
         if self._moved:
             self._memory.look()  # what the move allocated is not the next line's
         self._memory.start()
+
+    def _timeline(self) -> MemoryTimeline | None:
+        if self._memory is None:
+            return None
+        lasting_parts = lasting.parts(self._lasting, self._look_for_lasting()) if self._lasting else {}
+        return self._memory.finished(self._watch.after, lasting_parts)
+
+    def _look_for_lasting(self) -> lasting.Found:
+        return lasting.look(self._namespace, None if self._recording.recorder.is_traced else lasting.MOST)
 
     def _restore(self) -> None:
         try:

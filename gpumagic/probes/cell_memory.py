@@ -79,11 +79,14 @@ class CellMemory:
         if self._sampled is not None:
             sampler.end(self._sampled)
 
-    def finished(self, after: Mapping[str, AllocatorFigures]) -> MemoryTimeline | None:
+    def finished(
+        self, after: Mapping[str, AllocatorFigures], parts: Mapping[str, Mapping[str, int]] | None = None
+    ) -> MemoryTimeline | None:
         """Return the timeline of what has stopped, or None where no device's memory was touched.
 
         Args:
             after: the allocators' figures at its end.
+            parts: by device, what was there all the time, and for what.
         """
         self._code.filename = self._code.filename or self._place.filename
-        return self.log.finished(after, lambda: dict(self._code.lines()))
+        return self.log.finished(after, lambda: dict(self._code.lines()), parts)

@@ -58,6 +58,8 @@ class _Track:
 
     def __init__(self, before: AllocatorFigures, stretches: int) -> None:
         self.before, self.now = before.allocated, before.allocated
+        self._allocations = before.allocations
+        self.is_touched = False
         self._counter = before.peak or 0
         self.peak: int | None = None
         self.seen = before.allocated
@@ -74,8 +76,10 @@ class _Track:
         The lines are those that ran at the look before and at this one.
         """
         self.now = high = figures.allocated
+        self.is_touched |= (figures.allocated, figures.allocations) != (self.before, self._allocations)
         counter, is_new = figures.peak or 0, False
         if counter > self._counter:
+            self.is_touched = True
             high = max(high, counter)
             if self.peak is None or counter > self.peak:
                 self.peak, self.line, self.between, is_new = counter, None, (since, line), True
@@ -152,23 +156,26 @@ class TimelineLog:
             self._lock.release()
 
     def finished(
-        self, after: Mapping[str, AllocatorFigures], code: Callable[[], Mapping[int, str]] = dict
+        self,
+        after: Mapping[str, AllocatorFigures],
+        code: Callable[[], Mapping[int, str]] = dict,
+        parts: Mapping[str, Mapping[str, int]] | None = None,
     ) -> MemoryTimeline | None:
         """Return the timeline, with the closing figures, or None where no device's memory was touched.
 
         Args:
             after: the figures at the end.
             code: returns the code's lines by number.
+            parts: by device, what was there all the time, and for what.
         """
         self.add(after, _END)
-        touched = {
-            device: track for device, track in sorted(self._tracks.items())
-            if track.peak is not None or track.seen > track.before or track.now != track.before
-        }  # fmt: skip
+        touched = {device: track for device, track in sorted(self._tracks.items()) if track.is_touched}
         if not touched:
             return None
         lines = code()
-        courses = tuple(_course(device, track, lines) for device, track in touched.items())
+        courses = tuple(
+            _course(device, track, lines, (parts or {}).get(device, {})) for device, track in touched.items()
+        )
         return MemoryTimeline(courses, self._seconds, self._looks, self._is_every_operator)
 
     def end(self) -> None:
@@ -184,11 +191,11 @@ class TimelineLog:
         return self._tracks[device]
 
 
-def _course(device: str, track: _Track, code: Mapping[int, str]) -> MemoryCourse:
+def _course(device: str, track: _Track, code: Mapping[int, str], parts: Mapping[str, int]) -> MemoryCourse:
     first, last = (max(code, default=None) if line == _END else line for line in track.between)
     lines = line_spans.between(code, first, last) if track.line is None else (track.line, track.line)
     is_one = lines is not None and lines[0] == lines[1]
     text = code.get(lines[0], "").strip() if lines is not None and is_one else ""
     return MemoryCourse(
-        device, track.before, track.now, track.peak, track.seen, lines, text or None, track.fold.points()
+        device, track.before, track.now, track.peak, track.seen, lines, text or None, track.fold.points(), parts
     )  # fmt: skip

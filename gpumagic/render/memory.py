@@ -73,6 +73,9 @@ def _course(course: MemoryCourse, seconds: float) -> Iterator[Block]:
     )
     yield Paragraph(f"{said}.")
     shown = heights(course, seconds)
+    if course.parts:
+        parts = ", ".join(f"{part} {size(nbytes)}" for part, nbytes in course.parts.items())
+        yield Paragraph(f"Of it, there all the time: {parts}; the rest is activations and what else came and went.")
     yield Course([each / course.highest for each in shown], shown.index(max(shown)), _mark(course), said)
 
 

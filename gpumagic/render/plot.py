@@ -47,6 +47,8 @@ def memory(timeline: MemoryTimeline | None) -> Any:
     figure = _figure(3.5)
     axes = figure.subplots()
     unit, name = _unit(max(course.highest for course in timeline.courses))
+    if len(timeline.courses) == 1:
+        _lay_out_parts(axes, timeline.courses[0], timeline.seconds, unit)
     for course in timeline.courses:
         _draw(axes, course, timeline.seconds, unit)
     axes.set(ylabel=f"Allocated, {name}", xlabel="Seconds", ylim=(0, None), xlim=(0, None))
@@ -109,6 +111,15 @@ def _draw(axes: Any, course: MemoryCourse, seconds: float, unit: int) -> None:
         if not where and course.lines is not None:
             where = "lines {}-{}".format(*course.lines)
         _mark(axes, moments[top], highs[top], f"{'peak' if course.peak is not None else 'most seen'} {where}".strip())
+
+
+def _lay_out_parts(axes: Any, course: MemoryCourse, seconds: float, unit: int) -> None:
+    """Draw what was there all the time as bands under the line."""
+    floor = 0.0
+    for place, (part, nbytes) in enumerate(course.parts.items()):
+        top = floor + nbytes / unit
+        axes.fill_between([0, seconds], floor, top, alpha=0.5 - 0.1 * place, color="tab:green", lw=0, label=part)
+        floor = top
 
 
 def _columns(course: MemoryCourse) -> tuple[Sequence[int], Sequence[int]]:

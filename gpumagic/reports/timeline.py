@@ -38,8 +38,9 @@ class MemoryCourse:
     """That line, where it is one."""
     points: tuple[MemoryPoint, ...] = ()
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Bytes at the end by what they are for, where the notebook's modules and optimizers tell: ``"parameters"``,
-    ``"gradients"``, ``"optimizer state"``, ``"buffers"``; what is left is activations and everything else."""
+    """Bytes that were there from the start to the end, and so at the peak, by what modules and optimizers of the
+    notebook have them for: ``"parameters"``, ``"gradients"``, ``"optimizer state"``, ``"buffers"``. The rest of the
+    peak is activations and what else came and went. Empty where that is not known."""
 
     @property
     def line(self) -> int | None:

@@ -263,6 +263,35 @@ def test_a_backend_whose_counters_fail_ends_the_looking_and_not_the_cell(run, mo
     assert "driver" not in capfd.readouterr().err
 
 
+def test_what_was_there_all_the_time_is_told_by_what_it_is_for(run) -> None:
+    """1 MiB of weights, twice that of Adam's state, and gradients that were there before and are replaced."""
+    run(
+        "model = torch.nn.Linear(512, 512, bias=False, device='simgpu:0')\n"
+        "optimizer = torch.optim.Adam(model.parameters(), foreach=False)\n"
+        "def step():\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(8, 512, device='simgpu:0')).sum().backward()\n"
+        "    optimizer.step()\n"
+        "step()"
+    )
+    (course,) = run("%%ondevice 0 -q -o report\nstep()").timeline.courses
+    assert course.parts == {"optimizer state": 2 * MIB, "parameters": MIB}
+    (course,) = run("%%ondevice 0 -q -o report\nx = make(1)").timeline.courses
+    assert course.parts == {"optimizer state": 2 * MIB, "parameters": MIB, "gradients": MIB}
+    assert sum(course.parts.values()) <= course.highest
+
+
+def test_a_model_of_many_tensors_is_looked_through_only_where_the_cell_is_traced_anyway(run, monkeypatch) -> None:
+    from gpumagic.probes import lasting
+
+    monkeypatch.setattr(lasting, "MOST", 0)
+    run("model = torch.nn.Linear(512, 512, bias=False, device='simgpu:0')")
+    (course,) = run("%%ondevice 0 -q -o report\nx = make(1)").timeline.courses
+    assert course.parts == {}
+    (course,) = run("%%ondevice 0 -q -o report --trace\nx = make(1)").timeline.courses
+    assert course.parts == {"parameters": MIB}
+
+
 # -- the table of cells -----------------------------------------------------------------------------------
 
 

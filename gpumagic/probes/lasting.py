@@ -1,0 +1,96 @@
+"""What was on a device from the start of a cell to its end, and what for: weights, gradients, optimizer state.
+
+Read from the modules and optimizers that have a name, without running their code. What is on the device at both ends
+was there at the peak too; the rest of the peak is activations, and whatever else came and went.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from gpumagic.probes import gradients, identity
+from gpumagic.probes.anatomy import attributes, fields_of
+
+MOST = 400
+"""Tensors beyond which a cell that is not traced does not look: each takes five microseconds."""
+
+Found = Mapping[int, tuple[str, str, int]]
+"""By the storage's number: its device, what it is for, and its bytes."""
+
+
+def look(namespace: Mapping[str, object], most: int | None = MOST) -> Found:
+    """Return the storages of the modules and optimizers in a name space, those in host memory left out.
+
+    Args:
+        namespace: whose values are looked at.
+        most: return nothing where there are more tensors than that.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "optim"):
+        return {}
+    values = list(namespace.values())
+    modules = list(_modules([each for each in values if issubclass(type(each), torch.nn.Module)]))
+    optimizers = [each for each in values if issubclass(type(each), torch.optim.Optimizer)]
+    if not modules and not optimizers:
+        return {}
+    from gpumagic.probes.storages import undisturbed
+
+    found: dict[int, tuple[str, str, int]] = {}
+    with undisturbed():
+        states = [state for each in optimizers for state in _values(_own(each).get("state"))]
+        weights = [each for module in modules for each in _tensors(_own(module).get("_parameters"))]
+        if most is not None and len(weights) + sum(map(len, states)) > most:
+            return {}
+        _note(found, "parameters", weights)
+        _note(found, "buffers", (each for module in modules for each in _tensors(_own(module).get("_buffers"))))
+        seen = gradients.peek(gradients.leaves(weights)) or []
+        _note(found, "gradients", (alias for _, alias in seen))
+        _note(found, "optimizer state", (each for state in states for each in _tensors(state)))
+    return found
+
+
+def parts(before: Found, after: Found) -> dict[str, dict[str, int]]:
+    """Return by device what each part of what was there at both looks occupies, in bytes, the largest first."""
+    identity.forget_the_dead()
+    sums: dict[str, dict[str, int]] = {}
+    for number in before.keys() & after.keys():
+        device, part, nbytes = after[number]
+        of_device = sums.setdefault(device, {})
+        of_device[part] = of_device.get(part, 0) + nbytes
+    return {device: dict(sorted(found.items(), key=lambda each: -each[1])) for device, found in sums.items()}
+
+
+def _note(found: dict[int, tuple[str, str, int]], part: str, tensors: Iterable[Any]) -> None:
+    import torch
+
+    for each in tensors:
+        if type(each) not in (torch.Tensor, torch.nn.Parameter) or each.device.type in ("cpu", "meta"):
+            continue
+        if each.layout is torch.strided:
+            storage = each.untyped_storage()
+            found.setdefault(identity.of_storage(storage), (str(each.device), part, storage.nbytes()))
+
+
+def _modules(roots: Iterable[object]) -> Iterator[object]:
+    """Yield modules and all inside them, each once."""
+    waiting, seen = list(roots), set()
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            waiting += _values(_own(module).get("_modules"))
+
+
+def _own(owner: object) -> dict[object, Any]:
+    return dict(attributes(owner, fields_of(type(owner))))
+
+
+def _tensors(mapping: Any) -> list[Any]:
+    return [each for each in _values(mapping) if each is not None]
+
+
+def _values(mapping: Any) -> list[Any]:
+    return list(dict.values(mapping)) if isinstance(mapping, dict) else []
