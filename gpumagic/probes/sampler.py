@@ -2,8 +2,8 @@
 
 The thread starts with the first timeline and has ended when the last one has. It only reads: counters that torch keeps
 anyway, and the stack of the thread that runs the cell. It sleeps at least `PAUSE`, longer in long cells, and at least
-`SHARE` times what a look takes. A look at two simulated devices costs a busy cell 0.17 ms of processor time, the change
-of threads included, and so under one percent; `tests/benchmarks/test_timeline.py` measures it.
+`SHARE` times what a look takes. A look at two simulated devices costs a busy cell 0.2 to 0.3 ms of processor time, the
+change of threads included, and so under one percent; `tests/benchmarks/test_timeline.py` measures it.
 """
 
 from __future__ import annotations
