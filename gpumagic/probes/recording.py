@@ -6,9 +6,9 @@ devices. Measured beside each other on 2 cores, torch 2.13, as times of the bare
 
     an empty TorchDispatchMode                2.7x
     torch.device, or a mode with handlers     1.6x   1.6x   what `RecordingContext` does, exact by construction
-    entry points exchanged for the cell       1.00x  1.02x  what `entry_points` does
+    entry points exchanged for the cell       1.04x  1.04x  what `entry_points` does
 
-Indexing has a C slot, so its stand-in costs more beside it than others: 0.25 us, 1.3x of `x[5]`, nothing elsewhere.
+Indexing has a C slot, so its stand-in costs more beside it than others: 0.25 us, 1.4x of `x[5]`, nothing elsewhere.
 A dispatch mode around every `backward` would make the training step 1.7x; hooks on the graph's nodes of the moves that
 the run has seen cost those alone (`returning`).
 

@@ -47,7 +47,7 @@ def watch(recorder: Recorder, source: object, result: object) -> None:
         return
     if not source.requires_grad or source.device == result.device or "meta" in (source.device.type, result.device.type):
         return
-    node = result.grad_fn
+    node = _node(result)
     if node is None:  # under no_grad
         return
     run = weakref.ref(recorder)
@@ -58,6 +58,13 @@ def watch(recorder: Recorder, source: object, result: object) -> None:
             _count(recorder, given, arrived)
 
     recorder.hooks.add(node.register_hook(count))
+
+
+def _node(result: torch.Tensor) -> Any:
+    """Return the node of the graph that copies back; of what was written to a view, its base's."""
+    node, base = result.grad_fn, result._base
+    is_view = node is not None and base is not None and "Copy" not in node.name()
+    return base.grad_fn if is_view and base is not None else node
 
 
 def _count(recorder: Recorder, given: tuple[Any, ...], arrived: tuple[Any, ...]) -> None:

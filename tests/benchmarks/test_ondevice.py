@@ -51,6 +51,10 @@ one = x[0, 0]
 for _ in range(10000):
     one.item()
 """),
+    "10,000 views by a number": (None, """
+for _ in range(10000):
+    x[5]
+"""),
 }  # fmt: skip
 ROUNDS = 15
 
