@@ -136,7 +136,7 @@ WAYS = {
     "error.<fails()>.local": lambda t: {"error": failed(t)},
     "error.__cause__.<fails()>.local": lambda t: {"error": caused(failed(t))},
     "q.queue[0]": lambda t: {"q": filled(queue.Queue(), t)},
-    "q.<...>[0]": lambda t: {"q": filled(queue.SimpleQueue(), t)},
+    "q.<...>" if sys.version_info >= (3, 13) else "q.<...>[0]": lambda t: {"q": filled(queue.SimpleQueue(), t)},
     "w.data[<ReferenceType>]": lambda t: {"w": weakref.WeakKeyDictionary({Slotted: t})},
     "d{...}": lambda t: {"d": {t: 1}},
 }
