@@ -99,7 +99,7 @@ class EngineCell:
         out = [engine for engine in sent if states[engine] == OUT_OF_MEMORY]
         others = [future for engine, future in sent.items() if states[engine] not in (ANSWERED, OUT_OF_MEMORY)]
         if others:
-            _raise_as_px(others, f"%%{self.magic}")
+            _raise_as_px(others, f"%%{self.magic}", shown="dead" not in states.values())
         if out and not self.keep_going:
             _raise_out_of_memory(report)
 
@@ -133,7 +133,7 @@ def prepare(
     Raises:
         OptionError: an engine cannot run it, or has no such device. Then no engine has.
     """
-    connection = connect(engines)
+    connection = connect(engines, gone=False)
     ready = transport.ask(connection, ("site", {}), timeout)
     try:
         _check(ready)
@@ -210,15 +210,17 @@ def _result(client: Any, sent: Mapping[int, Any], name: str = "") -> Any:
     return AsyncResult(client, list(sent.values()), fname=name, targets=list(sent))
 
 
-def _raise_as_px(futures: Sequence[Any], name: str) -> NoReturn:
-    """Raise the errors of engines, which the streaming has shown already."""
+def _raise_as_px(futures: Sequence[Any], name: str, *, shown: bool) -> NoReturn:
+    """Raise the errors of engines, in short where the streaming has shown them; a dead engine shows nothing."""
     __tracebackhide__ = True
     from ipyparallel import error
 
     try:
         error.collect_exceptions([future.result() for future in futures], name)
     except error.CompositeError as several:
-        raise error.AlreadyDisplayedError(several) from None
+        if shown:
+            raise error.AlreadyDisplayedError(several) from None
+        raise
     raise AssertionError("none of them failed")
 
 

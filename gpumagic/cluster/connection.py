@@ -55,10 +55,11 @@ def use(client_or_view: Any = None) -> None:
         _seen.pop(getattr(client_or_view, "client", client_or_view), None)
 
 
-def connect(targets: str = AS_PX) -> Connection:
+def connect(targets: str = AS_PX, *, gone: bool = True) -> Connection:
     """Return the engines that are meant.
 
     Args:
+        gone: whether engines that were there earlier are told of, too.
         targets: ``"all"``, numbers such as ``"0,2"``, a slice such as ``"1:3"``, or ``"px"``.
 
     Raises:
@@ -73,7 +74,7 @@ def connect(targets: str = AS_PX) -> Connection:
     client = getattr(source, "client", source)
     if client._closed:
         raise OptionError("the client of %px is closed: choose another with gpumagic.cluster.use(rc)")
-    known = sorted({*client.ids, *_seen.get(client, ())})
+    known = sorted({*client.ids, *(_seen.get(client, ()) if gone else ())})
     if not known:
         raise OptionError("the client has no engines; start some, such as with cluster.start_engines_sync(n=4)")
     wanted = _of_view(source, known) if targets == AS_PX else _read(targets, known)

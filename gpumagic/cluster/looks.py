@@ -72,7 +72,8 @@ class Follower:
     def __call__(self) -> ClusterReport:
         """Return the engines as they are now."""
         now = time.monotonic()
-        report = _look(self._engines, self._timeout, "gpuinfo", self._arguments, in_turn=True)
+        timeout = self._timeout if self._last else PATIENCE  # at first engines import what they need
+        report = _look(self._engines, timeout, "gpuinfo", self._arguments, in_turn=True)
         self._last.update((answer.engine, (now, answer)) for answer in report.engines if answer.report is not None)
         return replace(report, engines=tuple(self._kept(answer, now) for answer in report.engines))
 

@@ -21,7 +21,7 @@ _PARTS: Mapping[str, str] = {
 def view(report: ClusterReport) -> Document:
     """Return the report of the engines that answered, then what is to be said of the others."""
     parts: Callable[[ClusterReport], tuple[str, list[Block]]] = import_module(_PARTS[report.magic]).parts
-    heading, blocks = parts(report)
+    heading, blocks = parts(report) if report.reports else (_without(report), [])
     blocks = [Heading(f"{heading} · {_engines(report)}"), *blocks]
     blocks += [Paragraph(text) for text in _silent(report)]
     notes = report.notes if report.magic == "oomguard" else (*report.notes, *_notes(report))  # has them in each report
@@ -35,7 +35,13 @@ def _engines(report: ClusterReport) -> str:
     if told < len(report.engines) and report.magic != "oomguard":
         number = f"{told} of {number}"
     hosts = {answer.origin.host for answer in report.engines} - {""}
-    return f"{number} on {hosts.pop()}" if len(hosts) == 1 else f"{number} on {count(len(hosts), 'host')}"
+    where = hosts.pop() if len(hosts) == 1 else count(len(hosts), "host")
+    return f"{number} on {where}" if where != "0 hosts" else number
+
+
+def _without(report: ClusterReport) -> str:
+    """Return the heading where no engine has a report."""
+    return f"%%{report.magic}" if report.magic in {"ondevice", "oomguard"} else "No answer"
 
 
 def _silent(report: ClusterReport) -> Iterator[str]:

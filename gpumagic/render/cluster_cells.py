@@ -18,8 +18,6 @@ DIRECTIONS = ("host-to-device", "device-to-host", "device-to-device")
 def parts(report: ClusterReport) -> tuple[str, list[Block]]:
     """Return the heading and the blocks."""
     found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, TransferReport)]
-    if not found:
-        return "%%ondevice", []
     blocks: list[Block] = [_table(found[:MOST_ROWS])]
     if len(found) > MOST_ROWS:
         blocks.append(Paragraph(f"and {count(len(found) - MOST_ROWS, 'more engine')}", muted=True))

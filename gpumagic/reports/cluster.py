@@ -86,8 +86,11 @@ class ClusterReport(Report[PlacedRow]):
 
     @property
     def is_worth_showing(self) -> bool:
-        """Tell whether it has something to say: where a guarded cell ran out of memory nowhere it has not."""
-        return self.magic != "oomguard" or any(answer.report is not None for answer in self.engines)
+        """Tell whether it has something to say: a guarded cell that ran out of memory nowhere shows its own errors."""
+        told = (ANSWERED, "raised")
+        return self.magic != "oomguard" or any(
+            answer.report is not None or answer.state not in told for answer in self.engines
+        )
 
     @property
     def reports(self) -> dict[int | str, Any]:
