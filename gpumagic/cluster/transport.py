@@ -21,8 +21,8 @@ from gpumagic.reports.origin import Origin
 
 _CALL = "exec(source) or answer(*order)"
 """Run by `eval` in the engine, with names of its own: neither a module nor bytecode has to be known there."""
-_HUB_PATIENCE = 1.0
-"""Seconds to wait for the controller, which knows what stands in an engine's queue."""
+_PATIENCE = 1.0
+"""Seconds to wait for what answers at once: the controller, and the threads of engines that take requests back."""
 
 Errand = tuple[str, Mapping[str, object]]
 """A function of `errands`, and its arguments."""
@@ -132,8 +132,8 @@ def _take_back(connection: Connection, late: Mapping[int, Any], seconds: float =
     """Have engines drop what they have not begun, and return of each why it did not answer."""
     alive = [engine for engine in late if engine in connection.alive]
     messages = [future.msg_id for future in late.values()]
-    if alive:
-        connection.client.abort(messages, targets=alive, block=False)
+    if alive:  # a thread of theirs confirms it, in a cell too
+        wait([connection.client.abort(messages, targets=alive, block=False)], timeout=_PATIENCE)
     queues = _queues(connection, alive)
     return {engine: _excuse(engine, late[engine], queues.get(engine), seconds) for engine in late}
 
@@ -154,7 +154,7 @@ def _queues(connection: Connection, engines: Sequence[int]) -> dict[int, Sequenc
     client = connection.client
     content = {"targets": list(engines), "verbose": True}
     future = client._send(client._query_stream, "queue_request", content=content)
-    if not future.wait(_HUB_PATIENCE):
+    if not future.wait(_PATIENCE):
         return {}
     status: Mapping[Any, Any] = future.result()["content"]
     return {int(engine): found["queue"] for engine, found in status.items() if str(engine).isdecimal()}

@@ -141,8 +141,9 @@ class Gate:
 
 
 @pytest.fixture
-def gate(machine, tmp_path) -> Iterator[Gate]:
+def gate(here, machine, tmp_path) -> Iterator[Gate]:
     """The first engine, kept in a cell, with a count of the errands that reached it."""
+    look(here, "devices --engines")
     view = machine.client[machine.plain[0]]
     view.execute(
         textwrap.dedent("""
@@ -212,9 +213,9 @@ def test_the_engine_with_the_memory_stands_out_from_replicas(here, machine) -> N
 
 
 def test_a_busy_engine_is_a_line_within_the_time_limit_and_is_not_asked_later(here, machine, gate) -> None:
-    report = here.run_cell("%devices --engines --timeout 1").result
+    report = here.run_cell("%devices --engines --timeout 2").result
     assert states(report) == {machine.plain[0]: "busy", **dict.fromkeys(machine.plain[1:], "answered")}
-    assert f"Engine {machine.plain[0]}: busy, in a cell; no answer within 1 s" in text_of(report)
+    assert f"Engine {machine.plain[0]}: busy, in a cell; no answer within 2 s" in text_of(report)
     gate.open()
     assert machine.client[machine.plain[0]].pull("ran", block=True) == []
     assert states(look(here, "devices --engines"))[machine.plain[0]] == "answered"
@@ -374,7 +375,7 @@ if get_ipython().kernel.engine_id == {slow}:
 
 
 def test_a_cell_runs_nowhere_where_one_engine_cannot_run_it(here, machine, gate, capsys) -> None:
-    here.run_cell("%%ondevice auto --engines --timeout 1\nmark = 1")
+    here.run_cell("%%ondevice auto --engines --timeout 2\nmark = 1")
     said = capsys.readouterr().err
     free = ",".join(map(str, machine.plain[1:]))
     assert f"the cell ran nowhere: engine {machine.plain[0]}: busy, in a cell" in said
@@ -395,7 +396,7 @@ def test_watching_follows_the_gpus_of_all_engines_until_ctrl_c(here, machine, ca
 
 def test_a_watched_engine_that_gets_busy_keeps_its_figures_and_is_not_asked_again(here, machine, tmp_path) -> None:
     busy = machine.plain[0]
-    follower = Follower(engines="px", timeout=1.0, processes=False)
+    follower = Follower(engines="px", timeout=2.0, processes=False)
     assert set(states(follower()).values()) == {"answered"}
     gate = Gate(tmp_path / "open", machine.client[busy])
     found = [follower() for _ in range(3)]
