@@ -53,8 +53,9 @@ class _Sampler(threading.Thread):
 
     def end(self) -> None:
         """Stop, and wait for it; a Ctrl-C that comes meanwhile only means not to wait."""
-        self._enough.set()
-        self.join()
+        self._enough.set()  # also where Ctrl-C came while it was starting
+        if self.is_alive():
+            self.join()
 
     def _pause(self) -> float:
         now = time.perf_counter()
@@ -84,7 +85,7 @@ def end(asked: Sampled) -> None:
         if asked in _sampled:
             _sampled.remove(asked)
         last, _thread = (_thread, None) if not _sampled else (None, _thread)
-    if last is not None and last.is_alive():
+    if last is not None:
         last.end()
 
 

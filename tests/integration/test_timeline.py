@@ -217,6 +217,20 @@ def test_an_interrupted_cell_and_a_cell_inside_a_cell_leave_no_thread(bare_shell
     assert sampler._sampled == []
 
 
+def test_an_interrupt_while_the_thread_starts_leaves_none(run, monkeypatch) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "gpumagic memory":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    assert run("%%ondevice 0 -q -o report\nx = 1") is None
+    assert sampler._sampled == []
+    assert torch.get_default_device().type == "cpu"
+
+
 def test_one_thread_looks_for_all_and_only_while_there_is_something_to_look_at(run) -> None:
     run(
         "%%ondevice 0 -q\n%oomguard\nimport threading\n"
