@@ -32,6 +32,16 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
 
 
 @pytest.fixture
+def unhindered(monkeypatch):
+    """Run `%%ondevice` as in a fresh process: what other tests left there, and these don't use, asks for no mode."""
+    from gpumagic.probes import entry_points, hindrances
+
+    monkeypatch.setattr(hindrances, "_overriding", lambda *_: iter(()))
+    monkeypatch.setattr(hindrances, "_has_compiled", lambda: False)
+    monkeypatch.setattr(hindrances, "_of_holders", lambda names: entry_points.census(names) and None)
+
+
+@pytest.fixture
 def bare_shell():
     """Return a real in-process shell whose displays are kept instead of shown."""
     config = Config()

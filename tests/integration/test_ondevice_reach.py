@@ -19,7 +19,7 @@ from gpumagic import simgpu
 from gpumagic.errors import StrayTensor
 from gpumagic.probes import runs
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("two_devices", "unhindered")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from ondevice_corpus import CorpusCell
 import gpumagic
 from gpumagic.errors import StrayTensor
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("two_devices", "unhindered")
 
 CELLS = [cell for cell in corpus.cells() if cell.needs is None]
 ASKED = [cell for cell in CELLS if cell.gap is None and not cell.name.startswith(("two_", "numpy_of"))]

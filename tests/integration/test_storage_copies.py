@@ -11,7 +11,7 @@ import torch
 import gpumagic
 from gpumagic.probes import storage_copies
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = pytest.mark.usefixtures("two_devices", "unhindered")
 
 
 def test_saving_tells_the_variable_and_waits() -> None:
