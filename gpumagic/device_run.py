@@ -159,7 +159,7 @@ class DeviceRun:
             self._watch.before, self._namespace, self._block, self._code.line,
             is_running=self._is_running, by_clock=not is_traced,
         )  # fmt: skip
-        self._lasting = self._look_for_lasting()
+        self._lasting = self._look_for_lasting() if self._watch.before else {}  # else no device has anything yet
         if is_traced:
             self._recording.recorder.memory = self._memory
         if self._moved:
