@@ -12,7 +12,7 @@ from typing import Any
 
 from gpumagic.advice import forecast as advice
 from gpumagic.errors import OptionError, RehearsalUnavailable
-from gpumagic.rehearsal import client, parcel
+from gpumagic.rehearsal import client, guesses, parcel
 from gpumagic.rehearsal.targets import Target
 from gpumagic.reports.rehearsal import DeviceForecast, RehearsalReport, RehearsalRow
 
@@ -87,9 +87,12 @@ def rehearse(
     """
     _check_torch()
     parts = parcel.pack(namespace, what.names(), what.function)
-    told = client.ask(_order(what, parts, target, dict(values or {}), time_limit))
+    order = _order(what, parts, target, dict(values or {}), time_limit)
+    told = client.ask(order)
     if "ended" in told:
         return _nothing(target, told["ended"])
+    if told["guessed"] and told["error"] is None:
+        told = guesses.compare(told, order)
     return _report(told, target, parts)
 
 
@@ -132,7 +135,7 @@ def _order(
         "capacities": [
             None if each is None else max(0, each - target.extra[1]) for each in target.capacities
         ],
-        "pinned": target.pinned,
+        "pinned": target.pinned, "guess": 0,
         "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
         "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),

@@ -24,6 +24,8 @@ from gpumagic.rehearsal import parts
 
 KEPT_CONTENTS = 1 << 20
 """Bytes up to which a CPU tensor's or an array's contents are sent."""
+KEPT_INTEGERS = 32 << 20
+"""The same for whole numbers, which may be lengths and labels."""
 _NOT_SENT = frozenset({"__builtins__", "In", "_ih", "_dh", "get_ipython", "exit", "quit", "open", "_i", "_ii", "_iii"})
 _CLASS_OWN = frozenset({
     "__dict__", "__weakref__", "_abc_impl", "__slots__", "__static_attributes__", "__firstlineno__",
@@ -148,7 +150,7 @@ class _Pickler(pickle.Pickler):
         if (
             numpy is not None
             and type(obj) is numpy.ndarray
-            and obj.nbytes > KEPT_CONTENTS
+            and obj.nbytes > (KEPT_INTEGERS if obj.dtype.kind in "iub" else KEPT_CONTENTS)
             and obj.dtype.hasobject is False
         ):
             self._packing.zeroed = True
@@ -175,7 +177,8 @@ class _Pickler(pickle.Pickler):
             self._packing.notes.append(
                 "a tensor with a graph from an earlier cell is rehearsed without that graph, whose memory stays in use"
             )
-        storage = self._storage(tensor.untyped_storage())
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        storage = self._storage(tensor.untyped_storage(), KEPT_INTEGERS if is_whole else KEPT_CONTENTS)
         geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
         state: dict[str, Any] = dict(vars(tensor))
         if tensor.is_leaf and tensor.grad is not None:
@@ -185,12 +188,12 @@ class _Pickler(pickle.Pickler):
         self._packing.held += [state, arguments]
         return parts.make_tensor, arguments, state or None, None, None, parts.fill_tensor if state else None
 
-    def _storage(self, storage: Any) -> parts.StoragePart:
+    def _storage(self, storage: Any, most: int) -> parts.StoragePart:
         key = storage._cdata
         if key not in self._packing.storages:
             device, nbytes = str(storage.device), storage.nbytes()
             contents = None
-            if device == "cpu" and nbytes <= KEPT_CONTENTS:
+            if device == "cpu" and nbytes <= most:
                 contents = ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
             self._packing.storages[key] = parts.StoragePart(device, nbytes, contents)
             self._packing.held.append(storage)

@@ -57,7 +57,8 @@ def state(namespace) -> list[object]:
         [(id(each), each._version, bytes(each.detach().cpu().contiguous().numpy().tobytes())) for each in tensors],
         {name: id(value) for name, value in namespace.items()}, list(namespace["history"]),
         random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist(),  # noqa: NPY002
-        torch.simgpu.get_rng_state(0).tolist(), sorted(Path.cwd().iterdir()),
+        [torch.simgpu.get_rng_state(index).tolist() for index in range(2)],
+        {path.name: path.read_bytes() for path in Path.cwd().iterdir()},
         [torch.simgpu.memory_stats(index)["allocated_bytes.all.current"] for index in range(2)],
     ]  # fmt: skip
 
@@ -74,7 +75,8 @@ def needed(report, index=0) -> int:
 LINES = st.sampled_from([
     "x = torch.randn(32, 64, device='simgpu:0')", "model(x).sum().backward()", "optimizer.step()", "history.append(2)",
     "optimizer.zero_grad()", "random.seed(1)", "torch.manual_seed(3)", "np.random.seed(4)", "del x", "model = None",
-    "open('trace.txt', 'w').write('x')", "torch.save(model, 'trace.pt')", "os.mkdir('trace')", "os.chdir('/')",
+    "open('trace.txt', 'w').write('x')", "open('kept.txt', 'w').write('x')", "os.remove('kept.txt')",
+    "torch.rand(3, device='simgpu:0')", "torch.rand(3, device='simgpu:1')", "random.random(); np.random.rand()", "torch.save(model, 'trace.pt')", "os.mkdir('trace')", "os.chdir('/')",
     "model[0].weight.data.zero_()", "x += 1", "1 / 0", "y = x.cpu().numpy()", "torch.set_default_dtype(torch.float64)",
     "for p in model.parameters(): p.grad = None", "raise SystemExit", "with torch.no_grad(): model[0].weight.mul_(2)",
 ])  # fmt: skip
@@ -88,6 +90,7 @@ def test_no_cell_leaves_a_trace(tmp_path_factory, lines) -> None:
     exec(NOTEBOOK + "import os, random, numpy as np", namespace)
     home = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("cell"))
+    Path("kept.txt").write_text("precious")
     try:
         before = state(namespace)
         counters = peaks()
@@ -152,6 +155,35 @@ def test_a_crash_or_a_hang_costs_one_sentence(cell, word) -> None:
     assert word in report.verdict
     assert report.fits is None
     assert needed(gpumagic.rehearse("import torch; torch.zeros(9, device='simgpu:0')", {})) == 512
+
+
+@pytest.mark.parametrize(
+    ("cell", "word"),
+    [
+        ("input('?')", "EOFError"),
+        ("import sqlite3; sqlite3.connect('made')", "opens the database made"),
+        ("import ctypes; ctypes.CDLL(None).system(b'touch made')", "starts a program"),
+        ("import os; os.system('touch made')", "starts a program"),
+        ("import os; os.fork()", "starts a program"),
+        ("import os; os.open('made', os.O_CREAT | os.O_WRONLY)", "writes no file"),
+        ("import socket; socket.create_connection(('127.0.0.1', 9))", "socket"),
+        ("import os; os.kill(os.getppid(), 15)", "os.kill"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_what_reaches_outside_is_one_sentence(tmp_path, monkeypatch, cell, word) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = gpumagic.rehearse(cell, {})
+    assert report.fits is None
+    assert word in report.verdict
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("cell", ["!touch made", "import os; os.mkfifo('made')", "import sys; sys.exit(3)", "exit()"])
+def test_what_does_nothing_in_a_rehearsal_lets_it_go_on(tmp_path, monkeypatch, cell) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert gpumagic.rehearse(cell, {}).fits
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_that_was_killed_is_replaced(notebook) -> None:

@@ -18,6 +18,10 @@ from gpumagic.rehearsal.stage.storages import key_of
 LARGEST = 4096
 """Bytes of a storage whose contents are kept."""
 
+GUESSES = ((1.0, 0, False), (600.0, 5, True), (1e-6, 2, False), (1e7, 3, True))
+"""What a number, a whole number and a truth value are taken to be that the host reads: in the first rehearsal of a
+cell, and in the ones that look whether it matters. `math.exp` and `math.log` take all but the last of them."""
+
 _FILLS = frozenset({"aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_"})
 _LEAVES_FINITE = "aten::_amp_foreach_non_finite_check_and_unscale_"
 _ABSORBING = {"bitwise_or": True, "logical_or": True, "bitwise_and": False, "logical_and": False}
@@ -31,12 +35,16 @@ class Contents:
     Args:
         device_type: the name of the rehearsed device.
         nbytes_of: tells the bytes of a rehearsed tensor's whole storage.
+        guess: which of `GUESSES` the host gets.
         assume: called with a sentence for each thing that is assumed.
     """
 
     def __init__(
-        self, device_type: str, nbytes_of: Callable[[torch.Tensor], int], assume: Callable[[str], None]
+        self, device_type: str, nbytes_of: Callable[[torch.Tensor], int], assume: Callable[[str], None], guess: int = 0
     ) -> None:
+        self.guessed: set[str] = set()
+        """What the host got that was taken to be something: truth values, other values."""
+        self._number, self._whole, self._truth = GUESSES[guess]
         self._type = device_type
         self._nbytes_of = nbytes_of
         self.suppose = assume
@@ -51,17 +59,15 @@ class Contents:
         value = self.of(tensor)
         if value is not None:
             return value.item()
+        self.guessed.add("truths" if tensor.dtype == torch.bool else "values")
         if tensor.dtype == torch.bool:
-            self.suppose("a truth value read from the device is taken to be False")
-            return False
-        if tensor.is_floating_point():
-            self.suppose("a number read from the device is taken to be 1.0")
-            return 1.0
-        if tensor.is_complex():
-            self.suppose("a number read from the device is taken to be 1.0")
-            return 1 + 0j
-        self.suppose("a whole number read from the device is taken to be 0")
-        return 0
+            self.suppose(f"a truth value read from the device is taken to be {self._truth}")
+            return self._truth
+        if tensor.is_floating_point() or tensor.is_complex():
+            self.suppose(f"a number read from the device is taken to be {self._number}")
+            return complex(self._number) if tensor.is_complex() else self._number
+        self.suppose(f"a whole number read from the device is taken to be {self._whole}")
+        return self._whole
 
     def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Return what `torch.equal` returns."""
@@ -69,8 +75,9 @@ class Contents:
             return False
         values = self.of(one), self.of(other)
         if values[0] is None or values[1] is None:
+            self.guessed.add("truths")
             self.suppose("tensors compared on the device are taken to be equal")
-            return True
+            return not self._truth
         return bool(torch.equal(values[0], values[1]))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -92,8 +99,10 @@ class Contents:
         """Fill a tensor on the host with what the device's holds."""
         value = self.of(source)
         if value is None:
+            self.guessed.add("values")
             self.suppose("values copied from the device to the host are taken to be zeros")
-            target.zero_()
+            number = min(self._number, torch.finfo(target.dtype).max) if target.is_floating_point() else self._whole
+            target.fill_(number if self._whole else 0)
         else:
             target.copy_(value)
 

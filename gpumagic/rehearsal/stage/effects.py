@@ -17,7 +17,7 @@ from typing import Any
 from gpumagic.rehearsal.parts import NotRehearsed
 
 _SKIPPED = {os: ("mkdir", "makedirs", "remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate",
-                 "chmod", "symlink", "link", "utime"),
+                 "chmod", "chown", "symlink", "link", "utime", "mkfifo", "mknod"),
             shutil: ("rmtree", "copy", "copy2", "copyfile", "move", "copytree")}  # fmt: skip
 _REFUSED = frozenset({
     "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.system", "os.exec",
@@ -25,6 +25,8 @@ _REFUSED = frozenset({
     "socket.sendmsg", "socket.bind", "socket.getaddrinfo",
 })  # fmt: skip
 _PROGRAMS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.startfile", "subprocess.Popen", "os.fork"})
+_NATIVE_PROGRAMS = frozenset({"system", "popen", "fork", "vfork", "posix_spawn", "execv", "execve", "execvp", "execl"})
+"""C's own ways, looked up by `ctypes`."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -78,6 +80,12 @@ def _refusing(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], N
         if event == "open" and isinstance(args[2], int) and args[2] & _WRITES and args[0] != os.devnull:
             note(f"writes the file {args[0]!s}")
             raise PermissionError(f"a rehearsal writes no file, and {args[0]!s} was opened for writing")
+        if event == "sqlite3.connect" and args[0] not in {":memory:", ""}:
+            note(f"opens the database {args[0]!s}")
+            raise NotRehearsed(f"it opens the database {args[0]!s}, which a rehearsal does not do")
+        if event == "ctypes.dlsym" and args[1] in _NATIVE_PROGRAMS:
+            note("starts a program")
+            raise NotRehearsed("it starts a program, which a rehearsal does not do")
         if event in _REFUSED:
             what = "starts a program" if event in _PROGRAMS else f"calls {event}"
             note(what)

@@ -64,7 +64,7 @@ class Rehearsal:
         module = backend.register(name, self.ledger)
         self._storages = Storages(self.ledger.take, self._gone)
         self.ledger.settle = self._storages.settle
-        self._contents = contents = Contents(name, self._storages.nbytes_of, self._assume)
+        self._contents = contents = Contents(name, self._storages.nbytes_of, self._assume, order["guess"])
         self._operators = Operators(module, self._storages, self.ledger, contents)
         self._operators.register()
         Autocast(name).register()
@@ -165,7 +165,7 @@ class Rehearsal:
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
             "cut": sorted(self._loops.cut.items()), "missed": sorted(self._loops.missed),
-            "is_open": self._loops.is_open,
+            "is_open": self._loops.is_open, "guessed": sorted(self._contents.guessed),
         }  # fmt: skip
 
     def _device(self, index: int, account: Account, before: int) -> dict[str, Any]:

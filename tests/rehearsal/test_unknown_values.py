@@ -1,0 +1,68 @@
+"""Where what a cell needs depends on values that no rehearsal knows, it is never said to fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gpumagic
+
+pytestmark = pytest.mark.usefixtures("two_devices")
+
+
+def rehearse(before, cell, **options):
+    namespace = {"torch": torch, "F": torch.nn.functional}
+    exec(before, namespace)
+    return gpumagic.rehearse(cell, namespace, **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "cell"),
+    [
+        ("x = torch.full((5000,), 39999, device='simgpu:0')",
+         "y = torch.zeros(x.max().item(), 512, device='simgpu:0')"),
+        ("x = torch.full((5000,), 4e4, device='simgpu:0')", "y = torch.zeros(int(x.max()) // 9, device='simgpu:0')"),
+        ("x = torch.zeros(4000, device='simgpu:0')",
+         "y = torch.zeros(100 if x.sum().item() > 0.5 else 1 << 20, device='simgpu:0')"),
+        ("x = torch.full((2000,), 99, device='simgpu:0')",
+         "y = [torch.zeros(n, 64, device='simgpu:0') for n in x.tolist()]"),
+        ("x = torch.full((2000,), 99, device='simgpu:0')",
+         "y = torch.zeros(int(x.cpu().numpy().max()), 64, 99, device='simgpu:0')"),
+        ("x = torch.full((2000,), 99, device='simgpu:0')", "y = F.one_hot(x)"),
+        ("x = torch.full((2000,), 99, device='simgpu:0')", "y = torch.bincount(x)"),
+        ("x = torch.ones(2000, device='simgpu:0'); kept = []",
+         "while x.norm() > 1e-3:\n    x = x * 0.9\n    kept.append(torch.zeros(1 << 16, device='simgpu:0'))"),
+    ],
+)  # fmt: skip
+def test_a_size_that_the_device_decides_leaves_the_verdict_open(before, cell) -> None:
+    report = rehearse(before, cell)
+    assert report.fits is None, report
+    assert report.verdict.startswith("It cannot be told whether the cell fits")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_two_branches_the_one_that_needs_more_counts(first) -> None:
+    large, small = "y = torch.zeros(1 << 22, device='simgpu:0')", "y = None"
+    one, other = (large, small) if first else (small, large)
+    cell = f"if x.sum() > 5:\n    {one}\nelse:\n    {other}"
+    before = "x = torch.randn(4000, device='simgpu:0')"
+    report = rehearse(before, cell)
+    assert report.fits
+    assert report.devices[0].peak - report.devices[0].before >= 16 << 20
+    assert rehearse(before, cell, capacity="10MiB").fits is None
+
+
+def test_a_mask_is_taken_to_select_everything_which_is_the_most() -> None:
+    report = rehearse("x = torch.zeros(1 << 18, 8, device='simgpu:0')", "y = x[x[:, 0] > 0]")
+    assert report.fits
+    assert report.devices[0].peak - report.devices[0].before >= 8 << 20
+
+
+@pytest.mark.parametrize(
+    "use", ["history.append(loss.item())", "print(f'{loss.item():.3f}')", "import math; history.append(math.exp(loss))",
+            "best = min(best, loss.item())", "history.append((x > 0).sum().item() / len(x))"],
+)  # fmt: skip
+def test_what_is_only_noted_leaves_the_verdict_as_it_is(use) -> None:
+    before = "layer = torch.nn.Linear(9, 9).to('simgpu:0'); history, best = [], 1e9"
+    cell = f"x = torch.randn(50, 9, device='simgpu:0')\nloss = layer(x).square().mean()\nloss.backward()\n{use}"
+    assert rehearse(before, cell).fits
