@@ -6,6 +6,7 @@ A process of its own: the cards' capacity is set anew for every cell.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import linecache
 import sys
@@ -81,11 +82,11 @@ def tight(name: str, capacity: int) -> list[object]:
 
 
 def main(names: list[str]) -> None:
+    importlib.import_module("torch._dynamo")  # as optimizers do at their first step
+    gc.freeze()  # modules are never garbage: the collections after each cell need not look at them
     results = {}
     for number, name in enumerate(names or CELLS):
         results[name] = found = {"rehearsed": rehearsed(name, AMPLE), "real": really(name, AMPLE), "tight": []}
-        if not number:
-            gc.freeze()  # what the first cell imported stays: the collections for the others need not look at it
         if number % 4 == 0 and name in CELLS:
             need = max(found["real"]["reserved"])
             found["tight"] = [each for each in (tight(name, need), tight(name, max(2 << 20, need - (2 << 20)))) if each]
