@@ -77,7 +77,8 @@ LINES = st.sampled_from([
     "optimizer.zero_grad()", "random.seed(1)", "torch.manual_seed(3)", "np.random.seed(4)", "del x", "model = None",
     "open('trace.txt', 'w').write('x')", "open('kept.txt', 'w').write('x')", "os.remove('kept.txt')",
     "torch.rand(3, device='simgpu:0')",
-    "torch.rand(3, device='simgpu:1')", "random.random()", "torch.save(model, 'trace.pt')", "os.mkdir('trace')", "os.chdir('/')",
+    "torch.rand(3, device='simgpu:1')", "random.random()",
+    "torch.save(model, 'trace.pt')", "os.mkdir('trace')", "os.chdir('/')",
     "model[0].weight.data.zero_()", "x += 1", "1 / 0", "y = x.cpu().numpy()", "torch.set_default_dtype(torch.float64)",
     "for p in model.parameters(): p.grad = None", "raise SystemExit", "with torch.no_grad(): model[0].weight.mul_(2)",
 ])  # fmt: skip
