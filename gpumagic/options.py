@@ -17,6 +17,8 @@ from typing import NoReturn, TypeVar
 from gpumagic.errors import OptionError
 
 _T = TypeVar("_T")
+LOOK, CELL = 10.0, 30.0
+"""Seconds to wait for engines that are looked at, and for those that are to run a cell and may import torch first."""
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
@@ -141,13 +143,17 @@ def seconds(text: str) -> float:
     return float(text)
 
 
-def _add_engine_options(parser: Parser) -> None:
+def _add_engine_options(parser: Parser, patience: float) -> None:
     parser.add_argument(
         "--engines", nargs="?", metavar="TARGETS", type=_typed(engine_targets), const="px",
         help="on the engines of the ipyparallel cluster: those of %%px, or all, 0,2, 1:3",
     )  # fmt: skip
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=_typed(seconds), default=10.0, help="wait so long for engines (10)"
+        "--timeout",
+        metavar="SECONDS",
+        type=_typed(seconds),
+        default=patience,
+        help=f"wait so long for engines ({patience:g})",
     )
 
 
@@ -177,7 +183,7 @@ def _gpuinfo() -> Parser:
     instead.add_argument("--best", action="store_true", help="only return the device with most free memory")
     instead.add_argument("--bench", action="store_true", help="measure matrix products and copies; takes some seconds")
     parser.add_argument("--json", action="store_true", help="return JSON text instead of the table")
-    _add_engine_options(parser)
+    _add_engine_options(parser, LOOK)
     return parser
 
 
@@ -217,7 +223,7 @@ def _devices() -> Parser:
         help="have IPython forget outputs and the last error that keep such tensors, and say what came back; "
         "your variables and all other outputs stay",
     )  # fmt: skip
-    _add_engine_options(parser)
+    _add_engine_options(parser, LOOK)
     return parser
 
 
@@ -248,7 +254,7 @@ def _ondevice() -> Parser:
     )  # fmt: skip
     parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
     _add_report_options(parser)
-    _add_engine_options(parser)
+    _add_engine_options(parser, CELL)
     return parser
 
 
@@ -288,7 +294,7 @@ def _oomguard() -> Parser:
     parser.add_argument("--keep-going", action="store_true", help="let Run All go on after the report")
     parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
     _add_report_options(parser)
-    _add_engine_options(parser)
+    _add_engine_options(parser, CELL)
     return parser
 
 

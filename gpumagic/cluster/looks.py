@@ -8,14 +8,12 @@ from dataclasses import replace
 
 from gpumagic.cluster import connection, transport
 from gpumagic.errors import DeviceNotFound
+from gpumagic.options import LOOK
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer
-
-PATIENCE = 10.0
-"""Seconds to wait for engines."""
 
 
 def gpuinfo(
-    *devices: str, engines: str = connection.AS_PX, timeout: float = PATIENCE, processes: bool = False,
+    *devices: str, engines: str = connection.AS_PX, timeout: float = LOOK, processes: bool = False,
     everything: bool = False,
 ) -> ClusterReport:  # fmt: skip
     """Return the GPUs of all engines; one that several of them see is one.
@@ -35,7 +33,7 @@ def gpuinfo(
 
 
 def devices(
-    *devices: str, engines: str = connection.AS_PX, timeout: float = PATIENCE, minimum: int = 0, sort: str = "size",
+    *devices: str, engines: str = connection.AS_PX, timeout: float = LOOK, minimum: int = 0, sort: str = "size",
     by: str | None = None, limit: int | None = 20,
 ) -> ClusterReport:  # fmt: skip
     """Return the live tensors of all engines, a row a storage.
@@ -72,7 +70,7 @@ class Follower:
     def __call__(self) -> ClusterReport:
         """Return the engines as they are now."""
         now = time.monotonic()
-        timeout = self._timeout if self._last else PATIENCE  # at first engines import what they need
+        timeout = self._timeout if self._last else LOOK  # at first engines import what they need
         report = _look(self._engines, timeout, "gpuinfo", self._arguments, in_turn=True)
         self._last.update((answer.engine, (now, answer)) for answer in report.engines if answer.report is not None)
         return replace(report, engines=tuple(self._kept(answer, now) for answer in report.engines))

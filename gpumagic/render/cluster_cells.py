@@ -46,7 +46,12 @@ def _table(found: Found) -> Table:
         Column("Peak", "right", 1),
     ]  # fmt: skip
     grid = [_row(answer, report, most) for answer, report in found]
-    shown = [place for place in range(len(columns)) if any(row[place] for row in grid)]
+    one_host = len({answer.origin.host for answer, _ in found}) == 1  # which the heading names
+    shown = [
+        place
+        for place, column in enumerate(columns)
+        if any(row[place] for row in grid) and not (one_host and column.title == "Host")
+    ]
     return Table([columns[place] for place in shown], [[row[place] for place in shown] for row in grid], "Each engine")
 
 

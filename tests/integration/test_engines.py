@@ -76,10 +76,10 @@ class Machine:
         children = set(psutil.Process().children(recursive=True)) - self.others
         engines = [psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid)]
         nannies = [child for engine in engines for child in engine.children()]
-        self.client.close()
-        self.cluster.stop_cluster_sync()
+        self.client.shutdown(hub=True)  # the engines, then the controller
         _, left = psutil.wait_procs([*children, *engines, *nannies], timeout=PATIENCE)
         assert not left
+        self.cluster.stop_cluster_sync()
 
 
 @pytest.fixture(scope="module")
