@@ -43,18 +43,26 @@ def place(device: str, sites: Mapping[int, Site]) -> dict[int, str]:
 
 
 def _ranks(sites: Mapping[int, Site]) -> dict[int, tuple[int, int]]:
-    """Return each engine's rank and that within its host: the launcher's where all have one, else their order."""
+    """Return each engine's rank and that within its host: the launcher's where it tells all apart, else their order."""
     origins = {engine: sites[engine].origin for engine in sorted(sites)}
-    launched = all(origin.rank is not None for origin in origins.values())
-    order = sorted(origins, key=lambda engine: (origins[engine].rank or 0, engine)) if launched else list(origins)
-    found, on_host = {}, dict.fromkeys((origin.host for origin in origins.values()), 0)
-    for place, engine in enumerate(order):
-        origin = origins[engine]
-        rank = origin.rank if launched and origin.rank is not None else place
-        local = on_host[origin.host] if origin.local_rank is None else origin.local_rank
-        on_host[origin.host] += 1
-        found[engine] = (rank, local)
-    return found
+    ranks = _told_apart({engine: origin.rank for engine, origin in origins.items()})
+    order = sorted(origins, key=lambda engine: ranks[engine])
+    hosts: dict[str, dict[int, int | None]] = {}
+    for engine in order:
+        hosts.setdefault(origins[engine].host, {})[engine] = origins[engine].local_rank
+    local = {engine: rank for of_host in hosts.values() for engine, rank in _told_apart(of_host).items()}
+    return {engine: (ranks[engine], local[engine]) for engine in order}
+
+
+def _told_apart(ranks: Mapping[int, int | None]) -> dict[int, int]:
+    """Return the ranks as they are, or the engines' order where some have none, or have the same.
+
+    Engines that a batch script starts without a launcher all inherit the script's own rank.
+    """
+    known = {engine: rank for engine, rank in ranks.items() if rank is not None}
+    if len(set(known.values())) == len(ranks):
+        return known
+    return {engine: place for place, engine in enumerate(ranks)}
 
 
 def _freest(sites: Mapping[int, Site]) -> dict[int, str]:

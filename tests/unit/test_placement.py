@@ -28,10 +28,17 @@ def test_ranks_are_the_launchers_where_all_engines_have_one() -> None:
 
 
 def test_without_them_engines_are_numbered_in_their_order() -> None:
-    sites = {9: site("b"), 4: site("a"), 7: site("a", local_rank=5)}
+    sites = {9: site("b", local_rank=5), 4: site("a"), 7: site("a", local_rank=5)}
     assert place("{rank}", sites) == {4: "0", 7: "1", 9: "2"}
-    assert place("cuda:{local_rank}", sites) == {4: "cuda:0", 7: "cuda:5", 9: "cuda:0"}
+    assert place("cuda:{local_rank}", sites) == {4: "cuda:0", 7: "cuda:1", 9: "cuda:5"}
     assert place("cpu", sites) == dict.fromkeys((4, 7, 9), "cpu")
+
+
+def test_a_rank_that_several_engines_inherited_tells_nothing() -> None:
+    """As from a batch script of Slurm, which has a rank itself."""
+    sites = {4: site("a", rank=0, local_rank=0), 5: site("a", rank=0, local_rank=0), 6: site("b", rank=0, local_rank=0)}
+    assert place("cuda:{rank}", sites) == {4: "cuda:0", 5: "cuda:1", 6: "cuda:2"}
+    assert place("cuda:{local_rank}", sites) == {4: "cuda:0", 5: "cuda:1", 6: "cuda:0"}
 
 
 @pytest.mark.parametrize("device", ["cuda:{node}", "cuda:{", "cuda:{}", "cuda:{rank!x}"])
