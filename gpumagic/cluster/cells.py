@@ -75,7 +75,7 @@ class EngineCell:
 
     def _interrupt(self, sent: Mapping[int, Any]) -> None:
         running = [engine for engine, future in sent.items() if not future.done()]
-        alive = [engine for engine in running if engine in self.connection.alive]
+        alive = [engine for engine in self.connection.alive if engine in running]
         if not alive:
             return
         client = self.connection.client

@@ -130,7 +130,7 @@ def _placed(connection: Connection, engine: int, answer: EngineAnswer) -> Engine
 
 def _take_back(connection: Connection, late: Mapping[int, Any], seconds: float = 0.0) -> dict[int, EngineAnswer]:
     """Have engines drop what they have not begun, and return of each why it did not answer."""
-    alive = [engine for engine in late if engine in connection.alive]
+    alive = [engine for engine in connection.alive if engine in late]
     messages = [future.msg_id for future in late.values()]
     if alive:  # a thread of theirs confirms it, in a cell too
         wait([connection.client.abort(messages, targets=alive, block=False)], timeout=_PATIENCE)

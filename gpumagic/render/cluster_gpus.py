@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumagic.render import cluster_gpu_details
 from gpumagic.render.cluster import engines, numbers
 from gpumagic.render.document import Block, Cell, Column, Fold, Paragraph, Segment, Table
 from gpumagic.render.gpu_table import UTIL, short
@@ -31,6 +32,8 @@ def parts(report: ClusterReport) -> tuple[str, list[Block]]:
         blocks.append(_table(gpus))
     if any(_bar([gpu]) for gpu in gpus):
         blocks.append(Paragraph(BAR + (f" {UTIL}" if _utilization(gpus) is not None else ""), muted=True))
+    if len(gpus) <= MOST_ROWS:
+        blocks += cluster_gpu_details.blocks(report, gpus)
     blocks += _causes(report)
     return _heading(gpus), blocks
 

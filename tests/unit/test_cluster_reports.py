@@ -14,7 +14,7 @@ import gpumagic
 from gpumagic.errors import OptionError
 from gpumagic.render import to_html, to_text
 from gpumagic.render.cluster import numbers
-from gpumagic.reports import EngineAnswer, GPUReport, GpuRow, Origin, TensorReport, TensorRow
+from gpumagic.reports import EngineAnswer, GPUReport, GpuRow, Origin, ProcessRow, TensorReport, TensorRow
 from gpumagic.reports.cluster import ClusterReport
 from gpumagic.reports.shared_gpus import shared_gpus
 
@@ -54,6 +54,18 @@ def test_a_gpu_that_several_processes_see_is_one_with_several_kernels() -> None:
     assert "2 GPUs · 3 engines on 2 hosts" in text
     assert "5.0 / 8.0 GiB" in text
     assert len(merged.to_pandas()) == 3
+
+
+def test_the_processes_on_a_gpu_are_listed_with_the_engines_among_them() -> None:
+    processes = (ProcessRow(1, "python", "me", 5 * GIB, this_kernel=True), ProcessRow(9, "Xorg", "root", GIB))
+    first = replace(report("a", 1, gpu(0, "a", processes=processes)), show_processes=True)
+    second = report("a", 2, replace(gpu(0, "a", processes=processes), device="cuda:3"))
+    text = to_text(gpumagic.merge([first, second]), 100)
+    assert "engine 0: python" in text
+    assert "Xorg" in text
+    assert "this kernel" not in text
+    every = to_text(gpumagic.merge([replace(first, show_all=True)]), 100)
+    assert "UUID" in every
 
 
 def test_simulated_gpus_are_each_processes_own() -> None:
