@@ -143,10 +143,10 @@ def seconds(text: str) -> float:
     return float(text)
 
 
-def _add_engine_options(parser: Parser, patience: float) -> None:
+def _add_engine_options(parser: Parser, patience: float, more: str = "") -> None:
     parser.add_argument(
         "--engines", nargs="?", metavar="TARGETS", type=_typed(engine_targets), const="px",
-        help="on the engines of the ipyparallel cluster: those of %%px, or all, 0,2, 1:3",
+        help="on the engines of the ipyparallel cluster: those of %%px, or all, 0,2, 1:3" + more,
     )  # fmt: skip
     parser.add_argument(
         "--timeout",
@@ -254,7 +254,7 @@ def _ondevice() -> Parser:
     )  # fmt: skip
     parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
     _add_report_options(parser)
-    _add_engine_options(parser, CELL)
+    _add_engine_options(parser, CELL, "; DEVICE may be cuda:{rank} or cuda:{local_rank}")
     return parser
 
 
