@@ -190,11 +190,15 @@ def _facts(failure: Failure, circumstances: Circumstances) -> Facts:
     old = {name for name, value in namespace.items() if bound.get(name) == id(value)}
     spare = (old | claims.outputs(claimed)) - used - fresh
     free_elsewhere, others = surroundings.other_devices(device)
+    unnamed = facts.after.allocated - sum(claim.nbytes for claim in claimed) if facts.after is not None else 0
     return replace(
         facts,
         looked_at=True,
         holders=claims.rows(claimed, device),
         leftovers=tuple(claim for claim in claimed if claim.names <= spare),
+        graphs=surroundings.kept_graphs(device, old - used, fresh, namespace, circumstances.shell)
+        if unnamed >= WORTH_SAYING
+        else (),
         stale={name: claims.released(claimed, [name]) for name in (old & fresh) - read_first},
         models=tuple(model for model in work.models if model.local or model.name in used),
         optimizers=tuple(each for each in work.optimizers if each.local or each.name in used),

@@ -167,6 +167,15 @@ class Brought:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptGraph:
+    """What only the autograd graphs of some variables keep, and the line that lets go of it."""
+
+    names: frozenset[str]
+    nbytes: int
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
 class Scene:
     """What the frames of a failure tell, read before they are emptied."""
 
@@ -213,6 +222,8 @@ class Facts:
     holders: tuple[Holder, ...] = ()
     leftovers: tuple[Claim, ...] = ()
     """What is only reached by names bound before the cell that neither it nor anything it calls uses."""
+    graphs: tuple[KeptGraph, ...] = ()
+    """Those of names bound before the cell that neither it nor anything it calls uses."""
     stale: Mapping[str, int] = field(default_factory=dict)
     """``{name: bytes}`` of old values that were alive while the cell made their successors."""
     models: tuple[Model, ...] = ()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from gpumagic.advice.facts import Facts, Growth, TensorFact
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, called, keyword, names_in
-from gpumagic.render.units import count
+from gpumagic.render.units import count, size
 from gpumagic.reports import Advice, Change
 
 NO_GRAD = "with torch.no_grad():"
@@ -26,6 +26,17 @@ def growth(facts: Facts) -> Iterator[Advice]:
             facts, f"Collect {found.added} without its autograd graph", frees=frees, estimated=True,
             text=facts.text, changes=_plainly(facts.text, found, method), evidence=_evidence(found),
             cost="a wait a turn for the number" if found.scalar else "none",
+        )  # fmt: skip
+
+
+def earlier(facts: Facts) -> Iterator[Advice]:
+    """Let go of the graphs that earlier cells' results keep."""
+    for found in facts.graphs:
+        names, keep = " and ".join(sorted(found.names)), "keep" if len(found.names) > 1 else "keeps"
+        yield propose(
+            facts, f"Let go of the autograd graphs of {names}", frees=found.nbytes, first=found.line,
+            evidence=f"{names} {keep} {size(found.nbytes)} of activations for a backward; neither this cell nor what "
+            "it calls uses them", cost="none, unless a later cell differentiates them",
         )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ MISTAKES: tuple[Rule, ...] = (
     broadcast.squeeze,
     names.leftovers,
     names.stale,
+    graph.earlier,
     graph.growth,
     graph.no_grad,
     graph.retained,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpumagic.advice.cell_code import CellCode, is_batch_name
-from gpumagic.advice.facts import BatchSize, Loader
+from gpumagic.advice.facts import BatchSize, KeptGraph, Loader
+from gpumagic.probes import tensors
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
 
 def names_used(reads: Iterable[str], namespace: Mapping[str, object]) -> set[str]:
@@ -43,6 +50,36 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
+
+
+def kept_graphs(
+    device: str,
+    spare: AbstractSet[str],
+    remade: AbstractSet[str],
+    namespace: Mapping[str, object],
+    shell: InteractiveShell | None,
+) -> tuple[KeptGraph, ...]:
+    """Return what the autograd graphs of variables keep on a device, by the line that lets go of it, most first.
+
+    Args:
+        device: such as ``"cuda:0"``.
+        spare: names that may lose their graphs, of which one at least must be among those of a line.
+        remade: names that may as well, since the cell binds them anew.
+        namespace: the notebook's variables.
+        shell: the shell they belong to.
+    """
+    totals: Counter[str] = Counter()
+    for row in tensors.probe(namespace, devices=(device,), shell=shell):
+        if row.in_graph and row.frees:
+            totals[row.frees] += row.nbytes or 0
+    found = [KeptGraph(_assigned(line), nbytes, line) for line, nbytes in totals.most_common()]
+    return tuple(each for each in found if each.names & spare and each.names <= spare | remade)
+
+
+def _assigned(line: str) -> frozenset[str]:
+    """Return the variables that a line of assignments changes, or changes something in."""
+    targets = [target for each in ast.parse(line).body if isinstance(each, ast.Assign) for target in each.targets]
+    return frozenset(node.id for each in targets for node in ast.walk(each) if isinstance(node, ast.Name))
 
 
 def batch_sizes(cell: CellCode, names: Iterable[str], namespace: Mapping[str, object]) -> tuple[BatchSize, ...]:

@@ -166,12 +166,12 @@ def _stranger(size: str):
 
     nbytes = parse_size(size)
     block = [torch.empty(nbytes, dtype=torch.uint8, device="simgpu:0")]
-    figures, read, others = allocator.figures, oom_numbers.read, surroundings.other_devices
+    figures, read, others = allocator._figures, oom_numbers.read, surroundings.other_devices
 
-    def without(device):
-        found = figures(device)
-        mine = nbytes if device == "simgpu:0" else 0
-        return found and replace(found, allocated=found.allocated - mine, reserved=found.reserved - mine)
+    def without(backend, module, index):
+        found = figures(backend, module, index)
+        mine = nbytes if (backend, index) == ("simgpu", 0) else 0
+        return replace(found, allocated=found.allocated - mine, reserved=found.reserved - mine)
 
     def said(text):
         numbers = read(text)
@@ -179,7 +179,7 @@ def _stranger(size: str):
 
     stack = ExitStack()
     stack.callback(block.clear)
-    stack.enter_context(mock.patch.object(allocator, "figures", without))
+    stack.enter_context(mock.patch.object(allocator, "_figures", without))
     stack.enter_context(mock.patch.object(oom_numbers, "read", said))
     stack.enter_context(mock.patch.object(surroundings, "other_devices", lambda device: (others(device)[0], nbytes)))
     return stack
