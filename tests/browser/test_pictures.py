@@ -1,0 +1,53 @@
+"""Takes the README's pictures, in JupyterLab light and dark, where `GPUMAGIC_PICTURES` names the folder for them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+FOLDER = os.environ.get("GPUMAGIC_PICTURES", "")
+SETUP = """
+%load_ext gpumagic
+%xmode Minimal
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 10)).to("simgpu:0")
+x, y = torch.randn(4096, 256), torch.randint(10, (4096,))
+"""
+CELLS = {
+    "gpuinfo": "%gpuinfo",
+    "ondevice": """%%ondevice 0
+losses = []
+for _ in range(20):
+    inputs, labels = x.to("simgpu:0"), y.to("simgpu:0")
+    logits = model(inputs[:512])
+    loss = nn.functional.cross_entropy(logits, labels[:512])
+    losses.append(loss)
+print(loss.item())""",
+    "devices": "%devices -n 8",
+    "oomguard": """%%oomguard
+batch_size = 4096
+opt = torch.optim.AdamW(model.parameters())
+for xb, yb in zip(x.split(batch_size), y.split(batch_size)):
+    logits = model(xb.to("simgpu:0"))
+    loss = nn.functional.cross_entropy(logits, yb.to("simgpu:0"))
+    loss.backward()
+    opt.step()""",
+}
+
+
+@pytest.mark.skipif(not FOLDER, reason="pictures are taken where GPUMAGIC_PICTURES names a folder")
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_a_picture_of_each_magic(notebook_page, server, theme) -> None:
+    page = notebook_page
+    server.set_theme(f"JupyterLab {theme}")
+    page.page.set_viewport_size({"width": 1060, "height": 3000})
+    page.open([SETUP, *CELLS.values()])
+    page.run(0)
+    for index, name in enumerate(CELLS, start=1):
+        page.run(index)
+        page.cell(0).locator(".cm-content").click()  # away from the cell, so that no frame marks it
+        page.cell(index).screenshot(path=f"{FOLDER}/{name}-{theme.lower()}.png")
+    server.set_theme("JupyterLab Light")
