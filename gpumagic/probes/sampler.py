@@ -17,7 +17,7 @@ from gpumagic.probes import allocator
 from gpumagic.probes.places import Place
 from gpumagic.probes.timeline import STRETCHES, TimelineLog
 
-PAUSE = 0.03
+PAUSE = 0.1
 """Seconds between two looks, at least."""
 LONGEST_PAUSE = 0.5
 SHARE = 400
