@@ -74,6 +74,7 @@ class ProbeRuns(Once):
 
     def begin(self, source):
         self.source = source
+        return source
 
     def next(self, outcome):
         if not isinstance(outcome.error_in_exec, Exception) or self.retries == 0:
