@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,23 +42,32 @@ def tally(most: int, unit: str) -> Iterator[Callable[[str], None]]:
         most: how many there will be, at most.
         unit: what one of them is called.
     """
-    shown = _shown(total=most, unit=unit)
+    shown = _shown(total=most, unit=unit, delay=SILENT)
     begun = 0
 
     def tell(step: str) -> None:
         nonlocal begun
-        shown.set_description(step)
+        shown.set_description(step, refresh=False)
         shown.update(min(begun, 1))
         begun += 1
 
+    _tallies.append(shown)
     try:
         yield tell
     finally:
+        _tallies.remove(shown)
         shown.close()
 
 
 def clock(what: str) -> Iterator[int]:
-    """Yield 0, 1, 2 and so on, showing for how many of these seconds something has been going on."""
+    """Yield 0, 1, 2 and so on, showing for how many of these seconds something has been going on.
+
+    Within a tally that is the tally's to show: a notebook cannot write two lines over and over.
+    """
+    if _tallies:
+        for second in count():
+            _tallies[-1].refresh()
+            yield second
     shown = _shown(total=None, bar_format="{desc}")
     try:
         for second in count():
@@ -88,9 +98,13 @@ def waiting(what: str) -> Iterator[None]:
 class _Shown(Protocol):
     """What is used of a tqdm bar."""
 
-    def set_description(self, text: str) -> None: ...
+    def set_description(self, text: str, refresh: bool = True) -> None: ...
     def update(self, n: int) -> object: ...
+    def refresh(self) -> object: ...
     def close(self) -> None: ...
+
+
+_tallies: list[_Shown] = []
 
 
 def _shown(**options: Any) -> _Shown:
@@ -99,30 +113,34 @@ def _shown(**options: Any) -> _Shown:
             warnings.simplefilter("ignore")  # in a notebook without ipywidgets it says so, and then works as text
             found: _Shown = import_module("tqdm.auto").tqdm(leave=False, **options)
     except ImportError:
-        return _Line(options["total"])
+        return _Line(options["total"], options.get("delay", 0.0))
     return found
 
 
 class _Line:
     """One line of text, written over and over."""
 
-    def __init__(self, total: int | None) -> None:
+    def __init__(self, total: int | None, delay: float) -> None:
         self._total = total
+        self._from = time.monotonic() + delay
         self._done = self._longest = 0
         self._text = ""
 
-    def set_description(self, text: str) -> None:
+    def set_description(self, text: str, refresh: bool = True) -> None:
         self._text = text
-        self._write()
+        if refresh:
+            self.refresh()
 
     def update(self, n: int) -> None:
         self._done += n
-        self._write()
+        if time.monotonic() >= self._from:
+            self.refresh()
 
-    def close(self) -> None:
-        print(f"\r{'':{self._longest}}\r", end="", file=sys.stderr, flush=True)  # noqa: T201
-
-    def _write(self) -> None:
+    def refresh(self) -> None:
         text = self._text if self._total is None else f"{self._done}/{self._total} {self._text}"
         self._longest = max(self._longest, len(text))
         print(f"\r{text:{self._longest}}", end="", file=sys.stderr, flush=True)  # noqa: T201
+
+    def close(self) -> None:
+        if self._longest:
+            print(f"\r{'':{self._longest}}\r", end="", file=sys.stderr, flush=True)  # noqa: T201

@@ -106,11 +106,14 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
             self.told: dict[str, object] = {**options, "said": [], "done": 0, "closed": False}
             made.append(self.told)
 
-        def set_description(self, text: str) -> None:
+        def set_description(self, text: str, refresh: bool = True) -> None:
             self.told["said"] = [*self.told["said"], text]  # type: ignore[misc]
 
         def update(self, n: int) -> None:
             self.told["done"] += n  # type: ignore[operator]
+
+        def refresh(self) -> None:
+            self.told["refreshed"] = True
 
         def close(self) -> None:
             self.told["closed"] = True
@@ -123,11 +126,14 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 
 
 @pytest.mark.usefixtures("no_tqdm")
-def test_without_tqdm_one_line_is_written_over_and_removed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_tqdm_one_line_is_written_over_and_removed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SILENT", 0.0)
     assert list(progress.bar(["first", "second"], "word")) == ["first", "second"]
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert [line.strip() for line in shown.err.split("\r") if line.strip()][::2] == ["0/2 first", "0/2 second"]
+    assert [line.strip() for line in shown.err.split("\r") if line.strip()] == ["0/2 first", "1/2 second"]
     assert shown.err.endswith("\r          \r")
 
 
@@ -145,6 +151,21 @@ def test_a_step_is_done_when_the_next_begins(bars: list[dict[str, object]]) -> N
             tell(f"batch_size = {value}")
     assert bars[0]["done"] == 2
     assert bars[0]["said"] == ["batch_size = 16", "batch_size = 32", "batch_size = 64"]
+
+
+@pytest.mark.usefixtures("no_tqdm")
+def test_what_takes_less_than_a_second_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(progress.bar(["first", "second"], "word")) == ["first", "second"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_clock_within_a_tally_moves_that_one(bars: list[dict[str, object]]) -> None:
+    """Two lines that are written over and over come out as many in a notebook."""
+    with progress.tally(12, "rehearsal") as tell:
+        tell("batch_size = 16")
+        assert any(second == 2 for second in progress.clock("rehearsing"))
+    assert len(bars) == 1
+    assert bars[0]["refreshed"]
 
 
 def test_what_cannot_be_counted_shows_for_how_long_it_has_been_going_on(bars: list[dict[str, object]]) -> None:
