@@ -31,6 +31,13 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
     }  # fmt: skip
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what runs in a shell or a kernel; files that start theirs otherwise say so themselves."""
+    for item in items:
+        if {"bare_shell", "start_kernel"}.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("ipython")
+
+
 @pytest.fixture
 def unhindered(monkeypatch):
     """Run `%%ondevice` as in a fresh process: what other tests left there, and these don't use, asks for no mode."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.ipython
+
 BAD = {
     "%%ondevice cuda:9": "there are",
     "%%ondevice gpux": "there are",

@@ -9,6 +9,8 @@ import sys
 import pytest
 from conftest import environment, plain
 
+pytestmark = pytest.mark.ipython
+
 CELLS = [
     "%load_ext probe_magics",
     "%%ondevice cuda\nx = [line\n     for line in '''a\nb'''.splitlines()]\nprint('ran', len(x))\nmodes()[:]",

@@ -9,6 +9,8 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from gpumagic.promotion import PromoteCellMagics
 
+pytestmark = pytest.mark.ipython
+
 promote = PromoteCellMagics({"ondevice": (), "oomguard": ("--retry", "--shrink")})
 
 

@@ -8,6 +8,8 @@ import sys
 import pytest
 from conftest import environment, plain
 
+pytestmark = pytest.mark.ipython
+
 pexpect = pytest.importorskip("pexpect", reason="pexpect drives the terminal")
 ENTER, CTRL_C = "\r", "\x03"
 

@@ -8,6 +8,8 @@ import sys
 import pytest
 from conftest import environment, plain
 
+pytestmark = pytest.mark.ipython
+
 SETUP = (
     "%load_ext gpumagic",
     "import gpumagic, torch; gpumagic.simgpu.enable(devices=2, memory='4GiB')",

@@ -8,6 +8,8 @@ import pytest
 from conftest import environment, plain
 from oom_cells import FREED, PRELUDE
 
+pytestmark = pytest.mark.ipython
+
 SIMGPU = {"GPUMAGIC_SIMGPU": "2x4GiB"}
 ALLOCATED = "torch.accelerator.memory_allocated(0)"
 
