@@ -126,7 +126,7 @@ STEPS = {
 }
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from("abc"), st.integers(1, 4000), st.integers(0, 1)),

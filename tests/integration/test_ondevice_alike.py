@@ -123,7 +123,7 @@ def plain(value: Any) -> object:
     return value if isinstance(value, (int, str, torch.device)) else type(value).__name__
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(CELLS)
 @example("torch.ones(4).as_subclass(type('Sub', (torch.Tensor,), {}))")
 def test_a_cell_does_what_it_does_under_torchs_own_context(

@@ -147,8 +147,8 @@ def test_nested_guards_end_in_one_error() -> None:
     assert caught.value.__context__ is None
 
 
-def test_twenty_failures_leave_no_trace() -> None:
-    for _ in range(20):
+def test_failure_after_failure_leaves_no_trace() -> None:
+    for _ in range(4):
         with gpumagic.oomguard(keep_going=True):
             fail()
     assert allocated() == 0

@@ -105,7 +105,7 @@ def test_fit_finds_the_largest_and_leaves_the_cell_as_it_ran_with_it(guarded, ns
     assert result.result == ns["batch_size"] == 32
     assert ns["x"].nbytes == 4 * GIB == allocated()
     assert report.tries[-1].size == 32
-    text = str(report)
+    text = " ".join(str(report).split())
     assert text.startswith("batch_size = 32 is the largest that fits · 1 run, ")
     assert "to keep it, line 2: batch_size = 32" in text
     assert "33 was rehearsed and does not fit" in text

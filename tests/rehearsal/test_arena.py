@@ -14,7 +14,7 @@ SIZES = st.one_of(st.integers(1, 1 << 20), st.integers(1, 24 << 20), st.sampled_
 STEPS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(STEPS)
 def test_it_reserves_what_the_simulated_card_reserves(two_devices, steps) -> None:
     """After every request and release, from an empty card."""

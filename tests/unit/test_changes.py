@@ -92,7 +92,7 @@ def test_tensors_without_a_storage_are_told_apart_too() -> None:
     assert changes(before, probe(namespace)) == [("came", "y", None)]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     steps=st.lists(
         st.one_of(
