@@ -168,11 +168,11 @@ class Brought:
 
 @dataclass(frozen=True, slots=True)
 class KeptGraph:
-    """What only the autograd graphs of some variables keep, and the line that lets go of it."""
+    """What only the autograd graphs of some variables keep, and the code that lets go of it."""
 
     names: frozenset[str]
     nbytes: int
-    line: str
+    code: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class Facts:
     holders: tuple[Holder, ...] = ()
     leftovers: tuple[Claim, ...] = ()
     """What is only reached by names bound before the cell that neither it nor anything it calls uses."""
-    graphs: tuple[KeptGraph, ...] = ()
+    graphs: KeptGraph | None = None
     """Those of names bound before the cell that neither it nor anything it calls uses."""
     stale: Mapping[str, int] = field(default_factory=dict)
     """``{name: bytes}`` of old values that were alive while the cell made their successors."""

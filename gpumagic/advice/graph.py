@@ -12,6 +12,7 @@ from gpumagic.render.units import count, size
 from gpumagic.reports import Advice, Change
 
 NO_GRAD = "with torch.no_grad():"
+WORTH_FREEING = 1024**2
 
 _DIFFERENTIATES = frozenset({"grad", "requires_grad_", "requires_grad", "jacobian", "hessian", "vjp", "jvp"})
 """What code mentions that wants a gradient without calling `backward`."""
@@ -31,13 +32,16 @@ def growth(facts: Facts) -> Iterator[Advice]:
 
 def earlier(facts: Facts) -> Iterator[Advice]:
     """Let go of the graphs that earlier cells' results keep."""
-    for found in facts.graphs:
-        names, keep = " and ".join(sorted(found.names)), "keep" if len(found.names) > 1 else "keeps"
-        yield propose(
-            facts, f"Let go of the autograd graphs of {names}", frees=found.nbytes, first=found.line,
-            evidence=f"{names} {keep} {size(found.nbytes)} of activations for a backward; neither this cell nor what "
-            "it calls uses them", cost="none, unless a later cell differentiates them",
-        )  # fmt: skip
+    if facts.graphs is None or facts.graphs.nbytes < WORTH_FREEING:
+        return
+    found = facts.graphs
+    *others, last = sorted(found.names)
+    names, keep = (f"{', '.join(others)} and {last}", "keep") if others else (last, "keeps")
+    yield propose(
+        facts, f"Let go of the autograd graphs of {names}", frees=found.nbytes, first=found.code,
+        evidence=f"{names} {keep} {size(found.nbytes)} of activations for a backward; neither this cell nor what "
+        "it calls uses them", cost="none, unless a later cell differentiates them",
+    )  # fmt: skip
 
 
 def no_grad(facts: Facts) -> Iterator[Advice]:

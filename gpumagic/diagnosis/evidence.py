@@ -90,7 +90,7 @@ def _facts(failure: Failure, circumstances: Circumstances) -> Facts:
         leftovers=tuple(claim for claim in claimed if claim.names <= spare),
         graphs=surroundings.kept_graphs(device, old - used, fresh, namespace, circumstances.shell)
         if unnamed >= WORTH_SAYING
-        else (),
+        else None,
         stale={name: claims.released(claimed, [name]) for name in (old & fresh) - read_first},
         models=tuple(model for model in work.models if model.local or model.name in used),
         optimizers=tuple(each for each in work.optimizers if each.local or each.name in used),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from types import CodeType, FunctionType
@@ -58,22 +57,23 @@ def kept_graphs(
     remade: AbstractSet[str],
     namespace: Mapping[str, object],
     shell: InteractiveShell | None,
-) -> tuple[KeptGraph, ...]:
-    """Return what the autograd graphs of variables keep on a device, by the line that lets go of it, most first.
+) -> KeptGraph | None:
+    """Return what the autograd graphs of variables keep on a device, and what lets go of it; None if they keep nothing.
 
     Args:
         device: such as ``"cuda:0"``.
-        spare: names that may lose their graphs, of which one at least must be among those of a line.
+        spare: names that may lose their graphs, of which one at least must keep each tensor.
         remade: names that may as well, since the cell binds them anew.
         namespace: the notebook's variables.
         shell: the shell they belong to.
     """
-    totals: Counter[str] = Counter()
+    nbytes, names, statements = 0, frozenset[str](), dict[str, None]()
     for row in tensors.probe(namespace, devices=(device,), shell=shell):
-        if row.in_graph and row.frees:
-            totals[row.frees] += row.nbytes or 0
-    found = [KeptGraph(_assigned(line), nbytes, line) for line, nbytes in totals.most_common()]
-    return tuple(each for each in found if each.names & spare and each.names <= spare | remade)
+        keeping = _assigned(row.frees) if row.in_graph and row.frees else frozenset[str]()
+        if row.frees and keeping & spare and keeping <= spare | remade:
+            nbytes, names = nbytes + (row.nbytes or 0), names | keeping
+            statements |= dict.fromkeys(ast.unparse(each) for each in ast.parse(row.frees).body)
+    return KeptGraph(names, nbytes, "\n".join(statements)) if nbytes else None
 
 
 def _assigned(line: str) -> frozenset[str]:
