@@ -8,7 +8,7 @@ import math
 import pandas as pd
 import pytest
 
-from gpumagic import api
+from gpumagic import api, progress
 from gpumagic.probes import bench
 from gpumagic.reports import BenchReport, GPUReport
 
@@ -53,11 +53,12 @@ def test_where_there_is_no_best_device_the_cause_is_said(ask, monkeypatch, capsy
     assert capsys.readouterr().out == "The machine has none.\n"
 
 
-def test_bench_returns_a_report_of_the_devices_named(ask, capsys) -> None:
+def test_bench_returns_a_report_of_the_devices_named(ask, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "SILENT", 0.0)
     report = ask("%gpuinfo cpu 1 --bench")
     assert isinstance(report, BenchReport)
     assert list(dict.fromkeys(row.device for row in report)) == ["cpu", "simgpu:1"]
-    assert "cpu matmul float64" in capsys.readouterr().err
+    assert "measurement/s]" in capsys.readouterr().err
     assert json.loads(ask("%gpuinfo cpu --bench --json"))["measurements"][0]["device"] == "cpu"
     frame = report.to_pandas()
     assert frame["rate"].dtype.kind == "f"
