@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from types import CodeType, FunctionType
@@ -67,18 +68,23 @@ def kept_graphs(
         namespace: the notebook's variables.
         shell: the shell they belong to.
     """
-    nbytes, names, statements = 0, frozenset[str](), dict[str, None]()
+    totals: Counter[str] = Counter()
     for row in tensors.probe(namespace, devices=(device,), shell=shell):
-        keeping = _assigned(row.frees) if row.in_graph and row.frees else frozenset[str]()
-        if row.frees and keeping & spare and keeping <= spare | remade:
-            nbytes, names = nbytes + (row.nbytes or 0), names | keeping
-            statements |= dict.fromkeys(ast.unparse(each) for each in ast.parse(row.frees).body)
+        if row.in_graph and row.frees:
+            totals[row.frees] += row.nbytes or 0
+    nbytes, names, statements = 0, frozenset[str](), dict[str, None]()
+    for line, size in totals.items():
+        parsed = ast.parse(line).body
+        keeping = _assigned(parsed)
+        if keeping & spare and keeping <= spare | remade:
+            nbytes, names = nbytes + size, names | keeping
+            statements |= dict.fromkeys(map(ast.unparse, parsed))
     return KeptGraph(names, nbytes, "\n".join(statements)) if nbytes else None
 
 
-def _assigned(line: str) -> frozenset[str]:
-    """Return the variables that a line of assignments changes, or changes something in."""
-    targets = [target for each in ast.parse(line).body if isinstance(each, ast.Assign) for target in each.targets]
+def _assigned(statements: Iterable[ast.stmt]) -> frozenset[str]:
+    """Return the variables that assignments change, or change something in."""
+    targets = [target for each in statements if isinstance(each, ast.Assign) for target in each.targets]
     return frozenset(node.id for each in targets for node in ast.walk(each) if isinstance(node, ast.Name))
 
 

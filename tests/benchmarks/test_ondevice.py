@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -59,25 +58,13 @@ for _ in range(10000):
 ROUNDS = 15
 
 
-@pytest.fixture
-def shell() -> Iterator[InteractiveShell]:
-    InteractiveShell.clear_instance()
-    shell = InteractiveShell.instance()
-    shell.run_line_magic("load_ext", "gpumagic")
+@pytest.fixture(autouse=True)
+def training(shell: InteractiveShell) -> None:
     shell.run_cell(SETUP)
-    yield shell
-    shell.run_line_magic("unload_ext", "gpumagic")
-    InteractiveShell.clear_instance()
-
-
-def seconds(shell: InteractiveShell, cell: str) -> float:
-    start = time.process_time()  # not the clock: other work on the machine does not count
-    assert shell.run_cell(cell).success
-    return time.process_time() - start
 
 
 @pytest.mark.parametrize("what", CELLS)
-def test_ondevice_costs_next_to_nothing(shell: InteractiveShell, what: str) -> None:
+def test_ondevice_costs_next_to_nothing(seconds: Callable[[str], float], what: str) -> None:
     """The least of interleaved rounds: what else the machine does only ever adds."""
     bar, body = CELLS[what]
     ways = {
@@ -86,8 +73,8 @@ def test_ondevice_costs_next_to_nothing(shell: InteractiveShell, what: str) -> N
         "torch.device": "with torch.device('cpu'):" + body.replace("\n", "\n    "),
         "trace": "%%ondevice cpu -q --trace\n" + body,
     }
-    seconds(shell, ways["ondevice"])  # looks once for whoever holds torch's functions
-    rounds = [{name: seconds(shell, cell) for name, cell in ways.items()} for _ in range(ROUNDS)]
+    seconds(ways["ondevice"])  # looks once for whoever holds torch's functions
+    rounds = [{name: seconds(cell) for name, cell in ways.items()} for _ in range(ROUNDS)]
     least = {name: min(each[name] for each in rounds) for name in ways}
     ratios = {name: least[name] / least["bare"] for name in ways if name != "bare"}
     middle = statistics.median(each["ondevice"] / each["bare"] for each in rounds)
@@ -99,9 +86,9 @@ def test_ondevice_costs_next_to_nothing(shell: InteractiveShell, what: str) -> N
     assert bar is None or ratios["ondevice"] < bar
 
 
-def test_a_cell_under_ondevice_starts_and_ends_fast(shell: InteractiveShell) -> None:
-    seconds(shell, "%%ondevice cpu -q\npass")
-    least = {cell: min(seconds(shell, cell) for _ in range(50)) for cell in ("pass", "%%ondevice cpu -q\npass")}
+def test_a_cell_under_ondevice_starts_and_ends_fast(seconds: Callable[[str], float]) -> None:
+    seconds("%%ondevice cpu -q\npass")
+    least = {cell: min(seconds(cell) for _ in range(50)) for cell in ("pass", "%%ondevice cpu -q\npass")}
     bare, under = least.values()
     print(f"\nan empty cell: {1e3 * bare:.2f} ms bare, {1e3 * under:.2f} ms under %%ondevice")
     assert under - bare < 0.005

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -31,21 +30,14 @@ for _ in range(300):
 ROUNDS = 11
 
 
-@pytest.fixture
-def shell(two_devices: list[str]) -> Iterator[InteractiveShell]:
-    InteractiveShell.clear_instance()
-    shell = InteractiveShell.instance()
-    shell.run_line_magic("load_ext", "gpumagic")
+@pytest.fixture(autouse=True)
+def training(two_devices: list[str], shell: InteractiveShell) -> None:
     shell.run_cell(SETUP)
-    yield shell
-    shell.run_line_magic("unload_ext", "gpumagic")
-    shell.user_ns.clear()
-    InteractiveShell.clear_instance()
 
 
 @pytest.mark.parametrize("magic", ["%%ondevice 0 -q", "%%oomguard"])
 def test_looking_at_the_memory_of_a_cell_costs_next_to_nothing(
-    shell: InteractiveShell, magic: str, monkeypatch: pytest.MonkeyPatch
+    seconds: Callable[[str], float], magic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a look costs, from cells with hundreds and with none, times how many looks a cell has."""
     looks = 0
@@ -61,9 +53,7 @@ def test_looking_at_the_memory_of_a_cell_costs_next_to_nothing(
         looks = 0
         monkeypatch.setattr(sampler, "PAUSE", pause)
         monkeypatch.setattr(sampler, "SHARE", share)
-        start = time.process_time()  # of all threads, ours included, and not of what else the machine does
-        assert shell.run_cell(magic + STEPS).success
-        return time.process_time() - start, looks
+        return seconds(magic + STEPS), looks
 
     usual = sampler.PAUSE, sampler.SHARE
     monkeypatch.setattr(sampler, "_look", counted)
