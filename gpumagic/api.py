@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gpumagic import device_names
+from gpumagic import device_names, session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -91,8 +91,8 @@ def release_held() -> ReleaseReport:
     """
     from gpumagic.probes import held
 
-    shell = _shell()
-    return held.release(vars(sys.modules["__main__"]) if shell is None else shell.user_ns, shell)
+    shell = session.shell()
+    return held.release(session.variables(shell), shell)
 
 
 def _globals_of_caller() -> Mapping[str, object]:
@@ -102,14 +102,8 @@ def _globals_of_caller() -> Mapping[str, object]:
 
 def _shell_of(namespace: Mapping[str, object]) -> InteractiveShell | None:
     """Return the IPython shell whose variables these are: what it keeps beside them is not the user's."""
-    shell = _shell()
+    shell = session.shell()
     return shell if shell is not None and shell.user_ns is namespace else None
-
-
-def _shell() -> InteractiveShell | None:
-    ipython = sys.modules.get("IPython")
-    shell: InteractiveShell | None = ipython.get_ipython() if ipython is not None else None
-    return shell
 
 
 def ondevice(

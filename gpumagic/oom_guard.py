@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from gpumagic import host_warning, shown_as_text
+from gpumagic import host_warning, session, shown_as_text
 from gpumagic.advice import actions
 from gpumagic.errors import OptionError
 from gpumagic.probes import allocator, exception_graph, oom, oom_observer, release
@@ -75,7 +75,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._keep = keep
         self._keep_going = keep_going
         self._store = store
-        self._namespace = namespace if namespace is not None else _namespace(shell)
+        self._namespace = namespace if namespace is not None else session.variables(shell)
         self._plan = plan
         self._is_running = is_running
         self._block: CodeType | None = None
@@ -295,10 +295,3 @@ def raise_alone(error: BaseException) -> NoReturn:
         error.__context__ = None
         error.__suppress_context__ = True
         del error
-
-
-def _namespace(shell: InteractiveShell | None) -> Mapping[str, object]:
-    if shell is not None:
-        names: Mapping[str, object] = shell.user_ns
-        return names
-    return vars(sys.modules["__main__"])

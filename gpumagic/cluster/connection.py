@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpumagic import session
 from gpumagic.errors import OptionError
 from gpumagic.reports.origin import Origin
 
@@ -85,8 +85,7 @@ def connect(targets: str = AS_PX, *, gone: bool = True) -> Connection:
 
 def _view_of_px() -> Any:
     """Return the view that `%%px` sends cells to; None where nothing is connected."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
+    shell = session.shell()
     magic = None if shell is None else shell.find_cell_magic("px")
     return getattr(getattr(magic, "__self__", None), "view", None)
 

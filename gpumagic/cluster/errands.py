@@ -5,18 +5,15 @@ Whatever the engine's environment says of simulated GPUs holds here as it does w
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumagic import device_names, simgpu
+from gpumagic import device_names, session, simgpu
 from gpumagic.errors import OptionError
 from gpumagic.probes.origin import here
 from gpumagic.reports.origin import Origin
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
     from gpumagic.reports import GPUReport, TensorReport
 
 Errand = tuple[Origin, Any]
@@ -37,25 +34,12 @@ def devices(names: Sequence[str], *, minimum: int, sort: str) -> Errand:
     from gpumagic.probes import tensors
 
     simgpu.enable_from_environment()
-    shell = _shell()
+    shell = session.shell()
     only = [device_names.resolve(name) for name in names]
     report: TensorReport = tensors.probe(
-        _namespace(shell), devices=only, minimum=minimum, sort=sort, limit=None, shell=shell
+        session.variables(shell), devices=only, minimum=minimum, sort=sort, limit=None, shell=shell
     )
     return report.origin, report
-
-
-def _shell() -> InteractiveShell | None:
-    ipython = sys.modules.get("IPython")
-    shell: InteractiveShell | None = None if ipython is None else ipython.get_ipython()
-    return shell
-
-
-def _namespace(shell: InteractiveShell | None) -> Mapping[str, object]:
-    if shell is None:
-        return vars(sys.modules["__main__"])
-    names: Mapping[str, object] = shell.user_ns
-    return names
 
 
 _UNLOAD = "gpumagic_of_engine_cell"
@@ -66,7 +50,7 @@ def site() -> Errand:
     from gpumagic import extension
     from gpumagic.probes import allocator, gpus
 
-    shell = _shell()
+    shell = session.shell()
     if shell is None:
         raise OptionError("this engine runs no IPython")
     if not extension.is_loaded(shell):
@@ -97,7 +81,7 @@ def collect(name: str) -> Errand:
     """Return the report that a cell has left in a variable, and leave things as they were before the cell."""
     from gpumagic import extension
 
-    shell = _shell()
+    shell = session.shell()
     assert shell is not None
     report = shell.user_ns.pop(name, None)
     shell.user_ns_hidden.pop(name, None)
