@@ -14,7 +14,7 @@ from gpumagic.advice import forecast as advice
 from gpumagic.errors import OptionError, RehearsalUnavailable
 from gpumagic.rehearsal import client, guesses, parcel
 from gpumagic.rehearsal.targets import Target
-from gpumagic.reports.rehearsal import DeviceForecast, RehearsalReport, RehearsalRow
+from gpumagic.reports.rehearsal import DeviceForecast, RehearsalPoint, RehearsalReport, RehearsalRow
 
 TIME_LIMIT = 60.0
 CELL = "<rehearsed cell>"
@@ -163,7 +163,7 @@ def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> Rehea
         fits=_together([each.fits for each in devices]),
         capacity=deciding.capacity,
         verdict=advice.verdict(deciding, error),
-        timeline=tuple((target.names[index], line, held) for index, line, held in told["timeline"]),
+        points=tuple(RehearsalPoint(target.names[index], *found) for index, *found in told["timeline"]),
         assumed=(*told["assumed"], *parts.assumed, *(advice.cut(place, passes) for place, passes in told["cut"])),
         unknown=tuple(dict.fromkeys(unknown)),
         effects=tuple(told["effects"]),

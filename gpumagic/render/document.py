@@ -7,7 +7,7 @@ it looks. Text in here is plain: escaping is the renderers' work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +18,8 @@ class Segment:
 
     share: float
     role: Literal["main", "second", "other"] = "main"
+    part: str = ""
+    """What of memory it is, such as ``"gradients"``, where it has the colour of that (`parts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class Course:
     """What the mark says."""
     label: str
     """What is shown, for screen readers."""
+    bands: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """What the heights are made of, the lowest band first: shares that add up to them."""
 
 
 Block = Heading | Paragraph | Table | Listing | Fold | Tree | Course

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from gpumagic.render import parts
 from gpumagic.render.document import (
     Block,
     Cell,
@@ -28,6 +29,8 @@ from gpumagic.render.units import printable, sparkline
 COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(230,140,30,.65)"}
 TRACK = "rgba(128,128,128,.25)"
 MUTED = "opacity:.65"
+COURSE = "600px"
+"""How wide a course is drawn at most."""
 
 
 def render(document: Document) -> str:
@@ -97,18 +100,18 @@ def _align(column: Column, barred: bool) -> str:
 
 
 def _bar(cell: Cell) -> str:
-    parts = "".join(
+    drawn = "".join(
         f'<span style="display:inline-block;height:.8em;width:{100 * max(0.0, min(1.0, s.share)):.1f}%;'
-        f'background:{COLOURS[s.role]}"></span>'
+        f'background:{_colour(s.part) if s.part else COLOURS[s.role]}"></span>'
         for s in cell.bar
     )
-    return _track(parts, f"background:{TRACK}" if cell.bar else "")
+    return _track(drawn, f"background:{TRACK}" if cell.bar else "")
 
 
-def _track(parts: str, look: str) -> str:
+def _track(drawn: str, look: str) -> str:
     """Return the ground of a bar; without a look it only keeps the place, so that numbers line up."""
     style = "display:inline-block;text-align:left;width:9em;height:.8em;line-height:.8em;font-size:1em;margin-left:.6em"
-    return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden;{look}">{parts}</span>'
+    return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden;{look}">{drawn}</span>'
 
 
 def _named(label: str) -> str:
@@ -126,21 +129,58 @@ def _listing(listing: Listing, label: str) -> str:
 
 
 def _course(course: Course) -> str:
-    """Return columns, each with the character of its height in it, which shows where styles are stripped."""
-    width = f"{100 / max(1, len(course.heights)):.4g}%"
+    """Return columns, each with the character of its height in it, which shows where styles are stripped.
+
+    The arrow stands under the marked one, and its note to the side that has room.
+    """
+    count = max(1, len(course.heights))
+    sparks = sparkline(course.heights, high=1.0)
+    bands = [(course.bands[name], _colour(name)) for name in course.bands]
     columns = "".join(
-        f'<span style="display:inline-block;vertical-align:bottom;width:{width};height:{max(2.0, 100 * height):.0f}%;'
-        f'background:{COLOURS["other" if place == course.mark else "main"]}">{spark}</span>'
-        for place, (height, spark) in enumerate(zip(course.heights, sparkline(course.heights, high=1.0), strict=True))
+        _column(100 / count, course.heights[place], spark, [(band[place], colour) for band, colour in bands])
+        for place, spark in enumerate(sparks)
     )
-    ground = (
-        f"display:block;height:48px;max-width:600px;font-size:0;line-height:0;white-space:nowrap;background:{TRACK}"
-    )
+    ground = f"display:block;height:{72 if bands else 48}px;max-width:{COURSE};font-size:0;line-height:0"
     stand = '<span style="display:inline-block;vertical-align:bottom;height:100%;width:0"></span>'
+    note, at = _text(course.note), 100 * (course.mark + 0.5) / count
+    if at <= 50:
+        arrow = f"margin-left:{at:.1f}%", f"↑ {note}"
+    else:
+        arrow = f"text-align:right;margin-right:{100 - at:.1f}%", f"{note} ↑"
     return (
-        f'<div role="img" aria-label="{_text(course.label)}" style="{ground}">{stand}{columns}</div>'
-        f'<p style="margin:.1em 0 .3em 0">↑ {_text(course.note)}</p>'
+        f'<div role="img" aria-label="{_text(course.label)}" '
+        f'style="{ground};white-space:nowrap;background:{TRACK}">{stand}{columns}</div>'
+        f'<div style="max-width:{COURSE};margin:.1em 0 .3em 0"><div style="{arrow[0]}">{arrow[1]}</div></div>'
+        f"{_legend(list(course.bands))}"
     )
+
+
+def _column(width: float, height: float, spark: str, bands: Sequence[tuple[float, str]]) -> str:
+    """Return one column of a course, of one colour or of a band over the other."""
+    style = f"display:inline-block;vertical-align:bottom;width:{width:.4g}%;height:{max(2.0, 100 * height):.4g}%"
+    if not bands or not height:
+        return f'<span style="{style};background:{COLOURS["main"]}">{spark}</span>'
+    inner = "".join(
+        f'<span style="display:block;height:{100 * share / height:.4g}%;background:{colour}"></span>'
+        for share, colour in reversed(bands) if share
+    )  # fmt: skip
+    return f'<span style="{style}">{spark}{inner}</span>'
+
+
+def _legend(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    swatch = "display:inline-block;width:.8em;height:.8em;margin-right:.3em"
+    said = ", ".join(
+        f'<span style="white-space:nowrap"><span aria-hidden="true" style="{swatch};background:{_colour(name)}"></span>'
+        f"{_text(name)}</span>"
+        for name in names
+    )
+    return f'<p style="margin:.3em 0">From the bottom: {said}.</p>'
+
+
+def _colour(part: str) -> str:
+    return "rgba({},{},{},.85)".format(*parts.COLOURS.get(part, parts.UNKNOWN))
 
 
 def _tree(steps: Sequence[tuple[str, str]]) -> str:

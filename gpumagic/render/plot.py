@@ -7,7 +7,8 @@ from io import BytesIO
 from typing import Any
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.reports import CellsReport, HistoryReport, MemoryCourse, MemoryTimeline, RehearsalReport
+from gpumagic.render import parts
+from gpumagic.reports import CellsReport, HistoryReport, MemoryCourse, MemoryTimeline, RehearsalPoint, RehearsalReport
 
 GIB = 1024**3
 MIB = 1024**2
@@ -57,25 +58,38 @@ def memory(timeline: MemoryTimeline | None) -> Any:
 
 
 def rehearsal(report: RehearsalReport) -> Any:
-    """Return a figure of the memory that a cell would take, operator by operator.
+    """Return a figure of the memory that a cell would take over its operators, by what it is, a picture a device.
 
     Raises:
         GpuMagicError: matplotlib is not installed, or the rehearsal came to no operator.
     """
-    if not report.timeline:
+    if not report.points:
         raise GpuMagicError("there is no timeline to plot: the rehearsal came to no operator")
-    figure = _figure(3.5)
-    axes = figure.subplots()
-    unit, name = _unit(max(held for _, _, held in report.timeline))
-    for device in dict.fromkeys(device for device, _, _ in report.timeline):
-        found = [(line, held) for each, line, held in report.timeline if each == device]
-        heights = [held / unit for _, held in found]
-        axes.plot(heights, label=device, drawstyle="steps-post")
-        top = heights.index(max(heights))
-        _mark(axes, top, heights[top], f"line {found[top][0]}")
-    axes.set(ylabel=f"Allocated, {name}", xlabel="Over the run", ylim=(0, None), xticks=[])
-    axes.legend(loc="upper left", fontsize="small")
+    devices = [each for each in dict.fromkeys(point.device for point in report.points) if report.peak.get(each)]
+    if not devices:
+        raise GpuMagicError("there is no timeline to plot: the cell would touch no device's memory")
+    figure = _figure(0.5 + 3 * len(devices))
+    for axes, device in zip(figure.subplots(len(devices), squeeze=False, sharex=True)[:, 0], devices, strict=True):
+        _lay_out_operators(axes, [point for point in report.points if point.device == device], device)
+    axes.set(xlabel="Operators of the cell")
     return figure
+
+
+def _lay_out_operators(axes: Any, points: Sequence[RehearsalPoint], device: str) -> None:
+    """Draw one device of a rehearsal: its parts one on the other, and the peak with its line."""
+    unit, name = _unit(max(point.allocated for point in points))
+    steps = [point.operator for point in points]
+    floor = [0.0] * len(points)
+    for part in parts.ordered(part for point in points for part in point.parts):
+        top = [low + point.parts.get(part, 0) / unit for low, point in zip(floor, points, strict=True)]
+        axes.fill_between(steps, floor, top, step="post", lw=0, color=_colour(part), alpha=0.85, label=part)
+        floor = top
+    axes.plot(steps, floor, drawstyle="steps-post", color="0.5", lw=1, label=device)
+    place = floor.index(max(floor))
+    line = points[place].line
+    _mark(axes, steps[place], floor[place], "peak before the cell" if line is None else f"peak line {line}")
+    axes.set(ylabel=f"Allocated, {name}", ylim=(0, None), xlim=(0, None))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", reverse=True)
 
 
 def cells(report: CellsReport) -> Any:
@@ -116,10 +130,14 @@ def _draw(axes: Any, course: MemoryCourse, seconds: float, unit: int) -> None:
 def _lay_out_parts(axes: Any, course: MemoryCourse, seconds: float, unit: int) -> None:
     """Draw what was there all the time as bands under the line."""
     floor = 0.0
-    for place, (part, nbytes) in enumerate(course.parts.items()):
-        top = floor + nbytes / unit
-        axes.fill_between([0, seconds], floor, top, alpha=0.5 - 0.1 * place, color="tab:green", lw=0, label=part)
+    for part in parts.ordered(course.parts):
+        top = floor + course.parts[part] / unit
+        axes.fill_between([0, seconds], floor, top, alpha=0.85, color=_colour(part), lw=0, label=part)
         floor = top
+
+
+def _colour(part: str) -> tuple[float, ...]:
+    return tuple(each / 255 for each in parts.COLOURS.get(part, parts.UNKNOWN))
 
 
 def _columns(course: MemoryCourse) -> tuple[Sequence[int], Sequence[int]]:

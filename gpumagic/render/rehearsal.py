@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
-from gpumagic.render.units import count, duration, size, sparkline
-from gpumagic.reports.rehearsal import DeviceForecast, Fit, RehearsalReport
+from gpumagic.render import parts
+from gpumagic.render.document import (
+    Block,
+    Cell,
+    Column,
+    Course,
+    Document,
+    Fold,
+    Heading,
+    Listing,
+    Paragraph,
+    Segment,
+    Table,
+)
+from gpumagic.render.units import count, duration, size
+from gpumagic.reports.rehearsal import DeviceForecast, Fit, RehearsalPoint, RehearsalReport
 
-POINTS = 60
+COLUMNS = 60
+ENOUGH = 3
+"""Points from which on there is something to draw."""
 
 
 def view(report: RehearsalReport) -> Document:
@@ -28,14 +43,13 @@ def view(report: RehearsalReport) -> Document:
 
 
 def _headline(report: RehearsalReport) -> str:
-    verdict = {True: "Fits", False: "Does not fit", None: "Rehearsed"}[report.fits]
-    parts = [verdict]
+    said = [{True: "Fits", False: "Does not fit", None: "Rehearsed"}[report.fits]]
     if report.device is not None and report.device in report.peak:
         of = f" of {size(report.capacity)}" if report.capacity is not None else ""
-        parts.append(f"{size(report.peak[report.device])}{of} on {report.device}")
+        said.append(f"{size(report.peak[report.device])}{of} on {report.device}")
     if report.operators:
-        parts.append(f"rehearsed in {duration(report.seconds)}")
-    return " · ".join(parts)
+        said.append(f"rehearsed in {duration(report.seconds)}")
+    return " · ".join(said)
 
 
 def _peak(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
@@ -44,17 +58,46 @@ def _peak(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
         where = f" in {device.function}" if device.function else ""
         yield Paragraph(f"The peak is reached there{where}, by {device.operator} with {size(device.operator_bytes)}.")
     rows: list[list[Cell | str]] = [
-        [kind, Cell(size(nbytes), (Segment(nbytes / device.peak),))] for kind, nbytes in device.breakdown.items()
+        [part, Cell(size(nbytes), (Segment(nbytes / device.peak, part=part),))]
+        for part, nbytes in device.breakdown.items()
     ]
     yield Table([Column("at the peak"), Column("allocated", "right")], rows, caption="What makes up the peak")
-    heights = [held for name, _, held in report.timeline if name == device.device]
-    if len(heights) > 1:
-        stride = -(-len(heights) // POINTS)
-        shown = [float(max(heights[at : at + stride])) for at in range(0, len(heights), stride)]
-        yield Paragraph(f"over the run: {sparkline(shown, high=float(device.peak))}")
+    yield from _course(report, device)
     lines = [row for row in report.lines if row.device == device.device]
     if len(lines) > 1:
         yield Fold(f"{count(len(lines), 'line')} of the cell", [_lines(report, device)])
+
+
+def _course(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
+    """Yield the memory over the cell's operators, by what it is."""
+    points = [point for point in report.points if point.device == device.device]
+    if len(points) < ENOUGH:
+        return
+    columns = _columns(points)
+    heights = [point.allocated / device.peak for point in columns]
+    mark = heights.index(max(heights))
+    bands = {
+        part: [point.parts.get(part, 0) / device.peak for point in columns]
+        for part in parts.ordered(part for point in columns for part in point.parts)
+    }
+    line = f", line {columns[mark].line}" if columns[mark].line is not None else ", before the cell"
+    said = f"Memory on {device.device} over {count(report.operators, 'operator')}"
+    yield Paragraph(f"{said}, each block told by what it will be at the end:")
+    yield Course(heights, mark, f"peak {size(device.peak)}{line}", f"{said}, peak {size(device.peak)}{line}", bands)
+
+
+def _columns(points: Sequence[RehearsalPoint]) -> list[RehearsalPoint]:
+    """Return the highest point of each of `COLUMNS` equal parts of the operators; where none is, the last before."""
+    found: list[RehearsalPoint] = [points[0]] * COLUMNS
+    last = max(1, points[-1].operator)
+    place = 0
+    for point in points:
+        at = min(COLUMNS - 1, COLUMNS * point.operator // last)
+        if at > place or point.allocated > found[at].allocated:
+            found[at] = point
+        found[at + 1 :] = [point] * (COLUMNS - at - 1)
+        place = at
+    return found
 
 
 def _lines(report: RehearsalReport, device: DeviceForecast) -> Table:

@@ -110,18 +110,37 @@ def _broken(line: str, width: int, digits: int) -> list[str]:
 
 
 def _course(course: Course, width: int) -> str:
-    """Return a line of blocks, and under the marked one an arrow with its note to the side that has room."""
-    shown, mark = course.heights, course.mark
-    if len(shown) > width:
-        stride = -(-len(shown) // width)
-        shown = [max(shown[at : at + stride]) for at in range(0, len(shown), stride)]
-        mark //= stride
-    note = printable(course.note)
-    if mark < len(shown) / 2 or _width(note) + 1 > mark:
-        under = _cut(f"{' ' * min(mark, max(0, width - 2 - _width(note)))}↑ {note}", width)
-    else:
-        under = f"{_pad(note, mark - 1, 'right')} ↑"
-    return f"{sparkline(shown, high=1.0)}\n{under}"
+    """Return a line of blocks, one for each band too, and under the marked one an arrow with its note beside it."""
+    names = _telling(course)
+    label = max((_width(name) + len(GAP) for name in names), default=0)
+    room = max(8, width - label)
+    stride = -(-len(course.heights) // room)
+    lines = [_pad(name, label, "left") + _sparks(course.bands[name], stride, " ") for name in names]
+    lines.append(" " * label + _sparks(course.heights, stride))
+    middle = label + len(course.heights) // stride // 2
+    lines.append(_under(printable(course.note), label + course.mark // stride, width, middle))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _telling(course: Course) -> list[str]:
+    """Return the bands that change, the highest first, where more than one does: a flat line says nothing."""
+    changing = [name for name, band in course.bands.items() if max(band) - min(band) > 1 / 16][::-1]
+    return changing if len(changing) > 1 else []
+
+
+def _sparks(heights: Sequence[float], stride: int, nothing: str = "") -> str:
+    found = [max(heights[at : at + stride]) for at in range(0, len(heights), stride)]
+    drawn = sparkline(found, high=1.0)
+    return "".join(nothing if nothing and not each else spark for each, spark in zip(found, drawn, strict=True))
+
+
+def _under(note: str, mark: int, width: int, middle: int) -> str:
+    """Return an arrow under a place, with its note to the side that has room, or below it."""
+    if _width(note) + 1 <= mark >= middle:
+        return f"{_pad(note, mark - 1, 'right')} ↑"
+    if mark + 2 + _width(note) <= width:
+        return f"{' ' * mark}↑ {note}"
+    return f"{' ' * mark}↑\n{_cut(note, width)}"
 
 
 def _tree(tree: Tree, width: int) -> str:

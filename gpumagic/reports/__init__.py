@@ -19,7 +19,7 @@ from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
 from gpumagic.reports.names import Holder
 from gpumagic.reports.oom import Advice, Change, OomReport
 from gpumagic.reports.origin import Origin
-from gpumagic.reports.rehearsal import DeviceForecast, Fit, RehearsalReport, RehearsalRow
+from gpumagic.reports.rehearsal import DeviceForecast, Fit, RehearsalPoint, RehearsalReport, RehearsalRow
 from gpumagic.reports.tensors import DeviceMemoryRow, GraphRow, SourceRow, TensorReport, TensorRow
 from gpumagic.reports.timeline import MemoryCourse, MemoryPoint, MemoryTimeline
 from gpumagic.reports.transfers import TransferReport, TransferRow
@@ -61,6 +61,7 @@ __all__ = [
     "Origin",
     "PlacedRow",
     "ProcessRow",
+    "RehearsalPoint",
     "RehearsalReport",
     "RehearsalRow",
     "ReleaseReport",

@@ -21,6 +21,21 @@ class RehearsalRow:
     """Bytes allocated when it last ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class RehearsalPoint:
+    """One device after one of the cell's operators."""
+
+    device: str
+    operator: int
+    """How many operators the cell had begun; of a loop that was cut short only those of the passes that were made."""
+    line: int | None
+    """Which line of the cell ran; None before the first."""
+    allocated: int
+    parts: dict[str, int]
+    """The same bytes by what they are, named as in `RehearsalReport.breakdown`: what each block turned out to be by
+    the end of the cell, so that memory that will be a gradient counts as one from its first byte."""
+
+
 @dataclass(frozen=True)
 class DeviceForecast:
     """One device: what the cell takes of it."""
@@ -103,8 +118,8 @@ class RehearsalReport(Report[RehearsalRow]):
     capacity: int | None
     verdict: str
     largest: Fit | None = None
-    timeline: tuple[tuple[str, int, int], ...] = ()
-    """(device, line, bytes allocated) over the run, thinned to some hundred points."""
+    points: tuple[RehearsalPoint, ...] = ()
+    """Each device's memory in the course of the cell, by what it is, thinned to some hundred points a device."""
     assumed: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     effects: tuple[str, ...] = ()
@@ -121,6 +136,11 @@ class RehearsalReport(Report[RehearsalRow]):
     @property
     def rows(self) -> tuple[RehearsalRow, ...]:
         return self.lines
+
+    @property
+    def timeline(self) -> tuple[tuple[str, int, int], ...]:
+        """``(device, line, bytes allocated)`` of each of the points; line 0 is before the first."""
+        return tuple((point.device, point.line or 0, point.allocated) for point in self.points)
 
     def plot(self) -> Any:
         """Return a matplotlib figure of the memory over the run, a line a device.

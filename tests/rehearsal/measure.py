@@ -68,6 +68,8 @@ def rehearsed(name: str, capacity: int) -> dict[str, object]:
         "unknown": report.unknown,
         "assumed": report.assumed,
         "breakdown": report.breakdown,
+        "adds_up": all(sum(point.parts.values()) == point.allocated for point in report.points),
+        "highest": [max(p.allocated for p in report.points if p.device == device) for device in report.peak],
     }
     namespace.clear()
     return told

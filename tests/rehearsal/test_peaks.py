@@ -53,6 +53,8 @@ def test_the_parts_add_up_to_the_peak(measured) -> None:
     for name, found in measured.items():
         told = found["rehearsed"]
         assert sum(told["breakdown"].values()) in told["peak"], name
+        assert told["adds_up"], name
+        assert told["highest"] == told["peak"], f"{name}: the highest point of the course"
 
 
 def test_a_cell_whose_need_is_met_to_the_segment_is_mostly_said_to_fit(measured) -> None:

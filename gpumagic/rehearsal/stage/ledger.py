@@ -47,6 +47,10 @@ class Life:
         """Return whether it was in use right after the allocation of that number."""
         return self.born <= time and (self.died is None or self.died > time)
 
+    def part(self) -> str:
+        """Return what it counts as, which is final only when the cell has ended."""
+        return self.kind or ("other" if self.operator in _INPUTS else "temporaries")
+
 
 @dataclass(frozen=True, slots=True)
 class Peak:
@@ -81,6 +85,18 @@ class Account:
     """The request that would have been refused."""
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A block taken, or given back: the second time that its life is in the timeline."""
+
+    life: Life
+    operator: int
+    """How many operators had begun."""
+    line: int | None
+    allocated: int
+    """On its device, after it."""
+
+
 @dataclass
 class Ledger:
     """The lives of all blocks of all devices.
@@ -94,8 +110,10 @@ class Ledger:
     where: Callable[[], Place]
     lives: list[Life] = field(default_factory=list)
     lines: dict[tuple[int | None, int], LineUse] = field(default_factory=dict)
-    timeline: list[tuple[int, int, int]] = field(default_factory=list)
-    """``(device, line, allocated)`` after every change."""
+    timeline: list[Change] = field(default_factory=list)
+    """Every change since `start`."""
+    at_start: list[Life] = field(default_factory=list)
+    """What was in use when the cell began."""
     time: int = 0
     operators: int = 0
     operator: str = BASE
@@ -109,6 +127,12 @@ class Ledger:
     """Tells of the storages that have ended since."""
     _unnamed: list[Life] = field(default_factory=list)
     _blocks: dict[int, tuple[Block, Life]] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Begin with the cell: what is in use was there before it."""
+        self.at_start = [life for _, life in self.alive()]
+        self.timeline.clear()
+        self.unpacking = False
 
     def begin(self, operator: str) -> None:
         """Note which operator runs now; the blocks that were just made for it get its name."""
@@ -148,7 +172,7 @@ class Ledger:
             highest[device] = max(highest[device], account.allocated)
             exact = device + len(self.accounts)
             highest[exact] = max(highest[exact], account.requested)
-        self._note(device, account)
+        self._note(life, account)
 
     def give_back(self, key: int) -> None:
         """Account for the end of a storage."""
@@ -158,7 +182,7 @@ class Ledger:
         account.allocated -= block.size
         account.requested -= life.requested
         account.arena.give_back(block)
-        self._note(life.device, account)
+        self._note(life, account)
 
     def mark(self, key: int, kind: str) -> None:
         """Say what a live storage is; the first word holds, except that a parameter is never anything else."""
@@ -192,14 +216,14 @@ class Ledger:
         found: dict[str, int] = {}
         for life in self.lives:
             if life.device == device and life.is_alive_at(time):
-                kind = life.kind or ("other" if life.operator in _INPUTS else "temporaries")
-                found[kind] = found.get(kind, 0) + life.nbytes
+                found[life.part()] = found.get(life.part(), 0) + life.nbytes
         return found
 
-    def _note(self, device: int, account: Account) -> None:
+    def _note(self, life: Life, account: Account) -> None:
+        device = life.device
         use = self.lines.get((self.place.line, device))
         if use is None:
             use = self.lines[self.place.line, device] = LineUse(self.place, device)
         use.peak = max(use.peak, account.allocated)
         use.after = account.allocated
-        self.timeline.append((device, self.place.line or 0, account.allocated))
+        self.timeline.append(Change(life, self.operators, self.place.line, account.allocated))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gpumagic.rehearsal import parts
-from gpumagic.rehearsal.stage import backend, effects, surroundings
+from gpumagic.rehearsal.stage import backend, courses, effects, surroundings
 from gpumagic.rehearsal.stage.arena import Arena
 from gpumagic.rehearsal.stage.autocast import Autocast
 from gpumagic.rehearsal.stage.contents import Contents
@@ -30,7 +30,6 @@ from gpumagic.rehearsal.stage.names import OURS, Names
 from gpumagic.rehearsal.stage.operators import Operators
 from gpumagic.rehearsal.stage.storages import Storages
 
-MOST_POINTS = 400
 IN_TREE = frozenset({"cuda", "xpu", "mps"})
 
 
@@ -86,7 +85,7 @@ class Rehearsal:
                 self._kept.append(self._storages.new((nbytes,), (1,), torch.uint8, device))
         for account, pinned in zip(self.ledger.accounts, self.order["pinned"], strict=True):
             account.arena.shrink(pinned - account.arena.reserved)
-        self.ledger.unpacking = False
+        self.ledger.start()
         before = self.ledger.figures()
         self._operators.give_up = lambda error: self._tell(self._account(before, self._failure(error)))
         self._kinds.watch()
@@ -161,7 +160,7 @@ class Rehearsal:
             for use in self.ledger.lines.values() if use.place.line is not None
         ]  # fmt: skip
         return {
-            "devices": devices, "lines": lines, "timeline": _thinned(self.ledger.timeline), "error": error,
+            "devices": devices, "lines": lines, "timeline": courses.told(self.ledger), "error": error,
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
             "cut": sorted(self._loops.cut.items()), "missed": sorted(self._loops.missed),
@@ -242,11 +241,3 @@ def _point(peak: Peak) -> dict[str, Any]:
         "line": place.line, "code": place.code, "function": place.function, "nbytes": life.nbytes,
         "operator": life.operator.partition(".")[0],
     }  # fmt: skip
-
-
-def _thinned(points: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return at most some hundred points, the highest of each stretch."""
-    stride = -(-len(points) // MOST_POINTS)
-    if stride <= 1:
-        return points
-    return [max(points[at : at + stride], key=lambda point: point[2]) for at in range(0, len(points), stride)]
