@@ -8,7 +8,7 @@ import linecache
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from gpumagic import _compat, relocation
 from gpumagic.errors import OptionError
@@ -20,6 +20,24 @@ from gpumagic.reports import Explanation, MemoryTimeline, TransferReport
 
 if TYPE_CHECKING:
     from gpumagic.probes.recording import Recording
+
+
+Given = ParamSpec("Given")
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class RunOnDevice(Protocol[Given, Result_co]):
+    """What an editor knows of a decorated function: it is called as before, and its `run` has the last report."""
+
+    run: DeviceRun
+
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result_co: ...
+
+    def __get__(
+        self: RunOnDevice[Concatenate[Any, Rest], Result], instance: object, owner: type | None = None
+    ) -> Callable[Rest, Result]: ...
 
 
 class DeviceRun:
@@ -125,7 +143,7 @@ class DeviceRun:
         if error is not None and self.report is not None and self.report.explanation is not None:
             _compat.add_note(error, str(self.report.explanation))
 
-    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, func: Callable[Given, Result]) -> RunOnDevice[Given, Result]:
         """Have every call of a function be a run of its own; `func.run.report` is the last one's report.
 
         Raises:
@@ -135,13 +153,13 @@ class DeviceRun:
             raise OptionError(f"{func.__name__}() runs after its call; write `with gpumagic.ondevice(...)` inside it")
 
         @functools.wraps(func)
-        def on_device(*args: Any, **kwargs: Any) -> Any:
+        def on_device(*args: Given.args, **kwargs: Given.kwargs) -> Result:
             __tracebackhide__ = True
             with self._one_call(func):
                 return func(*args, **kwargs)
 
         on_device.run = self  # type: ignore[attr-defined]
-        return on_device
+        return cast("RunOnDevice[Given, Result]", on_device)
 
     def _one_call(self, func: Callable[..., Any]) -> DeviceRun:
         run = DeviceRun(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from gpumagic.diagnosis import Failure
     from gpumagic.probes.allocator import AllocatorFigures
-    from gpumagic.reports import MemoryTimeline, OomReport, Report
+    from gpumagic.reports import FitReport, MemoryTimeline, OomReport, Report
     from gpumagic.rerun_plan import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -69,7 +69,7 @@ class OomGuard(contextlib.ContextDecorator):
         quiet: bool = False,
         is_running: bool = False,
     ) -> None:
-        self.report: Any = None
+        self.report: OomReport | FitReport | None = None
         self.quiet = quiet
         self._shell = shell
         self._keep = keep
@@ -221,7 +221,7 @@ class OomGuard(contextlib.ContextDecorator):
         """Call something with each report."""
         self._then = then
 
-    def publish(self, report: Report[Any]) -> None:
+    def publish(self, report: OomReport | FitReport) -> None:
         """Make something the guard's report, and store it."""
         self.report = report
         if self._store is not None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.render import parts
 from gpumagic.reports import CellsReport, HistoryReport, MemoryCourse, MemoryTimeline, RehearsalPoint, RehearsalReport
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 GIB = 1024**3
 MIB = 1024**2
 
 
-def history(report: HistoryReport) -> Any:
+def history(report: HistoryReport) -> Figure:
     """Return a figure with utilisation above memory over time, a line a device.
 
     Raises:
@@ -37,7 +40,7 @@ def history(report: HistoryReport) -> Any:
     return figure
 
 
-def memory(timeline: MemoryTimeline | None) -> Any:
+def memory(timeline: MemoryTimeline | None) -> Figure:
     """Return a figure of the memory over a cell, a line a device, each marked where it was highest.
 
     Raises:
@@ -57,7 +60,7 @@ def memory(timeline: MemoryTimeline | None) -> Any:
     return figure
 
 
-def rehearsal(report: RehearsalReport) -> Any:
+def rehearsal(report: RehearsalReport) -> Figure:
     """Return a figure of the memory that a cell would take over its operators, by what it is, a picture a device.
 
     Raises:
@@ -92,7 +95,7 @@ def _lay_out_operators(axes: Any, points: Sequence[RehearsalPoint], device: str)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", reverse=True)
 
 
-def cells(report: CellsReport) -> Any:
+def cells(report: CellsReport) -> Figure:
     """Return a figure of what was allocated after each cell, a line a device, with the cells' peaks above it.
 
     Raises:
@@ -154,18 +157,18 @@ def _unit(most: int) -> tuple[int, str]:
     return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
 
 
-def _figure(height: float) -> Any:
+def _figure(height: float) -> Figure:
     """Return a figure that belongs to no window and to no pyplot state, so that it shows once, where it is returned.
 
     Raises:
         GpuMagicError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure as Plain
     except ImportError:
         raise GpuMagicError('plotting needs matplotlib: pip install matplotlib, or "gpumagic[plot]"') from None
 
-    class ShownFigure(Figure):  # type: ignore[misc, unused-ignore]
+    class ShownFigure(Plain):  # type: ignore[misc, unused-ignore]
         """Shows itself: IPython knows how to show figures only once pyplot has been imported."""
 
         def _repr_png_(self) -> bytes:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.reports.base import Report
 from gpumagic.reports.timeline import MemoryTimeline, plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class CellsReport(Report[CellRow]):
     def rows(self) -> tuple[CellRow, ...]:
         return self.cells
 
-    def plot(self, cell: int | None = None) -> Any:
+    def plot(self, cell: int | None = None) -> Figure:
         """Return a matplotlib figure of the memory after each cell, or in the course of one.
 
         Args:

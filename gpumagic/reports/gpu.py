@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.reports.base import Report
 from gpumagic.reports.origin import Origin
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,7 @@ class HistoryReport(Report[SampleRow]):
     def rows(self) -> tuple[SampleRow, ...]:
         return self.samples
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Return a matplotlib figure of utilisation and memory over time, a line a device.
 
         Raises:

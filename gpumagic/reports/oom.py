@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.reports.at_failure import Action, Instant
 from gpumagic.reports.base import Report
@@ -12,6 +12,9 @@ from gpumagic.reports.names import Holder
 from gpumagic.reports.origin import Origin
 from gpumagic.reports.timeline import MemoryTimeline, plot
 from gpumagic.reports.tries import Try
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ class OomReport(Report[Advice]):
     def rows(self) -> tuple[Advice, ...]:
         return self.advice
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Return a matplotlib figure of the memory over the cell, up to the failure.
 
         Raises:

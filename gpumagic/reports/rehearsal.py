@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.reports.base import Report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class RehearsalReport(Report[RehearsalRow]):
         """``(device, line, bytes allocated)`` of each of the points; line 0 is before the first."""
         return tuple((point.device, point.line or 0, point.allocated) for point in self.points)
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Return a matplotlib figure of the memory over the run, a line a device.
 
         Raises:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class MemoryTimeline:
     """Whether they were read after each operator; else by the clock."""
 
 
-def plot(timeline: MemoryTimeline | None) -> Any:
+def plot(timeline: MemoryTimeline | None) -> Figure:
     """Return a matplotlib figure of a timeline.
 
     Raises:

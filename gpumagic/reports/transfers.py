@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.reports.base import Report
 from gpumagic.reports.explanation import Explanation
 from gpumagic.reports.names import Holder
 from gpumagic.reports.origin import Origin
 from gpumagic.reports.timeline import MemoryTimeline, plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class TransferReport(Report[TransferRow]):
     def rows(self) -> tuple[TransferRow, ...]:
         return self.moves
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Return a matplotlib figure of the memory over the cell.
 
         Raises:

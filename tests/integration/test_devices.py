@@ -131,7 +131,7 @@ def test_the_report_shows_itself_in_both_forms(run) -> None:
     run("weights = torch.ones(300, 300)")
     bundle = run("%devices")._repr_mimebundle_()
     assert "weights" in bundle["text/plain"]
-    assert "<table>" in bundle["text/html"]
+    assert "<table" in bundle["text/html"]
 
 
 def test_a_kernel_shows_the_table_as_the_cell_s_value(start_kernel) -> None:

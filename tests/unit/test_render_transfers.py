@@ -87,7 +87,10 @@ def test_the_lines_that_moved_most_are_shown_with_those_above_them() -> None:
 def test_indentation_is_kept_and_foreign_text_is_escaped_in_html() -> None:
     lines = ((1, "for i in x:"), (2, "    y = '<b>'.to()"))
     html = to_html(TransferReport("cuda:0", (row(2, 5, name="<i>"),), lines=lines))
-    assert '<code style="white-space:pre">    y = &#x27;&lt;b&gt;&#x27;.to()</code>' in html
+    assert (
+        '<code style="white-space:pre;font-family:Menlo,Consolas,monospace">    y = &#x27;&lt;b&gt;&#x27;.to()</code>'
+        in html
+    )
     assert "<i>" not in html
     assert "<b>" not in html
 

@@ -90,6 +90,32 @@ def test_a_bar_fills_from_the_left_also_in_a_column_of_numbers() -> None:
     assert "text-align:left" in bar
 
 
+THEMES = {
+    "JupyterLab, light": ((33, 33, 33), (255, 255, 255)),
+    "JupyterLab, dark": ((255, 255, 255), (17, 17, 17)),
+    "VS Code, light": ((59, 59, 59), (255, 255, 255)),
+    "VS Code, dark": ((204, 204, 204), (31, 31, 31)),
+    "Colab, dark": ((213, 213, 213), (56, 56, 56)),
+}
+
+
+@pytest.mark.parametrize(("ink", "paper"), THEMES.values(), ids=THEMES)
+def test_muted_text_is_readable_in_every_theme(ink, paper) -> None:
+    """It has the contrast that WCAG asks of small text, 4.5 to 1, whatever grey the theme writes in."""
+    share = float(html.MUTED.removeprefix("opacity:"))
+    bright, dim = sorted(
+        (_luminance(paper), _luminance([share * a + (1 - share) * b for a, b in zip(ink, paper, strict=True)])),
+        reverse=True,
+    )
+    assert (bright + 0.05) / (dim + 0.05) >= 4.5
+
+
+def _luminance(colour) -> float:
+    """As WCAG 2.2 defines it."""
+    parts = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+
 def test_html_says_every_figure_as_text_and_hides_bars_from_screen_readers() -> None:
     shown = html.render(Document((TABLE,)))
     assert ">35.2 GiB<" in shown
