@@ -20,7 +20,10 @@ def verdict(device: DeviceForecast, error: dict[str, Any] | None) -> str:
         return f"The cell fits: it needs {need}, of {room}."
     if device.fits is False:
         where = f", first in line {device.failure_line}" if device.failure_line is not None else ""
-        return f"The cell does not fit: it needs {need}, of {room}; it would run out of memory{where}."
+        why = (
+            ": what is free lies in pieces, each too small" if device.peak + device.extra[1] <= device.capacity else ""
+        )
+        return f"The cell does not fit: it needs {need}, of {room}; it would run out of memory{where}{why}."
     return f"It cannot be told whether the cell fits: it needs {need}, of {room}, and what is not known matters."
 
 

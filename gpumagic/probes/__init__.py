@@ -22,7 +22,7 @@ By magic, each with the module to start reading at:
 `%%oomguard`  `oom` recognises, `scene` reads the failed frames, `release` empties them, `surroundings` looks at
               what is left, `claims` prices each name; `instant` says what filled the device (from inside CUDA's
               allocator by `oom_observer`); `rollback` puts back what a run changed before the next.
-Shared        `allocator`, torch's own figures for any backend; `anatomy`, `callables`, `calls` and `openers`, looking
-              inside objects without running their code; `frames`, whose a frame is and its variables; `host`, the
-              machine's memory.
+Shared        `allocator`, torch's own figures for any backend; `segments`, where its blocks lie; `anatomy`,
+              `callables`, `calls` and `openers`, looking inside objects without running their code; `frames`, whose a
+              frame is and its variables; `host`, the machine's memory.
 """

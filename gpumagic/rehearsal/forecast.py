@@ -121,8 +121,8 @@ def _order(
     import torch
 
     base = [
-        max(0, held - parts.device_bytes.get(name, 0))
-        for name, held in zip(target.names, target.allocated, strict=True)
+        max(0, held - parts.device_bytes.get(name, 0)) if segments is None else 0
+        for name, held, segments in zip(target.names, target.allocated, target.segments, strict=True)
     ]
     numpy = sys.modules.get("numpy")
     sources = {name: "".join(linecache.getlines(name)) for name in parts.files if "site-packages" not in name}
@@ -135,7 +135,7 @@ def _order(
         "capacities": [
             None if each is None else max(0, each - target.extra[1]) for each in target.capacities
         ],
-        "pinned": target.pinned, "guess": 0,
+        "pinned": target.pinned, "segments": target.segments, "guess": 0,
         "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
         "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),
@@ -150,7 +150,7 @@ def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> Rehea
         for name, found, capacity in zip(target.names, told["devices"], target.capacities, strict=True)
     )
     deciding = min(devices, key=lambda each: _room(each, target.names[target.chosen]))
-    unknown = [*told["unknown"], *parts.notes, *(advice.missed(place) for place in told["missed"])]
+    unknown = [*told["unknown"], *parts.notes, *target.unknown, *(advice.missed(place) for place in told["missed"])]
     if target.extra[1]:
         unknown.append(advice.not_modelled(target.extra))
     return RehearsalReport(

@@ -75,13 +75,13 @@ class _Packing:
         self.notes: list[str] = []
         self.files: set[str] = set()
         self.zeroed = False
-        self.pickler = _Pickler(self)
 
     def fill(self, names: list[str], extra: object, bad: set[str]) -> str | None:
         """Write everything; return the name that could not be written."""
+        pickler = _Pickler(self)  # gone with this call: in a cycle with this, it would keep tensors until a collection
         self.todo += [(0, name) for name in names]
         if extra is not None:
-            self.pickler.dump((0, "__rehearsed__", extra))
+            pickler.dump((0, "__rehearsed__", extra))
         while self.todo:
             scope, name = self.todo.pop()
             if (scope, name) in self.done or name in _NOT_SENT or name not in self.scopes[scope]:
@@ -90,7 +90,7 @@ class _Packing:
             value = self.scopes[scope][name]
             label = f"{scope}.{name}"
             try:
-                self.pickler.dump((scope, name, parts.Absent(f"`{name}`") if label in bad else value))
+                pickler.dump((scope, name, parts.Absent(f"`{name}`") if label in bad else value))
             except Exception:
                 return label
         return None
@@ -195,7 +195,7 @@ class _Pickler(pickle.Pickler):
             contents = None
             if device == "cpu" and nbytes <= most:
                 contents = ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
-            self._packing.storages[key] = parts.StoragePart(device, nbytes, contents)
+            self._packing.storages[key] = parts.StoragePart(device, nbytes, contents, storage.data_ptr())
             self._packing.held.append(storage)
         return self._packing.storages[key]
 

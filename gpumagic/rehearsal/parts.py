@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 CodeFinder = Callable[[types.CodeType], types.CodeType]
 find_code: CodeFinder = lambda code: code  # noqa: E731  # the worker puts its own in place
 """Returns the code to run for a function's code: the same, or one whose loops can be cut short."""
+coming: Callable[[StoragePart], object] = lambda part: part  # noqa: E731  # as above
+"""Called before a storage on a device is made; the worker puts its own in place."""
 
 
 class NotRehearsed(RuntimeError):
@@ -47,11 +49,12 @@ class Absent:
 
 @dataclass
 class StoragePart:
-    """A tensor's storage: where, how big, and for a small one on the CPU what is in it."""
+    """A tensor's storage: where, how big, and for a small one on the CPU what is in it; on a device its address."""
 
     device: str
     nbytes: int
     contents: bytes | None
+    address: int = 0
     made: Any = None
 
 
@@ -144,6 +147,7 @@ def _storage(part: StoragePart) -> Any:
 
             flat = torch.frombuffer(mmap.mmap(-1, max(part.nbytes, 1)), dtype=torch.uint8)
         else:
+            coming(part)
             flat = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
         part.made = flat.untyped_storage()
     return part.made

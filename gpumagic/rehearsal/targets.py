@@ -7,13 +7,18 @@ from dataclasses import dataclass
 
 from gpumagic import device_names
 from gpumagic.errors import OptionError
-from gpumagic.probes import allocator
+from gpumagic.probes import allocator, segments
+from gpumagic.probes.segments import Segment
 
 MIB = 1 << 20
 CONTEXT = (300 * MIB, 700 * MIB)
 """What a CUDA context takes of the device, least and most: an estimate, it differs by card and driver."""
 WORKSPACES = (0, 400 * MIB)
 """What cuBLAS and cuDNN take for themselves, least and most: an estimate."""
+
+_EXPANDABLE = (
+    "segments that expand are not modelled: they are taken to be of a fixed size, so that less may fit than really does"
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,9 @@ class Target:
     extra: tuple[int, int]
     cuts_to_size: bool
     """Whether the allocator is simgpu's; see `stage.arena`."""
+    segments: list[list[Segment] | None]
+    """Where blocks lie in the allocator's cache; None where that cannot be known, as on an imagined device."""
+    unknown: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -75,6 +83,11 @@ def choose(device: str | None, capacity: int | None) -> Target:
         pinned=[0 if each is None else each.allocated + _between(name) for name, each in zip(names, figures)],  # noqa: B905
         extra=(0, 0) if simulated else _extra(has_context=initialised and capacity is None),
         cuts_to_size=simulated,
+        segments=[
+            None if each is None or capacity is not None else segments.of_device(name, each)
+            for name, each in zip(names, figures)  # noqa: B905
+        ],
+        unknown=(_EXPANDABLE,) if segments.may_expand() and not simulated else (),
     )  # fmt: skip
 
 

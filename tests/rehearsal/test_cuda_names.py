@@ -23,7 +23,7 @@ SAME = (
 def rehearse(name, backend):
     source = (COMMON + "\n".join(CELLS[name])).replace("simgpu", backend)
     target = dataclasses.replace(targets.choose(None, 1 << 30), backend=backend, extra=(0, 0), cuts_to_size=True)
-    empty = dataclasses.replace(target, allocated=[0, 0], pinned=[0, 0])
+    empty = dataclasses.replace(target, allocated=[0, 0], pinned=[0, 0], segments=[None, None])
     return forecast.rehearse(forecast.script(source), {}, empty)
 
 

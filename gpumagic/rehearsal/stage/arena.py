@@ -7,7 +7,9 @@ cuts every block to size, where CUDA leaves a remainder below 1 MiB with a large
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 
 ROUNDING = 512
 SMALL = 1 << 20
@@ -17,13 +19,21 @@ MEDIUM_SEGMENT = 20 << 20
 LARGE_ROUNDING = 2 << 20
 
 
+class Pool(Enum):
+    """What a segment's free blocks serve."""
+
+    SMALL = "requests up to 1 MiB"
+    LARGE = "larger requests"
+    CLOSED = "those of another stream"
+
+
 @dataclass(eq=False)
 class Block:
     """A stretch of a segment; neighbours within the segment are linked."""
 
     address: int
     size: int
-    small: bool
+    pool: Pool
     previous: Block | None = None
     next: Block | None = None
     cached: bool = False
@@ -53,15 +63,39 @@ class Arena:
     failed: bool = False
     """Whether a request was refused; from then on nothing is, so that the whole need can be seen."""
     _next_address: int = LARGE_ROUNDING
-    _cached: dict[bool, list[tuple[tuple[int, int], Block]]] = field(default_factory=lambda: {True: [], False: []})
+    _cached: dict[Pool, list[tuple[tuple[int, int], Block]]] = field(
+        default_factory=lambda: {pool: [] for pool in Pool}
+    )
 
     def take(self, requested: int) -> Block:
         """Return a block for a request of at least one byte."""
         size = max(ROUNDING, _round_up(requested, ROUNDING))
-        small = size <= SMALL
-        block = self._find_cached(size, small) or self._new_segment(size, small)
+        pool = Pool.SMALL if size <= SMALL else Pool.LARGE
+        block = self._find_cached(size, pool) or self._new_segment(size, pool)
         self._split(block, size)
         return block
+
+    def lay_out(self, address: int, pool: Pool, stretches: Iterable[tuple[int, bool]]) -> list[Block]:
+        """Take over a segment as it stands on the real device, and return its blocks.
+
+        Args:
+            address: where it begins; segments that are made later lie beyond all of these.
+            pool: what it serves.
+            stretches: size and whether it is free of each of its blocks, in order.
+        """
+        blocks: list[Block] = []
+        for size, is_free in stretches:
+            block = Block(address, size, pool, blocks[-1] if blocks else None)
+            if block.previous is not None:
+                block.previous.next = block
+            blocks.append(block)
+            if is_free:
+                self._cache(block)
+            address += size
+            self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._next_address = max(self._next_address, address)
+        return blocks
 
     def give_back(self, block: Block) -> None:
         """Cache a block, grown by its cached neighbours."""
@@ -72,18 +106,18 @@ class Arena:
 
     def release_cached(self) -> None:
         """Give every segment without a live block back to the device."""
-        for small, blocks in self._cached.items():
+        for pool, blocks in self._cached.items():
             whole = [each for _, each in blocks if each.is_whole_segment()]
             self.reserved -= sum(each.size for each in whole)
-            self._cached[small] = [entry for entry in blocks if not entry[1].is_whole_segment()]
+            self._cached[pool] = [entry for entry in blocks if not entry[1].is_whole_segment()]
 
     def shrink(self, nbytes: int) -> None:
         """Take bytes off the capacity: gaps between live blocks that the real allocator has and this one has not."""
         if self.capacity is not None and nbytes > 0:
             self.capacity = max(0, self.capacity - nbytes)
 
-    def _find_cached(self, size: int, small: bool) -> Block | None:
-        blocks = self._cached[small]
+    def _find_cached(self, size: int, pool: Pool) -> Block | None:
+        blocks = self._cached[pool]
         place = bisect_left(blocks, (size, 0), key=_order)
         if place == len(blocks):
             return None
@@ -91,13 +125,13 @@ class Arena:
         block.cached = False
         return block
 
-    def _new_segment(self, size: int, small: bool) -> Block:
+    def _new_segment(self, size: int, pool: Pool) -> Block:
         rounded = MEDIUM_SEGMENT if size < MEDIUM else _round_up(size, LARGE_ROUNDING)
-        nbytes = SMALL_SEGMENT if small else rounded
+        nbytes = SMALL_SEGMENT if pool is Pool.SMALL else rounded
         if self._is_too_much(nbytes):
             self.release_cached()
         self.failed = self.failed or self._is_too_much(nbytes)
-        block = Block(self._next_address, nbytes, small)
+        block = Block(self._next_address, nbytes, pool)
         self._next_address += nbytes
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
@@ -108,16 +142,16 @@ class Arena:
 
     def _split(self, block: Block, size: int) -> None:
         remainder = block.size - size
-        if remainder < ROUNDING or (not block.small and not self.cuts_to_size and remainder <= SMALL):
+        if remainder < ROUNDING or (block.pool is Pool.LARGE and not self.cuts_to_size and remainder <= SMALL):
             return
-        rest = Block(block.address + size, remainder, block.small, block, block.next)
+        rest = Block(block.address + size, remainder, block.pool, block, block.next)
         if rest.next is not None:
             rest.next.previous = rest
         block.next, block.size = rest, size
         self._cache(rest)
 
     def _merge(self, block: Block, neighbour: Block) -> None:
-        blocks = self._cached[neighbour.small]
+        blocks = self._cached[neighbour.pool]
         del blocks[bisect_left(blocks, neighbour.key(), key=_order)]
         if neighbour is block.previous:
             block.address, block.previous = neighbour.address, neighbour.previous
@@ -131,7 +165,7 @@ class Arena:
 
     def _cache(self, block: Block) -> None:
         block.cached = True
-        insort(self._cached[block.small], (block.key(), block), key=_order)
+        insort(self._cached[block.pool], (block.key(), block), key=_order)
 
 
 def _order(entry: tuple[tuple[int, int], Block]) -> tuple[int, int]:

@@ -83,6 +83,8 @@ class Account:
     peak: Peak = Peak()
     failure: Peak | None = None
     """The request that would have been refused."""
+    lying: dict[int, Block] = field(default_factory=dict)
+    """Blocks that were in use before, by the address that storages there tell, until a storage claims them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class Ledger:
     in_backward: int = 0
     unpacking: bool = False
     """Whether what is made now was there before the cell."""
+    address: int = 0
+    """Where the storage lies on the real device that is made next."""
     watchers: list[list[int]] = field(default_factory=list)
     """For each loop that runs, the highest of each of `exact_figures` in its present pass."""
     settle: Callable[[], None] = lambda: None
@@ -130,7 +134,8 @@ class Ledger:
 
     def start(self) -> None:
         """Begin with the cell: what is in use was there before it."""
-        self.at_start = [life for _, life in self.alive()]
+        self.settle()
+        self.at_start = [life for life in self.lives if life.died is None]
         self.timeline.clear()
         self.unpacking = False
 
@@ -153,26 +158,38 @@ class Ledger:
         """Account for a new storage of at least one byte."""
         account = self.accounts[device]
         failed = account.arena.failed
-        block = account.arena.take(nbytes)
-        self.time += 1
-        life = Life(device, block.size, self.time, self.operator, self.place, self.in_backward > 0)
-        self.lives.append(life)
-        if self.operator in _MAKE_ROOM:
-            self._unnamed.append(life)
+        block = account.lying.pop(self.address, None) if self.unpacking else None
+        block = block or account.arena.take(nbytes)
+        life = self._begin(device, block.size, nbytes)
         self._blocks[key] = (block, life)
-        life.requested = nbytes
-        account.allocated += block.size
-        account.requested += nbytes
-        now = Peak(account.allocated, self.time, life)
-        if account.allocated > account.peak.allocated:
-            account.peak = now
         if account.arena.failed and not failed:
-            account.failure = now
+            account.failure = Peak(account.allocated, self.time, life)
         for highest in self.watchers:
             highest[device] = max(highest[device], account.allocated)
             exact = device + len(self.accounts)
             highest[exact] = max(highest[exact], account.requested)
         self._note(life, account)
+
+    def hold(self, device: int) -> None:
+        """Account for what was in use before and no storage has claimed: nothing of the cell's can end it."""
+        lying = self.accounts[device].lying
+        nbytes = sum(block.size for block in lying.values())
+        lying.clear()
+        if nbytes:
+            self._begin(device, nbytes, nbytes)
+
+    def _begin(self, device: int, nbytes: int, requested: int) -> Life:
+        account = self.accounts[device]
+        self.time += 1
+        life = Life(device, nbytes, self.time, self.operator, self.place, self.in_backward > 0, requested)
+        self.lives.append(life)
+        if self.operator in _MAKE_ROOM:
+            self._unnamed.append(life)
+        account.allocated += nbytes
+        account.requested += requested
+        if account.allocated > account.peak.allocated:
+            account.peak = Peak(account.allocated, self.time, life)
+        return life
 
     def give_back(self, key: int) -> None:
         """Account for the end of a storage."""

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from gpumagic.probes.segments import Segment
 from gpumagic.rehearsal import parts
 from gpumagic.rehearsal.stage import backend, courses, effects, surroundings
-from gpumagic.rehearsal.stage.arena import Arena
+from gpumagic.rehearsal.stage.arena import Arena, Pool
 from gpumagic.rehearsal.stage.autocast import Autocast
 from gpumagic.rehearsal.stage.contents import Contents
 from gpumagic.rehearsal.stage.kinds import Kinds
@@ -57,6 +58,8 @@ class Rehearsal:
         self._sources: dict[str, str] = order["sources"]
         lines = Lines(order["filename"], self._sources)
         accounts = [Account(Arena(each, order["cuts_to_size"])) for each in order["capacities"]]
+        for account, segments in zip(accounts, order["segments"], strict=True):
+            _lay_out(account, segments)
         self.ledger = Ledger(accounts, Place)
         known = order["backend"]
         name = OURS if known in IN_TREE else known
@@ -83,8 +86,12 @@ class Rehearsal:
         for device, nbytes in enumerate(self.order["base"]):
             if nbytes > 0:
                 self._kept.append(self._storages.new((nbytes,), (1,), torch.uint8, device))
-        for account, pinned in zip(self.ledger.accounts, self.order["pinned"], strict=True):
-            account.arena.shrink(pinned - account.arena.reserved)
+            self.ledger.hold(device)
+        for account, pinned, segments in zip(
+            self.ledger.accounts, self.order["pinned"], self.order["segments"], strict=True
+        ):
+            if segments is None:
+                account.arena.shrink(pinned - account.arena.reserved)
         self.ledger.start()
         before = self.ledger.figures()
         self._operators.give_up = lambda error: self._tell(self._account(before, self._failure(error)))
@@ -102,9 +109,12 @@ class Rehearsal:
         self._contents.forget(key)
         self.ledger.give_back(key)
 
+    def _coming(self, part: parts.StoragePart) -> None:
+        self.ledger.address = part.address
+
     def _unpack(self) -> list[dict[str, Any]]:
         scopes: list[dict[str, Any]] = [{} for _ in range(self.order["scopes"])]
-        parts.find_code = self._find_code
+        parts.find_code, parts.coming = self._find_code, self._coming
         for scope in scopes:
             scope.update({**self._loops.names(), "__builtins__": builtins})
         reading = _Unpickler(io.BytesIO(self.order["data"]), scopes)
@@ -225,6 +235,16 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return self._scopes[pid[1]]
+
+
+def _lay_out(account: Account, segments: list[Segment] | None) -> None:
+    """Begin where the real device's allocator stands."""
+    for segment in segments or ():
+        pool = (Pool.SMALL if segment.is_small else Pool.LARGE) if segment.is_open else Pool.CLOSED
+        blocks = account.arena.lay_out(segment.address, pool, [(each.size, each.is_free) for each in segment.blocks])
+        account.lying |= {
+            told.address: block for told, block in zip(segment.blocks, blocks, strict=True) if told.is_owned
+        }
 
 
 def _codes_in(code: types.CodeType) -> list[types.CodeType]:

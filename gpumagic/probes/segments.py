@@ -1,0 +1,102 @@
+"""Where the allocator's blocks lie: its segments, and what of each is in use, read without changing anything.
+
+`torch.cuda.memory_snapshot` and `torch.xpu.memory_snapshot` tell it as torch's documentation describes. What cannot
+be read, or does not agree with the allocator's own figures, is not guessed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from gpumagic import _compat
+from gpumagic.probes import allocator
+from gpumagic.probes.allocator import AllocatorFigures
+
+_IN_USE = "active_allocated"
+_CACHED = "inactive"
+_DEFAULT_POOL = (0, 0)
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+class Stretch(NamedTuple):
+    """A block."""
+
+    address: int
+    """What a storage that lies there says."""
+    size: int
+    is_free: bool
+    is_owned: bool
+    """Whether the allocator counts it as allocated; what awaits another stream, or a CUDA graph's end, is neither."""
+
+
+class Segment(NamedTuple):
+    """What the allocator got from the driver in one piece; its blocks lie in their order, without gaps."""
+
+    address: int
+    is_small: bool
+    is_open: bool
+    """Whether what is free in it serves a request of the default stream."""
+    blocks: list[Stretch]
+
+
+def of_device(device: str, figures: AllocatorFigures) -> list[Segment] | None:
+    """Return a device's segments by address, or None where they cannot be read or do not add up to the figures.
+
+    Args:
+        device: such as ``"cuda:0"``; in use already.
+        figures: the allocator's, of the same moment.
+    """
+    backend, _, index = device.partition(":")
+    found = _snapshot(allocator.device_module(backend))
+    if found is None:
+        return None
+    try:
+        mine = [each for each in found if each["device"] == int(index or 0)]
+        if any(each.get("is_expandable", False) for each in mine):
+            return None  # what such a segment can still grow by is not told
+        segments = sorted(_segment(each) for each in mine)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return segments if _agree(segments, figures) else None
+
+
+def may_expand() -> bool:
+    """Return whether the environment lets segments grow: their gaps can then be filled by others' pages."""
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in _SETTINGS)
+
+
+def _snapshot(module: ModuleType | None) -> Sequence[Mapping[str, Any]] | None:
+    read = getattr(module, "memory_snapshot", None)
+    if read is None:
+        return None
+    try:
+        found: Sequence[Mapping[str, Any]] = _compat.without_traces(read)
+    except RuntimeError:  # cudaMallocAsync has no snapshot
+        return None
+    return found
+
+
+def _segment(told: Mapping[str, Any]) -> Segment:
+    is_private = tuple(told.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL
+    is_open = not is_private and not told.get("stream", 0)
+    blocks = list(_blocks(told, is_private))
+    return Segment(told["address"], told["segment_type"] == "small", is_open, blocks)
+
+
+def _blocks(told: Mapping[str, Any], is_private: bool) -> Iterable[Stretch]:
+    address = told["address"]
+    for each in told["blocks"]:
+        state = each["state"]
+        yield Stretch(
+            each.get("address", address), each["size"], state == _CACHED and not is_private, state == _IN_USE
+        )  # fmt: skip
+        address += each["size"]
+
+
+def _agree(segments: Iterable[Segment], figures: AllocatorFigures) -> bool:
+    blocks = [block for segment in segments for block in segment.blocks]
+    reserved, allocated = sum(each.size for each in blocks), sum(each.size for each in blocks if each.is_owned)
+    return (reserved, allocated) == (figures.reserved, figures.allocated)
