@@ -90,6 +90,7 @@ def test_memory_in_pieces_is_said_to_be_the_reason(card) -> None:
     kept += [torch.empty(300 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(12)][::2]
     nameless = kept.pop()
     report = gpumagic.rehearse(code.replace("2200", "900"), {"torch": torch, "kept": kept}, device=DEVICE)
+    assert report.devices[1].before == 1500 * MIB + nameless.nbytes
     assert report.fits is False
     assert report.verdict.endswith(
         "it would run out of memory, first in line 1: what is free lies in pieces, each too small."
