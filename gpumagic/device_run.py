@@ -187,8 +187,8 @@ class DeviceRun:
     def _timeline(self) -> MemoryTimeline | None:
         if self._memory is None:
             return None
-        lasting_parts = lasting.parts(self._lasting, self._look_for_lasting()) if self._lasting else {}
-        return self._memory.finished(self._watch.after, lasting_parts)
+        at_end = self._look_for_lasting() if self._watch.after else {}
+        return self._memory.finished(self._watch.after, (self._lasting, at_end))
 
     def _look_for_lasting(self) -> lasting.Found:
         return lasting.look(self._namespace, None if self._recording.recorder.is_traced else lasting.MOST)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import get_ident
 from types import CodeType
 
-from gpumagic.probes import allocator, sampler
+from gpumagic.probes import allocator, lasting, sampler
 from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.probes.lasting import Found
 from gpumagic.probes.places import OfCell, OfCode, Place
 from gpumagic.probes.timeline import STRETCHES, TimelineLog
 from gpumagic.probes.watched_code import WatchedCode
@@ -25,7 +26,7 @@ class CellMemory:
         line: of the `with` statement or the function; None for a cell.
         is_running: of a cell, whether it runs already and is not only about to.
         by_clock: whether to look every now and then; without, `log` is for others to fill.
-        stretches: into how many its time is folded at most.
+        stretches: into how many it is folded at most.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class CellMemory:
         self._place: Place = OfCode(block) if block is not None else OfCell(namespace, is_running=is_running)
         self._begins = (self._place.line(sys._getframe(1)) if is_running else None) or line or 1
         self._code = WatchedCode(namespace, self._place.filename, line)
-        self.log = TimelineLog(before, self._begins, stretches)
+        self.log = TimelineLog(before, self._begins, stretches, by_look=not by_clock)
         self._thread = get_ident()
         self._sampled = sampler.Sampled(self.log, self._place) if by_clock else None
 
@@ -60,18 +61,19 @@ class CellMemory:
         """Note what was allocated before the first line has run."""
         self.log.add(allocator.all_figures(), self._begins)
 
-    def note_operator(self, device: str, innermost: Callable[[], int | None]) -> None:
-        """Look at a device after an operator that allocates its result there.
+    def note_operator(self, device: str, addresses: Iterable[int], innermost: Callable[[], int | None]) -> None:
+        """Look at a device after an operator that allocates its results there.
 
         Args:
             device: which one.
+            addresses: of the results.
             innermost: returns the line of a function of the cell, if one runs.
         """
         now = allocator.figures(device)
         if now is not None:
             # Autograd works for the cell in threads of its own.
             stack = sys._getframe(1) if get_ident() == self._thread else sys._current_frames().get(self._thread)
-            self.log.add_operator(device, now, self._place.line(stack), innermost)
+            self.log.add_operator(device, now, self._place.line(stack), addresses, innermost)
 
     def stop(self) -> None:
         """Look no more; again does nothing."""
@@ -80,13 +82,13 @@ class CellMemory:
             sampler.end(self._sampled)
 
     def finished(
-        self, after: Mapping[str, AllocatorFigures], parts: Mapping[str, Mapping[str, int]] | None = None
+        self, after: Mapping[str, AllocatorFigures], kept: tuple[Found, Found] = ({}, {})
     ) -> MemoryTimeline | None:
         """Return the timeline of what has stopped, or None where no device's memory was touched.
 
         Args:
             after: the allocators' figures at its end.
-            parts: by device, what was there all the time, and for what.
+            kept: what modules and optimizers had at the start and at the end.
         """
         self._code.filename = self._code.filename or self._place.filename
-        return self.log.finished(after, lambda: dict(self._code.lines()), parts)
+        return self.log.finished(after, lambda: dict(self._code.lines()), lasting.parts(*kept), lasting.grown(*kept))

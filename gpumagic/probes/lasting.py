@@ -1,14 +1,15 @@
 """What was on a device from the start of a cell to its end, and what for: weights, gradients, optimizer state.
 
 Read from the modules and optimizers that have a name, without running their code. What is on the device at both ends
-was there at the peak too; the rest of the peak is activations, and whatever else came and went.
+was there at the peak too; the rest of the peak is activations, and whatever else came and went. What is there only at
+the end came at some time, which `--trace` knows by its address.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumagic.probes import gradients, identity
 from gpumagic.probes.anatomy import attributes, fields_of
@@ -16,8 +17,18 @@ from gpumagic.probes.anatomy import attributes, fields_of
 MOST = 400
 """Tensors beyond which a cell that is not traced does not look: each takes five microseconds."""
 
-Found = Mapping[int, tuple[str, str, int]]
-"""By the storage's number: its device, what it is for, and its bytes."""
+
+class Kept(NamedTuple):
+    """A storage: where, what for, its bytes, and the address of the first."""
+
+    device: str
+    part: str
+    nbytes: int
+    address: int
+
+
+Found = Mapping[int, Kept]
+"""By the storage's number."""
 
 
 def look(namespace: Mapping[str, object], most: int | None = MOST) -> Found:
@@ -37,7 +48,7 @@ def look(namespace: Mapping[str, object], most: int | None = MOST) -> Found:
         return {}
     from gpumagic.probes.storages import undisturbed
 
-    found: dict[int, tuple[str, str, int]] = {}
+    found: dict[int, Kept] = {}
     with undisturbed():
         states = [state for each in optimizers for state in _values(_own(each).get("state"))]
         weights = [each for module in modules for each in _tensors(_own(module).get("_parameters"))]
@@ -56,13 +67,21 @@ def parts(before: Found, after: Found) -> dict[str, dict[str, int]]:
     identity.forget_the_dead()
     sums: dict[str, dict[str, int]] = {}
     for number in before.keys() & after.keys():
-        device, part, nbytes = after[number]
+        device, part, nbytes, _ = after[number]
         of_device = sums.setdefault(device, {})
         of_device[part] = of_device.get(part, 0) + nbytes
     return {device: dict(sorted(found.items(), key=lambda each: -each[1])) for device, found in sums.items()}
 
 
-def _note(found: dict[int, tuple[str, str, int]], part: str, tensors: Iterable[Any]) -> None:
+def grown(before: Found, after: Found) -> dict[str, list[Kept]]:
+    """Return by device what was there only at the later look."""
+    found: dict[str, list[Kept]] = {}
+    for number in after.keys() - before.keys():
+        found.setdefault(after[number].device, []).append(after[number])
+    return found
+
+
+def _note(found: dict[int, Kept], part: str, tensors: Iterable[Any]) -> None:
     import torch
 
     for each in tensors:
@@ -70,7 +89,9 @@ def _note(found: dict[int, tuple[str, str, int]], part: str, tensors: Iterable[A
             continue
         if each.layout is torch.strided:
             storage = each.untyped_storage()
-            found.setdefault(identity.of_storage(storage), (str(each.device), part, storage.nbytes()))
+            found.setdefault(
+                identity.of_storage(storage), Kept(str(each.device), part, storage.nbytes(), storage.data_ptr())
+            )
 
 
 def _modules(roots: Iterable[object]) -> Iterator[object]:

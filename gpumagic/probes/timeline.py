@@ -9,11 +9,14 @@ clock, `tracing` after every operator.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from threading import Lock
 
 from gpumagic.probes import line_spans
 from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.probes.lasting import Kept
 from gpumagic.reports import MemoryCourse, MemoryPoint, MemoryTimeline
 
 STRETCHES = 200
@@ -27,36 +30,39 @@ _NOTHING = AllocatorFigures(0, 0, 0)
 
 
 class _Fold:
-    """One figure by stretches of time, never more of them than ``most``."""
+    """One figure by stretches of time, or of looks, never more of them than ``most``."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, by_look: bool = False) -> None:
         self._most = most
-        self._width = _FINEST
-        self._found: dict[int, tuple[int, int, int]] = {}
+        self._by_look = by_look
+        self._width = 1.0 if by_look else _FINEST
+        self._found: dict[int, MemoryPoint] = {}
 
-    def add(self, seconds: float, high: int, last: int) -> None:
-        while seconds >= self._most * self._width:
+    def add(self, seconds: float, look: int, high: int, last: int) -> None:
+        at = look if self._by_look else seconds
+        while at >= self._most * self._width:
             self._halve()
-        self._put(int(seconds / self._width), (last, high, last))
+        self._put(int(at / self._width), MemoryPoint(seconds, last, high, last, look))
 
     def points(self) -> tuple[MemoryPoint, ...]:
-        return tuple(MemoryPoint(place * self._width, *self._found[place]) for place in sorted(self._found))
+        return tuple(self._found[place] for place in sorted(self._found))
 
     def _halve(self) -> None:
         finer, self._found, self._width = self._found, {}, 2 * self._width
         for place in sorted(finer):
             self._put(place // 2, finer[place])
 
-    def _put(self, place: int, found: tuple[int, int, int]) -> None:
-        low, high, last = found
-        known = self._found.get(place, found)
-        self._found[place] = min(low, known[0]), max(high, known[1]), last
+    def _put(self, place: int, new: MemoryPoint) -> None:
+        old = self._found.get(place, new)
+        self._found[place] = MemoryPoint(
+            old.seconds, min(old.low, new.low), max(old.high, new.high), new.last, old.look
+        )
 
 
 class _Track:
     """One device."""
 
-    def __init__(self, before: AllocatorFigures, stretches: int) -> None:
+    def __init__(self, before: AllocatorFigures, fold: _Fold) -> None:
         self.before, self.now = before.allocated, before.allocated
         self._allocations = before.allocations
         self.is_touched = False
@@ -67,11 +73,11 @@ class _Track:
         """The line of the highest, where it is certain."""
         self.between: tuple[int | None, int | None] = (None, None)
         """Else the lines at the looks before and after it."""
-        self.fold = _Fold(stretches)
-        self.fold.add(0.0, before.allocated, before.allocated)
+        self.fold = fold
+        self.fold.add(0.0, 0, before.allocated, before.allocated)
 
-    def add(self, seconds: float, figures: AllocatorFigures, since: int | None, line: int | None) -> bool:
-        """Note a look, and return whether there is a new maximum.
+    def add(self, seconds: float, look: int, figures: AllocatorFigures, since: int | None, line: int | None) -> bool:
+        """Note a look by its moment and its number, and return whether there is a new maximum.
 
         The lines are those that ran at the look before and at this one.
         """
@@ -88,7 +94,7 @@ class _Track:
             self.seen = figures.allocated
             if self.peak is None:
                 self.line, is_new = line, True
-        self.fold.add(seconds, high, figures.allocated)
+        self.fold.add(seconds, look, high, figures.allocated)
         return is_new
 
 
@@ -98,20 +104,24 @@ class TimelineLog:
     Args:
         before: their figures as the cell began.
         line: the line that ran then.
-        stretches: into how many its time is folded at most.
+        stretches: into how many it is folded at most.
+        by_look: whether these are so many looks each, as of operators, and not so much time.
     """
 
     def __init__(
-        self, before: Mapping[str, AllocatorFigures], line: int | None = None, stretches: int = STRETCHES
-    ) -> None:
+        self, before: Mapping[str, AllocatorFigures], line: int | None = None, stretches: int = STRETCHES,
+        *, by_look: bool = False,
+    ) -> None:  # fmt: skip
         self.started = time.perf_counter()
         self._ended: float | None = None
-        self._stretches = stretches
-        self._tracks = {device: _Track(figures, stretches) for device, figures in before.items()}
+        self._new_fold = partial(_Fold, stretches, by_look=by_look)
+        self._tracks = {device: _Track(figures, self._new_fold()) for device, figures in before.items()}
         self._line = line
         self._looks = 1
         self._seconds = 0.0
         self._is_every_operator = False
+        self._born: dict[tuple[str, int], int] = {}
+        """At which look an operator last made a result at an address of a device: what is there at the end is that."""
         self._lock = Lock()
 
     def add(self, figures: Mapping[str, AllocatorFigures], line: int | None) -> None:
@@ -123,22 +133,24 @@ class TimelineLog:
             return
         try:
             self._seconds = self._now()
-            self._looks += 1
             for device, now in figures.items():
-                self._track(device).add(self._seconds, now, self._line, line)
+                self._track(device).add(self._seconds, self._looks, now, self._line, line)
+            self._looks += 1
             self._line = line
         finally:
             self._lock.release()
 
     def add_operator(
-        self, device: str, now: AllocatorFigures, line: int | None, innermost: Callable[[], int | None]
-    ) -> None:
-        """Note what a device's allocator says right after an operator that allocates its result there.
+        self, device: str, now: AllocatorFigures, line: int | None, addresses: Iterable[int],
+        innermost: Callable[[], int | None],
+    ) -> None:  # fmt: skip
+        """Note what a device's allocator says right after an operator that allocates its results there.
 
         Args:
             device: where.
             now: its figures.
             line: the line that runs.
+            addresses: of the results.
             innermost: returns the line of a function of the cell, if one runs.
         """
         if not self._lock.acquire(blocking=False):
@@ -146,10 +158,12 @@ class TimelineLog:
         try:
             self._is_every_operator = True
             self._seconds = self._now()
-            self._looks += 1
+            self._born.update(((device, address), self._looks) for address in addresses)
             track = self._track(device)
             # What the operator took for itself only, and what no operator took, may be from another line.
-            if track.add(self._seconds, now, self._line, line) and (track.peak is None or track.peak == now.allocated):
+            is_new = track.add(self._seconds, self._looks, now, self._line, line)
+            self._looks += 1
+            if is_new and (track.peak is None or track.peak == now.allocated):
                 track.line = innermost()
             self._line = line
         finally:
@@ -160,6 +174,7 @@ class TimelineLog:
         after: Mapping[str, AllocatorFigures],
         code: Callable[[], Mapping[int, str]] = dict,
         parts: Mapping[str, Mapping[str, int]] | None = None,
+        grown: Mapping[str, Sequence[Kept]] | None = None,
     ) -> MemoryTimeline | None:
         """Return the timeline, with the closing figures, or None where no device's memory was touched.
 
@@ -167,6 +182,7 @@ class TimelineLog:
             after: the figures at the end.
             code: returns the code's lines by number.
             parts: by device, what was there all the time, and for what.
+            grown: by device, what was there at the end and not at the start.
         """
         self.add(after, _END)
         touched = {device: track for device, track in sorted(self._tracks.items()) if track.is_touched}
@@ -174,9 +190,13 @@ class TimelineLog:
             return None
         lines = code()
         courses = tuple(
-            _course(device, track, lines, (parts or {}).get(device, {})) for device, track in touched.items()
+            _course(device, track, lines, (parts or {}).get(device, {}), self._arrivals((grown or {}).get(device, ())))
+            for device, track in touched.items()
         )
         return MemoryTimeline(courses, self._seconds, self._looks, self._is_every_operator)
+
+    def _arrivals(self, grown: Iterable[Kept]) -> list[_Arrival]:
+        return [(self._born.get((each.device, each.address)), each.part, each.nbytes) for each in grown]
 
     def end(self) -> None:
         """Let the time stand still: what follows is no part of the cell."""
@@ -187,15 +207,42 @@ class TimelineLog:
 
     def _track(self, device: str) -> _Track:
         if device not in self._tracks:
-            self._tracks[device] = _Track(_NOTHING, self._stretches)
+            self._tracks[device] = _Track(_NOTHING, self._new_fold())
         return self._tracks[device]
 
 
-def _course(device: str, track: _Track, code: Mapping[int, str], parts: Mapping[str, int]) -> MemoryCourse:
+_Arrival = tuple[int | None, str, int]
+"""At which look, if that is known; what for; how many bytes."""
+
+
+def _course(
+    device: str, track: _Track, code: Mapping[int, str], parts: Mapping[str, int], arrivals: Sequence[_Arrival]
+) -> MemoryCourse:
     first, last = (max(code, default=None) if line == _END else line for line in track.between)
     lines = line_spans.between(code, first, last) if track.line is None else (track.line, track.line)
     is_one = lines is not None and lines[0] == lines[1]
     text = code.get(lines[0], "").strip() if lines is not None and is_one else ""
     return MemoryCourse(
-        device, track.before, track.now, track.peak, track.seen, lines, text or None, track.fold.points(), parts
+        device, track.before, track.now, track.peak, track.seen, lines, text or None,
+        tuple(_told(track.fold.points(), parts, arrivals)), parts, _sums(arrivals),
     )  # fmt: skip
+
+
+def _told(
+    points: Iterable[MemoryPoint], lasting: Mapping[str, int], arrivals: Sequence[_Arrival]
+) -> Iterator[MemoryPoint]:
+    """Yield the points with what was surely there in them, where the moment of any arrival is known."""
+    timed = [each for each in arrivals if each[0] is not None]
+    always: list[_Arrival] = [(0, part, nbytes) for part, nbytes in lasting.items()]
+    for point in points:
+        come = [each for each in timed if each[0] is not None and each[0] <= point.look]
+        parts = _sums([*always, *come]) if timed else {}
+        # A module's memory that another library's allocator owns is not among what was allocated.
+        yield replace(point, parts=parts) if 0 < sum(parts.values()) <= point.low else point
+
+
+def _sums(arrivals: Iterable[_Arrival]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for _, part, nbytes in arrivals:
+        found[part] = found.get(part, 0) + nbytes
+    return dict(sorted(found.items(), key=lambda each: -each[1]))

@@ -7,6 +7,7 @@ is called with the mode in force inside it, so the copies that its own code make
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -66,9 +67,9 @@ class Tracer(TorchDispatchMode):
 
     def _look_at_memory(self, result: Any) -> None:
         memory, sites = self._recorder.memory, self._recorder.log.sites
-        made = next((each for each in _tensors(result) if each.device.type not in _UNCOUNTED and each.numel()), None)
-        if memory is not None and made is not None:
-            memory.note_operator(str(made.device), lambda: sites.find().line)
+        made = [each for each in _tensors(result) if each.device.type not in _UNCOUNTED and each.numel()]
+        if memory is not None and made:
+            memory.note_operator(str(made[0].device), _addresses(made), lambda: sites.find().line)
 
     def _inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator's kernel for the accelerator with this mode still in force."""
@@ -148,6 +149,12 @@ def _number(tensor: torch.Tensor) -> int:
         return identity.of_storage(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse, or in a layout of its own
         return identity.of_tensor(tensor)
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    for each in tensors:
+        with contextlib.suppress(RuntimeError):  # of one without memory of its own, sparse or fake, nobody asks
+            yield each.data_ptr()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

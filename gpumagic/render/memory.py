@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from gpumagic.render import parts
 from gpumagic.render.document import Block, Course, Fold, Paragraph
 from gpumagic.render.units import count, duration, size, sparkline
 from gpumagic.reports import MemoryCourse, MemoryTimeline
@@ -12,6 +13,7 @@ COLUMNS = 60
 ENOUGH = 4
 """Points from which on there is something to draw."""
 SHOWN = 3
+REST = "activations and others"
 
 
 def blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterator[Block]:
@@ -25,10 +27,10 @@ def blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterator[Block]
         return
     drawn = sorted(drawable(timeline), key=lambda each: -each.highest)
     for course in drawn[:SHOWN]:
-        yield from _course(course, timeline.seconds)
+        yield from _course(course, timeline)
     if drawn[SHOWN:]:
         names = ", ".join(each.device for each in drawn[SHOWN:])
-        inner = [block for course in drawn[SHOWN:] for block in _course(course, timeline.seconds)]
+        inner = [block for course in drawn[SHOWN:] for block in _course(course, timeline)]
         yield Fold(f"memory on {names}", inner)
     if drawn:
         unknown = better and any(each.line is None for each in drawn[:SHOWN])
@@ -51,32 +53,58 @@ def small(timeline: MemoryTimeline | None, device: str, columns: int) -> str:
     course = next((each for each in drawable(timeline) if each.device == device), None)
     if course is None or timeline is None:
         return ""
-    return sparkline([float(each) for each in heights(course, timeline.seconds, columns)], high=float(course.highest))
+    return sparkline([float(each) for each in heights(course, timeline, columns)], high=float(course.highest))
 
 
-def heights(course: MemoryCourse, seconds: float, columns: int = COLUMNS) -> list[int]:
-    """Return the most bytes in each of so many equal parts of the time; where nobody looked, what was seen last."""
+def bands(course: MemoryCourse, timeline: MemoryTimeline, columns: int = COLUMNS) -> dict[str, list[float]]:
+    """Return what each column is surely made of, as shares of the highest, the rest last; nothing where that is all."""
+    whole = heights(course, timeline, columns)
+    certain: list[Mapping[str, int]] = [course.parts] * columns
+    highest = [-1] * columns
+    for point in course.points:
+        place = min(columns - 1, int(columns * timeline.share(point)))
+        if point.parts and point.high > highest[place]:
+            highest[place] = point.high
+            certain[place:] = [point.parts] * (columns - place)
+    certain = [each if sum(each.values()) <= top else {} for each, top in zip(certain, whole, strict=True)]
+    names = parts.ordered(part for each in certain for part in each)
+    if not names:
+        return {}
+    found = {name: [each.get(name, 0) / course.highest for each in certain] for name in names}
+    sums = [sum(each.values()) for each in certain]
+    return {**found, REST: [(top - sure) / course.highest for top, sure in zip(whole, sums, strict=True)]}
+
+
+def heights(course: MemoryCourse, timeline: MemoryTimeline, columns: int = COLUMNS) -> list[int]:
+    """Return the most bytes in each of so many equal parts of the cell; where nobody looked, what was seen last."""
     found: list[int | None] = [None] * columns
     last = [course.before] * columns
     for point in course.points:
-        place = min(columns - 1, int(columns * point.seconds / seconds)) if seconds else 0
+        place = min(columns - 1, int(columns * timeline.share(point)))
         found[place] = max(point.high, found[place] or 0)
         last[place:] = [point.last] * (columns - place)
     return [last[place] if most is None else most for place, most in enumerate(found)]
 
 
-def _course(course: MemoryCourse, seconds: float) -> Iterator[Block]:
+def _course(course: MemoryCourse, timeline: MemoryTimeline) -> Iterator[Block]:
     most = "at its peak" if course.peak is not None else "seen at most"
     said = (
-        f"Memory on {course.device} over {duration(seconds)}: {size(course.before)} before, "
+        f"Memory on {course.device} over {duration(timeline.seconds)}: {size(course.before)} before, "
         f"{size(course.highest)} {most}, {size(course.after)} after"
     )
     yield Paragraph(f"{said}.")
-    shown = heights(course, seconds)
+    shown = heights(course, timeline)
     if course.parts:
-        parts = ", ".join(f"{part} {size(nbytes)}" for part, nbytes in course.parts.items())
-        yield Paragraph(f"Of it, there all the time: {parts}; the rest is activations and what else came and went.")
-    yield Course([each / course.highest for each in shown], shown.index(max(shown)), _mark(course), said)
+        text = f"Of it, there all the time: {_listed(course.parts)}"
+        yield Paragraph(f"{text}; the rest is activations and what else came and went.")
+    if course.grown:
+        yield Paragraph(f"New, and there at the end: {_listed(course.grown)}.")
+    shares = [each / course.highest for each in shown]
+    yield Course(shares, shown.index(max(shown)), _mark(course), said, bands(course, timeline))
+
+
+def _listed(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{part} {size(nbytes)}" for part, nbytes in found.items())
 
 
 def _mark(course: MemoryCourse) -> str:

@@ -52,10 +52,11 @@ def memory(timeline: MemoryTimeline | None) -> Figure:
     axes = figure.subplots()
     unit, name = _unit(max(course.highest for course in timeline.courses))
     if len(timeline.courses) == 1:
-        _lay_out_parts(axes, timeline.courses[0], timeline.seconds, unit)
+        _lay_out_parts(axes, timeline.courses[0], timeline, unit)
     for course in timeline.courses:
-        _draw(axes, course, timeline.seconds, unit)
-    axes.set(ylabel=f"Allocated, {name}", xlabel="Seconds", ylim=(0, None), xlim=(0, None))
+        _draw(axes, course, timeline, unit)
+    over = "Operators of the cell" if timeline.every_operator else "Seconds"
+    axes.set(ylabel=f"Allocated, {name}", xlabel=over, ylim=(0, None), xlim=(0, None))
     axes.legend(loc="upper left", fontsize="small")
     return figure
 
@@ -117,10 +118,10 @@ def cells(report: CellsReport) -> Figure:
     return figure
 
 
-def _draw(axes: Any, course: MemoryCourse, seconds: float, unit: int) -> None:
-    moments = [point.seconds for point in course.points]
+def _draw(axes: Any, course: MemoryCourse, timeline: MemoryTimeline, unit: int) -> None:
+    *moments, end = _moments(course, timeline)
     highs, lasts = ([each / unit for each in found] for found in _columns(course))
-    (line,) = axes.plot([*moments, seconds], [*lasts, course.after / unit], label=course.device, drawstyle="steps-post")
+    (line,) = axes.plot([*moments, end], [*lasts, course.after / unit], label=course.device, drawstyle="steps-post")
     axes.vlines(moments, lasts, highs, color=line.get_color(), alpha=0.5)
     if moments:
         top = highs.index(max(highs))
@@ -130,12 +131,22 @@ def _draw(axes: Any, course: MemoryCourse, seconds: float, unit: int) -> None:
         _mark(axes, moments[top], highs[top], f"{'peak' if course.peak is not None else 'most seen'} {where}".strip())
 
 
-def _lay_out_parts(axes: Any, course: MemoryCourse, seconds: float, unit: int) -> None:
-    """Draw what was there all the time as bands under the line."""
-    floor = 0.0
-    for part in parts.ordered(course.parts):
-        top = floor + course.parts[part] / unit
-        axes.fill_between([0, seconds], floor, top, alpha=0.85, color=_colour(part), lw=0, label=part)
+def _moments(course: MemoryCourse, timeline: MemoryTimeline) -> list[float]:
+    """Return where each point is drawn, in seconds or operators, and the end."""
+    if timeline.every_operator:
+        return [*(point.look for point in course.points), timeline.looks]
+    return [*(point.seconds for point in course.points), timeline.seconds]
+
+
+def _lay_out_parts(axes: Any, course: MemoryCourse, timeline: MemoryTimeline, unit: int) -> None:
+    """Draw what was surely there as bands under the line."""
+    moments = _moments(course, timeline)
+    found = [point.parts or course.parts for point in course.points]
+    found.append(found[-1] if found else course.parts)
+    floor = [0.0] * len(found)
+    for part in parts.ordered(part for each in found for part in each):
+        top = [low + each.get(part, 0) / unit for low, each in zip(floor, found, strict=True)]
+        axes.fill_between(moments, floor, top, step="post", alpha=0.85, color=_colour(part), lw=0, label=part)
         floor = top
 
 

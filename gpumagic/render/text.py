@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -113,12 +114,11 @@ def _course(course: Course, width: int) -> str:
     """Return a line of blocks, one for each band too, and under the marked one an arrow with its note beside it."""
     names = _telling(course)
     label = max((_width(name) + len(GAP) for name in names), default=0)
-    room = max(8, width - label)
-    stride = -(-len(course.heights) // room)
-    lines = [_pad(name, label, "left") + _sparks(course.bands[name], stride, " ") for name in names]
-    lines.append(" " * label + _sparks(course.heights, stride))
-    middle = label + len(course.heights) // stride // 2
-    lines.append(_under(printable(course.note), label + course.mark // stride, width, middle))
+    columns = min(len(course.heights), max(8, width - label))
+    lines = [_pad(name, label, "left") + _sparks(course.bands[name], columns, " ") for name in names]
+    lines.append(" " * label + _sparks(course.heights, columns))
+    mark = -(-(course.mark + 1) * columns // len(course.heights)) - 1
+    lines.append(_under(printable(course.note), label + mark, width, label + columns // 2))
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -128,8 +128,10 @@ def _telling(course: Course) -> list[str]:
     return changing if len(changing) > 1 else []
 
 
-def _sparks(heights: Sequence[float], stride: int, nothing: str = "") -> str:
-    found = [max(heights[at : at + stride]) for at in range(0, len(heights), stride)]
+def _sparks(heights: Sequence[float], columns: int, nothing: str = "") -> str:
+    """Return the highest of each of so many parts, as blocks; what is nothing may have a sign of its own."""
+    edges = [place * len(heights) // columns for place in range(columns + 1)]
+    found = [max(heights[start:end]) for start, end in itertools.pairwise(edges)]
     drawn = sparkline(found, high=1.0)
     return "".join(nothing if nothing and not each else spark for each, spark in zip(found, drawn, strict=True))
 

@@ -12,16 +12,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """A stretch of the time of a cell."""
+    """A stretch of the time of a cell; under ``--trace``, of its operators."""
 
     seconds: float
-    """When it began, counted from the start of the cell."""
+    """When its first look was, counted from the start of the cell."""
     low: int
     """Fewest bytes allocated at any look in it."""
     high: int
     """Most of them; where the allocator's counter tells of more between two looks, that."""
     last: int
     """Bytes at the last look in it."""
+    look: int = 0
+    """Which look that first one was; under ``--trace`` there is one after each operator."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Under ``--trace``, bytes that were surely there in all of it, by what they are for, as in `MemoryCourse.parts`:
+    what had come by its begin and stayed to the end of the cell. Empty without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class MemoryCourse:
     """Bytes that were there from the start to the end, and so at the peak, by what modules and optimizers of the
     notebook have them for: ``"parameters"``, ``"gradients"``, ``"optimizer state"``, ``"buffers"``. The rest of the
     peak is activations and what else came and went. Empty where that is not known."""
+    grown: Mapping[str, int] = field(default_factory=dict)
+    """The same of what came during the cell and was there at its end."""
 
     @property
     def line(self) -> int | None:
@@ -67,6 +74,11 @@ class MemoryTimeline:
     """How often the allocators' figures were read, the start and the end included."""
     every_operator: bool = False
     """Whether they were read after each operator; else by the clock."""
+
+    def share(self, point: MemoryPoint) -> float:
+        """Return where a point is, from 0 for the start to 1 for the end: in time, or in operators."""
+        at, whole = (point.look, self.looks) if self.every_operator else (point.seconds, self.seconds)
+        return at / whole if whole else 0.0
 
 
 def plot(timeline: MemoryTimeline | None) -> Figure:

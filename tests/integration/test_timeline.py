@@ -6,6 +6,7 @@ The clock is stopped here: cells call `look()`, which does what the sampler's th
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -304,6 +305,59 @@ def test_a_model_of_many_tensors_is_looked_through_only_where_the_cell_is_traced
     assert course.parts == {}
     (course,) = run("%%ondevice 0 -q -o report --trace\nx = make(1)").timeline.courses
     assert course.parts == {"parameters": MIB}
+
+
+TRAINS = """
+model = torch.nn.Linear(512, 512, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=False)
+x = torch.ones(2048, 512)
+loss = model(x).square().sum()
+loss.backward()
+optimizer.step()
+"""
+
+
+def test_what_came_and_stayed_is_told_by_what_it_is_for(run) -> None:
+    """A model of 1 MiB, its gradient and its momentum, of as much each."""
+    for options in ("", " --trace"):
+        (course,) = run(f"%%ondevice 0 -q -o report{options}{TRAINS}").timeline.courses
+        assert course.grown == {"parameters": MIB, "gradients": MIB, "optimizer state": MIB}
+        assert course.parts == {}
+        run("del model, optimizer, x, loss")
+
+
+def test_a_traced_cell_knows_when_each_part_came(run) -> None:
+    """Weights first, then the gradient, then the momentum; each stays, and all of it is below what is allocated."""
+    report = run(f"%%ondevice 0 -q -o report --trace{TRAINS}")
+    (course,) = report.timeline.courses
+    seen = [set(each) for each in dict.fromkeys(frozenset(point.parts) for point in course.points)]
+    assert seen == sorted(seen, key=len), "what has come stays"
+    assert course.points[-1].parts == {"parameters": MIB, "gradients": MIB, "optimizer state": MIB}
+    assert all(sum(point.parts.values()) <= point.low for point in course.points)
+    assert "optimizer state" not in max(course.points, key=lambda point: point.high).parts
+    assert "From the bottom: parameters, optimizer state, gradients, activations and others." in text_of(report)
+
+
+def test_a_traced_cell_claims_no_gradient_before_it_is_there(run) -> None:
+    """An address is used again: what lay there before the gradient is not taken for it."""
+    run("w = torch.nn.Linear(512, 512, bias=False, device='simgpu:0')")
+    run("x = torch.ones(8, 512, device='simgpu:0')")
+    report = run(
+        "%%ondevice 0 -q -o report --trace\n"
+        "for _ in range(4):\n"
+        "    a = torch.empty(512, 512); del a\n"
+        "w(x).sum().backward()"
+    )  # fmt: skip
+    (course,) = report.timeline.courses
+    assert course.grown == {"gradients": MIB}
+    claimed = [point.seconds for point in course.points if "gradients" in point.parts]
+    others = [point.seconds for point in course.points if point.high == course.before + MIB][:4]
+    assert claimed
+    assert max(others) < min(claimed)
+
+
+def text_of(report) -> str:
+    return re.sub("<[^>]*>", "", report._repr_html_())
 
 
 # -- the table of cells -----------------------------------------------------------------------------------

@@ -91,9 +91,9 @@ def test_points_are_few_in_order_and_lose_neither_the_highest_nor_the_lowest(ste
     from gpumagic.probes.timeline import _Fold
 
     fold, now = _Fold(16), 0.0
-    for pause, allocated in steps:
+    for look, (pause, allocated) in enumerate(steps):
         now += pause
-        fold.add(now, allocated, allocated)
+        fold.add(now, look, allocated, allocated)
     points = fold.points()
     assert len(points) <= 16
     assert [point.seconds for point in points] == sorted(point.seconds for point in points)
@@ -303,7 +303,7 @@ def test_two_points_are_not_drawn() -> None:
 def test_no_column_hides_the_highest(found: list[tuple[float, int]], columns: int) -> None:
     points = tuple(MemoryPoint(second, n, n, n) for second, n in sorted(found))
     course = MemoryCourse(DEVICE, 0, points[-1].last, None, 0, None, None, points)
-    heights = memory.heights(course, 10.0, columns)
+    heights = memory.heights(course, MemoryTimeline((course,), 10.0, 2), columns)
     assert len(heights) == columns
     assert max(heights) == max(n for _, n in found)
 
