@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gpumagic.render import memory
 from gpumagic.render.text import terminal_has_unicode, to_ascii
-from gpumagic.render.units import duration, size
+from gpumagic.render.units import bounded, duration, printable, size
 from gpumagic.reports import CellRow, MemoryTimeline
 
 COLUMNS = 12
@@ -15,7 +15,7 @@ COLUMNS = 12
 def line(seconds: float, rows: Sequence[CellRow], timeline: MemoryTimeline | None = None) -> str:
     """Return ``"1.24 s · cuda:0 ▁▃▆█▅ +1.2 GiB to 3.4 GiB, peak 5.0 GiB on line 7"``."""
     parts = [duration(seconds), *(_part(row, timeline) for row in rows)]
-    text = " · ".join(parts if rows else [*parts, "no device memory used"])
+    text = bounded(printable(" · ".join(parts if rows else [*parts, "no device memory used"])))
     return text if terminal_has_unicode() else to_ascii(text)
 
 

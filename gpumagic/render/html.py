@@ -24,7 +24,7 @@ from gpumagic.render.document import (
     Table,
     Tree,
 )
-from gpumagic.render.units import printable, sparkline
+from gpumagic.render.units import LONGEST, bounded, cut_middle, printable, sparkline
 
 COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(230,140,30,.65)"}
 TRACK = "rgba(128,128,128,.25)"
@@ -94,9 +94,9 @@ def _cell(cell: Cell | str, column: Column, barred: bool) -> str:
         title = title or cell.text
     if cell.muted:
         style += f";{MUTED}"
-    hover = f' title="{_text(title)}"' if title else ""
+    hover = f' title="{_whole(title)}"' if title else ""
     bar = _bar(cell) if barred else ""
-    text = f'<code style="white-space:pre;{CODE}">{_text(cell.text)}</code>' if column.code else _text(cell.text)
+    text = f'<code style="white-space:pre;{CODE}">{_whole(cell.text)}</code>' if column.code else _text(cell.text)
     return f'<td style="{style}"{hover}>{text}{bar}</td>'
 
 
@@ -125,10 +125,11 @@ def _named(label: str) -> str:
 
 def _listing(listing: Listing, label: str) -> str:
     rows = "".join(
-        f'<tr><td style="text-align:right;{MUTED}">{number}</td>'
-        f'<td style="text-align:left;white-space:pre"><code style="{CODE}">{_text(code)}</code></td>'
+        f'<tr><td style="text-align:right;white-space:nowrap;{MUTED}">{_text(str(place))}</td>'
+        f'<td style="text-align:left;white-space:pre"><code style="{CODE}">'
+        f"{escape(printable(code)) if listing.whole else _whole(code)}</code></td>"
         f'<td style="text-align:left">{_text(note)}</td></tr>'
-        for number, code, note in listing.lines
+        for place, code, note in listing.lines
     )
     return f'<table{_named(label)} style="{APART}"><tbody>{rows}</tbody></table>'
 
@@ -198,4 +199,9 @@ def _tree(steps: Sequence[tuple[str, str]]) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(printable(text))
+    return escape(bounded(printable(text)))
+
+
+def _whole(text: str) -> str:
+    """Return the text of code, or of a name on hovering, whose words are not cut."""
+    return escape(cut_middle(printable(text), LONGEST))

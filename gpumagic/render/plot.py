@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.render import parts
+from gpumagic.render.units import cut_middle, printable
 from gpumagic.reports import CellsReport, HistoryReport, MemoryCourse, MemoryTimeline, RehearsalPoint, RehearsalReport
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ def history(report: HistoryReport) -> Figure:
     for device in dict.fromkeys(row.device for row in report.samples):
         rows = [row for row in report.samples if row.device == device]
         moments = [row.seconds for row in rows]
-        busy.plot(moments, [_or_gap(row.utilization) for row in rows], label=device)
-        (line,) = memory.plot(moments, [_or_gap(row.memory_used, GIB) for row in rows], label=f"{device}, all")
+        busy.plot(moments, [_or_gap(row.utilization) for row in rows], label=_label(device))
+        (line,) = memory.plot(moments, [_or_gap(row.memory_used, GIB) for row in rows], label=_label(f"{device}, all"))
         own = [_or_gap(row.kernel_allocated, GIB) for row in rows]
-        memory.plot(moments, own, "--", color=line.get_color(), label=f"{device}, this kernel")
+        memory.plot(moments, own, "--", color=line.get_color(), label=_label(f"{device}, this kernel"))
     busy.set(ylabel="Utilisation, %", ylim=(0, 100))
     memory.set(ylabel="Memory, GiB", xlabel="Seconds", ylim=(0, None))
     for axes in (busy, memory):
@@ -86,9 +87,9 @@ def _lay_out_operators(axes: Any, points: Sequence[RehearsalPoint], device: str)
     floor = [0.0] * len(points)
     for part in parts.ordered(part for point in points for part in point.parts):
         top = [low + point.parts.get(part, 0) / unit for low, point in zip(floor, points, strict=True)]
-        axes.fill_between(steps, floor, top, step="post", lw=0, color=_colour(part), alpha=0.85, label=part)
+        axes.fill_between(steps, floor, top, step="post", lw=0, color=_colour(part), alpha=0.85, label=_label(part))
         floor = top
-    axes.plot(steps, floor, drawstyle="steps-post", color="0.5", lw=1, label=device)
+    axes.plot(steps, floor, drawstyle="steps-post", color="0.5", lw=1, label=_label(device))
     place = floor.index(max(floor))
     line = points[place].line
     _mark(axes, steps[place], floor[place], "peak before the cell" if line is None else f"peak line {line}")
@@ -110,9 +111,11 @@ def cells(report: CellsReport) -> Figure:
     for device in dict.fromkeys(row.device for row in report.cells):
         rows = [row for row in report.cells if row.device == device]
         numbers = [row.cell for row in rows]
-        (line,) = axes.plot(numbers, [row.allocated_after / unit for row in rows], "o-", label=f"{device}, after")
+        (line,) = axes.plot(
+            numbers, [row.allocated_after / unit for row in rows], "o-", label=_label(f"{device}, after")
+        )
         peaks = [_or_gap(row.peak, unit) for row in rows]
-        axes.plot(numbers, peaks, "^", color=line.get_color(), label=f"{device}, peak")
+        axes.plot(numbers, peaks, "^", color=line.get_color(), label=_label(f"{device}, peak"))
     axes.set(ylabel=f"Allocated, {name}", xlabel="Cell", ylim=(0, None))
     axes.legend(loc="upper left", fontsize="small")
     return figure
@@ -121,7 +124,9 @@ def cells(report: CellsReport) -> Figure:
 def _draw(axes: Any, course: MemoryCourse, timeline: MemoryTimeline, unit: int) -> None:
     *moments, end = _moments(course, timeline)
     highs, lasts = ([each / unit for each in found] for found in _columns(course))
-    (line,) = axes.plot([*moments, end], [*lasts, course.after / unit], label=course.device, drawstyle="steps-post")
+    (line,) = axes.plot(
+        [*moments, end], [*lasts, course.after / unit], label=_label(course.device), drawstyle="steps-post"
+    )
     axes.vlines(moments, lasts, highs, color=line.get_color(), alpha=0.5)
     if moments:
         top = highs.index(max(highs))
@@ -146,8 +151,13 @@ def _lay_out_parts(axes: Any, course: MemoryCourse, timeline: MemoryTimeline, un
     floor = [0.0] * len(found)
     for part in parts.ordered(part for each in found for part in each):
         top = [low + each.get(part, 0) / unit for low, each in zip(floor, found, strict=True)]
-        axes.fill_between(moments, floor, top, step="post", alpha=0.85, color=_colour(part), lw=0, label=part)
+        axes.fill_between(moments, floor, top, step="post", alpha=0.85, color=_colour(part), lw=0, label=_label(part))
         floor = top
+
+
+def _label(text: str) -> str:
+    """Return a name as matplotlib may have it, which takes `$` for mathematics and no lone surrogate."""
+    return cut_middle(printable(text), 60).replace("$", r"\$")
 
 
 def _colour(part: str) -> tuple[float, ...]:

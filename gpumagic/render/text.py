@@ -24,7 +24,7 @@ from gpumagic.render.document import (
     Table,
     Tree,
 )  # fmt: skip
-from gpumagic.render.units import printable, sparkline
+from gpumagic.render.units import LONGEST_WORD, bounded, cut_middle, printable, sparkline
 
 NOTEBOOK_WIDTH = 100
 BAR_WIDTH = 12
@@ -85,14 +85,15 @@ def _block(block: Block, width: int) -> str:
 
 
 def _wrap(text: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(printable(text), width, break_on_hyphens=False, subsequent_indent="  "))
+    return "\n".join(textwrap.wrap(bounded(printable(text)), width, break_on_hyphens=False, subsequent_indent="  "))
 
 
 def _listing(listing: Listing, width: int) -> str:
-    digits = max((len(str(number)) for number, _, _ in listing.lines), default=1)
+    places = [_cut(printable(str(place)), 16) for place, _, _ in listing.lines]
+    digits = max(map(_width, places), default=1)
     lines = []
-    for number, code, note in listing.lines:
-        line = f"{number:>{digits}} | {printable(code)}"
+    for place, (_, code, note) in zip(places, listing.lines, strict=True):
+        line = f"{_pad(place, digits, 'right')} | {printable(code)}"
         line = f"{line}   # {printable(note)}" if note else line
         lines += _broken(line, width, digits) if listing.whole else [_cut(line, width)]
     return "\n".join(lines)
@@ -182,7 +183,7 @@ def _fitted(table: Table, width: int, *, bars: bool) -> tuple[list[Column], list
 def _column_texts(column: Column, cells: Sequence[Cell | str], *, bars: bool) -> list[str]:
     """Return a column's title and texts; where there are bars, each stands behind its number, all aligned."""
     full = [cell if isinstance(cell, Cell) else Cell(cell) for cell in cells]
-    texts = [printable(column.title), *(printable(cell.text) for cell in full)]
+    texts = [cut_middle(printable(text), LONGEST_WORD) for text in (column.title, *(cell.text for cell in full))]
     if not bars or not any(cell.bar for cell in full):
         return texts
     width = max(map(_width, texts))

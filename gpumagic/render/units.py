@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 
@@ -103,6 +104,26 @@ def sparkline(values: Sequence[float | None], low: float = 0.0, high: float | No
 def _block(height: float, span: float) -> str:
     step = int(height / span * len(SPARKS)) if span > 0 else 0
     return SPARKS[max(0, min(len(SPARKS) - 1, step))]
+
+
+LONGEST = 2000
+"""Characters of a text that is read, and not typed: what is longer has come from outside."""
+LONGEST_WORD = 300
+
+
+def bounded(text: str) -> str:
+    """Return text with words that have no end cut in their middle, and a text that has none, too."""
+    if len(text) <= LONGEST_WORD:
+        return text
+    return cut_middle(_LONG_WORDS.sub(lambda found: cut_middle(found[0], LONGEST_WORD), text), LONGEST)
+
+
+def cut_middle(text: str, most: int) -> str:
+    """Return text of at most so many characters; what it loses is in its middle."""
+    return text if len(text) <= most else f"{text[: most - most // 3 - 1]}…{text[-(most // 3) :]}"
+
+
+_LONG_WORDS = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 
 
 def printable(text: str) -> str:

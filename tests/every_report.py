@@ -1,0 +1,68 @@
+"""A report of every kind with the same text wherever a report has text, made from the types of its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from gpumagic import reports
+from gpumagic.reports import Report
+
+MIB = 1024**2
+KINDS = sorted(name for name in import_module("gpumagic.render")._VIEWS)
+FIXED: dict[tuple[str, str], Any] = {
+    ("TensorReport", "group_by"): None, ("ClusterReport", "group_by"): None, ("ClusterReport", "magic"): "gpuinfo",
+    ("BenchRow", "measure"): "copy", ("DiffRow", "change"): "came", ("EngineAnswer", "state"): "answered",
+    ("OomReport", "recovered"): False, ("OomReport", "retries"): 0, ("FitReport", "failure"): None,
+}  # fmt: skip
+"""Fields of a few known words, which no text from outside reaches, and flags that would fold all else away."""
+_TYPES = {name: each for name, each in vars(reports).items() if isinstance(each, type)}
+
+
+def cases(text: str) -> Iterator[tuple[str, Report[Any]]]:
+    """Yield every kind of report, and its other forms, by name."""
+    for kind in KINDS:
+        yield kind, report(kind, text)
+    yield "OomReport, recovered", report("OomReport", text, recovered=True, retries=1)
+    yield "GPUReport, none", report("GPUReport", text, devices=())
+    for key in ("device", "dtype", "kind", "holder"):
+        yield f"TensorReport, by {key}", report("TensorReport", text, group_by=key)
+    for magic, kind in reports.cluster.KINDS.items():
+        told = [reports.EngineAnswer(number, report=report(kind.__name__, text)) for number in range(2)]
+        silent = reports.EngineAnswer(2, state="failed", detail=text)
+        yield f"ClusterReport, {magic}", report("ClusterReport", text, magic=magic, engines=(*told, silent))
+
+
+def report(kind: str, text: str, **fields: Any) -> Report[Any]:
+    """Return a report of a kind in whose every text ``text`` stands."""
+    made = _made(_TYPES[kind], text)
+    assert isinstance(made, Report)
+    return dataclasses.replace(made, **fields) if fields else made  # type: ignore[type-var]
+
+
+def _made(kind: Any, text: str) -> Any:
+    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType, typing.Literal):
+        first = next(each for each in inside if each is not type(None))
+        return first if origin is typing.Literal else _made(first, text)
+    if origin is tuple:
+        return tuple(_made(each, text) for each in (inside[:1] * 3 if ... in inside else inside))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {_made(inside[0], text): _made(inside[1], text)}
+    if kind is Report or (isinstance(origin, type) and issubclass(origin, Report)):
+        return report("GPUReport", text)
+    if kind in (str, object, Any):
+        return text
+    return {int: 3 * MIB, float: 2.5, bool: True}[kind] if kind in (int, float, bool) else _record(kind, text)
+
+
+def _record(kind: Any, text: str) -> Any:
+    """Return a dataclass or a named tuple, each of its fields made by its type."""
+    hints = typing.get_type_hints(kind, localns=_TYPES)
+    names = [each.name for each in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else kind._fields
+    made = {name: _made(hints[name], text) for name in names if (kind.__name__, name) not in FIXED}
+    return kind(**made, **{name: value for (of, name), value in FIXED.items() if of == kind.__name__})
