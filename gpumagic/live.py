@@ -7,6 +7,7 @@ that other cells run meanwhile; a terminal has one place to write to, so there i
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import signal
 import sys
@@ -167,12 +168,16 @@ def _notebook_display() -> Callable[[HistoryReport], None]:
 
 
 def terminal_display() -> Callable[[HistoryReport], None]:
-    """Return what writes each report over the one before where stdout is a terminal, and below it elsewhere."""
+    """Return what writes each report over the one before where stdout is a terminal that can, and below it elsewhere.
+
+    Emacs' shell, and whatever else says that it is `dumb`, shows escape sequences as letters.
+    """
+    in_place = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     written = 0
 
     def show(report: HistoryReport) -> None:
         nonlocal written
-        if not sys.stdout.isatty():
+        if not in_place:
             print(report, flush=True)  # noqa: T201  # the terminal's display is its stdout
             return
         lines = str(report).splitlines()

@@ -71,7 +71,7 @@ def clock(what: str) -> Iterator[int]:
     shown = _shown(total=None, bar_format="{desc}")
     try:
         for second in count():
-            shown.set_description(f"{what}, {second} s")
+            shown.set_description_str(f"{what}, {second} s")  # the other one adds a colon
             yield second
     finally:
         shown.close()
@@ -99,6 +99,7 @@ class _Shown(Protocol):
     """What is used of a tqdm bar."""
 
     def set_description(self, text: str, refresh: bool = True) -> None: ...
+    def set_description_str(self, text: str) -> None: ...
     def update(self, n: int) -> object: ...
     def refresh(self) -> object: ...
     def close(self) -> None: ...
@@ -130,6 +131,8 @@ class _Line:
         self._text = text
         if refresh:
             self.refresh()
+
+    set_description_str = set_description
 
     def update(self, n: int) -> None:
         self._done += n

@@ -109,6 +109,8 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
         def set_description(self, text: str, refresh: bool = True) -> None:
             self.told["said"] = [*self.told["said"], text]  # type: ignore[misc]
 
+        set_description_str = set_description
+
         def update(self, n: int) -> None:
             self.told["done"] += n  # type: ignore[operator]
 

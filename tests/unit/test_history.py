@@ -152,12 +152,15 @@ class Screen(io.StringIO):
         return len(text)
 
 
-def drawn(height: int, monkeypatch: pytest.MonkeyPatch, *, ended: bool = False) -> tuple[Screen, HistoryReport]:
+def drawn(
+    height: int, monkeypatch: pytest.MonkeyPatch, *, ended: bool = False, terminal: str = "xterm"
+) -> tuple[Screen, HistoryReport]:
     """Return a terminal of that height after three reports, each longer or shorter than the last."""
     screen = Screen(height)
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("LINES", str(height))
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", terminal)
     _, shown = recorded()
     show = live.terminal_display()
     screen.write("In [1]: %gpuinfo -w\n")
@@ -187,3 +190,11 @@ def test_a_terminal_that_is_too_low_gets_the_whole_report_in_the_end(monkeypatch
     lines = to_text(last, 80).splitlines()
     assert screen.lines == [*lines[-7:], ""]
     assert screen.scrolled == 1 + len(lines) - 7
+
+
+def test_a_terminal_that_knows_no_escape_sequences_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emacs' shell and logs that pose as a terminal show them as letters: reports stand below each other there."""
+    screen, _ = drawn(100, monkeypatch, terminal="dumb")
+    _, shown = recorded()
+    reports = [line for each in (2, 0, 1) for line in to_text(shown[each], 80).splitlines()]
+    assert screen.lines == ["In [1]: %gpuinfo -w", *reports, ""]
