@@ -42,7 +42,7 @@ def render(document: Document) -> str:
     """Return the document as one `<div>`."""
     label = next((block.text for block in document.blocks if isinstance(block, Heading | Paragraph)), "")
     body = "".join(_block(block, label) for block in document.blocks)
-    return f'<div style="max-width:100%;overflow-x:auto">{body}</div>'
+    return f'<div style="max-width:100%;overflow-x:auto;overflow-wrap:anywhere">{body}</div>'
 
 
 def _block(block: Block, label: str) -> str:
@@ -77,7 +77,25 @@ def _table(table: Table, label: str) -> str:
     head = "".join(map(_title, table.columns, barred))
     body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, barred))}</tr>" for row in table.rows)
     name = "" if caption else _named(label)  # a caption is the name that a screen reader says
-    return f'<table{name} style="{APART}">{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return _box(f"<table{name}>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def _box(table: str) -> str:
+    """Return a table in a box of its own, which scrolls where the page is too narrow for it, and then has an arrow.
+
+    The arrow is as wide as the box and takes one pixel of the line. So it stands beside a table that leaves that pixel
+    free, its end cut off with its picture, and otherwise in a line below. There is no text in it, which would stand
+    alone where styles are stripped; `calc` keeps it away where only some are.
+    """
+    point = "border:5px solid transparent;border-right:0;border-left:calc(6px) solid rgba(128,128,128,.9)"
+    shaft = "width:40px;height:calc(2px);margin-bottom:4px;background:rgba(128,128,128,.9)"
+    arrow = "".join(f'<span style="display:inline-block;{each}"></span>' for each in (shaft, point))
+    beside = "width:100%;margin-right:calc(1px - 100%);text-align:right;white-space:nowrap;font-size:0;line-height:0"
+    return (
+        f'<div style="display:flex;flex-wrap:wrap;overflow:hidden;{APART}">'
+        f'<div style="max-width:100%;overflow-x:auto">{table}</div>'
+        f'<div aria-hidden="true" style="{beside}">{arrow}</div></div>'
+    )
 
 
 def _title(column: Column, barred: bool) -> str:
@@ -90,7 +108,7 @@ def _cell(cell: Cell | str, column: Column, barred: bool) -> str:
     cell = Cell(cell) if isinstance(cell, str) else cell
     style, title = f"text-align:{_align(column, barred)};white-space:nowrap", cell.title
     if column.shrinks:
-        style += ";max-width:26em;overflow:hidden;text-overflow:ellipsis"
+        style += ";max-width:26em;max-width:min(26em,45vw);overflow:hidden;text-overflow:ellipsis"
         title = title or cell.text
     if cell.muted:
         style += f";{MUTED}"
@@ -115,7 +133,10 @@ def _bar(cell: Cell) -> str:
 
 def _track(drawn: str, look: str) -> str:
     """Return the ground of a bar; without a look it only keeps the place, so that numbers line up."""
-    style = "display:inline-block;text-align:left;width:9em;height:.8em;line-height:.8em;font-size:1em;margin-left:.6em"
+    style = (
+        "display:inline-block;text-align:left;width:9em;width:min(9em,14vw);height:.8em;line-height:.8em;"
+        "font-size:1em;margin-left:.6em"
+    )
     return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden;{look}">{drawn}</span>'
 
 
@@ -131,7 +152,7 @@ def _listing(listing: Listing, label: str) -> str:
         f'<td style="text-align:left">{_text(note)}</td></tr>'
         for place, code, note in listing.lines
     )
-    return f'<table{_named(label)} style="{APART}"><tbody>{rows}</tbody></table>'
+    return _box(f"<table{_named(label)}><tbody>{rows}</tbody></table>")
 
 
 def _course(course: Course) -> str:

@@ -162,12 +162,21 @@ def _table(table: Table, width: int) -> str:
     kept = {column.title.strip() for column in columns}
     left_out = [column.title for column in table.columns if column.title not in kept]
     widths = _widths(columns, grid, width)
+    if _total(widths) > width:
+        return "\n".join(_stacked(columns, row, width) for row in grid)
     lines = [_row([column.title for column in columns], columns, widths)]
     lines.append(GAP.join("─" * w for w in widths))
     lines += [_row(row, columns, widths) for row in grid]
     if left_out and table.elsewhere:
         lines.append(_wrap(f"{', '.join(left_out)}: {table.elsewhere}.", width))
     return "\n".join(lines)
+
+
+def _stacked(columns: Sequence[Column], row: Sequence[str], width: int) -> str:
+    """Return a row that no width is enough for as a sentence: its first cell, and what the others are."""
+    first, *others = (text.strip() for text in row)
+    said = [f"{column.title.strip()} {text}" for column, text in zip(columns[1:], others, strict=True) if text]
+    return _wrap(f"{first}: {' · '.join(said)}" if first and said else first or " · ".join(said), width)
 
 
 def _fitted(table: Table, width: int, *, bars: bool) -> tuple[list[Column], list[list[str]]]:

@@ -1,0 +1,66 @@
+"""Every report on a phone and in a narrow pane: the page stays, wide tables scroll in their own boxes and say so."""
+
+from __future__ import annotations
+
+import every_report
+import pytest
+
+from gpumagic.render import to_html
+
+PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<style>body {{ margin: 8px; font: 13px sans-serif }} td, th {{ padding: .4em .5em }}
+table {{ border-collapse: collapse; font-size: 12px }}</style>{}"""
+WIDER_THAN_THE_PAGE = "() => document.documentElement.scrollWidth > document.documentElement.clientWidth"
+BOXES = """() => [...document.querySelectorAll('table')].map(table => {
+  const box = table.parentElement, arrow = box.nextElementSibling, whole = box.parentElement.getBoundingClientRect()
+  const shown = [...arrow.children].some(each => each.getBoundingClientRect().left < whole.right)
+  return [box.scrollWidth > box.clientWidth, shown]
+})"""
+OVERLAPS = """() => {
+  const found = []
+  for (const part of [...document.querySelectorAll('div, details')]) {
+    const rects = [...part.children].filter(each => each.matches('p, div, details, table, ul, summary'))
+      .map(each => each.getBoundingClientRect()).filter(each => each.width && each.height)
+    rects.slice(1).forEach((rect, at) => {
+      const above = rects[at]
+      if (rect.top < above.bottom - 1 && rect.left < above.right - 1 && above.left < rect.right - 1)
+        found.push(part.outerHTML.slice(0, 300))
+    })
+  }
+  return found
+}"""
+UNFOLD = "() => document.querySelectorAll('details').forEach(fold => { fold.open = true })"
+
+
+@pytest.fixture(scope="module")
+def narrow(browser):
+    """Return a function that shows some HTML in so many pixels."""
+    page = browser.new_page()
+
+    def show(html: str, width: int):
+        page.set_viewport_size({"width": width, "height": 600})
+        page.set_content(PAGE.format(html))
+        page.evaluate(UNFOLD)
+        return page
+
+    yield show
+    page.close()
+
+
+@pytest.mark.parametrize("width", [360, 600, 1200])
+def test_no_report_is_wider_than_its_page_and_nothing_lies_on_anything(narrow, width) -> None:
+    for text in ("model.layers[3].weight", "y" * 400):
+        for name, report in every_report.cases(text):
+            page = narrow(to_html(report), width)
+            assert not page.evaluate(WIDER_THAN_THE_PAGE), name
+            assert page.evaluate(OVERLAPS) == [], name
+
+
+def test_an_arrow_stands_under_the_tables_that_scroll_and_under_no_other(narrow) -> None:
+    found = set()
+    for width in (360, 600, 1200):
+        for name, report in every_report.cases("model.layers[3].weight"):
+            for scrolls, shown in narrow(to_html(report), width).evaluate(BOXES):
+                assert scrolls == shown, f"{name}, {width} pixels"
+                found.add(scrolls)
+    assert found == {True, False}
