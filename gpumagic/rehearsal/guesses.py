@@ -16,6 +16,7 @@ OTHERS = (1, 2, 3)
 _MATH = frozenset({"ValueError", "OverflowError", "ZeroDivisionError", "LinAlgError", "_LinAlgError"})
 """What arithmetic with a made-up number, or status, may raise: it tells nothing."""
 _ALIKE = 0.01
+_NAMES = {"chance": "what is drawn at random", "truths": "values on the device", "values": "values on the device"}
 
 Account = dict[str, Any]
 
@@ -38,7 +39,8 @@ def compare(told: Account, order: dict[str, Any]) -> Account:
         is_open = told["guessed"] != ["truths"] or not _is_seen_to_its_end(other) or _failures(told) != _failures(other)
         if "devices" in other and not _failures(other) and _peaks(other) > _peaks(told):
             told, other = other, told
-        told["unknown"].insert(0, f"what the cell does depends on values on the device: {why}")
+        on = " or ".join(_NAMES[each] for each in sorted(_NAMES) if each in told["guessed"])
+        told["unknown"].insert(0, f"what the cell does depends on {on or 'values on the device'}: {why}")
         told["is_open"] = told["is_open"] or is_open
         if not (_failures(told) and _failures(other)):
             for device in told["devices"] if is_open else ():

@@ -337,7 +337,7 @@ def test_a_loop_that_is_cut_short_says_so(notebook) -> None:
 
 
 def test_a_branch_that_no_pass_took_leaves_the_verdict_open(notebook) -> None:
-    cell = "for i in range(10**6):\n    y = x + 1\n    if i == 5000:\n        z = torch.cat([x] * 100)"
+    cell = "for i in range(10**6):\n    y = x + 1\n    if hash(str(i)) == 5:\n        z = torch.cat([x] * 100)"
     report = gpumagic.rehearse(cell, notebook)
     assert report.fits is None
     assert any("line 4 was not reached" in each for each in report.unknown)

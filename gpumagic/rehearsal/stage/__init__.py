@@ -9,7 +9,9 @@
 - `autocast`: the device's autocast
 - `surroundings`: data loaders, pinned memory, loading, compilers
 - `kinds`: tells parameters, gradients, optimizer state and activations
-- `loops`: ends loops whose passes repeat; `lines` tells the cell's running line
+- `loops`: leaves out passes that repeat: `source` (with `rules`, `sites`) is what makes a loop ask, `items` and `turns`
+  tell what a pass is made of, `passes` is one run, `endings` decides; `chance` is what the host draws at random
+- `lines`: tells the cell's running line
 - `effects`: blocks and lists what the cell would do outside; `magics` is its `get_ipython()`
 - `run`: one rehearsal, from unpacking to the account
 """

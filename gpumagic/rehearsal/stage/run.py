@@ -18,9 +18,10 @@ import torch
 
 from gpumagic.probes.segments import Segment
 from gpumagic.rehearsal import parts
-from gpumagic.rehearsal.stage import backend, courses, effects, surroundings
+from gpumagic.rehearsal.stage import backend, courses, effects, source, surroundings
 from gpumagic.rehearsal.stage.arena import Arena, Pool
 from gpumagic.rehearsal.stage.autocast import Autocast
+from gpumagic.rehearsal.stage.chance import Chance
 from gpumagic.rehearsal.stage.contents import Contents
 from gpumagic.rehearsal.stage.kinds import Kinds
 from gpumagic.rehearsal.stage.ledger import Account, Ledger, Peak, Place
@@ -76,6 +77,7 @@ class Rehearsal:
         surroundings.arrange(module, self._assume)
         self._lines = lines
         self._loops = Loops(self.ledger, self._grow, self._assume, self._unknown)
+        Chance(order["guess"], frozenset(self._sources), self._loops.drawn).watch()
         self._kept: list[Any] = []
         self._codes: dict[tuple[str, int, str], types.CodeType] = {}
 
@@ -162,6 +164,9 @@ class Rehearsal:
 
     def _account(self, before: list[int], error: dict[str, Any] | None) -> dict[str, Any]:
         self.ledger.settle()
+        self._loops.end()
+        if self._loops.draws_lots:
+            self._contents.guessed.add("chance")
         self.ledger.where = Place
         self._kinds.look_around()
         devices = [self._device(index, account, before[index]) for index, account in enumerate(self.ledger.accounts)]
@@ -248,7 +253,9 @@ def _lay_out(account: Account, segments: list[Segment] | None) -> None:
 
 
 def _codes_in(code: types.CodeType) -> list[types.CodeType]:
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    inner = [
+        each for each in code.co_consts if isinstance(each, types.CodeType) and source.OURS not in each.co_varnames
+    ]
     return inner + [deeper for each in inner for deeper in _codes_in(each)]
 
 
