@@ -1,4 +1,4 @@
-"""Where versions differ: IPython 7.34 (Colab, Kaggle) and 9, with what neither documents, and Python 3.10 to 3.14."""
+"""Where versions differ: IPython 7.34 (Colab, Kaggle) and 9, Python 3.10 to 3.14, torch 2.4 to 2.13."""
 
 from __future__ import annotations
 
@@ -40,6 +40,23 @@ def without_traces(snapshot: Callable[..., Any]) -> Any:
     if "include_traces" in inspect.signature(snapshot).parameters:
         return snapshot(include_traces=False)
     return snapshot()
+
+
+def is_mps_available() -> bool:
+    """Return whether there is a Metal device; `torch.mps.is_available` came with torch 2.5 (pytorch PR#132426)."""
+    import torch
+
+    return bool(torch.backends.mps.is_available())
+
+
+def can_decompose(operator: Any) -> bool:
+    """Return whether an operator is made of others only; torch 2.4 has `decompose`, but not this question."""
+    import torch
+
+    if hasattr(operator, "_can_decompose"):
+        return bool(operator._can_decompose())
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), composite))
 
 
 def output_can_be_silenced(magic: Magic) -> Magic:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from gpumagic import _compat
+
 BACKENDS = ("cuda", "xpu", "mps")
 """In-tree accelerators, in torch's order; an out-of-tree one (PrivateUse1) comes before them, as in torch."""
 
@@ -59,9 +61,14 @@ def figures(device: str) -> AllocatorFigures | None:
         return None
     backend, _, index = device.partition(":")
     module = device_module(backend)
-    if module is None or not is_initialised(backend):
+    if module is None or not is_initialised(backend) or not _is_counting(backend, module):
         return None
     return _figures(backend, module, int(index or 0))
+
+
+def _is_counting(backend: str, module: ModuleType) -> bool:
+    """Return whether the backend's allocator keeps figures; XPU's does not in torch 2.4."""
+    return backend == "mps" or hasattr(module, "memory_stats")
 
 
 def _figures(backend: str, module: ModuleType, index: int) -> AllocatorFigures:
@@ -84,7 +91,7 @@ def all_figures() -> dict[str, AllocatorFigures]:
     found: dict[str, AllocatorFigures] = {}
     for backend in _backends():
         module = device_module(backend)
-        if module is None or not is_initialised(backend):
+        if module is None or not is_initialised(backend) or not _is_counting(backend, module):
             continue
         for index in range(module.device_count()):
             found[f"{backend}:{index}"] = _figures(backend, module, index)
@@ -146,7 +153,7 @@ def is_initialised(backend: str) -> bool:
         return False
     if hasattr(module, "is_initialized"):
         return bool(module.is_initialized())
-    return bool(module.is_available())  # MPS has no context to create
+    return _compat.is_mps_available()  # which has no context to create
 
 
 def device_module(backend: str) -> ModuleType | None:

@@ -14,16 +14,20 @@ from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.utils._device import DeviceContext
 
 from gpumagic.probes import watched_calls
+from gpumagic.probes.nesting_context import NestingContext
 from gpumagic.probes.recorder import Recorder
 
 
 def outermost() -> DeviceContext | None:
-    """Return the device context that is in force in this thread; torch keeps it at the bottom of its modes."""
-    mode = _get_function_stack_at(0) if _len_torch_function_stack() else None
-    return mode if isinstance(mode, DeviceContext) else None
+    """Return the device context that is in force in this thread; torch keeps it at the bottom of its modes.
+
+    Torch 2.4 keeps it where it was entered.
+    """
+    modes = (_get_function_stack_at(each) for each in range(_len_torch_function_stack()))
+    return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
-class RecordingContext(DeviceContext):
+class RecordingContext(NestingContext):
     """Torch's own device context, with eyes: what it stands for, torch sees everywhere.
 
     Args:
@@ -69,7 +73,8 @@ class RecordingContext(DeviceContext):
         """Return the device context that was entered after this one and has not been left."""
         mode = outermost()
         while mode is not None and mode is not self:
-            if mode.prev_mode is self:
+            within: DeviceContext | None = getattr(mode, "prev_mode", None)
+            if within is self:
                 return mode
-            mode = mode.prev_mode
+            mode = within
         return None

@@ -159,4 +159,4 @@ def _leave_device(recorder: Recorder) -> None:
     while mode is not None:
         if mode.old_device is recorder.device:
             mode.old_device = recorder.device_before
-        mode = mode.prev_mode
+        mode = getattr(mode, "prev_mode", None)

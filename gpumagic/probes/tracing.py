@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpumagic import _compat
 from gpumagic.probes import identity
 from gpumagic.probes.recorder import Recorder, is_free_to_read
 
@@ -50,7 +51,7 @@ class Tracer(TorchDispatchMode):
     ) -> Any:
         __tracebackhide__ = True
         kwargs = kwargs or {}
-        if func._can_decompose():  # in inference mode and inside kernels, else autograd has done it before
+        if _compat.can_decompose(func):  # in inference mode and inside kernels, else autograd has done it before
             with self:
                 return func.decompose(*args, **kwargs)
         given = list(_tensors((args, kwargs)))

@@ -21,7 +21,7 @@ from gpumagic.errors import SimgpuUnavailable
 NAME = "gpumagic_simgpu"
 HERE = Path(__file__).parent
 SOURCES = ("simgpu.cpp", "autocast.cpp")
-HEADERS = ("allocator.h", "devices.h", "host_call.h")
+HEADERS = ("allocator.h", "devices.h", "host_call.h", "statistics.h")
 FLAGS = ["-O1", "-g0", "-w"]
 
 
@@ -117,7 +117,7 @@ def _build_in(folder: str) -> ModuleType:
         told = next((line for line in lines if "error:" in line), lines[0]).strip()
         raise SimgpuUnavailable(
             f"the simulated GPU does not compile with this torch and compiler ({told}); "
-            "it was tried with torch 2.13 and g++ 12"
+            "it was tried with torch 2.4 and 2.13, and g++ 12"
         ) from error
     assert isinstance(built, ModuleType)
     return built

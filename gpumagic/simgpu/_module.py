@@ -105,6 +105,8 @@ def current_stream(device: DeviceLike = None) -> torch.Stream:
     """Return the one stream of a device."""
     import torch
 
+    if not hasattr(torch, "accelerator"):  # it came with torch 2.6
+        return torch.Stream(device=f"{BACKEND}:{_index(device)}")
     return torch.accelerator.current_stream(_index(device))
 
 

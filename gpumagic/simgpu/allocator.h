@@ -6,10 +6,11 @@
 #pragma once
 
 #include <c10/core/Allocator.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Storage.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/version.h>
+
+#include "statistics.h"
 
 #include <cstdio>
 #include <memory>
@@ -19,6 +20,12 @@
 
 #define SIMGPU_TORCH_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+
+#if SIMGPU_TORCH_AT_LEAST(2, 7)
+#define SIMGPU_NOEXCEPT
+#else
+#define SIMGPU_NOEXCEPT noexcept
+#endif
 
 namespace simgpu {
 

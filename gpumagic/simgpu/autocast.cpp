@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 // The lists name torch's types without their namespace.
+using at::DimnameList;
 using at::IntArrayRef;
 using at::Scalar;
 using at::ScalarType;

@@ -92,7 +92,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(Device device) const noexcept override {
     current_index = device.index() >= 0 ? device.index() : current_index;
   }
-  c10::Stream getStream(Device device) const override {
+  c10::Stream getStream(Device device) const SIMGPU_NOEXCEPT override {
     return c10::Stream(c10::Stream::DEFAULT, resolve(device));
   }
   c10::Stream getDefaultStream(Device device) const override {
@@ -104,7 +104,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(Device device, int) const override {
     return getStream(device);
   }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
+  c10::Stream exchangeStream(c10::Stream stream) const SIMGPU_NOEXCEPT override {
     return stream;
   }
   bool queryStream(const c10::Stream&) const override {
@@ -394,7 +394,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override {
     return set_current(index);
   }
-  const at::Generator& getDefaultGenerator(DeviceIndex index) const override {
+  const at::Generator& getDefaultGenerator(DeviceIndex index) const
+#if SIMGPU_TORCH_AT_LEAST(2, 5)
+      override
+#endif
+  {
     return default_generator(index < 0 ? current_index : index);
   }
   at::Generator getNewGenerator(DeviceIndex index) const
@@ -407,7 +411,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   Device getDeviceFromPtr(void*) const override {
     return {kSimgpu, current_index};
   }
-  bool isPinnedPtr(const void* pointer) const override {
+  bool isPinnedPtr(const void* pointer) const
+#if SIMGPU_TORCH_AT_LEAST(2, 5)
+      override
+#endif
+  {
     return PinnedAllocator::holds(pointer);
   }
   c10::Allocator* getPinnedMemoryAllocator() const override {

@@ -177,7 +177,11 @@ bool equal(const Tensor& self, const Tensor& other) {
 
 Tensor& set_storage_strided(
     Tensor& self, Storage source, int64_t offset, IntArrayRef size, IntArrayRef stride) {
+#if SIMGPU_TORCH_AT_LEAST(2, 8)
   at::native::checkSetStorage(self, source, offset, size, stride, /*check_offset_in_bounds=*/false);
+#else
+  at::native::checkSetStorage(self, source, offset, size, stride);
+#endif
   self.unsafeGetTensorImpl()->set_storage_offset(offset);
   if (stride.data() == nullptr) {
     self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
@@ -318,6 +322,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
       call, in, out, grad * update, has_bias ? in.sum(0) : Tensor(), has_bias ? out.sum(0) : Tensor());
 }
 
+#if !SIMGPU_TORCH_AT_LEAST(2, 5)
+// Later torch asks the hooks, and knows that this is the accelerator; here `pin_memory` has to be told the device.
+bool is_pinned(const Tensor& self, std::optional<Device>) {
+  return PinnedAllocator::holds(self.storage().data());
+}
+
+Tensor pin_memory(const Tensor& self, std::optional<Device>) {
+  const size_t size = at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.dtype().itemsize());
+  Storage storage(Storage::use_byte_size_t(), size, &pinned_allocator(), /*resizable=*/false);
+  return at::empty({0}, self.options()).set_(storage, 0, self.sizes(), self.strides()).copy_(self);
+}
+#endif
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
@@ -345,6 +362,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_.source_Storage_storage_offset", set_storage_strided);
   m.impl("record_stream", record_stream);
+#if !SIMGPU_TORCH_AT_LEAST(2, 5)
+  m.impl("is_pinned", is_pinned);
+  m.impl("_pin_memory", pin_memory);
+#endif
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("_thnn_fused_lstm_cell", lstm_cell);

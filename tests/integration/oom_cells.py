@@ -127,7 +127,7 @@ wrap()"""
 
 
 def allocated(index=0):
-    return torch.accelerator.memory_allocated(index)
+    return torch.simgpu.memory_allocated(index)
 
 
 def forget_everything(shell) -> None:

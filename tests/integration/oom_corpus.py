@@ -198,7 +198,7 @@ def _forget(shell) -> None:
     shell.displayhook.__dict__.pop("_", None)
     shell.last_execution_result = None
     gc.collect()
-    torch.accelerator.empty_cache()
+    torch.simgpu.empty_cache()
 
 
 if __name__ == "__main__":

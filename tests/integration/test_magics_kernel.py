@@ -10,7 +10,7 @@ import torch, gpumagic
 gpumagic.simgpu.enable(devices=2, memory="1GiB")
 def state():
     from torch.overrides import _get_current_function_mode_stack as modes
-    return str(torch.zeros(1).device), torch.accelerator.current_device_index(), len(modes())
+    return str(torch.zeros(1).device), torch.simgpu.current_device(), len(modes())
 """
 AS_IT_WAS = "('cpu', 0, 0)"
 
@@ -93,7 +93,7 @@ def test_quiet_shows_nothing_and_o_keeps_the_report(kernel) -> None:
 
 
 def test_out_of_memory_is_reported_freed_and_stops_run_all(kernel) -> None:
-    before = kernel.value("torch.accelerator.memory_allocated(0)")
+    before = kernel.value("torch.simgpu.memory_allocated(0)")
     cell, later = kernel.run_all(
         "%%oomguard\ndef fill():\n    a = torch.ones(2**27, device='simgpu:0')\n    return a * 2 + a\nfill()",
         "later = 1",
@@ -102,7 +102,7 @@ def test_out_of_memory_is_reported_freed_and_stops_run_all(kernel) -> None:
     assert later.status != "ok"
     assert len(cell.tracebacks) == 1
     assert "Out of memory on simgpu:0" in cell.reports[0]
-    assert kernel.value("torch.accelerator.memory_allocated(0)") == before
+    assert kernel.value("torch.simgpu.memory_allocated(0)") == before
 
 
 def test_keep_going_lets_run_all_go_on(kernel) -> None:

@@ -98,10 +98,10 @@ def test_created_counts_and_bytes_are_those_of_the_factory_calls() -> None:
 
 
 def test_the_peak_is_told_only_if_the_cell_raised_it() -> None:
-    at = torch.accelerator.max_memory_allocated(0)
+    at = torch.simgpu.max_memory_allocated(0)
     nbytes = at + 2**20
     report, _, _ = run(f"big = torch.empty({nbytes}, dtype=torch.uint8)\ndel big")
-    assert report.peak["simgpu:0"] == torch.accelerator.max_memory_allocated(0) > at
+    assert report.peak["simgpu:0"] == torch.simgpu.max_memory_allocated(0) > at
     report, _, _ = run("small = torch.empty(10)")
     assert "simgpu:0" not in report.peak
 
@@ -109,12 +109,12 @@ def test_the_peak_is_told_only_if_the_cell_raised_it() -> None:
 @pytest.mark.parametrize("outer", [None, "cpu", "simgpu:1"])
 def test_an_outer_default_and_the_current_device_are_restored_after_an_error(outer: str | None) -> None:
     torch.set_default_device(outer)
-    torch.accelerator.set_device_index(0)
+    torch.simgpu.set_device(0)
     try:
         with pytest.raises(ZeroDivisionError), gpumagic.ondevice("simgpu:1"):
-            torch.accelerator.current_device_index() / 0
+            torch.simgpu.current_device() / 0
         assert str(torch.zeros(1).device) == (outer or "cpu")
-        assert torch.accelerator.current_device_index() == 0
+        assert torch.simgpu.current_device() == 0
     finally:
         torch.set_default_device(None)
 
@@ -149,10 +149,10 @@ def test_a_decorated_function_runs_on_the_device_each_time() -> None:
 
 def test_a_report_is_plain_data_that_keeps_no_tensor_alive() -> None:
     report, _, names = run("y = x.to('simgpu:0')")
-    before = torch.accelerator.memory_allocated(0)
+    before = torch.simgpu.memory_allocated(0)
     kept = pickle.loads(pickle.dumps(report))
     names.clear()
-    assert torch.accelerator.memory_allocated(0) < before
+    assert torch.simgpu.memory_allocated(0) < before
     assert kept.to_dict() == report.to_dict()
     assert list(report.to_pandas().columns) == [
         "direction", "source", "target", "count", "nbytes", "seconds", "line", "code", "name", "cause",

@@ -80,11 +80,11 @@ def test_debug_itself_is_no_obstacle(guarded, bare_shell, monkeypatch) -> None:
 
 
 def test_ten_failures_in_a_row_leave_no_trace(guarded) -> None:
-    before = allocated(), torch.accelerator.memory_reserved(0)
+    before = allocated(), torch.simgpu.memory_reserved(0)
     for _ in range(10):
         guarded("fail(2)")
         assert allocated() == before[0]
-    assert torch.accelerator.memory_reserved(0) <= before[1]
+    assert torch.simgpu.memory_reserved(0) <= before[1]
 
 
 def test_the_user_sees_the_own_traceback_once_and_the_report_after_it(guarded, bare_shell, capsys) -> None:
@@ -118,12 +118,12 @@ def test_a_cell_that_passes_is_left_alone(guarded, bare_shell, monkeypatch) -> N
 
     monkeypatch.setattr(gc, "collect", never)
     monkeypatch.setattr("gpumagic.probes.allocator.empty_caches", never)
-    peak = torch.accelerator.max_memory_allocated(0)
+    peak = torch.simgpu.max_memory_allocated(0)
     result = guarded("v = take(1)\ndel v\n6 * 7")
     assert result.result == 42
     assert result.error_in_exec is None
     assert "report" not in bare_shell.user_ns
-    assert torch.accelerator.max_memory_allocated(0) >= peak
+    assert torch.simgpu.max_memory_allocated(0) >= peak
 
 
 def test_keep_going_lets_the_next_cell_run(guarded, bare_shell) -> None:

@@ -23,7 +23,7 @@ def _empty_device(two_devices):
 
 
 def allocated(index=0):
-    return torch.accelerator.memory_allocated(index)
+    return torch.simgpu.memory_allocated(index)
 
 
 def take(gib):
@@ -152,7 +152,7 @@ def test_failure_after_failure_leaves_no_trace() -> None:
         with gpumagic.oomguard(keep_going=True):
             fail()
     assert allocated() == 0
-    assert torch.accelerator.memory_reserved(0) == 0
+    assert torch.simgpu.memory_reserved(0) == 0
 
 
 def test_the_report_tells_the_line_of_the_file() -> None:

@@ -89,7 +89,7 @@ def test_a_guard_of_the_cells_own_wins(cell, bare_shell, shown) -> None:
 
 
 def test_a_cell_in_a_cell_is_guarded_by_itself(cell, bare_shell, shown) -> None:
-    cell("get_ipython().run_cell('fail()')\nthen = torch.accelerator.memory_allocated(0)")
+    cell("get_ipython().run_cell('fail()')\nthen = torch.simgpu.memory_allocated(0)")
     assert bare_shell.user_ns["then"] == allocated() == 0  # given back at the inner cell's end, not the outer one's
     assert len(shown()) == 1
 

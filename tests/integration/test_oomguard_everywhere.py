@@ -11,7 +11,7 @@ from oom_cells import FREED, PRELUDE
 pytestmark = pytest.mark.ipython
 
 SIMGPU = {"GPUMAGIC_SIMGPU": "2x4GiB"}
-ALLOCATED = "torch.accelerator.memory_allocated(0)"
+ALLOCATED = "torch.simgpu.memory_allocated(0)"
 
 
 def test_in_a_kernel_every_failure_gives_back_all_it_pins(start_kernel) -> None:
@@ -63,7 +63,7 @@ def brim():
 def state():
     import gc, resource
     gc.collect()
-    return (torch.accelerator.memory_allocated(0), torch.accelerator.memory_reserved(0), len(gc.get_objects()),
+    return (torch.simgpu.memory_allocated(0), torch.simgpu.memory_reserved(0), len(gc.get_objects()),
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

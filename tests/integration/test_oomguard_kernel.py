@@ -13,7 +13,7 @@ def fail():
     kept = take(2)
     return take(9)
 """
-ALLOCATED = "torch.accelerator.memory_allocated(0)"
+ALLOCATED = "torch.simgpu.memory_allocated(0)"
 
 
 @pytest.fixture(scope="module")

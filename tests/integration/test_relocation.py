@@ -373,7 +373,7 @@ def state(namespace: dict[str, Any]) -> Any:
     return (
         {name: id(value) for name, value in namespace.items()},
         [(id(each), each.data_ptr(), str(each.device)) for each in found],
-        torch.accelerator.memory_allocated(0),
+        torch.simgpu.memory_allocated(0),
     )
 
 
@@ -488,10 +488,10 @@ def test_moving_to_meta_is_refused_for_it_would_lose_the_values() -> None:
 def test_nothing_of_the_move_is_kept_alive() -> None:
     namespace = {"x": torch.ones(1000)}
     gc.collect()
-    before = torch.accelerator.memory_allocated(0)
+    before = torch.simgpu.memory_allocated(0)
     relocate(["x"], namespace, THERE)
     namespace.clear()
-    assert torch.accelerator.memory_allocated(0) == before
+    assert torch.simgpu.memory_allocated(0) == before
 
 
 trees = st.recursive(
