@@ -4,12 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-// The lists name torch's types without their namespace.
-using at::DimnameList;
-using at::IntArrayRef;
-using at::Scalar;
-using at::ScalarType;
-using at::Tensor;
+using namespace at;  // the lists name torch's types without their namespace, some of which only some versions have
 
 namespace {
 
