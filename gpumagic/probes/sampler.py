@@ -1,9 +1,11 @@
 """A look at the allocators every now and then while a cell runs, by one thread for all that ask.
 
 The thread starts with the first timeline and has ended when the last one has. It only reads: counters that torch keeps
-anyway, and the stack of the thread that runs the cell. It sleeps at least `PAUSE`, longer in long cells, and at least
-`SHARE` times what a look takes. A look at two simulated devices costs a busy cell 0.2 to 0.3 ms of processor time, the
-change of threads included, and so under one percent; `tests/benchmarks/test_timeline.py` measures it.
+anyway, and the stack of the thread that runs the cell. It looks for the first time after `FIRST`, and then each time as
+long after as the cell has run: a short cell has some looks, and none has many. From `PAUSE` on it sleeps that long,
+longer in long cells, and at least `SHARE` times what a look takes. A look at two simulated devices costs a busy cell
+0.2 to 0.4 ms of processor time, the change of threads included, and so about one percent;
+`tests/benchmarks/test_timeline.py` measures it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from gpumagic.probes import allocator
 from gpumagic.probes.places import Place
 from gpumagic.probes.timeline import STRETCHES, TimelineLog
 
+FIRST = 0.008
+"""Seconds from the start of a cell to the first look."""
 PAUSE = 0.1
-"""Seconds between two looks, at least."""
+"""Seconds between two looks, once as many have passed."""
 LONGEST_PAUSE = 0.5
 SHARE = 400
 """A pause takes at least so many times as long as a look."""
@@ -60,6 +64,8 @@ class _Sampler(threading.Thread):
     def _pause(self) -> float:
         now = time.perf_counter()
         youngest = min((now - each.log.started for each in _sampled), default=0.0)
+        if youngest < PAUSE:
+            return max(FIRST, youngest)
         return min(max(PAUSE, youngest / STRETCHES, SHARE * self._cost), LONGEST_PAUSE)
 
 

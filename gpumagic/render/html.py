@@ -77,10 +77,10 @@ def _table(table: Table, label: str) -> str:
     head = "".join(map(_title, table.columns, barred))
     body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, barred))}</tr>" for row in table.rows)
     name = "" if caption else _named(label)  # a caption is the name that a screen reader says
-    return _box(f"<table{name}>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+    return _box(f"{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", name)
 
 
-def _box(table: str) -> str:
+def _box(table: str, name: str) -> str:
     """Return a table in a box of its own, which scrolls where the page is too narrow for it, and then has an arrow.
 
     The arrow is as wide as the box and takes one pixel of the line. So it stands beside a table that leaves that pixel
@@ -93,7 +93,7 @@ def _box(table: str) -> str:
     beside = "width:100%;margin-right:calc(1px - 100%);text-align:right;white-space:nowrap;font-size:0;line-height:0"
     return (
         f'<div style="display:flex;flex-wrap:wrap;overflow:hidden;{APART}">'
-        f'<div style="max-width:100%;overflow-x:auto">{table}</div>'
+        f'<div style="max-width:100%;overflow-x:auto"><table{name} style="margin-bottom:0">{table}</table></div>'
         f'<div aria-hidden="true" style="{beside}">{arrow}</div></div>'
     )
 
@@ -152,7 +152,7 @@ def _listing(listing: Listing, label: str) -> str:
         f'<td style="text-align:left">{_text(note)}</td></tr>'
         for place, code, note in listing.lines
     )
-    return _box(f"<table{_named(label)}><tbody>{rows}</tbody></table>")
+    return _box(f"<tbody>{rows}</tbody>", _named(label))
 
 
 def _course(course: Course) -> str:

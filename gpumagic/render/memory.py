@@ -13,6 +13,7 @@ COLUMNS = 60
 ENOUGH = 4
 """Points from which on there is something to draw."""
 SHOWN = 3
+TOO_SHORT = "Too short a cell to draw its memory by the clock"
 REST = "activations and others"
 
 
@@ -35,6 +36,8 @@ def blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterator[Block]
     if drawn:
         unknown = better and any(each.line is None for each in drawn[:SHOWN])
         yield Paragraph(f"{_how(timeline, drawn)}{f' {better}' if unknown else ''}", muted=True)
+    elif better and not timeline.every_operator and any(each.highest for each in timeline.courses):
+        yield Paragraph(f"{TOO_SHORT}: --trace does, after each operator.", muted=True)
 
 
 def drawable(timeline: MemoryTimeline | None) -> tuple[MemoryCourse, ...]:

@@ -48,17 +48,18 @@ def test_looking_at_the_memory_of_a_cell_costs_next_to_nothing(
         looks += 1
         look()
 
-    def spent(pause: float, share: float) -> tuple[float, int]:
+    def spent(first: float, pause: float, share: float) -> tuple[float, int]:
         nonlocal looks
         looks = 0
+        monkeypatch.setattr(sampler, "FIRST", first)
         monkeypatch.setattr(sampler, "PAUSE", pause)
         monkeypatch.setattr(sampler, "SHARE", share)
         return seconds(magic + STEPS), looks
 
-    usual = sampler.PAUSE, sampler.SHARE
+    usual = sampler.FIRST, sampler.PAUSE, sampler.SHARE
     monkeypatch.setattr(sampler, "_look", counted)
     spent(*usual)
-    rounds = [(spent(0.4, 0), spent(0.002, 0), spent(*usual)) for _ in range(ROUNDS)]
+    rounds = [(spent(9.0, 0.4, 0), spent(0.002, 0.002, 0), spent(*usual)) for _ in range(ROUNDS)]
     none, many, some = (min(each) for each in zip(*rounds, strict=True))
     each = max(0.0, many[0] - none[0]) / max(1, many[1] - none[1])
     usually = statistics.median(found for _, _, (_, found) in rounds)

@@ -14,6 +14,7 @@ import torch
 
 import gpumagic
 from gpumagic.probes import sampler
+from gpumagic.probes.timeline import TimelineLog
 from gpumagic.render import memory
 
 MIB = 1024**2
@@ -33,8 +34,7 @@ def watched(mib: int, index: int = 0) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def fresh_counters(two_devices, monkeypatch):
     """As a user does who wants a peak: the counters begin anew, and nobody of ours does that."""
-    monkeypatch.setattr(sampler, "PAUSE", 3600.0)
-    monkeypatch.setattr(sampler, "LONGEST_PAUSE", 3600.0)
+    monkeypatch.setattr(sampler, "FIRST", 3600.0)
     monkeypatch.setattr(memory, "ENOUGH", 1)  # these cells take no time, but for IPython's traceback
     for index in range(2):
         torch.simgpu.reset_peak_memory_stats(index)
@@ -242,7 +242,7 @@ def test_one_thread_looks_for_all_and_only_while_there_is_something_to_look_at(r
 
 def test_the_clock_looks_by_itself(run, monkeypatch) -> None:
     """Until it has seen the memory that this cell has."""
-    monkeypatch.setattr(sampler, "PAUSE", 0.001)
+    monkeypatch.setattr(sampler, "FIRST", 0.001)
     seen = threading.Event()
     look = sampler._look
 
@@ -262,8 +262,24 @@ def test_the_clock_looks_by_itself(run, monkeypatch) -> None:
     assert report.timeline.looks > 2
 
 
+def test_a_short_cell_is_looked_at_soon_and_then_ever_less_often(monkeypatch) -> None:
+    """After 8, 16, 32 and 64 ms, and from a tenth of a second on as often as the budget allows."""
+    monkeypatch.undo()
+    clock, asked = [100.0], sampler.Sampled.__new__(sampler.Sampled)
+    asked.log = TimelineLog({})
+    asked.log.started = clock[0]
+    monkeypatch.setattr(sampler, "_sampled", [asked])
+    monkeypatch.setattr(sampler.time, "perf_counter", lambda: clock[0])
+    thread, moments = sampler._Sampler(), []
+    while clock[0] < 101.0:
+        clock[0] += thread._pause()
+        moments.append(round(1e3 * (clock[0] - 100.0)))
+    assert moments[:6] == [8, 16, 32, 64, 128, 228]
+    assert len(moments) < 16
+
+
 def test_a_backend_whose_counters_fail_ends_the_looking_and_not_the_cell(run, monkeypatch, capfd) -> None:
-    monkeypatch.setattr(sampler, "PAUSE", 0.001)
+    monkeypatch.setattr(sampler, "FIRST", 0.001)
     failed = threading.Event()
 
     def fail() -> None:

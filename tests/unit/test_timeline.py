@@ -297,6 +297,7 @@ def test_two_points_are_not_drawn() -> None:
     report = TransferReport(DEVICE, (), timeline=MemoryTimeline((quick,), 0.01, 2), peak={DEVICE: MIB})
     assert "Peak: cuda:0 1.0 MiB." in to_text(report, 80)
     assert "▁" not in to_text(report, 80)
+    assert "Too short a cell to draw its memory by the clock: --trace does" in to_text(report, 80)
 
 
 @given(st.lists(st.tuples(st.floats(0, 9.9), st.integers(0, 10**9)), min_size=1, max_size=50), st.integers(1, 60))
