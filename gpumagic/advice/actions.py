@@ -37,9 +37,15 @@ def _held(report: OomReport, *, in_notebook: bool) -> Iterator[Action]:
     """Let the session's own places go: outputs, the last error, what nothing names."""
     outputs = sum(holder.nbytes for holder in report.holders if holder.name.startswith("Out["))
     named = sum(holder.nbytes for holder in report.holders)
-    nameless = max(0, report.allocated_after - named) if report.allocated_after is not None and report.holders else 0
+    nameless = (report.allocated_after or 0) - named - _told(report) if report.holders else 0
     if outputs >= WORTH_A_LINE and in_notebook:
         yield Action("%devices --release-held", f"outputs hold {size(outputs)}")
     elif nameless >= WORTH_A_LINE:
         line = "%devices --held" if in_notebook else "gpumagic.devices().held()"
         yield Action(line, f"says what keeps the {size(nameless)} that nothing names")
+
+
+def _told(report: OomReport) -> int:
+    """Return the bytes that nothing names and of which the advice says already how to give them back."""
+    firsts = [each for each in report.advice if each.first and not each.first.startswith("del ")]
+    return sum(each.frees or 0 for each in firsts)
