@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
+import every_report
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.render import html, text
+from gpumagic.render import html, text, to_text
 from gpumagic.render.document import Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
 
 TABLE = Table(
@@ -37,6 +38,23 @@ def test_a_narrow_terminal_loses_the_least_column_and_then_cuts_names() -> None:
     assert max(map(len, shown.splitlines())) <= 50
     assert "A device" in shown
     assert "…" in shown
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_no_line_of_any_report_is_wider_than_the_terminal(width: int) -> None:
+    for name in ("model.layers[3].weight", "y" * 400):
+        for kind, report in every_report.cases(name):
+            lines = to_text(report, width, unicode=True).splitlines()
+            assert not [line for line in lines if len(line) > width], kind
+
+
+def test_a_row_that_no_width_is_enough_for_is_a_sentence_and_loses_nothing() -> None:
+    columns = [Column("Device"), *(Column(title, "right") for title in ("Came", "Went", "Net", "Allocated"))]
+    table = Table(columns, [["simgpu:0", "100.0 MiB", "20.0 MiB", "80.0 MiB", "120.0 MiB"]])
+    assert text.render(Document((table,)), width=40, unicode=True).splitlines() == [
+        "simgpu:0: Came 100.0 MiB · Went 20.0 MiB",
+        "  · Net 80.0 MiB · Allocated 120.0 MiB",
+    ]
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:
