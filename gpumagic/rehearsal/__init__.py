@@ -5,7 +5,7 @@ torch's own; only the kernels are answered by shape. The CPU is real, so data lo
 what they do. Nothing of the notebook changes.
 
     targets.py     which devices, and what of them can be had
-    parcel.py      the notebook as code and metadata
+    parcel.py      the notebook as code and metadata; sendable.py is how its odder parts go, shelf.py large data
     client.py      the parent's end of the worker process; worker.py is the other
     stage/         what runs in there
     forecast.py    the order for the worker, and what its answer means

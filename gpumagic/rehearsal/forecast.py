@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import random
@@ -12,7 +13,7 @@ from typing import Any
 
 from gpumagic.advice import forecast as advice
 from gpumagic.errors import OptionError, RehearsalUnavailable
-from gpumagic.rehearsal import client, guesses, parcel
+from gpumagic.rehearsal import client, guesses, parcel, sendable
 from gpumagic.rehearsal.targets import Target
 from gpumagic.reports.rehearsal import DeviceForecast, RehearsalPoint, RehearsalReport, RehearsalRow
 
@@ -39,7 +40,7 @@ class Script:
         """Return the global names it may use."""
         if self.source is None:
             return []
-        return list(parcel.names_of(_compiled(self.source)))
+        return list(sendable.names_of(_compiled(self.source)))
 
 
 def script(what: str | Callable[[], object], above: int = 0) -> Script:
@@ -86,14 +87,14 @@ def rehearse(
         RehearsalUnavailable: this torch or system cannot.
     """
     _check_torch()
-    parts = parcel.pack(namespace, what.names(), what.function)
-    order = _order(what, parts, target, dict(values or {}), time_limit)
-    told = client.ask(order)
-    if "ended" in told:
-        return _nothing(target, told["ended"])
-    if told["guessed"] and told["error"] is None:
-        told = guesses.compare(told, order)
-    return _report(told, target, parts)
+    with contextlib.closing(parcel.pack(namespace, what.names(), what.function)) as parts:
+        order = _order(what, parts, target, dict(values or {}), time_limit)
+        told = client.ask(order)
+        if "ended" in told:
+            return _nothing(target, told["ended"])
+        if told["guessed"] and told["error"] is None:
+            told = guesses.compare(told, order)
+        return _report(told, target, parts)
 
 
 def _check_torch() -> None:

@@ -1,6 +1,7 @@
 """A namespace as code and metadata: what of the notebook a rehearsal needs, without a byte of the devices'.
 
-Tensors become shape, dtype, strides, device and storage identity; only small ones on the CPU keep their contents.
+Tensors become shape, dtype, strides, device and storage identity; those on the CPU keep their contents, the large ones
+on a `Shelf`, and what has no room there is taken to hold zeros.
 Functions and classes of the notebook go by value, with the names they use; others by reference, as in pickle. What
 cannot be sent becomes an `Absent`, which says so if the cell touches it. Nothing here changes what it looks at.
 """
@@ -17,15 +18,25 @@ import marshal
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpumagic.rehearsal import parts
+from gpumagic.rehearsal import parts, shelf
+from gpumagic.rehearsal.sendable import (
+    IS_HEAP_TYPE,
+    PICKLES_ITSELF,
+    SPECIAL,
+    builtin_class,
+    described,
+    holders,
+    is_importable,
+    names_of,
+)  # fmt: skip
 
 KEPT_CONTENTS = 1 << 20
-"""Bytes up to which a CPU tensor's or an array's contents are sent."""
+"""Bytes up to which a CPU tensor's or an array's contents go with the rest."""
 KEPT_INTEGERS = 32 << 20
-"""The same for whole numbers, which may be lengths and labels."""
+"""The same for whole numbers that have no room on the shelf: they may be lengths and labels."""
 _NOT_SENT = frozenset({"__builtins__", "In", "_ih", "_dh", "get_ipython", "exit", "quit", "open", "_i", "_ii", "_iii"})
 _CLASS_OWN = frozenset({
     "__dict__", "__weakref__", "_abc_impl", "__slots__", "__static_attributes__", "__firstlineno__",
@@ -45,6 +56,12 @@ class Parcel:
     assumed: list[str]
     files: set[str]
     """The files whose code is in it: cells."""
+    shelf: shelf.Shelf
+    """What the worker maps while it rehearses."""
+
+    def close(self) -> None:
+        """Let go of the shelf."""
+        self.shelf.close()
 
 
 def pack(namespace: Mapping[str, Any], names: Iterable[str], extra: object = None) -> Parcel:
@@ -58,9 +75,14 @@ def pack(namespace: Mapping[str, Any], names: Iterable[str], extra: object = Non
     bad: set[str] = set()
     while True:
         packing = _Packing(namespace)
-        failed = packing.fill([*names, *_holders(namespace)], extra, bad)
+        try:
+            failed = packing.fill([*names, *holders(namespace)], extra, bad)
+        except BaseException:  # Ctrl-C
+            packing.shelf.close()
+            raise
         if failed is None:
             return packing.parcel()
+        packing.shelf.close()
         bad.add(failed)
 
 
@@ -74,6 +96,7 @@ class _Packing:
         self.held: list[Any] = []  # what ids in the pickler's memo stand for must live as long as it does
         self.notes: list[str] = []
         self.files: set[str] = set()
+        self.shelf = shelf.Shelf()
         self.zeroed = False
 
     def fill(self, names: list[str], extra: object, bad: set[str]) -> str | None:
@@ -112,9 +135,10 @@ class _Packing:
         for part in self.storages.values():
             if part.nbytes:
                 totals[part.device] = totals.get(part.device, 0) + -(-part.nbytes // 512) * 512
-        large = any(part.device == "cpu" and part.contents is None for part in self.storages.values()) or self.zeroed
-        assumed = ["tensors and arrays of more than 1 MiB on the CPU are taken to hold zeros"] if large else []
-        return Parcel(self.buffer.getvalue(), len(self.scopes), totals, self.notes, assumed, self.files)
+        limit = f"{shelf.ROOM >> 20} MiB"
+        zeros = f"of large tensors and arrays on the CPU, those beyond {limit} in all are taken to hold zeros"
+        assumed = [zeros] if self.zeroed else []
+        return Parcel(self.buffer.getvalue(), len(self.scopes), totals, self.notes, assumed, self.files, self.shelf)
 
 
 class _Pickler(pickle.Pickler):
@@ -134,14 +158,14 @@ class _Pickler(pickle.Pickler):
         if torch is not None and isinstance(obj, torch.Tensor):
             return self._tensor(torch, obj)
         if isinstance(obj, types.FunctionType):
-            return NotImplemented if _is_importable(obj) else self._function(obj)
+            return NotImplemented if is_importable(obj) else self._function(obj)
         if isinstance(obj, type):
-            if obj in _PICKLES_ITSELF or _is_importable(obj):
+            if obj in PICKLES_ITSELF or is_importable(obj):
                 return NotImplemented
-            return self._class(obj) if obj.__flags__ & _IS_HEAP_TYPE else _builtin_class(obj)
+            return self._class(obj) if obj.__flags__ & IS_HEAP_TYPE else builtin_class(obj)
         if isinstance(obj, types.ModuleType):
             return importlib.import_module, (obj.__name__,)
-        special = _SPECIAL.get(type(obj))
+        special = SPECIAL.get(type(obj))
         if special is not None:
             return special(obj)
         if type(obj).__module__ == "dataclasses" and type(obj).__name__.startswith("_"):
@@ -150,12 +174,21 @@ class _Pickler(pickle.Pickler):
         if (
             numpy is not None
             and type(obj) is numpy.ndarray
-            and obj.nbytes > (KEPT_INTEGERS if obj.dtype.kind in "iub" else KEPT_CONTENTS)
-            and obj.dtype.hasobject is False
+            and obj.nbytes > KEPT_CONTENTS
+            and obj.dtype.kind in "iubfc"
         ):
-            self._packing.zeroed = True
-            return parts.make_zeros, (obj.dtype.str, obj.shape)
+            return self._array(numpy, obj)
         return self._plain(obj)
+
+    def _array(self, numpy: Any, array: Any) -> Any:
+        slot = None
+        if array.nbytes <= shelf.ROOM:
+            whole = numpy.ascontiguousarray(array)
+            slot = self._packing.shelf.put(whole.ctypes.data, whole.nbytes)
+        if slot is None and array.dtype.kind in "iub" and array.nbytes <= KEPT_INTEGERS:
+            return self._plain(array)
+        self._packing.zeroed |= slot is None
+        return parts.make_array, (array.dtype.str, array.shape, array.nbytes, slot)
 
     def _plain(self, obj: Any) -> Any:
         """Return the object's own way of being pickled; what has none is left out and said."""
@@ -163,7 +196,7 @@ class _Pickler(pickle.Pickler):
         try:
             reduced = dispatch(obj) if dispatch else obj.__reduce_ex__(4)
         except Exception:
-            return parts.Absent, (_described(obj),)
+            return parts.Absent, (described(obj),)
         self._packing.held.append(reduced)
         return reduced
 
@@ -178,7 +211,7 @@ class _Pickler(pickle.Pickler):
                 "a tensor with a graph from an earlier cell is rehearsed without that graph, whose memory stays in use"
             )
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-        storage = self._storage(tensor.untyped_storage(), KEPT_INTEGERS if is_whole else KEPT_CONTENTS)
+        storage = self._storage(tensor.untyped_storage(), is_whole)
         geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
         state: dict[str, Any] = dict(vars(tensor))
         if tensor.is_leaf and tensor.grad is not None:
@@ -188,14 +221,18 @@ class _Pickler(pickle.Pickler):
         self._packing.held += [state, arguments]
         return parts.make_tensor, arguments, state or None, None, None, parts.fill_tensor if state else None
 
-    def _storage(self, storage: Any, most: int) -> parts.StoragePart:
+    def _storage(self, storage: Any, is_whole: bool) -> parts.StoragePart:
         key = storage._cdata
         if key not in self._packing.storages:
             device, nbytes = str(storage.device), storage.nbytes()
-            contents = None
-            if device == "cpu" and nbytes <= most:
+            contents = slot = None
+            if device == "cpu" and nbytes > KEPT_CONTENTS:
+                slot = self._packing.shelf.put(storage.data_ptr(), nbytes)
+            if device == "cpu" and slot is None and nbytes <= (KEPT_INTEGERS if is_whole else KEPT_CONTENTS):
                 contents = ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
-            self._packing.storages[key] = parts.StoragePart(device, nbytes, contents, storage.data_ptr())
+            self._packing.zeroed |= device == "cpu" and contents is None and slot is None
+            address = storage.data_ptr()
+            self._packing.storages[key] = parts.StoragePart(device, nbytes, contents, address, slot, is_whole)
             self._packing.held.append(storage)
         return self._packing.storages[key]
 
@@ -226,74 +263,3 @@ class _Pickler(pickle.Pickler):
         arguments = (type(made), made.__name__, made.__bases__, early)
         self._packing.held += [body, arguments]
         return parts.make_class, arguments, body, None, None, parts.fill_class
-
-
-def _cell(cell: types.CellType) -> Any:
-    try:
-        contents: tuple[Any, ...] = (cell.cell_contents,)
-    except ValueError:
-        contents = ()
-    return parts.make_cell, (), contents, None, None, parts.fill_cell
-
-
-_SPECIAL: dict[type, Callable[[Any], Any]] = {
-    types.CellType: _cell,
-    property: lambda obj: (property, (obj.fget, obj.fset, obj.fdel, obj.__doc__)),
-    staticmethod: lambda obj: (staticmethod, (obj.__func__,)),
-    classmethod: lambda obj: (classmethod, (obj.__func__,)),
-    types.MappingProxyType: lambda obj: (types.MappingProxyType, (dict(obj),)),
-    types.GetSetDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
-    types.MemberDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
-}
-
-
-def names_of(code: types.CodeType) -> Iterator[str]:
-    """Yield every name that code and the functions in it may look up outside of themselves."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_of(constant)
-
-
-_PICKLES_ITSELF = frozenset({type(None), type(NotImplemented), type(...)})
-_IS_HEAP_TYPE = 1 << 9
-
-
-def _builtin_class(kind: type) -> Any:
-    """Return how to find a class of C's that has no name where it says, such as that of functions."""
-    name = next((name for name, each in vars(types).items() if each is kind), None)
-    return (parts.Absent, (f"the class {kind.__name__}",)) if name is None else (getattr, (types, name))
-
-
-def _is_importable(obj: Any) -> bool:
-    """Return whether a fresh process finds the same object by its name."""
-    module = sys.modules.get(getattr(obj, "__module__", None) or "")
-    if module is None or module.__name__ in {"__main__", "__mp_main__"} or not getattr(module, "__file__", "builtin"):
-        return False
-    found: Any = module
-    for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is obj
-
-
-def _holders(namespace: Mapping[str, Any]) -> list[str]:
-    """Return the names that hold tensors: they keep alive what the cell may let go of."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return []
-    kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
-    return [name for name, value in list(namespace.items()) if _holds(value, kinds)]
-
-
-def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
-    if isinstance(value, kinds):
-        return True
-    if type(value) is dict:
-        value = list(value.values())
-    return type(value) in {list, tuple} and any(isinstance(each, kinds) for each in value[:1000])
-
-
-def _described(obj: Any) -> str:
-    kind = type(obj)
-    article = "an" if kind.__name__[:1].lower() in "aeiou" else "a"
-    return f"{article} {kind.__module__}.{kind.__qualname__}"

@@ -11,11 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from gpumagic.rehearsal.shelf import Slot, mapped
+
 CodeFinder = Callable[[types.CodeType], types.CodeType]
 find_code: CodeFinder = lambda code: code  # noqa: E731  # the worker puts its own in place
 """Returns the code to run for a function's code: the same, or one whose loops can be cut short."""
 coming: Callable[[StoragePart], object] = lambda part: part  # noqa: E731  # as above
 """Called before a storage on a device is made; the worker puts its own in place."""
+
+
+blanks: list[Any] = []
+"""The memory of fractions that were not sent, which reads as zeros until something is put there."""
 
 
 class NotRehearsed(RuntimeError):
@@ -49,12 +55,15 @@ class Absent:
 
 @dataclass
 class StoragePart:
-    """A tensor's storage: where, how big, and for a small one on the CPU what is in it; on a device its address."""
+    """A tensor's storage: where, how big, and on the CPU what is in it or where that lies; on a device its address."""
 
     device: str
     nbytes: int
     contents: bytes | None
     address: int = 0
+    slot: Slot | None = None
+    is_whole: bool = False
+    """Whether it holds whole numbers."""
     made: Any = None
 
 
@@ -102,11 +111,13 @@ def make_enum(base: type, name: str, members: dict[str, Any], module: str) -> An
     return base(name, members, module=module)
 
 
-def make_zeros(dtype: str, shape: tuple[int, ...]) -> Any:
-    """Return an array of zeros that costs no memory until it is written to."""
+def make_array(dtype: str, shape: tuple[int, ...], nbytes: int, slot: Slot | None) -> Any:
+    """Return an array; one that was not sent holds zeros, which cost no memory until it is written to."""
     import numpy as np
 
-    return np.zeros(shape, dtype)
+    kind = np.dtype(dtype)
+    memory = mapped(slot, nbytes) if slot is not None else _blank(nbytes, kind.kind not in "fc")
+    return np.frombuffer(memory, kind, count=nbytes // kind.itemsize).reshape(shape)
 
 
 def make_tensor(
@@ -143,11 +154,19 @@ def _storage(part: StoragePart) -> Any:
                 else torch.empty(0, dtype=torch.uint8)
             )
         elif part.device == "cpu":
-            import mmap
-
-            flat = torch.frombuffer(mmap.mmap(-1, max(part.nbytes, 1)), dtype=torch.uint8)
+            memory = mapped(part.slot, part.nbytes) if part.slot is not None else _blank(part.nbytes, part.is_whole)
+            flat = torch.frombuffer(memory, dtype=torch.uint8)
         else:
             coming(part)
             flat = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
         part.made = flat.untyped_storage()
     return part.made
+
+
+def _blank(nbytes: int, is_whole: bool) -> Any:
+    import mmap
+
+    memory = mmap.mmap(-1, max(nbytes, 1))
+    if not is_whole:
+        blanks.append(memory)
+    return memory
