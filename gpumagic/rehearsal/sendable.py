@@ -67,12 +67,16 @@ def holders(namespace: Mapping[str, Any]) -> list[str]:
     return [name for name, value in list(namespace.items()) if _holds(value, kinds)]
 
 
-def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
-    if isinstance(value, kinds):
-        return True
+def _holds(value: Any, kinds: tuple[Any, ...]) -> bool:
     if type(value) is dict:
         value = list(value.values())
-    return type(value) in {list, tuple} and any(isinstance(each, kinds) for each in value[:1000])
+    each_of = value[:1000] if type(value) in {list, tuple} else [value]
+    return any(isinstance(each, kinds) and not _is_of_the_host(each, kinds[0]) for each in each_of)
+
+
+def _is_of_the_host(value: Any, tensor: Any) -> bool:
+    """Return whether it is a tensor on the CPU, which keeps nothing of a device's alive."""
+    return isinstance(value, tensor) and bool(value.device.type == "cpu")
 
 
 def described(obj: Any) -> str:
