@@ -51,7 +51,7 @@ def _rehearsed(facts: Facts, found: BatchSize, fit: Fit) -> Iterator[Advice]:
     """Lower it to what has been rehearsed; say nothing where what there is now fits."""
     if fit.largest is None or fit.peak is None or fit.largest >= found.value:
         return
-    value = law.sensible(fit.largest)
+    value = facts.roundest or fit.largest
     needs = int(fit.base + fit.each * found.value)
     steps = -(-found.value // value)
     of = f" of {size(fit.capacity)}" if fit.capacity is not None else ""

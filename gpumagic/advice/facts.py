@@ -250,6 +250,8 @@ class Facts:
     """Switches of torch that matter here and are on, such as ``"cudnn.benchmark"``."""
     rehearsed: Fit | None = None
     """The largest value of the first of `batches` that fits, by rehearsals; None where there were none."""
+    roundest: int | None = None
+    """A rounder value a little below it, where that one fits too."""
     private_pools: int = 0
     """Bytes in CUDA graphs' own pools, by the error's text."""
 

@@ -66,6 +66,14 @@ def sensible(number: float) -> int:
     return whole // multiple * multiple
 
 
+def near(number: int) -> int:
+    """Return a round number at most a twentieth below: what is known to fit needs no further caution."""
+    multiple = 1 << number.bit_length()
+    while number // multiple * multiple < 0.95 * number:
+        multiple //= 2
+    return number // multiple * multiple
+
+
 def parts(share: float) -> int:
     """Return into how many parts, a power of two, to divide what fits in this share."""
     number = 2

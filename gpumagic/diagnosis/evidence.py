@@ -6,13 +6,18 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from gpumagic.advice import batch, cell_code
+from gpumagic.advice import batch, cell_code, law
 from gpumagic.advice.facts import BatchSize, Brought, Facts, Work
 from gpumagic.diagnosis.failure import Failure
 from gpumagic.probes import allocator, claims, surroundings
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.oom import OomEvent
+
+if TYPE_CHECKING:
+    from gpumagic.rehearsal.other_values import OtherValues
+    from gpumagic.reports.rehearsal import Fit
 
 WORTH_SAYING = 1024**2
 """Bytes below which a difference is not worth a word."""
@@ -64,9 +69,18 @@ def _rehearsed(facts: Facts, circumstances: Circumstances) -> Facts:
     with contextlib.suppress(Exception):  # our own failure must not cost the user the report
         names = dict(circumstances.namespace)
         knob = knobs.in_cell(source, found.name, names, "advice")
-        fit = other_values.of_cell(source, knob, names, REHEARSAL_SECONDS, facts.residue).largest()
-        return replace(facts, rehearsed=fit)
+        question = other_values.of_cell(source, knob, names, REHEARSAL_SECONDS, facts.residue)
+        fit = question.largest()
+        return replace(facts, rehearsed=fit, roundest=_roundest(fit, question))
     return facts
+
+
+def _roundest(fit: Fit, question: OtherValues) -> int | None:
+    """Return a round number near the largest that fits; in scattered memory less may not fit where more does."""
+    if fit.largest is None:
+        return None
+    value = law.near(fit.largest)
+    return value if value == fit.largest or question.fits(value) else None
 
 
 def _facts(failure: Failure, circumstances: Circumstances) -> Facts:

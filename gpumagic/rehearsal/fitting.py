@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gpumagic.rehearsal.forecast import Script
     from gpumagic.rehearsal.targets import Target
 
+Foresee = Callable[[int, int, int, int], "int | None"]
 PRECISION = 0.015
 """How near the largest value is sought, as a share of it."""
 MOST_REHEARSALS = 12
@@ -68,7 +69,7 @@ def of_script(
     Raises:
         OptionError: there is no such number.
     """
-    from gpumagic.rehearsal import forecast
+    from gpumagic.rehearsal import forecast, replay
 
     names = dict(namespace)
     if script.source is None:
@@ -76,22 +77,25 @@ def of_script(
     else:
         knob = knobs.in_cell(script.source, name, names, "--fit")
 
+    recordings = replay.Recordings()
+
     def rehearse(value: int) -> RehearsalReport:
         tell(f"{name} = {value}")
         text, values = knob.imagined(value)
         changed = script if text is None else replace(script, source=text)
-        return forecast.rehearse(changed, namespace, target, values=values)
+        return forecast.rehearse(changed, namespace, target, values=values, note=recordings.note(value, target))
 
-    return search(rehearse, name, knob.value)
+    return search(rehearse, name, knob.value, recordings.largest)
 
 
-def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int) -> Fit:
+def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int, foresee: Foresee = lambda *_: None) -> Fit:
     """Return the largest value that fits.
 
     Args:
         rehearse: rehearses with a value.
         name: the variable.
         now: its value.
+        foresee: guesses the largest value from two that were rehearsed, one that is too large, and how near to come.
     """
     tried: dict[int, RehearsalReport] = {}
 
@@ -100,20 +104,14 @@ def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int) -> F
             tried[value] = rehearse(value)
         return tried[value]
 
-    for start in _STARTS:
-        first = second = ask(start * now)
-        reason = _why_not(first)
-        if not reason:
-            second = ask(2 * start * now)
-            reason = _why_not(second)
-        base, each = _law(first, second, start * now)
-        if reason or each > 0:
-            break
+    first, second, at, reason = _first_two(ask, now)
+    base, each = _law(first, second, at)
     if reason or each <= 0:
         reason = reason or f"{name} changes nothing of the peak"
         return _fit(name, now, None, tried, base, each, reason)
     guess = int((_room(first) - base) / each)
     low, high = _bracket(tried)
+    guess = foreseen = foresee(at, 2 * at, min(guess + 1, high or guess + 1), max(1, _margin(guess) // 4)) or guess
     while len(tried) < MOST_REHEARSALS and (high is None or high - low > _margin(low)):
         guess = max(low + 1, min(guess, _LARGEST if high is None else high - 1))
         reason = _why_not(ask(guess))
@@ -122,9 +120,23 @@ def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int) -> F
         if low and _is_flat(tried[low], tried[guess]) and _is_flat(tried[low], ask(_FAR * guess)):
             return _fit(name, now, guess, tried, base, each, f"beyond {low} it changes nothing of the peak")
         low, high = _bracket(tried)
-        guess = _next(tried, low, high)
+        guess = low + _margin(low) if low == foreseen else _next(tried, low, high)
     largest = low or None
     return _fit(name, now, largest, tried, base, each, "" if largest else reason or "not even 1 fits")
+
+
+def _first_two(ask: Callable[[int], RehearsalReport], now: int) -> tuple[RehearsalReport, RehearsalReport, int, str]:
+    """Return two rehearsals that tell the law, the value of the first, half of the second's; and why they do not."""
+    for start in _STARTS:
+        at = start * now
+        first = second = ask(at)
+        reason = _why_not(first)
+        if not reason:
+            second = ask(2 * at)
+            reason = _why_not(second)
+        if reason or _law(first, second, at)[1] > 0:
+            break
+    return first, second, at, reason
 
 
 def _is_flat(one: RehearsalReport, other: RehearsalReport) -> bool:

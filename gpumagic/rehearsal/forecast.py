@@ -73,6 +73,7 @@ def rehearse(
     *,
     values: Mapping[str, object] | None = None,
     time_limit: float = TIME_LIMIT,
+    note: Callable[[dict[str, Any]], object] | None = None,
 ) -> RehearsalReport:
     """Return what running the code would need.
 
@@ -82,18 +83,22 @@ def rehearse(
         target: the devices.
         values: other values for some of the names.
         time_limit: seconds after which the rehearsal is given up.
+        note: called with the worker's account, where it gave one.
 
     Raises:
         RehearsalUnavailable: this torch or system cannot.
     """
     _check_torch()
-    with contextlib.closing(parcel.pack(namespace, what.names(), what.function)) as parts:
+    sent = parcel.pack(namespace, what.names(), what.function, with_graphs=target.tells_segments())
+    with contextlib.closing(sent) as parts:
         order = _order(what, parts, target, dict(values or {}), time_limit)
         told = client.ask(order)
         if "ended" in told:
             return _nothing(target, told["ended"])
         if told["guessed"] and told["error"] is None:
             told = guesses.compare(told, order)
+        if note is not None:
+            note(told)
         return _report(told, target, parts)
 
 

@@ -14,6 +14,7 @@ from gpumagic import progress
 from gpumagic.errors import GpuMagicError, RehearsalUnavailable
 from gpumagic.knobs import Knob
 from gpumagic.rehearsal import fitting, forecast, targets
+from gpumagic.rehearsal.replay import Recordings
 from gpumagic.reports.rehearsal import Fit, RehearsalReport
 
 SECONDS = 30.0
@@ -42,6 +43,7 @@ class OtherValues:
         self.knob = knob
         self._imagine, self._namespace, self._seconds = imagine, namespace, seconds
         self._until: float | None = None
+        self._recordings = Recordings()
 
     def rehearse(self, value: int) -> RehearsalReport:
         """Return the rehearsal with a value, as the devices are now.
@@ -54,7 +56,10 @@ class OtherValues:
             raise RehearsalUnavailable(f"the rehearsals took more than {self._seconds:g} s")
         what, values = self._imagine(value)
         target = targets.choose(None, None)
-        report = forecast.rehearse(forecast.script(what), self._namespace, target, values=values, time_limit=left)
+        report = forecast.rehearse(
+            forecast.script(what), self._namespace, target, values=values, time_limit=left,
+            note=self._recordings.note(value, target),
+        )  # fmt: skip
         if self._until is None:  # the worker's start does not count
             self._until = time.monotonic() + self._seconds
         return report
@@ -70,7 +75,8 @@ class OtherValues:
         """Return the largest value that fits; where none is found, the reason."""
         try:
             with progress.tally(fitting.MOST_REHEARSALS, "rehearsal") as tell:
-                return fitting.search(functools.partial(self._told, tell), self.knob.name, self.knob.value)
+                rehearse = functools.partial(self._told, tell)
+                return fitting.search(rehearse, self.knob.name, self.knob.value, self._recordings.largest)
         except GpuMagicError as error:
             return Fit(self.knob.name, self.knob.value, None, None, None, 0, 0.0, reason=str(error))
 

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpumagic.rehearsal import parts, shelf
+from gpumagic.rehearsal.old_graphs import OldGraphs
 from gpumagic.rehearsal.sendable import (
     IS_HEAP_TYPE,
     PICKLES_ITSELF,
@@ -64,17 +65,20 @@ class Parcel:
         self.shelf.close()
 
 
-def pack(namespace: Mapping[str, Any], names: Iterable[str], extra: object = None) -> Parcel:
+def pack(
+    namespace: Mapping[str, Any], names: Iterable[str], extra: object = None, *, with_graphs: bool = False
+) -> Parcel:
     """Return what code that uses these names of the namespace needs.
 
     Args:
         namespace: the notebook's.
         names: those the code uses; what holds tensors is sent in any case, so that it stays alive in the rehearsal.
         extra: one more object, under the name ``__rehearsed__``.
+        with_graphs: whether what graphs keep is sent with the tensors that lead to them.
     """
     bad: set[str] = set()
     while True:
-        packing = _Packing(namespace)
+        packing = _Packing(namespace, OldGraphs(with_graphs))
         try:
             failed = packing.fill([*names, *holders(namespace)], extra, bad)
         except BaseException:  # Ctrl-C
@@ -87,7 +91,8 @@ def pack(namespace: Mapping[str, Any], names: Iterable[str], extra: object = Non
 
 
 class _Packing:
-    def __init__(self, namespace: Mapping[str, Any]) -> None:
+    def __init__(self, namespace: Mapping[str, Any], graphs: OldGraphs) -> None:
+        self.graphs = graphs
         self.buffer = io.BytesIO()
         self.scopes: list[Mapping[str, Any]] = [namespace]
         self.todo: list[tuple[int, str]] = []
@@ -207,15 +212,16 @@ class _Pickler(pickle.Pickler):
         if torch._is_functional_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
             return parts.Absent, ("a lazily conjugated or functional tensor",)
         if not tensor.is_leaf:
-            self._packing.notes.append(
-                "a tensor with a graph from an earlier cell is rehearsed without that graph, whose memory stays in use"
-            )
+            self._packing.notes.append(self._packing.graphs.note())
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
         storage = self._storage(tensor.untyped_storage(), is_whole)
         geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
         state: dict[str, Any] = dict(vars(tensor))
         if tensor.is_leaf and tensor.grad is not None:
             state["grad"] = tensor.grad
+        if not tensor.is_leaf:
+            kept = [self._storage(each, is_whole=False) for each in self._packing.graphs.storages(tensor)]
+            state |= {parts.GRAPH: kept} if kept else {}
         dtype = str(tensor.dtype).removeprefix("torch.")
         arguments = (storage, dtype, geometry, tensor.requires_grad, kind is torch.nn.Parameter)
         self._packing.held += [state, arguments]

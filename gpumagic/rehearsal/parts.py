@@ -22,6 +22,8 @@ coming: Callable[[StoragePart], object] = lambda part: part  # noqa: E731  # as 
 
 blanks: list[Any] = []
 """The memory of fractions that were not sent, which reads as zeros until something is put there."""
+GRAPH = "_rehearsed_graph"
+"""The attribute of a tensor that keeps what its graph keeps."""
 
 
 class NotRehearsed(RuntimeError):
@@ -140,7 +142,16 @@ def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
     grad = state.pop("grad", None)
     if grad is not None:
         tensor.grad = grad
+    if GRAPH in state:
+        state[GRAPH] = [_whole(part) for part in state[GRAPH]]
     tensor.__dict__.update(state)
+
+
+def _whole(part: StoragePart) -> Any:
+    import torch
+
+    storage = _storage(part)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _storage(part: StoragePart) -> Any:

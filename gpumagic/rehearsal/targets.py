@@ -48,6 +48,10 @@ class Target:
         """The devices' torch names."""
         return [f"{self.backend}:{index}" for index in range(len(self.capacities))]
 
+    def tells_segments(self) -> bool:
+        """Return whether it is known where everything lies that is in use."""
+        return all(each is not None for each, held in zip(self.segments, self.allocated, strict=True) if held)
+
 
 def choose(device: str | None, capacity: int | None) -> Target:
     """Return what to rehearse for.

@@ -80,7 +80,7 @@ def test_after_out_of_memory_the_advice_says_what_was_rehearsed(run, bare_shell)
     one = "torch.empty(batch_size, 1 << 18, device='simgpu:0')"
     run("", f"batch_size = 3000\nx = {one}\ndel x\ny = {one}\nz = {one}")
     advice = next(each for each in bare_shell.user_ns["report"].advice if "batch_size" in each.title)
-    assert advice.title == "Lower batch_size from 3000 to 1280"
+    assert advice.title == "Lower batch_size from 3000 to 1472"
     assert re.fullmatch(r"rehearsed: batch_size=14\d\d fits, .* GiB of 4.0 GiB", advice.evidence)
     assert advice.covers
     assert not advice.estimated

@@ -110,6 +110,23 @@ def test_what_was_sent_to_a_rehearsal_is_not_kept(card) -> None:
         gc.enable()
 
 
+def test_what_an_earlier_graph_keeps_goes_with_the_tensor_that_leads_to_it(card) -> None:
+    """Here 1.4 GiB of 4 GiB, and nothing else keeps it."""
+    torch.simgpu.empty_cache()
+    namespace = {"torch": torch, "scale": torch.ones(350 * MIB // 4, device=DEVICE, requires_grad=True)}
+    exec("out = scale.sin()\nfor _ in range(4): out = out.sin()", namespace)
+    big = f"x = torch.empty(3500 * {MIB}, dtype=torch.uint8, device={DEVICE!r})"
+    held = torch.simgpu.memory_allocated(DEVICE)
+    try:
+        assert gpumagic.rehearse(big, namespace, device=DEVICE).fits is False
+        report = gpumagic.rehearse(f"del out\n{big}", namespace, device=DEVICE)
+        assert report.fits is fits(f"del out\n{big}", namespace) is True
+        assert report.devices[1].before == held
+    finally:
+        namespace.clear()
+        torch.simgpu.empty_cache()
+
+
 def told(**changed) -> dict[str, object]:
     """Return a segment as CUDA's allocator tells it."""
     blocks = [

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 import gpumagic
 from gpumagic.rehearsal import fit, fitting
+from gpumagic.rehearsal.replay import Recordings
+from gpumagic.rehearsal.stage.ledger import STARTS
+from gpumagic.rehearsal.targets import Target
 from gpumagic.reports import DeviceForecast, RehearsalReport
 
 HERE = Path(__file__).parent
@@ -72,6 +75,29 @@ def test_not_even_one_fits() -> None:
     assert found.reason == "not even 1 fits"
 
 
+def recorded(*sizes: int):
+    """Return recordings of a cell with the values 1 and 2 that asks for blocks of these MiB times the value."""
+    target = Target("simgpu", 0, [None], [0], [0], (0, 0), True, [None])
+    found = Recordings()
+    for value in (1, 2):
+        blocks = [(number, 0, value * size * MIB, 0) for number, size in enumerate(sizes, 1)]
+        found.note(value, target)({"requests": [STARTS, *blocks, (1,)], "room": [1000 * MIB]})
+    return found
+
+
+def test_two_rehearsals_tell_how_the_blocks_of_a_third_would_fall_into_segments() -> None:
+    """Of 10 and 20 MiB: whole segments of their own; of 1 and 3: segments of 20 MiB, with a rest each."""
+    assert recorded(10, 20).largest(1, 2, 100, 1) == 33
+    assert recorded(1, 3).largest(1, 2, 400, 1) == 250
+
+
+def test_other_requests_with_another_value_tell_nothing() -> None:
+    found, other = recorded(10, 20), recorded(10)
+    found._known[2] = other._known[2]
+    assert found.largest(1, 2, 100, 1) is None
+    assert found.largest(1, 3, 100, 1) is None
+
+
 def test_a_variable_of_the_notebook_is_varied(two_devices) -> None:
     import torch
 
@@ -95,5 +121,6 @@ def test_training_cells_really_run_with_it_and_not_with_two_percent_more() -> No
         )
     )
     for name in names:
+        assert told[name]["tried"] <= 5, told  # two for the law, and the answer with its neighbour
         assert told[name]["fits"], told
         assert not told[name]["more"], told

@@ -104,9 +104,7 @@ class DeviceModule(ModuleType):
         pass
 
     def empty_cache(self) -> None:
-        self._ledger.settle()
-        for account in self._ledger.accounts:
-            account.arena.release_cached()
+        self._ledger.empty_caches()
 
     def memory_allocated(self, device: Any = None) -> int:
         return self._ledger.figures()[self.index(device)]

@@ -6,14 +6,17 @@ is often known only later, so the account of the peak is made at the end, from t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from gpumagic.rehearsal.stage.arena import Arena, Block
+from gpumagic.probes.segments import Segment
+from gpumagic.rehearsal.stage.arena import Arena, Block, Pool
 
 BASE = "before the cell"
 """The operator of what was alive already."""
 FROM_HOST = "copy from the host"
+STARTS, EMPTIES = (0,), (-1,)
+"""Among the requests: the cell begins; it empties the caches."""
 _INPUTS = frozenset({BASE, FROM_HOST})
 _MAKE_ROOM = frozenset({"empty.memory_format", "empty_strided"})
 """What torch calls before the kernel that the room is for."""
@@ -86,6 +89,18 @@ class Account:
     lying: dict[int, Block] = field(default_factory=dict)
     """Blocks that were in use before, by the address that storages there tell, until a storage claims them."""
 
+    def lay_out(self, segments: Iterable[Segment]) -> None:
+        """Begin where the real device's allocator stands."""
+        for segment in segments:
+            pool = (Pool.SMALL if segment.is_small else Pool.LARGE) if segment.is_open else Pool.CLOSED
+            blocks = self.arena.lay_out(segment.address, pool, [(each.size, each.is_free) for each in segment.blocks])
+            lying = zip(segment.blocks, blocks, strict=True)
+            self.lying |= {told.address: block for told, block in lying if told.is_owned}
+
+    def take(self, nbytes: int, address: int) -> Block:
+        """Return the block that lies at an address and that nothing has claimed yet, or else a new one."""
+        return self.lying.pop(address, None) or self.arena.take(nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -116,6 +131,8 @@ class Ledger:
     """Every change since `start`."""
     at_start: list[Life] = field(default_factory=list)
     """What was in use when the cell began."""
+    requests: list[tuple[int, ...]] = field(default_factory=list)
+    """What the allocators were asked, in order: see `rehearsal.replay`."""
     time: int = 0
     operators: int = 0
     operator: str = BASE
@@ -138,6 +155,7 @@ class Ledger:
         self.at_start = [life for life in self.lives if life.died is None]
         self.timeline.clear()
         self.unpacking = False
+        self.requests.append(STARTS)
 
     def begin(self, operator: str) -> None:
         """Note which operator runs now; the blocks that were just made for it get its name."""
@@ -158,9 +176,10 @@ class Ledger:
         """Account for a new storage of at least one byte."""
         account = self.accounts[device]
         failed = account.arena.failed
-        block = account.lying.pop(self.address, None) if self.unpacking else None
-        block = block or account.arena.take(nbytes)
+        address = self.address if self.unpacking else 0
+        block = account.take(nbytes, address)
         life = self._begin(device, block.size, nbytes)
+        self.requests.append((life.born, device, nbytes, address))
         self._blocks[key] = (block, life)
         if account.arena.failed and not failed:
             account.failure = Peak(account.allocated, self.time, life)
@@ -199,7 +218,15 @@ class Ledger:
         account.allocated -= block.size
         account.requested -= life.requested
         account.arena.give_back(block)
+        self.requests.append((life.born,))
         self._note(life, account)
+
+    def empty_caches(self) -> None:
+        """Give every segment without a live block back to its device."""
+        self.settle()
+        for account in self.accounts:
+            account.arena.release_cached()
+        self.requests.append(EMPTIES)
 
     def mark(self, key: int, kind: str) -> None:
         """Say what a live storage is; the first word holds, except that a parameter is never anything else."""

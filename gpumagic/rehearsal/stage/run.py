@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from gpumagic.probes.segments import Segment
 from gpumagic.rehearsal import parts
 from gpumagic.rehearsal.stage import backend, courses, effects, source, surroundings
-from gpumagic.rehearsal.stage.arena import Arena, Pool
+from gpumagic.rehearsal.stage.arena import Arena
 from gpumagic.rehearsal.stage.autocast import Autocast
 from gpumagic.rehearsal.stage.chance import Chance
 from gpumagic.rehearsal.stage.contents import Contents
@@ -36,6 +35,8 @@ MOST_FILLED = 64 << 20
 """Bytes of what was not sent that are filled with something."""
 FILLING = (0x3F, 0x47, 0xBF)
 """Bytes that make a fraction around one, a large one and a negative one in every format."""
+MOST_REQUESTS = 50_000
+"""Of the allocators, that are told."""
 IN_TREE = frozenset({"cuda", "xpu", "mps"})
 
 
@@ -64,7 +65,7 @@ class Rehearsal:
         lines = Lines(order["filename"], self._sources)
         accounts = [Account(Arena(each, order["cuts_to_size"])) for each in order["capacities"]]
         for account, segments in zip(accounts, order["segments"], strict=True):
-            _lay_out(account, segments)
+            account.lay_out(segments or ())
         self.ledger = Ledger(accounts, Place)
         known = order["backend"]
         name = OURS if known in IN_TREE else known
@@ -190,6 +191,8 @@ class Rehearsal:
         ]  # fmt: skip
         return {
             "devices": devices, "lines": lines, "timeline": courses.told(self.ledger), "error": error,
+            "requests": self.ledger.requests if len(self.ledger.requests) <= MOST_REQUESTS else [],
+            "room": [account.arena.capacity for account in self.ledger.accounts],
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
             "cut": sorted(self._loops.cut.items()), "missed": sorted(self._loops.missed),
@@ -254,16 +257,6 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return self._scopes[pid[1]]
-
-
-def _lay_out(account: Account, segments: list[Segment] | None) -> None:
-    """Begin where the real device's allocator stands."""
-    for segment in segments or ():
-        pool = (Pool.SMALL if segment.is_small else Pool.LARGE) if segment.is_open else Pool.CLOSED
-        blocks = account.arena.lay_out(segment.address, pool, [(each.size, each.is_free) for each in segment.blocks])
-        account.lying |= {
-            told.address: block for told, block in zip(segment.blocks, blocks, strict=True) if told.is_owned
-        }
 
 
 def _codes_in(code: types.CodeType) -> list[types.CodeType]:

@@ -1,6 +1,7 @@
 # Evaluation in batches, without a graph, that are too large.
 # verdict: shortage
 # advice: Lower eval_batch_size from 16384 to
+# tight: yes
 # %%
 net = nn.Sequential(nn.Linear(32, 1024), nn.ReLU(), nn.Linear(1024, 10)).to("simgpu:0").eval()
 data = torch.randn(32768, 32)

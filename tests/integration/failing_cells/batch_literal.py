@@ -2,6 +2,7 @@
 # memory: 16MiB
 # verdict: shortage
 # advice: Lower batch_size from 4096 to
+# tight: yes
 # %%
 net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(20)]).to("simgpu:0")
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
