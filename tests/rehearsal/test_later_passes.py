@@ -76,6 +76,11 @@ TOLD = {
     "a loader of a stream": "for x in DataLoader(Stream(), None): x = x.to(DEV)",
     "enumerate": "for i, x in enumerate(xs): x = x.to(DEV)",
     "zip": "for x, n in zip(xs, few): x = x.to(DEV)",
+    "an index of lengths in a tensor": "lens = torch.tensor(few)\nfor i in range(len(lens)): x = make(lens[i].item())",
+    "a number as a truth": (
+        "for i in range(1000):\n    if i % 2: continue\n    x = make(LARGE if i % 100 == 98 else SMALL)"
+    ),
+    "a dict that is emptied": "q = dict(used)\nfor i in range(len(few)): x = make(q.pop(i))",
     "items of a dict": "for k, n in used.items(): x = make(n)",
     "a chain": "for x in itertools.chain(xs[:20], xs): x = x.to(DEV)",
     "a map": "for x in map(make, few): y = x + 1",

@@ -115,6 +115,8 @@ class Loops(Endings):
     def _taken(self, holder: Any, method: str) -> Any:
         """Return the method; where it takes one of items of different sizes, all passes are made."""
         items = getattr(holder, "queue", holder)
+        if isinstance(items, dict) and method.startswith("pop") and {type(each) for each in items} == {int}:
+            items = list(items.values())
         run = self.running[-1] if self.running else None
         if run is not None and isinstance(items, list | deque | set) and id(holder) not in run.taken_from:
             run.taken_from.add(id(holder))

@@ -93,9 +93,9 @@ class Turns:
             known = self._series[key] = _Series(marks, marks, at, is_sure=all(isinstance(e, _PLAIN) for e in parts))
         elif known.at != at:
             self._follow(known, marks, at)
-        if turn.kind == TRUTH and isinstance(value, bool):
-            known.outcomes.add(value)
-            if key in self.missing and self.missing[key][1] == value:
+        if turn.kind == TRUTH and isinstance(value, int | float | str | None):
+            known.outcomes.add(bool(value))
+            if key in self.missing and self.missing[key][1] == bool(value):
                 del self.missing[key]
         if known.varies and known.steps is not None and known.steps != known.foretold:
             self._foretell(key, turn, known, parts)
@@ -218,10 +218,21 @@ def _step(before: Hashable, after: Hashable, passes: int) -> float | None:
 def _stand_in(part: Any) -> Any:
     """Return what to work with in a variable's place: of a tensor its shape, of what has code of its own nothing."""
     if isinstance(part, torch.Tensor) or type(part).__module__ == "numpy":
+        if _are_lengths(part):
+            return part.tolist()
         return _Found(getattr(part, "shape", ()), None)
     if isinstance(part, (*_PLAIN, bytes, list, tuple, dict, range)):
         return part
     raise _Unknowable
+
+
+def _are_lengths(part: Any) -> bool:
+    """Return whether it is a row of whole numbers on the CPU, whose values may be sizes."""
+    if isinstance(part, torch.Tensor):
+        is_whole = part.device.type == "cpu" and not (part.is_floating_point() or part.is_complex())
+        return is_whole and part.dim() == 1 and len(part) <= _MOST_LOOKED_AT
+    kind = getattr(getattr(part, "dtype", None), "kind", "")
+    return kind in {"i", "u"} and part.ndim == 1 and len(part) <= _MOST_LOOKED_AT
 
 
 class _Unknowable(Exception):
