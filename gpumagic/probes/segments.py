@@ -1,6 +1,6 @@
 """Where the allocator's blocks lie: its segments, and what of each is in use, read without changing anything.
 
-`torch.cuda.memory_snapshot` and `torch.xpu.memory_snapshot` tell it as torch's documentation describes. What cannot
+`torch.cuda.memory_snapshot` tells it as torch's documentation describes; XPU and simgpu do likewise. What cannot
 be read, or does not agree with the allocator's own figures, is not guessed.
 """
 

@@ -154,6 +154,12 @@ def memory_stats(device: DeviceLike = None) -> OrderedDict[str, int]:
     return OrderedDict(sorted(native.memory_stats(_index(device)).items()))
 
 
+def memory_snapshot() -> list[dict[str, Any]]:
+    """Return every segment with its blocks, as torch.cuda does; a block in use has the address its tensors give."""
+    segments: list[dict[str, Any]] = native.memory_snapshot()
+    return segments
+
+
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
     """Return the device's free and total bytes."""
     total = native.capacity(_index(device))

@@ -70,6 +70,7 @@ struct Block {
   bool small;
   Block* previous = nullptr;
   Block* next = nullptr;
+  const void* host = nullptr;  // where tensors say that it lies, while it is in use
 
   bool is_whole_segment() const {
     return previous == nullptr && next == nullptr;
@@ -82,7 +83,7 @@ struct SmallestThenFirst {
   }
 };
 
-using FreeBlocks = std::set<Block*, SmallestThenFirst>;
+using Blocks = std::set<Block*, SmallestThenFirst>;
 
 // One simulated card. Every public method takes the lock itself.
 class Card {
@@ -101,6 +102,7 @@ class Card {
     split(block, size);
     block->requested = requested;
     count_use(block, +1);
+    in_use_.insert(block);
     used_ = true;
     return block;
   }
@@ -108,6 +110,8 @@ class Card {
   void give_back(Block* block) {
     std::lock_guard<std::mutex> lock(mutex);
     count_use(block, -1);
+    in_use_.erase(block);
+    block->host = nullptr;
     for (Block* neighbour : {block->previous, block->next}) {
       if (neighbour != nullptr && cached(neighbour->small).count(neighbour) != 0) {
         merge(block, neighbour);
@@ -119,6 +123,28 @@ class Card {
   void empty_cache() {
     std::lock_guard<std::mutex> lock(mutex);
     release_cached_segments();
+  }
+
+  void place(Block* block, const void* host) {
+    std::lock_guard<std::mutex> lock(mutex);
+    block->host = host;
+  }
+
+  // Returns copies of the blocks of each segment, in their order, and whether they are cached.
+  std::vector<std::vector<std::pair<Block, bool>>> segments() {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::vector<std::vector<std::pair<Block, bool>>> found;
+    for (const auto* blocks : {&in_use_, &small_cached_, &large_cached_}) {
+      for (const Block* head : *blocks) {
+        if (head->previous == nullptr) {
+          found.emplace_back();
+          for (Block* block = const_cast<Block*>(head); block != nullptr; block = block->next) {
+            found.back().emplace_back(*block, in_use_.count(block) == 0);
+          }
+        }
+      }
+    }
+    return found;
   }
 
   DeviceStats stats() {
@@ -178,7 +204,7 @@ class Card {
     return static_cast<size_t>(figure[static_cast<size_t>(StatType::AGGREGATE)].current);
   }
 
-  FreeBlocks& cached(bool small) {
+  Blocks& cached(bool small) {
     return small ? small_cached_ : large_cached_;
   }
 
@@ -257,7 +283,7 @@ class Card {
   }
 
   void release_cached_segments() {
-    for (FreeBlocks* blocks : {&small_cached_, &large_cached_}) {
+    for (Blocks* blocks : {&small_cached_, &large_cached_}) {
       for (auto it = blocks->begin(); it != blocks->end();) {
         Block* block = *it;
         if (!block->is_whole_segment()) {
@@ -328,8 +354,9 @@ class Card {
   size_t capacity_ = 0;
   size_t next_address_ = kLargeRounding;
   bool used_ = false;
-  FreeBlocks small_cached_;
-  FreeBlocks large_cached_;
+  Blocks small_cached_;
+  Blocks large_cached_;
+  Blocks in_use_;
   DeviceStats stats_;
 };
 
@@ -395,8 +422,8 @@ inline c10::DataPtr allocate(DeviceIndex index, size_t size, c10::Device seen_as
     return {nullptr, seen_as};
   }
   std::unique_ptr<Memory> memory(new Memory{target, target.take(size)});
-  memory->host = c10::alloc_cpu(size);
-  void* host = memory->host;
+  void* host = memory->host = c10::alloc_cpu(size);
+  target.place(memory->block, host);
   return {host, memory.release(), &release, seen_as};
 }
 
@@ -410,6 +437,7 @@ inline c10::DataPtr take_over(DeviceIndex index, const c10::Storage& storage) {
   Card& target = card(index);
   auto* memory = new Memory{target, target.take(storage.nbytes())};
   memory->taken_over = storage;
+  target.place(memory->block, host);
   return {host, memory, &release, device};
 }
 

@@ -489,6 +489,42 @@ pybind11::dict memory_stats(DeviceIndex index) {
   return flat;
 }
 
+// What torch.cuda.memory_snapshot tells; a block in use has the address that its tensors give.
+pybind11::list memory_snapshot() {
+  pybind11::list told;
+  for (DeviceIndex index = 0; index < cards().count; ++index) {
+    for (const auto& segment : card(index).segments()) {
+      pybind11::list blocks;
+      size_t total = 0, allocated = 0, requested = 0;
+      for (const auto& [block, cached] : segment) {
+        pybind11::dict each;
+        each["address"] = block.host != nullptr ? reinterpret_cast<size_t>(block.host) : block.address;
+        each["size"] = block.size;
+        each["requested_size"] = cached ? 0 : block.requested;
+        each["state"] = cached ? "inactive" : "active_allocated";
+        blocks.append(each);
+        total += block.size;
+        allocated += cached ? 0 : block.size;
+        requested += cached ? 0 : block.requested;
+      }
+      pybind11::dict each;
+      each["device"] = index;
+      each["address"] = segment.front().first.address;
+      each["total_size"] = total;
+      each["allocated_size"] = allocated;
+      each["active_size"] = allocated;
+      each["requested_size"] = requested;
+      each["stream"] = 0;
+      each["segment_type"] = segment.front().first.small ? "small" : "large";
+      each["segment_pool_id"] = pybind11::make_tuple(0, 0);
+      each["is_expandable"] = false;
+      each["blocks"] = blocks;
+      told.append(each);
+    }
+  }
+  return told;
+}
+
 }  // namespace simgpu
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -513,6 +549,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("used", [](int64_t index) { return card(index).used(); });
   m.def("capacity", [](int64_t index) { return card(index).capacity(); });
   m.def("memory_stats", memory_stats);
+  m.def("memory_snapshot", memory_snapshot);
   m.def("reset_peaks", [](int64_t index) { card(index).reset_peaks(); });
   m.def("reset_accumulated", [](int64_t index) { card(index).reset_accumulated(); });
   m.def("empty_cache", [] {

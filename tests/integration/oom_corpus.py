@@ -53,12 +53,9 @@ def cases() -> list[Case]:
 
 def run(case: Case) -> dict[str, object]:
     """Return what came of a case: the verdict, the titles, whether the cell passes after the first suggestion."""
-    import card_blocks
-
     from gpumagic import simgpu
 
     simgpu.enable(devices=2, memory=case.memory)
-    card_blocks.install()
     evidence.REHEARSAL_SECONDS = 120.0  # what is advised is not to depend on how busy this machine is
     with _stranger(case.strangers), _notebook() as shell:
         seen = _outcome(shell, case)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from types import SimpleNamespace
 
-import card_blocks
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -28,12 +27,9 @@ STEPS = st.lists(st.one_of(SIZES, st.integers(-20, -1)), max_size=25)
 
 @pytest.fixture(scope="module")
 def card(two_devices):
-    """Have the card tell where its blocks lie, as CUDA's allocator does."""
+    """Begin with an empty cache."""
     gc.collect()
     torch.simgpu.empty_cache()
-    card_blocks.install()
-    yield
-    card_blocks.remove()
 
 
 def lines(steps, alive) -> str:

@@ -82,6 +82,45 @@ def test_allocated_is_the_sum_of_the_live_storages(program: list[tuple[str, str,
         assert torch.accelerator.memory_allocated(index) == torch.accelerator.memory_reserved(index) == 0
 
 
+def blocks(card: str, state: str) -> list[tuple[int, int]]:
+    """Return address and size of a card's blocks in a state, from the snapshot."""
+    segments = [each for each in torch.simgpu.memory_snapshot() if f"simgpu:{each['device']}" == card]
+    assert sum(each["total_size"] for each in segments) == torch.simgpu.memory_reserved(card)
+    assert all(sum(block["size"] for block in each["blocks"]) == each["total_size"] for each in segments)
+    return [
+        (block["address"], block["size"]) for each in segments for block in each["blocks"] if block["state"] == state
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(program=OPERATIONS)
+def test_the_snapshot_has_every_live_storage_at_the_address_that_its_tensors_give(
+    program: list[tuple[str, str, int, int]],
+) -> None:
+    tensors: list[torch.Tensor] = []
+    for operation in program:
+        step(tensors, *operation)
+    for card in CARDS:
+        storages = {each.untyped_storage() for each in tensors if str(each.device) == card and each.numel()}
+        expected = {(each.data_ptr(), rounded(each.nbytes())) for each in storages}
+        assert expected <= set(blocks(card, "active_allocated"))
+        assert sum(size for _, size in blocks(card, "active_allocated")) == torch.simgpu.memory_allocated(card)
+    del storages, tensors
+    torch.simgpu.empty_cache()
+
+
+def test_the_snapshot_tells_segments_in_their_parts() -> None:
+    kept = [torch.empty(3 * MIB, dtype=torch.uint8, device="simgpu:0") for _ in range(3)]
+    del kept[1]
+    (segment,) = torch.simgpu.memory_snapshot()
+    told = [(block["size"] // MIB, block["state"]) for block in segment["blocks"]]
+    assert told == [(3, "active_allocated"), (3, "inactive"), (3, "active_allocated"), (11, "inactive")]
+    assert (segment["segment_type"], segment["total_size"], segment["allocated_size"]) == ("large", 20 * MIB, 6 * MIB)
+    kept.clear()
+    torch.simgpu.empty_cache()
+    assert torch.simgpu.memory_snapshot() == []
+
+
 def test_segments_are_cudas() -> None:
     """2 MiB for small blocks, 20 MiB for blocks under 10 MiB, a multiple of 2 MiB above."""
     reserved = []
