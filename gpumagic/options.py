@@ -206,7 +206,10 @@ def _devices() -> Parser:
     )
     parser.add_argument("--sort", choices=("size", "name", "device", "dtype", "kind"), default="size", help="order")
     ask = parser.add_mutually_exclusive_group()
-    ask.add_argument("--by", choices=("device", "dtype", "kind", "holder"), help="totals by this key instead")
+    ask.add_argument(
+        "--by", metavar="KEY", choices=("device", "dtype", "kind", "holder"),
+        help="totals by device, dtype, kind or holder instead",
+    )  # fmt: skip
     ask.add_argument(
         "--diff", action="store_true",
         help="what came and what went since the last %%devices; or, with code before it in its cell, since that began",

@@ -71,7 +71,7 @@ def shares(
     found = [Share(what, sum(row.nbytes or 0 for row in those), _names(those)) for what, those in parts.items()]
     if figures is not None:
         unseen = figures.allocated - sum(share.nbytes for share in found)
-        found += [Share("autograd graphs and C++", unseen)] if unseen > 0 else []
+        found += [Share("what had no name (graphs, C++, unfinished lists)", unseen)] if unseen > 0 else []
     found.sort(key=lambda share: -share.nbytes)
     cached = figures.reserved - figures.allocated if figures is not None else 0
     return (*found, Share("cache", cached)) if cached > 0 else tuple(found)

@@ -139,7 +139,7 @@ def _actions(report: OomReport) -> Iterator[Block]:
     lines = [("run", each.code, each.note) for each in report.actions if each.code not in said]
     if lines:
         yield Heading("To run now", apart=True)
-        yield Listing(lines)
+        yield Listing(lines, whole=True)
 
 
 def _holders(report: OomReport) -> Iterator[Block]:
