@@ -140,8 +140,9 @@ def _can_call(holder: object, wanted: set[int]) -> bool:
 
 def _named(strangers: list[object], wanted: set[int], globals_: set[int]) -> str | None:
     for stranger in _not_torchs(strangers, globals_):
-        held = next(each for each in gc.get_referents(stranger) if id(each) in wanted)
-        return f"torch.{held.__name__} is kept in a {type(stranger).__name__}"
+        held = next((each for each in gc.get_referents(stranger) if id(each) in wanted), None)
+        if held is not None:  # a frame that has ended meanwhile holds nothing
+            return f"torch.{held.__name__} is kept in a {type(stranger).__name__}"
     return None
 
 
