@@ -4,7 +4,8 @@
 - `ledger`: every block's life: who asked for it, when, what it is; the peak
 - `storages`: storages of torch's with a size, a device and no bytes
 - `backend`: makes torch believe in the device; `names` lets it go by the name of CUDA's
-- `operators`: answers every operator on the device by shape; `calls` is one operator's call
+- `operators`: answers every operator on the device by shape; `calls` is one operator's call, `fused` and `selections`
+  are kernels that need more than that
 - `contents`: the few small values that are known all the same, and what is assumed for the others
 - `autocast`: the device's autocast
 - `surroundings`: data loaders, pinned memory, loading, compilers

@@ -14,10 +14,12 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from gpumagic.rehearsal.parts import NotRehearsed
+from gpumagic.rehearsal.stage import fused
 from gpumagic.rehearsal.stage.backend import DeviceModule
 from gpumagic.rehearsal.stage.calls import Call
 from gpumagic.rehearsal.stage.contents import Contents
 from gpumagic.rehearsal.stage.ledger import Ledger
+from gpumagic.rehearsal.stage.selections import Selections
 from gpumagic.rehearsal.stage.storages import CPU, Storages, key_of
 
 aten = torch.ops.aten
@@ -51,6 +53,7 @@ class Operators:
         self._storages = storages
         self._ledger = ledger
         self._contents = contents
+        self._selections = Selections(contents)
         self._name = torch._C._get_privateuse1_backend_name()
         self._special: dict[str, Callable[..., Any]] = {
             "aten::empty.memory_format": self._empty,
@@ -62,13 +65,13 @@ class Operators:
             "aten::resize_": self._resize,
             "aten::set_": self._set_nothing,
             "aten::record_stream": lambda *_: None,
-            "aten::_fused_sdp_choice": self._fused_sdp_choice,
-            "aten::nonzero": self._positions,
-            "aten::_thnn_fused_gru_cell": self._gru_cell,
-            "aten::_thnn_fused_gru_cell_backward": self._gru_cell_backward,
-            "aten::_thnn_fused_lstm_cell_backward_impl": self._lstm_cell_backward,
-            "aten::masked_select": self._masked_select,
-            "aten::_unique2": self._unique,
+            "aten::_fused_sdp_choice": fused.attention,
+            "aten::_thnn_fused_gru_cell": fused.gru_cell,
+            "aten::_thnn_fused_gru_cell_backward": fused.gru_cell_backward,
+            "aten::_thnn_fused_lstm_cell_backward_impl": fused.lstm_cell_backward,
+            "aten::nonzero": self._selections.positions,
+            "aten::masked_select": self._selections.masked,
+            "aten::_unique2": self._selections.unique,
             "aten::convolution_overrideable": self._renamed(aten.convolution.default),
             "aten::convolution_backward_overrideable": self._convolution_backward,
         }
@@ -88,10 +91,7 @@ class Operators:
             base, _, overload = name.partition(".")
             op = getattr(getattr(aten, base), overload or "default")
             whole.impl(op, _bound(self._answer, op), "PrivateUse1")
-        for lazy in (
-            "Conjugate",
-            "Negative",
-        ):  # torch resolves these by copying, so the copy must take them as they are
+        for lazy in ("Conjugate", "Negative"):  # which torch resolves by copying: the copy must take them as they are
             whole.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
         self._libraries += [everything, whole]
 
@@ -179,7 +179,7 @@ class Operators:
     def _by_shape(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(op, args, kwargs, self._name)
         if call.is_indexing:
-            call.set("indices", self._indices(call))
+            call.set("indices", self._selections.indices(call, torch.device(self._name, call.device)))
         if call.is_settled():
             result = call.result()
             self._contents.follow(call, result)
@@ -192,38 +192,6 @@ class Operators:
         made = self._take_back(call, returned, device)
         self._contents.follow(call, made)
         return made
-
-    def _indices(self, call: Call) -> list[torch.Tensor | None]:
-        """Return the indices as the device's kernel gets them: on the device, masks turned into positions."""
-        indices = next(value for argument, value in call.named() if argument.name == "indices")
-        here = torch.device(self._name, call.device)
-        moved: list[torch.Tensor | None] = []
-        for index in indices:
-            if index is None or index.dtype not in {torch.bool, torch.uint8}:
-                moved.append(index if index is None else index.to(here))
-                continue
-            count = self._contents.selected(index)
-            moved += [torch.empty(count, dtype=torch.int64, device=here) for _ in range(index.dim())]
-        return moved
-
-    def _positions(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what `nonzero` returns."""
-        value = self._contents.of(tensor)
-        if value is not None:
-            return value.nonzero().to(tensor.device)
-        count = self._contents.selected(tensor)
-        # CUDA's and the CPU's kernels both lay the positions out by dimension.
-        return torch.empty(tensor.dim(), count, dtype=torch.int64, device=tensor.device).t()
-
-    def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        whole = torch.broadcast_tensors(mask, tensor)[0]
-        return torch.empty(self._contents.selected(whole), dtype=tensor.dtype, device=tensor.device)
-
-    def _unique(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        self._contents.suppose("all values are taken to be distinct")
-        flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        index = torch.empty(tensor.shape, dtype=torch.int64, device=tensor.device)
-        return flat, index, torch.empty(tensor.numel(), dtype=torch.int64, device=tensor.device)
 
     def _take_back(self, call: Call, returned: Any, device: int) -> Any:
         storages: dict[int, torch.Tensor] = {}
@@ -256,53 +224,8 @@ class Operators:
         output_padding: Any, groups: Any, output_mask: Any,
     ) -> Any:  # fmt: skip
         channels = [weight.shape[1] * groups if transposed else weight.shape[0]]
-        return self._by_shape(
-            aten.convolution_backward.default,
-            (
-                grad,
-                images,
-                weight,
-                channels,
-                stride,
-                padding,
-                dilation,
-                transposed,
-                output_padding,
-                groups,
-                output_mask,
-            ),
-            {},
-        )
-
-    def _gru_cell(self, input_gates: Any, hidden_gates: Any, hx: Any, *_: Any) -> tuple[Any, ...]:
-        return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
-
-    def _gru_cell_backward(self, grad: Any, workspace: Any, has_bias: bool) -> tuple[Any, ...]:
-        rows, columns = grad.shape
-        gates = [grad.new_empty(rows, 3 * columns) for _ in range(2)]
-        biases = [grad.new_empty(3 * columns) if has_bias else None for _ in range(2)]
-        return (*gates, torch.empty_like(grad), *biases)
-
-    def _lstm_cell_backward(self, dhy: Any, dcy: Any, cx: Any, cy: Any, workspace: Any, has_bias: bool) -> Any:
-        if dhy is None and dcy is None:
-            return None, None, None
-        gates = torch.empty_like(workspace)
-        return gates, torch.empty_like(cx), workspace.new_empty(workspace.shape[1]) if has_bias else None
-
-    def _fused_sdp_choice(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        """Let the CPU's kernel choose, which reads sizes only: tensors never written to cost no memory."""
-
-        def host(tensor: Any) -> Any:
-            if not isinstance(tensor, torch.Tensor):
-                return tensor
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").requires_grad_(
-                tensor.requires_grad and tensor.is_floating_point()
-            )
-
-        choice: int = torch._fused_sdp_choice(
-            host(query), host(key), host(value), *map(host, args), **{k: host(v) for k, v in kwargs.items()}
-        )
-        return choice
+        how = stride, padding, dilation, transposed, output_padding, groups, output_mask
+        return self._by_shape(aten.convolution_backward.default, (grad, images, weight, channels, *how), {})
 
 
 def _view(owner: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
