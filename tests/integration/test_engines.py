@@ -384,9 +384,17 @@ def test_a_cell_runs_nowhere_where_one_engine_cannot_run_it(here, machine, gate,
     assert others.apply_sync(eval, "'mark' in dir()") == [False] * 3
 
 
-def test_watching_follows_the_gpus_of_all_engines_until_ctrl_c(here, machine, capsys) -> None:
-    pressed = threading.Timer(1.5, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
-    pressed.start()
+def test_watching_follows_the_gpus_of_all_engines_until_ctrl_c(here, machine, capsys, monkeypatch) -> None:
+    """Pressed once all have been looked at three times."""
+    looks, look = [], Follower.__call__
+
+    def counted(follower):
+        looks.append(look(follower))
+        if len(looks) == 3:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return looks[-1]
+
+    monkeypatch.setattr(Follower, "__call__", counted)
     recorder = here.run_cell("%gpuinfo --engines -w 0.3").result
     assert recorder.ended == "interrupted"
     labels = {row.device for row in recorder.report}
