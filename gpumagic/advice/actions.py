@@ -47,5 +47,9 @@ def _held(report: OomReport, *, in_notebook: bool) -> Iterator[Action]:
 
 def _told(report: OomReport) -> int:
     """Return the bytes that nothing names and of which the advice says already how to give them back."""
-    firsts = [each for each in report.advice if each.first and not each.first.startswith("del ")]
-    return sum(each.frees or 0 for each in firsts)
+    lets_go = [each for each in report.advice if not _only_deletes(each.first or "del")]
+    return sum(each.frees or 0 for each in lets_go)
+
+
+def _only_deletes(code: str) -> bool:
+    return all(line.startswith("del") for line in code.splitlines())

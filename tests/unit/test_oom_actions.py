@@ -26,6 +26,8 @@ def test_what_nothing_names_is_to_be_looked_for() -> None:
 
 def test_what_the_advice_gives_back_is_not_to_be_looked_for() -> None:
     assert codes(GRAPHS, holders=(NET,)) == [GRAPHS.first]
+    with_names = Advice("Let go of graphs", 36 * MIB, True, first=f"del opt\n{GRAPHS.first}")
+    assert codes(with_names, holders=(NET,)) == ["del opt", GRAPHS.first]
 
 
 def test_deleting_a_name_gives_back_nothing_of_what_nothing_names() -> None:
