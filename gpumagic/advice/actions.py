@@ -47,9 +47,9 @@ def _held(report: OomReport, *, in_notebook: bool) -> Iterator[Action]:
 
 def _told(report: OomReport) -> int:
     """Return the bytes that nothing names and of which the advice says already how to give them back."""
-    lets_go = [each for each in report.advice if not _only_deletes(each.first or "del")]
-    return sum(each.frees or 0 for each in lets_go)
+    return sum(each.frees or 0 for each in report.advice if _lets_go(each.first or ""))
 
 
-def _only_deletes(code: str) -> bool:
-    return all(line.startswith("del") for line in code.splitlines())
+def _lets_go(code: str) -> bool:
+    """Return whether code does more than to delete names."""
+    return any(not line.startswith("del ") for line in code.splitlines())

@@ -60,15 +60,16 @@ def figures(device: str) -> AllocatorFigures | None:
     if "torch" not in sys.modules:
         return None
     backend, _, index = device.partition(":")
+    module = _counting(backend)
+    return None if module is None else _figures(backend, module, int(index or 0))
+
+
+def _counting(backend: str) -> ModuleType | None:
+    """Return the module of a backend that is in use and whose allocator counts; XPU's does not in torch 2.4."""
     module = device_module(backend)
-    if module is None or not is_initialised(backend) or not _is_counting(backend, module):
+    if module is None or not is_initialised(backend):
         return None
-    return _figures(backend, module, int(index or 0))
-
-
-def _is_counting(backend: str, module: ModuleType) -> bool:
-    """Return whether the backend's allocator keeps figures; XPU's does not in torch 2.4."""
-    return backend == "mps" or hasattr(module, "memory_stats")
+    return module if backend == "mps" or hasattr(module, "memory_stats") else None
 
 
 def _figures(backend: str, module: ModuleType, index: int) -> AllocatorFigures:
@@ -90,8 +91,8 @@ def all_figures() -> dict[str, AllocatorFigures]:
         return {}
     found: dict[str, AllocatorFigures] = {}
     for backend in _backends():
-        module = device_module(backend)
-        if module is None or not is_initialised(backend) or not _is_counting(backend, module):
+        module = _counting(backend)
+        if module is None:
             continue
         for index in range(module.device_count()):
             found[f"{backend}:{index}"] = _figures(backend, module, index)

@@ -6,7 +6,7 @@ devices. Measured beside each other on 2 cores, torch 2.13, as times of the bare
 
     an empty TorchDispatchMode                2.7x
     torch.device, or a mode with handlers     1.6x   1.6x   what `RecordingContext` does, exact by construction
-    entry points exchanged for the cell       1.08x  1.09x  what `entry_points` does, the looks at memory included
+    entry points exchanged for the cell       1.10x  1.12x  what `entry_points` does, the looks at memory included
 
 Indexing has a C slot, so its stand-in costs more beside it than others: 0.25 us, 1.4x of `x[5]`, nothing elsewhere.
 A dispatch mode around every `backward` would make the training step 1.7x; hooks on the graph's nodes of the moves that

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gpumagic
+from gpumagic.probes import allocator, segments
 
 MIB = 2**20
 
@@ -68,6 +69,17 @@ def test_devices_accounts_for_every_allocated_byte() -> None:
     (weights,) = [row for row in report if row.name == "weights"]
     assert weights.nbytes == 4_000_256  # 4,000,000 in blocks of 512
     del kept
+
+
+def test_a_rehearsal_can_begin_where_the_allocators_blocks_lie() -> None:
+    kept = [torch.ones(3 * MIB, device="cuda:0") for _ in range(3)]
+    del kept[1]
+    figures = allocator.figures("cuda:0")
+    assert figures is not None
+    found = segments.of_device("cuda:0", figures)
+    assert found is not None
+    lying = {block.address for segment in found for block in segment.blocks if block.is_owned}
+    assert {each.data_ptr() for each in kept} <= lying
 
 
 CELLS = {
