@@ -27,20 +27,16 @@ if TYPE_CHECKING:
     from gpumagic.api import devices, gpuinfo, ondevice, oomguard, rehearse, release_held, why
     from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, RehearsalUnavailable, SimgpuUnavailable
     from gpumagic.probes.oom import OutOfMemory
-    from gpumagic.reports import (
-        ClusterReport,
-        DiffReport,
-        FitReport,
-        GPUReport,
-        HeldReport,
-        OomReport,
-        RehearsalReport,
-        ReleaseReport,
-        TensorReport,
-        TransferReport,
-        WhyReport,
-        merge,
-    )
+    from gpumagic.reports.changes import DiffReport
+    from gpumagic.reports.cluster import ClusterReport, merge
+    from gpumagic.reports.gpu import GPUReport
+    from gpumagic.reports.held import HeldReport, ReleaseReport
+    from gpumagic.reports.oom import OomReport
+    from gpumagic.reports.rehearsal import RehearsalReport
+    from gpumagic.reports.tensors import TensorReport
+    from gpumagic.reports.transfers import TransferReport
+    from gpumagic.reports.tries import FitReport
+    from gpumagic.reports.why import WhyReport
 
     __version__: str
 
@@ -75,29 +71,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("devices", "gpuinfo", "ondevice", "oomguard", "rehearse", "release_held", "why"), "gpumagic.api"),
-    **dict.fromkeys(
-        ("DeviceNotFound", "GpuMagicError", "OptionError", "RehearsalUnavailable", "SimgpuUnavailable"),
-        "gpumagic.errors",
-    ),
-    **dict.fromkeys(
-        (
-            "ClusterReport",
-            "DiffReport",
-            "GPUReport",
-            "HeldReport",
-            "FitReport",
-            "OomReport",
-            "RehearsalReport",
-            "ReleaseReport",
-            "TensorReport",
-            "TransferReport",
-            "WhyReport",
-            "merge",
-        ),
-        "gpumagic.reports",
-    ),
-    "OutOfMemory": "gpumagic.probes.oom",
+    "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "rehearse", "release_held", "why"),
+    "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "RehearsalUnavailable", "SimgpuUnavailable"),
+    "gpumagic.probes.oom": ("OutOfMemory",),
+    "gpumagic.reports.changes": ("DiffReport",),
+    "gpumagic.reports.cluster": ("ClusterReport", "merge"),
+    "gpumagic.reports.gpu": ("GPUReport",),
+    "gpumagic.reports.held": ("HeldReport", "ReleaseReport"),
+    "gpumagic.reports.oom": ("OomReport",),
+    "gpumagic.reports.rehearsal": ("RehearsalReport",),
+    "gpumagic.reports.tensors": ("TensorReport",),
+    "gpumagic.reports.transfers": ("TransferReport",),
+    "gpumagic.reports.tries": ("FitReport",),
+    "gpumagic.reports.why": ("WhyReport",),
 }
 
 
@@ -127,8 +113,9 @@ def __getattr__(name: str) -> object:
             return "unknown"
     if name in {"cluster", "simgpu"}:
         return importlib.import_module(f"gpumagic.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module 'gpumagic' has no attribute {name!r}")
 
 

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
     from gpumagic.device_run import DeviceRun
     from gpumagic.oom_guard import OomGuard
-    from gpumagic.reports import GPUReport, RehearsalReport, ReleaseReport, TensorReport, WhyReport
+    from gpumagic.reports.gpu import GPUReport
+    from gpumagic.reports.held import ReleaseReport
+    from gpumagic.reports.rehearsal import RehearsalReport
+    from gpumagic.reports.tensors import TensorReport
+    from gpumagic.reports.why import WhyReport
 
 
 def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) -> GPUReport:

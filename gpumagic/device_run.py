@@ -16,7 +16,9 @@ from gpumagic.probes import allocator, failed_line, lasting, storage_copies, tra
 from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.cell_memory import CellMemory
 from gpumagic.probes.watched_code import WatchedCode
-from gpumagic.reports import Explanation, MemoryTimeline, TransferReport
+from gpumagic.reports.explanation import Explanation
+from gpumagic.reports.timeline import MemoryTimeline
+from gpumagic.reports.transfers import TransferReport
 
 if TYPE_CHECKING:
     from gpumagic.probes.recording import Recording

@@ -14,7 +14,7 @@ from gpumagic.errors import GpuMagicError, OptionError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from gpumagic.reports import RehearsalReport
+    from gpumagic.reports.rehearsal import RehearsalReport
 
 
 def of_cell(shell: InteractiveShell, options: Namespace, body: str | None) -> RehearsalReport:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from gpumagic import _compat
 from gpumagic.probes import allocator
 from gpumagic.probes.cell_memory import CellMemory
-from gpumagic.reports import CellRow, CellsReport, MemoryTimeline
+from gpumagic.reports.cells import CellRow, CellsReport
+from gpumagic.reports.timeline import MemoryTimeline
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell

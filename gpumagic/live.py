@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.reports import ClusterReport, GPUReport, HistoryReport, SampleRow
+from gpumagic.reports.cluster import ClusterReport
+from gpumagic.reports.gpu import GPUReport, HistoryReport, SampleRow
 from gpumagic.reports.moments import samples
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from gpumagic import _compat
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
-    from gpumagic.reports import DiffReport, TensorReport
+    from gpumagic.reports.changes import DiffReport
+    from gpumagic.reports.tensors import TensorReport
 
 _LISTS = re.compile(r"\s*(?:[^%#'\"]*=\s*)?%devices(?!\S)")
 _COMPARES = re.compile(r"[^#]*\s--diff(?![\w-])")
@@ -43,7 +44,7 @@ class Looks:
 
     def difference(self, report: TensorReport) -> DiffReport:
         """Return what changed since the last look."""
-        from gpumagic.reports import DiffReport
+        from gpumagic.reports.changes import DiffReport
 
         if self._last is None:
             note = "no %devices came before this one; the next --diff compares with it"

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from gpumagic.cells import CellSessions
     from gpumagic.looks import Looks
-    from gpumagic.reports import ClusterReport, RehearsalReport
+    from gpumagic.reports.cluster import ClusterReport
+    from gpumagic.reports.rehearsal import RehearsalReport
 
 
 def _magic(method: Callable[..., object]) -> Callable[..., object]:

@@ -19,7 +19,7 @@ from gpumagic.advice import actions
 from gpumagic.errors import OptionError
 from gpumagic.probes import allocator, exception_graph, oom, oom_observer, release
 from gpumagic.probes.cell_memory import CellMemory
-from gpumagic.reports import Instant
+from gpumagic.reports.at_failure import Instant
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
     from gpumagic.diagnosis import Failure
     from gpumagic.probes.allocator import AllocatorFigures
-    from gpumagic.reports import FitReport, MemoryTimeline, OomReport, Report
+    from gpumagic.reports.base import Report
+    from gpumagic.reports.oom import OomReport
+    from gpumagic.reports.timeline import MemoryTimeline
+    from gpumagic.reports.tries import FitReport
     from gpumagic.rerun_plan import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])

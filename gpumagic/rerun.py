@@ -20,7 +20,8 @@ from gpumagic.guards import BodyOutcome, Guard, Nested, Outcome
 from gpumagic.probes import allocator, release, residents
 from gpumagic.probes.rollback import Rollback
 from gpumagic.render.units import count, size
-from gpumagic.reports import FitReport, OomReport, Try
+from gpumagic.reports.oom import OomReport
+from gpumagic.reports.tries import FitReport, Try
 from gpumagic.rerun_plan import Plan, Step, steps
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from gpumagic import reports
-from gpumagic.reports import Report
+from gpumagic.reports import cluster
+from gpumagic.reports.base import Report
 
 MIB = 1024**2
 KINDS = sorted(name for name in import_module("gpumagic.render")._VIEWS)
@@ -20,7 +22,12 @@ FIXED: dict[tuple[str, str], Any] = {
     ("OomReport", "recovered"): False, ("OomReport", "retries"): 0, ("FitReport", "failure"): None,
 }  # fmt: skip
 """Fields of a few known words, which no text from outside reaches, and flags that would fold all else away."""
-_TYPES = {name: each for name, each in vars(reports).items() if isinstance(each, type)}
+_TYPES = {
+    name: each
+    for module in pkgutil.iter_modules(reports.__path__, "gpumagic.reports.")
+    for name, each in vars(import_module(module.name)).items()
+    if isinstance(each, type)
+}
 
 
 def cases(text: str) -> Iterator[tuple[str, Report[Any]]]:
@@ -31,9 +38,9 @@ def cases(text: str) -> Iterator[tuple[str, Report[Any]]]:
     yield "GPUReport, none", report("GPUReport", text, devices=())
     for key in ("device", "dtype", "kind", "holder"):
         yield f"TensorReport, by {key}", report("TensorReport", text, group_by=key)
-    for magic, kind in reports.cluster.KINDS.items():
-        told = [reports.EngineAnswer(number, report=report(kind.__name__, text)) for number in range(2)]
-        silent = reports.EngineAnswer(2, state="failed", detail=text)
+    for magic, kind in cluster.KINDS.items():
+        told = [cluster.EngineAnswer(number, report=report(kind.__name__, text)) for number in range(2)]
+        silent = cluster.EngineAnswer(2, state="failed", detail=text)
         yield f"ClusterReport, {magic}", report("ClusterReport", text, magic=magic, engines=(*told, silent))
 
 

@@ -7,23 +7,16 @@ from typing import TYPE_CHECKING
 
 import gpumagic
 from gpumagic.device_run import DeviceRun
-from gpumagic.reports import (
-    Advice,
-    DeviceMemoryRow,
-    DiffRow,
-    FitReport,
-    FreedRow,
-    GpuRow,
-    HeldRow,
-    OomReport,
-    PlacedRow,
-    ProcessRow,
-    RehearsalRow,
-    TensorRow,
-    TransferReport,
-    TransferRow,
-    WayRow,
-)
+from gpumagic.reports.changes import DiffRow
+from gpumagic.reports.cluster import PlacedRow
+from gpumagic.reports.gpu import GpuRow, ProcessRow
+from gpumagic.reports.held import FreedRow, HeldRow
+from gpumagic.reports.oom import Advice, OomReport
+from gpumagic.reports.rehearsal import RehearsalRow
+from gpumagic.reports.tensors import DeviceMemoryRow, TensorRow
+from gpumagic.reports.transfers import TransferReport, TransferRow
+from gpumagic.reports.tries import FitReport
+from gpumagic.reports.why import WayRow
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 from gpumagic.render.units import size
-from gpumagic.reports import Action, OomReport
+from gpumagic.reports.at_failure import Action
+from gpumagic.reports.oom import OomReport
 
 _REBINDS = re.compile(r"\s*[\w.]+\s*=[^=]")
 """A line that gives a name another value is a change of what the user works with, not a clearing up."""

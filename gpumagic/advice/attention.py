@@ -11,7 +11,7 @@ from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, called
 from gpumagic.render.units import shape, size
-from gpumagic.reports import Advice
+from gpumagic.reports.oom import Advice
 
 ROWS = 128
 """Queries at a time, where the device has no fused attention."""

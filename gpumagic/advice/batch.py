@@ -12,7 +12,7 @@ from gpumagic.advice.facts import BatchSize, Facts, Loader
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, names_in
 from gpumagic.render.units import count, size
-from gpumagic.reports import Advice, Change
+from gpumagic.reports.oom import Advice, Change
 from gpumagic.reports.rehearsal import Fit
 
 

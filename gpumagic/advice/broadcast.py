@@ -10,7 +10,7 @@ from gpumagic.advice.facts import Facts, TensorFact
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, called
 from gpumagic.render.units import shape, size
-from gpumagic.reports import Advice
+from gpumagic.reports.oom import Advice
 
 LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"})
 

@@ -8,7 +8,7 @@ from gpumagic.advice import law
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import backend, propose
 from gpumagic.render.units import size
-from gpumagic.reports import Advice
+from gpumagic.reports.oom import Advice
 
 A_FAIR_SHARE = 8
 """Every process has pieces too small for the next request; less than one part in so many is no fragmentation."""

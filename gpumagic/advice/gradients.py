@@ -9,7 +9,7 @@ from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import prepare, propose
 from gpumagic.advice.text import Text, called, keyword
 from gpumagic.render.units import size
-from gpumagic.reports import Advice
+from gpumagic.reports.oom import Advice
 
 WORTH_FREEING = 1024**2
 

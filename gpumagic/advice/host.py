@@ -11,7 +11,7 @@ from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, called, keyword
 from gpumagic.render.units import count, size
-from gpumagic.reports import Advice
+from gpumagic.reports.oom import Advice
 
 _MAKERS = frozenset({"zeros", "ones", "empty", "full", "rand", "randn", "random", "standard_normal"})
 

@@ -9,7 +9,7 @@ from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, called
 from gpumagic.render.units import size
-from gpumagic.reports import Advice, Change
+from gpumagic.reports.oom import Advice, Change
 
 _SIGNS = {ast.Add: "+=", ast.Sub: "-=", ast.Mult: "*=", ast.Div: "/="}
 UNARY = frozenset({"relu", "sigmoid", "tanh", "exp", "log", "sqrt", "abs", "neg", "clamp", "square", "sin", "cos"})

@@ -9,7 +9,7 @@ from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import keyword
 from gpumagic.render.units import size
-from gpumagic.reports import Advice
+from gpumagic.reports.oom import Advice
 
 
 def on_the_host(facts: Facts) -> Iterator[Advice]:

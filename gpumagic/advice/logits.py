@@ -10,7 +10,7 @@ from gpumagic.advice.facts import Facts, TensorFact
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, called
 from gpumagic.render.units import shape, size
-from gpumagic.reports import Advice, Change
+from gpumagic.reports.oom import Advice, Change
 
 WIDE = 1000
 """Classes from which the logits are worth a word."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from gpumagic.advice import loop_code
 from gpumagic.advice.loop_code import LoopCode
 from gpumagic.render.units import count, size
-from gpumagic.reports import TransferRow
+from gpumagic.reports.transfers import TransferRow
 
 REPEATED = 2
 """How often a line must have moved again what it had moved before."""

@@ -10,7 +10,7 @@ from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, names_in
 from gpumagic.render.units import count, size
-from gpumagic.reports import Advice
+from gpumagic.reports.oom import Advice
 
 if TYPE_CHECKING:
     from gpumagic.probes.claims import Claim

@@ -11,7 +11,7 @@ from gpumagic.advice.proposal import propose
 from gpumagic.advice.region import Region, called_models, find, read_tensors
 from gpumagic.advice.text import called
 from gpumagic.render.units import count
-from gpumagic.reports import Advice, Change
+from gpumagic.reports.oom import Advice, Change
 
 
 def accumulate(facts: Facts) -> Iterator[Advice]:

@@ -12,7 +12,7 @@ from gpumagic.advice.proposal import backend, propose
 from gpumagic.advice.region import find
 from gpumagic.advice.text import Text, called
 from gpumagic.render.units import size
-from gpumagic.reports import Advice, Change
+from gpumagic.reports.oom import Advice, Change
 
 SAVED = 0.21
 """The share of the activations that autocast saves: measured for GPT-2, whose losses and norms stay in float32."""

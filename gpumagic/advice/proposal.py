@@ -8,7 +8,7 @@ from typing import Any
 
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.text import Text
-from gpumagic.reports import Advice, Change
+from gpumagic.reports.oom import Advice, Change
 
 
 def propose(

@@ -30,7 +30,7 @@ from gpumagic.advice import (
     results,
 )
 from gpumagic.advice.facts import Facts
-from gpumagic.reports import Advice
+from gpumagic.reports.oom import Advice
 
 Rule = Callable[[Facts], Iterable[Advice]]
 

@@ -9,7 +9,7 @@ from gpumagic.advice import law
 from gpumagic.advice.facts import Facts, Model
 from gpumagic.advice.proposal import prepare, propose
 from gpumagic.render.units import size
-from gpumagic.reports import Advice
+from gpumagic.reports.oom import Advice
 
 _WRAP = """\
 from functools import partial

@@ -8,7 +8,7 @@ from gpumagic.advice import broadcast
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.render.units import size
-from gpumagic.reports import Advice
+from gpumagic.reports.oom import Advice
 
 
 def size_bug(facts: Facts) -> Iterator[Advice]:

@@ -9,7 +9,7 @@ from gpumagic.advice.facts import Collection, Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text
 from gpumagic.render.units import count, size
-from gpumagic.reports import Advice
+from gpumagic.reports.oom import Advice
 
 WORTH_MOVING = 1024**2
 

@@ -14,7 +14,8 @@ from gpumagic.probes.origin import here
 from gpumagic.reports.origin import Origin
 
 if TYPE_CHECKING:
-    from gpumagic.reports import GPUReport, TensorReport
+    from gpumagic.reports.gpu import GPUReport
+    from gpumagic.reports.tensors import TensorReport
 
 Errand = tuple[Origin, Any]
 """Where it was done, and what came of it."""

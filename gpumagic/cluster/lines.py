@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from gpumagic.cluster import cells, looks
 from gpumagic.errors import OptionError
-from gpumagic.reports import ClusterReport
+from gpumagic.reports.cluster import ClusterReport
 
 _ALONE = {
     "gpuinfo": ("each_cell", "best", "bench"),

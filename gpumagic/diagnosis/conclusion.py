@@ -8,7 +8,7 @@ from gpumagic.diagnosis.evidence import WORTH_SAYING, Circumstances, gather
 from gpumagic.diagnosis.failure import Failure
 from gpumagic.probes import origin
 from gpumagic.render.units import size
-from gpumagic.reports import OomReport
+from gpumagic.reports.oom import OomReport
 
 
 def conclude(failure: Failure, circumstances: Circumstances) -> OomReport:

@@ -12,7 +12,7 @@ from gpumagic.probes import allocator, claims, failing_code, host, oom, scene
 from gpumagic.probes import instant as instants
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.oom import OomEvent
-from gpumagic.reports import Instant, Share
+from gpumagic.reports.at_failure import Instant, Share
 
 Figures = Mapping[str, AllocatorFigures]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpumagic import device_names
 from gpumagic.probes import allocator, host
-from gpumagic.reports import BenchReport, BenchRow
+from gpumagic.reports.gpu import BenchReport, BenchRow
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192

@@ -13,7 +13,7 @@ from gpumagic.probes.lasting import Found
 from gpumagic.probes.places import OfCell, OfCode, Place
 from gpumagic.probes.timeline import STRETCHES, TimelineLog
 from gpumagic.probes.watched_code import WatchedCode
-from gpumagic.reports import MemoryTimeline
+from gpumagic.reports.timeline import MemoryTimeline
 
 
 class CellMemory:

@@ -18,7 +18,7 @@ from gpumagic.probes.kinds import roles, subclasses
 from gpumagic.probes.paths import MAX_STEPS, Names
 from gpumagic.probes.rows import Findings, Rows
 from gpumagic.probes.storages import Ledger, Storage
-from gpumagic.reports import GraphRow, SourceRow, TensorRow
+from gpumagic.reports.tensors import GraphRow, SourceRow, TensorRow
 
 
 class Census:

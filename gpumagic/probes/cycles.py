@@ -17,7 +17,7 @@ from typing import Any
 from gpumagic import _compat
 from gpumagic.probes.kinds import subclasses
 from gpumagic.probes.storages import Ledger, undisturbed
-from gpumagic.reports import TensorRow
+from gpumagic.reports.tensors import TensorRow
 
 WORTH_LOOKING = 1 << 20
 """Bytes without a holder that are worth a look where nobody asked: it takes some 0.2 s for a million objects."""

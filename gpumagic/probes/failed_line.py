@@ -18,7 +18,7 @@ from gpumagic.advice import mishaps
 from gpumagic.advice.mishaps import Failure
 from gpumagic.probes import allocator, exception_graph, frames, operands
 from gpumagic.probes.frames import is_a_functions, is_users
-from gpumagic.reports import Explanation
+from gpumagic.reports.explanation import Explanation
 
 Span = tuple[int, int, int, int]
 """First line, last line, first column, column after the last; columns in bytes of UTF-8, as `ast` counts them."""

@@ -17,7 +17,7 @@ from gpumagic.probes.processes import attribute
 from gpumagic.probes.torch_build import TorchBuild, torch_build
 from gpumagic.probes.torch_names import Naming
 from gpumagic.probes.visibility import Visibility
-from gpumagic.reports import GPUReport, GpuRow
+from gpumagic.reports.gpu import GPUReport, GpuRow
 
 ONLY_WITH_ALL = ("bus_id", "fan", "clock_memory", "clock_memory_max", "compute_capability", "encoder_utilization",
                  "decoder_utilization", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max",

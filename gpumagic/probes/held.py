@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from gpumagic.probes import allocator, gradients, holders, last_error, outputs, tensors
 from gpumagic.probes.graphs import Graphs
 from gpumagic.probes.storages import Ledger, uncollected, undisturbed
-from gpumagic.reports import FreedRow, ReleaseReport, TensorReport
+from gpumagic.reports.held import FreedRow, ReleaseReport
+from gpumagic.reports.tensors import TensorReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

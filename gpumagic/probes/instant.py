@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from gpumagic.advice.facts import Work
 from gpumagic.probes import exception_graph, failed_line, tensors
 from gpumagic.probes.frames import is_users
-from gpumagic.reports import Instant, Shape, Share, TensorRow
+from gpumagic.reports.at_failure import Instant, Shape, Share
 from gpumagic.reports.lookup import root_of
+from gpumagic.reports.tensors import TensorRow
 
 if TYPE_CHECKING:
     from gpumagic.probes.allocator import AllocatorFigures

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpumagic.probes import anatomy
 from gpumagic.probes.frames import MISSING
-from gpumagic.reports import Operand
+from gpumagic.reports.explanation import Operand
 
 _MOST = 1000  # parts of a container that are looked at
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from gpumagic.probes import allocator, unified
 from gpumagic.probes.torch_build import TorchBuild
-from gpumagic.reports import GpuRow
+from gpumagic.reports.gpu import GpuRow
 
 TORCH_TELLS = ("device", "name", "memory_total", "memory_used", "memory_free", "kernel_allocated", "kernel_reserved",
                "predicted", "simulated", "unified", "reasons")  # fmt: skip

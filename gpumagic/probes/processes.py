@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from gpumagic.probes.listed_processes import Process
-from gpumagic.reports import ProcessRow
+from gpumagic.reports.gpu import ProcessRow
 
 PROC = Path("/proc")
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpumagic.probes import allocator
-from gpumagic.reports import DeviceMemoryRow, TensorRow
+from gpumagic.reports.tensors import DeviceMemoryRow, TensorRow
 
 GRANULE = 512
 """Bytes: the caching allocators of torch hand out multiples of it (kMinBlockSize)."""

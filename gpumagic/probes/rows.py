@@ -11,9 +11,9 @@ from gpumagic.probes.blocks import looked_at, occupied
 from gpumagic.probes.detaching import Detaching
 from gpumagic.probes.paths import Names
 from gpumagic.probes.storages import Look, Storage
-from gpumagic.reports import GraphRow, TensorRow
 from gpumagic.reports.lookup import root_of
 from gpumagic.reports.selection import KINDS
+from gpumagic.reports.tensors import GraphRow, TensorRow
 
 MAX_NAMES = 16
 """Names kept of one storage; views of one tensor may have thousands."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from gpumagic.probes import cycles, identity, origin, reconcile
 from gpumagic.probes.census import Census
 from gpumagic.probes.storages import uncollected, undisturbed
-from gpumagic.reports import TensorReport, TensorRow
+from gpumagic.reports.tensors import TensorReport, TensorRow
 
 
 def probe(

@@ -17,7 +17,7 @@ from threading import Lock
 from gpumagic.probes import line_spans
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.lasting import Kept
-from gpumagic.reports import MemoryCourse, MemoryPoint, MemoryTimeline
+from gpumagic.reports.timeline import MemoryCourse, MemoryPoint, MemoryTimeline
 
 STRETCHES = 200
 """Into how many stretches the time of a cell is folded at most."""

@@ -16,7 +16,9 @@ from gpumagic.probes import allocator, origin, residents
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.moved import Moved, is_pageable
-from gpumagic.reports import Explanation, MemoryTimeline, TransferReport, TransferRow
+from gpumagic.reports.explanation import Explanation
+from gpumagic.reports.timeline import MemoryTimeline
+from gpumagic.reports.transfers import TransferReport, TransferRow
 
 SCOPE = (
     "Counts what lines ask for, in threads that work for them and in backward through these moves too; what operators "

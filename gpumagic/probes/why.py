@@ -12,9 +12,10 @@ from gpumagic.probes.openers import opener_of
 from gpumagic.probes.references import References, Step
 from gpumagic.probes.spelling import Path, spell
 from gpumagic.probes.storages import Ledger, uncollected, undisturbed
-from gpumagic.reports import TensorReport, TensorRow, WayRow, WhyReport
 from gpumagic.reports.held import RELEASE, command, is_code
 from gpumagic.reports.lookup import find, plain
+from gpumagic.reports.tensors import TensorReport, TensorRow
+from gpumagic.reports.why import WayRow, WhyReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

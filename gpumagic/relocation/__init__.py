@@ -18,7 +18,7 @@ from gpumagic.relocation.contents import Contents, rebuilt
 from gpumagic.relocation.copies import Copies, Parcel, packed
 from gpumagic.relocation.loads import CAUSE, Load
 from gpumagic.relocation.owners import Changes
-from gpumagic.reports import TransferRow
+from gpumagic.reports.transfers import TransferRow
 
 
 def check(names: Iterable[str], namespace: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from gpumagic.render import html, text
 
 if TYPE_CHECKING:
     from gpumagic.render.document import Document
-    from gpumagic.reports import Report
+    from gpumagic.reports.base import Report
 
 
 def to_text(report: Report[Any], width: int | None = None, unicode: bool | None = None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Table
 from gpumagic.render.units import NOT_AVAILABLE, count, rate
-from gpumagic.reports import BenchReport, BenchRow
+from gpumagic.reports.gpu import BenchReport, BenchRow
 
 LEGEND = (
     "The best go of each: square matrices large enough to be timed, copies of up to 256 MiB, from one device "

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from gpumagic.render import memory
 from gpumagic.render.text import terminal_has_unicode, to_ascii
 from gpumagic.render.units import bounded, duration, printable, size
-from gpumagic.reports import CellRow, MemoryTimeline
+from gpumagic.reports.cells import CellRow
+from gpumagic.reports.timeline import MemoryTimeline
 
 COLUMNS = 12
 

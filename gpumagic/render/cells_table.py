@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gpumagic.render import memory
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.render.units import NOT_AVAILABLE, count, duration, size
-from gpumagic.reports import CellRow, CellsReport
+from gpumagic.reports.cells import CellRow, CellsReport
 
 SHOWN = 20
 SPARKS = 12

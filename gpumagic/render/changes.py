@@ -8,7 +8,7 @@ from gpumagic.render.cells import dims, kind_cell
 from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
 from gpumagic.render.lines import Line, fold
 from gpumagic.render.units import count, size
-from gpumagic.reports import DeviceChange, DiffReport, DiffRow
+from gpumagic.reports.changes import DeviceChange, DiffReport, DiffRow
 
 _WORDS = {"came": "new", "went": "gone", "resized": "resized", "lost its name": "unnamed"}
 

@@ -7,8 +7,7 @@ from importlib import import_module
 
 from gpumagic.render.document import Block, Document, Heading, Paragraph
 from gpumagic.render.units import count
-from gpumagic.reports import ClusterReport, EngineAnswer
-from gpumagic.reports.cluster import ANSWERED
+from gpumagic.reports.cluster import ANSWERED, ClusterReport, EngineAnswer
 
 _PARTS: Mapping[str, str] = {
     "gpuinfo": "gpumagic.render.cluster_gpus",

@@ -8,7 +8,8 @@ from gpumagic.render import transfers
 from gpumagic.render.cluster import engines, numbers
 from gpumagic.render.document import Block, Cell, Column, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.render.units import count, duration, size
-from gpumagic.reports import ClusterReport, EngineAnswer, TransferReport
+from gpumagic.reports.cluster import ClusterReport, EngineAnswer
+from gpumagic.reports.transfers import TransferReport
 
 MOST_ROWS = 32
 MOST_REPORTS = 8

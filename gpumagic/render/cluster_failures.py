@@ -6,7 +6,8 @@ from gpumagic.render import oom
 from gpumagic.render.cluster import numbers
 from gpumagic.render.document import Block, Fold, Heading
 from gpumagic.render.units import count
-from gpumagic.reports import ClusterReport, EngineAnswer, OomReport
+from gpumagic.reports.cluster import ClusterReport, EngineAnswer
+from gpumagic.reports.oom import OomReport
 
 IN_FULL = 2
 """Reports that are shown whole; of more the headline is, and in a notebook the rest folded."""

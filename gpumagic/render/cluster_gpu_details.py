@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from gpumagic.render import gpu_details, gpu_processes
 from gpumagic.render.document import Block, Heading
-from gpumagic.reports import ClusterReport, GPUReport, GpuRow, ProcessRow
+from gpumagic.reports.cluster import ClusterReport
+from gpumagic.reports.gpu import GPUReport, GpuRow, ProcessRow
 from gpumagic.reports.shared_gpus import SharedGpu
 
 

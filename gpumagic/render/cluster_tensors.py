@@ -10,7 +10,8 @@ from gpumagic.render.cluster import numbers
 from gpumagic.render.document import Block, Cell, Column, Paragraph, Segment, Table
 from gpumagic.render.lines import Line, fold, holder_text
 from gpumagic.render.units import count, size
-from gpumagic.reports import ClusterReport, DeviceMemoryRow, EngineAnswer, TensorReport, TensorRow
+from gpumagic.reports.cluster import ClusterReport, EngineAnswer
+from gpumagic.reports.tensors import DeviceMemoryRow, TensorReport, TensorRow
 
 MOST_DEVICES = 24
 """Rows of devices, those with most in tensors first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpumagic.render import gpu_details, gpu_processes, gpu_table
 from gpumagic.render.document import Block, Document, Heading, Paragraph
 from gpumagic.render.units import count
-from gpumagic.reports import GPUReport
+from gpumagic.reports.gpu import GPUReport
 
 
 def view(report: GPUReport) -> Document:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gpumagic.render.document import Cell, Column, Table
 from gpumagic.render.gpu_table import absent, clock, power, short
 from gpumagic.render.units import percent, rate, size
-from gpumagic.reports import GpuRow
+from gpumagic.reports.gpu import GpuRow
 
 
 def table(row: GpuRow, rows: Sequence[GpuRow]) -> Table:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gpumagic.render.document import Block, Cell, Column, Heading, Paragraph, Table
 from gpumagic.render.gpu_table import absent, short
 from gpumagic.render.units import NOT_AVAILABLE, percent, size
-from gpumagic.reports import GpuRow, ProcessRow
+from gpumagic.reports.gpu import GpuRow, ProcessRow
 
 
 def blocks(rows: Sequence[GpuRow]) -> list[Block]:

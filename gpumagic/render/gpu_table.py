@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpumagic.render.document import Block, Cell, Column, Paragraph, Segment, Table
 from gpumagic.render.units import NOT_AVAILABLE, count, pair, percent, size
-from gpumagic.reports import GpuRow
+from gpumagic.reports.gpu import GpuRow
 
 BAR = "Bar, from the left: tensors of this kernel, its cache, all else in use."
 ELSEWHERE = "in a wider terminal, or with -a"

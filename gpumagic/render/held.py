@@ -8,7 +8,7 @@ from gpumagic.render.cells import dims, kind_cell, sized
 from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Table
 from gpumagic.render.lines import Line, fold, pattern, shared
 from gpumagic.render.units import count, size
-from gpumagic.reports import FreedRow, HeldReport, HeldRow, ReleaseReport
+from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
 
 _SEVERAL = 4
 """Holders in a sentence, and lines to type, before the rest is counted."""

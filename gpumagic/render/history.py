@@ -8,7 +8,9 @@ from typing import Any, cast
 from gpumagic.render import cluster, gpu
 from gpumagic.render.document import Block, Cell, Column, Document, Paragraph, Table
 from gpumagic.render.units import NOT_AVAILABLE, sparkline
-from gpumagic.reports import ClusterReport, GPUReport, HistoryReport, Report, SampleRow
+from gpumagic.reports.base import Report
+from gpumagic.reports.cluster import ClusterReport
+from gpumagic.reports.gpu import GPUReport, HistoryReport, SampleRow
 
 SHOWN = 30
 """Moments in a line."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from gpumagic.render import parts
 from gpumagic.render.document import Block, Course, Fold, Paragraph
 from gpumagic.render.units import count, duration, size, sparkline
-from gpumagic.reports import MemoryCourse, MemoryTimeline
+from gpumagic.reports.timeline import MemoryCourse, MemoryTimeline
 
 COLUMNS = 60
 ENOUGH = 4

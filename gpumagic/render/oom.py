@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from gpumagic.render import memory, tries
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
 from gpumagic.render.units import NOT_AVAILABLE, count, shape, size
-from gpumagic.reports import Advice, Holder, OomReport
+from gpumagic.reports.names import Holder
+from gpumagic.reports.oom import Advice, OomReport
 
 SHOWN_ADVICE = 5
 SHOWN_HOLDERS = 6

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 from gpumagic.errors import GpuMagicError
 from gpumagic.render import parts
 from gpumagic.render.units import cut_middle, printable
-from gpumagic.reports import CellsReport, HistoryReport, MemoryCourse, MemoryTimeline, RehearsalPoint, RehearsalReport
+from gpumagic.reports.cells import CellsReport
+from gpumagic.reports.gpu import HistoryReport
+from gpumagic.reports.rehearsal import RehearsalPoint, RehearsalReport
+from gpumagic.reports.timeline import MemoryCourse, MemoryTimeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

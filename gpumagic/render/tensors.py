@@ -9,8 +9,8 @@ from gpumagic.render.cells import dims, kind_cell, sized
 from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
 from gpumagic.render.lines import Line, fold, holder_text
 from gpumagic.render.units import count, size
-from gpumagic.reports import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
 from gpumagic.reports.lookup import root_of
+from gpumagic.reports.tensors import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
 
 ROLES: tuple[Literal["main", "second", "other"], ...] = ("main", "second", "other")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from gpumagic.render import memory
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.render.units import NOT_AVAILABLE, count, duration, size
-from gpumagic.reports import TransferReport, TransferRow
+from gpumagic.reports.transfers import TransferReport, TransferRow
 
 SHOWN_WAYS = 6
 SHOWN_LINES = 12

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Table
 from gpumagic.render.units import count, duration, size
-from gpumagic.reports import FitReport, Try
+from gpumagic.reports.tries import FitReport, Try
 
 
 def view(report: FitReport) -> Document:

@@ -8,7 +8,8 @@ from gpumagic.render.cells import dims
 from gpumagic.render.document import Block, Document, Heading, Paragraph, Tree
 from gpumagic.render.lines import holder_text
 from gpumagic.render.units import count, size
-from gpumagic.reports import TensorRow, WhyReport
+from gpumagic.reports.tensors import TensorRow
+from gpumagic.reports.why import WhyReport
 
 SHOWN = 8
 

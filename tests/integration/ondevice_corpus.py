@@ -23,7 +23,7 @@ from typing import Any
 
 from gpumagic import simgpu
 from gpumagic.device_run import DeviceRun
-from gpumagic.reports import TransferReport
+from gpumagic.reports.transfers import TransferReport
 
 FOLDER = Path(__file__).parent / "ondevice_cells"
 SETUP = """

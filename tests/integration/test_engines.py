@@ -17,7 +17,7 @@ from traitlets.config import Config
 
 import gpumagic
 from gpumagic.cluster.looks import Follower
-from gpumagic.reports import ClusterReport
+from gpumagic.reports.cluster import ClusterReport
 from gpumagic.reports.shared_gpus import shared_gpus
 
 ipyparallel = pytest.importorskip("ipyparallel")

@@ -15,7 +15,7 @@ import torch
 import gpumagic
 from gpumagic.device_run import DeviceRun
 from gpumagic.probes import failed_line, frames
-from gpumagic.reports import Explanation
+from gpumagic.reports.explanation import Explanation
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

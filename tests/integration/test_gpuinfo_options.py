@@ -10,7 +10,7 @@ import pytest
 
 from gpumagic import api, progress
 from gpumagic.probes import bench
-from gpumagic.reports import BenchReport, GPUReport
+from gpumagic.reports.gpu import BenchReport, GPUReport
 
 NUMBERS = (
     "memory_total", "memory_used", "memory_free", "memory_reserved", "kernel_allocated", "kernel_reserved",

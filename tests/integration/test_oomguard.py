@@ -12,7 +12,7 @@ import torch
 from oom_cells import FREED, GIB, allocated
 
 import gpumagic
-from gpumagic.reports import OomReport
+from gpumagic.reports.oom import OomReport
 
 
 @pytest.mark.parametrize("cell", FREED.values(), ids=FREED)

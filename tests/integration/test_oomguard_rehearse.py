@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gpumagic.reports import RehearsalReport
+from gpumagic.reports.rehearsal import RehearsalReport
 
 
 @pytest.fixture

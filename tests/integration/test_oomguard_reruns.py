@@ -10,7 +10,7 @@ from IPython.core.error import UsageError
 from oom_cells import GIB, allocated
 
 import gpumagic
-from gpumagic.reports import FitReport
+from gpumagic.reports.tries import FitReport
 
 pytestmark = pytest.mark.usefixtures("warm_worker")
 

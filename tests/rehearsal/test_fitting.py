@@ -16,7 +16,7 @@ from gpumagic.rehearsal import fit, fitting
 from gpumagic.rehearsal.replay import Recordings
 from gpumagic.rehearsal.stage.ledger import STARTS
 from gpumagic.rehearsal.targets import Target
-from gpumagic.reports import DeviceForecast, RehearsalReport
+from gpumagic.reports.rehearsal import DeviceForecast, RehearsalReport
 
 HERE = Path(__file__).parent
 MIB = 1 << 20

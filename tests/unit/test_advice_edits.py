@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpumagic.advice import cell_code, ranking, text
 from gpumagic.advice.facts import BatchSize, Facts, Growth, Model, Scene, TensorFact, Work
 from gpumagic.probes.allocator import AllocatorFigures
-from gpumagic.reports import Advice, Change
+from gpumagic.reports.oom import Advice, Change
 
 GIB = 2**30
 SIMPLE = st.sampled_from([

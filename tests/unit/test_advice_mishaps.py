@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumagic.advice.mishaps import Failure, explain, is_known
-from gpumagic.reports import Operand
+from gpumagic.reports.explanation import Operand
 
 HERE = ("cuda:0", "cuda:1", "cpu", "meta")
 MIXED = (

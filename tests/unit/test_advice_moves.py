@@ -9,7 +9,7 @@ import pytest
 from gpumagic.advice import loop_code
 from gpumagic.advice.loop_code import Creation
 from gpumagic.advice.moves import suggestions
-from gpumagic.reports import TransferRow
+from gpumagic.reports.transfers import TransferRow
 
 MIB = 1024**2
 

@@ -13,7 +13,7 @@ from gpumagic import progress
 from gpumagic.errors import DeviceNotFound
 from gpumagic.probes import bench
 from gpumagic.render import to_html, to_text
-from gpumagic.reports import BenchReport, BenchRow
+from gpumagic.reports.gpu import BenchReport, BenchRow
 
 COPIES = [
     "host-to-device",

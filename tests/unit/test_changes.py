@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gpumagic.errors import GpuMagicError
 from gpumagic.probes import identity
 from gpumagic.probes.tensors import probe
-from gpumagic.reports import TensorReport
+from gpumagic.reports.tensors import TensorReport
 
 NAMES = "abcd"
 

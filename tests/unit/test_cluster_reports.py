@@ -14,9 +14,11 @@ import gpumagic
 from gpumagic.errors import OptionError
 from gpumagic.render import to_html, to_text
 from gpumagic.render.cluster import numbers
-from gpumagic.reports import EngineAnswer, GPUReport, GpuRow, Origin, ProcessRow, TensorReport, TensorRow
-from gpumagic.reports.cluster import ClusterReport
+from gpumagic.reports.cluster import ClusterReport, EngineAnswer
+from gpumagic.reports.gpu import GPUReport, GpuRow, ProcessRow
+from gpumagic.reports.origin import Origin
 from gpumagic.reports.shared_gpus import shared_gpus
+from gpumagic.reports.tensors import TensorReport, TensorRow
 
 GIB = 1 << 30
 

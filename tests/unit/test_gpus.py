@@ -14,7 +14,7 @@ from gpumagic.errors import DeviceNotFound
 from gpumagic.probes import absence, allocator, cards, gpus, nvml, other_devices, selection
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.torch_build import TorchBuild, torch_build
-from gpumagic.reports import GPUReport, GpuRow
+from gpumagic.reports.gpu import GPUReport, GpuRow
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from gpumagic import live
 from gpumagic.errors import GpuMagicError
 from gpumagic.render import to_html, to_text
-from gpumagic.reports import GPUReport, GpuRow, HistoryReport, SampleRow
+from gpumagic.reports.gpu import GPUReport, GpuRow, HistoryReport, SampleRow
 
 GIB = 1024**3
 

@@ -25,8 +25,8 @@ from gpumagic.probes import holders
 from gpumagic.probes.holders import name_storages
 from gpumagic.probes.paths import Search
 from gpumagic.probes.tensors import probe
-from gpumagic.reports import TensorReport
 from gpumagic.reports.lookup import root_of
+from gpumagic.reports.tensors import TensorReport
 
 
 def names_of(tensor, namespace, shell=None):

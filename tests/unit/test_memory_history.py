@@ -8,7 +8,7 @@ import torch
 
 from gpumagic.probes import history
 from gpumagic.probes.tensors import probe
-from gpumagic.reports import SourceRow
+from gpumagic.reports.tensors import SourceRow
 
 TORCH = {"filename": f"{sysconfig.get_path('purelib')}/torch/nn/functional.py", "line": 5, "name": "relu"}
 STEP = {"filename": "train.py", "line": 12, "name": "step"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gpumagic.advice import actions
-from gpumagic.reports import Advice, Holder, OomReport
+from gpumagic.reports.names import Holder
+from gpumagic.reports.oom import Advice, OomReport
 
 MIB = 2**20
 DEVICE = "cuda:0"

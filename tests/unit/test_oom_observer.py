@@ -8,7 +8,7 @@ import torch
 import gpumagic
 from gpumagic.oom_guard import OomGuard
 from gpumagic.probes import oom_observer
-from gpumagic.reports import Share
+from gpumagic.reports.at_failure import Share
 
 TEXT = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 2 has a total capacity of 2.00 GiB of which 0 bytes free."
 

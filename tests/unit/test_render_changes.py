@@ -7,18 +7,10 @@ import dataclasses
 import pytest
 
 from gpumagic.render import to_html, to_text
-from gpumagic.reports import (
-    DeviceChange,
-    DiffReport,
-    DiffRow,
-    FreedRow,
-    HeldReport,
-    HeldRow,
-    ReleaseReport,
-    TensorRow,
-    WayRow,
-    WhyReport,
-)
+from gpumagic.reports.changes import DeviceChange, DiffReport, DiffRow
+from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
+from gpumagic.reports.tensors import TensorRow
+from gpumagic.reports.why import WayRow, WhyReport
 
 KIB, MIB = 1024, 1024**2
 RELEASE, COLLECT = "%devices --release-held", "import gc; gc.collect()"

@@ -10,7 +10,7 @@ import pytest
 
 from gpumagic.render import to_html, to_text
 from gpumagic.render.units import pair
-from gpumagic.reports import GPUReport, GpuRow, ProcessRow
+from gpumagic.reports.gpu import GPUReport, GpuRow, ProcessRow
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 PROCESSES = (

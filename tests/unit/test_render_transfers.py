@@ -6,7 +6,9 @@ import re
 from typing import Any
 
 from gpumagic.render import to_html, to_text
-from gpumagic.reports import Explanation, Holder, TransferReport, TransferRow
+from gpumagic.reports.explanation import Explanation
+from gpumagic.reports.names import Holder
+from gpumagic.reports.transfers import TransferReport, TransferRow
 
 
 def row(line: int | None, nbytes: int, source: str = "cpu", target: str = "cuda:0", **more: Any) -> TransferRow:

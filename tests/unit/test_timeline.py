@@ -13,15 +13,10 @@ from gpumagic.probes import line_spans
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.timeline import TimelineLog
 from gpumagic.render import memory, to_html, to_text
-from gpumagic.reports import (
-    MemoryCourse,
-    MemoryPoint,
-    MemoryTimeline,
-    OomReport,
-    RehearsalPoint,
-    RehearsalReport,
-    TransferReport,
-)
+from gpumagic.reports.oom import OomReport
+from gpumagic.reports.rehearsal import RehearsalPoint, RehearsalReport
+from gpumagic.reports.timeline import MemoryCourse, MemoryPoint, MemoryTimeline
+from gpumagic.reports.transfers import TransferReport
 
 MIB = 1024**2
 DEVICE = "cuda:0"
