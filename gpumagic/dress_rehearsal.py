@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from IPython.display import display
 
-from gpumagic import _compat, progress
+from gpumagic import _compat
 from gpumagic.errors import GpuMagicError, OptionError
+from gpumagic.report import progress
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

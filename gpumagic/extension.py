@@ -51,8 +51,8 @@ def unload(shell: InteractiveShell) -> None:
         for name in _GOING_ON:
             if name in sys.modules:
                 sys.modules[name].off(shell)
-        if "gpumagic.render.units" in sys.modules:
-            sys.modules["gpumagic.render.units"].use("binary")  # whatever `%config GPUMagic.units` said
+        if "gpumagic.report.units" in sys.modules:
+            sys.modules["gpumagic.report.units"].use("binary")  # whatever `%config GPUMagic.units` said
         if "gpumagic.rehearsal.client" in sys.modules:
             sys.modules["gpumagic.rehearsal.client"].close()
         undo.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpumagic.probes import host
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -68,7 +68,7 @@ class GPUMagic(Magics):
 
     @observe("units")
     def _use_units(self, change: Mapping[str, Any]) -> None:
-        from gpumagic.render import units
+        from gpumagic.report import units
 
         units.use(change["new"])
 
@@ -256,8 +256,8 @@ def _on_engines(magic: str, options: Namespace) -> object:
 
 
 def _bench(devices: list[str]) -> Any:
-    from gpumagic import progress
     from gpumagic.probes import bench
+    from gpumagic.report import progress
 
     return bench.probe(devices, progress=functools.partial(progress.bar, unit="measurement"))
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from gpumagic.diagnosis import Failure
     from gpumagic.probes.allocator import AllocatorFigures
-    from gpumagic.reports.base import Report
+    from gpumagic.report.base import Report
     from gpumagic.reports.oom import OomReport
     from gpumagic.reports.timeline import MemoryTimeline
     from gpumagic.reports.tries import FitReport

@@ -19,7 +19,7 @@ from gpumagic.device_run import DeviceRun
 from gpumagic.guards import BodyOutcome, Guard, Nested, Outcome
 from gpumagic.probes import allocator, release, residents
 from gpumagic.probes.rollback import Rollback
-from gpumagic.render.units import count, size
+from gpumagic.report.units import count, size
 from gpumagic.reports.oom import OomReport
 from gpumagic.reports.tries import FitReport, Try
 from gpumagic.rerun_plan import Plan, Step, steps

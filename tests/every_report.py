@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from gpumagic import reports
+from gpumagic.report.base import Report
 from gpumagic.reports import cluster
-from gpumagic.reports.base import Report
 
 MIB = 1024**2
 KINDS = sorted(name for name in import_module("gpumagic.render")._VIEWS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 from gpumagic.reports.at_failure import Action
 from gpumagic.reports.oom import OomReport
 

@@ -11,7 +11,7 @@ from gpumagic.advice.cell_code import defaults
 from gpumagic.advice.facts import BatchSize, Facts, Loader
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, names_in
-from gpumagic.render.units import count, size
+from gpumagic.report.units import count, size
 from gpumagic.reports.oom import Advice, Change
 from gpumagic.reports.rehearsal import Fit
 

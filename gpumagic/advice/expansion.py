@@ -9,7 +9,7 @@ from math import prod
 from gpumagic.advice.facts import Facts, TensorFact
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, called
-from gpumagic.render.units import shape, size
+from gpumagic.report.units import shape, size
 from gpumagic.reports.oom import Advice
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpumagic.advice.text import Text
     from gpumagic.probes.allocator import AllocatorFigures
     from gpumagic.probes.claims import Claim
-    from gpumagic.reports.names import Holder
+    from gpumagic.report.holder import Holder
     from gpumagic.reports.rehearsal import Fit
 
 _STEPS = ("_multi_tensor_", "_single_tensor_", "_fused_adam", "_fused_sgd", "_init_group")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumagic.render.units import count, size
+from gpumagic.report.units import count, size
 from gpumagic.reports.rehearsal import DeviceForecast
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from gpumagic.advice import law
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import backend, propose
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice
 
 A_FAIR_SHARE = 8

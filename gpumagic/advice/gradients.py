@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import prepare, propose
 from gpumagic.advice.text import Text, called, keyword
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice
 
 WORTH_FREEING = 1024**2

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from gpumagic.advice.facts import Facts, Growth, TensorFact
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, called, keyword, names_in
-from gpumagic.render.units import count, size
+from gpumagic.report.units import count, size
 from gpumagic.reports.oom import Advice, Change
 
 NO_GRAD = "with torch.no_grad():"

@@ -10,7 +10,7 @@ from gpumagic.advice.batch import remake
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, called, keyword
-from gpumagic.render.units import count, size
+from gpumagic.report.units import count, size
 from gpumagic.reports.oom import Advice
 
 _MAKERS = frozenset({"zeros", "ones", "empty", "full", "rand", "randn", "random", "standard_normal"})

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import keyword
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 from gpumagic.reports.explanation import Explanation, Operand
 
 WORTH_SAYING = 1024**2

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from gpumagic.advice import loop_code
 from gpumagic.advice.loop_code import LoopCode
-from gpumagic.render.units import count, size
+from gpumagic.report.units import count, size
 from gpumagic.reports.transfers import TransferRow
 
 REPEATED = 2

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text, names_in
-from gpumagic.render.units import count, size
+from gpumagic.report.units import count, size
 from gpumagic.reports.oom import Advice
 
 if TYPE_CHECKING:

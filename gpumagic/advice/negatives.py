@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpumagic.advice.facts import Facts
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 
 
 def sentences(facts: Facts) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from gpumagic.advice.facts import Facts, Model, Optimizer
 from gpumagic.advice.proposal import backend, propose
 from gpumagic.advice.text import Text, called, keyword
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice
 
 FOREACH_EXTRA = 0.87

@@ -10,7 +10,7 @@ from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.region import Region, called_models, find, read_tensors
 from gpumagic.advice.text import called
-from gpumagic.render.units import count
+from gpumagic.report.units import count
 from gpumagic.reports.oom import Advice, Change
 
 

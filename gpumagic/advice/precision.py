@@ -11,7 +11,7 @@ from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import backend, propose
 from gpumagic.advice.region import find
 from gpumagic.advice.text import Text, called
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice, Change
 
 SAVED = 0.21

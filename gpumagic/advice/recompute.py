@@ -8,7 +8,7 @@ from typing import Any
 from gpumagic.advice import law
 from gpumagic.advice.facts import Facts, Model
 from gpumagic.advice.proposal import prepare, propose
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice
 
 _WRAP = """\

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from gpumagic.advice.facts import Collection, Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.text import Text
-from gpumagic.render.units import count, size
+from gpumagic.report.units import count, size
 from gpumagic.reports.oom import Advice
 
 WORTH_MOVING = 1024**2

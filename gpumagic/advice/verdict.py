@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpumagic.advice import broadcast, fragments
 from gpumagic.advice.facts import Facts
-from gpumagic.render.units import shape, size
+from gpumagic.report.units import shape, size
 
 A_FAIR_SHARE = 10
 """What holds less than one part in so many of the device is advice perhaps, but not the verdict."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpumagic import session
 from gpumagic.errors import OptionError
-from gpumagic.reports.origin import Origin
+from gpumagic.report.origin import Origin
 
 AS_PX = "px"
 """Those that `%%px` goes to, which `%pxconfig --targets` changes."""

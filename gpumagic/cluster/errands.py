@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic import device_names, session, simgpu
 from gpumagic.errors import OptionError
-from gpumagic.probes.origin import here
-from gpumagic.reports.origin import Origin
+from gpumagic.report.here import here
+from gpumagic.report.origin import Origin
 
 if TYPE_CHECKING:
     from gpumagic.reports.gpu import GPUReport

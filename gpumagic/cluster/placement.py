@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpumagic.errors import OptionError
-from gpumagic.reports.origin import Origin
+from gpumagic.report.origin import Origin
 
 
 @dataclass(frozen=True, slots=True)

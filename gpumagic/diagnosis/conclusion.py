@@ -6,8 +6,8 @@ from gpumagic.advice import negatives, ranking, verdict
 from gpumagic.advice.facts import Facts
 from gpumagic.diagnosis.evidence import WORTH_SAYING, Circumstances, gather
 from gpumagic.diagnosis.failure import Failure
-from gpumagic.probes import origin
-from gpumagic.render.units import size
+from gpumagic.report import here
+from gpumagic.report.units import size
 from gpumagic.reports.oom import OomReport
 
 
@@ -41,7 +41,7 @@ def _report(facts: Facts, failure: Failure, circumstances: Circumstances, notes:
         recovered=circumstances.recovered,
         message=failure.event.message,
         notes=(*notes, *negatives.sentences(facts), *_notes(facts, failure, circumstances)),
-        origin=origin.here(),
+        origin=here.here(),
     )
 
 

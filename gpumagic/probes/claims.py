@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from gpumagic.probes import calls, exception_graph, gradients, holders, reconcile
 from gpumagic.probes.storages import Ledger, Storage, undisturbed
-from gpumagic.reports.names import Holder
+from gpumagic.report.holder import Holder
 
 if TYPE_CHECKING:
     from gpumagic.probes.paths import Search

@@ -10,13 +10,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
-from gpumagic.probes import absence, cards, origin, other_devices, selection, torch_names, unified
+from gpumagic.probes import absence, cards, other_devices, selection, torch_names, unified
 from gpumagic.probes.cards import Card, Snapshot
 from gpumagic.probes.nvml import Failure
 from gpumagic.probes.processes import attribute
 from gpumagic.probes.torch_build import TorchBuild, torch_build
 from gpumagic.probes.torch_names import Naming
 from gpumagic.probes.visibility import Visibility
+from gpumagic.report import here
 from gpumagic.reports.gpu import GPUReport, GpuRow
 
 ONLY_WITH_ALL = ("bus_id", "fan", "clock_memory", "clock_memory_max", "compute_capability", "encoder_utilization",
@@ -57,7 +58,7 @@ def probe(devices: Sequence[str] = (), *, processes: bool = False, everything: b
         devices=chosen, torch_version=build.version, cuda_build=build.label,
         driver_version=answer.driver_version if isinstance(answer, Snapshot) else None,
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=selection.best(chosen), cause=cause,
-        show_processes=processes, show_all=everything, notes=tuple(notes), origin=origin.here(),
+        show_processes=processes, show_all=everything, notes=tuple(notes), origin=here.here(),
     )  # fmt: skip
 
 

@@ -9,9 +9,10 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
-from gpumagic.probes import cycles, identity, origin, reconcile
+from gpumagic.probes import cycles, identity, reconcile
 from gpumagic.probes.census import Census
 from gpumagic.probes.storages import uncollected, undisturbed
+from gpumagic.report import here
 from gpumagic.reports.tensors import TensorReport, TensorRow
 
 
@@ -43,7 +44,7 @@ def probe(
     """
     if "torch" not in sys.modules:
         return TensorReport(
-            (), limit=limit, group_by=group_by, notes=("torch is not imported: no tensors",), origin=origin.here()
+            (), limit=limit, group_by=group_by, notes=("torch is not imported: no tensors",), origin=here.here()
         )
     census = Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names, thorough)
     with uncollected():
@@ -59,7 +60,7 @@ def probe(
             process=identity.PROCESS,
             graphs=census.graphs,
             sources=census.sources,
-            origin=origin.here(),
+            origin=here.here(),
         )
         return report.narrowed(devices, minimum, sort)
 

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpumagic.advice.moves import suggestions
-from gpumagic.probes import allocator, origin, residents
+from gpumagic.probes import allocator, residents
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.moved import Moved, is_pageable
+from gpumagic.report import here
 from gpumagic.reports.explanation import Explanation
 from gpumagic.reports.timeline import MemoryTimeline
 from gpumagic.reports.transfers import TransferReport, TransferRow
@@ -225,7 +226,7 @@ def report(
         explanation=explanation,
         lines=lines,
         notes=(_scope(log, hindrance),),
-        origin=origin.here(),
+        origin=here.here(),
         timeline=timeline,
     )
 

@@ -14,8 +14,8 @@ from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 
-from gpumagic import progress
 from gpumagic.errors import RehearsalUnavailable
+from gpumagic.report import progress
 
 _STARTING = 60
 """Seconds that a worker may take to import torch, besides the rehearsal's own time limit."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpumagic.rehearsal import client
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 
 OTHERS = (1, 2, 3)
 """Which of `stage.contents.GUESSES` are tried besides the first."""

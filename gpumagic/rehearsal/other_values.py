@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gpumagic import progress
 from gpumagic.errors import GpuMagicError, RehearsalUnavailable
 from gpumagic.knobs import Knob
 from gpumagic.rehearsal import fitting, forecast, targets
 from gpumagic.rehearsal.replay import Recordings
+from gpumagic.report import progress
 from gpumagic.reports.rehearsal import Fit, RehearsalReport
 
 SECONDS = 30.0

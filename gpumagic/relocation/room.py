@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gpumagic.errors import GpuMagicError
 from gpumagic.probes import allocator, host
 from gpumagic.relocation.loads import CAUSE
-from gpumagic.render.units import size
+from gpumagic.report.units import size
 
 
 def check(names: Sequence[str], nbytes: int, device: str) -> None:

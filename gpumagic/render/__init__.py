@@ -6,11 +6,11 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.render import html, text
+from gpumagic.report import html, text
 
 if TYPE_CHECKING:
-    from gpumagic.render.document import Document
-    from gpumagic.reports.base import Report
+    from gpumagic.report.base import Report
+    from gpumagic.report.document import Document
 
 
 def to_text(report: Report[Any], width: int | None = None, unicode: bool | None = None) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Table
-from gpumagic.render.units import NOT_AVAILABLE, count, rate
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table
+from gpumagic.report.units import NOT_AVAILABLE, count, rate
 from gpumagic.reports.gpu import BenchReport, BenchRow
 
 LEGEND = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpumagic.render import memory
-from gpumagic.render.text import terminal_has_unicode, to_ascii
-from gpumagic.render.units import bounded, duration, printable, size
+from gpumagic.report.text import terminal_has_unicode, to_ascii
+from gpumagic.report.units import bounded, duration, printable, size
 from gpumagic.reports.cells import CellRow
 from gpumagic.reports.timeline import MemoryTimeline
 

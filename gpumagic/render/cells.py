@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpumagic.render.document import Cell, Segment
-from gpumagic.render.units import shape, size
+from gpumagic.report.document import Cell, Segment
+from gpumagic.report.units import shape, size
 
 _SHORT_KINDS = {"parameter": "param", "gradient": "grad", "optimizer state": "optim", "activation": "activ."}
 

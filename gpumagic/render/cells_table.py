@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpumagic.render import memory
-from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
-from gpumagic.render.units import NOT_AVAILABLE, count, duration, size
+from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
+from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
 from gpumagic.reports.cells import CellRow, CellsReport
 
 SHOWN = 20

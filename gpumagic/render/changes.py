@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpumagic.render.cells import dims, kind_cell
-from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
 from gpumagic.render.lines import Line, fold
-from gpumagic.render.units import count, size
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
+from gpumagic.report.units import count, size
 from gpumagic.reports.changes import DeviceChange, DiffReport, DiffRow
 
 _WORDS = {"came": "new", "went": "gone", "resized": "resized", "lost its name": "unnamed"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 
-from gpumagic.render.document import Block, Document, Heading, Paragraph
-from gpumagic.render.units import count
+from gpumagic.report.document import Block, Document, Heading, Paragraph
+from gpumagic.report.units import count
 from gpumagic.reports.cluster import ANSWERED, ClusterReport, EngineAnswer
 
 _PARTS: Mapping[str, str] = {

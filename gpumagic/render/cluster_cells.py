@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from gpumagic.render import transfers
 from gpumagic.render.cluster import engines, numbers
-from gpumagic.render.document import Block, Cell, Column, Fold, Heading, Paragraph, Segment, Table
-from gpumagic.render.units import count, duration, size
+from gpumagic.report.document import Block, Cell, Column, Fold, Heading, Paragraph, Segment, Table
+from gpumagic.report.units import count, duration, size
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer
 from gpumagic.reports.transfers import TransferReport
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gpumagic.render import oom
 from gpumagic.render.cluster import numbers
-from gpumagic.render.document import Block, Fold, Heading
-from gpumagic.render.units import count
+from gpumagic.report.document import Block, Fold, Heading
+from gpumagic.report.units import count
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer
 from gpumagic.reports.oom import OomReport
 

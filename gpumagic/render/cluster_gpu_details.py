@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gpumagic.render import gpu_details, gpu_processes
-from gpumagic.render.document import Block, Heading
+from gpumagic.report.document import Block, Heading
 from gpumagic.reports.cluster import ClusterReport
 from gpumagic.reports.gpu import GPUReport, GpuRow, ProcessRow
 from gpumagic.reports.shared_gpus import SharedGpu

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from gpumagic.render.cells import dims, kind_cell, sized
 from gpumagic.render.cluster import numbers
-from gpumagic.render.document import Block, Cell, Column, Paragraph, Segment, Table
 from gpumagic.render.lines import Line, fold, holder_text
-from gpumagic.render.units import count, size
+from gpumagic.report.document import Block, Cell, Column, Paragraph, Segment, Table
+from gpumagic.report.units import count, size
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer
 from gpumagic.reports.tensors import DeviceMemoryRow, TensorReport, TensorRow
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gpumagic.render import gpu_details, gpu_processes, gpu_table
-from gpumagic.render.document import Block, Document, Heading, Paragraph
-from gpumagic.render.units import count
+from gpumagic.report.document import Block, Document, Heading, Paragraph
+from gpumagic.report.units import count
 from gpumagic.reports.gpu import GPUReport
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from gpumagic.render.document import Cell, Column, Table
 from gpumagic.render.gpu_table import absent, clock, power, short
-from gpumagic.render.units import percent, rate, size
+from gpumagic.report.document import Cell, Column, Table
+from gpumagic.report.units import percent, rate, size
 from gpumagic.reports.gpu import GpuRow
 
 

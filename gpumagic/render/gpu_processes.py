@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpumagic.render.document import Block, Cell, Column, Heading, Paragraph, Table
 from gpumagic.render.gpu_table import absent, short
-from gpumagic.render.units import NOT_AVAILABLE, percent, size
+from gpumagic.report.document import Block, Cell, Column, Heading, Paragraph, Table
+from gpumagic.report.units import NOT_AVAILABLE, percent, size
 from gpumagic.reports.gpu import GpuRow, ProcessRow
 
 

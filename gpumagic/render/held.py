@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpumagic.render.cells import dims, kind_cell, sized
-from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Table
 from gpumagic.render.lines import Line, fold, pattern, shared
-from gpumagic.render.units import count, size
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table
+from gpumagic.report.units import count, size
 from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
 
 _SEVERAL = 4

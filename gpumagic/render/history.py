@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from gpumagic.render import cluster, gpu
-from gpumagic.render.document import Block, Cell, Column, Document, Paragraph, Table
-from gpumagic.render.units import NOT_AVAILABLE, sparkline
-from gpumagic.reports.base import Report
+from gpumagic.report.base import Report
+from gpumagic.report.document import Block, Cell, Column, Document, Paragraph, Table
+from gpumagic.report.units import NOT_AVAILABLE, sparkline
 from gpumagic.reports.cluster import ClusterReport
 from gpumagic.reports.gpu import GPUReport, HistoryReport, SampleRow
 

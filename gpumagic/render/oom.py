@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from gpumagic.render import memory, tries
-from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
-from gpumagic.render.units import NOT_AVAILABLE, count, shape, size
-from gpumagic.reports.names import Holder
+from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
+from gpumagic.report.holder import Holder
+from gpumagic.report.units import NOT_AVAILABLE, count, shape, size
 from gpumagic.reports.oom import Advice, OomReport
 
 SHOWN_ADVICE = 5

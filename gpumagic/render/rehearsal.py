@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpumagic.render import parts
-from gpumagic.render.document import (
+from gpumagic.report import colours
+from gpumagic.report.document import (
     Block,
     Cell,
     Column,
@@ -18,7 +18,7 @@ from gpumagic.render.document import (
     Segment,
     Table,
 )
-from gpumagic.render.units import count, duration, size
+from gpumagic.report.units import count, duration, size
 from gpumagic.reports.rehearsal import DeviceForecast, Fit, RehearsalPoint, RehearsalReport
 
 COLUMNS = 60
@@ -78,7 +78,7 @@ def _course(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
     mark = heights.index(max(heights))
     bands = {
         part: [point.parts.get(part, 0) / device.peak for point in columns]
-        for part in parts.ordered(part for point in columns for part in point.parts)
+        for part in colours.ordered(part for point in columns for part in point.parts)
     }
     line = f", line {columns[mark].line}" if columns[mark].line is not None else ", before the cell"
     said = f"Memory on {device.device} over {count(report.operators, 'operator')}"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from gpumagic.render.cells import dims, kind_cell, sized
-from gpumagic.render.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
 from gpumagic.render.lines import Line, fold, holder_text
-from gpumagic.render.units import count, size
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
+from gpumagic.report.units import count, size
 from gpumagic.reports.lookup import root_of
 from gpumagic.reports.tensors import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpumagic.render import memory
-from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
-from gpumagic.render.units import NOT_AVAILABLE, count, duration, size
+from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
+from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
 from gpumagic.reports.transfers import TransferReport, TransferRow
 
 SHOWN_WAYS = 6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpumagic.render.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Table
-from gpumagic.render.units import count, duration, size
+from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Table
+from gpumagic.report.units import count, duration, size
 from gpumagic.reports.tries import FitReport, Try
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpumagic.render.cells import dims
-from gpumagic.render.document import Block, Document, Heading, Paragraph, Tree
 from gpumagic.render.lines import holder_text
-from gpumagic.render.units import count, size
+from gpumagic.report.document import Block, Document, Heading, Paragraph, Tree
+from gpumagic.report.units import count, size
 from gpumagic.reports.tensors import TensorRow
 from gpumagic.reports.why import WhyReport
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpumagic.reports.base import Report
+from gpumagic.report.base import Report
 from gpumagic.reports.timeline import MemoryTimeline, plot
 
 if TYPE_CHECKING:
@@ -59,6 +59,6 @@ class CellsReport(Report[CellRow]):
         """
         if cell is not None:
             return plot(self.timelines.get(cell))
-        from gpumagic.render import plot as drawing
+        from gpumagic.report import plot as drawing
 
         return drawing.cells(self)

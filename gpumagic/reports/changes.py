@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.reports.base import Report
+from gpumagic.report.base import Report
 from gpumagic.reports.selection import is_on
 
 if TYPE_CHECKING:

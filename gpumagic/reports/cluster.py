@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.errors import OptionError
-from gpumagic.reports.base import Report, columns_of, frame
+from gpumagic.report.base import Report, columns_of, frame
+from gpumagic.report.origin import Origin
 from gpumagic.reports.gpu import GPUReport
 from gpumagic.reports.oom import OomReport
-from gpumagic.reports.origin import Origin
 from gpumagic.reports.tensors import TensorReport
 from gpumagic.reports.transfers import TransferReport
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpumagic.reports.base import Report
-from gpumagic.reports.origin import Origin
+from gpumagic.report.base import Report
+from gpumagic.report.origin import Origin
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -175,7 +175,7 @@ class HistoryReport(Report[SampleRow]):
         Raises:
             GpuMagicError: matplotlib is not installed.
         """
-        from gpumagic.render import plot
+        from gpumagic.report import plot
 
         return plot.history(self)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpumagic.reports.base import Report
+from gpumagic.report.base import Report
 
 if TYPE_CHECKING:
     from gpumagic.reports.tensors import TensorRow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpumagic.reports.base import Report
+from gpumagic.report.base import Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -151,6 +151,6 @@ class RehearsalReport(Report[RehearsalRow]):
         Raises:
             GpuMagicError: matplotlib is not installed, or there is nothing to draw.
         """
-        from gpumagic.render import plot
+        from gpumagic.report import plot
 
         return plot.rehearsal(self)

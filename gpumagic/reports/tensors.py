@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
-from gpumagic.reports.base import Report
+from gpumagic.report.base import Report
+from gpumagic.report.origin import Origin
 from gpumagic.reports.changes import DiffReport, between
 from gpumagic.reports.held import HeldReport, held_rows
-from gpumagic.reports.origin import Origin
 from gpumagic.reports.selection import ORDERS, is_on
 
 

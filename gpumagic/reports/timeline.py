@@ -87,6 +87,6 @@ def plot(timeline: MemoryTimeline | None) -> Figure:
     Raises:
         GpuMagicError: matplotlib is not installed, or there is no timeline.
     """
-    from gpumagic.render import plot as drawing
+    from gpumagic.report import plot as drawing
 
     return drawing.memory(timeline)

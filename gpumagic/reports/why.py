@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gpumagic.reports.base import Report
+from gpumagic.report.base import Report
 from gpumagic.reports.tensors import TensorRow
 
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from gpumagic import progress
 from gpumagic.errors import SimgpuUnavailable
+from gpumagic.report import progress
 
 NAME = "gpumagic_simgpu"
 HERE = Path(__file__).parent

@@ -12,8 +12,8 @@ import pytest
 
 import gpumagic
 from gpumagic.render import to_html, to_text
+from gpumagic.report.origin import Origin
 from gpumagic.reports.gpu import GPUReport, GpuRow
-from gpumagic.reports.origin import Origin
 
 pytestmark = pytest.mark.benchmark
 GIB = 1 << 30

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from gpumagic.render.units import size as size_in_words
+from gpumagic.report.units import size as size_in_words
 
 MIB = 1024**2
 

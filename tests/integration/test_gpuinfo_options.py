@@ -8,8 +8,9 @@ import math
 import pandas as pd
 import pytest
 
-from gpumagic import api, progress
+from gpumagic import api
 from gpumagic.probes import bench
+from gpumagic.report import progress
 from gpumagic.reports.gpu import BenchReport, GPUReport
 
 NUMBERS = (

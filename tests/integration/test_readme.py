@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpumagic import options, reports
-from gpumagic.reports.base import columns_of
+from gpumagic.report.base import columns_of
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {magic: ROOT / "demo_notebooks" / f"{magic}.md" for magic in options.MAGICS}

@@ -17,12 +17,12 @@ FORBIDDEN = {
     "render": {"gpumagic.probes", "gpumagic.magics", "gpumagic.cells", "gpumagic.api", "torch", "IPython"},
     "reports": {"gpumagic.probes", "gpumagic.magics", "gpumagic.cells", "torch", "IPython"},
     "probes": {"gpumagic.render", "gpumagic.magics", "gpumagic.extension", "gpumagic.api"},
-    # Its sentences carry sizes, so it may use `render.units` and nothing else of the renderers.
+    # Its sentences carry sizes, so it may use `report.units` and nothing else of the renderers.
     "advice": {
         "gpumagic.probes",
-        "gpumagic.render.document",
-        "gpumagic.render.text",
-        "gpumagic.render.html",
+        "gpumagic.report.document",
+        "gpumagic.report.text",
+        "gpumagic.report.html",
         "torch",
         "IPython",
     },

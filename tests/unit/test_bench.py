@@ -9,10 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from gpumagic import progress
 from gpumagic.errors import DeviceNotFound
 from gpumagic.probes import bench
 from gpumagic.render import to_html, to_text
+from gpumagic.report import progress
 from gpumagic.reports.gpu import BenchReport, BenchRow
 
 COPIES = [

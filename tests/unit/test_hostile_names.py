@@ -10,7 +10,7 @@ import pytest
 
 from gpumagic.render import to_html, to_text
 from gpumagic.render.cell_line import line
-from gpumagic.reports.base import Report
+from gpumagic.report.base import Report
 
 HOSTILE = {
     "markup": '<img src=x onerror="window.broken = 1">',

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpumagic.advice import actions
-from gpumagic.reports.names import Holder
+from gpumagic.report.holder import Holder
 from gpumagic.reports.oom import Advice, OomReport
 
 MIB = 2**20

@@ -13,7 +13,7 @@ from gpumagic.cluster.placement import Site, place
 from gpumagic.errors import OptionError
 from gpumagic.options import RERUNNING
 from gpumagic.promotion import PromoteCellMagics
-from gpumagic.reports.origin import Origin
+from gpumagic.report.origin import Origin
 
 
 def site(host: str = "a", *gpus: str, rank: int | None = None, local_rank: int | None = None) -> Site:

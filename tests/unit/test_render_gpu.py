@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpumagic.render import to_html, to_text
-from gpumagic.render.units import pair
+from gpumagic.report.units import pair
 from gpumagic.reports.gpu import GPUReport, GpuRow, ProcessRow
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3

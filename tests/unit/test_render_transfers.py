@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from gpumagic.render import to_html, to_text
+from gpumagic.report.holder import Holder
 from gpumagic.reports.explanation import Explanation
-from gpumagic.reports.names import Holder
 from gpumagic.reports.transfers import TransferReport, TransferRow
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.options import parse_size
-from gpumagic.render.units import count, duration, pair, percent, printable, shape, size, sparkline, use
+from gpumagic.report.units import count, duration, pair, percent, printable, shape, size, sparkline, use
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from gpumagic.render import parts
-from gpumagic.render.document import (
+from gpumagic.report import colours
+from gpumagic.report.document import (
     Block,
     Cell,
     Column,
@@ -24,7 +24,7 @@ from gpumagic.render.document import (
     Table,
     Tree,
 )
-from gpumagic.render.units import LONGEST, bounded, cut_middle, printable, sparkline
+from gpumagic.report.units import LONGEST, bounded, cut_middle, printable, sparkline
 
 COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(230,140,30,.65)"}
 TRACK = "rgba(128,128,128,.25)"
@@ -207,7 +207,7 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _colour(part: str) -> str:
-    return "rgba({},{},{},.85)".format(*parts.COLOURS.get(part, parts.UNKNOWN))
+    return "rgba({},{},{},.85)".format(*colours.COLOURS.get(part, colours.UNKNOWN))
 
 
 def _tree(steps: Sequence[tuple[str, str]]) -> str:

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpumagic.render.document import (
+from gpumagic.report.document import (  # fmt: skip
     Block,
     Cell,
     Column,
@@ -23,8 +23,8 @@ from gpumagic.render.document import (
     Paragraph,
     Table,
     Tree,
-)  # fmt: skip
-from gpumagic.render.units import LONGEST_WORD, bounded, cut_middle, printable, sparkline
+)
+from gpumagic.report.units import LONGEST_WORD, bounded, cut_middle, printable, sparkline
 
 NOTEBOOK_WIDTH = 100
 BAR_WIDTH = 12

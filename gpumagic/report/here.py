@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from gpumagic.reports.origin import Origin
+from gpumagic.report.origin import Origin
 
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """torchrun's, Open MPI's, PMIx's, MPICH's and Slurm's; Slurm's also stands in a batch script, so it comes last."""
