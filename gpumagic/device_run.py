@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from gpumagic import _compat, relocation
 from gpumagic.errors import OptionError
-from gpumagic.probes import allocator, failed_line, lasting, storage_copies, transfers, watched_code
-from gpumagic.probes.call_sites import CallSites
+from gpumagic.probes import allocator, failed_line, lasting, storage_copies, transfers
 from gpumagic.probes.cell_memory import CellMemory
-from gpumagic.probes.watched_code import WatchedCode
 from gpumagic.reports.explanation import Explanation
 from gpumagic.reports.timeline import MemoryTimeline
 from gpumagic.reports.transfers import TransferReport
+from gpumagic.source import watched_code
+from gpumagic.source.call_sites import CallSites
+from gpumagic.source.watched_code import WatchedCode
 
 if TYPE_CHECKING:
     from gpumagic.probes.recording import Recording

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from gpumagic import host_warning, session, shown_as_text
 from gpumagic.advice import actions
 from gpumagic.errors import OptionError
-from gpumagic.probes import allocator, exception_graph, oom, oom_observer, release
+from gpumagic.probes import allocator, oom, oom_observer, release
 from gpumagic.probes.cell_memory import CellMemory
 from gpumagic.reports.at_failure import Instant
+from gpumagic.source import exceptions
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -112,7 +113,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._memory.start()
 
     def _read_state(self) -> None:
-        self._outside = exception_graph.being_handled()
+        self._outside = exceptions.being_handled()
         if self._shell is not None:
             host_warning.say(self._shell)
             if self._keep_going:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpumagic import knobs
-from gpumagic.advice import cell_code
 from gpumagic.device_run import DeviceRun
 from gpumagic.guards import BodyOutcome, Guard, Nested, Outcome
 from gpumagic.probes import allocator, release, residents
@@ -23,6 +22,7 @@ from gpumagic.report.units import count, size
 from gpumagic.reports.oom import OomReport
 from gpumagic.reports.tries import FitReport, Try
 from gpumagic.rerun_plan import Plan, Step, steps
+from gpumagic.source import cell_code
 
 if TYPE_CHECKING:
     from gpumagic.oom_guard import OomGuard

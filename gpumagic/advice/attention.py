@@ -9,9 +9,9 @@ from math import prod
 
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import Text, called
 from gpumagic.report.units import shape, size
 from gpumagic.reports.oom import Advice
+from gpumagic.source.text import Text, called
 
 ROWS = 128
 """Queries at a time, where the device has no fused attention."""

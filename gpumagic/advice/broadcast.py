@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from gpumagic.advice.facts import Facts, TensorFact
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import Text, called
 from gpumagic.report.units import shape, size
 from gpumagic.reports.oom import Advice
+from gpumagic.source.text import Text, called
 
 LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"})
 

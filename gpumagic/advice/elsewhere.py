@@ -9,9 +9,9 @@ from typing import Any
 from gpumagic.advice import law
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import backend, propose
-from gpumagic.advice.text import Text, called
 from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice, Change
+from gpumagic.source.text import Text, called
 
 SIZES = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 141, 180, 192, 256, 288)
 """Memory of the GPUs one can have, in GiB."""

@@ -8,9 +8,9 @@ from math import prod
 
 from gpumagic.advice.facts import Facts, TensorFact
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import Text, called
 from gpumagic.report.units import shape, size
 from gpumagic.reports.oom import Advice
+from gpumagic.source.text import Text, called
 
 
 def distances(facts: Facts) -> Iterator[Advice]:

@@ -12,12 +12,12 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpumagic.advice.cell_code import CellCode
-    from gpumagic.advice.text import Text
     from gpumagic.probes.allocator import AllocatorFigures
     from gpumagic.probes.claims import Claim
     from gpumagic.report.holder import Holder
     from gpumagic.reports.rehearsal import Fit
+    from gpumagic.source.cell_code import CellCode
+    from gpumagic.source.text import Text
 
 _STEPS = ("_multi_tensor_", "_single_tensor_", "_fused_adam", "_fused_sgd", "_init_group")
 _STAGES = {

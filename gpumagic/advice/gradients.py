@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import prepare, propose
-from gpumagic.advice.text import Text, called, keyword
 from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice
+from gpumagic.source.text import Text, called, keyword
 
 WORTH_FREEING = 1024**2
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from gpumagic.advice.facts import Facts, Growth, TensorFact
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import Text, called, keyword, names_in
 from gpumagic.report.units import count, size
 from gpumagic.reports.oom import Advice, Change
+from gpumagic.source.text import Text, called, keyword, names_in
 
 NO_GRAD = "with torch.no_grad():"
 WORTH_FREEING = 1024**2

@@ -9,9 +9,9 @@ from typing import Any
 from gpumagic.advice.batch import remake
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import Text, called, keyword
 from gpumagic.report.units import count, size
 from gpumagic.reports.oom import Advice
+from gpumagic.source.text import Text, called, keyword
 
 _MAKERS = frozenset({"zeros", "ones", "empty", "full", "rand", "randn", "random", "standard_normal"})
 

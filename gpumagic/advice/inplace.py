@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import Text, called
 from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice, Change
+from gpumagic.source.text import Text, called
 
 _SIGNS = {ast.Add: "+=", ast.Sub: "-=", ast.Mult: "*=", ast.Div: "/="}
 UNARY = frozenset({"relu", "sigmoid", "tanh", "exp", "log", "sqrt", "abs", "neg", "clamp", "square", "sin", "cos"})

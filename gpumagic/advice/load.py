@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import keyword
 from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice
+from gpumagic.source.text import keyword
 
 
 def on_the_host(facts: Facts) -> Iterator[Advice]:

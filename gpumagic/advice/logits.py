@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from gpumagic.advice.facts import Facts, TensorFact
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import Text, called
 from gpumagic.report.units import shape, size
 from gpumagic.reports.oom import Advice, Change
+from gpumagic.source.text import Text, called
 
 WIDE = 1000
 """Classes from which the logits are worth a word."""

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from gpumagic.advice import law
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import Text
 from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice
+from gpumagic.source.text import Text
 
 _DEPTH = re.compile(r"^((n|num|number)_?(of_)?((hidden|encoder|decoder)_)?(layers?|blocks)|depth)$", re.IGNORECASE)
 

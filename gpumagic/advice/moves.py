@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from gpumagic.advice import loop_code
-from gpumagic.advice.loop_code import LoopCode
 from gpumagic.report.units import count, size
 from gpumagic.reports.transfers import TransferRow
+from gpumagic.source import loop_code
+from gpumagic.source.loop_code import LoopCode
 
 REPEATED = 2
 """How often a line must have moved again what it had moved before."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import Text, names_in
 from gpumagic.report.units import count, size
 from gpumagic.reports.oom import Advice
+from gpumagic.source.text import Text, names_in
 
 if TYPE_CHECKING:
     from gpumagic.probes.claims import Claim

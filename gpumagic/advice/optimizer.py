@@ -8,9 +8,9 @@ from typing import Any
 
 from gpumagic.advice.facts import Facts, Model, Optimizer
 from gpumagic.advice.proposal import backend, propose
-from gpumagic.advice.text import Text, called, keyword
 from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice
+from gpumagic.source.text import Text, called, keyword
 
 FOREACH_EXTRA = 0.87
 """Parameters' worth of temporaries that AdamW's foreach form adds to its loop (measured: 5.00 against 4.13)."""

@@ -9,9 +9,9 @@ from gpumagic.advice import law
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import propose
 from gpumagic.advice.region import Region, called_models, find, read_tensors
-from gpumagic.advice.text import called
 from gpumagic.report.units import count
 from gpumagic.reports.oom import Advice, Change
+from gpumagic.source.text import called
 
 
 def accumulate(facts: Facts) -> Iterator[Advice]:

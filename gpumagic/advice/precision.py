@@ -10,9 +10,9 @@ from gpumagic.advice import law
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.proposal import backend, propose
 from gpumagic.advice.region import find
-from gpumagic.advice.text import Text, called
 from gpumagic.report.units import size
 from gpumagic.reports.oom import Advice, Change
+from gpumagic.source.text import Text, called
 
 SAVED = 0.21
 """The share of the activations that autocast saves: measured for GPT-2, whose losses and norms stay in float32."""

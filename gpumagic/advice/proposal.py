@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpumagic.advice.facts import Facts
-from gpumagic.advice.text import Text
 from gpumagic.reports.oom import Advice, Change
+from gpumagic.source.text import Text
 
 
 def propose(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpumagic.advice.facts import Facts
-from gpumagic.advice.text import Text, called, names_in
+from gpumagic.source.text import Text, called, names_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from gpumagic.advice.facts import Collection, Facts
 from gpumagic.advice.proposal import propose
-from gpumagic.advice.text import Text
 from gpumagic.report.units import count, size
 from gpumagic.reports.oom import Advice
+from gpumagic.source.text import Text
 
 WORTH_MOVING = 1024**2
 

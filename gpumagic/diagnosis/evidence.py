@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from gpumagic.advice import batch, cell_code, law
+from gpumagic.advice import batch, law
 from gpumagic.advice.facts import BatchSize, Brought, Facts, Work
 from gpumagic.diagnosis.failure import Failure
 from gpumagic.probes import allocator, claims, surroundings
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.oom import OomEvent
+from gpumagic.source import cell_code
 
 if TYPE_CHECKING:
     from gpumagic.rehearsal.other_values import OtherValues

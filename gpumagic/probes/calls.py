@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType, TracebackType
 from typing import Any
 
-from gpumagic.probes import exception_graph, frames
 from gpumagic.probes.anatomy import CONTAINED, Branch, Opener, attributes
+from gpumagic.source import exceptions, frames
 
 PLUMBING = frozenset({
     "IPython", "ipykernel", "ipyparallel", "traitlets", "tornado", "asyncio", "zmq", "concurrent", "threading",
@@ -82,7 +82,7 @@ def error(value: Any, how: Opener) -> Iterator[Branch]:
 
 def traceback(value: TracebackType | None, _how: Opener) -> Iterator[Branch]:
     """Open a traceback: the variables of its calls."""
-    for step in exception_graph.traceback_steps(value):
+    for step in exceptions.traceback_steps(value):
         yield from call(step.tb_frame, _how)
 
 

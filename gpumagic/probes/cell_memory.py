@@ -10,10 +10,10 @@ from types import CodeType
 from gpumagic.probes import allocator, lasting, sampler
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.lasting import Found
-from gpumagic.probes.places import OfCell, OfCode, Place
 from gpumagic.probes.timeline import STRETCHES, TimelineLog
-from gpumagic.probes.watched_code import WatchedCode
 from gpumagic.reports.timeline import MemoryTimeline
+from gpumagic.source.places import OfCell, OfCode, Place
+from gpumagic.source.watched_code import WatchedCode
 
 
 class CellMemory:

@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumagic.probes import calls, exception_graph, gradients, holders, reconcile
+from gpumagic.probes import calls, gradients, holders, reconcile
 from gpumagic.probes.storages import Ledger, Storage, undisturbed
 from gpumagic.report.holder import Holder
+from gpumagic.source import exceptions
 
 if TYPE_CHECKING:
     from gpumagic.probes.paths import Search
@@ -39,7 +40,7 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
 
 def in_frames(error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()) -> int:
     """Return the bytes on a device that only the frames of an error reach; graphs may hold more, unseen."""
-    locals_ = [each for frame, _ in exception_graph.frames(error, outside) for each in calls.locals_of(frame)]
+    locals_ = [each for frame, _ in exceptions.frames(error, outside) for each in calls.locals_of(frame)]
     roots = [*holders.variables(namespace, None), (FRAMES, locals_)]
     return released(_claims(roots, namespace, device, None), [FRAMES])
 

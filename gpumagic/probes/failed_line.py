@@ -16,9 +16,10 @@ from typing import Any
 from gpumagic import _compat
 from gpumagic.advice import mishaps
 from gpumagic.advice.mishaps import Failure
-from gpumagic.probes import allocator, exception_graph, frames, operands
-from gpumagic.probes.frames import is_a_functions, is_users
+from gpumagic.probes import allocator
 from gpumagic.reports.explanation import Explanation
+from gpumagic.source import exceptions, frames, operands
+from gpumagic.source.frames import is_a_functions, is_users
 
 Span = tuple[int, int, int, int]
 """First line, last line, first column, column after the last; columns in bytes of UTF-8, as `ast` counts them."""
@@ -47,7 +48,7 @@ def explain(
 
 
 def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str) -> Failure:
-    steps = list(exception_graph.traceback_steps(error.__traceback__))
+    steps = list(exceptions.traceback_steps(error.__traceback__))
     own = [step for step in steps if step.tb_frame.f_globals is namespace or is_users(step.tb_frame)]
     here = (*allocator.accelerators(), "cpu", "meta")
     if not own:

@@ -12,13 +12,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpumagic.advice import text as texts
 from gpumagic.advice.facts import Collection as Collected
 from gpumagic.advice.facts import TensorFact, Work
-from gpumagic.advice.text import Text
-from gpumagic.probes import exception_graph, learners
-from gpumagic.probes.frames import is_users
+from gpumagic.probes import learners
 from gpumagic.probes.scene import Standing
+from gpumagic.source import exceptions
+from gpumagic.source import text as texts
+from gpumagic.source.frames import is_users
+from gpumagic.source.text import Text
 
 FIRST = 8
 """How many members of a list tell whether it is one of tensors."""
@@ -38,7 +39,7 @@ def read(
         shell: the shell that knows the cells by number.
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
-    stack = list(exception_graph.frames(error, outside))
+    stack = list(exceptions.frames(error, outside))
     own = [each for each in stack if is_users(each[0])]
     if not own:
         return Work()

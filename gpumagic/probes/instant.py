@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from gpumagic.advice.facts import Work
-from gpumagic.probes import exception_graph, failed_line, tensors
-from gpumagic.probes.frames import is_users
+from gpumagic.probes import failed_line, tensors
 from gpumagic.reports.at_failure import Instant, Shape, Share
 from gpumagic.reports.lookup import root_of
 from gpumagic.reports.tensors import TensorRow
+from gpumagic.source import exceptions
+from gpumagic.source.frames import is_users
 
 if TYPE_CHECKING:
     from gpumagic.probes.allocator import AllocatorFigures
@@ -40,8 +41,8 @@ def operation(error: BaseException, work: Work, outside: Collection[int] = ()) -
         return Instant(work.function, _shapes(work.operands, work))
     steps = [
         step
-        for each in exception_graph.walk(error, outside)
-        for step in exception_graph.traceback_steps(each.__traceback__)
+        for each in exceptions.walk(error, outside)
+        for step in exceptions.traceback_steps(each.__traceback__)
         if is_users(step.tb_frame)
     ]
     node = failed_line.failing_node(steps[-1]) if steps else None

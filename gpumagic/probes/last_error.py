@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.probes import exception_graph, holders, release
+from gpumagic.probes import holders, release
 from gpumagic.probes.references import MAX_STEPS, References
+from gpumagic.source import exceptions
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -59,7 +60,7 @@ def _tracebacks(shell: InteractiveShell | None) -> list[TracebackType]:
     They may be of an earlier error: after a usage error, IPython's formatter still has the traceback before it.
     """
     kept = (getattr(sys, "last_traceback", None), getattr(getattr(shell, "InteractiveTB", None), "tb", None))
-    unique = {id(step): step for each in kept for step in exception_graph.traceback_steps(each)}
+    unique = {id(step): step for each in kept for step in exceptions.traceback_steps(each)}
     return list(unique.values())
 
 
@@ -86,6 +87,6 @@ def _is_kept_by_user(parts: list[object], namespace: Mapping[str, object], shell
 
 def _parts(errors: Iterable[BaseException], tracebacks: Iterable[TracebackType]) -> list[object]:
     """Return the errors with all they were raised from, and every traceback and frame of theirs."""
-    family = [each for error in errors for each in exception_graph.walk(error)]
-    steps = [step for each in family for step in exception_graph.traceback_steps(each.__traceback__)]
+    family = [each for error in errors for each in exceptions.walk(error)]
+    steps = [step for each in family for step in exceptions.traceback_steps(each.__traceback__)]
     return [*family, *(part for step in [*steps, *tracebacks] for part in (step, step.tb_frame))]

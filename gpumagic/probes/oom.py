@@ -13,9 +13,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumagic.probes import exception_graph, oom_numbers
+from gpumagic.probes import oom_numbers
 from gpumagic.probes.oom_kinds import BY_CLASS, HOST_ENOMEM, KINDS, Kind
 from gpumagic.probes.oom_numbers import Numbers
+from gpumagic.source import exceptions
 
 if TYPE_CHECKING:
 
@@ -58,7 +59,7 @@ def recognise(error: BaseException, free: int | None = None, outside: Collection
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
     probable = None
-    for each in exception_graph.walk(error, outside):
+    for each in exceptions.walk(error, outside):
         kind = _kind_of(each)
         if kind is None or not _is_credible(kind, free):
             continue
@@ -112,8 +113,8 @@ def _event(kind: Kind, error: BaseException, raised: BaseException) -> OomEvent:
         device=f"{backend}:{numbers.index}" if indexed else None,
         backend=backend if kind.memory == "device" else None,
         numbers=numbers,
-        message=exception_graph.first_line(error),
-        raised=exception_graph.first_line(raised),
+        message=exceptions.first_line(error),
+        raised=exceptions.first_line(raised),
         from_allocator=kind.allocator,
         text=text,
     )

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from gpumagic.errors import StrayTensor
-from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.cell_memory import CellMemory
 from gpumagic.probes.returning import Hooks
 from gpumagic.probes.transfers import Made, TransferLog, is_host
+from gpumagic.source.call_sites import CallSites
 
 Function = Callable[..., Any]
 Handler = Callable[["Recorder", Function, tuple[Any, ...], dict[str, Any]], Any]

@@ -14,7 +14,8 @@ from collections.abc import Collection
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.probes import allocator, exception_graph
+from gpumagic.probes import allocator
+from gpumagic.source import exceptions
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -41,8 +42,8 @@ def strip(error: BaseException, shell: InteractiveShell | None = None, outside: 
         shell: the shell that showed it, whose copies are to be forgotten.
         outside: ids of exceptions that were being handled before, and are left alone.
     """
-    family = list(exception_graph.walk(error, outside))
-    tracebacks = [step for each in family for step in exception_graph.traceback_steps(each.__traceback__)]
+    family = list(exceptions.walk(error, outside))
+    tracebacks = [step for each in family for step in exceptions.traceback_steps(each.__traceback__)]
     frames = [step.tb_frame for step in tracebacks]
     _forget_in_python(family)
     if shell is not None:

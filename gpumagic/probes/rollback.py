@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from gpumagic.advice import cell_code
 from gpumagic.probes import holders, random_states
 from gpumagic.probes.written_tensors import WrittenTensors, is_on_accelerator, reached_by, version
+from gpumagic.source import cell_code
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 MAX_LENGTH = 100_000

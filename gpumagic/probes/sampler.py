@@ -16,8 +16,8 @@ import time
 from dataclasses import dataclass, field
 
 from gpumagic.probes import allocator
-from gpumagic.probes.places import Place
 from gpumagic.probes.timeline import STRETCHES, TimelineLog
+from gpumagic.source.places import Place
 
 FIRST = 0.064
 """Seconds from the start of a cell to the first look; with 8 ms, a step of 45 ms took 4 % longer."""

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpumagic.advice import cell_code
-from gpumagic.advice.cell_code import Accumulation, CellCode
 from gpumagic.advice.facts import Growth, Scene
-from gpumagic.probes import exception_graph
-from gpumagic.probes.frames import is_users
+from gpumagic.source import cell_code, exceptions
+from gpumagic.source.cell_code import Accumulation, CellCode
+from gpumagic.source.frames import is_users
 
 Standing = tuple[FrameType, int]
 """A frame and the line it stood on."""
@@ -29,7 +28,7 @@ def read(error: BaseException, namespace: Mapping[str, object], outside: Collect
         namespace: the globals of the user's code; frames over them are the user's.
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
-    stack = list(exception_graph.frames(error, outside))
+    stack = list(exceptions.frames(error, outside))
     own = [each for each in stack if each[0].f_globals is namespace] or [each for each in stack if _is_users(each)]
     if not own:
         return Scene(functions=_functions(stack))

@@ -14,7 +14,7 @@ from threading import Lock
 from types import FrameType
 from typing import Any
 
-from gpumagic.probes import frames
+from gpumagic.source import frames
 
 _counting: list[object] = []
 _lock = Lock()

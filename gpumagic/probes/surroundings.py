@@ -9,9 +9,9 @@ from collections.abc import Set as AbstractSet
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.advice.cell_code import CellCode, is_batch_name
 from gpumagic.advice.facts import BatchSize, KeptGraph, Loader
 from gpumagic.probes import tensors
+from gpumagic.source.cell_code import CellCode, is_batch_name
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

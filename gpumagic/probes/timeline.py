@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import partial
 from threading import Lock
 
-from gpumagic.probes import line_spans
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.lasting import Kept
 from gpumagic.reports.timeline import MemoryCourse, MemoryPoint, MemoryTimeline
+from gpumagic.source import line_spans
 
 STRETCHES = 200
 """Into how many stretches the time of a cell is folded at most."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from gpumagic.advice.moves import suggestions
 from gpumagic.probes import allocator, residents
 from gpumagic.probes.allocator import AllocatorFigures
-from gpumagic.probes.call_sites import CallSites
 from gpumagic.probes.moved import Moved, is_pageable
 from gpumagic.report import here
 from gpumagic.reports.explanation import Explanation
 from gpumagic.reports.timeline import MemoryTimeline
 from gpumagic.reports.transfers import TransferReport, TransferRow
+from gpumagic.source.call_sites import CallSites
 
 SCOPE = (
     "Counts what lines ask for, in threads that work for them and in backward through these moves too; what operators "

@@ -14,8 +14,9 @@ import torch
 
 import gpumagic
 from gpumagic.device_run import DeviceRun
-from gpumagic.probes import failed_line, frames
+from gpumagic.probes import failed_line
 from gpumagic.reports.explanation import Explanation
+from gpumagic.source import frames
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

@@ -11,7 +11,7 @@ import torch
 
 import gpumagic
 from gpumagic.errors import OptionError
-from gpumagic.probes import watched_code
+from gpumagic.source import watched_code
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.advice import cell_code
+from gpumagic.source import cell_code
 
 
 def read(source):

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.advice import cell_code, ranking, text
+from gpumagic.advice import ranking
 from gpumagic.advice.facts import BatchSize, Facts, Growth, Model, Scene, TensorFact, Work
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.reports.oom import Advice, Change
+from gpumagic.source import cell_code, text
 
 GIB = 2**30
 SIMPLE = st.sampled_from([

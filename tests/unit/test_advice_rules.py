@@ -8,7 +8,6 @@ import pytest
 
 from gpumagic.advice import (
     batch,
-    cell_code,
     elsewhere,
     fragments,
     graph,
@@ -20,10 +19,11 @@ from gpumagic.advice import (
     recompute,
     request,
     verdict,
-)  # fmt: skip
+)
 from gpumagic.advice.facts import BatchSize, Facts, Growth, Model, Scene
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.claims import Claim
+from gpumagic.source import cell_code  # fmt: skip
 
 MIB, GIB = 2**20, 2**30
 

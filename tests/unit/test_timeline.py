@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.probes import line_spans
 from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.timeline import TimelineLog
 from gpumagic.render import memory, to_html, to_text
@@ -17,6 +16,7 @@ from gpumagic.reports.oom import OomReport
 from gpumagic.reports.rehearsal import RehearsalPoint, RehearsalReport
 from gpumagic.reports.timeline import MemoryCourse, MemoryPoint, MemoryTimeline
 from gpumagic.reports.transfers import TransferReport
+from gpumagic.source import line_spans
 
 MIB = 1024**2
 DEVICE = "cuda:0"
@@ -156,7 +156,7 @@ def test_no_line_that_ran_between_two_is_outside_the_span(seed: int) -> None:
     """Of a random program, run with a trace of its lines."""
     import random
 
-    from gpumagic.probes.line_spans import between
+    from gpumagic.source.line_spans import between
 
     chance = random.Random(seed)
     lines = _program(chance, 0)

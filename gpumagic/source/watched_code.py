@@ -15,7 +15,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from gpumagic.probes import frames
+from gpumagic.source import frames
 
 
 @dataclass

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpumagic.probes import anatomy
-from gpumagic.probes.frames import MISSING
 from gpumagic.reports.explanation import Operand
+from gpumagic.source.frames import MISSING
 
 _MOST = 1000  # parts of a container that are looked at
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gpumagic.advice import text as texts
-from gpumagic.advice.text import Text
+from gpumagic.source import text as texts
+from gpumagic.source.text import Text
 
 _BATCH = re.compile(r"^(per_device_)?((train|eval|val|test|micro|mini)_?)?(batch(_?size)?|bs|bsz)$", re.IGNORECASE)
 _NO_GRAD = frozenset({"no_grad", "inference_mode", "set_grad_enabled"})

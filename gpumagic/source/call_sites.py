@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from threading import get_ident
 from types import FrameType
 
-from gpumagic.probes import frames
+from gpumagic.source import frames
 
 _MODULE_MOVES = frozenset({"to", "cuda", "cpu", "xpu", "to_empty"})
 
