@@ -101,7 +101,7 @@ def _require_packages() -> None:
 
 def _prepare_a_device() -> None:
     """Compile the simulated GPU now, where it says so, rather than in a cell that seems to hang."""
-    from gpumagic.probes import allocator
+    from gpumagic.memory import allocator
 
     if not allocator.accelerators():
         from gpumagic.simgpu import _build

@@ -13,7 +13,7 @@ import sys
 
 from gpumagic import simgpu
 from gpumagic.errors import DeviceNotFound
-from gpumagic.probes import allocator
+from gpumagic.memory import allocator
 
 ALWAYS_THERE = ("cpu", "meta")
 

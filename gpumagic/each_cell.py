@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpumagic import _compat
-from gpumagic.probes import allocator
-from gpumagic.probes.cell_memory import CellMemory
+from gpumagic.memory import allocator
+from gpumagic.memory.cell_memory import CellMemory
+from gpumagic.memory.records import MemoryTimeline
 from gpumagic.reports.cells import CellRow, CellsReport
-from gpumagic.reports.timeline import MemoryTimeline
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpumagic.probes import host
+from gpumagic.memory import host
 from gpumagic.report.units import size
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from gpumagic import host_warning, session, shown_as_text
 from gpumagic.advice import actions
 from gpumagic.errors import OptionError
-from gpumagic.probes import allocator, oom, oom_observer, release
-from gpumagic.probes.cell_memory import CellMemory
+from gpumagic.memory import allocator
+from gpumagic.memory.cell_memory import CellMemory
+from gpumagic.probes import oom, oom_observer, release
 from gpumagic.reports.at_failure import Instant
 from gpumagic.source import exceptions
 
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic.diagnosis import Failure
-    from gpumagic.probes.allocator import AllocatorFigures
+    from gpumagic.memory.allocator import AllocatorFigures
+    from gpumagic.memory.records import MemoryTimeline
     from gpumagic.report.base import Report
     from gpumagic.reports.oom import OomReport
-    from gpumagic.reports.timeline import MemoryTimeline
     from gpumagic.reports.tries import FitReport
     from gpumagic.rerun_plan import Plan
 

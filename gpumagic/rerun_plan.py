@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpumagic import device_names, sizes
 from gpumagic.errors import OptionError
-from gpumagic.probes import allocator
+from gpumagic.memory import allocator
 
 
 @dataclass(frozen=True, slots=True)

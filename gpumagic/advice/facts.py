@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpumagic.probes.allocator import AllocatorFigures
+    from gpumagic.memory.allocator import AllocatorFigures
     from gpumagic.probes.claims import Claim
     from gpumagic.report.holder import Holder
     from gpumagic.reports.rehearsal import Fit

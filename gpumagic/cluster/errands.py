@@ -49,7 +49,8 @@ _UNLOAD = "gpumagic_of_engine_cell"
 def site() -> Errand:
     """Get ready for a cell under one of the magics, and return the GPUs here, the freest first."""
     from gpumagic import extension
-    from gpumagic.probes import allocator, gpus
+    from gpumagic.memory import allocator
+    from gpumagic.probes import gpus
 
     shell = session.shell()
     if shell is None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from gpumagic.advice import batch, law
 from gpumagic.advice.facts import BatchSize, Brought, Facts, Work
 from gpumagic.diagnosis.failure import Failure
-from gpumagic.probes import allocator, claims, surroundings
-from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.memory import allocator
+from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.probes import claims, surroundings
 from gpumagic.probes.oom import OomEvent
 from gpumagic.source import cell_code
 

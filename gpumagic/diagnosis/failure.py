@@ -8,9 +8,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from gpumagic.advice.facts import Scene, Work
-from gpumagic.probes import allocator, claims, failing_code, host, oom, scene
+from gpumagic.memory import allocator, host
+from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.probes import claims, failing_code, oom, scene
 from gpumagic.probes import instant as instants
-from gpumagic.probes.allocator import AllocatorFigures
 from gpumagic.probes.oom import OomEvent
 from gpumagic.reports.at_failure import Instant, Share
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from gpumagic import device_names
-from gpumagic.probes import allocator, host
+from gpumagic.memory import allocator, host
 from gpumagic.reports.gpu import BenchReport, BenchRow
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")

@@ -16,7 +16,7 @@ from typing import Any
 from gpumagic import _compat
 from gpumagic.advice import mishaps
 from gpumagic.advice.mishaps import Failure
-from gpumagic.probes import allocator
+from gpumagic.memory import allocator
 from gpumagic.reports.explanation import Explanation
 from gpumagic.source import exceptions, frames, operands
 from gpumagic.source.frames import is_a_functions, is_users

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from gpumagic.probes import allocator, gradients, holders, last_error, outputs, tensors
+from gpumagic.memory import allocator
+from gpumagic.probes import gradients, holders, last_error, outputs, tensors
 from gpumagic.probes.graphs import Graphs
 from gpumagic.probes.storages import Ledger, uncollected, undisturbed
 from gpumagic.reports.held import FreedRow, ReleaseReport

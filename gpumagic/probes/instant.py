@@ -18,7 +18,7 @@ from gpumagic.source import exceptions
 from gpumagic.source.frames import is_users
 
 if TYPE_CHECKING:
-    from gpumagic.probes.allocator import AllocatorFigures
+    from gpumagic.memory.allocator import AllocatorFigures
 
 PURPOSES = {
     "parameter": "parameters", "buffer": "buffers", "gradient": "gradients",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from types import ModuleType
 
-from gpumagic.probes import allocator, unified
+from gpumagic.memory import allocator
+from gpumagic.probes import unified
 from gpumagic.probes.torch_build import TorchBuild
 from gpumagic.reports.gpu import GpuRow
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from gpumagic.probes import allocator
+from gpumagic.memory import allocator
 
 Restore = Callable[[], None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpumagic.probes import allocator
+from gpumagic.memory import allocator
 from gpumagic.reports.tensors import DeviceMemoryRow, TensorRow
 
 GRANULE = 512

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gpumagic.errors import StrayTensor
-from gpumagic.probes.cell_memory import CellMemory
+from gpumagic.memory.cell_memory import CellMemory
 from gpumagic.probes.returning import Hooks
 from gpumagic.probes.transfers import Made, TransferLog, is_host
 from gpumagic.source.call_sites import CallSites

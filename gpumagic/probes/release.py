@@ -14,7 +14,7 @@ from collections.abc import Collection
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.probes import allocator
+from gpumagic.memory import allocator
 from gpumagic.source import exceptions
 
 if TYPE_CHECKING:

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpumagic.advice.moves import suggestions
-from gpumagic.probes import allocator, residents
-from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.memory import allocator
+from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.records import MemoryTimeline
+from gpumagic.probes import residents
 from gpumagic.probes.moved import Moved, is_pageable
 from gpumagic.report import here
 from gpumagic.reports.explanation import Explanation
-from gpumagic.reports.timeline import MemoryTimeline
 from gpumagic.reports.transfers import TransferReport, TransferRow
 from gpumagic.source.call_sites import CallSites
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from gpumagic.probes import cuda_in_use, host
+from gpumagic.memory import host
+from gpumagic.probes import cuda_in_use
 from gpumagic.probes.listed_processes import Process
 from gpumagic.probes.nvml import Readings
 

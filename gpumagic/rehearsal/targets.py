@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from gpumagic import device_names
 from gpumagic.errors import OptionError
-from gpumagic.probes import allocator, segments
-from gpumagic.probes.segments import Segment
+from gpumagic.memory import allocator, segments
+from gpumagic.memory.segments import Segment
 
 MIB = 1 << 20
 CONTEXT = (300 * MIB, 700 * MIB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.probes import allocator, host
+from gpumagic.memory import allocator, host
 from gpumagic.relocation.loads import CAUSE
 from gpumagic.report.units import size
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpumagic.render import memory
+from gpumagic.memory import timeline_view
 from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
 from gpumagic.reports.cells import CellRow, CellsReport
@@ -47,7 +47,7 @@ def _table(rows: Sequence[CellRow], report: CellsReport, caption: str) -> Table:
     found: list[list[Cell | str]] = [
         [
             str(row.cell), row.code, row.device, _growth(row, largest), size(row.allocated_after), size(row.peak),
-            duration(row.seconds), memory.small(report.timelines.get(row.cell), row.device, SPARKS),
+            duration(row.seconds), timeline_view.small(report.timelines.get(row.cell), row.device, SPARKS),
             size(row.allocated_before),
         ]
         for row in rows

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gpumagic.render import memory, tries
+from gpumagic.memory import timeline_view
+from gpumagic.render import tries
 from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
 from gpumagic.report.holder import Holder
 from gpumagic.report.units import NOT_AVAILABLE, count, shape, size
@@ -38,7 +39,7 @@ def _failure(report: OomReport) -> list[Block]:
     blocks += _actions(report)
     if report.allocated_at_failure is not None:
         blocks += [Heading("Memory", apart=True), _memory(report)]
-    blocks += memory.blocks(report.timeline)
+    blocks += timeline_view.blocks(report.timeline)
     blocks += _shares(report)
     if report.holders:
         blocks += _holders(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from gpumagic.render import memory
+from gpumagic.memory import timeline_view
 from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
 from gpumagic.reports.transfers import TransferReport, TransferRow
@@ -24,7 +24,7 @@ def view(report: TransferReport) -> Document:
         blocks += _lines(report)
     blocks += [Paragraph(text) for text in _sentences(report)]
     blocks += _advice(report.advice)
-    blocks += memory.blocks(report.timeline, "" if _is_traced(report) else "--trace finds the line.")
+    blocks += timeline_view.blocks(report.timeline, "" if _is_traced(report) else "--trace finds the line.")
     if _are_summed(report.moves):
         blocks.append(_every_move(report.moves))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
@@ -187,7 +187,7 @@ def _sentences(report: TransferReport) -> Iterator[str]:
     if report.syncs and not any(row.line is not None for row in report.moves):
         lines = "; ".join(f"line {line}, {count(n, 'time')}" for line, n in report.syncs.items())
         yield f"The host waited for the device at {lines}."
-    drawn = {each.device for each in memory.drawable(report.timeline)}
+    drawn = {each.device for each in timeline_view.drawable(report.timeline)}
     peaks = [f"{device} {size(n)}" for device, n in report.peak.items() if device not in drawn]
     if peaks:
         yield f"Peak: {'; '.join(peaks)}."

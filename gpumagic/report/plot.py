@@ -7,12 +7,12 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import GpuMagicError
+from gpumagic.memory.records import MemoryCourse, MemoryTimeline
 from gpumagic.report import colours
 from gpumagic.report.units import cut_middle, printable
 from gpumagic.reports.cells import CellsReport
 from gpumagic.reports.gpu import HistoryReport
 from gpumagic.reports.rehearsal import RehearsalPoint, RehearsalReport
-from gpumagic.reports.timeline import MemoryCourse, MemoryTimeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

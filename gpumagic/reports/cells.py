@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gpumagic.memory.records import MemoryTimeline, plot
 from gpumagic.report.base import Report
-from gpumagic.reports.timeline import MemoryTimeline, plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,11 +6,11 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gpumagic.memory.records import MemoryTimeline, plot
 from gpumagic.report.base import Report
 from gpumagic.report.holder import Holder
 from gpumagic.report.origin import Origin
 from gpumagic.reports.at_failure import Action, Instant
-from gpumagic.reports.timeline import MemoryTimeline, plot
 from gpumagic.reports.tries import Try
 
 if TYPE_CHECKING:

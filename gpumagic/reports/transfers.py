@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gpumagic.memory.records import MemoryTimeline, plot
 from gpumagic.report.base import Report
 from gpumagic.report.holder import Holder
 from gpumagic.report.origin import Origin
 from gpumagic.reports.explanation import Explanation
-from gpumagic.reports.timeline import MemoryTimeline, plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from gpumagic.probes import sampler
+from gpumagic.memory import sampler
 
 pytestmark = pytest.mark.benchmark
 

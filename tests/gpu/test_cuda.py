@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.probes import allocator, segments
+from gpumagic.memory import allocator, segments
 
 MIB = 2**20
 

@@ -186,8 +186,9 @@ def _stranger(size: str):
         return ExitStack()
     import torch
 
+    from gpumagic.memory import allocator
     from gpumagic.options import parse_size
-    from gpumagic.probes import allocator, oom_numbers, surroundings
+    from gpumagic.probes import oom_numbers, surroundings
 
     nbytes = parse_size(size)
     block = [torch.empty(nbytes, dtype=torch.uint8, device="simgpu:0")]

@@ -117,7 +117,7 @@ def test_a_cell_that_passes_is_left_alone(guarded, bare_shell, monkeypatch) -> N
         raise AssertionError("a side effect")
 
     monkeypatch.setattr(gc, "collect", never)
-    monkeypatch.setattr("gpumagic.probes.allocator.empty_caches", never)
+    monkeypatch.setattr("gpumagic.memory.allocator.empty_caches", never)
     peak = torch.simgpu.max_memory_allocated(0)
     result = guarded("v = take(1)\ndel v\n6 * 7")
     assert result.result == 42

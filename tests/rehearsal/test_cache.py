@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import gpumagic
-from gpumagic.probes import allocator, segments
-from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.memory import allocator, segments
+from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.rehearsal import targets
 from gpumagic.rehearsal.stage.arena import Arena, Pool
 

@@ -391,7 +391,7 @@ def test_a_torch_that_takes_no_backend_in_python_is_refused(monkeypatch) -> None
 
 
 def test_without_a_gpu_a_capacity_is_asked_for(monkeypatch) -> None:
-    from gpumagic.probes import allocator
+    from gpumagic.memory import allocator
 
     monkeypatch.setattr(allocator, "accelerators", list)
     with pytest.raises(gpumagic.OptionError, match="--capacity 16GiB"):

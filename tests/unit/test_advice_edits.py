@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpumagic.advice import ranking
 from gpumagic.advice.facts import BatchSize, Facts, Growth, Model, Scene, TensorFact, Work
-from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.reports.oom import Advice, Change
 from gpumagic.source import cell_code, text
 

@@ -21,7 +21,7 @@ from gpumagic.advice import (
     verdict,
 )
 from gpumagic.advice.facts import BatchSize, Facts, Growth, Model, Scene
-from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.probes.claims import Claim
 from gpumagic.source import cell_code  # fmt: skip
 

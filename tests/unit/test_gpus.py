@@ -11,8 +11,9 @@ import torch
 from nvml_stub.fake import GIB, FakeLibrary, install
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.probes import absence, allocator, cards, gpus, nvml, other_devices, selection
-from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.memory import allocator
+from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.probes import absence, cards, gpus, nvml, other_devices, selection
 from gpumagic.probes.torch_build import TorchBuild, torch_build
 from gpumagic.reports.gpu import GPUReport, GpuRow
 

@@ -9,7 +9,8 @@ import torch
 from torch._C import _len_torch_function_stack
 
 from gpumagic import _compat
-from gpumagic.probes import allocator, function_holders, nesting_context
+from gpumagic.memory import allocator
+from gpumagic.probes import function_holders, nesting_context
 
 
 def default() -> str:

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.probes.allocator import AllocatorFigures
-from gpumagic.probes.timeline import TimelineLog
-from gpumagic.render import memory, to_html, to_text
+from gpumagic.memory import timeline_view
+from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.records import MemoryCourse, MemoryPoint, MemoryTimeline
+from gpumagic.memory.timeline import TimelineLog
+from gpumagic.render import to_html, to_text
 from gpumagic.reports.oom import OomReport
 from gpumagic.reports.rehearsal import RehearsalPoint, RehearsalReport
-from gpumagic.reports.timeline import MemoryCourse, MemoryPoint, MemoryTimeline
 from gpumagic.reports.transfers import TransferReport
 from gpumagic.source import line_spans
 
@@ -83,7 +84,7 @@ def test_a_device_that_comes_to_life_in_the_cell_began_with_nothing() -> None:
 @given(st.lists(st.tuples(st.floats(0, 0.5), st.integers(0, 10**12)), min_size=1, max_size=300))
 def test_points_are_few_in_order_and_lose_neither_the_highest_nor_the_lowest(steps: list[tuple[float, int]]) -> None:
     """However many looks there are and however long they take."""
-    from gpumagic.probes.timeline import _Fold
+    from gpumagic.memory.timeline import _Fold
 
     fold, now = _Fold(16), 0.0
     for look, (pause, allocated) in enumerate(steps):
@@ -299,7 +300,7 @@ def test_two_points_are_not_drawn() -> None:
 def test_no_column_hides_the_highest(found: list[tuple[float, int]], columns: int) -> None:
     points = tuple(MemoryPoint(second, n, n, n) for second, n in sorted(found))
     course = MemoryCourse(DEVICE, 0, points[-1].last, None, 0, None, None, points)
-    heights = memory.heights(course, MemoryTimeline((course,), 10.0, 2), columns)
+    heights = timeline_view.heights(course, MemoryTimeline((course,), 10.0, 2), columns)
     assert len(heights) == columns
     assert max(heights) == max(n for _, n in found)
 

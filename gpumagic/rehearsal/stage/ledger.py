@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from gpumagic.probes.segments import Segment
+from gpumagic.memory.segments import Segment
 from gpumagic.rehearsal.stage.arena import Arena, Block, Pool
 
 BASE = "before the cell"

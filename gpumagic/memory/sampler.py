@@ -15,8 +15,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from gpumagic.probes import allocator
-from gpumagic.probes.timeline import STRETCHES, TimelineLog
+from gpumagic.memory import allocator
+from gpumagic.memory.timeline import STRETCHES, TimelineLog
 from gpumagic.source.places import Place
 
 FIRST = 0.064

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from gpumagic.memory.records import MemoryCourse, MemoryTimeline
 from gpumagic.report import colours
 from gpumagic.report.document import Block, Course, Fold, Paragraph
 from gpumagic.report.units import count, duration, size, sparkline
-from gpumagic.reports.timeline import MemoryCourse, MemoryTimeline
 
 COLUMNS = 60
 ENOUGH = 4

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from gpumagic import _compat
-from gpumagic.probes import allocator
-from gpumagic.probes.allocator import AllocatorFigures
+from gpumagic.memory import allocator
+from gpumagic.memory.allocator import AllocatorFigures
 
 _IN_USE = "active_allocated"
 _CACHED = "inactive"

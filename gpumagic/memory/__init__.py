@@ -1,0 +1,1 @@
+"""torch's allocators: their figures, their segments, and the timeline of a cell."""
