@@ -70,7 +70,7 @@ def _tensors(shell: InteractiveShell) -> Collection[str]:
     """Return the names of the tensors that the variables of a shell reach."""
     if "torch" not in sys.modules:
         return ()
-    from gpumagic.probes import holders
+    from gpumagic.heap import holders
 
     names = (name for several in holders.name_storages(shell.user_ns, shell).values() for name in several)
     return sorted(dict.fromkeys(names), key=len)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from gpumagic import _compat, relocation
 from gpumagic.errors import OptionError
+from gpumagic.heap import lasting
 from gpumagic.memory import allocator
 from gpumagic.memory.cell_memory import CellMemory
 from gpumagic.memory.records import MemoryTimeline
-from gpumagic.probes import failed_line, lasting, storage_copies, transfers
+from gpumagic.probes import failed_line, storage_copies, transfers
 from gpumagic.reports.explanation import Explanation
 from gpumagic.reports.transfers import TransferReport
 from gpumagic.source import watched_code

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from threading import get_ident
 from types import CodeType
 
+from gpumagic.heap import lasting
+from gpumagic.heap.lasting import Found
 from gpumagic.memory import allocator, sampler
 from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.memory.records import MemoryTimeline
 from gpumagic.memory.timeline import STRETCHES, TimelineLog
-from gpumagic.probes import lasting
-from gpumagic.probes.lasting import Found
 from gpumagic.source.places import OfCell, OfCode, Place
 from gpumagic.source.watched_code import WatchedCode
 

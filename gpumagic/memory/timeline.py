@@ -14,9 +14,9 @@ from dataclasses import replace
 from functools import partial
 from threading import Lock
 
+from gpumagic.heap.lasting import Kept
 from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.memory.records import MemoryCourse, MemoryPoint, MemoryTimeline
-from gpumagic.probes.lasting import Kept
 from gpumagic.source import line_spans
 
 STRETCHES = 200

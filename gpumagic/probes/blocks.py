@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from gpumagic.probes.storages import Ledger, Look, Storage
+from gpumagic.heap.storages import Ledger, Look, Storage
 
 _ADDRESS = attrgetter("address")
 

@@ -10,14 +10,15 @@ import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpumagic.probes import calls, gradients, history, holders, identity, libraries
+from gpumagic.heap import calls, gradients, holders, identity, libraries
+from gpumagic.heap.graphs import Graphs
+from gpumagic.heap.kinds import roles, subclasses
+from gpumagic.heap.paths import MAX_STEPS, Names
+from gpumagic.heap.storages import Ledger, Storage
+from gpumagic.probes import history
 from gpumagic.probes.blocks import groups
 from gpumagic.probes.detaching import Detaching
-from gpumagic.probes.graphs import Graphs
-from gpumagic.probes.kinds import roles, subclasses
-from gpumagic.probes.paths import MAX_STEPS, Names
 from gpumagic.probes.rows import Findings, Rows
-from gpumagic.probes.storages import Ledger, Storage
 from gpumagic.reports.tensors import GraphRow, SourceRow, TensorRow
 
 

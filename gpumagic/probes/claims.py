@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumagic.probes import calls, gradients, holders, reconcile
-from gpumagic.probes.storages import Ledger, Storage, undisturbed
+from gpumagic.heap import calls, gradients, holders
+from gpumagic.heap.storages import Ledger, Storage, undisturbed
+from gpumagic.probes import reconcile
 from gpumagic.report.holder import Holder
 from gpumagic.source import exceptions
 
 if TYPE_CHECKING:
-    from gpumagic.probes.paths import Search
+    from gpumagic.heap.paths import Search
 
 FRAMES = "(failed frames)"
 """Stands among the names for the frames of an error that are kept."""

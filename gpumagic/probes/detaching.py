@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpumagic.probes.kinds import subclasses
-from gpumagic.probes.paths import Names
-from gpumagic.probes.spelling import Path, is_typed, spell
+from gpumagic.heap.kinds import subclasses
+from gpumagic.heap.paths import Names
+from gpumagic.heap.spelling import Path, is_typed, spell
 from gpumagic.reports.held import is_code
 
 MOST = 3

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from gpumagic.heap import gradients, holders, last_error, outputs
+from gpumagic.heap.graphs import Graphs
+from gpumagic.heap.storages import Ledger, uncollected, undisturbed
 from gpumagic.memory import allocator
-from gpumagic.probes import gradients, holders, last_error, outputs, tensors
-from gpumagic.probes.graphs import Graphs
-from gpumagic.probes.storages import Ledger, uncollected, undisturbed
+from gpumagic.probes import tensors
 from gpumagic.reports.held import FreedRow, ReleaseReport
 from gpumagic.reports.tensors import TensorReport
 

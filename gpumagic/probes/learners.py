@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gpumagic.advice.facts import Model, Optimizer
-from gpumagic.probes import gradients
+from gpumagic.heap import gradients
 
 Named = Iterable[tuple[str, object, bool]]
 """``(name, value, whether only a function's variable names it)``."""

@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from gpumagic.probes import holders, random_states
+from gpumagic.heap import holders
+from gpumagic.probes import random_states
 from gpumagic.probes.written_tensors import WrittenTensors, is_on_accelerator, reached_by, version
 from gpumagic.source import cell_code
 

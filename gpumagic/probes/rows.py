@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpumagic.probes import holders, reconcile
+from gpumagic.heap import holders
+from gpumagic.heap.paths import Names
+from gpumagic.heap.storages import Look, Storage
+from gpumagic.probes import reconcile
 from gpumagic.probes.blocks import looked_at, occupied
 from gpumagic.probes.detaching import Detaching
-from gpumagic.probes.paths import Names
-from gpumagic.probes.storages import Look, Storage
 from gpumagic.reports.lookup import root_of
 from gpumagic.reports.selection import KINDS
 from gpumagic.reports.tensors import GraphRow, TensorRow

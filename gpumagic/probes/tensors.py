@@ -9,9 +9,10 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
-from gpumagic.probes import cycles, identity, reconcile
+from gpumagic.heap import cycles, identity
+from gpumagic.heap.storages import uncollected, undisturbed
+from gpumagic.probes import reconcile
 from gpumagic.probes.census import Census
-from gpumagic.probes.storages import uncollected, undisturbed
 from gpumagic.report import here
 from gpumagic.reports.tensors import TensorReport, TensorRow
 

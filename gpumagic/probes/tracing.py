@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumagic import _compat
-from gpumagic.probes import identity
+from gpumagic.heap import identity
 from gpumagic.probes.recorder import Recorder, is_free_to_read
 
 _aten = torch.ops.aten

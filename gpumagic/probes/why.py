@@ -7,11 +7,12 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.probes import cycles, holders, last_error, outputs, references, tensors
-from gpumagic.probes.openers import opener_of
-from gpumagic.probes.references import References, Step
-from gpumagic.probes.spelling import Path, spell
-from gpumagic.probes.storages import Ledger, uncollected, undisturbed
+from gpumagic.heap import cycles, holders, last_error, outputs, references
+from gpumagic.heap.openers import opener_of
+from gpumagic.heap.references import References, Step
+from gpumagic.heap.spelling import Path, spell
+from gpumagic.heap.storages import Ledger, uncollected, undisturbed
+from gpumagic.probes import tensors
 from gpumagic.reports.held import RELEASE, command, is_code
 from gpumagic.reports.lookup import find, plain
 from gpumagic.reports.tensors import TensorReport, TensorRow

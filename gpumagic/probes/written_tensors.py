@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from gpumagic.probes import gradients, holders
-from gpumagic.probes.storages import undisturbed
+from gpumagic.heap import gradients, holders
+from gpumagic.heap.storages import undisturbed
 
 
 class _Mark(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gpumagic.probes.graphs import Graphs
+from gpumagic.heap.graphs import Graphs
 
 
 class OldGraphs:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpumagic.probes import anatomy
+from gpumagic.heap import anatomy
 from gpumagic.reports.explanation import Operand
 from gpumagic.source.frames import MISSING
 

@@ -312,7 +312,7 @@ def test_what_was_there_all_the_time_is_told_by_what_it_is_for(run) -> None:
 
 
 def test_a_model_of_many_tensors_is_looked_through_only_where_the_cell_is_traced_anyway(run, monkeypatch) -> None:
-    from gpumagic.probes import lasting
+    from gpumagic.heap import lasting
 
     monkeypatch.setattr(lasting, "MOST", 0)
     run("model = torch.nn.Linear(512, 512, bias=False, device='simgpu:0')")

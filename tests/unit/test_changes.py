@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.probes import identity
+from gpumagic.heap import identity
 from gpumagic.probes.tensors import probe
 from gpumagic.reports.tensors import TensorReport
 

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from gpumagic.probes import references
+from gpumagic.heap import references
 from gpumagic.probes.tensors import probe
 from gpumagic.probes.why import probe as why
 from gpumagic.reports.held import COLLECT

@@ -10,7 +10,8 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from gpumagic.probes import gpus, graphs
+from gpumagic.heap import graphs
+from gpumagic.probes import gpus
 from gpumagic.probes.tensors import probe
 
 

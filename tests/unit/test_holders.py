@@ -21,9 +21,9 @@ import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumagic.probes import holders
-from gpumagic.probes.holders import name_storages
-from gpumagic.probes.paths import Search
+from gpumagic.heap import holders
+from gpumagic.heap.holders import name_storages
+from gpumagic.heap.paths import Search
 from gpumagic.probes.tensors import probe
 from gpumagic.reports.lookup import root_of
 from gpumagic.reports.tensors import TensorReport

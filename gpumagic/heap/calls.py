@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType, TracebackType
 from typing import Any
 
-from gpumagic.probes.anatomy import CONTAINED, Branch, Opener, attributes
+from gpumagic.heap.anatomy import CONTAINED, Branch, Opener, attributes
 from gpumagic.source import exceptions, frames
 
 PLUMBING = frozenset({

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
-from gpumagic.probes.anatomy import CONTAINED, Branch, Opener, attributes, made_by_class
+from gpumagic.heap.anatomy import CONTAINED, Branch, Opener, attributes, made_by_class
 
 _closure_of = FunctionType.__dict__["__closure__"].__get__
 _defaults_of = FunctionType.__dict__["__defaults__"].__get__

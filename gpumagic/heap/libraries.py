@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpumagic import _compat
-from gpumagic.probes import cycles, holders, last_error
-from gpumagic.probes.holders import Held
-from gpumagic.probes.paths import Names, Search
-from gpumagic.probes.spelling import spell
+from gpumagic.heap import cycles, holders, last_error
+from gpumagic.heap.holders import Held
+from gpumagic.heap.paths import Names, Search
+from gpumagic.heap.spelling import spell
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -17,8 +17,8 @@ from types import (
 )
 from typing import Any
 
-from gpumagic.probes import callables, calls
-from gpumagic.probes.anatomy import (
+from gpumagic.heap import callables, calls
+from gpumagic.heap.anatomy import (
     CONTAINERS,
     Branch,
     Opener,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumagic.probes.anatomy import Fields, attributes, fields_of
+from gpumagic.heap.anatomy import Fields, attributes, fields_of
 
 MAX_NODES = 100_000
 """Nodes looked at, of all graphs together: about 0.3 s."""

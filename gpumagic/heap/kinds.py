@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gpumagic.probes.anatomy import Fields, attributes, fields_of
+from gpumagic.heap.anatomy import Fields, attributes, fields_of
 
 
 def subclasses(*bases: type) -> set[type]:

@@ -15,8 +15,8 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from gpumagic import _compat
-from gpumagic.probes.kinds import subclasses
-from gpumagic.probes.storages import Ledger, undisturbed
+from gpumagic.heap.kinds import subclasses
+from gpumagic.heap.storages import Ledger, undisturbed
 from gpumagic.reports.tensors import TensorRow
 
 WORTH_LOOKING = 1 << 20

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from gpumagic.probes import calls
-from gpumagic.probes.paths import Names, Search
-from gpumagic.probes.spelling import spell, variable
-from gpumagic.probes.storages import Ledger, uncollected, undisturbed
+from gpumagic.heap import calls
+from gpumagic.heap.paths import Names, Search
+from gpumagic.heap.spelling import spell, variable
+from gpumagic.heap.storages import Ledger, uncollected, undisturbed
 
 TRACEBACK = "last traceback"
 

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from gpumagic.probes.anatomy import Style
+from gpumagic.heap.anatomy import Style
 
 LONGEST_KEY = 200
 """Characters of a key that are written; the name of a longer one is cut, and no code."""

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from gpumagic.probes import gradients, identity
-from gpumagic.probes.anatomy import attributes, fields_of
+from gpumagic.heap import gradients, identity
+from gpumagic.heap.anatomy import attributes, fields_of
 
 MOST = 400
 """Tensors beyond which a cell that is not traced does not look: each takes five microseconds."""
@@ -46,7 +46,7 @@ def look(namespace: Mapping[str, object], most: int | None = MOST) -> Found:
     optimizers = [each for each in values if issubclass(type(each), torch.optim.Optimizer)]
     if not modules and not optimizers:
         return {}
-    from gpumagic.probes.storages import undisturbed
+    from gpumagic.heap.storages import undisturbed
 
     found: dict[int, Kept] = {}
     with undisturbed():

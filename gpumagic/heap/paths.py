@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from itertools import count, islice
 from typing import Any
 
-from gpumagic.probes.anatomy import VARIABLE, Branch, Opener, module, optimizer
-from gpumagic.probes.openers import opener_of
-from gpumagic.probes.spelling import Path, spell
+from gpumagic.heap.anatomy import VARIABLE, Branch, Opener, module, optimizer
+from gpumagic.heap.openers import opener_of
+from gpumagic.heap.spelling import Path, spell
 
 MAX_DEPTH = 32
 MAX_STEPS = 250_000

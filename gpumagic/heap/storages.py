@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpumagic.probes import identity
+from gpumagic.heap import identity
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.probes import holders, release
-from gpumagic.probes.references import MAX_STEPS, References
+from gpumagic.heap import holders
+from gpumagic.heap.references import MAX_STEPS, References
+from gpumagic.probes import release
 from gpumagic.source import exceptions
 
 if TYPE_CHECKING:
