@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gpumagic import device_names, session
+from gpumagic import device_names
+from gpumagic.notebook import session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

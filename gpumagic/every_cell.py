@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
-    from gpumagic.cells import CellSessions
+    from gpumagic.notebook.cells import CellSessions
     from gpumagic.oom_guard import OomGuard
 
 _KEY = "gpumagic_every_cell"

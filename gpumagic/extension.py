@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from gpumagic import completion
-from gpumagic.cells import CellSessions
 from gpumagic.errors import GpuMagicError
-from gpumagic.promotion import PromoteCellMagics
+from gpumagic.notebook import completion
+from gpumagic.notebook.cells import CellSessions
+from gpumagic.notebook.promotion import PromoteCellMagics
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

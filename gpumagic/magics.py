@@ -14,14 +14,14 @@ from traitlets import Bool, Enum, Unicode, observe
 from gpumagic import api, device_names
 from gpumagic._compat import output_can_be_silenced
 from gpumagic.errors import GpuMagicError, OptionError
-from gpumagic.guards import Guard, Once
+from gpumagic.notebook.guards import Guard, Once
 from gpumagic.options import parser
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from gpumagic.cells import CellSessions
     from gpumagic.looks import Looks
+    from gpumagic.notebook.cells import CellSessions
     from gpumagic.reports.cluster import ClusterReport
     from gpumagic.reports.rehearsal import RehearsalReport
 

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from gpumagic import host_warning, session, shown_as_text
+from gpumagic import host_warning, shown_as_text
 from gpumagic.advice import actions
 from gpumagic.errors import OptionError
 from gpumagic.memory import allocator
 from gpumagic.memory.cell_memory import CellMemory
+from gpumagic.notebook import session
 from gpumagic.probes import oom, oom_observer, release
 from gpumagic.reports.at_failure import Instant
 from gpumagic.source import exceptions

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from gpumagic import knobs
 from gpumagic.device_run import DeviceRun
-from gpumagic.guards import BodyOutcome, Guard, Nested, Outcome
 from gpumagic.memory import allocator
+from gpumagic.notebook.guards import BodyOutcome, Guard, Nested, Outcome
 from gpumagic.probes import release, residents
 from gpumagic.probes.rollback import Rollback
 from gpumagic.report.units import count, size

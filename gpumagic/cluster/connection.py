@@ -7,8 +7,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpumagic import session
 from gpumagic.errors import OptionError
+from gpumagic.notebook import session
 from gpumagic.report.origin import Origin
 
 AS_PX = "px"

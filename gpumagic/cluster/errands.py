@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumagic import device_names, session, simgpu
+from gpumagic import device_names, simgpu
 from gpumagic.errors import OptionError
+from gpumagic.notebook import session
 from gpumagic.report.here import here
 from gpumagic.report.origin import Origin
 

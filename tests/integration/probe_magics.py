@@ -12,7 +12,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from gpumagic import extension
 from gpumagic.errors import GpuMagicError
-from gpumagic.guards import Once
+from gpumagic.notebook.guards import Once
 
 events = []
 _local = threading.local()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumagic.completion import complete
+from gpumagic.notebook.completion import complete
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ HEAVY = {"torch", "pandas", "pynvml", "numpy", "matplotlib"}
 
 # Who may not import whom: a probe never formats, a renderer never measures, a report is only data.
 FORBIDDEN = {
-    "render": {"gpumagic.probes", "gpumagic.magics", "gpumagic.cells", "gpumagic.api", "torch", "IPython"},
-    "reports": {"gpumagic.probes", "gpumagic.magics", "gpumagic.cells", "torch", "IPython"},
+    "render": {"gpumagic.probes", "gpumagic.magics", "gpumagic.notebook.cells", "gpumagic.api", "torch", "IPython"},
+    "reports": {"gpumagic.probes", "gpumagic.magics", "gpumagic.notebook.cells", "torch", "IPython"},
     "probes": {"gpumagic.render", "gpumagic.magics", "gpumagic.extension", "gpumagic.api"},
     # Its sentences carry sizes, so it may use `report.units` and nothing else of the renderers.
     "advice": {

@@ -11,8 +11,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from gpumagic.cluster.placement import Site, place
 from gpumagic.errors import OptionError
+from gpumagic.notebook.promotion import PromoteCellMagics
 from gpumagic.options import RERUNNING
-from gpumagic.promotion import PromoteCellMagics
 from gpumagic.report.origin import Origin
 
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from IPython.display import display
 
 from gpumagic import _compat
-from gpumagic.cell_body import CellBody
 from gpumagic.errors import GpuMagicError
-from gpumagic.guards import BodyOutcome, Guard, Outcome, Runs, run
+from gpumagic.notebook.cell_body import CellBody
+from gpumagic.notebook.guards import BodyOutcome, Guard, Outcome, Runs, run
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell

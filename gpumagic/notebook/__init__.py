@@ -1,0 +1,1 @@
+"""How a cell runs under a guard, and when its report shows."""
