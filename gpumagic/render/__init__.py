@@ -25,23 +25,24 @@ def to_html(report: Report[Any]) -> str:
 
 def to_document(report: Report[Any]) -> Document:
     """Return the neutral document of a report, from the view that knows its kind."""
-    view: Callable[[Report[Any]], Document] = import_module(_VIEWS[type(report).__name__]).view
+    home, _, name = _VIEWS[type(report).__name__].rpartition(".")
+    view: Callable[[Report[Any]], Document] = getattr(import_module(home), name)
     return view(report)
 
 
 _VIEWS = {
-    "GPUReport": "gpumagic.render.gpu",
-    "BenchReport": "gpumagic.render.bench",
-    "ClusterReport": "gpumagic.render.cluster",
-    "CellsReport": "gpumagic.render.cells_table",
-    "HistoryReport": "gpumagic.render.history",
-    "TensorReport": "gpumagic.render.tensors",
-    "DiffReport": "gpumagic.render.changes",
-    "HeldReport": "gpumagic.render.held",
-    "ReleaseReport": "gpumagic.render.held",
-    "WhyReport": "gpumagic.render.why",
-    "TransferReport": "gpumagic.render.transfers",
-    "OomReport": "gpumagic.render.oom",
-    "FitReport": "gpumagic.render.tries",
-    "RehearsalReport": "gpumagic.render.rehearsal",
+    "GPUReport": "gpumagic.render.gpu.view",
+    "BenchReport": "gpumagic.render.bench.view",
+    "ClusterReport": "gpumagic.render.cluster.view",
+    "CellsReport": "gpumagic.render.cells_table.view",
+    "HistoryReport": "gpumagic.render.history.view",
+    "TensorReport": "gpumagic.render.tensors.view",
+    "DiffReport": "gpumagic.render.changes.view",
+    "HeldReport": "gpumagic.render.held.view",
+    "ReleaseReport": "gpumagic.render.held.view",
+    "WhyReport": "gpumagic.render.why.view",
+    "TransferReport": "gpumagic.render.transfers.view",
+    "OomReport": "gpumagic.render.oom.view",
+    "FitReport": "gpumagic.render.tries.view",
+    "RehearsalReport": "gpumagic.render.rehearsal.view",
 }

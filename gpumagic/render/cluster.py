@@ -10,16 +10,17 @@ from gpumagic.report.units import count
 from gpumagic.reports.cluster import ANSWERED, ClusterReport, EngineAnswer
 
 _PARTS: Mapping[str, str] = {
-    "gpuinfo": "gpumagic.render.cluster_gpus",
-    "devices": "gpumagic.render.cluster_tensors",
-    "ondevice": "gpumagic.render.cluster_cells",
-    "oomguard": "gpumagic.render.cluster_failures",
+    "gpuinfo": "gpumagic.render.cluster_gpus.parts",
+    "devices": "gpumagic.render.cluster_tensors.parts",
+    "ondevice": "gpumagic.render.cluster_cells.parts",
+    "oomguard": "gpumagic.render.cluster_failures.parts",
 }
 
 
 def view(report: ClusterReport) -> Document:
     """Return the report of the engines that answered, then what is to be said of the others."""
-    parts: Callable[[ClusterReport], tuple[str, list[Block]]] = import_module(_PARTS[report.magic]).parts
+    home, _, name = _PARTS[report.magic].rpartition(".")
+    parts: Callable[[ClusterReport], tuple[str, list[Block]]] = getattr(import_module(home), name)
     heading, blocks = parts(report) if report.reports else (_without(report), [])
     blocks = [Heading(f"{heading} · {_engines(report)}"), *blocks]
     blocks += [Paragraph(text) for text in _silent(report)]
