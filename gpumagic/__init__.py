@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from gpumagic import cluster, simgpu
     from gpumagic.api import devices, gpuinfo, ondevice, oomguard, rehearse, release_held, why
     from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, RehearsalUnavailable, SimgpuUnavailable
+    from gpumagic.gpus.report import GPUReport
     from gpumagic.probes.oom import OutOfMemory
     from gpumagic.reports.changes import DiffReport
     from gpumagic.reports.cluster import ClusterReport, merge
-    from gpumagic.reports.gpu import GPUReport
     from gpumagic.reports.held import HeldReport, ReleaseReport
     from gpumagic.reports.oom import OomReport
     from gpumagic.reports.rehearsal import RehearsalReport
@@ -76,7 +76,7 @@ _HOMES = {
     "gpumagic.probes.oom": ("OutOfMemory",),
     "gpumagic.reports.changes": ("DiffReport",),
     "gpumagic.reports.cluster": ("ClusterReport", "merge"),
-    "gpumagic.reports.gpu": ("GPUReport",),
+    "gpumagic.gpus.report": ("GPUReport",),
     "gpumagic.reports.held": ("HeldReport", "ReleaseReport"),
     "gpumagic.reports.oom": ("OomReport",),
     "gpumagic.reports.rehearsal": ("RehearsalReport",),

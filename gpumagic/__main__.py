@@ -60,7 +60,8 @@ def _demo(options: argparse.Namespace) -> int:
 def _gpuinfo(options: argparse.Namespace) -> int:
     import json
 
-    from gpumagic import api, live
+    from gpumagic import api
+    from gpumagic.gpus import live
 
     if options.watch is not None and not options.watch >= SHORTEST_INTERVAL:
         raise OptionError(f"-w {options.watch:g} is too fast; it takes seconds of at least {SHORTEST_INTERVAL}")

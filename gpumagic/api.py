@@ -6,15 +6,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gpumagic import device_names
+from gpumagic.gpus import device_names
 from gpumagic.notebook import session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic.device_run import DeviceRun
+    from gpumagic.gpus.report import GPUReport
     from gpumagic.oom_guard import OomGuard
-    from gpumagic.reports.gpu import GPUReport
     from gpumagic.reports.held import ReleaseReport
     from gpumagic.reports.rehearsal import RehearsalReport
     from gpumagic.reports.tensors import TensorReport
@@ -32,10 +32,10 @@ def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) ->
     Raises:
         DeviceNotFound: a device that is not here.
     """
-    from gpumagic.probes import gpus
+    from gpumagic.gpus import probe
 
     # The probe reads the names itself: `device_names.resolve` asks torch, which would start CUDA's driver.
-    return gpus.probe(devices, processes=processes, everything=everything)
+    return probe.read_gpus(devices, processes=processes, everything=everything)
 
 
 def devices(

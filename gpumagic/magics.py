@@ -11,9 +11,10 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from traitlets import Bool, Enum, Unicode, observe
 
-from gpumagic import api, device_names
+from gpumagic import api
 from gpumagic._compat import output_can_be_silenced
 from gpumagic.errors import GpuMagicError, OptionError
+from gpumagic.gpus import device_names
 from gpumagic.notebook.guards import Guard, Once
 from gpumagic.options import parser
 
@@ -196,7 +197,7 @@ class GPUMagic(Magics):
         if options.each_cell:
             if options.engines is not None:
                 return _on_engines("gpuinfo", options)
-            from gpumagic import each_cell
+            from gpumagic.gpus import each_cell
 
             if options.each_cell is True:
                 report = each_cell.report(self.shell)
@@ -204,7 +205,7 @@ class GPUMagic(Magics):
             each_cell.switch(self.shell, options.each_cell)
         if options.watch is None:
             return None
-        from gpumagic import live
+        from gpumagic.gpus import live
 
         if options.watch == 0:
             live.off(self.shell)
@@ -256,10 +257,10 @@ def _on_engines(magic: str, options: Namespace) -> object:
 
 
 def _bench(devices: list[str]) -> Any:
-    from gpumagic.probes import bench
+    from gpumagic.gpus import bench
     from gpumagic.report import progress
 
-    return bench.probe(devices, progress=functools.partial(progress.bar, unit="measurement"))
+    return bench.benchmark(devices, progress=functools.partial(progress.bar, unit="measurement"))
 
 
 class _Json(str):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-from gpumagic import device_names, sizes
+from gpumagic import sizes
 from gpumagic.errors import OptionError
+from gpumagic.gpus import device_names
 from gpumagic.memory import allocator
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import pkgutil
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from gpumagic import reports
 from gpumagic.report.base import Report
 from gpumagic.reports import cluster
 
@@ -22,10 +21,13 @@ FIXED: dict[tuple[str, str], Any] = {
     ("OomReport", "recovered"): False, ("OomReport", "retries"): 0, ("FitReport", "failure"): None,
 }  # fmt: skip
 """Fields of a few known words, which no text from outside reaches, and flags that would fold all else away."""
+for _home in import_module("gpumagic.render")._VIEWS.values():
+    import_module(_home.rpartition(".")[0])
 _TYPES = {
     name: each
-    for module in pkgutil.iter_modules(reports.__path__, "gpumagic.reports.")
-    for name, each in vars(import_module(module.name)).items()
+    for module in list(sys.modules.values())
+    if module.__name__.startswith("gpumagic.")
+    for name, each in vars(module).items()
     if isinstance(each, type)
 }
 

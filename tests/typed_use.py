@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import gpumagic
 from gpumagic.device_run import DeviceRun
+from gpumagic.gpus.report import GpuRow, ProcessRow
 from gpumagic.reports.changes import DiffRow
 from gpumagic.reports.cluster import PlacedRow
-from gpumagic.reports.gpu import GpuRow, ProcessRow
 from gpumagic.reports.held import FreedRow, HeldRow
 from gpumagic.reports.oom import Advice, OomReport
 from gpumagic.reports.rehearsal import RehearsalRow

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumagic import device_names, simgpu
+from gpumagic import simgpu
 from gpumagic.errors import OptionError
+from gpumagic.gpus import device_names
 from gpumagic.notebook import session
 from gpumagic.report.here import here
 from gpumagic.report.origin import Origin
 
 if TYPE_CHECKING:
-    from gpumagic.reports.gpu import GPUReport
+    from gpumagic.gpus.report import GPUReport
     from gpumagic.reports.tensors import TensorReport
 
 Errand = tuple[Origin, Any]
@@ -24,10 +25,10 @@ Errand = tuple[Origin, Any]
 
 def gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> Errand:
     """Return the GPUs of this engine."""
-    from gpumagic.probes import gpus
+    from gpumagic.gpus import probe
 
     simgpu.enable_from_environment()
-    report: GPUReport = gpus.probe(names, processes=processes, everything=everything)
+    report: GPUReport = probe.read_gpus(names, processes=processes, everything=everything)
     return report.origin, report
 
 
@@ -50,8 +51,8 @@ _UNLOAD = "gpumagic_of_engine_cell"
 def site() -> Errand:
     """Get ready for a cell under one of the magics, and return the GPUs here, the freest first."""
     from gpumagic import extension
+    from gpumagic.gpus import probe
     from gpumagic.memory import allocator
-    from gpumagic.probes import gpus
 
     shell = session.shell()
     if shell is None:
@@ -60,7 +61,7 @@ def site() -> Errand:
         shell.meta[_UNLOAD] = True
         extension.load(shell)
     torch_has = set(allocator.accelerators())
-    report = gpus.probe()
+    report = probe.read_gpus()
     usable = [row for row in report.devices if row.device in torch_has]
     usable.sort(key=lambda row: -(row.memory_free or 0))
     own = f"{report.origin.host}/{report.origin.pid}"

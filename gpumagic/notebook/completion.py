@@ -8,7 +8,8 @@ from argparse import Action
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from gpumagic import _compat, device_names, options
+from gpumagic import _compat, options
+from gpumagic.gpus import device_names
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

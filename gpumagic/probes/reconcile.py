@@ -49,9 +49,9 @@ def _sum(rows: list[TensorRow]) -> _Sum:
 
 def _other_processes() -> dict[str, int | None]:
     """Return what other processes hold of each device, as far as the driver's tools tell; it takes about a ms."""
-    from gpumagic.probes import gpus
+    from gpumagic.gpus import probe
 
-    return {row.device: row.other_processes for row in gpus.probe() if row.device is not None}
+    return {row.device: row.other_processes for row in probe.read_gpus() if row.device is not None}
 
 
 def notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list[str]:

@@ -140,9 +140,9 @@ def other_devices(device: str) -> tuple[dict[str, int], int | None]:
 
     Asks the driver's tools, not the devices: `mem_get_info` of a device not yet in use would create a context.
     """
-    from gpumagic.probes import gpus
+    from gpumagic.gpus import probe
 
-    rows = {row.device: row for row in gpus.probe() if row.device is not None}
+    rows = {row.device: row for row in probe.read_gpus() if row.device is not None}
     backend = device.partition(":")[0]
     free = {
         other: row.memory_free

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gpumagic import device_names
 from gpumagic.errors import OptionError
+from gpumagic.gpus import device_names
 from gpumagic.memory import allocator, segments
 from gpumagic.memory.segments import Segment
 
@@ -112,9 +112,9 @@ def _capacity(name: str, capacity: int | None, here: list[str]) -> int | None:
     figures, driver = allocator.figures(name), allocator.capacity(name)
     if driver is not None:
         return driver[0] + (figures.reserved if figures is not None else 0)
-    from gpumagic.probes import gpus
+    from gpumagic.gpus import probe
 
-    row = next((each for each in gpus.probe((name,)).rows if each.device == name), None)
+    row = next((each for each in probe.read_gpus((name,)).rows if each.device == name), None)
     return None if row is None else row.memory_free
 
 

@@ -31,11 +31,11 @@ def to_document(report: Report[Any]) -> Document:
 
 
 _VIEWS = {
-    "GPUReport": "gpumagic.render.gpu.view",
-    "BenchReport": "gpumagic.render.bench.view",
+    "GPUReport": "gpumagic.gpus.view.view_gpus",
+    "BenchReport": "gpumagic.gpus.bench_view.view_bench",
     "ClusterReport": "gpumagic.render.cluster.view",
-    "CellsReport": "gpumagic.render.cells_table.view",
-    "HistoryReport": "gpumagic.render.history.view",
+    "CellsReport": "gpumagic.gpus.cells_view.view_cells",
+    "HistoryReport": "gpumagic.gpus.history_view.view_history",
     "TensorReport": "gpumagic.render.tensors.view",
     "DiffReport": "gpumagic.render.changes.view",
     "HeldReport": "gpumagic.render.held.view",

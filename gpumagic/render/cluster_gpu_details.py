@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gpumagic.render import gpu_details, gpu_processes
+from gpumagic.gpus import gpu_details, gpu_processes
+from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.document import Block, Heading
 from gpumagic.reports.cluster import ClusterReport
-from gpumagic.reports.gpu import GPUReport, GpuRow, ProcessRow
 from gpumagic.reports.shared_gpus import SharedGpu
 
 

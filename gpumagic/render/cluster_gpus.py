@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumagic.gpus.gpu_table import UTIL, short
+from gpumagic.gpus.report import GPUReport
 from gpumagic.render import cluster_gpu_details
 from gpumagic.render.cluster import engines, numbers
-from gpumagic.render.gpu_table import UTIL, short
 from gpumagic.report.document import Block, Cell, Column, Fold, Paragraph, Segment, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, pair, percent, size
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer
-from gpumagic.reports.gpu import GPUReport
 from gpumagic.reports.shared_gpus import SharedGpu, shared_gpus
 
 MOST_ROWS = 32

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.errors import OptionError
+from gpumagic.gpus.report import GPUReport
 from gpumagic.report.base import Report, columns_of, frame
 from gpumagic.report.origin import Origin
-from gpumagic.reports.gpu import GPUReport
 from gpumagic.reports.oom import OomReport
 from gpumagic.reports.tensors import TensorReport
 from gpumagic.reports.transfers import TransferReport

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer
-from gpumagic.reports.gpu import GPUReport, GpuRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import gpumagic
+from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.render import to_html, to_text
 from gpumagic.report.origin import Origin
-from gpumagic.reports.gpu import GPUReport, GpuRow
 
 pytestmark = pytest.mark.benchmark
 GIB = 1 << 30

@@ -43,7 +43,7 @@ print(json.dumps(dict(seconds=statistics.median(spent), calls=calls, events=even
 """
 PROBE = """
 import pandas
-from gpumagic.probes import gpus, processes
+from gpumagic.gpus import probe as gpus, processes
 processes.INITIAL_PID_NAMESPACE = os.readlink("/proc/self/ns/pid")  # on a host, so that each process is looked up
 def once():
     report = gpus.probe(processes=True)

@@ -51,9 +51,9 @@ def test_gpuinfo_reads_every_field_or_says_why() -> None:
 
 
 def test_gpuinfos_benchmark_measures_products_and_copies() -> None:
-    from gpumagic.probes import bench
+    from gpumagic.gpus import bench
 
-    report = bench.probe(["cuda:0"], seconds=0.05)
+    report = bench.benchmark(["cuda:0"], seconds=0.05)
     assert [row.reason for row in report] == [None] * len(report)
     assert (report.rate("cuda:0", "float32") or 0) > 1e11
     assert (report.rate("cuda:0", "device-to-device") or 0) > (report.rate("cuda:0", "host-to-device") or 0)

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from gpumagic import api
-from gpumagic.probes import bench
+from gpumagic.gpus import bench
+from gpumagic.gpus.report import BenchReport, GPUReport
 from gpumagic.report import progress
-from gpumagic.reports.gpu import BenchReport, GPUReport
 
 NUMBERS = (
     "memory_total", "memory_used", "memory_free", "memory_reserved", "kernel_allocated", "kernel_reserved",

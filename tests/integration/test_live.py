@@ -178,7 +178,7 @@ def test_its_thread_is_gone_before_the_process_ends(stub, tmp_path):
     code = (
         "import atexit, threading\n"
         "atexit.register(lambda: print([each.name for each in threading.enumerate()]))\n"
-        "import gpumagic\nfrom gpumagic import live\n"
+        "import gpumagic\nfrom gpumagic.gpus import live\n"
         "seen = threading.Event()\n"
         "def show(report):\n    if len(report.samples) > 2: seen.set()\n"
         "live.Recorder(gpumagic.gpuinfo, 0.01, show).start()\n"

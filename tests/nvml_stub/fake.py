@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumagic.probes import nvml
+from gpumagic.gpus import nvml
 
 GIB = 1024**3
 

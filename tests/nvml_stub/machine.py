@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PROBE = """
 import json, os, sys, ctypes
 stub = ctypes.CDLL("libnvidia-ml.so.1")
-from gpumagic.probes import gpus, processes
+from gpumagic.gpus import probe as gpus, processes
 {before}
 before = stub.nvml_stub_calls()
 report = gpus.probe({arguments})

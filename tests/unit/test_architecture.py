@@ -64,7 +64,7 @@ def test_no_probe_formats_bytes() -> None:
 
 def test_importing_every_report_and_renderer_needs_neither_torch_nor_ipython() -> None:
     code = (
-        "import sys, gpumagic, gpumagic.reports, gpumagic.render, gpumagic.options, gpumagic.device_names\n"
+        "import sys, gpumagic, gpumagic.reports, gpumagic.render, gpumagic.options, gpumagic.gpus.device_names\n"
         f"print(sorted(({HEAVY!r} | {{'IPython'}}) & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

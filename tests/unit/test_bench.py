@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.probes import bench
+from gpumagic.gpus import bench
+from gpumagic.gpus.report import BenchReport, BenchRow
 from gpumagic.render import to_html, to_text
 from gpumagic.report import progress
-from gpumagic.reports.gpu import BenchReport, BenchRow
 
 COPIES = [
     "host-to-device",
@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_device_is_measured_and_simulated_ones_are_marked(two_devices: list[str]) -> None:
-    report = bench.probe(seconds=0)
+    report = bench.benchmark(seconds=0)
     assert list(dict.fromkeys(row.device for row in report)) == [*two_devices, "cpu"]
     assert [row.what for row in report if row.device == "simgpu:0"] == [*bench.DTYPES, *COPIES]
     assert [row.what for row in report if row.device == "cpu"] == [*bench.DTYPES, "within"]
@@ -62,7 +62,7 @@ def test_nothing_of_the_users_is_changed(two_devices: list[str]) -> None:
     torch.manual_seed(1)
     torch.simgpu.reset_peak_memory_stats(0)
     before = torch.simgpu.memory_allocated(0)
-    bench.probe(["simgpu:0"], seconds=0)
+    bench.benchmark(["simgpu:0"], seconds=0)
     assert torch.rand(3).tolist() == expected
     assert torch.simgpu.memory_allocated(0) == before
     assert torch.simgpu.max_memory_allocated(0) > before, "nobody resets it, so that it tells of the measuring too"
@@ -78,14 +78,14 @@ def test_a_device_that_lacks_a_dtype_says_so_and_the_rest_is_measured(monkeypatc
         return real(matrix)
 
     monkeypatch.setattr(bench, "_product", product)
-    report = bench.probe(["cpu"], seconds=0)
+    report = bench.benchmark(["cpu"], seconds=0)
     assert [row.reason for row in report] == ["no float64 here", None, None, None, None]
     assert "cpu float64: n/a (no float64 here)." in " ".join(to_text(report, 80).split())
 
 
 def test_a_device_that_is_not_here_is_an_error() -> None:
     with pytest.raises(DeviceNotFound, match="cuda:9"):
-        bench.probe(["cuda:9"])
+        bench.benchmark(["cuda:9"])
 
 
 # -- progress ---------------------------------------------------------------------------------------------

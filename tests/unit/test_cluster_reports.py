@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import gpumagic
 from gpumagic.errors import OptionError
+from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.render import to_html, to_text
 from gpumagic.render.cluster import numbers
 from gpumagic.report.origin import Origin
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer
-from gpumagic.reports.gpu import GPUReport, GpuRow, ProcessRow
 from gpumagic.reports.shared_gpus import shared_gpus
 from gpumagic.reports.tensors import TensorReport, TensorRow
 

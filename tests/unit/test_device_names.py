@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic import device_names
 from gpumagic.errors import DeviceNotFound
+from gpumagic.gpus import device_names
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,6 @@ def test_a_simulated_device_that_is_not_on_says_how_to_turn_it_on() -> None:
 
 
 def test_completion_does_not_import_torch() -> None:
-    code = "import sys, gpumagic.device_names as d; print(d.completions(), 'torch' in sys.modules)"
+    code = "import sys, gpumagic.gpus.device_names as d; print(d.completions(), 'torch' in sys.modules)"
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert said == "['cuda', 'auto', 'cpu', 'meta'] False\n"

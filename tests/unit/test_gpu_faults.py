@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from nvml_stub.fake import install
 from nvml_stub.full_fake import SYMBOLS, TRUTH, FullLibrary
 
-from gpumagic.probes import gpus, other_devices, processes
-from gpumagic.probes.torch_build import TorchBuild
+from gpumagic.gpus import other_devices, probe, processes
+from gpumagic.gpus.torch_build import TorchBuild
 from gpumagic.render import to_html, to_text
 
 CARDS = 3
@@ -27,12 +27,12 @@ Faults = dict[tuple[str, int | None], int]
 
 @pytest.fixture(autouse=True)
 def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
+    monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
     monkeypatch.setattr(other_devices, "simulated_rows", list)
     monkeypatch.setattr(processes, "in_container", lambda: False)
 
 
-def probe(library: FullLibrary, variable: str | None):
+def read(library: FullLibrary, variable: str | None):
     """Return the report of that library, everything asked."""
     with pytest.MonkeyPatch.context() as patched:
         if variable is None:
@@ -40,12 +40,12 @@ def probe(library: FullLibrary, variable: str | None):
         else:
             patched.setenv("CUDA_VISIBLE_DEVICES", variable)
         install(patched, library)
-        return gpus.probe(processes=True, everything=True)
+        return probe.read_gpus(processes=True, everything=True)
 
 
 def test_without_a_fault_the_truth_is_whole() -> None:
     """So that the property below cannot pass by saying nothing."""
-    for row in probe(FullLibrary(CARDS, {}, set()), None):
+    for row in read(FullLibrary(CARDS, {}, set()), None):
         assert {name: getattr(row, name) for name in TRUTH} == TRUTH
         assert [each.utilization for each in row.processes or ()] == [35.0]
 
@@ -58,12 +58,12 @@ def test_every_figure_is_true_or_absent_with_its_reason(
     faults: Faults, missing: set[str], variable: str | None
 ) -> None:
     """Never a traceback, a blank or a false 0."""
-    report = probe(FullLibrary(CARDS, faults, missing), variable)
+    report = read(FullLibrary(CARDS, faults, missing), variable)
     assert len(report) == CARDS
     for row in report:
         for name, truth in TRUTH.items():
             assert getattr(row, name) in (truth, None), name
-        assert set(row.reasons) == {name for name in gpus.FIGURES if getattr(row, name) is None}
+        assert set(row.reasons) == {name for name in probe.FIGURES if getattr(row, name) is None}
         assert all(row.reasons.values())
     json.dumps(report.to_dict())
     for flags in ({}, {"show_processes": False, "show_all": False}):
@@ -74,7 +74,7 @@ def test_every_figure_is_true_or_absent_with_its_reason(
 
 def test_without_a_fault_every_instance_of_a_split_card_is_a_row() -> None:
     """Of the cards 0 and 2, two each; the whole card 1 has all its figures."""
-    rows = probe(FullLibrary(CARDS, {}, set(), mig={0, 2}), None)
+    rows = read(FullLibrary(CARDS, {}, set(), mig={0, 2}), None)
     instances = [row.nvml_index for row in rows if (row.uuid or "").startswith("MIG-")]
     assert instances == [0, 0, 2, 2]
     assert [row.nvml_index for row in rows if row.temperature is not None] == [0, 1, 2]
@@ -85,10 +85,10 @@ def test_an_instance_is_never_given_a_figure_of_its_card(
     faults: Faults, missing: set[str], variable: str | None, mig: set[int]
 ) -> None:
     """Nor is one row without a reason for what it lacks, whatever else the driver refuses."""
-    report = probe(FullLibrary(CARDS, faults, missing, mig), variable)
+    report = read(FullLibrary(CARDS, faults, missing, mig), variable)
     assert len(report) >= CARDS
     for row in report:
-        assert set(row.reasons) == {name for name in gpus.FIGURES if getattr(row, name) is None}
+        assert set(row.reasons) == {name for name in probe.FIGURES if getattr(row, name) is None}
         if (row.uuid or "").startswith("MIG-"):
             assert (row.utilization, row.power, row.throttle_reasons) == (None, None, None)
             assert row.memory_total in (TRUTH["memory_total"], None)
@@ -99,7 +99,7 @@ def test_an_instance_is_never_given_a_figure_of_its_card(
 def test_faults_of_one_card_hide_nothing_of_the_others(faults: Faults, broken: int) -> None:
     """Each card is asked on its own."""
     on_one = {(symbol, broken): code for (symbol, _), code in faults.items() if symbol.startswith("nvmlDeviceGet")}
-    for row in probe(FullLibrary(CARDS, on_one, set()), None):
+    for row in read(FullLibrary(CARDS, on_one, set()), None):
         if row.nvml_index != broken:
             assert {name: getattr(row, name) for name in TRUTH} == TRUTH
 
@@ -107,7 +107,7 @@ def test_faults_of_one_card_hide_nothing_of_the_others(faults: Faults, broken: i
 @given(code=st.integers(1, 1000), symbol=st.sampled_from(["nvmlInitWithFlags", "nvmlDeviceGetCount_v2"]))
 def test_a_driver_that_does_not_answer_at_all_is_one_sentence(code: int, symbol: str) -> None:
     """Whatever its number."""
-    report = probe(FullLibrary(CARDS, {(symbol, None): code}, set()), None)
+    report = read(FullLibrary(CARDS, {(symbol, None): code}, set()), None)
     assert len(report) == 0
     assert (report.cause or "").endswith(".")
     assert to_text(report, 80).startswith("No GPU")

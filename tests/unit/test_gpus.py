@@ -11,18 +11,18 @@ import torch
 from nvml_stub.fake import GIB, FakeLibrary, install
 
 from gpumagic.errors import DeviceNotFound
+from gpumagic.gpus import absence, cards, nvml, other_devices, probe, selection
+from gpumagic.gpus.report import GPUReport, GpuRow
+from gpumagic.gpus.torch_build import TorchBuild, torch_build
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.probes import absence, cards, gpus, nvml, other_devices, selection
-from gpumagic.probes.torch_build import TorchBuild, torch_build
-from gpumagic.reports.gpu import GPUReport, GpuRow
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     """Two cards under the real pynvml, a torch that is built for CUDA, and no variables that hide cards."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpus, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
+    monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
     monkeypatch.setattr(other_devices, "simulated_rows", list)
     return install(monkeypatch, FakeLibrary(2))
 
@@ -47,7 +47,7 @@ def names(report: GPUReport) -> list[tuple[str | None, int | None]]:
 
 def test_cards_in_use_are_named_by_uuid(library: FakeLibrary, cuda_in_use: ModuleType) -> None:
     """Once CUDA is in use the order of numbers says nothing, and nothing is predicted."""
-    report = gpus.probe()
+    report = probe.read_gpus()
     assert names(report) == [("cuda:0", 1), ("cuda:1", 0)]
     assert not any(row.predicted for row in report)
     assert (report[0].kernel_allocated, report[0].kernel_reserved) == (GIB, 2 * GIB)
@@ -58,12 +58,12 @@ def test_a_changed_variable_does_not_rename_cards_in_use(
 ) -> None:
     """CUDA read it when it started; what it says now is for the next process."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert names(gpus.probe()) == [("cuda:0", 1), ("cuda:1", 0)]
+    assert names(probe.read_gpus()) == [("cuda:0", 1), ("cuda:1", 0)]
 
 
 def test_a_kernel_that_never_used_cuda_holds_nothing_there(library: FakeLibrary) -> None:
     """Nothing is a true figure: torch's allocator has not started, and asking must not start it."""
-    assert [(row.kernel_allocated, row.kernel_reserved) for row in gpus.probe()] == [(0, 0), (0, 0)]
+    assert [(row.kernel_allocated, row.kernel_reserved) for row in probe.read_gpus()] == [(0, 0), (0, 0)]
     assert not torch.cuda.is_initialized()
 
 
@@ -71,12 +71,12 @@ def test_cuda_devices_are_shown_by_torch_alone_where_nvml_is_missing(
     cuda_in_use: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is asked only where this kernel already has a context: asking would create one."""
-    monkeypatch.setattr(gpus, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
+    monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
     monkeypatch.setattr(nvml, "connect", lambda: nvml.Failure("no binding"))
     monkeypatch.setattr(other_devices, "simulated_rows", list)
     asked: list[str] = []
     monkeypatch.setattr(allocator, "capacity", lambda device: asked.append(device) or (5 * GIB, 8 * GIB))
-    first, second = gpus.probe()
+    first, second = probe.read_gpus()
     assert (first.device, first.memory_free, first.memory_used) == ("cuda:0", 5 * GIB, 3 * GIB)
     assert (second.memory_total, second.memory_free) == (8 * GIB, None)
     assert "context" in second.reasons["memory_free"]
@@ -93,7 +93,7 @@ def test_once_in_use_cuda_knows_whether_memory_is_unified_whatever_the_name_says
         cuda_in_use.get_device_properties(ordinal).is_integrated = integrated
     library.faults = {"nvmlDeviceGetMemoryInfo": 3, "nvmlDeviceGetMemoryInfo_v2": 3}
     monkeypatch.setattr(FakeLibrary, "_nvmlDeviceGetName", lambda _, handle, to, size: setattr(to, "value", name))
-    report = gpus.probe()
+    report = probe.read_gpus()
     assert [row.unified for row in report] == [integrated] * 2
     assert not any("judged" in note for note in report.notes)
 
@@ -102,12 +102,12 @@ def test_unified_memory_that_only_torch_reports_does_not_pass_the_hosts_use_off_
     cuda_in_use: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Jetson's driver may have no NVML; what CUDA counts as used there is every program of the machine."""
-    monkeypatch.setattr(gpus, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
+    monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
     monkeypatch.setattr(nvml, "connect", lambda: nvml.Failure("no library"))
     monkeypatch.setattr(other_devices, "simulated_rows", list)
     monkeypatch.setattr(allocator, "capacity", lambda _: (5 * GIB, 8 * GIB))
     cuda_in_use.get_device_properties(0).is_integrated = True
-    row = gpus.probe()[0]
+    row = probe.read_gpus()[0]
     assert (row.unified, row.memory_free, row.memory_used) == (True, 5 * GIB, None)
     assert row.reasons["memory_used"] == "the host's memory, shared"
 
@@ -115,15 +115,15 @@ def test_unified_memory_that_only_torch_reports_does_not_pass_the_hosts_use_off_
 def test_every_absent_figure_has_a_reason_and_no_other(library: FakeLibrary) -> None:
     """A blank says nothing."""
     library.faults["nvmlDeviceGetName"] = 3
-    for row in gpus.probe(everything=True):
-        assert set(row.reasons) == {name for name in gpus.FIGURES if getattr(row, name) is None}
+    for row in probe.read_gpus(everything=True):
+        assert set(row.reasons) == {name for name in probe.FIGURES if getattr(row, name) is None}
         assert all(row.reasons.values())
 
 
 def test_figures_not_asked_for_say_how_to_get_them(library: FakeLibrary) -> None:
     """The default table does not ask for what it does not show."""
-    assert gpus.probe()[0].reasons["fan"] == "only read with -a"
-    assert gpus.probe(everything=True)[0].reasons["fan"] == "driver too old"
+    assert probe.read_gpus()[0].reasons["fan"] == "only read with -a"
+    assert probe.read_gpus(everything=True)[0].reasons["fan"] == "driver too old"
 
 
 def row(device: str | None, free: int | None, allocated: int = 0, reserved: int = 0, **more: bool) -> GpuRow:
@@ -156,18 +156,18 @@ def test_the_best_device_has_most_room(rows: list[GpuRow], best: str | None) -> 
 )  # fmt: skip
 def test_devices_are_selected_as_they_are_written(library: FakeLibrary, wanted: list[str], devices: list[str]) -> None:
     """Each device once, in the order asked for."""
-    assert [row.device for row in gpus.probe(wanted)] == devices
+    assert [row.device for row in probe.read_gpus(wanted)] == devices
 
 
 def test_the_best_device_is_one_of_those_asked_for(library: FakeLibrary) -> None:
     """Of equals the first is best, unless it was not asked for."""
-    assert [gpus.probe(devices).best for devices in ([], ["cuda:1"])] == ["cuda:0", "cuda:1"]
+    assert [probe.read_gpus(devices).best for devices in ([], ["cuda:1"])] == ["cuda:0", "cuda:1"]
 
 
 def test_a_device_that_is_not_here_is_an_error_that_lists_those_that_are(library: FakeLibrary) -> None:
     """The user sees at once what to type instead."""
     with pytest.raises(DeviceNotFound, match=r"cuda:7.*there are cuda:0, cuda:1"):
-        gpus.probe(["cuda:7"])
+        probe.read_gpus(["cuda:7"])
 
 
 def test_where_there_is_no_gpu_a_device_asked_for_is_answered_with_the_cause(
@@ -175,23 +175,23 @@ def test_where_there_is_no_gpu_a_device_asked_for_is_answered_with_the_cause(
 ) -> None:
     """A good name is no mistake there; a bad one still is."""
     library.faults["nvmlInitWithFlags"] = 18
-    report = gpus.probe(["cuda:1"])
+    report = probe.read_gpus(["cuda:1"])
     assert len(report) == 0
     assert "reboot" in (report.cause or "")
     with pytest.raises(DeviceNotFound, match="gpux"):
-        gpus.probe(["gpux"])
+        probe.read_gpus(["gpux"])
 
 
 def test_the_flags_of_the_view_are_kept(library: FakeLibrary) -> None:
     """The report knows what it was asked for."""
-    report = gpus.probe(processes=True, everything=True)
+    report = probe.read_gpus(processes=True, everything=True)
     assert (report.show_processes, report.show_all) == (True, True)
 
 
 def test_simulated_devices_are_rows_with_a_note(two_devices: list[str]) -> None:
     """They are marked, have the allocator's figures, and say why there is no real one."""
     kept = torch.zeros(1000, device="simgpu:1")
-    report = gpus.probe()
+    report = probe.read_gpus()
     simulated = [row for row in report if row.simulated]
     assert [row.device for row in simulated] == two_devices
     assert simulated[1].kernel_allocated == torch.simgpu.memory_allocated(1) >= kept.nbytes

@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from gpumagic.gpus import probe as gpus
 from gpumagic.heap import graphs
-from gpumagic.probes import gpus
 from gpumagic.probes.tensors import probe
 
 
@@ -262,5 +262,5 @@ def test_a_graph_lives_no_longer_for_having_been_looked_at(model) -> None:
 def test_what_other_processes_hold_of_a_device_is_the_driver_s_figure(two_devices, monkeypatch) -> None:
     kept = torch.ones(1, device=two_devices[1])
     rows = [types.SimpleNamespace(device=two_devices[1], other_processes=7 << 30)]
-    monkeypatch.setattr(gpus, "probe", lambda: rows)
+    monkeypatch.setattr(gpus, "read_gpus", lambda: rows)
     assert sums(probe({"kept": kept}), two_devices[1]).other_processes == 7 << 30

@@ -11,10 +11,10 @@ import threading
 
 import pytest
 
-from gpumagic import live
 from gpumagic.errors import GpuMagicError
+from gpumagic.gpus import live
+from gpumagic.gpus.report import GPUReport, GpuRow, HistoryReport, SampleRow
 from gpumagic.render import to_html, to_text
-from gpumagic.reports.gpu import GPUReport, GpuRow, HistoryReport, SampleRow
 
 GIB = 1024**3
 

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import every_report
 import pytest
 
+from gpumagic.gpus.cell_line import line
 from gpumagic.render import to_html, to_text
-from gpumagic.render.cell_line import line
 from gpumagic.report.base import Report
 
 HOSTILE = {

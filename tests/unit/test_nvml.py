@@ -10,8 +10,8 @@ import pynvml
 import pytest
 from nvml_stub.fake import GIB, FakeLibrary, install
 
-from gpumagic.probes import card_readings, cards, nvml
-from gpumagic.probes.nvml import Failure, Readings
+from gpumagic.gpus import card_readings, cards, nvml
+from gpumagic.gpus.nvml import Failure, Readings
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from gpumagic.probes.visibility import Visibility, strtoul, visible
+from gpumagic.gpus.visibility import Visibility, strtoul, visible
 
 A, B, C = "GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"
 UUIDS = (A, B, C)

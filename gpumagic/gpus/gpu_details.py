@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from gpumagic.render.gpu_table import absent, clock, power, short
+from gpumagic.gpus.gpu_table import absent, clock, power, short
+from gpumagic.gpus.report import GpuRow
 from gpumagic.report.document import Cell, Column, Table
 from gpumagic.report.units import percent, rate, size
-from gpumagic.reports.gpu import GpuRow
 
 
 def table(row: GpuRow, rows: Sequence[GpuRow]) -> Table:

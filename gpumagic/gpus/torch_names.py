@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpumagic.probes import cuda_in_use
-from gpumagic.probes.cards import Card, Snapshot
-from gpumagic.probes.torch_build import TorchBuild
-from gpumagic.probes.visibility import Visibility, visible
+from gpumagic.gpus import cuda_in_use
+from gpumagic.gpus.cards import Card, Snapshot
+from gpumagic.gpus.torch_build import TorchBuild
+from gpumagic.gpus.visibility import Visibility, visible
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumagic.gpus.report import GPUReport, GpuRow, SampleRow
 from gpumagic.reports.cluster import ClusterReport
-from gpumagic.reports.gpu import GPUReport, GpuRow, SampleRow
 from gpumagic.reports.shared_gpus import SharedGpu, shared_gpus
 
 FEW = 32

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpumagic import _compat
+from gpumagic.gpus.cells_report import CellRow, CellsReport
 from gpumagic.memory import allocator
 from gpumagic.memory.cell_memory import CellMemory
 from gpumagic.memory.records import MemoryTimeline
-from gpumagic.reports.cells import CellRow, CellsReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
@@ -86,7 +86,7 @@ class EachCell:
         after = allocator.all_figures()
         rows, timeline = used(cell, now - cell.started, after), cell.memory.finished(after)
         self._done.append((rows, timeline))
-        from gpumagic.render.cell_line import line
+        from gpumagic.gpus.cell_line import line
 
         print(line(now - cell.started, rows, timeline))  # noqa: T201  # the line asked for
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gpumagic.probes.nvml import Readings
+from gpumagic.gpus.nvml import Readings
 
 LARGEST_PID = 2**22 if sys.platform != "win32" else 2**32
 RECENT = 1_000_000

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumagic.probes.cards import Snapshot
-from gpumagic.probes.nvml import Failure
-from gpumagic.probes.torch_build import TorchBuild
-from gpumagic.probes.torch_names import driver_is_too_old
-from gpumagic.probes.visibility import Visibility
+from gpumagic.gpus.cards import Snapshot
+from gpumagic.gpus.nvml import Failure
+from gpumagic.gpus.torch_build import TorchBuild
+from gpumagic.gpus.torch_names import driver_is_too_old
+from gpumagic.gpus.visibility import Visibility
 
 SYSTEM = Path("/")
 NVIDIA, DISPLAY = "0x10de", "0x03"

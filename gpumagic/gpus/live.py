@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gpumagic.gpus.moments import samples
+from gpumagic.gpus.report import GPUReport, HistoryReport, SampleRow
 from gpumagic.reports.cluster import ClusterReport
-from gpumagic.reports.gpu import GPUReport, HistoryReport, SampleRow
-from gpumagic.reports.moments import samples
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell

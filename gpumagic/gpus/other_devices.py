@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from types import ModuleType
 
+from gpumagic.gpus import unified
+from gpumagic.gpus.report import GpuRow
+from gpumagic.gpus.torch_build import TorchBuild
 from gpumagic.memory import allocator
-from gpumagic.probes import unified
-from gpumagic.probes.torch_build import TorchBuild
-from gpumagic.reports.gpu import GpuRow
 
 TORCH_TELLS = ("device", "name", "memory_total", "memory_used", "memory_free", "kernel_allocated", "kernel_reserved",
                "predicted", "simulated", "unified", "reasons")  # fmt: skip

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpumagic.render.gpu_table import absent, short
+from gpumagic.gpus.gpu_table import absent, short
+from gpumagic.gpus.report import GpuRow, ProcessRow
 from gpumagic.report.document import Block, Cell, Column, Heading, Paragraph, Table
 from gpumagic.report.units import NOT_AVAILABLE, percent, size
-from gpumagic.reports.gpu import GpuRow, ProcessRow
 
 
 def blocks(rows: Sequence[GpuRow]) -> list[Block]:

@@ -10,15 +10,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
-from gpumagic.probes import absence, cards, other_devices, selection, torch_names, unified
-from gpumagic.probes.cards import Card, Snapshot
-from gpumagic.probes.nvml import Failure
-from gpumagic.probes.processes import attribute
-from gpumagic.probes.torch_build import TorchBuild, torch_build
-from gpumagic.probes.torch_names import Naming
-from gpumagic.probes.visibility import Visibility
+from gpumagic.gpus import absence, cards, other_devices, selection, torch_names, unified
+from gpumagic.gpus.cards import Card, Snapshot
+from gpumagic.gpus.nvml import Failure
+from gpumagic.gpus.processes import attribute
+from gpumagic.gpus.report import GPUReport, GpuRow
+from gpumagic.gpus.torch_build import TorchBuild, torch_build
+from gpumagic.gpus.torch_names import Naming
+from gpumagic.gpus.visibility import Visibility
 from gpumagic.report import here
-from gpumagic.reports.gpu import GPUReport, GpuRow
 
 ONLY_WITH_ALL = ("bus_id", "fan", "clock_memory", "clock_memory_max", "compute_capability", "encoder_utilization",
                  "decoder_utilization", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max",
@@ -30,7 +30,7 @@ FIGURES = tuple(
 )
 
 
-def probe(devices: Sequence[str] = (), *, processes: bool = False, everything: bool = False) -> GPUReport:
+def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everything: bool = False) -> GPUReport:
     """Return the state of every GPU, or why there is none.
 
     Args:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumagic.gpus.cells_report import CellRow, CellsReport
 from gpumagic.memory import timeline_view
 from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
-from gpumagic.reports.cells import CellRow, CellsReport
 
 SHOWN = 20
 SPARKS = 12
 
 
-def view(report: CellsReport) -> Document:
+def view_cells(report: CellsReport) -> Document:
     """Return the latest cells, the earlier ones folded away, under the one that grew memory most."""
     blocks: list[Block] = [Heading(_headline(report))]
     earlier, latest = report.cells[:-SHOWN], report.cells[-SHOWN:]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.reports.gpu import GpuRow
+from gpumagic.gpus.report import GpuRow
 
 READABLE = r"auto|\d+|(gpu|cuda|mps|xpu|simgpu)(:\d+)?|(GPU|MIG)-.+"
 """What can be asked for where there is no GPU: the answer is why, not that the name is wrong."""

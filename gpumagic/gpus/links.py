@@ -13,8 +13,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from gpumagic.probes import nvml
-from gpumagic.probes.nvml import Readings
+from gpumagic.gpus import nvml
+from gpumagic.gpus.nvml import Readings
 
 FIELDS = {"nvlink_sent": 138, "nvlink_received": 139}  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _RX: KiB so far
 ALL_LINKS = 0xFFFFFFFF

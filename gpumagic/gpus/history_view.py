@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from gpumagic.render import cluster, gpu
+from gpumagic.gpus import view
+from gpumagic.gpus.report import GPUReport, HistoryReport, SampleRow
+from gpumagic.render import cluster
 from gpumagic.report.base import Report
 from gpumagic.report.document import Block, Cell, Column, Document, Paragraph, Table
 from gpumagic.report.units import NOT_AVAILABLE, sparkline
 from gpumagic.reports.cluster import ClusterReport
-from gpumagic.reports.gpu import GPUReport, HistoryReport, SampleRow
 
 SHOWN = 30
 """Moments in a line."""
 
 
-def view(report: HistoryReport) -> Document:
+def view_history(report: HistoryReport) -> Document:
     """Return the snapshot with the history under it."""
     blocks: list[Block] = list(_snapshot(report.latest)) if report.latest else []
     devices = list(dict.fromkeys(row.device for row in report.samples))
@@ -29,7 +30,9 @@ def view(report: HistoryReport) -> Document:
 
 def _snapshot(latest: Report[Any]) -> Sequence[Block]:
     return (
-        cluster.view(latest).blocks if isinstance(latest, ClusterReport) else gpu.view(cast(GPUReport, latest)).blocks
+        cluster.view(latest).blocks
+        if isinstance(latest, ClusterReport)
+        else view.view_gpus(cast(GPUReport, latest)).blocks
     )
 
 

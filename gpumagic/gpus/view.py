@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from gpumagic.render import gpu_details, gpu_processes, gpu_table
+from gpumagic.gpus import gpu_details, gpu_processes, gpu_table
+from gpumagic.gpus.report import GPUReport
 from gpumagic.report.document import Block, Document, Heading, Paragraph
 from gpumagic.report.units import count
-from gpumagic.reports.gpu import GPUReport
 
 
-def view(report: GPUReport) -> Document:
+def view_gpus(report: GPUReport) -> Document:
     """Return the report as a table of devices, or as one paragraph where there is none."""
     blocks: list[Block] = [Heading(_headline(report))]
     if report.cause:

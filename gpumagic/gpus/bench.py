@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from gpumagic import device_names
+from gpumagic.gpus import device_names
+from gpumagic.gpus.report import BenchReport, BenchRow
 from gpumagic.memory import allocator, host
-from gpumagic.reports.gpu import BenchReport, BenchRow
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
@@ -39,7 +39,7 @@ class Step:
         return f"{self.device} {self.measure} {self.what}"
 
 
-def probe(
+def benchmark(
     devices: Sequence[str] = (),
     *,
     seconds: float = 0.25,

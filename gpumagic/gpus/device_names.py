@@ -83,18 +83,18 @@ def _indexed(name: str, backend: str, index: str | None, accelerators: list[str]
 
 def emptiest(devices: list[str]) -> str | None:
     """Return the device with most free memory, the first where that cannot be known; None of none."""
-    from gpumagic.probes import gpus
+    from gpumagic.gpus import probe
 
-    free = {row.device: row.memory_free for row in gpus.probe() if row.memory_free is not None}
+    free = {row.device: row.memory_free for row in probe.read_gpus() if row.memory_free is not None}
     return max(devices, key=lambda device: free.get(device, 0), default=None)
 
 
 def _freest(accelerators: list[str]) -> str:
     if not accelerators:
         raise _unknown("auto")
-    from gpumagic.probes import gpus
+    from gpumagic.gpus import probe
 
-    return gpus.probe().best or accelerators[0]
+    return probe.read_gpus().best or accelerators[0]
 
 
 def _is_readable(name: str) -> bool:

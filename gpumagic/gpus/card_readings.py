@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from gpumagic.probes.nvml import Readings
+from gpumagic.gpus.nvml import Readings
 
 # Bits of NVML's clocks-event mask. "Idle" is left out: it holds nothing back that anyone waits for.
 THROTTLE_REASONS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gpumagic.gpus.report import GpuRow
 from gpumagic.report.document import Block, Cell, Column, Paragraph, Segment, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, pair, percent, size
-from gpumagic.reports.gpu import GpuRow
 
 BAR = "Bar, from the left: tensors of this kernel, its cache, all else in use."
 ELSEWHERE = "in a wider terminal, or with -a"

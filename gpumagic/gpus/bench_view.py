@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from gpumagic.gpus.report import BenchReport, BenchRow
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, rate
-from gpumagic.reports.gpu import BenchReport, BenchRow
 
 LEGEND = (
     "The best go of each: square matrices large enough to be timed, copies of up to 256 MiB, from one device "
@@ -15,7 +15,7 @@ LEGEND = (
 )
 
 
-def view(report: BenchReport) -> Document:
+def view_bench(report: BenchReport) -> Document:
     """Return both tables and what follows from them."""
     blocks: list[Block] = [Heading(_headline(report))]
     for measure, title, show in (("matmul", "Products", operations), ("copy", "Copies", rate)):

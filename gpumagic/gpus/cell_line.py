@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumagic.gpus.cells_report import CellRow
 from gpumagic.memory import timeline_view
 from gpumagic.memory.records import MemoryTimeline
 from gpumagic.report.text import terminal_has_unicode, to_ascii
 from gpumagic.report.units import bounded, duration, printable, size
-from gpumagic.reports.cells import CellRow
 
 COLUMNS = 12
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from gpumagic.gpus import cuda_in_use
+from gpumagic.gpus.listed_processes import Process
+from gpumagic.gpus.nvml import Readings
 from gpumagic.memory import host
-from gpumagic.probes import cuda_in_use
-from gpumagic.probes.listed_processes import Process
-from gpumagic.probes.nvml import Readings
 
 NAMES = re.compile(r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE)
 SHARED = "the host's memory, shared"

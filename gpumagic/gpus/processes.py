@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from gpumagic.probes.listed_processes import Process
-from gpumagic.reports.gpu import ProcessRow
+from gpumagic.gpus.listed_processes import Process
+from gpumagic.gpus.report import ProcessRow
 
 PROC = Path("/proc")
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"

@@ -11,9 +11,9 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from gpumagic.probes import card_readings, links, listed_processes, nvml, unified
-from gpumagic.probes.listed_processes import Process
-from gpumagic.probes.nvml import Failure, Readings
+from gpumagic.gpus import card_readings, links, listed_processes, nvml, unified
+from gpumagic.gpus.listed_processes import Process
+from gpumagic.gpus.nvml import Failure, Readings
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""`%gpuinfo`: the GPUs, who uses them, or why there is none."""
