@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, RehearsalUnavailable, SimgpuUnavailable
     from gpumagic.gpus.report import GPUReport
     from gpumagic.probes.oom import OutOfMemory
-    from gpumagic.reports.changes import DiffReport
     from gpumagic.reports.cluster import ClusterReport, merge
-    from gpumagic.reports.held import HeldReport, ReleaseReport
     from gpumagic.reports.oom import OomReport
     from gpumagic.reports.rehearsal import RehearsalReport
-    from gpumagic.reports.tensors import TensorReport
     from gpumagic.reports.transfers import TransferReport
     from gpumagic.reports.tries import FitReport
-    from gpumagic.reports.why import WhyReport
+    from gpumagic.tensors.diff import DiffReport
+    from gpumagic.tensors.held_report import HeldReport, ReleaseReport
+    from gpumagic.tensors.report import TensorReport
+    from gpumagic.tensors.why_report import WhyReport
 
     __version__: str
 
@@ -74,16 +74,16 @@ _HOMES = {
     "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "rehearse", "release_held", "why"),
     "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "RehearsalUnavailable", "SimgpuUnavailable"),
     "gpumagic.probes.oom": ("OutOfMemory",),
-    "gpumagic.reports.changes": ("DiffReport",),
+    "gpumagic.tensors.diff": ("DiffReport",),
     "gpumagic.reports.cluster": ("ClusterReport", "merge"),
     "gpumagic.gpus.report": ("GPUReport",),
-    "gpumagic.reports.held": ("HeldReport", "ReleaseReport"),
+    "gpumagic.tensors.held_report": ("HeldReport", "ReleaseReport"),
     "gpumagic.reports.oom": ("OomReport",),
     "gpumagic.reports.rehearsal": ("RehearsalReport",),
-    "gpumagic.reports.tensors": ("TensorReport",),
+    "gpumagic.tensors.report": ("TensorReport",),
     "gpumagic.reports.transfers": ("TransferReport",),
     "gpumagic.reports.tries": ("FitReport",),
-    "gpumagic.reports.why": ("WhyReport",),
+    "gpumagic.tensors.why_report": ("WhyReport",),
 }
 
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from gpumagic.device_run import DeviceRun
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom_guard import OomGuard
-    from gpumagic.reports.held import ReleaseReport
     from gpumagic.reports.rehearsal import RehearsalReport
-    from gpumagic.reports.tensors import TensorReport
-    from gpumagic.reports.why import WhyReport
+    from gpumagic.tensors.held_report import ReleaseReport
+    from gpumagic.tensors.report import TensorReport
+    from gpumagic.tensors.why_report import WhyReport
 
 
 def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) -> GPUReport:
@@ -62,11 +62,11 @@ def devices(
     Raises:
         DeviceNotFound: a device that is not here.
     """
-    from gpumagic.probes import tensors
+    from gpumagic.tensors import scan
 
     names = [device_names.resolve(device) for device in devices]
     namespace = _globals_of_caller() if namespace is None else namespace
-    return tensors.probe(
+    return scan.scan(
         namespace, devices=names, minimum=minimum, sort=sort, group_by=by, limit=limit, shell=_shell_of(namespace),
         thorough=True,
     )  # fmt: skip
@@ -82,10 +82,10 @@ def why(name: str, *, namespace: Mapping[str, object] | None = None) -> WhyRepor
     Raises:
         OptionError: no live tensor goes by this name.
     """
-    from gpumagic.probes import why
+    from gpumagic.tensors import why
 
     namespace = _globals_of_caller() if namespace is None else namespace
-    return why.probe(name, namespace, _shell_of(namespace))
+    return why.find_holders(name, namespace, _shell_of(namespace))
 
 
 def release_held() -> ReleaseReport:
@@ -94,10 +94,10 @@ def release_held() -> ReleaseReport:
     Variables, and outputs without such tensors, stay as they are. Variables are those of the running IPython, or
     of the main module.
     """
-    from gpumagic.probes import held
+    from gpumagic.tensors import release
 
     shell = session.shell()
-    return held.release(session.variables(shell), shell)
+    return release.release(session.variables(shell), shell)
 
 
 def _globals_of_caller() -> Mapping[str, object]:

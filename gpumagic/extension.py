@@ -26,9 +26,9 @@ _GOING_ON = ("gpumagic.gpus.live", "gpumagic.gpus.each_cell", "gpumagic.every_ce
 
 def load(shell: InteractiveShell) -> None:
     """Add the magics, the cell hooks and the completion to a shell; a second time does nothing."""
-    from gpumagic.looks import Looks
     from gpumagic.magics import GPUMagic
     from gpumagic.options import RERUNNING
+    from gpumagic.tensors.looks import Looks
 
     if _KEY not in shell.meta:
         looks = Looks(shell)

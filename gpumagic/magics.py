@@ -21,10 +21,10 @@ from gpumagic.options import parser
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from gpumagic.looks import Looks
     from gpumagic.notebook.cells import CellSessions
     from gpumagic.reports.cluster import ClusterReport
     from gpumagic.reports.rehearsal import RehearsalReport
+    from gpumagic.tensors.looks import Looks
 
 
 def _magic(method: Callable[..., object]) -> Callable[..., object]:
@@ -102,14 +102,14 @@ class GPUMagic(Magics):
         """Return the live tensors, what changed among them, or what keeps them."""
         if options.engines is not None:
             return _on_engines("devices", options)
-        from gpumagic.probes import held, tensors, why
+        from gpumagic.tensors import release, scan, why
 
         if options.why is not None:  # a name may be several words, such as "last traceback"
-            return why.probe(" ".join((options.why, *options.devices)), self.shell.user_ns, self.shell)
+            return why.find_holders(" ".join((options.why, *options.devices)), self.shell.user_ns, self.shell)
         if options.release_held:
-            return held.release(self.shell.user_ns, self.shell)
+            return release.release(self.shell.user_ns, self.shell)
         only = [device_names.resolve(name) for name in options.devices]
-        everything = tensors.probe(
+        everything = scan.scan(
             self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell, thorough=options.held
         )  # fmt: skip
         report = everything.narrowed(only, options.min, options.sort)

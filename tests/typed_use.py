@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import gpumagic
 from gpumagic.device_run import DeviceRun
 from gpumagic.gpus.report import GpuRow, ProcessRow
-from gpumagic.reports.changes import DiffRow
 from gpumagic.reports.cluster import PlacedRow
-from gpumagic.reports.held import FreedRow, HeldRow
 from gpumagic.reports.oom import Advice, OomReport
 from gpumagic.reports.rehearsal import RehearsalRow
-from gpumagic.reports.tensors import DeviceMemoryRow, TensorRow
 from gpumagic.reports.transfers import TransferReport, TransferRow
 from gpumagic.reports.tries import FitReport
-from gpumagic.reports.why import WayRow
+from gpumagic.tensors.diff import DiffRow
+from gpumagic.tensors.held_report import FreedRow, HeldRow
+from gpumagic.tensors.report import DeviceMemoryRow, TensorRow
+from gpumagic.tensors.why_report import WayRow
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type

@@ -17,7 +17,7 @@ from gpumagic.report.origin import Origin
 
 if TYPE_CHECKING:
     from gpumagic.gpus.report import GPUReport
-    from gpumagic.reports.tensors import TensorReport
+    from gpumagic.tensors.report import TensorReport
 
 Errand = tuple[Origin, Any]
 """Where it was done, and what came of it."""
@@ -34,12 +34,12 @@ def gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> Erran
 
 def devices(names: Sequence[str], *, minimum: int, sort: str) -> Errand:
     """Return the live tensors of this engine, under the names of its notebook."""
-    from gpumagic.probes import tensors
+    from gpumagic.tensors import scan
 
     simgpu.enable_from_environment()
     shell = session.shell()
     only = [device_names.resolve(name) for name in names]
-    report: TensorReport = tensors.probe(
+    report: TensorReport = scan.scan(
         session.variables(shell), devices=only, minimum=minimum, sort=sort, limit=None, shell=shell
     )
     return report.origin, report

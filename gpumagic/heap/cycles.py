@@ -17,7 +17,7 @@ from typing import Any
 from gpumagic import _compat
 from gpumagic.heap.kinds import subclasses
 from gpumagic.heap.storages import Ledger, undisturbed
-from gpumagic.reports.tensors import TensorRow
+from gpumagic.tensors.report import TensorRow
 
 WORTH_LOOKING = 1 << 20
 """Bytes without a holder that are worth a look where nobody asked: it takes some 0.2 s for a million objects."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from gpumagic.heap import calls, gradients, holders
 from gpumagic.heap.storages import Ledger, Storage, undisturbed
-from gpumagic.probes import reconcile
 from gpumagic.report.holder import Holder
 from gpumagic.source import exceptions
+from gpumagic.tensors import reconcile
 
 if TYPE_CHECKING:
     from gpumagic.heap.paths import Search

@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from gpumagic.advice.facts import Work
-from gpumagic.probes import failed_line, tensors
+from gpumagic.probes import failed_line
 from gpumagic.reports.at_failure import Instant, Shape, Share
-from gpumagic.reports.lookup import root_of
-from gpumagic.reports.tensors import TensorRow
 from gpumagic.source import exceptions
 from gpumagic.source.frames import is_users
+from gpumagic.tensors import scan
+from gpumagic.tensors.lookup import root_of
+from gpumagic.tensors.report import TensorRow
 
 if TYPE_CHECKING:
     from gpumagic.memory.allocator import AllocatorFigures
@@ -66,7 +67,7 @@ def shares(
         shell: the shell, whose outputs count apart.
         figures: of the device's allocator, at the failure; None where it has no allocator that counts.
     """
-    rows = [row for row in tensors.probe(namespace, shell=shell) if row.device == device and row.nbytes]
+    rows = [row for row in scan.scan(namespace, shell=shell) if row.device == device and row.nbytes]
     parts: dict[str, list[TensorRow]] = {}
     for row in sorted(rows, key=lambda each: -(each.nbytes or 0)):
         parts.setdefault(_part(row, namespace, bound), []).append(row)

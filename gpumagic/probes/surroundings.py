@@ -10,8 +10,8 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.advice.facts import BatchSize, KeptGraph, Loader
-from gpumagic.probes import tensors
 from gpumagic.source.cell_code import CellCode, is_batch_name
+from gpumagic.tensors import scan
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -69,7 +69,7 @@ def kept_graphs(
         shell: the shell they belong to.
     """
     totals: Counter[str] = Counter()
-    for row in tensors.probe(namespace, devices=(device,), shell=shell):
+    for row in scan.scan(namespace, devices=(device,), shell=shell):
         if row.in_graph and row.frees:
             totals[row.frees] += row.nbytes or 0
     nbytes, names, statements = 0, frozenset[str](), dict[str, None]()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpumagic.render.cells import dims, kind_cell, sized
 from gpumagic.render.cluster import numbers
-from gpumagic.render.lines import Line, fold, holder_text
 from gpumagic.report.document import Block, Cell, Column, Paragraph, Segment, Table
 from gpumagic.report.units import count, size
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer
-from gpumagic.reports.tensors import DeviceMemoryRow, TensorReport, TensorRow
+from gpumagic.tensors.folding import Line, fold, holder_text
+from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
+from gpumagic.tensors.table_cells import dims, kind_cell, sized
 
 MOST_DEVICES = 24
 """Rows of devices, those with most in tensors first."""

@@ -1,6 +1,6 @@
 """The neutral model between a report and its two forms: a document is a list of blocks.
 
-A view (`gpus/view.py`, `render/tensors.py`, ...) turns one kind of report into a `Document`; `report/text.py`
+A view (`gpus/view.py`, `tensors/view.py`, ...) turns one kind of report into a `Document`; `report/text.py`
 and `report/html.py` turn any document into text. Views decide what is said and in which order, renderers how
 it looks. Text in here is plain: escaping is the renderers' work.
 """

@@ -28,7 +28,7 @@ from contextlib import redirect_stdout
 sys.path.append({peers!r})
 import torch
 torch.set_num_threads(1)
-from gpumagic.probes.tensors import probe
+from gpumagic.tensors.scan import scan as probe
 heap = [[number] for number in range({objects})]
 tensors = [torch.ones(16, 16) for _ in range({tensors})]
 plain, parameter = torch.Tensor, torch.nn.Parameter

@@ -8,7 +8,7 @@ import weakref
 import pytest
 from IPython.core.error import UsageError
 
-from gpumagic.looks import compares_with_its_start
+from gpumagic.tensors.looks import compares_with_its_start
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_which_cells_are_looked_at_when_they_start(cell, expected) -> None:
 
 def test_a_cell_without_a_diff_is_not_looked_at(run, monkeypatch) -> None:
     looked = []
-    monkeypatch.setattr("gpumagic.probes.tensors.probe", lambda *_args, **_more: looked.append(1))
+    monkeypatch.setattr("gpumagic.tensors.scan.scan", lambda *_args, **_more: looked.append(1))
     run("x = 1")
     assert looked == []
 

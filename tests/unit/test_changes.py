@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.heap import identity
-from gpumagic.probes.tensors import probe
-from gpumagic.reports.tensors import TensorReport
+from gpumagic.tensors.report import TensorReport
+from gpumagic.tensors.scan import scan
 
 NAMES = "abcd"
 
@@ -27,15 +27,15 @@ def changes(earlier, later):
 
 def test_what_is_new_and_what_is_gone_is_told_by_name_and_bytes() -> None:
     namespace = {"kept": torch.ones(10), "old": torch.ones(100)}
-    before = probe(namespace)
+    before = scan(namespace)
     del namespace["old"]
     namespace["new"] = torch.ones(1000)
-    assert changes(before, probe(namespace)) == [("came", "new", 4000), ("went", "old", -400)]
+    assert changes(before, scan(namespace)) == [("came", "new", 4000), ("went", "old", -400)]
 
 
 def test_nothing_changed_is_an_empty_report() -> None:
     namespace = {"kept": torch.ones(10)}
-    diff = probe(namespace).since(probe(namespace))
+    diff = scan(namespace).since(scan(namespace))
     assert len(diff) == 0
     assert diff.by_device == ()
 
@@ -50,46 +50,46 @@ def test_a_dead_storage_keeps_its_address_for_as_long_as_its_number_is_known() -
 def test_a_tensor_made_anew_under_the_same_name_is_new_each_time() -> None:
     namespace = {"x": torch.ones(77)}
     for _ in range(3):
-        before = probe(namespace)
+        before = scan(namespace)
         del namespace["x"]
         namespace["x"] = torch.ones(77)
-        assert changes(before, probe(namespace)) == [("came", "x", 308), ("went", "x", -308)]
+        assert changes(before, scan(namespace)) == [("came", "x", 308), ("went", "x", -308)]
 
 
 def test_a_tensor_rebound_to_another_name_is_neither_new_nor_gone() -> None:
     namespace = {"x": torch.ones(10)}
-    before = probe(namespace)
+    before = scan(namespace)
     namespace["y"] = namespace.pop("x")
-    assert changes(before, probe(namespace)) == []
+    assert changes(before, scan(namespace)) == []
 
 
 def test_a_tensor_that_lost_its_name_says_what_keeps_it() -> None:
     tensor = torch.ones(1000)
-    before = probe({"x": tensor})
-    (row,) = [row for row in probe({}).since(before) if row.name == "x"]
+    before = scan({"x": tensor})
+    (row,) = [row for row in scan({}).since(before) if row.name == "x"]
     assert (row.change, row.nbytes, row.size) == ("lost its name", 0, 4000)
 
 
 def test_a_storage_of_another_size_counts_with_the_difference() -> None:
     namespace = {"x": torch.ones(10)}
-    before = probe(namespace)
+    before = scan(namespace)
     namespace["x"].untyped_storage().resize_(4000)
-    assert changes(before, probe(namespace)) == [("resized", "x", 3960)]
+    assert changes(before, scan(namespace)) == [("resized", "x", 3960)]
 
 
 def test_a_further_view_is_no_change_and_a_clone_is() -> None:
     namespace = {"x": torch.ones(10)}
-    before = probe(namespace)
+    before = scan(namespace)
     namespace["view"], namespace["clone"] = namespace["x"][:1], namespace["x"].clone()
-    assert changes(before, probe(namespace)) == [("came", "clone", 40)]
+    assert changes(before, scan(namespace)) == [("came", "clone", 40)]
 
 
 def test_tensors_without_a_storage_are_told_apart_too() -> None:
     namespace = {"x": torch.ones(4, 4).to_mkldnn()}
-    before = probe(namespace)
-    assert changes(before, probe(namespace)) == []
+    before = scan(namespace)
+    assert changes(before, scan(namespace)) == []
     namespace["y"] = torch.ones(4, 4).to_mkldnn()
-    assert changes(before, probe(namespace)) == [("came", "y", None)]
+    assert changes(before, scan(namespace)) == [("came", "y", None)]
 
 
 @settings(max_examples=15)
@@ -107,7 +107,7 @@ def test_tensors_without_a_storage_are_told_apart_too() -> None:
 def test_the_changes_add_up_to_the_difference_of_the_sums(steps) -> None:
     """Whatever a program does: came - went is what is there now less what was there before."""
     namespace: dict[str, torch.Tensor] = {name: torch.ones(10) for name in NAMES}
-    before = probe(namespace)
+    before = scan(namespace)
     for step, name, more in steps:
         if step == "bind":
             namespace[name] = torch.ones(more)
@@ -115,7 +115,7 @@ def test_the_changes_add_up_to_the_difference_of_the_sums(steps) -> None:
             namespace.pop(name, None)
         elif more in namespace:
             namespace[name] = namespace[more] if step == "alias" else namespace[more][:1]
-    now = probe(namespace)
+    now = scan(namespace)
     diff = now.since(before)
     assert sum(row.nbytes for row in diff if row.device == "cpu") == total(now) - total(before)
     assert sum(row.net for row in diff.by_device if row.device == "cpu") == total(now) - total(before)
@@ -130,10 +130,10 @@ def total(report):
 def test_the_difference_on_a_device_is_its_allocator_s_to_the_byte(two_devices) -> None:
     gc.collect()
     namespace = {"x": torch.ones(1000, device=two_devices[0]), "y": torch.ones(1000, device=two_devices[1])}
-    before, allocated = probe(namespace), torch.simgpu.memory_allocated(0)
+    before, allocated = scan(namespace), torch.simgpu.memory_allocated(0)
     namespace["z"] = torch.ones(1_000_000, device=two_devices[0])
     del namespace["x"]
-    change = {row.device: row for row in probe(namespace).since(before).by_device}[two_devices[0]]
+    change = {row.device: row for row in scan(namespace).since(before).by_device}[two_devices[0]]
     assert change.net == change.allocated == torch.simgpu.memory_allocated(0) - allocated
     assert (change.came, change.went) == (4_000_256, 4096)
 
@@ -143,7 +143,7 @@ def test_remembering_a_storage_keeps_neither_it_nor_its_bytes(two_devices) -> No
     allocated = torch.simgpu.memory_allocated(0)
     tensor = torch.ones(1_000_000, device=two_devices[0])
     watch = weakref.ref(tensor)
-    report = probe({"tensor": tensor})
+    report = scan({"tensor": tensor})
     del tensor
     assert watch() is None
     assert torch.simgpu.memory_allocated(0) == allocated
@@ -151,35 +151,35 @@ def test_remembering_a_storage_keeps_neither_it_nor_its_bytes(two_devices) -> No
 
 
 def test_records_of_dead_storages_are_forgotten_at_the_next_look() -> None:
-    probe({})
+    scan({})
     before = len(identity._storages)
     kept = [torch.ones(1) for _ in range(100)]
-    probe({})
+    scan({})
     assert len(identity._storages) == before + 100
     del kept
-    probe({})
+    scan({})
     assert len(identity._storages) == before
 
 
 def test_reports_narrowed_differently_are_compared_in_what_both_list() -> None:
-    everything = probe({})
+    everything = scan({})
     namespace = {"small": torch.ones(10), "large": torch.ones(1000)}
-    assert changes(everything, probe(namespace, minimum=1000)) == [("came", "large", 4000)]
-    only_meta = probe(namespace, devices=["meta"])
+    assert changes(everything, scan(namespace, minimum=1000)) == [("came", "large", 4000)]
+    only_meta = scan(namespace, devices=["meta"])
     namespace["more"] = torch.ones(1000)
-    assert changes(only_meta, probe(namespace)) == []
+    assert changes(only_meta, scan(namespace)) == []
 
 
 def test_reports_of_two_processes_cannot_be_compared() -> None:
     other = TensorReport((), process="another")
     with pytest.raises(GpuMagicError, match="another process"):
-        probe({}).since(other)
+        scan({}).since(other)
 
 
 def test_a_report_that_was_pickled_can_still_be_compared() -> None:
     namespace = {"x": torch.ones(10)}
-    before = pickle.loads(pickle.dumps(probe(namespace)))
+    before = pickle.loads(pickle.dumps(scan(namespace)))
     namespace["y"] = torch.ones(20)
-    diff = probe(namespace).since(before)
+    diff = scan(namespace).since(before)
     assert [row.name for row in diff if row.name] == ["y"]
     assert dataclasses.replace(diff, changes=()).to_pandas().columns.tolist() == diff.to_pandas().columns.tolist()

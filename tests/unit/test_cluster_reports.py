@@ -18,7 +18,7 @@ from gpumagic.render.cluster import numbers
 from gpumagic.report.origin import Origin
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer
 from gpumagic.reports.shared_gpus import shared_gpus
-from gpumagic.reports.tensors import TensorReport, TensorRow
+from gpumagic.tensors.report import TensorReport, TensorRow
 
 GIB = 1 << 30
 

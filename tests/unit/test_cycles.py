@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from gpumagic.heap import references
-from gpumagic.probes.tensors import probe
-from gpumagic.probes.why import probe as why
-from gpumagic.reports.held import COLLECT
+from gpumagic.tensors.held_report import COLLECT
+from gpumagic.tensors.scan import scan
+from gpumagic.tensors.why import find_holders as why
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_a_tensor_in_a_ring_is_kept_by_it_and_a_collection_frees_it(kind) -> Non
         watches.append(weakref.ref(tensor))
         RINGS[kind](tensor)
         del tensor
-    report = probe({}, thorough=True)
+    report = scan({}, thorough=True)
     row = row_of(report, 1301)
     assert row.holder.startswith(f"cycle of {kind}")
     assert not row.releasable
@@ -94,7 +94,7 @@ def test_a_tensor_in_a_ring_is_kept_by_it_and_a_collection_frees_it(kind) -> Non
 
 def test_a_ring_that_something_refers_to_is_none() -> None:
     mine = Node(torch.ones(1303))
-    assert "cycle" not in (row_of(probe({}, thorough=True), 1303).holder or "")
+    assert "cycle" not in (row_of(scan({}, thorough=True), 1303).holder or "")
     assert mine is mine.me
 
 
@@ -111,7 +111,7 @@ def test_what_a_thread_works_with_is_in_no_ring() -> None:
     thread.start()
     go.wait()
     try:
-        assert "cycle" not in (row_of(probe({}, thorough=True), 1304).holder or "")
+        assert "cycle" not in (row_of(scan({}, thorough=True), 1304).holder or "")
     finally:
         stop.set()
         thread.join()
@@ -121,7 +121,7 @@ def test_what_a_ring_leads_to_is_kept_by_it_however_much_it_is() -> None:
     ring: list[object] = [[torch.ones(1305) for _ in range(50)]]
     ring.append(ring)
     del ring
-    holders = {row.holder for row in probe({}, thorough=True) if row.shape == (1305,)}
+    holders = {row.holder for row in scan({}, thorough=True) if row.shape == (1305,)}
     assert holders == {"cycle of list"}
 
 
@@ -138,21 +138,21 @@ def test_no_finalizer_runs_and_no_weak_reference_is_cleared() -> None:
             Loud.said.append("gone")
 
     watch = weakref.ref(Loud(torch.ones(1306)))
-    probe({}, thorough=True)
+    scan({}, thorough=True)
     assert watch() is not None
     assert Loud.said == []
 
 
 def test_where_nobody_asked_only_what_is_worth_it_is_looked_at() -> None:
     of_a_list(torch.ones(1307))
-    assert row_of(probe({}), 1307).holder is None
+    assert row_of(scan({}), 1307).holder is None
     of_a_list(torch.ones(1_000_007))
-    assert row_of(probe({}), 1307).holder == row_of(probe({}), 1_000_007).holder == "cycle of list"
+    assert row_of(scan({}), 1307).holder == row_of(scan({}), 1_000_007).holder == "cycle of list"
 
 
 def test_why_a_tensor_in_a_ring_is_there_is_said_with_what_frees_it() -> None:
     of_a_list(torch.ones(1308))
-    number = row_of(probe({}), 1308).numbers[0]
+    number = row_of(scan({}), 1308).numbers[0]
     report = why(str(number), {})
     assert report.notes == (f"kept by cycle of list; {COLLECT} frees it",)
 
@@ -161,7 +161,7 @@ def test_a_ring_is_the_whole_answer_even_where_not_every_reference_was_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of_a_list(torch.ones(1309))
-    row = row_of(probe({}), 1309)
+    row = row_of(scan({}), 1309)
     monkeypatch.setattr(references, "MAX_STEPS", 1)
     assert why(str(row.numbers[0]), {}).notes == (f"kept by cycle of list; {COLLECT} frees it",)
 
@@ -181,7 +181,7 @@ def test_what_a_function_has_goes_with_it_although_it_looked(thorough: bool) -> 
 
     def looks() -> weakref.ref[torch.Tensor]:
         local = torch.ones(1312)
-        probe({}, thorough=thorough)
+        scan({}, thorough=thorough)
         why("local", {"local": local})
         return weakref.ref(local)
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpumagic.gpus import probe as gpus
 from gpumagic.heap import graphs
-from gpumagic.probes.tensors import probe
+from gpumagic.tensors.scan import scan
 
 
 def allocated():
@@ -45,11 +45,11 @@ def batch():
 def test_a_graph_keeps_exactly_what_detaching_gives_back(model) -> None:
     namespace = {"model": model, "x": batch()}
     namespace["loss"] = model(namespace["x"]).sum()
-    row = named(probe(namespace), "loss")
+    row = named(scan(namespace), "loss")
     before = allocated()
     namespace["loss"] = namespace["loss"].detach()
     assert row.graph_nbytes == before - allocated() > 0
-    assert named(probe(namespace), "loss").graph_nbytes is None
+    assert named(scan(namespace), "loss").graph_nbytes is None
 
 
 def test_losses_that_are_collected_keep_the_sum_of_their_graphs(model) -> None:
@@ -60,7 +60,7 @@ def test_losses_that_are_collected_keep_the_sum_of_their_graphs(model) -> None:
     del x
     namespace = {"model": model, "losses": losses}
     del losses
-    (row,) = probe(namespace).graphs
+    (row,) = scan(namespace).graphs
     assert (row.name, row.device, row.tensors, row.example) == ("losses", "simgpu:0", 5, "losses[0]")
     before = allocated()
     namespace["losses"][:] = [loss.detach() for loss in namespace["losses"]]
@@ -87,7 +87,7 @@ LINES = {
 @pytest.mark.parametrize("line", LINES)
 def test_the_line_given_for_a_graph_frees_what_it_says_to_the_byte(model, line) -> None:
     namespace = {"model": model, **LINES[line](model)}
-    held = [row for row in probe(namespace).held() if row.command == line]
+    held = [row for row in scan(namespace).held() if row.command == line]
     before = allocated()
     exec(line, namespace)
     assert before - allocated() == sum(row.nbytes for row in held) > 0
@@ -95,9 +95,7 @@ def test_the_line_given_for_a_graph_frees_what_it_says_to_the_byte(model, line) 
 
 @pytest.mark.parametrize("kept", [lambda loss: {"pair": (loss, 0)}, lambda loss: {"some": {loss}}])
 def test_no_line_is_given_for_a_graph_where_none_is_known(model, kept) -> None:
-    rows = [
-        row for row in probe({"model": model, **kept(on_the_way(model))}).held() if "graph of" in (row.holder or "")
-    ]
+    rows = [row for row in scan({"model": model, **kept(on_the_way(model))}).held() if "graph of" in (row.holder or "")]
     assert {row.command for row in rows} == {None}
 
 
@@ -105,26 +103,26 @@ def test_a_result_that_an_output_keeps_too_is_not_freed_by_detaching_its_name(mo
     namespace: dict[str, object] = {"model": model, "loss": on_the_way(model)}
     namespace["_oh"] = {4: namespace["loss"]}
     shell = types.SimpleNamespace(user_ns_hidden={"_oh": namespace["_oh"]})
-    report = probe(namespace, shell=shell)
+    report = scan(namespace, shell=shell)
     graph = {(row.holder, row.frees, row.releasable) for row in report if row.in_graph and row.device == "simgpu:0"}
     assert (graph, report.graphs) == ({("graph of loss and Out[4]", None, False)}, ())
 
 
 def test_what_two_graphs_share_counts_for_each_of_them_and_once_in_the_sum(model) -> None:
-    earlier = sums(probe({})).graph
+    earlier = sums(scan({})).graph
     hidden = model[:2](batch())
     namespace = {"model": model, "one": hidden.sin().sum(), "two": hidden.cos().sum()}
     del hidden
-    report = probe(namespace)
+    report = scan(namespace)
     one, two = named(report, "one").graph_nbytes, named(report, "two").graph_nbytes
     assert one == two == sums(report).graph - earlier
     assert report.graphs == ()  # to detach one of them would free nothing
 
 
 def test_every_byte_on_the_device_is_named_or_in_a_graph(model) -> None:
-    earlier = sums(probe({"model": model}))
+    earlier = sums(scan({"model": model}))
     namespace = {"model": model, "loss": model(batch()).sum()}
-    row = sums(probe(namespace))
+    row = sums(scan(namespace))
     assert row.graph > earlier.graph
     assert (row.held, row.unexplained) == (earlier.held, 0)
     assert row.named + row.held + row.graph == row.allocated == allocated()
@@ -132,15 +130,15 @@ def test_every_byte_on_the_device_is_named_or_in_a_graph(model) -> None:
 
 def test_rows_of_a_graph_say_whose_it_is(model) -> None:
     namespace = {"model": model, "loss": model(batch()).sum()}
-    rows = [row for row in probe(namespace) if row.holder == "graph of loss"]
-    assert sum(row.nbytes for row in rows) == named(probe(namespace), "loss").graph_nbytes > 0
+    rows = [row for row in scan(namespace) if row.holder == "graph of loss"]
+    assert sum(row.nbytes for row in rows) == named(scan(namespace), "loss").graph_nbytes > 0
     assert {(row.kind, row.in_graph, row.releasable) for row in rows} == {("activation", True, False)}
 
 
 def test_backward_leaves_nothing_in_the_graph(model) -> None:
     loss = model(batch()).sum()
     loss.backward()
-    report = probe({"model": model, "loss": loss})
+    report = scan({"model": model, "loss": loss})
     assert named(report, "loss").graph_nbytes == 0
     assert report.graphs == ()
 
@@ -148,13 +146,13 @@ def test_backward_leaves_nothing_in_the_graph(model) -> None:
 @pytest.mark.usefixtures("two_devices")
 def test_weights_that_only_a_graph_keeps_are_its() -> None:
     namespace = {"loss": torch.nn.Linear(64, 64).to("simgpu:0")(batch()).sum()}
-    rows = [row for row in probe(namespace) if row.holder == "graph of loss"]
+    rows = [row for row in scan(namespace) if row.holder == "graph of loss"]
     assert {(row.kind, row.shape) for row in rows} >= {("parameter", (64,)), ("activation", (32, 64))}
 
 
 def test_looking_twice_says_the_same(model) -> None:
     namespace = {"model": model, "loss": model(batch()).sum(), "out": model(batch())}
-    assert probe(namespace) == probe(namespace)
+    assert scan(namespace) == scan(namespace)
 
 
 def test_what_hooks_packed_is_counted_where_it_lies_and_no_hook_fires(model) -> None:
@@ -167,14 +165,14 @@ def test_what_hooks_packed_is_counted_where_it_lies_and_no_hook_fires(model) -> 
     weight = model[0].weight
     with saved_tensors_hooks(lambda tensor: {"copy": tensor.clone()}, unpack):
         loss = (weight * weight).sum()
-    row = named(probe({"model": model, "loss": loss}), "loss")
+    row = named(scan({"model": model, "loss": loss}), "loss")
     assert (row.graph_nbytes, fired) == (2 * weight.nbytes, [])
 
 
 def test_a_graph_offloaded_to_the_cpu_keeps_its_bytes_there(model) -> None:
     with save_on_cpu():
         loss = (model[0].weight * 2).exp().sum()
-    kept = [row for row in probe({"model": model, "loss": loss}) if row.holder == "graph of loss"]
+    kept = [row for row in scan({"model": model, "loss": loss}) if row.holder == "graph of loss"]
     assert {row.device for row in kept} == {"cpu"}
     assert sum(row.nbytes for row in kept) >= model[0].weight.nbytes
 
@@ -187,7 +185,7 @@ def test_a_checkpoint_is_not_computed_again(model) -> None:
         return model(x)
 
     loss = checkpoint(segment, batch(), use_reentrant=False).sum()
-    report = probe({"model": model, "loss": loss})
+    report = scan({"model": model, "loss": loss})
     assert (len(runs), sums(report).unexplained) == (1, 0)
     loss.backward()
     assert len(runs) == 2
@@ -209,7 +207,7 @@ class Doubles(torch.autograd.Function):
 
 def test_a_function_of_the_user_keeps_what_it_saved_and_what_its_ctx_has(two_devices) -> None:
     x = torch.ones(128, device=two_devices[0], requires_grad=True)
-    row = named(probe({"x": x, "y": Doubles.apply(x)}), "y")
+    row = named(scan({"x": x, "y": Doubles.apply(x)}), "y")
     assert row.graph_nbytes == 2 * 512
 
 
@@ -218,21 +216,21 @@ def test_a_graph_that_an_output_keeps_goes_with_it(model) -> None:
     shell = types.SimpleNamespace(user_ns_hidden={})
     namespace["_oh"] = {4: model(batch()).sum()}
     shell.user_ns_hidden["_oh"] = namespace["_oh"]
-    rows = {(row.holder, row.releasable) for row in probe(namespace, shell=shell) if row.in_graph}
+    rows = {(row.holder, row.releasable) for row in scan(namespace, shell=shell) if row.in_graph}
     assert ("graph of Out[4]", True) in rows
 
 
 def test_a_node_that_hides_what_it_saved_is_named_in_a_note(model) -> None:
     y = torch.zeros(4, 64, device="simgpu:0")
     y[0] = model[0].weight[0] * 2
-    report = probe({"model": model, "y": y})
+    report = scan({"model": model, "y": y})
     assert any("CopySlices" in note for note in report.notes)
 
 
 def test_a_torch_without_handles_says_so(model, monkeypatch) -> None:
     monkeypatch.setattr(graphs, "_SAVED", "_none_such")
     monkeypatch.setattr(graphs.Graphs, "_handles_of", lambda *_: [object()])
-    report = probe({"model": model, "loss": model(batch()).sum()})
+    report = scan({"model": model, "loss": model(batch()).sum()})
     assert named(report, "loss").graph_nbytes is None
     assert any("does not show what autograd graphs keep" in note for note in report.notes)
     assert sums(report).unexplained > 0
@@ -241,7 +239,7 @@ def test_a_torch_without_handles_says_so(model, monkeypatch) -> None:
 def test_a_graph_too_large_to_follow_is_not_known(model, monkeypatch) -> None:
     monkeypatch.setattr(graphs, "MAX_NODES", 3)
     monkeypatch.setattr(graphs.Graphs.__init__, "__defaults__", (3,))
-    report = probe({"model": model, "loss": model(batch()).sum()})
+    report = scan({"model": model, "loss": model(batch()).sum()})
     assert named(report, "loss").graph_nbytes is None
     assert any("large" in note for note in report.notes)
 
@@ -250,7 +248,7 @@ def test_a_graph_lives_no_longer_for_having_been_looked_at(model) -> None:
     namespace = {"model": model}
     before = allocated()
     namespace["loss"] = model(batch()).sum()
-    probe(namespace)
+    scan(namespace)
     gc.disable()
     try:
         del namespace["loss"]
@@ -263,4 +261,4 @@ def test_what_other_processes_hold_of_a_device_is_the_driver_s_figure(two_device
     kept = torch.ones(1, device=two_devices[1])
     rows = [types.SimpleNamespace(device=two_devices[1], other_processes=7 << 30)]
     monkeypatch.setattr(gpus, "read_gpus", lambda: rows)
-    assert sums(probe({"kept": kept}), two_devices[1]).other_processes == 7 << 30
+    assert sums(scan({"kept": kept}), two_devices[1]).other_processes == 7 << 30

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from gpumagic.heap import holders
 from gpumagic.heap.holders import name_storages
 from gpumagic.heap.paths import Search
-from gpumagic.probes.tensors import probe
-from gpumagic.reports.lookup import root_of
-from gpumagic.reports.tensors import TensorReport
+from gpumagic.tensors.lookup import root_of
+from gpumagic.tensors.report import TensorReport
+from gpumagic.tensors.scan import scan
 
 
 def names_of(tensor, namespace, shell=None):
@@ -308,7 +308,7 @@ def test_a_variable_comes_before_a_module_s_path_and_that_before_a_container() -
 def test_a_gradient_is_named_by_its_owner() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.sum().backward()
-    (row,) = [row for row in probe({"cfg": {"w": weight}}) if row.kind == "gradient" and row.name]
+    (row,) = [row for row in scan({"cfg": {"w": weight}}) if row.kind == "gradient" and row.name]
     assert row.name == "cfg['w'].grad"
 
 
@@ -443,7 +443,7 @@ def test_ipython_s_own_variables_are_not_names_until_the_user_rebinds_them() -> 
     assert names_of(tensor, namespace, shell) == ()
     assert names_of(mine, namespace, shell) == ("__",)
     del tensor
-    assert told(probe(namespace, shell=shell)) == ["Out[3]"]
+    assert told(scan(namespace, shell=shell)) == ["Out[3]"]
 
 
 def test_an_output_is_named_by_its_number_before_the_underscore() -> None:
@@ -451,12 +451,12 @@ def test_an_output_is_named_by_its_number_before_the_underscore() -> None:
     namespace: dict[str, object] = {}
     shell = shell_with(namespace, {"_": listed, "_7": listed, "_oh": {7: listed}})
     del listed
-    assert told(probe(namespace, shell=shell)) == ["Out[7]"]
+    assert told(scan(namespace, shell=shell)) == ["Out[7]"]
 
 
 def test_what_only_the_hidden_namespace_has_is_said_to_be_there() -> None:
     shell = SimpleNamespace(user_ns_hidden={"_3": torch.ones(3)})
-    assert told(probe({}, shell=shell)) == ["user_ns_hidden['_3']"]
+    assert told(scan({}, shell=shell)) == ["user_ns_hidden['_3']"]
 
 
 def test_the_shell_is_not_a_way_to_a_tensor() -> None:
@@ -470,7 +470,7 @@ def test_the_shell_is_not_a_way_to_a_tensor() -> None:
 
 def held(shape, namespace, shell=None):
     """Return who keeps the tensors of a shape that no variable reaches, where there, and whether they let go of it."""
-    return [(row.holder, row.place, row.releasable) for row in probe(namespace, shell=shell) if row.shape == shape]
+    return [(row.holder, row.place, row.releasable) for row in scan(namespace, shell=shell) if row.shape == shape]
 
 
 def test_a_running_function_holds_its_variables() -> None:
@@ -483,7 +483,7 @@ def test_looking_at_a_running_function_leaves_nothing_in_its_frame() -> None:
     """A snapshot of its variables would keep what it deletes."""
     local = torch.ones(3)
     watch = weakref.ref(local)
-    probe({})
+    scan({})
     del local
     assert watch() is None
 
@@ -500,7 +500,7 @@ def test_a_function_that_runs_in_another_thread_holds_its_variables() -> None:
     thread = threading.Thread(target=work, name="loader")
     thread.start()
     started.wait()
-    found = [(row.holder, row.place) for row in probe({}) if row.shape == (3, 1232)]
+    found = [(row.holder, row.place) for row in scan({}) if row.shape == (3, 1232)]
     ends.set()
     thread.join()
     assert found == [("running work() in loader", "running work() in loader.batch")]
@@ -533,7 +533,7 @@ def test_a_batch_that_a_loader_fetched_ahead_is_the_loader_s() -> None:
     for _ in range(1000):
         if len(it._task_info[2]) == 2 or pause.wait(0.01):
             break
-    found = [row.name for row in probe({"it": it}) if row.shape == (1, 1237)]
+    found = [row.name for row in scan({"it": it}) if row.shape == (1, 1237)]
     go_on.set()
     waits.join()
     it._shutdown_workers()
@@ -546,7 +546,7 @@ def test_a_generator_that_nothing_names_holds_its_variables() -> None:
     stands_in_a_cycle.append(stands_in_a_cycle)
     del stands, stands_in_a_cycle
     label = "suspended generator()"
-    assert [(row.holder, row.place) for row in probe({}) if row.shape == (3, 1233)] == [
+    assert [(row.holder, row.place) for row in scan({}) if row.shape == (3, 1233)] == [
         (label, f"{label}.<locals>.mine")
     ]
 
@@ -566,7 +566,7 @@ def test_only_what_the_session_lets_go_of_is_releasable() -> None:
     shell = shell_with(namespace, {"_oh": {3: [alone], 4: [shared]}})
     shapes = [alone.shape, shared.shape]
     del alone
-    rows = {row.shape: (row.holder, row.releasable) for row in probe(namespace, shell=shell) if row.shape in shapes}
+    rows = {row.shape: (row.holder, row.releasable) for row in scan(namespace, shell=shell) if row.shape in shapes}
     assert rows[shapes[0]] == ("Out[3]", True)
     assert rows[shapes[1]] == ("running test_only_what_the_session_lets_go_of_is_releasable()", False)
 

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from gpumagic.render import to_html, to_text
-from gpumagic.reports.changes import DeviceChange, DiffReport, DiffRow
-from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
-from gpumagic.reports.tensors import TensorRow
-from gpumagic.reports.why import WayRow, WhyReport
+from gpumagic.tensors.diff import DeviceChange, DiffReport, DiffRow
+from gpumagic.tensors.held_report import FreedRow, HeldReport, HeldRow, ReleaseReport
+from gpumagic.tensors.report import TensorRow
+from gpumagic.tensors.why_report import WayRow, WhyReport
 
 KIB, MIB = 1024, 1024**2
 RELEASE, COLLECT = "%devices --release-held", "import gc; gc.collect()"

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from gpumagic.render import to_html, to_text
-from gpumagic.reports.tensors import DeviceMemoryRow, TensorReport, TensorRow
+from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
 
 KIB, MIB = 1024, 1024**2
 

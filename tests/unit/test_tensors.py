@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from gpumagic.probes import census
-from gpumagic.probes.tensors import probe
+from gpumagic.tensors import census
+from gpumagic.tensors.scan import scan
 
 
 def row_of(name, namespace, **options):
     """Return the one row that carries a name."""
-    (row,) = [row for row in probe(namespace, **options) if name in row.names]
+    (row,) = [row for row in scan(namespace, **options) if name in row.names]
     return row
 
 
@@ -207,7 +207,7 @@ def test_dead_proxies_and_lazy_objects_stay_as_they_are() -> None:
     Lazy.evaluated = 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report = probe(namespace)
+        report = scan(namespace)
     assert Lazy.evaluated == 0
     assert "x" in [row.name for row in report]
 
@@ -222,7 +222,7 @@ def test_no_mode_of_the_user_sees_what_is_read() -> None:
 
     namespace = {"x": torch.ones(10)[:3], "s": torch.eye(3).to_sparse()}
     with Watch():
-        probe(namespace)
+        scan(namespace)
     assert calls == []
 
 
@@ -310,7 +310,7 @@ def trained(device="cpu"):
 
 def test_what_a_training_step_leaves_is_told_apart() -> None:
     model, optimizer, loss = trained()
-    kinds = {row.name: row.kind for row in probe({"model": model, "opt": optimizer, "loss": loss, "x": torch.ones(3)})}
+    kinds = {row.name: row.kind for row in scan({"model": model, "opt": optimizer, "loss": loss, "x": torch.ones(3)})}
     assert kinds["model[0].weight"] == "parameter"
     assert kinds["model[1].running_mean"] == "buffer"
     assert kinds["model[0].weight.grad"] == "gradient"
@@ -321,7 +321,7 @@ def test_what_a_training_step_leaves_is_told_apart() -> None:
 
 def test_kinds_do_not_depend_on_names() -> None:
     keep = trained()
-    shapes = {(row.kind, row.shape) for row in probe({}) if row.name is None}
+    shapes = {(row.kind, row.shape) for row in scan({}) if row.name is None}
     assert {("parameter", (4, 8)), ("gradient", (4, 8)), ("optimizer state", (4, 8)), ("buffer", (4,))} <= shapes
     assert keep
 
@@ -333,19 +333,19 @@ def test_gradients_are_listed_without_becoming_objects_and_two_reports_agree() -
     model = torch.nn.Linear(4, 4)
     model(torch.ones(2, 4)).sum().backward()
     before = live_tensors()
-    first = probe({"model": model})
+    first = scan({"model": model})
     assert live_tensors() == before
     assert "model.weight.grad" in [row.name for row in first]
-    assert probe({"model": model}) == first
+    assert scan({"model": model}) == first
     assert model.weight.grad is not None  # now Python sees it
     assert live_tensors() == before + 1
-    assert probe({"model": model}) == first
+    assert scan({"model": model}) == first
 
 
 def test_a_torch_that_cannot_show_unseen_gradients_says_so(monkeypatch) -> None:
     model, _, _ = trained()
     monkeypatch.delattr(torch._C, "_jit_interpret_graph")
-    report = probe({"model": model})
+    report = scan({"model": model})
     assert any("gradients" in note for note in report.notes)
     assert all(row.kind != "gradient" for row in report if row.name and row.name.startswith("model"))
 
@@ -364,7 +364,7 @@ def test_garbage_that_awaits_the_gc_is_counted_not_collected() -> None:
     cycle: list[object] = [torch.ones(7, 11, 13)]
     cycle.append(cycle)
     del cycle
-    report = probe({"many": many})
+    report = scan({"many": many})
     assert (7, 11, 13) in [row.shape for row in report]
     assert gc.isenabled()
 
@@ -372,14 +372,14 @@ def test_garbage_that_awaits_the_gc_is_counted_not_collected() -> None:
 def test_no_collection_sets_in_meanwhile(monkeypatch) -> None:
     enabled = []
     monkeypatch.setattr(census, "roles", lambda owners: enabled.append(gc.isenabled()) or {})
-    probe({})
+    scan({})
     assert (enabled, gc.isenabled()) == ([False], True)
 
 
 def test_no_tensor_lives_longer_for_having_been_listed() -> None:
     keep = [torch.ones(10) for _ in range(10)]
     watchers = [weakref.ref(tensor) for tensor in keep]
-    report = probe({"keep": keep})
+    report = scan({"keep": keep})
     del keep
     assert [watch() for watch in watchers] == [None] * 10
     assert len(report) >= 10
@@ -395,7 +395,7 @@ def test_its_own_failure_keeps_no_tensor(monkeypatch, broken) -> None:
     watch = weakref.ref(tensor)
     namespace = {"tensor": tensor, "list": [tensor]}
     with pytest.raises(ZeroDivisionError) as caught:
-        probe(namespace)
+        scan(namespace)
     del tensor
     namespace.clear()
     assert caught.value.__traceback__ is not None  # the traceback lives
@@ -410,7 +410,7 @@ def test_a_name_that_is_frozen_away_is_found_through_the_namespace() -> None:
     opt.step()
     gc.freeze()
     try:
-        report = probe({"frozen": torch.ones(123), "net": net, "opt": opt})
+        report = scan({"frozen": torch.ones(123), "net": net, "opt": opt})
     finally:
         gc.unfreeze()
     kinds = {row.name: row.kind for row in report}
@@ -422,7 +422,7 @@ def test_a_name_that_is_frozen_away_is_found_through_the_namespace() -> None:
 
 def test_without_torch_the_report_is_empty_and_says_so() -> None:
     code = (
-        "import sys\nfrom gpumagic.probes.tensors import probe\nreport = probe({})\n"
+        "import sys\nfrom gpumagic.tensors.scan import scan\nreport = scan({})\n"
         "print(len(report), report.notes, 'torch' in sys.modules, str(report).splitlines()[0])"
     )
     output = subprocess.check_output([sys.executable, "-c", code], text=True)
@@ -434,22 +434,22 @@ def test_without_torch_the_report_is_empty_and_says_so() -> None:
 
 def test_devices_minimum_and_order_are_obeyed() -> None:
     namespace = {"b": torch.ones(1000), "a": torch.ones(10), "m": torch.ones(1, device="meta")}
-    assert {row.device for row in probe(namespace, devices=["meta"])} == {"meta"}
-    assert {row.device for row in probe(namespace, devices=["meta"]).by_device} == {"meta"}
-    assert all(row.nbytes >= 4000 for row in probe(namespace, minimum=4000))
-    sizes = [row.nbytes for row in probe(namespace)]
+    assert {row.device for row in scan(namespace, devices=["meta"])} == {"meta"}
+    assert {row.device for row in scan(namespace, devices=["meta"]).by_device} == {"meta"}
+    assert all(row.nbytes >= 4000 for row in scan(namespace, minimum=4000))
+    sizes = [row.nbytes for row in scan(namespace)]
     assert sizes == sorted(sizes, reverse=True)
-    names = [row.name for row in probe(namespace, sort="name") if row.name]
+    names = [row.name for row in scan(namespace, sort="name") if row.name]
     assert names == sorted(names)
 
 
 def test_unknown_sizes_are_counted_in_a_note() -> None:
-    report = probe({"opaque": quiet(lambda: torch.ones(3, 3).to_mkldnn())})
+    report = scan({"opaque": quiet(lambda: torch.ones(3, 3).to_mkldnn())})
     assert "storages of unknown size, in no sum: 1" in report.notes
 
 
 def test_the_sums_are_those_of_the_rows() -> None:
-    report = probe({"a": torch.ones(1000), "b": [torch.ones(10)]})
+    report = scan({"a": torch.ones(1000), "b": [torch.ones(10)]})
     (cpu,) = [row for row in report.by_device if row.device == "cpu"]
     rows = [row for row in report if row.device == "cpu"]
     assert cpu.named == sum(row.nbytes or 0 for row in rows if row.name)
@@ -553,7 +553,7 @@ def test_the_rows_and_the_remainder_are_exactly_what_the_allocator_handed_out(st
     before = [torch.simgpu.memory_allocated(index) for index in (0, 1)]
     namespace, hidden = play(steps, used_devices)
     shell = as_kept_by_a_shell(namespace, hidden)
-    report = probe(namespace, shell=shell)
+    report = scan(namespace, shell=shell)
     for device, row in accelerator_sums(report).items():
         rows = [each.nbytes for each in report if each.device == device]
         assert row.allocated == torch.simgpu.memory_allocated(int(device[-1]))
@@ -577,7 +577,7 @@ def test_every_reachable_tensor_is_named_and_dies_when_it_would_have(steps, used
     keys = {value.untyped_storage()._cdata for value in reached if isinstance(value, torch.Tensor)}
     watchers = [weakref.ref(value) for value in reached if isinstance(value, torch.Tensor)]
     del reached
-    report = probe(namespace)
+    report = scan(namespace)
     assert sum(row.name is not None for row in report) == len(keys)
     namespace.clear()
     hidden.clear()

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from gpumagic.errors import OptionError
-from gpumagic.probes import why as why_
-from gpumagic.probes.tensors import probe
+from gpumagic.tensors import why as why_
+from gpumagic.tensors.scan import scan
 
 
 def why(name, namespace, shell=None):
     """Return the report without the holders that the tests are: running functions."""
-    report = why_.probe(name, namespace, shell)
+    report = why_.find_holders(name, namespace, shell)
     return dataclasses.replace(report, ways=tuple(way for way in report if not way.root.startswith("running ")))
 
 
@@ -89,12 +89,12 @@ class Run:
 @pytest.mark.parametrize("line", MAKERS)
 def test_the_line_given_is_code_that_frees_it(line) -> None:
     namespace = dict([MAKERS[line](torch.ones(3))])
-    (row,) = [row for row in probe(namespace) if row.name]
+    (row,) = [row for row in scan(namespace) if row.name]
     (way,) = why(row.name, namespace)
     assert way.command == line.strip()
     exec(way.command, namespace)
     gc.collect()
-    assert not [row for row in probe(namespace) if row.name]
+    assert not [row for row in scan(namespace) if row.name]
 
 
 def test_the_state_of_an_optimizer_is_freed_with_all_that_belongs_to_its_parameter() -> None:
@@ -105,9 +105,9 @@ def test_the_state_of_an_optimizer_is_freed_with_all_that_belongs_to_its_paramet
     namespace = {"model": model, "opt": optimizer, "first": [model.fc.weight]}
     (way,) = why("opt.state[model.fc.weight].momentum_buffer", namespace)
     assert [text for text, _ in way.steps] == ["opt", ".state[model.fc.weight]", ".momentum_buffer"]
-    before = probe(namespace)
+    before = scan(namespace)
     exec(way.command, namespace)
-    assert {row.kind for row in probe(namespace).since(before)} == {"optimizer state"}
+    assert {row.kind for row in scan(namespace).since(before)} == {"optimizer state"}
 
 
 def test_a_gradient_is_kept_by_its_leaf_and_freed_through_it() -> None:
@@ -146,7 +146,7 @@ def test_any_way_of_writing_it_will_do(name) -> None:
 
 def test_a_number_from_a_report_stands_for_its_storage() -> None:
     namespace = {"x": torch.ones(3)}
-    (row,) = [row for row in probe(namespace) if row.name == "x"]
+    (row,) = [row for row in scan(namespace) if row.name == "x"]
     assert why(str(row.numbers[0]), namespace).tensor.name == "x"
     del namespace["x"]
     with pytest.raises(OptionError, match="no live tensor has the number"):
@@ -194,7 +194,7 @@ def test_the_shell_is_no_holder() -> None:
 
 def test_a_running_function_is_a_holder_that_no_line_frees() -> None:
     held = [torch.ones(3)]
-    report = why_.probe("x", {"x": held[0]})
+    report = why_.find_holders("x", {"x": held[0]})
     name = test_a_running_function_is_a_holder_that_no_line_frees.__name__
     (way,) = [way for way in report if way.root == f"running {name}()"]
     assert (way.command, way.steps[1:]) == (None, ((".held", "list"), ("[0]", "Tensor")))
@@ -212,7 +212,7 @@ def test_a_closure_and_a_generator_are_ways_too() -> None:
 
     namespace = {"step": keeper(), "gen": stream()}
     next(namespace["gen"])
-    found = {row.shape: row.name for row in probe(namespace) if row.name}
+    found = {row.shape: row.name for row in scan(namespace) if row.name}
     assert commands(why(found[5,], namespace)) == {"step": "del step"}
     assert commands(why(found[7,], namespace)) == {"gen": "del gen"}
 
@@ -233,7 +233,7 @@ def test_the_frames_of_a_large_program_do_not_hide_the_notebook_s_own_holders(mo
     shell = SimpleNamespace(
         user_ns=namespace, user_ns_hidden={"_oh": namespace["_oh"]}, displayhook=None, last_execution_result=None
     )
-    report = why_.probe("model['fc']['weight']", namespace, shell)
+    report = why_.find_holders("model['fc']['weight']", namespace, shell)
     assert {"model", "Out[4]"} <= {way.root for way in report}
     assert any("only the first 200 references" in note for note in report.notes)
     assert len(program) == 900

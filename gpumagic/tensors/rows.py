@@ -9,12 +9,12 @@ from typing import NamedTuple
 from gpumagic.heap import holders
 from gpumagic.heap.paths import Names
 from gpumagic.heap.storages import Look, Storage
-from gpumagic.probes import reconcile
-from gpumagic.probes.blocks import looked_at, occupied
-from gpumagic.probes.detaching import Detaching
-from gpumagic.reports.lookup import root_of
-from gpumagic.reports.selection import KINDS
-from gpumagic.reports.tensors import GraphRow, TensorRow
+from gpumagic.tensors import reconcile
+from gpumagic.tensors.blocks import looked_at, occupied
+from gpumagic.tensors.detaching import Detaching
+from gpumagic.tensors.lookup import root_of
+from gpumagic.tensors.report import GraphRow, TensorRow
+from gpumagic.tensors.selection import KINDS
 
 MAX_NAMES = 16
 """Names kept of one storage; views of one tensor may have thousands."""

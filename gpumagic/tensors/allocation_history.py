@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gpumagic.reports.tensors import SourceRow
+from gpumagic.tensors.report import SourceRow
 
 UNKNOWN = "a line that was not recorded"
 _IN_USE = "active_allocated"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.report.base import Report
-from gpumagic.reports.selection import is_on
+from gpumagic.tensors.selection import is_on
 
 if TYPE_CHECKING:
-    from gpumagic.reports.tensors import TensorReport, TensorRow
+    from gpumagic.tensors.report import TensorReport, TensorRow
 
 CHANGES = ("came", "went", "resized", "lost its name")
 """What can happen to a storage; the last means that it lives on although no variable reaches it any more."""

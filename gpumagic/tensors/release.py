@@ -9,9 +9,9 @@ from gpumagic.heap import gradients, holders, last_error, outputs
 from gpumagic.heap.graphs import Graphs
 from gpumagic.heap.storages import Ledger, uncollected, undisturbed
 from gpumagic.memory import allocator
-from gpumagic.probes import tensors
-from gpumagic.reports.held import FreedRow, ReleaseReport
-from gpumagic.reports.tensors import TensorReport
+from gpumagic.tensors import scan
+from gpumagic.tensors.held_report import FreedRow, ReleaseReport
+from gpumagic.tensors.report import TensorReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -25,12 +25,12 @@ def release(namespace: Mapping[str, object], shell: InteractiveShell | None = No
         shell: the shell they belong to; without one only Python's own last error is looked at.
     """
     with uncollected():  # what came back has to be what was let go of, not what a collection found
-        before = tensors.probe(namespace, shell=shell, thorough=True)
+        before = scan.scan(namespace, shell=shell, thorough=True)
         figures = allocator.all_figures()
         wanted = {number for row in before if row.releasable for number in row.numbers}
         released = _forget(wanted, namespace, shell) if wanted else ()
         now = allocator.all_figures()
-        after = tensors.probe(namespace, shell=shell, thorough=True)
+        after = scan.scan(namespace, shell=shell, thorough=True)
     return ReleaseReport(tuple(_freed(before, after, figures, now)), released, after.held(), after.notes)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from gpumagic.render.cells import dims, kind_cell, sized
-from gpumagic.render.lines import Line, fold, holder_text
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
 from gpumagic.report.units import count, size
-from gpumagic.reports.lookup import root_of
-from gpumagic.reports.tensors import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
+from gpumagic.tensors.folding import Line, fold, holder_text
+from gpumagic.tensors.lookup import root_of
+from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
+from gpumagic.tensors.table_cells import dims, kind_cell, sized
 
 ROLES: tuple[Literal["main", "second", "other"], ...] = ("main", "second", "other")
 
 
-def view(report: TensorReport) -> Document:
+def view_tensors(report: TensorReport) -> Document:
     """Return the document of a tensor report."""
     blocks: list[Block] = [Heading(_heading(report))]
     if report.group_by is not None:

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from gpumagic.heap import cycles, identity
 from gpumagic.heap.storages import uncollected, undisturbed
-from gpumagic.probes import reconcile
-from gpumagic.probes.census import Census
 from gpumagic.report import here
-from gpumagic.reports.tensors import TensorReport, TensorRow
+from gpumagic.tensors import reconcile
+from gpumagic.tensors.census import Census
+from gpumagic.tensors.report import TensorReport, TensorRow
 
 
-def probe(
+def scan(
     namespace: Mapping[str, object] | None = None,
     *,
     devices: Sequence[str] = (),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpumagic.reports.tensors import TensorRow
+    from gpumagic.tensors.report import TensorRow
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer state", "activation", "plain")
 """What a storage can be; one that is several of these is the first of them."""

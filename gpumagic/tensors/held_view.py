@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpumagic.render.cells import dims, kind_cell, sized
-from gpumagic.render.lines import Line, fold, pattern, shared
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table
 from gpumagic.report.units import count, size
-from gpumagic.reports.held import FreedRow, HeldReport, HeldRow, ReleaseReport
+from gpumagic.tensors.folding import Line, fold, pattern, shared
+from gpumagic.tensors.held_report import FreedRow, HeldReport, HeldRow, ReleaseReport
+from gpumagic.tensors.table_cells import dims, kind_cell, sized
 
 _SEVERAL = 4
 """Holders in a sentence, and lines to type, before the rest is counted."""
 
 
-def view(report: HeldReport | ReleaseReport) -> Document:
+def view_held(report: HeldReport | ReleaseReport) -> Document:
     """Return the document of what is held, or of what was released and what is still held."""
     blocks = _release(report) if isinstance(report, ReleaseReport) else _held(report)
     return Document((*blocks, *(Paragraph(note, muted=True) for note in report.notes)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gpumagic.errors import OptionError
 
 if TYPE_CHECKING:
-    from gpumagic.reports.tensors import TensorReport, TensorRow
+    from gpumagic.tensors.report import TensorReport, TensorRow
 
 _FEW = 3
 _ROOT = re.compile(r"globals\(\)\[.*?\](?=[.\[{]|$)|.[^.\[{]*|", re.DOTALL)

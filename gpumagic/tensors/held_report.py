@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gpumagic.report.base import Report
 
 if TYPE_CHECKING:
-    from gpumagic.reports.tensors import TensorRow
+    from gpumagic.tensors.report import TensorRow
 
 RELEASE = "%devices --release-held"
 COLLECT = "import gc; gc.collect()"

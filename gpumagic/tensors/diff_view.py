@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpumagic.render.cells import dims, kind_cell
-from gpumagic.render.lines import Line, fold
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
 from gpumagic.report.units import count, size
-from gpumagic.reports.changes import DeviceChange, DiffReport, DiffRow
+from gpumagic.tensors.diff import DeviceChange, DiffReport, DiffRow
+from gpumagic.tensors.folding import Line, fold
+from gpumagic.tensors.table_cells import dims, kind_cell
 
 _WORDS = {"came": "new", "went": "gone", "resized": "resized", "lost its name": "unnamed"}
 
 
-def view(report: DiffReport) -> Document:
+def view_diff(report: DiffReport) -> Document:
     """Return the document of the difference between two looks."""
     blocks: list[Block] = [Heading(_heading(report))]
     if report.changes:

@@ -14,8 +14,8 @@ from gpumagic import _compat
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
-    from gpumagic.reports.changes import DiffReport
-    from gpumagic.reports.tensors import TensorReport
+    from gpumagic.tensors.diff import DiffReport
+    from gpumagic.tensors.report import TensorReport
 
 _LISTS = re.compile(r"\s*(?:[^%#'\"]*=\s*)?%devices(?!\S)")
 _COMPARES = re.compile(r"[^#]*\s--diff(?![\w-])")
@@ -44,7 +44,7 @@ class Looks:
 
     def difference(self, report: TensorReport) -> DiffReport:
         """Return what changed since the last look."""
-        from gpumagic.reports.changes import DiffReport
+        from gpumagic.tensors.diff import DiffReport
 
         if self._last is None:
             note = "no %devices came before this one; the next --diff compares with it"
@@ -53,9 +53,9 @@ class Looks:
 
     def _cell_starts(self, info: ExecutionInfo) -> None:
         if compares_with_its_start(info.raw_cell):
-            from gpumagic.probes import tensors
+            from gpumagic.tensors import scan
 
-            self._last = tensors.probe(self._shell.user_ns, shell=self._shell)
+            self._last = scan.scan(self._shell.user_ns, shell=self._shell)
             self._called = f"the start of cell {_compat.starting_number(self._shell, info)}"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from gpumagic.heap.kinds import subclasses
 from gpumagic.heap.paths import Names
 from gpumagic.heap.spelling import Path, is_typed, spell
-from gpumagic.reports.held import is_code
+from gpumagic.tensors.held_report import is_code
 
 MOST = 3
 """Statements in a line."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpumagic.render.cells import dims
-from gpumagic.render.lines import holder_text
 from gpumagic.report.document import Block, Document, Heading, Paragraph, Tree
 from gpumagic.report.units import count, size
-from gpumagic.reports.tensors import TensorRow
-from gpumagic.reports.why import WhyReport
+from gpumagic.tensors.folding import holder_text
+from gpumagic.tensors.report import TensorRow
+from gpumagic.tensors.table_cells import dims
+from gpumagic.tensors.why_report import WhyReport
 
 SHOWN = 8
 
 
-def view(report: WhyReport) -> Document:
+def view_why(report: WhyReport) -> Document:
     """Return the document of one tensor's holders."""
     blocks: list[Block] = [Heading(_heading(report.tensor))]
     if report.ways:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.report.base import Report
 from gpumagic.report.origin import Origin
-from gpumagic.reports.changes import DiffReport, between
-from gpumagic.reports.held import HeldReport, held_rows
-from gpumagic.reports.selection import ORDERS, is_on
+from gpumagic.tensors.diff import DiffReport, between
+from gpumagic.tensors.held_report import HeldReport, held_rows
+from gpumagic.tensors.selection import ORDERS, is_on
 
 
 class TensorRow(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpumagic.memory import allocator
-from gpumagic.reports.tensors import DeviceMemoryRow, TensorRow
+from gpumagic.tensors.report import DeviceMemoryRow, TensorRow
 
 GRANULE = 512
 """Bytes: the caching allocators of torch hand out multiples of it (kMinBlockSize)."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpumagic.report.base import Report
-from gpumagic.reports.tensors import TensorRow
+from gpumagic.tensors.report import TensorRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from gpumagic.heap.openers import opener_of
 from gpumagic.heap.references import References, Step
 from gpumagic.heap.spelling import Path, spell
 from gpumagic.heap.storages import Ledger, uncollected, undisturbed
-from gpumagic.probes import tensors
-from gpumagic.reports.held import RELEASE, command, is_code
-from gpumagic.reports.lookup import find, plain
-from gpumagic.reports.tensors import TensorReport, TensorRow
-from gpumagic.reports.why import WayRow, WhyReport
+from gpumagic.tensors import scan
+from gpumagic.tensors.held_report import RELEASE, command, is_code
+from gpumagic.tensors.lookup import find, plain
+from gpumagic.tensors.report import TensorReport, TensorRow
+from gpumagic.tensors.why_report import WayRow, WhyReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -25,7 +25,7 @@ GRADIENT = ".grad"
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
 
-def probe(name: str, namespace: Mapping[str, object], shell: InteractiveShell | None = None) -> WhyReport:
+def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveShell | None = None) -> WhyReport:
     """Return every holder of one tensor.
 
     Args:
@@ -36,7 +36,7 @@ def probe(name: str, namespace: Mapping[str, object], shell: InteractiveShell | 
     Raises:
         OptionError: no live tensor goes by this name; the message says which nearly do.
     """
-    report = tensors.probe(namespace, shell=shell)
+    report = scan.scan(namespace, shell=shell)
     row = find(name, report, also=_numbers_at(name, namespace))
     owner = _owner_of_gradient(row, report)
     graph = References(holders.never_opened(namespace, shell), references.MAX_STEPS)

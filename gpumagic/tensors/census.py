@@ -15,11 +15,11 @@ from gpumagic.heap.graphs import Graphs
 from gpumagic.heap.kinds import roles, subclasses
 from gpumagic.heap.paths import MAX_STEPS, Names
 from gpumagic.heap.storages import Ledger, Storage
-from gpumagic.probes import history
-from gpumagic.probes.blocks import groups
-from gpumagic.probes.detaching import Detaching
-from gpumagic.probes.rows import Findings, Rows
-from gpumagic.reports.tensors import GraphRow, SourceRow, TensorRow
+from gpumagic.tensors import allocation_history
+from gpumagic.tensors.blocks import groups
+from gpumagic.tensors.detaching import Detaching
+from gpumagic.tensors.report import GraphRow, SourceRow, TensorRow
+from gpumagic.tensors.rows import Findings, Rows
 
 
 class Census:
@@ -70,8 +70,8 @@ class Census:
         if self._saved:  # which are found last the first time, and by the gc the next
             found.sort(key=lambda row: row.numbers)
         self.graphs = rows.graphs()
-        if recorded := history.segments():
-            self.sources = history.sources(
+        if recorded := allocation_history.segments():
+            self.sources = allocation_history.sources(
                 recorded, ((each.device, each.address) for each in self._ledger.storages.values())
             )
         return found

@@ -1,0 +1,1 @@
+"""`%devices`: the live tensors and what holds them."""
