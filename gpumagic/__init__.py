@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from gpumagic.reports.cluster import ClusterReport, merge
     from gpumagic.reports.oom import OomReport
     from gpumagic.reports.rehearsal import RehearsalReport
-    from gpumagic.reports.transfers import TransferReport
     from gpumagic.reports.tries import FitReport
     from gpumagic.tensors.diff import DiffReport
     from gpumagic.tensors.held_report import HeldReport, ReleaseReport
     from gpumagic.tensors.report import TensorReport
     from gpumagic.tensors.why_report import WhyReport
+    from gpumagic.transfers.report import TransferReport
 
     __version__: str
 
@@ -81,7 +81,7 @@ _HOMES = {
     "gpumagic.reports.oom": ("OomReport",),
     "gpumagic.reports.rehearsal": ("RehearsalReport",),
     "gpumagic.tensors.report": ("TensorReport",),
-    "gpumagic.reports.transfers": ("TransferReport",),
+    "gpumagic.transfers.report": ("TransferReport",),
     "gpumagic.reports.tries": ("FitReport",),
     "gpumagic.tensors.why_report": ("WhyReport",),
 }

@@ -12,13 +12,13 @@ from gpumagic.notebook import session
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from gpumagic.device_run import DeviceRun
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom_guard import OomGuard
     from gpumagic.reports.rehearsal import RehearsalReport
     from gpumagic.tensors.held_report import ReleaseReport
     from gpumagic.tensors.report import TensorReport
     from gpumagic.tensors.why_report import WhyReport
+    from gpumagic.transfers.run import DeviceRun
 
 
 def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) -> GPUReport:
@@ -134,11 +134,11 @@ def ondevice(
         OptionError: a name that cannot be moved. On entering, also that what is to be moved is not there or does not
             fit (`GpuMagicError`).
     """
-    from gpumagic import device_run
     from gpumagic.options import variable_names
+    from gpumagic.transfers import run
 
     names = variable_names(move if isinstance(move, str) else ",".join(move)) if move else []
-    return device_run.for_caller(device_names.resolve(device, fallback), names, trace=trace, strict=strict)
+    return run.for_caller(device_names.resolve(device, fallback), names, trace=trace, strict=strict)
 
 
 def oomguard(

@@ -121,8 +121,8 @@ class GPUMagic(Magics):
     @_magic
     def ondevice(self, options: Namespace, cell: str | None = None) -> object:
         """Run the cell, or the rest of it, on a device."""
-        from gpumagic import relocation
-        from gpumagic.device_run import DeviceRun
+        from gpumagic.transfers import move
+        from gpumagic.transfers.run import DeviceRun
 
         wanted = options.device or self.device
         if not wanted:
@@ -130,7 +130,7 @@ class GPUMagic(Magics):
         if options.engines is not None:
             return self._cell_of_engines("ondevice", options, cell, wanted)
         device = device_names.resolve(wanted, options.fallback)
-        relocation.check(options.move, self.shell.user_ns)
+        move.check(options.move, self.shell.user_ns)
         run = DeviceRun(
             device, namespace=self.shell.user_ns, move=options.move,
             trace=options.trace, strict=options.strict, show=not options.quiet, store=self._store(options.out),

@@ -14,16 +14,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpumagic import knobs
-from gpumagic.device_run import DeviceRun
 from gpumagic.memory import allocator
 from gpumagic.notebook.guards import BodyOutcome, Guard, Nested, Outcome
-from gpumagic.probes import release, residents
+from gpumagic.probes import release
 from gpumagic.probes.rollback import Rollback
 from gpumagic.report.units import count, size
 from gpumagic.reports.oom import OomReport
 from gpumagic.reports.tries import FitReport, Try
 from gpumagic.rerun_plan import Plan, Step, steps
 from gpumagic.source import cell_code
+from gpumagic.transfers import residents
+from gpumagic.transfers.run import DeviceRun
 
 if TYPE_CHECKING:
     from gpumagic.oom_guard import OomGuard

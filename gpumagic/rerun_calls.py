@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from gpumagic import knobs
-from gpumagic.device_run import DeviceRun
 from gpumagic.errors import OptionError
 from gpumagic.notebook import guards
 from gpumagic.oom_guard import raise_alone
 from gpumagic.rerun import Rerun
+from gpumagic.transfers.run import DeviceRun
 
 if TYPE_CHECKING:
     from gpumagic.oom_guard import OomGuard

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import gpumagic
-from gpumagic.device_run import DeviceRun
 from gpumagic.gpus.report import GpuRow, ProcessRow
 from gpumagic.reports.cluster import PlacedRow
 from gpumagic.reports.oom import Advice, OomReport
 from gpumagic.reports.rehearsal import RehearsalRow
-from gpumagic.reports.transfers import TransferReport, TransferRow
 from gpumagic.reports.tries import FitReport
 from gpumagic.tensors.diff import DiffRow
 from gpumagic.tensors.held_report import FreedRow, HeldRow
 from gpumagic.tensors.report import DeviceMemoryRow, TensorRow
 from gpumagic.tensors.why_report import WayRow
+from gpumagic.transfers.report import TransferReport, TransferRow
+from gpumagic.transfers.run import DeviceRun
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type

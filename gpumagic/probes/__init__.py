@@ -18,7 +18,7 @@ By magic, each with the module to start reading at:
               through moves, `tracing` is the mode of --trace and --strict, `storage_copies` sees what they cannot,
               `transfers` is their log, `call_sites` finds lines, `moved` what moved before, `residents` what stayed
               behind in `watched_code`; `failed_line` reads the `operands` of a failure.
-              (`gpumagic.relocation` moves what `--move` names.)
+              (`gpumagic.transfers.move` moves what `--move` names.)
 `%%oomguard`  `oom` recognises, `scene` reads the failed frames, `release` empties them, `surroundings` looks at
               what is left, `claims` prices each name; `instant` says what filled the device (from inside CUDA's
               allocator by `oom_observer`); `rollback` puts back what a run changed before the next.

@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from gpumagic.advice.facts import Work
-from gpumagic.probes import failed_line
 from gpumagic.reports.at_failure import Instant, Shape, Share
 from gpumagic.source import exceptions
 from gpumagic.source.frames import is_users
 from gpumagic.tensors import scan
 from gpumagic.tensors.lookup import root_of
 from gpumagic.tensors.report import TensorRow
+from gpumagic.transfers import explain
 
 if TYPE_CHECKING:
     from gpumagic.memory.allocator import AllocatorFigures
@@ -46,7 +46,7 @@ def operation(error: BaseException, work: Work, outside: Collection[int] = ()) -
         for step in exceptions.traceback_steps(each.__traceback__)
         if is_users(step.tb_frame)
     ]
-    node = failed_line.failing_node(steps[-1]) if steps else None
+    node = explain.failing_node(steps[-1]) if steps else None
     if node is None:
         return Instant()
     if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Return) and node.value is not None:

@@ -41,7 +41,7 @@ _VIEWS = {
     "HeldReport": "gpumagic.tensors.held_view.view_held",
     "ReleaseReport": "gpumagic.tensors.held_view.view_held",
     "WhyReport": "gpumagic.tensors.why_view.view_why",
-    "TransferReport": "gpumagic.render.transfers.view",
+    "TransferReport": "gpumagic.transfers.view.view_transfers",
     "OomReport": "gpumagic.render.oom.view",
     "FitReport": "gpumagic.render.tries.view",
     "RehearsalReport": "gpumagic.render.rehearsal.view",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpumagic.render import transfers
 from gpumagic.render.cluster import engines, numbers
 from gpumagic.report.document import Block, Cell, Column, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.report.units import count, duration, size
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer
-from gpumagic.reports.transfers import TransferReport
+from gpumagic.transfers import view
+from gpumagic.transfers.report import TransferReport
 
 MOST_ROWS = 32
 MOST_REPORTS = 8
@@ -83,4 +83,4 @@ def _advice(found: Found) -> list[str]:
 
 
 def _whole(answer: EngineAnswer, report: TransferReport) -> list[Block]:
-    return [Heading(f"Engine {numbers([answer])}", apart=True), *transfers.view(report).blocks]
+    return [Heading(f"Engine {numbers([answer])}", apart=True), *view.view_transfers(report).blocks]

@@ -11,8 +11,8 @@ from gpumagic.gpus.report import GPUReport
 from gpumagic.report.base import Report, columns_of, frame
 from gpumagic.report.origin import Origin
 from gpumagic.reports.oom import OomReport
-from gpumagic.reports.transfers import TransferReport
 from gpumagic.tensors.report import TensorReport
+from gpumagic.transfers.report import TransferReport
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpumagic.heap import anatomy
-from gpumagic.reports.explanation import Operand
 from gpumagic.source.frames import MISSING
+from gpumagic.transfers.explanation import Operand
 
 _MOST = 1000  # parts of a container that are looked at
 

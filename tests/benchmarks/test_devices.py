@@ -28,7 +28,7 @@ from contextlib import redirect_stdout
 sys.path.append({peers!r})
 import torch
 torch.set_num_threads(1)
-from gpumagic.tensors.scan import scan as probe
+from gpumagic.tensors.scan import scan
 heap = [[number] for number in range({objects})]
 tensors = [torch.ones(16, 16) for _ in range({tensors})]
 plain, parameter = torch.Tensor, torch.nn.Parameter
@@ -37,7 +37,7 @@ def floor():
     return [each for each in gc.get_objects() if type(each) is plain or type(each) is parameter]
 
 def names():
-    return probe({{"heap": heap, "tensors": tensors}})
+    return scan({{"heap": heap, "tensors": tensors}})
 
 def sizes():
     return probe(names=False)

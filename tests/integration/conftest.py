@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def unhindered(monkeypatch):
     """Run `%%ondevice` as in a fresh process: what other tests left there, and these don't use, asks for no mode."""
-    from gpumagic.probes import entry_points, hindrances
+    from gpumagic.transfers import entry_points, hindrances
 
     monkeypatch.setattr(hindrances, "_overriding", lambda *_: iter(()))
     monkeypatch.setattr(hindrances, "_has_compiled", lambda: False)

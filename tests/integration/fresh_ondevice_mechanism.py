@@ -23,8 +23,8 @@ from ondevice_corpus import SETUP
 from torch.overrides import TorchFunctionMode
 
 import gpumagic
-from gpumagic.device_run import DeviceRun
-from gpumagic.probes import entry_points, function_holders, hindrances, runs, watched_calls
+from gpumagic.transfers import entry_points, function_holders, hindrances, runs, watched_calls
+from gpumagic.transfers.run import DeviceRun
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

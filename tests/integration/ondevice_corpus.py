@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from gpumagic import simgpu
-from gpumagic.device_run import DeviceRun
-from gpumagic.reports.transfers import TransferReport
+from gpumagic.transfers.report import TransferReport
+from gpumagic.transfers.run import DeviceRun
 
 FOLDER = Path(__file__).parent / "ondevice_cells"
 SETUP = """

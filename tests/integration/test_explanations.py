@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.device_run import DeviceRun
-from gpumagic.probes import failed_line
-from gpumagic.reports.explanation import Explanation
 from gpumagic.source import frames
+from gpumagic.transfers import explain
+from gpumagic.transfers.explanation import Explanation
+from gpumagic.transfers.run import DeviceRun
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -77,7 +77,7 @@ def test_the_failing_line_is_explained_by_its_variables(cell: str, positions: st
     """Also where Python does not say which part of the line failed, as before 3.11."""
     what, fix = CELLS[cell]
     if positions == "none":
-        monkeypatch.setattr(failed_line, "_span", lambda code, instruction: None)
+        monkeypatch.setattr(explain, "_span", lambda code, instruction: None)
     found, error, _ = explained(cell)
     assert found is not None
     assert what in found.what

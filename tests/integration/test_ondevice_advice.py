@@ -8,8 +8,8 @@ import pytest
 import torch
 from ondevice_corpus import run
 
-from gpumagic.probes import moved
-from gpumagic.probes.moved import Moved, is_pageable
+from gpumagic.transfers import moved
+from gpumagic.transfers.moved import Moved, is_pageable
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 import gpumagic
 from gpumagic import simgpu
 from gpumagic.errors import StrayTensor
-from gpumagic.probes import runs
+from gpumagic.transfers import runs
 
 pytestmark = pytest.mark.usefixtures("two_devices", "unhindered")
 

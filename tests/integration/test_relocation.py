@@ -17,8 +17,8 @@ from IPython.core.error import UsageError
 import gpumagic
 from gpumagic import simgpu
 from gpumagic.errors import GpuMagicError, OptionError
-from gpumagic.relocation import relocate
-from gpumagic.relocation.owners import Changes
+from gpumagic.transfers.move import relocate
+from gpumagic.transfers.move.owners import Changes
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 THERE = "simgpu:0"
@@ -437,7 +437,7 @@ def test_too_much_is_refused_before_anything_is_copied() -> None:
 
 
 def test_running_out_all_the_same_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpumagic.relocation import room
+    from gpumagic.transfers.move import room
 
     monkeypatch.setattr(room, "_free", lambda device: None)
     model, optimizer = trained()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.probes import storage_copies
+from gpumagic.transfers import storage_copies
 
 pytestmark = pytest.mark.usefixtures("two_devices", "unhindered")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumagic.advice.mishaps import Failure, explain, is_known
-from gpumagic.reports.explanation import Operand
+from gpumagic.transfers.device_errors import Failure, explain, is_known
+from gpumagic.transfers.explanation import Operand
 
 HERE = ("cuda:0", "cuda:1", "cpu", "meta")
 MIXED = (

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gpumagic.advice.moves import suggestions
-from gpumagic.reports.transfers import TransferRow
 from gpumagic.source import loop_code
 from gpumagic.source.loop_code import Creation
+from gpumagic.transfers.advice import suggestions
+from gpumagic.transfers.report import TransferRow
 
 MIB = 1024**2
 

@@ -10,7 +10,7 @@ from torch._C import _len_torch_function_stack
 
 from gpumagic import _compat
 from gpumagic.memory import allocator
-from gpumagic.probes import function_holders, nesting_context
+from gpumagic.transfers import function_holders, nesting_context
 
 
 def default() -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 from gpumagic.render import to_html, to_text
 from gpumagic.report.holder import Holder
-from gpumagic.reports.explanation import Explanation
-from gpumagic.reports.transfers import TransferReport, TransferRow
+from gpumagic.transfers.explanation import Explanation
+from gpumagic.transfers.report import TransferReport, TransferRow
 
 
 def row(line: int | None, nbytes: int, source: str = "cpu", target: str = "cuda:0", **more: Any) -> TransferRow:

@@ -16,8 +16,8 @@ from gpumagic.memory.timeline import TimelineLog
 from gpumagic.render import to_html, to_text
 from gpumagic.reports.oom import OomReport
 from gpumagic.reports.rehearsal import RehearsalPoint, RehearsalReport
-from gpumagic.reports.transfers import TransferReport
 from gpumagic.source import line_spans
+from gpumagic.transfers.report import TransferReport
 
 MIB = 1024**2
 DEVICE = "cuda:0"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from gpumagic.memory import timeline_view
 from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
-from gpumagic.reports.transfers import TransferReport, TransferRow
+from gpumagic.transfers.report import TransferReport, TransferRow
 
 SHOWN_WAYS = 6
 SHOWN_LINES = 12
@@ -16,7 +16,7 @@ SHOWN_ADVICE = 5
 SHOWN_NAMES = 6
 
 
-def view(report: TransferReport) -> Document:
+def view_transfers(report: TransferReport) -> Document:
     """Return the document of one run: never more than a screen, the rest folded."""
     blocks: list[Block] = [Heading(_headline(report)), *_explanation(report)]
     if report.moves:

@@ -12,9 +12,9 @@ from threading import get_ident
 
 import torch
 
-from gpumagic.probes.device_mode import RecordingContext, outermost
-from gpumagic.probes.recorder import Recorder
 from gpumagic.source.call_sites import CallSites
+from gpumagic.transfers.device_mode import RecordingContext, outermost
+from gpumagic.transfers.recorder import Recorder
 
 active: dict[int, Recorder] = {}
 """By thread, whose handlers take the calls of exchanged functions."""

@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gpumagic.advice.moves import suggestions
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.memory.records import MemoryTimeline
-from gpumagic.probes import residents
-from gpumagic.probes.moved import Moved, is_pageable
 from gpumagic.report import here
-from gpumagic.reports.explanation import Explanation
-from gpumagic.reports.transfers import TransferReport, TransferRow
 from gpumagic.source.call_sites import CallSites
+from gpumagic.transfers import residents
+from gpumagic.transfers.advice import suggestions
+from gpumagic.transfers.explanation import Explanation
+from gpumagic.transfers.moved import Moved, is_pageable
+from gpumagic.transfers.report import TransferReport, TransferRow
 
 SCOPE = (
     "Counts what lines ask for, in threads that work for them and in backward through these moves too; what operators "

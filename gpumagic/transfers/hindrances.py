@@ -13,7 +13,7 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
 
 from gpumagic import _compat
-from gpumagic.probes import entry_points, watched_calls
+from gpumagic.transfers import entry_points, watched_calls
 
 MOST_EXCHANGES = 400
 """Of 1000 changes of a class that CPython 3.13 counts, a run makes two."""

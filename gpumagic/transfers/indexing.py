@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from gpumagic.probes import returning
-from gpumagic.probes.recorder import Function, Recorder, is_free_to_read
+from gpumagic.transfers import returning
+from gpumagic.transfers.recorder import Function, Recorder, is_free_to_read
 
 PLAIN = frozenset({int, slice, bool, type(None), type(...)})
 """What selects a view, and nothing else."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gpumagic.probes.recorder import Function, Recorder, is_free_to_read
+from gpumagic.transfers.recorder import Function, Recorder, is_free_to_read
 
 
 def item(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:

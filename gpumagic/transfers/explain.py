@@ -14,12 +14,12 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from gpumagic import _compat
-from gpumagic.advice import mishaps
-from gpumagic.advice.mishaps import Failure
 from gpumagic.memory import allocator
-from gpumagic.reports.explanation import Explanation
 from gpumagic.source import exceptions, frames, operands
 from gpumagic.source.frames import is_a_functions, is_users
+from gpumagic.transfers import device_errors
+from gpumagic.transfers.device_errors import Failure
+from gpumagic.transfers.explanation import Explanation
 
 Span = tuple[int, int, int, int]
 """First line, last line, first column, column after the last; columns in bytes of UTF-8, as `ast` counts them."""
@@ -39,10 +39,10 @@ def explain(
     if not isinstance(error, Exception):
         return None
     text = _text(error)
-    if not mishaps.is_known(text):
+    if not device_errors.is_known(text):
         return None
     try:
-        return mishaps.explain(replace(_read(error, text, namespace, device), in_cell=in_cell))
+        return device_errors.explain(replace(_read(error, text, namespace, device), in_cell=in_cell))
     except Exception:  # our own failure must not cost the user the report
         return None
 

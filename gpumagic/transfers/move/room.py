@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.memory import allocator, host
-from gpumagic.relocation.loads import CAUSE
 from gpumagic.report.units import size
+from gpumagic.transfers.move.loads import CAUSE
 
 
 def check(names: Sequence[str], nbytes: int, device: str) -> None:

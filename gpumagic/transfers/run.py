@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from gpumagic import _compat, relocation
+from gpumagic import _compat
 from gpumagic.errors import OptionError
 from gpumagic.heap import lasting
 from gpumagic.memory import allocator
 from gpumagic.memory.cell_memory import CellMemory
 from gpumagic.memory.records import MemoryTimeline
-from gpumagic.probes import failed_line, storage_copies, transfers
-from gpumagic.reports.explanation import Explanation
-from gpumagic.reports.transfers import TransferReport
 from gpumagic.source import watched_code
 from gpumagic.source.call_sites import CallSites
 from gpumagic.source.watched_code import WatchedCode
+from gpumagic.transfers import explain, log, move, storage_copies
+from gpumagic.transfers.explanation import Explanation
+from gpumagic.transfers.report import TransferReport
 
 if TYPE_CHECKING:
-    from gpumagic.probes.recording import Recording
+    from gpumagic.transfers.recording import Recording
 
 
 Given = ParamSpec("Given")
@@ -94,13 +94,13 @@ class DeviceRun:
 
     def open(self) -> None:
         """Make the device the default and the current one, and start counting."""
-        from gpumagic.probes.recording import Recording
+        from gpumagic.transfers.recording import Recording
 
-        self._watch = transfers.Watch()
-        self._moved = relocation.relocate(self._move, self._namespace, self.device) if self._move else ()
+        self._watch = log.Watch()
+        self._moved = move.relocate(self._move, self._namespace, self.device) if self._move else ()
         self._sites = CallSites(self._namespace, self._filename)
         self._sites.find()  # learns the cell's file while it is on the stack
-        self._log = transfers.TransferLog(self._sites, self._trace or self._strict)
+        self._log = log.TransferLog(self._sites, self._trace or self._strict)
         self._recording: Recording = Recording(
             self.device, self._log, self._namespace, self._cell(), trace=self._trace, strict=self._strict
         )
@@ -120,7 +120,7 @@ class DeviceRun:
         finally:
             self._restore()
         explanation = None if error is None else self._explain(error)
-        self.report = transfers.report(
+        self.report = log.report(
             self.device, self._log, self._watch, self._variables(), error, self._moved, explanation, self._code.lines(),
             self._recording.hindrance,
             self._timeline(),
@@ -214,7 +214,7 @@ class DeviceRun:
         return "" if filename is None or self._filename is not None else "".join(linecache.getlines(filename))
 
     def _explain(self, error: BaseException) -> Explanation | None:
-        return failed_line.explain(error, self._namespace, self.device, in_cell=self._filename is None)
+        return explain.explain(error, self._namespace, self.device, in_cell=self._filename is None)
 
     def _keep(self, report: TransferReport) -> None:
         self.report = report

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch._C import _len_torch_function_stack
 
-from gpumagic.probes import indexing, runs
-from gpumagic.probes.device_mode import RecordingContext, outermost
-from gpumagic.probes.recorder import Function, Handler, Recorder
-from gpumagic.probes.watched_calls import Watched
+from gpumagic.transfers import indexing, runs
+from gpumagic.transfers.device_mode import RecordingContext, outermost
+from gpumagic.transfers.recorder import Function, Handler, Recorder
+from gpumagic.transfers.watched_calls import Watched
 
 _FREE = frozenset({"dtype", "requires_grad", "names"})
 """What a constructor may be told beside its sizes without saying where."""

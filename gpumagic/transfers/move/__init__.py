@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from gpumagic.errors import GpuMagicError, OptionError
-from gpumagic.probes.transfers import direction
-from gpumagic.relocation import loads, room
-from gpumagic.relocation.contents import Contents, rebuilt
-from gpumagic.relocation.copies import Copies, Parcel, packed
-from gpumagic.relocation.loads import CAUSE, Load
-from gpumagic.relocation.owners import Changes
-from gpumagic.reports.transfers import TransferRow
+from gpumagic.transfers.log import direction
+from gpumagic.transfers.move import loads, room
+from gpumagic.transfers.move.contents import Contents, rebuilt
+from gpumagic.transfers.move.copies import Copies, Parcel, packed
+from gpumagic.transfers.move.loads import CAUSE, Load
+from gpumagic.transfers.move.owners import Changes
+from gpumagic.transfers.report import TransferRow
 
 
 def check(names: Iterable[str], namespace: Mapping[str, Any]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.utils._device import DeviceContext
 
-from gpumagic.probes import watched_calls
-from gpumagic.probes.nesting_context import NestingContext
-from gpumagic.probes.recorder import Recorder
+from gpumagic.transfers import watched_calls
+from gpumagic.transfers.nesting_context import NestingContext
+from gpumagic.transfers.recorder import Recorder
 
 
 def outermost() -> DeviceContext | None:

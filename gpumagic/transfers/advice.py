@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from gpumagic.report.units import count, size
-from gpumagic.reports.transfers import TransferRow
 from gpumagic.source import loop_code
 from gpumagic.source.loop_code import LoopCode
+from gpumagic.transfers.report import TransferRow
 
 REPEATED = 2
 """How often a line must have moved again what it had moved before."""

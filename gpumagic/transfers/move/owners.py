@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from gpumagic.relocation.contents import Contents, rebuilt
+from gpumagic.transfers.move.contents import Contents, rebuilt
 
 Successor = Callable[[Any], Any]
 

@@ -10,7 +10,7 @@ from gpumagic.memory.records import MemoryTimeline, plot
 from gpumagic.report.base import Report
 from gpumagic.report.holder import Holder
 from gpumagic.report.origin import Origin
-from gpumagic.reports.explanation import Explanation
+from gpumagic.transfers.explanation import Explanation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumagic import _compat
 from gpumagic.heap import identity
-from gpumagic.probes.recorder import Recorder, is_free_to_read
+from gpumagic.transfers.recorder import Recorder, is_free_to_read
 
 _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default,)

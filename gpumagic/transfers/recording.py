@@ -27,10 +27,10 @@ from collections.abc import Mapping
 
 import torch
 
-from gpumagic.probes import entry_points, hindrances, transfers
-from gpumagic.probes.device_mode import RecordingContext
-from gpumagic.probes.recorder import Recorder
-from gpumagic.probes.transfers import TransferLog
+from gpumagic.transfers import entry_points, hindrances, log
+from gpumagic.transfers.device_mode import RecordingContext
+from gpumagic.transfers.log import TransferLog
+from gpumagic.transfers.recorder import Recorder
 
 
 class Recording:
@@ -77,7 +77,7 @@ class Recording:
         if self.recorder.is_traced:
             self.recorder.watches_threads = hindrance is None
             self.recorder.change_over = self._leave_threads
-            self._enter_mode(hindrance or transfers.TRACE)
+            self._enter_mode(hindrance or log.TRACE)
             return
         if hindrance is not None:
             self.recorder.watches_threads = False
@@ -117,6 +117,6 @@ class Recording:
         entry_points.begin(self.recorder)
         self._stack.enter_context(RecordingContext(self.recorder))
         if self.recorder.is_traced:
-            from gpumagic.probes.tracing import Tracer
+            from gpumagic.transfers.tracing import Tracer
 
             self._stack.enter_context(Tracer(self.recorder))

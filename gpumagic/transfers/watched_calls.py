@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from gpumagic.probes import indexing, moving, placing, reading
-from gpumagic.probes.recorder import Function, Handler, Recorder
+from gpumagic.transfers import indexing, moving, placing, reading
+from gpumagic.transfers.recorder import Function, Handler, Recorder
 
 
 @dataclass(frozen=True)

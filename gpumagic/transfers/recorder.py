@@ -19,9 +19,9 @@ import torch
 
 from gpumagic.errors import StrayTensor
 from gpumagic.memory.cell_memory import CellMemory
-from gpumagic.probes.returning import Hooks
-from gpumagic.probes.transfers import Made, TransferLog, is_host
 from gpumagic.source.call_sites import CallSites
+from gpumagic.transfers.log import Made, TransferLog, is_host
+from gpumagic.transfers.returning import Hooks
 
 Function = Callable[..., Any]
 Handler = Callable[["Recorder", Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -185,7 +185,7 @@ class Recorder:
 
     def tracing(self) -> contextlib.AbstractContextManager[object]:
         """Count the copies of a call where they happen."""
-        from gpumagic.probes.tracing import Tracer  # which counts for recorders
+        from gpumagic.transfers.tracing import Tracer  # which counts for recorders
 
         return Tracer(self)
 

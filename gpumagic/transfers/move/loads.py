@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumagic.errors import OptionError
-from gpumagic.relocation.contents import Contents
-from gpumagic.relocation.owners import state_to_move, tensors_of
+from gpumagic.transfers.move.contents import Contents
+from gpumagic.transfers.move.owners import state_to_move, tensors_of
 
 CAUSE = "--move"
 

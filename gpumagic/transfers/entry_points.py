@@ -16,12 +16,12 @@ import torch
 import torch.overrides
 import torch.utils._device as device_state
 
-from gpumagic.probes import function_holders, placing, runs, stand_ins, watched_calls
-from gpumagic.probes.device_mode import outermost
-from gpumagic.probes.function_holders import Census, Place
-from gpumagic.probes.recorder import Function, Recorder
-from gpumagic.probes.stand_ins import Compiler, Constructor, EntryPoint
-from gpumagic.probes.watched_calls import Watched
+from gpumagic.transfers import function_holders, placing, runs, stand_ins, watched_calls
+from gpumagic.transfers.device_mode import outermost
+from gpumagic.transfers.function_holders import Census, Place
+from gpumagic.transfers.recorder import Function, Recorder
+from gpumagic.transfers.stand_ins import Compiler, Constructor, EntryPoint
+from gpumagic.transfers.watched_calls import Watched
 
 exchanges = 0
 """How often tensors' methods have been exchanged in this process."""

@@ -92,7 +92,7 @@ _COPYING = {"copy_": _copying, "_write_file": _writing, "_set_from_file": _readi
 
 
 def _count(source: object, target: object, nbytes: int, start: float) -> None:
-    from gpumagic.probes import runs
+    from gpumagic.transfers import runs
 
     if str(source) == str(target) or not nbytes:
         return

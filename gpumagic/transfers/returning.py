@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from gpumagic.probes.recorder import Recorder
+    from gpumagic.transfers.recorder import Recorder
 
 CAUSE = "backward"
 _MANY = 1000

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from gpumagic.probes import returning
-from gpumagic.probes.recorder import Function, Recorder
+from gpumagic.transfers import returning
+from gpumagic.transfers.recorder import Function, Recorder
 
 
 def move(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,1 @@
+"""`%%ondevice`: a cell on a device, and what it copied."""
