@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from gpumagic import cluster, simgpu
     from gpumagic.api import devices, gpuinfo, ondevice, oomguard, rehearse, release_held, why
+    from gpumagic.dryrun.report import RehearsalReport
     from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, RehearsalUnavailable, SimgpuUnavailable
     from gpumagic.gpus.report import GPUReport
     from gpumagic.probes.oom import OutOfMemory
     from gpumagic.reports.cluster import ClusterReport, merge
     from gpumagic.reports.oom import OomReport
-    from gpumagic.reports.rehearsal import RehearsalReport
     from gpumagic.reports.tries import FitReport
     from gpumagic.tensors.diff import DiffReport
     from gpumagic.tensors.held_report import HeldReport, ReleaseReport
@@ -79,7 +79,7 @@ _HOMES = {
     "gpumagic.gpus.report": ("GPUReport",),
     "gpumagic.tensors.held_report": ("HeldReport", "ReleaseReport"),
     "gpumagic.reports.oom": ("OomReport",),
-    "gpumagic.reports.rehearsal": ("RehearsalReport",),
+    "gpumagic.dryrun.report": ("RehearsalReport",),
     "gpumagic.tensors.report": ("TensorReport",),
     "gpumagic.transfers.report": ("TransferReport",),
     "gpumagic.reports.tries": ("FitReport",),

@@ -12,9 +12,9 @@ from gpumagic.notebook import session
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from gpumagic.dryrun.report import RehearsalReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom_guard import OomGuard
-    from gpumagic.reports.rehearsal import RehearsalReport
     from gpumagic.tensors.held_report import ReleaseReport
     from gpumagic.tensors.report import TensorReport
     from gpumagic.tensors.why_report import WhyReport
@@ -200,8 +200,8 @@ def rehearse(
         OptionError: the code or the capacity cannot be read, or there is no accelerator and no capacity is given.
         RehearsalUnavailable: this system or this torch cannot.
     """
+    from gpumagic.dryrun import forecast, targets
     from gpumagic.options import parse_size
-    from gpumagic.rehearsal import forecast, targets
 
     if namespace is None:
         namespace = sys._getframe(1).f_globals

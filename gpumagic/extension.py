@@ -53,8 +53,8 @@ def unload(shell: InteractiveShell) -> None:
                 sys.modules[name].off(shell)
         if "gpumagic.report.units" in sys.modules:
             sys.modules["gpumagic.report.units"].use("binary")  # whatever `%config GPUMagic.units` said
-        if "gpumagic.rehearsal.client" in sys.modules:
-            sys.modules["gpumagic.rehearsal.client"].close()
+        if "gpumagic.dryrun.client" in sys.modules:
+            sys.modules["gpumagic.dryrun.client"].close()
         undo.close()
 
 

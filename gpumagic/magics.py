@@ -21,9 +21,9 @@ from gpumagic.options import parser
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from gpumagic.dryrun.report import RehearsalReport
     from gpumagic.notebook.cells import CellSessions
     from gpumagic.reports.cluster import ClusterReport
-    from gpumagic.reports.rehearsal import RehearsalReport
     from gpumagic.tensors.looks import Looks
 
 
@@ -184,13 +184,13 @@ class GPUMagic(Magics):
 
     def _rehearse(self, options: Namespace, cell: str | None) -> RehearsalReport:
         """Return the cell's rehearsal; where the cell is to run next, show it, and raise if the cell does not fit."""
-        from gpumagic import dress_rehearsal
+        from gpumagic.dryrun import before_the_cell
 
-        report = dress_rehearsal.of_cell(self.shell, options, cell)
+        report = before_the_cell.of_cell(self.shell, options, cell)
         if options.out is not None:
             self.shell.user_ns[options.out] = report
         if not options.rehearse_only:
-            dress_rehearsal.show(report)
+            before_the_cell.show(report)
         return report
 
     def _follow(self, options: Namespace) -> object:

@@ -27,9 +27,9 @@ from gpumagic.transfers import residents
 from gpumagic.transfers.run import DeviceRun
 
 if TYPE_CHECKING:
+    from gpumagic.dryrun.other_values import OtherValues
+    from gpumagic.dryrun.report import Fit
     from gpumagic.oom_guard import OomGuard
-    from gpumagic.rehearsal.other_values import OtherValues
-    from gpumagic.reports.rehearsal import Fit
 
 FindKnob = Callable[[str, str, MutableMapping[str, object], str], knobs.Knob]
 Ask = Callable[[str, knobs.Knob], "OtherValues"]
@@ -228,7 +228,7 @@ def _in_use(device: str | None) -> int | None:
 
 
 def _of_cell(source: str, knob: knobs.Knob, namespace: MutableMapping[str, object]) -> OtherValues:
-    from gpumagic.rehearsal import other_values
+    from gpumagic.dryrun import other_values
 
     return other_values.of_cell(source, knob, namespace)
 

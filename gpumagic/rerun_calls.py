@@ -15,8 +15,8 @@ from gpumagic.rerun import Rerun
 from gpumagic.transfers.run import DeviceRun
 
 if TYPE_CHECKING:
+    from gpumagic.dryrun.other_values import OtherValues
     from gpumagic.oom_guard import OomGuard
-    from gpumagic.rehearsal.other_values import OtherValues
     from gpumagic.rerun_plan import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -75,7 +75,7 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments, plan: Pla
 
 def _ask(function: Callable[..., Any], bound: inspect.BoundArguments, _: str, knob: knobs.Knob) -> OtherValues:
     """Return what rehearses the call with other values of an argument."""
-    from gpumagic.rehearsal import other_values
+    from gpumagic.dryrun import other_values
 
     def imagine(value: int) -> tuple[Callable[[], object], dict[str, object]]:
         arguments = bound.signature.bind(*bound.args, **bound.kwargs)

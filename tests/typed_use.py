@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import gpumagic
+from gpumagic.dryrun.report import RehearsalRow
 from gpumagic.gpus.report import GpuRow, ProcessRow
 from gpumagic.reports.cluster import PlacedRow
 from gpumagic.reports.oom import Advice, OomReport
-from gpumagic.reports.rehearsal import RehearsalRow
 from gpumagic.reports.tries import FitReport
 from gpumagic.tensors.diff import DiffRow
 from gpumagic.tensors.held_report import FreedRow, HeldRow

@@ -9,9 +9,9 @@ from typing import Any
 from gpumagic.advice import law
 from gpumagic.advice.facts import BatchSize, Facts, Loader
 from gpumagic.advice.proposal import propose
+from gpumagic.dryrun.report import Fit
 from gpumagic.report.units import count, size
 from gpumagic.reports.oom import Advice, Change
-from gpumagic.reports.rehearsal import Fit
 from gpumagic.source.cell_code import defaults
 from gpumagic.source.text import Text, names_in
 

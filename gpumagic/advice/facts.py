@@ -12,10 +12,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gpumagic.dryrun.report import Fit
     from gpumagic.memory.allocator import AllocatorFigures
     from gpumagic.probes.claims import Claim
     from gpumagic.report.holder import Holder
-    from gpumagic.reports.rehearsal import Fit
     from gpumagic.source.cell_code import CellCode
     from gpumagic.source.text import Text
 

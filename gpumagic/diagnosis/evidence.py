@@ -18,8 +18,8 @@ from gpumagic.probes.oom import OomEvent
 from gpumagic.source import cell_code
 
 if TYPE_CHECKING:
-    from gpumagic.rehearsal.other_values import OtherValues
-    from gpumagic.reports.rehearsal import Fit
+    from gpumagic.dryrun.other_values import OtherValues
+    from gpumagic.dryrun.report import Fit
 
 WORTH_SAYING = 1024**2
 """Bytes below which a difference is not worth a word."""
@@ -66,7 +66,7 @@ def _rehearsed(facts: Facts, circumstances: Circumstances) -> Facts:
     if found is None or found.loader or found.cell or source is None or shell is None:
         return facts
     from gpumagic import knobs
-    from gpumagic.rehearsal import other_values
+    from gpumagic.dryrun import other_values
 
     with contextlib.suppress(Exception):  # our own failure must not cost the user the report
         names = dict(circumstances.namespace)

@@ -44,5 +44,5 @@ _VIEWS = {
     "TransferReport": "gpumagic.transfers.view.view_transfers",
     "OomReport": "gpumagic.render.oom.view",
     "FitReport": "gpumagic.render.tries.view",
-    "RehearsalReport": "gpumagic.render.rehearsal.view",
+    "RehearsalReport": "gpumagic.dryrun.view.view_rehearsal",
 }

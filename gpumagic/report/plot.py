@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from gpumagic.dryrun.report import RehearsalPoint, RehearsalReport
 from gpumagic.errors import GpuMagicError
 from gpumagic.gpus.cells_report import CellsReport
 from gpumagic.gpus.report import HistoryReport
 from gpumagic.memory.records import MemoryCourse, MemoryTimeline
 from gpumagic.report import colours
 from gpumagic.report.units import cut_middle, printable
-from gpumagic.reports.rehearsal import RehearsalPoint, RehearsalReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gpumagic.report.base import Report
 
 if TYPE_CHECKING:
+    from gpumagic.dryrun.report import Fit
     from gpumagic.reports.oom import OomReport
-    from gpumagic.reports.rehearsal import Fit
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def names():
     return scan({{"heap": heap, "tensors": tensors}})
 
 def sizes():
-    return probe(names=False)
+    return scan(names=False)
 
 subjects = dict(floor=floor, names=names, sizes=sizes)
 if {peers!r}:

@@ -319,7 +319,7 @@ def guarded(bare_shell, two_devices):
 @pytest.fixture(scope="session")
 def _worker_of_the_tests():
     """One rehearsal worker for all tests: unloading the extension, which each shell's end does, leaves it alone."""
-    from gpumagic.rehearsal import client
+    from gpumagic.dryrun import client
 
     close = client.close
     yield
@@ -329,6 +329,6 @@ def _worker_of_the_tests():
 @pytest.fixture
 def warm_worker(_worker_of_the_tests, monkeypatch):
     """Keep the rehearsal worker from ending with the test's shell."""
-    from gpumagic.rehearsal import client
+    from gpumagic.dryrun import client
 
     monkeypatch.setattr(client, "close", lambda: None)

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from gpumagic.reports.rehearsal import RehearsalReport
+from gpumagic.dryrun.report import RehearsalReport
 
 
 @pytest.fixture
 def run(bare_shell, two_devices):
     """Return a function that runs a cell under %%oomguard -o report, in a shell with a model on a device."""
-    from gpumagic.rehearsal import client
+    from gpumagic.dryrun import client
 
     bare_shell.run_line_magic("load_ext", "gpumagic")
     bare_shell.run_cell("import torch\nmodel = torch.nn.Linear(100, 100).to('simgpu:0')\nran = 0")

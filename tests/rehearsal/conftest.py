@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(scope="session", autouse=True)
 def worker():
     """End the warm worker when the tests are through."""
-    from gpumagic.rehearsal import client
+    from gpumagic.dryrun import client
 
     yield client
     client.close()

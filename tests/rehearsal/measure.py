@@ -16,7 +16,7 @@ import torch
 from rehearsal_cells import CELLS, COMMON, TRANSFORMERS
 
 from gpumagic import simgpu
-from gpumagic.rehearsal import client, forecast, targets
+from gpumagic.dryrun import client, forecast, targets
 
 AMPLE = 1 << 30
 KNOWN = {**CELLS, **TRANSFORMERS}

@@ -10,7 +10,7 @@ import time
 from measure import KNOWN, notebook, really
 from rehearsal_cells import TRAINING
 
-from gpumagic.rehearsal import client, fit
+from gpumagic.dryrun import client, fit
 
 CAPACITY = 64 << 20
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumagic.rehearsal.stage.arena import Arena
+from gpumagic.dryrun.stage.arena import Arena
 
 SIZES = st.one_of(st.integers(1, 1 << 20), st.integers(1, 24 << 20), st.sampled_from([512, 1 << 20, (1 << 20) + 1]))
 STEPS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60)

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import gpumagic
+from gpumagic.dryrun import targets
+from gpumagic.dryrun.stage.arena import Arena, Pool
 from gpumagic.memory import allocator, segments
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.rehearsal import targets
-from gpumagic.rehearsal.stage.arena import Arena, Pool
 
 KIB, MIB = 1 << 10, 1 << 20
 DEVICE = "simgpu:1"

@@ -11,7 +11,7 @@ import pytest
 from rehearsal_cells import CELLS, COMMON
 
 import gpumagic
-from gpumagic.rehearsal import forecast, targets
+from gpumagic.dryrun import forecast, targets
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 SAME = (

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpumagic
-from gpumagic.rehearsal import fit, fitting
-from gpumagic.rehearsal.replay import Recordings
-from gpumagic.rehearsal.stage.ledger import STARTS
-from gpumagic.rehearsal.targets import Target
-from gpumagic.reports.rehearsal import DeviceForecast, RehearsalReport
+from gpumagic.dryrun import fit, fitting
+from gpumagic.dryrun.replay import Recordings
+from gpumagic.dryrun.report import DeviceForecast, RehearsalReport
+from gpumagic.dryrun.stage.ledger import STARTS
+from gpumagic.dryrun.targets import Target
 
 HERE = Path(__file__).parent
 MIB = 1 << 20

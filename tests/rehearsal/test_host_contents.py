@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.rehearsal import client, shelf
+from gpumagic.dryrun import client, shelf
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 CELLS = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.rehearsal.stage import courses
-from gpumagic.rehearsal.stage.ledger import Account, Ledger, Place
+from gpumagic.dryrun.stage import courses
+from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
 from gpumagic.render import to_html, to_text
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -91,7 +91,7 @@ def test_the_course_begins_with_the_cell_and_not_with_what_was_there(names) -> N
 
 def test_a_device_with_little_is_not_thinned_away_by_one_with_much() -> None:
     """Of thousands of changes some hundred points a device are told, the highest and the last among them."""
-    from gpumagic.rehearsal.stage.arena import Arena
+    from gpumagic.dryrun.stage.arena import Arena
 
     ledger = Ledger([Account(Arena(None, cuts_to_size=True)) for _ in range(2)], Place)
     ledger.start()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumagic.dryrun.report import RehearsalPoint, RehearsalReport
 from gpumagic.errors import GpuMagicError
 from gpumagic.memory import timeline_view
 from gpumagic.memory.allocator import AllocatorFigures
@@ -15,7 +16,6 @@ from gpumagic.memory.records import MemoryCourse, MemoryPoint, MemoryTimeline
 from gpumagic.memory.timeline import TimelineLog
 from gpumagic.render import to_html, to_text
 from gpumagic.reports.oom import OomReport
-from gpumagic.reports.rehearsal import RehearsalPoint, RehearsalReport
 from gpumagic.source import line_spans
 from gpumagic.transfers.report import TransferReport
 

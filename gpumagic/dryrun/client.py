@@ -1,0 +1,108 @@
+"""The parent's end of the worker: started at the first rehearsal, kept warm, replaced when it dies."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from itertools import islice
+from multiprocessing.connection import Connection
+from typing import Any
+
+from gpumagic.errors import RehearsalUnavailable
+from gpumagic.report import progress
+
+_STARTING = 60
+"""Seconds that a worker may take to import torch, besides the rehearsal's own time limit."""
+_HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+class Worker:
+    """A process that rehearses cells one after the other."""
+
+    def __init__(self) -> None:
+        if not hasattr(os, "fork"):
+            raise RehearsalUnavailable("a rehearsal needs a system that can fork; on Windows, use it in WSL")
+        import socket
+
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = theirs.fileno()
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}; from gpumagic.dryrun.worker import main; main({descriptor})"
+            )
+            self._process = subprocess.Popen(  # noqa: S603  # our own Python and our own code
+                [sys.executable, "-c", code], pass_fds=[descriptor], env=_environment(), start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        self._connection: Connection = Connection(ours.detach())
+        self._owner = os.getpid()
+
+    def is_usable(self) -> bool:
+        """Return whether it runs, and was started by this very process and not by the one this was forked from."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Return the account of a rehearsal; ``{"ended": sentence}`` where it gave none."""
+        try:
+            self._connection.send_bytes(pickle.dumps(order, protocol=5))
+            if not self._wait(int(order["time_limit"]) + _STARTING):
+                self.close()
+                return {"ended": "the rehearsal's worker gave no answer and was stopped"}
+            told = self._connection.recv_bytes()
+        except (EOFError, OSError):
+            self.close()
+            return {"ended": "the rehearsal's worker ended; the next rehearsal starts a new one"}
+        except BaseException:  # Ctrl-C: what it is doing is not wanted any more
+            self.close()
+            raise
+        if not told:
+            return {"ended": "the rehearsal crashed its process, as the cell might: nothing is known of its memory"}
+        answer: dict[str, Any] = json.loads(told)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        if self._owner == os.getpid():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _wait(self, seconds: int) -> bool:
+        if self._connection.poll(1.0):
+            return True
+        return any(self._connection.poll(1.0) for _ in islice(progress.clock("rehearsing"), seconds))
+
+
+_worker: Worker | None = None
+
+
+def ask(order: dict[str, Any]) -> dict[str, Any]:
+    """Return the account of a rehearsal from the warm worker, starting one if there is none."""
+    global _worker  # noqa: PLW0603  one process serves all
+    if _worker is None or not _worker.is_usable():
+        if _worker is None:
+            atexit.register(close)
+        _worker = Worker()
+    return _worker.ask(order)
+
+
+def close() -> None:
+    """End the warm worker, if there is one."""
+    global _worker  # noqa: PLW0603  as in `ask`
+    if _worker is not None:
+        _worker.close()
+        _worker = None
+        atexit.unregister(close)
+
+
+def _environment() -> dict[str, str]:
+    """Return an environment in which no torch finds a GPU or another out-of-tree device."""
+    ours = {name: value for name, value in os.environ.items() if name != "GPUMAGIC_SIMGPU"}
+    return {**ours, **dict.fromkeys(_HIDDEN, ""), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "MPLBACKEND": "Agg"}

@@ -1,0 +1,204 @@
+"""The largest value with which a cell fits: the law from two rehearsals, checked by a third."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gpumagic import knobs
+from gpumagic.dryrun.report import Fit, RehearsalReport
+
+if TYPE_CHECKING:
+    from gpumagic.dryrun.forecast import Script
+    from gpumagic.dryrun.targets import Target
+
+Foresee = Callable[[int, int, int, int], "int | None"]
+PRECISION = 0.015
+"""How near the largest value is sought, as a share of it."""
+MOST_REHEARSALS = 12
+_LARGEST = 1 << 40
+_FAR = 16
+_STARTS = (1, 16, 256)
+"""Where the law is looked for, times the present value: with small ones the peak may lie where it has no part."""
+
+
+def fit(
+    what: str | Callable[[], object],
+    name: str,
+    namespace: Mapping[str, Any] | None = None,
+    *,
+    device: str | None = None,
+    capacity: int | str | None = None,
+) -> Fit:
+    """Return the largest whole number for a variable with which code would fit, without running it.
+
+    Args:
+        what: code as a notebook's cell has it, or a callable without arguments.
+        name: a variable that is a whole number in the namespace, or that the code sets to one.
+        namespace: the names that the code sees; the caller's globals by default.
+        device: as for `gpumagic.rehearse`.
+        capacity: as for `gpumagic.rehearse`.
+
+    Raises:
+        OptionError: neither the code nor the namespace has a whole number of that name.
+    """
+    import sys
+
+    from gpumagic.dryrun import forecast, targets
+    from gpumagic.options import parse_size
+
+    names = sys._getframe(1).f_globals if namespace is None else namespace
+    script = forecast.script(what)
+    size = parse_size(capacity) if isinstance(capacity, str) else capacity
+    return of_script(script, name, names, targets.choose(device, size))
+
+
+def of_script(
+    script: Script, name: str, namespace: Mapping[str, Any], target: Target, tell: Callable[[str], object] = str
+) -> Fit:
+    """Return the largest value of a number that a cell writes, or that the notebook has, with which it fits.
+
+    Args:
+        script: the cell.
+        name: the number's.
+        namespace: the notebook's.
+        target: the devices.
+        tell: called with what is rehearsed next.
+
+    Raises:
+        OptionError: there is no such number.
+    """
+    from gpumagic.dryrun import forecast, replay
+
+    names = dict(namespace)
+    if script.source is None:
+        knob = knobs.in_arguments(name, names, "fit")
+    else:
+        knob = knobs.in_cell(script.source, name, names, "--fit")
+
+    recordings = replay.Recordings()
+
+    def rehearse(value: int) -> RehearsalReport:
+        tell(f"{name} = {value}")
+        text, values = knob.imagined(value)
+        changed = script if text is None else replace(script, source=text)
+        return forecast.rehearse(changed, namespace, target, values=values, note=recordings.note(value, target))
+
+    return search(rehearse, name, knob.value, recordings.largest)
+
+
+def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int, foresee: Foresee = lambda *_: None) -> Fit:
+    """Return the largest value that fits.
+
+    Args:
+        rehearse: rehearses with a value.
+        name: the variable.
+        now: its value.
+        foresee: guesses the largest value from two that were rehearsed, one that is too large, and how near to come.
+    """
+    tried: dict[int, RehearsalReport] = {}
+
+    def ask(value: int) -> RehearsalReport:
+        if value not in tried:
+            tried[value] = rehearse(value)
+        return tried[value]
+
+    first, second, at, reason = _first_two(ask, now)
+    base, each = _law(first, second, at)
+    if reason or each <= 0:
+        reason = reason or f"{name} changes nothing of the peak"
+        return _fit(name, now, None, tried, base, each, reason)
+    guess = int((_room(first) - base) / each)
+    low, high = _bracket(tried)
+    guess = foreseen = foresee(at, 2 * at, min(guess + 1, high or guess + 1), max(1, _margin(guess) // 4)) or guess
+    while len(tried) < MOST_REHEARSALS and (high is None or high - low > _margin(low)):
+        guess = max(low + 1, min(guess, _LARGEST if high is None else high - 1))
+        reason = _why_not(ask(guess))
+        if reason:
+            break
+        if low and _is_flat(tried[low], tried[guess]) and _is_flat(tried[low], ask(_FAR * guess)):
+            return _fit(name, now, guess, tried, base, each, f"beyond {low} it changes nothing of the peak")
+        low, high = _bracket(tried)
+        guess = low + _margin(low) if low == foreseen else _next(tried, low, high)
+    largest = low or None
+    return _fit(name, now, largest, tried, base, each, "" if largest else reason or "not even 1 fits")
+
+
+def _first_two(ask: Callable[[int], RehearsalReport], now: int) -> tuple[RehearsalReport, RehearsalReport, int, str]:
+    """Return two rehearsals that tell the law, the value of the first, half of the second's; and why they do not."""
+    for start in _STARTS:
+        at = start * now
+        first = second = ask(at)
+        reason = _why_not(first)
+        if not reason:
+            second = ask(2 * at)
+            reason = _why_not(second)
+        if reason or _law(first, second, at)[1] > 0:
+            break
+    return first, second, at, reason
+
+
+def _is_flat(one: RehearsalReport, other: RehearsalReport) -> bool:
+    """Return whether both fit, with the same peak: the value does not matter between them, or not yet."""
+    return bool(one.fits and other.fits) and one.peak == other.peak
+
+
+def _margin(value: int) -> int:
+    return max(1, int(value * PRECISION))
+
+
+def _next(tried: dict[int, RehearsalReport], low: int, high: int | None) -> int:
+    """Return what to try next: a step up from what fits, a longer one down each time from what does not.
+
+    The law is of what is allocated. Segments are larger, and by how much is known only from a run of about that size.
+    """
+    if high is None:
+        return low + _margin(low)
+    failures = sum(not report.fits for report in tried.values())
+    lower = high - _margin(high) * 2 ** (failures - 1)
+    reserved = next(each.reserved for each in tried[high].devices if each.device == tried[high].device)
+    scaled = int(high * _room(tried[high]) / reserved) if reserved else high
+    guess = min(lower, scaled)
+    return guess if low < guess else (low + high) // 2
+
+
+def _bracket(tried: dict[int, RehearsalReport]) -> tuple[int, int | None]:
+    """Return the largest value that fits, 0 for none, and the smallest that does not."""
+    fitting = [value for value, report in tried.items() if report.fits]
+    failing = [value for value, report in tried.items() if not report.fits]
+    return max(fitting, default=0), min(failing, default=None)
+
+
+def _law(first: RehearsalReport, second: RehearsalReport, now: int) -> tuple[int, float]:
+    device = first.device or ""
+    one, two = first.peak.get(device, 0), second.peak.get(device, 0)
+    each = (two - one) / now
+    return int(one - each * now), each
+
+
+def _room(report: RehearsalReport) -> float:
+    device = next(each for each in report.devices if each.device == report.device)
+    return (report.capacity or 0) - device.extra[1]
+
+
+def _why_not(report: RehearsalReport) -> str:
+    """Return why nothing can be learnt from a rehearsal, or nothing."""
+    if report.error is not None:
+        return report.error
+    if report.capacity is None:
+        return "the device's memory is not known; say what it has with --capacity"
+    refused = any(each.failure_line is not None for each in report.devices)
+    return next(iter(report.unknown), report.verdict) if report.fits is None and not refused else ""
+
+
+def _fit(
+    name: str, now: int, largest: int | None, tried: dict[int, RehearsalReport], base: int, each: float, reason: str
+) -> Fit:
+    report = tried[largest] if largest else tried[now]
+    return Fit(
+        name=name, value=now, largest=largest, peak=report.peak.get(report.device or "") if largest else None,
+        capacity=report.capacity, base=base, each=each,
+        tried=tuple((value, max(each.peak.values(), default=0), each.fits) for value, each in sorted(tried.items())),
+        reason=reason, assumed=report.assumed,
+    )  # fmt: skip

@@ -1,0 +1,226 @@
+"""A rehearsal from the parent's side: what to send, and what the answer means."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpumagic.dryrun import client, guesses, parcel, sendable
+from gpumagic.dryrun import sentences as advice
+from gpumagic.dryrun.report import DeviceForecast, RehearsalPoint, RehearsalReport, RehearsalRow
+from gpumagic.dryrun.targets import Target
+from gpumagic.errors import OptionError, RehearsalUnavailable
+
+TIME_LIMIT = 60.0
+CELL = "<rehearsed cell>"
+_PRELOADED = frozenset({"torch", "numpy", "pandas", "matplotlib", "torchvision", "transformers", "timm", "einops"})
+"""Packages of which the worker imports once what the notebook has imported."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is rehearsed.
+
+    Attributes:
+        source: Python code; None for a callable.
+        function: what is called, without arguments, where there is no code.
+    """
+
+    source: str | None
+    function: Callable[[], object] | None
+    filename: str
+
+    def names(self) -> list[str]:
+        """Return the global names it may use."""
+        if self.source is None:
+            return []
+        return list(sendable.names_of(_compiled(self.source)))
+
+
+def script(what: str | Callable[[], object], above: int = 0) -> Script:
+    """Return what to rehearse.
+
+    Args:
+        what: code as a notebook's cell has it, or a callable without arguments.
+        above: how many lines stand above the code in its cell.
+
+    Raises:
+        OptionError: the code has a syntax error, or it is neither.
+    """
+    if callable(what):
+        code = getattr(what, "__code__", None)
+        return Script(None, what, getattr(code, "co_filename", CELL))
+    if not isinstance(what, str):
+        raise OptionError(f"a rehearsal takes code or a callable, not {type(what).__name__}")
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    above += len(what[: len(what) - len(what.lstrip())].splitlines())  # which IPython takes away
+    source = "\n" * above + TransformerManager().transform_cell(what)
+    _compiled(source)
+    return Script(source, None, CELL)
+
+
+def rehearse(
+    what: Script,
+    namespace: Mapping[str, Any],
+    target: Target,
+    *,
+    values: Mapping[str, object] | None = None,
+    time_limit: float = TIME_LIMIT,
+    note: Callable[[dict[str, Any]], object] | None = None,
+) -> RehearsalReport:
+    """Return what running the code would need.
+
+    Args:
+        what: the code.
+        namespace: the names it sees; they are read and not changed.
+        target: the devices.
+        values: other values for some of the names.
+        time_limit: seconds after which the rehearsal is given up.
+        note: called with the worker's account, where it gave one.
+
+    Raises:
+        RehearsalUnavailable: this torch or system cannot.
+    """
+    _check_torch()
+    sent = parcel.pack(namespace, what.names(), what.function, with_graphs=target.tells_segments())
+    with contextlib.closing(sent) as parts:
+        order = _order(what, parts, target, dict(values or {}), time_limit)
+        told = client.ask(order)
+        if "ended" in told:
+            return _nothing(target, told["ended"])
+        if told["guessed"] and told["error"] is None:
+            told = guesses.compare(told, order)
+        if note is not None:
+            note(told)
+        return _report(told, target, parts)
+
+
+def _check_torch() -> None:
+    import torch
+
+    if not hasattr(torch._C, "_acc"):
+        raise RehearsalUnavailable(
+            f"a rehearsal needs a torch that takes backends written in Python (2.10 or newer), and this is "
+            f"{torch.__version__}"
+        )
+
+
+def _compiled(source: str) -> Any:
+    import ast
+
+    try:
+        return compile(source, CELL, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        raise OptionError(f"the code cannot be rehearsed: {error.msg} in line {error.lineno}") from None
+
+
+def _order(
+    what: Script, parts: parcel.Parcel, target: Target, values: dict[str, object], time_limit: float
+) -> dict[str, Any]:
+    import torch
+
+    base = [
+        max(0, held - parts.device_bytes.get(name, 0)) if segments is None else 0
+        for name, held, segments in zip(target.names, target.allocated, target.segments, strict=True)
+    ]
+    numpy = sys.modules.get("numpy")
+    sources = {name: "".join(linecache.getlines(name)) for name in parts.files if "site-packages" not in name}
+    if what.source is not None:
+        sources[what.filename] = what.source
+    return {
+        "source": what.source, "filename": what.filename, "data": parts.data, "scopes": parts.scopes,
+        "sources": {name: text for name, text in sources.items() if text}, "values": values,
+        "backend": target.backend, "chosen": target.chosen, "base": base, "cuts_to_size": target.cuts_to_size,
+        "capacities": [
+            None if each is None else max(0, each - target.extra[1]) for each in target.capacities
+        ],
+        "pinned": target.pinned, "segments": target.segments, "guess": 0,
+        "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
+        "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
+        "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),
+        "numpy_random": None if numpy is None else numpy.random.get_state(),
+    }  # fmt: skip
+
+
+def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> RehearsalReport:
+    error, complete = told["error"], told["error"] is None and not told["missed"] and not told["is_open"]
+    devices = tuple(
+        _device(name, found, capacity, target.extra, complete)
+        for name, found, capacity in zip(target.names, told["devices"], target.capacities, strict=True)
+    )
+    deciding = min(devices, key=lambda each: _room(each, target.names[target.chosen]))
+    unknown = [*told["unknown"], *parts.notes, *target.unknown, *(advice.missed(place) for place in told["missed"])]
+    if target.extra[1]:
+        unknown.append(advice.not_modelled(target.extra))
+    return RehearsalReport(
+        device=deciding.device,
+        peak={each.device: each.peak for each in devices},
+        line=deciding.line,
+        code=deciding.code,
+        operator=deciding.operator,
+        breakdown=deciding.breakdown,
+        fits=_together([each.fits for each in devices]),
+        capacity=deciding.capacity,
+        verdict=advice.verdict(deciding, error),
+        points=tuple(RehearsalPoint(target.names[index], *found) for index, *found in told["timeline"]),
+        assumed=(*told["assumed"], *parts.assumed, *(advice.cut(place, passes) for place, passes in told["cut"])),
+        unknown=tuple(dict.fromkeys(unknown)),
+        effects=tuple(told["effects"]),
+        error=None if error is None else advice.failure(error),
+        devices=devices,
+        lines=tuple(
+            RehearsalRow(target.names[each["device"]], each["line"], each["code"], each["peak"], each["after"])
+            for each in sorted(told["lines"], key=lambda each: (each["line"], each["device"]))
+        ),
+        operators=told["operators"],
+        seconds=told["seconds"],
+    )  # fmt: skip
+
+
+def _device(
+    name: str, found: dict[str, Any], capacity: int | None, extra: tuple[int, int], complete: bool
+) -> DeviceForecast:
+    at, failure = found["at"], found["failure"]
+    return DeviceForecast(
+        device=name, peak=found["peak"], reserved=found["reserved"], before=found["before"], after=found["after"],
+        capacity=capacity, extra=extra, fits=_fits(found, capacity, extra, complete), line=at["line"],
+        code=at["code"] or None, function=at["function"] or None, operator=at["operator"] or None,
+        operator_bytes=at["nbytes"], failure_line=None if failure is None else failure["line"],
+        breakdown=dict(sorted(found["breakdown"].items(), key=lambda item: -item[1])),
+    )  # fmt: skip
+
+
+def _fits(found: dict[str, Any], capacity: int | None, extra: tuple[int, int], complete: bool) -> bool | None:
+    """Judge one device: a clear no, a clear yes only of a run that was seen to its end, and between them None."""
+    if capacity is None:
+        return None
+    if not found["failed"]:
+        return True if complete else None
+    return False if extra[0] == extra[1] or found["peak"] + extra[0] > capacity else None
+
+
+def _room(device: DeviceForecast, chosen: str) -> tuple[int, float, bool]:
+    """Order devices: those that fail, then by the share that is left, then the one that was asked about."""
+    verdict = {False: 0, None: 1, True: 2}[device.fits]
+    share = (device.capacity - device.peak) / device.capacity if device.capacity else 1.0
+    return verdict, share, device.device != chosen
+
+
+def _together(fits: list[bool | None]) -> bool | None:
+    if False in fits:
+        return False
+    return None if None in fits else True
+
+
+def _nothing(target: Target, sentence: str) -> RehearsalReport:
+    return RehearsalReport(
+        device=target.names[target.chosen], peak={}, line=None, code=None, operator=None, breakdown={}, fits=None,
+        capacity=target.capacities[target.chosen], verdict=f"{sentence[:1].upper()}{sentence[1:]}.", error=sentence,
+    )  # fmt: skip

@@ -1,0 +1,183 @@
+"""What a parcel is made of, on both sides: functions, classes and storages as plain parts, and their rebuilding.
+
+Imported by the worker before torch, so torch is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import marshal
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from gpumagic.dryrun.shelf import Slot, mapped
+
+CodeFinder = Callable[[types.CodeType], types.CodeType]
+find_code: CodeFinder = lambda code: code  # noqa: E731  # the worker puts its own in place
+"""Returns the code to run for a function's code: the same, or one whose loops can be cut short."""
+coming: Callable[[StoragePart], object] = lambda part: part  # noqa: E731  # as above
+"""Called before a storage on a device is made; the worker puts its own in place."""
+
+
+blanks: list[Any] = []
+"""The memory of fractions that were not sent, which reads as zeros until something is put there."""
+GRAPH = "_rehearsed_graph"
+"""The attribute of a tensor that keeps what its graph keeps."""
+
+
+class NotRehearsed(RuntimeError):
+    """The cell does something whose memory cannot be foretold; the message names it."""
+
+
+class Absent:
+    """Stands for what could not be sent, and says so as soon as it is used.
+
+    Args:
+        what: what it is, such as ``"an open file"``.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.__dict__["_what"] = what
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise NotRehearsed(f"it uses {self.__dict__['_what']}, which cannot be sent to a rehearsal")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Absent, (self.__dict__["_what"],)
+
+    __call__ = __iter__ = __len__ = __getitem__ = __setitem__ = __enter__ = __next__ = __bool__ = _refuse
+    __add__ = __mul__ = __sub__ = __contains__ = __setattr__ = __float__ = __int__ = _refuse
+
+
+@dataclass
+class StoragePart:
+    """A tensor's storage: where, how big, and on the CPU what is in it or where that lies; on a device its address."""
+
+    device: str
+    nbytes: int
+    contents: bytes | None
+    address: int = 0
+    slot: Slot | None = None
+    is_whole: bool = False
+    """Whether it holds whole numbers."""
+    made: Any = None
+
+
+def make_cell() -> types.CellType:
+    """Return an empty cell of a closure."""
+    return types.CellType()
+
+
+def fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
+    """Put the contents, if there are any, into a cell."""
+    if contents:
+        cell.cell_contents = contents[0]
+
+
+def make_function(code: bytes, scope: dict[str, Any], name: str, closure: Any) -> types.FunctionType:
+    """Return a function of the notebook's."""
+    found = find_code(marshal.loads(code))  # noqa: S302  # from the same Python, over a pipe of ours
+    return types.FunctionType(found, scope, name, None, closure)
+
+
+def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
+    """Give a function its defaults and attributes."""
+    for name, value in state.items():
+        if name == "__dict__":
+            function.__dict__.update(value)
+        else:
+            setattr(function, name, value)
+
+
+def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
+    """Return a class of the notebook's, without its methods yet."""
+    made = types.new_class(name, bases, {"metaclass": meta}, lambda scope: scope.update(body))
+    assert isinstance(made, type)
+    return made
+
+
+def fill_class(made: type, attributes: dict[str, Any]) -> None:
+    """Give a class its methods and attributes."""
+    for name, value in attributes.items():
+        setattr(made, name, value)
+
+
+def make_enum(base: type, name: str, members: dict[str, Any], module: str) -> Any:
+    """Return an enumeration of the notebook's."""
+    return base(name, members, module=module)
+
+
+def make_array(dtype: str, shape: tuple[int, ...], nbytes: int, slot: Slot | None) -> Any:
+    """Return an array; one that was not sent holds zeros, which cost no memory until it is written to."""
+    import numpy as np
+
+    kind = np.dtype(dtype)
+    memory = mapped(slot, nbytes) if slot is not None else _blank(nbytes, kind.kind not in "fc")
+    return np.frombuffer(memory, kind, count=nbytes // kind.itemsize).reshape(shape)
+
+
+def make_tensor(
+    storage: StoragePart, dtype: str, geometry: tuple[Any, ...], requires_grad: bool, parameter: bool
+) -> Any:
+    """Return a tensor over its storage."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    whole = _storage(storage)
+    made = torch.empty(0, dtype=kind, device=whole.device)
+    made = made.set_(whole, geometry[2], geometry[0], geometry[1])
+    if parameter:
+        return torch.nn.Parameter(made, requires_grad=requires_grad)
+    return made.requires_grad_(requires_grad) if requires_grad else made
+
+
+def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
+    """Give a tensor its gradient and the attributes that the user set."""
+    grad = state.pop("grad", None)
+    if grad is not None:
+        tensor.grad = grad
+    if GRAPH in state:
+        state[GRAPH] = [_whole(part) for part in state[GRAPH]]
+    tensor.__dict__.update(state)
+
+
+def _whole(part: StoragePart) -> Any:
+    import torch
+
+    storage = _storage(part)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _storage(part: StoragePart) -> Any:
+    import torch
+
+    if part.made is None:
+        if part.contents is not None:
+            flat = (
+                torch.frombuffer(bytearray(part.contents), dtype=torch.uint8)
+                if part.contents
+                else torch.empty(0, dtype=torch.uint8)
+            )
+        elif part.device == "cpu":
+            memory = mapped(part.slot, part.nbytes) if part.slot is not None else _blank(part.nbytes, part.is_whole)
+            flat = torch.frombuffer(memory, dtype=torch.uint8)
+        else:
+            coming(part)
+            flat = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
+        part.made = flat.untyped_storage()
+    return part.made
+
+
+def _blank(nbytes: int, is_whole: bool) -> Any:
+    import mmap
+
+    memory = mmap.mmap(-1, max(nbytes, 1))
+    if not is_whole:
+        blanks.append(memory)
+    return memory

@@ -1,0 +1,86 @@
+"""What of a notebook is sent, and how what pickle has no way for: by name, by its parts, or as a word for it."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from gpumagic.dryrun import parts
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        contents: tuple[Any, ...] = (cell.cell_contents,)
+    except ValueError:
+        contents = ()
+    return parts.make_cell, (), contents, None, None, parts.fill_cell
+
+
+SPECIAL: dict[type, Callable[[Any], Any]] = {
+    types.CellType: _cell,
+    property: lambda obj: (property, (obj.fget, obj.fset, obj.fdel, obj.__doc__)),
+    staticmethod: lambda obj: (staticmethod, (obj.__func__,)),
+    classmethod: lambda obj: (classmethod, (obj.__func__,)),
+    types.MappingProxyType: lambda obj: (types.MappingProxyType, (dict(obj),)),
+    types.GetSetDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
+    types.MemberDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
+}
+
+
+def names_of(code: types.CodeType) -> Iterator[str]:
+    """Yield every name that code and the functions in it may look up outside of themselves."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_of(constant)
+
+
+PICKLES_ITSELF = frozenset({type(None), type(NotImplemented), type(...)})
+IS_HEAP_TYPE = 1 << 9
+
+
+def builtin_class(kind: type) -> Any:
+    """Return how to find a class of C's that has no name where it says, such as that of functions."""
+    name = next((name for name, each in vars(types).items() if each is kind), None)
+    return (parts.Absent, (f"the class {kind.__name__}",)) if name is None else (getattr, (types, name))
+
+
+def is_importable(obj: Any) -> bool:
+    """Return whether a fresh process finds the same object by its name."""
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    if module is None or module.__name__ in {"__main__", "__mp_main__"} or not getattr(module, "__file__", "builtin"):
+        return False
+    found: Any = module
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def holders(namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names that hold tensors: they keep alive what the cell may let go of."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+    return [name for name, value in list(namespace.items()) if _holds(value, kinds)]
+
+
+def _holds(value: Any, kinds: tuple[Any, ...]) -> bool:
+    if type(value) is dict:
+        value = list(value.values())
+    each_of = value[:1000] if type(value) in {list, tuple} else [value]
+    return any(isinstance(each, kinds) and not _is_of_the_host(each, kinds[0]) for each in each_of)
+
+
+def _is_of_the_host(value: Any, tensor: Any) -> bool:
+    """Return whether it is a tensor on the CPU, which keeps nothing of a device's alive."""
+    return isinstance(value, tensor) and bool(value.device.type == "cpu")
+
+
+def described(obj: Any) -> str:
+    """Return a word for an object that cannot be sent."""
+    kind = type(obj)
+    article = "an" if kind.__name__[:1].lower() in "aeiou" else "a"
+    return f"{article} {kind.__module__}.{kind.__qualname__}"

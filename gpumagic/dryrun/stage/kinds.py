@@ -1,0 +1,108 @@
+"""Tells what the blocks are: parameters, gradients, optimizer state, activations; by watching what torch does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gpumagic.dryrun.stage.ledger import BASE, FROM_HOST, Ledger
+from gpumagic.dryrun.stage.storages import key_of
+
+
+class Kinds:
+    """Marks blocks in the ledger while the cell runs.
+
+    Args:
+        ledger: where.
+        device_type: the name of the rehearsed device.
+    """
+
+    def __init__(self, ledger: Ledger, device_type: str) -> None:
+        self._ledger = ledger
+        self._type = device_type
+
+    def watch(self) -> None:
+        """Follow modules, optimizers and backward passes for the rest of the process."""
+        register_module_forward_pre_hook(self._before_forward)
+        register_optimizer_step_post_hook(self._after_step)
+        for name in ("backward", "grad"):
+            setattr(torch.autograd, name, self._around(getattr(torch.autograd, name)))
+
+    def look_around(self) -> None:
+        """Mark what can be found at the end: parameters and optimizers that no hook saw."""
+        import gc
+
+        for each in gc.get_objects():
+            kind = type(each)
+            if issubclass(kind, torch.nn.Parameter):
+                self._leaf(each)
+            elif issubclass(kind, torch.optim.Optimizer):
+                self._after_step(each)
+
+    def _mark(self, tensor: Any, kind: str) -> None:
+        with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._type:
+                self._ledger.mark(key_of(tensor), kind)
+
+    def _leaf(self, leaf: torch.Tensor) -> None:
+        if isinstance(leaf, torch.nn.Parameter):
+            self._mark(leaf, "parameters")
+        if leaf.is_leaf and leaf.grad is not None:
+            self._mark(leaf.grad, "gradients")
+
+    def _before_forward(self, module: torch.nn.Module, _: object) -> None:
+        for each in (*module._parameters.values(), *module._buffers.values()):
+            self._mark(each, "parameters")
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for state in optimizer.state.values():
+            for value in state.values() if isinstance(state, dict) else ():
+                self._mark(value, "optimizer state")
+        for group in optimizer.param_groups:
+            for leaf in group["params"]:
+                self._mark(leaf, "parameters")
+                self._leaf(leaf)
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+            leaves = list(_leaves(roots))
+            self._before_backward(leaves)
+            self._ledger.in_backward += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._ledger.in_backward -= 1
+                for leaf in leaves:
+                    self._leaf(leaf)
+
+        return watched
+
+    def _before_backward(self, leaves: list[torch.Tensor]) -> None:
+        for leaf in leaves:
+            self._leaf(leaf)
+        for key, life in self._ledger.alive():
+            if not life.kind and not life.backward and life.operator not in {BASE, FROM_HOST}:
+                self._ledger.mark(key, "activations")
+
+
+def _leaves(roots: Any) -> Iterator[torch.Tensor]:
+    """Yield the leaves that a backward pass from these tensors reaches."""
+    tensors = roots if isinstance(roots, list | tuple) else [roots]
+    todo = [each.grad_fn for each in tensors if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)

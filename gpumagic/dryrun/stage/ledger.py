@@ -1,0 +1,273 @@
+"""Every block's life on the rehearsed devices: how big, asked for by which operator on which line, from when to when.
+
+Time is counted in allocations. Nothing is decided while the cell runs: what a block was (a gradient, an activation)
+is often known only later, so the account of the peak is made at the end, from the lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from gpumagic.dryrun.stage.arena import Arena, Block, Pool
+from gpumagic.memory.segments import Segment
+
+BASE = "before the cell"
+"""The operator of what was alive already."""
+FROM_HOST = "copy from the host"
+STARTS, EMPTIES = (0,), (-1,)
+"""Among the requests: the cell begins; it empties the caches."""
+_INPUTS = frozenset({BASE, FROM_HOST})
+_MAKE_ROOM = frozenset({"empty.memory_format", "empty_strided"})
+"""What torch calls before the kernel that the room is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the cell stands."""
+
+    line: int | None = None
+    code: str = ""
+    function: str = ""
+    """``"train_step, line 3"`` where the line is in a function of the notebook's."""
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One block."""
+
+    device: int
+    nbytes: int
+    born: int
+    operator: str
+    place: Place
+    backward: bool
+    requested: int = 0
+    died: int | None = None
+    kind: str = ""
+
+    def is_alive_at(self, time: int) -> bool:
+        """Return whether it was in use right after the allocation of that number."""
+        return self.born <= time and (self.died is None or self.died > time)
+
+    def part(self) -> str:
+        """Return what it counts as, which is final only when the cell has ended."""
+        return self.kind or ("other" if self.operator in _INPUTS else "temporaries")
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The highest point so far of one device, and the block that made it."""
+
+    allocated: int = 0
+    time: int = 0
+    life: Life | None = None
+
+
+@dataclass
+class LineUse:
+    """What one line of the cell did to one device."""
+
+    place: Place
+    device: int
+    peak: int = 0
+    after: int = 0
+    operators: int = 0
+
+
+@dataclass
+class Account:
+    """One device: its allocator, and what is in use."""
+
+    arena: Arena
+    allocated: int = 0
+    requested: int = 0
+    """What was asked for, before rounding: tells a loop that grows by less than a block."""
+    peak: Peak = Peak()
+    failure: Peak | None = None
+    """The request that would have been refused."""
+    lying: dict[int, Block] = field(default_factory=dict)
+    """Blocks that were in use before, by the address that storages there tell, until a storage claims them."""
+
+    def lay_out(self, segments: Iterable[Segment]) -> None:
+        """Begin where the real device's allocator stands."""
+        for segment in segments:
+            pool = (Pool.SMALL if segment.is_small else Pool.LARGE) if segment.is_open else Pool.CLOSED
+            blocks = self.arena.lay_out(segment.address, pool, [(each.size, each.is_free) for each in segment.blocks])
+            lying = zip(segment.blocks, blocks, strict=True)
+            self.lying |= {told.address: block for told, block in lying if told.is_owned}
+
+    def take(self, nbytes: int, address: int) -> Block:
+        """Return the block that lies at an address and that nothing has claimed yet, or else a new one."""
+        return self.lying.pop(address, None) or self.arena.take(nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A block taken, or given back: the second time that its life is in the timeline."""
+
+    life: Life
+    operator: int
+    """How many operators had begun."""
+    line: int | None
+    allocated: int
+    """On its device, after it."""
+
+
+@dataclass
+class Ledger:
+    """The lives of all blocks of all devices.
+
+    Args:
+        accounts: one a device.
+        where: tells where the cell stands.
+    """
+
+    accounts: list[Account]
+    where: Callable[[], Place]
+    lives: list[Life] = field(default_factory=list)
+    lines: dict[tuple[int | None, int], LineUse] = field(default_factory=dict)
+    timeline: list[Change] = field(default_factory=list)
+    """Every change since `start`."""
+    at_start: list[Life] = field(default_factory=list)
+    """What was in use when the cell began."""
+    requests: list[tuple[int, ...]] = field(default_factory=list)
+    """What the allocators were asked, in order: see `dryrun.replay`."""
+    time: int = 0
+    operators: int = 0
+    operator: str = BASE
+    place: Place = Place()
+    in_backward: int = 0
+    unpacking: bool = False
+    """Whether what is made now was there before the cell."""
+    address: int = 0
+    """Where the storage lies on the real device that is made next."""
+    watchers: list[list[int]] = field(default_factory=list)
+    """For each loop that runs, the highest of each of `exact_figures` in its present pass."""
+    settle: Callable[[], None] = lambda: None
+    """Tells of the storages that have ended since."""
+    _unnamed: list[Life] = field(default_factory=list)
+    _blocks: dict[int, tuple[Block, Life]] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Begin with the cell: what is in use was there before it."""
+        self.settle()
+        self.at_start = [life for life in self.lives if life.died is None]
+        self.timeline.clear()
+        self.unpacking = False
+        self.requests.append(STARTS)
+
+    def begin(self, operator: str) -> None:
+        """Note which operator runs now; the blocks that were just made for it get its name."""
+        if self.unpacking:
+            return
+        self.settle()
+        self.operators += 1
+        self.operator = operator
+        if operator not in _MAKE_ROOM:
+            self.place = self.where()
+            for life in self._unnamed:
+                life.operator = operator
+            self._unnamed.clear()
+        elif not self._unnamed:
+            self.place = self.where()
+
+    def take(self, key: int, device: int, nbytes: int) -> None:
+        """Account for a new storage of at least one byte."""
+        account = self.accounts[device]
+        failed = account.arena.failed
+        address = self.address if self.unpacking else 0
+        block = account.take(nbytes, address)
+        life = self._begin(device, block.size, nbytes)
+        self.requests.append((life.born, device, nbytes, address))
+        self._blocks[key] = (block, life)
+        if account.arena.failed and not failed:
+            account.failure = Peak(account.allocated, self.time, life)
+        for highest in self.watchers:
+            highest[device] = max(highest[device], account.allocated)
+            exact = device + len(self.accounts)
+            highest[exact] = max(highest[exact], account.requested)
+        self._note(life, account)
+
+    def hold(self, device: int) -> None:
+        """Account for what was in use before and no storage has claimed: nothing of the cell's can end it."""
+        lying = self.accounts[device].lying
+        nbytes = sum(block.size for block in lying.values())
+        lying.clear()
+        if nbytes:
+            self._begin(device, nbytes, nbytes)
+
+    def _begin(self, device: int, nbytes: int, requested: int) -> Life:
+        account = self.accounts[device]
+        self.time += 1
+        life = Life(device, nbytes, self.time, self.operator, self.place, self.in_backward > 0, requested)
+        self.lives.append(life)
+        if self.operator in _MAKE_ROOM:
+            self._unnamed.append(life)
+        account.allocated += nbytes
+        account.requested += requested
+        if account.allocated > account.peak.allocated:
+            account.peak = Peak(account.allocated, self.time, life)
+        return life
+
+    def give_back(self, key: int) -> None:
+        """Account for the end of a storage."""
+        block, life = self._blocks.pop(key)
+        life.died = self.time + 1
+        account = self.accounts[life.device]
+        account.allocated -= block.size
+        account.requested -= life.requested
+        account.arena.give_back(block)
+        self.requests.append((life.born,))
+        self._note(life, account)
+
+    def empty_caches(self) -> None:
+        """Give every segment without a live block back to its device."""
+        self.settle()
+        for account in self.accounts:
+            account.arena.release_cached()
+        self.requests.append(EMPTIES)
+
+    def mark(self, key: int, kind: str) -> None:
+        """Say what a live storage is; the first word holds, except that a parameter is never anything else."""
+        known = self._blocks.get(key)
+        if known is not None and (not known[1].kind or kind == "parameters"):
+            known[1].kind = kind
+
+    def came_from_host(self, key: int) -> None:
+        """Say that a live storage holds what was copied from the host."""
+        known = self._blocks.get(key)
+        if known is not None and known[1].operator in _MAKE_ROOM | {"_copy_from"}:
+            known[1].operator = FROM_HOST
+
+    def figures(self) -> list[int]:
+        """Return what is in use on each device."""
+        self.settle()
+        return [account.allocated for account in self.accounts]
+
+    def exact_figures(self) -> list[int]:
+        """Return what is in use on each device, and then again before rounding."""
+        return [*self.figures(), *(account.requested for account in self.accounts)]
+
+    def alive(self) -> list[tuple[int, Life]]:
+        """Return the live storages."""
+        self.settle()
+        return [(key, life) for key, (_, life) in self._blocks.items()]
+
+    def breakdown(self, device: int) -> dict[str, int]:
+        """Return the bytes of each kind at the device's peak."""
+        time = self.accounts[device].peak.time
+        found: dict[str, int] = {}
+        for life in self.lives:
+            if life.device == device and life.is_alive_at(time):
+                found[life.part()] = found.get(life.part(), 0) + life.nbytes
+        return found
+
+    def _note(self, life: Life, account: Account) -> None:
+        device = life.device
+        use = self.lines.get((self.place.line, device))
+        if use is None:
+            use = self.lines[self.place.line, device] = LineUse(self.place, device)
+        use.peak = max(use.peak, account.allocated)
+        use.after = account.allocated
+        self.timeline.append(Change(life, self.operators, self.place.line, account.allocated))

@@ -1,0 +1,186 @@
+"""Lets the rehearsed device go by the name of one that torch knows, so that code that says ``cuda`` finds it.
+
+torch keeps the names of its own devices from out-of-tree ones. So the device has a name of ours, and this mode
+changes one into the other wherever Python meets torch: ``device="cuda"`` on the way in, ``x.device`` on the way out,
+`torch.cuda` and `torch.autocast("cuda")` altogether. Where CUDA runs another kernel than an out-of-tree device
+would, it is chosen here: attention as one kernel; and what cuDNN does with an LSTM is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gpumagic.dryrun.parts import NotRehearsed
+from gpumagic.dryrun.stage.backend import DeviceModule
+
+OURS = "rehearsed"
+_REFUSED = ("Stream", "Event", "ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool", "stream")
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_SHARED = (
+    "is_available", "is_initialized", "is_bf16_supported", "init", "_lazy_init", "_is_in_bad_fork", "device_count",
+    "current_device", "set_device", "synchronize", "empty_cache", "memory_allocated", "max_memory_allocated",
+    "memory_reserved", "max_memory_reserved", "mem_get_info", "reset_peak_memory_stats", "reset_max_memory_allocated",
+    "reset_accumulated_memory_stats", "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed",
+    "get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all", "get_device_capability",
+    "get_device_name", "get_amp_supported_dtype", "device",
+)  # fmt: skip
+
+
+class Names(TorchFunctionMode):
+    """Changes one device's name into the other's.
+
+    Args:
+        known: the name that the code uses, such as ``"cuda"``.
+    """
+
+    def __init__(self, known: str) -> None:
+        super().__init__()
+        self._known = known
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))  # what the code makes and compares keeps the name that it gave
+        name = getattr(func, "__name__", "")
+        if name in _RECURRENT and args and _is_here(args[0]):
+            raise NotRehearsed(f"it uses {name} on {self._known}, and what cuDNN takes for that is not known")
+        if name == self._known and args and isinstance(args[0], torch.Tensor):
+            func, args = torch.Tensor.to, (args[0], self._named(args[1:]), *args[2:])
+        if name == f"is_{self._known}" or func == _is_of.get(self._known):
+            return _is_here(args[0])
+        if name == "scaled_dot_product_attention" and self._known == "cuda" and _is_here(args[0]):
+            return attention(func, *args, **(kwargs or {}))
+        told = func(*map(self.ours, args), **{key: self.ours(value) for key, value in (kwargs or {}).items()})
+        return self.theirs(told) if func == _DEVICE else told
+
+    def ours(self, value: Any) -> Any:
+        """Return a device by our name, anything else as it is."""
+        if isinstance(value, torch.device):
+            return torch.device(OURS, value.index or 0) if value.type == self._known else value
+        if isinstance(value, str) and value.partition(":")[0] == self._known:
+            return self.ours(torch.device(value))
+        return value
+
+    def theirs(self, value: Any) -> Any:
+        """Return a device by its known name."""
+        if isinstance(value, torch.device) and value.type == OURS:
+            return torch.device(self._known, value.index)
+        return value
+
+    def _our_type(self, value: Any) -> Any:
+        return OURS if value == self._known else value
+
+    def _named(self, arguments: tuple[Any, ...]) -> torch.device:
+        wanted = arguments[0] if arguments else None
+        if isinstance(wanted, int):
+            return torch.device(OURS, wanted)
+        return torch.device(OURS) if wanted is None else self.ours(torch.device(wanted))
+
+    def install(self, module: DeviceModule) -> None:
+        """Make the names hold for the rest of the process."""
+        _share(getattr(torch, self._known), module)
+        torch.__future__.set_swap_module_params_on_conversion(True)  # a module keeps its parameters' identity on CUDA
+        autocast = torch.amp.autocast_mode.autocast
+        autocast.__init__ = _renaming(autocast.__init__, self._known)
+        torch.set_default_device = functools.partial(_first, torch.set_default_device, self.ours)
+        for name in ("get_autocast_dtype", "is_autocast_enabled", "set_autocast_dtype",
+                     "set_autocast_enabled"):  # fmt: skip
+            real = getattr(torch, name)
+            setattr(torch, name, functools.partial(_first, real, self._our_type))
+        self._follow_backward()
+        self.__enter__()
+
+    def _follow_backward(self) -> None:
+        """Hold in what runs again within a backward pass too, a checkpointed part of a model.
+
+        A mode is off while it handles `Tensor.backward`, and the pass starts with the modes that are on then.
+        """
+        run = torch.autograd._engine_run_backward
+
+        def run_with_names(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        torch.autograd._engine_run_backward = run_with_names
+
+
+_DEVICE = torch.Tensor.device.__get__
+_is_of: dict[str, Any] = {
+    name: getattr(torch.Tensor, f"is_{name}").__get__
+    for name in ("cuda", "xpu", "mps") if hasattr(torch.Tensor, f"is_{name}")
+}  # fmt: skip
+
+
+def attention(
+    composite: Callable[..., Any], query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Return attention's result from the kernel that CUDA would choose: flash, or the memory-efficient one.
+
+    Its choice is in `ATen/native/transformers/cuda/sdp_utils.cpp`; a mask that wants a gradient takes the composite.
+    """
+    if torch.is_autocast_enabled(OURS):
+        dtype = torch.get_autocast_dtype(OURS)
+        query, key, value = (each.to(dtype) if each.is_floating_point() else each for each in (query, key, value))
+    is_half = query.dtype in {torch.float16, torch.bfloat16}
+    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    simple = query.dim() == 4 and not enable_gqa and query.shape[-1] % 8 == 0
+    if simple and attn_mask is None and is_half and query.shape[-1] <= 256:
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, **options
+        )[0]
+    if simple and (attn_mask is None or not attn_mask.requires_grad):
+        wanted = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        mask = _additive(attn_mask, query, key)
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, wanted, dropout_p, is_causal, **options
+        )[0]
+    return composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _additive(mask: Any, query: Any, key: Any) -> Any:
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    return mask.to(query.dtype).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _is_here(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    with torch._C.DisableTorchFunction():
+        return bool(value.device.type == OURS)
+
+
+def _share(theirs: ModuleType, module: DeviceModule) -> None:
+    """Give `torch.cuda` the rehearsed device's functions; streams, events and graphs are refused."""
+    for name in _SHARED:
+        setattr(theirs, name, getattr(module, name))
+    for name in _REFUSED:
+        if hasattr(theirs, name):
+            setattr(theirs, name, functools.partial(_refuse, f"{theirs.__name__}.{name}"))
+    for name, value in {"_initialized": True, "is_current_stream_capturing": lambda: False}.items():
+        setattr(theirs, name, value)
+
+
+def _refuse(name: str, *_: object, **__: object) -> None:
+    raise NotRehearsed(f"it uses {name}, which is not rehearsed")
+
+
+def _renaming(init: Callable[..., None], known: str) -> Callable[..., None]:
+    def renamed(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, OURS if device_type.partition(":")[0] == known else device_type, *args, **kwargs)
+
+    return renamed
+
+
+def _first(real: Callable[..., Any], change: Callable[[Any], Any], *args: Any) -> Any:
+    return real(*map(change, args[:1]), *args[1:])

@@ -1,0 +1,277 @@
+"""One rehearsal, in a process of its own: build the device, unpack the notebook, run the cell, give account."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import io
+import pickle
+import random
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpumagic.dryrun import parts
+from gpumagic.dryrun.stage import backend, courses, effects, source, surroundings
+from gpumagic.dryrun.stage.arena import Arena
+from gpumagic.dryrun.stage.autocast import Autocast
+from gpumagic.dryrun.stage.chance import Chance
+from gpumagic.dryrun.stage.contents import Contents
+from gpumagic.dryrun.stage.kinds import Kinds
+from gpumagic.dryrun.stage.ledger import Account, Ledger, Peak, Place
+from gpumagic.dryrun.stage.lines import Lines
+from gpumagic.dryrun.stage.loops import Loops
+from gpumagic.dryrun.stage.magics import Magics
+from gpumagic.dryrun.stage.names import OURS, Names
+from gpumagic.dryrun.stage.operators import Operators
+from gpumagic.dryrun.stage.storages import Storages
+
+MOST_FILLED = 64 << 20
+"""Bytes of what was not sent that are filled with something."""
+FILLING = (0x3F, 0x47, 0xBF)
+"""Bytes that make a fraction around one, a large one and a negative one in every format."""
+MOST_REQUESTS = 50_000
+"""Of the allocators, that are told."""
+IN_TREE = frozenset({"cuda", "xpu", "mps"})
+
+
+@dataclass
+class Notes:
+    """Sentences for the report, each once."""
+
+    assumed: dict[str, None] = field(default_factory=dict)
+    unknown: dict[str, None] = field(default_factory=dict)
+    effects: dict[str, None] = field(default_factory=dict)
+
+
+class Rehearsal:
+    """The device and all that watches it.
+
+    Args:
+        order: what `forecast` sends: see there.
+        tell: sends the account and ends the process.
+    """
+
+    def __init__(self, order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+        self.order = order
+        self._tell = tell
+        self.notes = Notes()
+        self._sources: dict[str, str] = order["sources"]
+        lines = Lines(order["filename"], self._sources)
+        accounts = [Account(Arena(each, order["cuts_to_size"])) for each in order["capacities"]]
+        for account, segments in zip(accounts, order["segments"], strict=True):
+            account.lay_out(segments or ())
+        self.ledger = Ledger(accounts, Place)
+        known = order["backend"]
+        name = OURS if known in IN_TREE else known
+        module = backend.register(name, self.ledger)
+        self._storages = Storages(self.ledger.take, self._gone)
+        self.ledger.settle = self._storages.settle
+        self._contents = contents = Contents(name, self._storages.nbytes_of, self._assume, order["guess"])
+        self._operators = Operators(module, self._storages, self.ledger, contents)
+        self._operators.register()
+        Autocast(name).register()
+        self._kinds = Kinds(self.ledger, name)
+        if known in IN_TREE:
+            Names(known).install(module)
+        surroundings.arrange(module, self._assume)
+        self._lines = lines
+        self._loops = Loops(self.ledger, self._grow, self._assume, self._unknown)
+        Chance(order["guess"], frozenset(self._sources), self._loops.drawn).watch()
+        self._kept: list[Any] = []
+        self._codes: dict[tuple[str, int, str], types.CodeType] = {}
+
+    def run(self) -> None:
+        """Run the cell and tell the account of it, as plain data."""
+        effects.block(self._effect)  # before modules of the user's are imported
+        scopes = self._unpack()
+        self._fill()
+        for device, nbytes in enumerate(self.order["base"]):
+            if nbytes > 0:
+                self._kept.append(self._storages.new((nbytes,), (1,), torch.uint8, device))
+            self.ledger.hold(device)
+        for account, pinned, segments in zip(
+            self.ledger.accounts, self.order["pinned"], self.order["segments"], strict=True
+        ):
+            if segments is None:
+                account.arena.shrink(pinned - account.arena.reserved)
+        self.ledger.start()
+        before = self.ledger.figures()
+        self._operators.give_up = lambda error: self._tell(self._account(before, self._failure(error)))
+        self._kinds.watch()
+        self.notes.effects.clear()
+        self._seed()
+        namespace = scopes[0]
+        namespace.update({**self.order["values"], "__name__": "__main__"})
+        namespace.setdefault("display", lambda *_, **__: None)
+        namespace["get_ipython"] = lambda: Magics(namespace, self._effect)
+        error = self._execute(namespace)
+        self._tell(self._account(before, error))
+
+    def _fill(self) -> None:
+        """Put other values than zeros where contents are missing, in a rehearsal that looks whether they matter."""
+        if parts.blanks:
+            self._contents.guessed.add("host")
+        for memory in parts.blanks if self.order["guess"] else ():
+            part = min(len(memory), MOST_FILLED) // len(FILLING)
+            for place, byte in enumerate(FILLING):
+                memory[place * part : (place + 1) * part] = bytes([byte]) * part
+
+    def _gone(self, key: int) -> None:
+        self._contents.forget(key)
+        self.ledger.give_back(key)
+
+    def _coming(self, part: parts.StoragePart) -> None:
+        self.ledger.address = part.address
+
+    def _unpack(self) -> list[dict[str, Any]]:
+        scopes: list[dict[str, Any]] = [{} for _ in range(self.order["scopes"])]
+        parts.find_code, parts.coming = self._find_code, self._coming
+        for scope in scopes:
+            scope.update({**self._loops.names(), "__builtins__": builtins})
+        reading = _Unpickler(io.BytesIO(self.order["data"]), scopes)
+        self.ledger.unpacking = True
+        try:
+            while True:
+                index, name, value = reading.load()
+                scopes[index][name] = value
+        except EOFError:
+            pass
+        return scopes
+
+    def _execute(self, namespace: dict[str, Any]) -> dict[str, Any] | None:
+        """Run the cell; return how it failed, if it did."""
+        filename = self.order["filename"]
+        try:
+            if self.order["source"] is None:
+                code: Any = None
+            else:
+                tree = self._loops.transform(ast.parse(self.order["source"], filename), is_cell=True)
+                code = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+            self.ledger.where = self._lines.where
+            if code is None:
+                namespace["__rehearsed__"]()
+            elif code.co_flags & 0x80:
+                import asyncio
+
+                asyncio.run(eval(code, namespace))  # noqa: S307  # the user's own cell
+            else:
+                exec(code, namespace)  # noqa: S102  # the user's own cell
+        except SystemExit:
+            return None
+        except BaseException as error:
+            return self._failure(error)
+        return None
+
+    def _failure(self, error: BaseException) -> dict[str, Any]:
+        line = self.ledger.place.line if self.ledger.in_backward else None
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == self.order["filename"]:
+                line = frame.lineno
+        refused = isinstance(error, parts.NotRehearsed)
+        text = str(error).strip().splitlines()
+        return {"kind": type(error).__name__, "text": text[0] if text else "", "line": line, "refused": refused}
+
+    def _account(self, before: list[int], error: dict[str, Any] | None) -> dict[str, Any]:
+        self.ledger.settle()
+        self._loops.end()
+        if self._loops.draws_lots:
+            self._contents.guessed.add("chance")
+        self.ledger.where = Place
+        self._kinds.look_around()
+        devices = [self._device(index, account, before[index]) for index, account in enumerate(self.ledger.accounts)]
+        lines = [
+            {"line": use.place.line, "code": use.place.code, "device": use.device, "peak": use.peak, "after": use.after}
+            for use in self.ledger.lines.values() if use.place.line is not None
+        ]  # fmt: skip
+        return {
+            "devices": devices, "lines": lines, "timeline": courses.told(self.ledger), "error": error,
+            "requests": self.ledger.requests if len(self.ledger.requests) <= MOST_REQUESTS else [],
+            "room": [account.arena.capacity for account in self.ledger.accounts],
+            "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
+            "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
+            "cut": sorted(self._loops.cut.items()), "missed": sorted(self._loops.missed),
+            "is_open": self._loops.is_open, "guessed": sorted(self._contents.guessed),
+        }  # fmt: skip
+
+    def _device(self, index: int, account: Account, before: int) -> dict[str, Any]:
+        return {
+            "peak": account.peak.allocated, "before": before, "after": account.allocated,
+            "reserved": account.arena.peak_reserved, "failed": account.arena.failed,
+            "at": _point(account.peak), "failure": None if account.failure is None else _point(account.failure),
+            "breakdown": self.ledger.breakdown(index),
+        }  # fmt: skip
+
+    def _grow(self, device: int, nbytes: int) -> None:
+        self.ledger.operator = "the passes left out"
+        self._kept.append(self._storages.new((nbytes,), (1,), torch.uint8, device))
+
+    def _seed(self) -> None:
+        random.setstate(self.order["random"])
+        torch.random.default_generator.set_state(
+            torch.frombuffer(bytearray(self.order["torch_random"]), dtype=torch.uint8)
+        )
+        if self.order["numpy_random"] is not None and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(self.order["numpy_random"])
+
+    def _assume(self, text: str) -> None:
+        self.notes.assumed.setdefault(text)
+
+    def _effect(self, text: str) -> None:
+        self.notes.effects.setdefault(text)
+
+    def _unknown(self, text: str) -> None:
+        self.notes.unknown.setdefault(text)
+
+    def _find_code(self, code: types.CodeType) -> types.CodeType:
+        """Return a function's code with loops that can be cut short, where its source is at hand."""
+        filename = code.co_filename
+        if filename in self._sources:
+            self._compile(filename)
+        found = self._codes.get((filename, code.co_firstlineno, code.co_name))
+        return found if found is not None and found.co_freevars == code.co_freevars else code
+
+    def _compile(self, filename: str) -> None:
+        source = self._sources[filename]
+        if (filename, 0, "") in self._codes:
+            return
+        try:
+            tree = self._loops.transform(ast.parse(source, filename), is_cell=filename == self.order["filename"])
+            whole = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        except SyntaxError:
+            whole = compile("", filename, "exec")
+        self._codes[filename, 0, ""] = whole
+        for each in _codes_in(whole):
+            self._codes.setdefault((filename, each.co_firstlineno, each.co_name), each)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: io.BytesIO, scopes: list[dict[str, Any]]) -> None:
+        super().__init__(data)
+        self._scopes = scopes
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._scopes[pid[1]]
+
+
+def _codes_in(code: types.CodeType) -> list[types.CodeType]:
+    inner = [
+        each for each in code.co_consts if isinstance(each, types.CodeType) and source.OURS not in each.co_varnames
+    ]
+    return inner + [deeper for each in inner for deeper in _codes_in(each)]
+
+
+def _point(peak: Peak) -> dict[str, Any]:
+    life = peak.life
+    if life is None:
+        return {"line": None, "code": "", "function": "", "operator": "", "nbytes": 0}
+    place = life.place
+    return {
+        "line": place.line, "code": place.code, "function": place.function, "nbytes": life.nbytes,
+        "operator": life.operator.partition(".")[0],
+    }  # fmt: skip

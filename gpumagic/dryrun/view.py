@@ -1,0 +1,131 @@
+"""The view of a rehearsal: whether it fits, where the peak is, what makes it up, how it comes about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gpumagic.dryrun.report import DeviceForecast, Fit, RehearsalPoint, RehearsalReport
+from gpumagic.report import colours
+from gpumagic.report.document import (
+    Block,
+    Cell,
+    Column,
+    Course,
+    Document,
+    Fold,
+    Heading,
+    Listing,
+    Paragraph,
+    Segment,
+    Table,
+)
+from gpumagic.report.units import count, duration, size
+
+COLUMNS = 60
+ENOUGH = 3
+"""Points from which on there is something to draw."""
+
+
+def view_rehearsal(report: RehearsalReport) -> Document:
+    """Return the report with its verdict first; details that few need are folded away."""
+    blocks: list[Block] = [Heading(_headline(report)), Paragraph(report.verdict)]
+    deciding = next((each for each in report.devices if each.device == report.device), None)
+    if deciding is not None and deciding.peak:
+        blocks += _peak(report, deciding)
+    others = [each for each in report.devices if each.peak and each is not deciding]
+    if others:
+        blocks.append(_devices([each for each in report.devices if each.peak]))
+    if report.largest is not None:
+        blocks.append(Paragraph(_largest(report.largest)))
+    blocks += [Paragraph(f"When it runs, it {each}; the rehearsal did not.") for each in report.effects]
+    blocks += _small_print(report)
+    return Document(tuple(blocks))
+
+
+def _headline(report: RehearsalReport) -> str:
+    said = [{True: "Fits", False: "Does not fit", None: "Rehearsed"}[report.fits]]
+    if report.device is not None and report.device in report.peak:
+        of = f" of {size(report.capacity)}" if report.capacity is not None else ""
+        said.append(f"{size(report.peak[report.device])}{of} on {report.device}")
+    if report.operators:
+        said.append(f"rehearsed in {duration(report.seconds)}")
+    return " · ".join(said)
+
+
+def _peak(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
+    if device.line is not None and device.code is not None:
+        yield Listing([(device.line, device.code, "")])
+        where = f" in {device.function}" if device.function else ""
+        yield Paragraph(f"The peak is reached there{where}, by {device.operator} with {size(device.operator_bytes)}.")
+    rows: list[list[Cell | str]] = [
+        [part, Cell(size(nbytes), (Segment(nbytes / device.peak, part=part),))]
+        for part, nbytes in device.breakdown.items()
+    ]
+    yield Table([Column("at the peak"), Column("allocated", "right")], rows, caption="What makes up the peak")
+    yield from _course(report, device)
+    lines = [row for row in report.lines if row.device == device.device]
+    if len(lines) > 1:
+        yield Fold(f"{count(len(lines), 'line')} of the cell", [_lines(report, device)])
+
+
+def _course(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
+    """Yield the memory over the cell's operators, by what it is."""
+    points = [point for point in report.points if point.device == device.device]
+    if len(points) < ENOUGH:
+        return
+    columns = _columns(points)
+    heights = [point.allocated / device.peak for point in columns]
+    mark = heights.index(max(heights))
+    bands = {
+        part: [point.parts.get(part, 0) / device.peak for point in columns]
+        for part in colours.ordered(part for point in columns for part in point.parts)
+    }
+    line = f", line {columns[mark].line}" if columns[mark].line is not None else ", before the cell"
+    said = f"Memory on {device.device} over {count(report.operators, 'operator')}"
+    yield Paragraph(f"{said}, each block told by what it will be at the end:")
+    yield Course(heights, mark, f"peak {size(device.peak)}{line}", f"{said}, peak {size(device.peak)}{line}", bands)
+
+
+def _columns(points: Sequence[RehearsalPoint]) -> list[RehearsalPoint]:
+    """Return the highest point of each of `COLUMNS` equal parts of the operators; where none is, the last before."""
+    found: list[RehearsalPoint] = [points[0]] * COLUMNS
+    last = max(1, points[-1].operator)
+    place = 0
+    for point in points:
+        at = min(COLUMNS - 1, COLUMNS * point.operator // last)
+        if at > place or point.allocated > found[at].allocated:
+            found[at] = point
+        found[at + 1 :] = [point] * (COLUMNS - at - 1)
+        place = at
+    return found
+
+
+def _lines(report: RehearsalReport, device: DeviceForecast) -> Table:
+    rows: list[list[Cell | str]] = [
+        [str(row.line), row.code, Cell(size(row.peak), (Segment(row.peak / device.peak),)), size(row.after)]
+        for row in report.lines if row.device == device.device
+    ]  # fmt: skip
+    columns = [Column("line", "right"), Column("code", shrinks=True), Column("peak", "right"), Column("after", "right")]
+    return Table(columns, rows, caption="What each line of the cell takes")
+
+
+def _devices(devices: list[DeviceForecast]) -> Table:
+    rows: list[list[Cell | str]] = [
+        [each.device, size(each.before), size(each.peak), size(each.after), size(each.capacity)] for each in devices
+    ]
+    columns = [Column("device"), *(Column(name, "right") for name in ("before", "peak", "after", "capacity"))]
+    return Table(columns, rows, caption="Each device before, at the peak and after")
+
+
+def _largest(fit: Fit) -> str:
+    if fit.largest is None:
+        return f"No value of {fit.name} that fits was found: {fit.reason}."
+    of = f" of {size(fit.capacity)}" if fit.capacity is not None else ""
+    law = f"{size(fit.base)} + {size(round(fit.each))} each"
+    return f"{fit.name} = {fit.largest} is the largest that fits: {size(fit.peak)}{of} ({law}; now {fit.value})."
+
+
+def _small_print(report: RehearsalReport) -> Iterator[Block]:
+    for text, sentences in (("Assumed", report.assumed), ("Not known", report.unknown)):
+        if sentences:
+            yield Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
