@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from gpumagic.dryrun.report import RehearsalReport
     from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, RehearsalUnavailable, SimgpuUnavailable
     from gpumagic.gpus.report import GPUReport
-    from gpumagic.probes.oom import OutOfMemory
+    from gpumagic.oom.recognition import OutOfMemory
+    from gpumagic.oom.report import OomReport
+    from gpumagic.oom.tries_report import FitReport
     from gpumagic.reports.cluster import ClusterReport, merge
-    from gpumagic.reports.oom import OomReport
-    from gpumagic.reports.tries import FitReport
     from gpumagic.tensors.diff import DiffReport
     from gpumagic.tensors.held_report import HeldReport, ReleaseReport
     from gpumagic.tensors.report import TensorReport
@@ -73,16 +73,16 @@ __all__ = [
 _HOMES = {
     "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "rehearse", "release_held", "why"),
     "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "RehearsalUnavailable", "SimgpuUnavailable"),
-    "gpumagic.probes.oom": ("OutOfMemory",),
+    "gpumagic.oom.recognition": ("OutOfMemory",),
     "gpumagic.tensors.diff": ("DiffReport",),
     "gpumagic.reports.cluster": ("ClusterReport", "merge"),
     "gpumagic.gpus.report": ("GPUReport",),
     "gpumagic.tensors.held_report": ("HeldReport", "ReleaseReport"),
-    "gpumagic.reports.oom": ("OomReport",),
+    "gpumagic.oom.report": ("OomReport",),
     "gpumagic.dryrun.report": ("RehearsalReport",),
     "gpumagic.tensors.report": ("TensorReport",),
     "gpumagic.transfers.report": ("TransferReport",),
-    "gpumagic.reports.tries": ("FitReport",),
+    "gpumagic.oom.tries_report": ("FitReport",),
     "gpumagic.tensors.why_report": ("WhyReport",),
 }
 

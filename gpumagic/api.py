@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from gpumagic.dryrun.report import RehearsalReport
     from gpumagic.gpus.report import GPUReport
-    from gpumagic.oom_guard import OomGuard
+    from gpumagic.oom.guard import OomGuard
     from gpumagic.tensors.held_report import ReleaseReport
     from gpumagic.tensors.report import TensorReport
     from gpumagic.tensors.why_report import WhyReport
@@ -167,8 +167,8 @@ def oomguard(
         OptionError: the options contradict each other.
         DeviceNotFound: the device to fall back to is not here.
     """
-    from gpumagic.oom_guard import OomGuard
-    from gpumagic.rerun_plan import Plan
+    from gpumagic.oom.guard import OomGuard
+    from gpumagic.oom.rerun_plan import Plan
 
     plan = Plan(retry, shrink, fit, fallback)
     plan.check()

@@ -11,7 +11,7 @@ The magics turn them into IPython's `UsageError` in one place (`magics.py`); the
     `-- SimgpuUnavailable    the simulated accelerator cannot be built or changed
 
 `gpumagic.OutOfMemory` is not among them: it must be a subclass of torch's own, so it lives beside the
-code that recognises out-of-memory, `gpumagic.probes.oom`.
+code that recognises out-of-memory, `gpumagic.oom.recognition`.
 """
 
 from __future__ import annotations

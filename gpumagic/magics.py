@@ -142,8 +142,8 @@ class GPUMagic(Magics):
     @_magic
     def oomguard(self, options: Namespace, cell: str | None = None) -> object:
         """Run the cell, or the rest of it, or every cell, guarded."""
-        from gpumagic.oom_guard import OomGuard
-        from gpumagic.rerun_plan import Plan
+        from gpumagic.oom.guard import OomGuard
+        from gpumagic.oom.rerun_plan import Plan
 
         if options.engines is not None:
             options.keep_going = options.keep_going or self.keep_going
@@ -168,13 +168,13 @@ class GPUMagic(Magics):
             return None
         if not plan:
             return self._run(guard(is_running=cell is None), cell)
-        from gpumagic.rerun import Rerun
+        from gpumagic.oom.rerun import Rerun
 
         assert cell is not None
         return self._sessions.ready_body(Rerun(plan, guard(), self.shell.user_ns, self.shell), cell)
 
     def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
-        from gpumagic import every_cell
+        from gpumagic.oom import every_cell
 
         if cell is not None:
             raise OptionError(

@@ -226,8 +226,8 @@ def _raise_as_px(futures: Sequence[Any], name: str, *, shown: bool) -> NoReturn:
 
 def _raise_out_of_memory(report: ClusterReport) -> NoReturn:
     __tracebackhide__ = True
-    from gpumagic.oom_guard import raise_alone
-    from gpumagic.probes.oom import OutOfMemory
+    from gpumagic.oom.guard import raise_alone
+    from gpumagic.oom.recognition import OutOfMemory
 
     out = [answer for answer in report.engines if answer.state == OUT_OF_MEMORY]
     raise_alone(OutOfMemory("; ".join(f"engine {answer.engine} ran out of memory: {answer.detail}" for answer in out)))

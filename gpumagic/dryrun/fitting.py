@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpumagic import knobs
 from gpumagic.dryrun.report import Fit, RehearsalReport
+from gpumagic.source import knobs
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.forecast import Script

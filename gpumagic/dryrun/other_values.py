@@ -14,8 +14,8 @@ from gpumagic.dryrun import fitting, forecast, targets
 from gpumagic.dryrun.replay import Recordings
 from gpumagic.dryrun.report import Fit, RehearsalReport
 from gpumagic.errors import GpuMagicError, RehearsalUnavailable
-from gpumagic.knobs import Knob
 from gpumagic.report import progress
+from gpumagic.source.knobs import Knob
 
 SECONDS = 30.0
 """How long all rehearsals of one question may take."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic.heap import holders
 from gpumagic.heap.references import MAX_STEPS, References
-from gpumagic.probes import release
+from gpumagic.oom import release
 from gpumagic.source import exceptions
 
 if TYPE_CHECKING:

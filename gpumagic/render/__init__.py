@@ -42,7 +42,7 @@ _VIEWS = {
     "ReleaseReport": "gpumagic.tensors.held_view.view_held",
     "WhyReport": "gpumagic.tensors.why_view.view_why",
     "TransferReport": "gpumagic.transfers.view.view_transfers",
-    "OomReport": "gpumagic.render.oom.view",
-    "FitReport": "gpumagic.render.tries.view",
+    "OomReport": "gpumagic.oom.view.view_failure",
+    "FitReport": "gpumagic.oom.tries_view.view_fit",
     "RehearsalReport": "gpumagic.dryrun.view.view_rehearsal",
 }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gpumagic.render import oom
+from gpumagic.oom import view
+from gpumagic.oom.report import OomReport
 from gpumagic.render.cluster import numbers
 from gpumagic.report.document import Block, Fold, Heading
 from gpumagic.report.units import count
 from gpumagic.reports.cluster import ClusterReport, EngineAnswer
-from gpumagic.reports.oom import OomReport
 
 IN_FULL = 2
 """Reports that are shown whole; of more the headline is, and in a notebook the rest folded."""
@@ -28,7 +28,7 @@ def parts(report: ClusterReport) -> tuple[str, list[Block]]:
 
 
 def _whole(answer: EngineAnswer, report: OomReport) -> list[Block]:
-    heading, *rest = oom.view(report).blocks
+    heading, *rest = view.view_failure(report).blocks
     assert isinstance(heading, Heading)
     return [Heading(f"Engine {answer.place}: {heading.text}", apart=True), *rest]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport
+from gpumagic.oom.report import OomReport
 from gpumagic.report.base import Report, columns_of, frame
 from gpumagic.report.origin import Origin
-from gpumagic.reports.oom import OomReport
 from gpumagic.tensors.report import TensorReport
 from gpumagic.transfers.report import TransferReport
 

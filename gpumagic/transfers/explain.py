@@ -15,9 +15,9 @@ from typing import Any
 
 from gpumagic import _compat
 from gpumagic.memory import allocator
-from gpumagic.source import exceptions, frames, operands
+from gpumagic.source import exceptions, frames
 from gpumagic.source.frames import is_a_functions, is_users
-from gpumagic.transfers import device_errors
+from gpumagic.transfers import device_errors, operands
 from gpumagic.transfers.device_errors import Failure
 from gpumagic.transfers.explanation import Explanation
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from gpumagic.diagnosis import evidence
+from gpumagic.oom import evidence
 
 FOLDER = Path(__file__).parent / "failing_cells"
 MEMORY = "128MiB"
@@ -187,8 +187,8 @@ def _stranger(size: str):
     import torch
 
     from gpumagic.memory import allocator
+    from gpumagic.oom import oom_numbers, surroundings
     from gpumagic.options import parse_size
-    from gpumagic.probes import oom_numbers, surroundings
 
     nbytes = parse_size(size)
     block = [torch.empty(nbytes, dtype=torch.uint8, device="simgpu:0")]

@@ -12,7 +12,7 @@ import torch
 from oom_cells import FREED, GIB, allocated
 
 import gpumagic
-from gpumagic.reports.oom import OomReport
+from gpumagic.oom.report import OomReport
 
 
 @pytest.mark.parametrize("cell", FREED.values(), ids=FREED)
@@ -67,7 +67,7 @@ def test_the_memory_is_back_before_the_next_cell_even_after_debug(guarded, bare_
 
 
 def test_debug_itself_is_no_obstacle(guarded, bare_shell, monkeypatch) -> None:
-    from gpumagic.probes import release
+    from gpumagic.oom import release
 
     before = allocated()
     monkeypatch.setattr("builtins.input", lambda prompt="": "q")

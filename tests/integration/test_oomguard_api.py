@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.oom_guard import OomGuard
+from gpumagic.oom.guard import OomGuard
 
 GIB = 2**30
 
@@ -177,8 +177,8 @@ def test_a_fault_of_our_own_costs_neither_the_release_nor_the_error(monkeypatch)
     def broken(*_):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("gpumagic.probes.scene.read", broken)
-    monkeypatch.setattr("gpumagic.probes.claims.by_names", broken)
+    monkeypatch.setattr("gpumagic.oom.scene.read", broken)
+    monkeypatch.setattr("gpumagic.oom.ownership.by_names", broken)
     with gpumagic.oomguard(keep_going=True) as guard:
         fail()
     assert allocated() == 0

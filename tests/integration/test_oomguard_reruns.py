@@ -10,7 +10,7 @@ from IPython.core.error import UsageError
 from oom_cells import GIB, allocated
 
 import gpumagic
-from gpumagic.reports.tries import FitReport
+from gpumagic.oom.tries_report import FitReport
 
 pytestmark = pytest.mark.usefixtures("warm_worker")
 
@@ -170,7 +170,7 @@ def test_an_interrupt_between_two_tries_changes_no_number_either(guarded, ns, ba
         raise KeyboardInterrupt
 
     bare_shell.run_cell("n = 16", store_history=True)
-    monkeypatch.setattr("gpumagic.probes.release.reclaim", interrupted)
+    monkeypatch.setattr("gpumagic.oom.release.reclaim", interrupted)
     result = guarded("x = take(n / 2)", "--shrink n")
     assert isinstance(result.error_in_exec, KeyboardInterrupt)
     assert ns["n"] == 16

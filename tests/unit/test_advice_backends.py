@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpumagic.advice import attention, backends, elsewhere, fragments, host, law, logits, negatives
-from gpumagic.advice.facts import Facts, Loader, Model, Scene, TensorFact, Work
 from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.oom.rules import attention, backends, elsewhere, fragments, host, law, logits, negatives
+from gpumagic.oom.rules.facts import Facts, Loader, Model, Scene, TensorFact, Work
 from gpumagic.source import cell_code, text
 
 MIB, GIB = 2**20, 2**30

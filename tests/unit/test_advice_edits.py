@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.advice import ranking
-from gpumagic.advice.facts import BatchSize, Facts, Growth, Model, Scene, TensorFact, Work
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.reports.oom import Advice, Change
+from gpumagic.oom.report import Advice, Change
+from gpumagic.oom.rules import ranking
+from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Scene, TensorFact, Work
 from gpumagic.source import cell_code, text
 
 GIB = 2**30

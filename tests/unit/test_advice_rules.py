@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpumagic.advice import (
+from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.oom.ownership import Claim
+from gpumagic.oom.rules import (
     batch,
     elsewhere,
     fragments,
@@ -20,9 +22,7 @@ from gpumagic.advice import (
     request,
     verdict,
 )
-from gpumagic.advice.facts import BatchSize, Facts, Growth, Model, Scene
-from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.probes.claims import Claim
+from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Scene
 from gpumagic.source import cell_code  # fmt: skip
 
 MIB, GIB = 2**20, 2**30

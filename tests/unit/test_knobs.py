@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic import knobs
 from gpumagic.errors import OptionError
+from gpumagic.source import knobs
 
 
 def knob(source, name="batch_size", namespace=None):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gpumagic.advice import actions
+from gpumagic.oom.report import Advice, OomReport
+from gpumagic.oom.rules import actions
 from gpumagic.report.holder import Holder
-from gpumagic.reports.oom import Advice, OomReport
 
 MIB = 2**20
 DEVICE = "cuda:0"

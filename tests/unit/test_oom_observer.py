@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.oom_guard import OomGuard
-from gpumagic.probes import oom_observer
-from gpumagic.reports.at_failure import Share
+from gpumagic.oom import observer
+from gpumagic.oom.at_failure import Share
+from gpumagic.oom.guard import OomGuard
 
 TEXT = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 2 has a total capacity of 2.00 GiB of which 0 bytes free."
 
@@ -20,35 +20,35 @@ def observers(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", given.append, raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(oom_observer, "_attached", [])
+    monkeypatch.setattr(observer, "_attached", [])
     return given
 
 
 @pytest.fixture
 def gate(observers):
     looks: list[str] = []
-    gate = oom_observer.Gate(lambda device: looks.append(device) or len(looks))
+    gate = observer.Gate(lambda device: looks.append(device) or len(looks))
     gate.open()
     yield gate
     gate.close()
-    assert oom_observer._gates == []
+    assert observer._gates == []
 
 
 def test_it_is_attached_once_and_looks_only_while_a_gate_is_open(observers, gate) -> None:
-    (observer,) = observers
-    observer(1, 2**30, 2**31, 0)
+    (attached,) = observers
+    attached(1, 2**30, 2**31, 0)
     assert gate.seen == {"cuda:1": 1}
     gate.close()
-    observer(1, 2**30, 2**31, 0)
+    attached(1, 2**30, 2**31, 0)
     assert gate.seen == {"cuda:1": 1}
-    again = oom_observer.Gate(str)
+    again = observer.Gate(str)
     again.open()
     again.close()
     assert len(observers) == 1
 
 
 def test_the_innermost_gate_is_told(observers, gate) -> None:
-    inner = oom_observer.Gate(str.upper)
+    inner = observer.Gate(str.upper)
     inner.open()
     observers[0](0, 1, 2, 3)
     inner.close()
@@ -56,7 +56,7 @@ def test_the_innermost_gate_is_told(observers, gate) -> None:
 
 
 def test_what_goes_wrong_in_a_look_never_reaches_torch(observers) -> None:
-    gate = oom_observer.Gate(lambda _: 1 / 0)
+    gate = observer.Gate(lambda _: 1 / 0)
     gate.open()
     observers[0](0, 1, 2, 3)
     gate.close()
@@ -64,7 +64,7 @@ def test_what_goes_wrong_in_a_look_never_reaches_torch(observers) -> None:
 
 
 def test_after_many_failures_that_torch_mended_none_is_taken_for_the_last(observers, gate) -> None:
-    for _ in range(oom_observer.MAX_LOOKS + 1):
+    for _ in range(observer.MAX_LOOKS + 1):
         observers[0](0, 1, 2, 3)
     assert gate.seen == {}
 
@@ -77,23 +77,23 @@ def test_where_it_cannot_be_attached_nothing_is_tried(observers, monkeypatch, mi
         monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer")
     else:
         monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
-    gate = oom_observer.Gate(str)
+    gate = observer.Gate(str)
     gate.open()
     assert observers == []
-    assert oom_observer._gates == []
+    assert observer._gates == []
 
 
 def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
     monkeypatch.setattr(OomGuard, "_shares", lambda *_: (Share("parameters", 7),), raising=True)
     monkeypatch.setattr("gpumagic.memory.allocator.all_figures", dict)
-    monkeypatch.setattr("gpumagic.probes.release.reclaim", lambda: None)  # there is no CUDA whose cache to empty
+    monkeypatch.setattr("gpumagic.oom.release.reclaim", lambda: None)  # there is no CUDA whose cache to empty
     guard = gpumagic.oomguard(keep_going=True)
     with guard:
         observers[0](2, 2**30, 2**31, 0)
         raise torch.OutOfMemoryError(TEXT)
     assert guard.report.device == "cuda:2"
     assert guard.report.instant.shares == (Share("parameters", 7),)
-    assert oom_observer._gates == []
+    assert observer._gates == []
 
 
 def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
@@ -102,10 +102,10 @@ def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
         return n and countdown(n - 1)
 
     assert countdown(3) == 0
-    assert oom_observer._gates == []
+    assert observer._gates == []
 
 
 def test_a_block_that_passes_closes_its_gate(observers) -> None:
     with gpumagic.oomguard():
-        assert len(oom_observer._gates) == 1
-    assert oom_observer._gates == []
+        assert len(observer._gates) == 1
+    assert observer._gates == []

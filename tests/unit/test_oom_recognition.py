@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpumagic
-from gpumagic.probes import oom_numbers
-from gpumagic.probes.oom import recognise
+from gpumagic.oom import oom_numbers
+from gpumagic.oom.recognition import recognise
 
 MIB, GIB = 2**20, 2**30
 
@@ -271,7 +271,7 @@ def test_recognition_and_the_error_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import gpumagic\n"
-        "from gpumagic.probes.oom import recognise\n"
+        "from gpumagic.oom.recognition import recognise\n"
         "print(recognise(MemoryError()).kind, gpumagic.OutOfMemory.__mro__[1].__name__)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["python", "RuntimeError"]

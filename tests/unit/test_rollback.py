@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpumagic.probes.rollback import Rollback
+from gpumagic.oom.rollback import Rollback
 
 
 def run(source, namespace):

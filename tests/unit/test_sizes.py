@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic import sizes
+from gpumagic.oom import sizes
 
 
 def drive(search: sizes.Search, does_fit: Callable[[int], bool]) -> list[tuple[int, bool]]:

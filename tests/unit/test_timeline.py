@@ -14,8 +14,8 @@ from gpumagic.memory import timeline_view
 from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.memory.records import MemoryCourse, MemoryPoint, MemoryTimeline
 from gpumagic.memory.timeline import TimelineLog
+from gpumagic.oom.report import OomReport
 from gpumagic.render import to_html, to_text
-from gpumagic.reports.oom import OomReport
 from gpumagic.source import line_spans
 from gpumagic.transfers.report import TransferReport
 

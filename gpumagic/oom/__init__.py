@@ -1,0 +1,1 @@
+"""`%%oomguard`: out of memory: recognised, released, explained, and what would help."""

@@ -1,0 +1,99 @@
+"""`%oomguard on`: a guard around every cell of a session, until `%oomguard off`.
+
+It hangs on IPython's cell events, so the traceback shown is IPython's own and the slot for custom exception handlers,
+of which there is one and Colab uses it, stays free. A `%%oomguard` in a cell takes the place of this one there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
+
+    from gpumagic.notebook.cells import CellSessions
+    from gpumagic.oom.guard import OomGuard
+
+_KEY = "gpumagic_every_cell"
+
+
+class EveryCell:
+    """Guards the cells of a shell that start from now on.
+
+    Args:
+        shell: whose cells.
+        sessions: runs the guards.
+        make: makes a guard for one cell.
+    """
+
+    def __init__(self, shell: InteractiveShell, sessions: CellSessions, make: Callable[[], OomGuard]) -> None:
+        self._shell, self._sessions, self._make = shell, sessions, make
+        self._guards: weakref.WeakSet[OomGuard] = weakref.WeakSet()
+        self.cells = 0
+        self.failures = 0
+
+    def install(self) -> None:
+        """Follow the cells that start from now on."""
+        self._shell.events.register("pre_run_cell", self._starts)
+        self._shell.events.register("post_execute", self._ended)
+
+    def uninstall(self) -> None:
+        """Undo `install`; a cell that runs now ends unguarded."""
+        self._shell.events.unregister("pre_run_cell", self._starts)
+        self._shell.events.unregister("post_execute", self._ended)
+        for guard in list(self._guards):
+            self._sessions.drop(guard)
+
+    def _starts(self, info: ExecutionInfo) -> None:
+        self.cells += 1
+        guard = self._make()
+        guard.on_failure(self._count)
+        self._guards.add(guard)
+        self._sessions.start(guard, info)
+
+    def _ended(self) -> None:
+        """Free what a silent cell pins that no other cell runs: no event tells of its start."""
+        result = self._shell.last_execution_result
+        if result is None or not result.info.silent or result.error_in_exec is None or self._sessions.is_any_running():
+            return
+        guard = self._make()
+        guard.close(result.error_in_exec)
+        if guard.finish(result) is not None:
+            self._count()
+
+    def _count(self) -> None:
+        self.failures += 1
+
+
+def switch(shell: InteractiveShell, state: str, sessions: CellSessions, make: Callable[[], OomGuard]) -> str:
+    """Turn the guard of a shell's cells ``"on"`` or ``"off"``, and return a line that says how it stands.
+
+    Args:
+        shell: whose cells.
+        state: what is asked for; asking twice changes nothing.
+        sessions: runs the guards.
+        make: makes a guard for one cell.
+    """
+    every = shell.meta.get(_KEY)
+    if state == "off":
+        off(shell)
+        return f"Cells are no longer guarded. {_tally(every)}" if every is not None else "Cells are not guarded."
+    if every is not None:
+        return f"Every cell is guarded already. {_tally(every)} %oomguard off ends it."
+    every = EveryCell(shell, sessions, make)
+    every.install()
+    shell.meta[_KEY] = every
+    return "Every cell from the next on is guarded against running out of memory. %oomguard off ends it."
+
+
+def off(shell: InteractiveShell) -> None:
+    """Guard no more cells."""
+    every = shell.meta.pop(_KEY, None)
+    if every is not None:
+        every.uninstall()
+
+
+def _tally(every: EveryCell) -> str:
+    return f"{every.cells} so far, of which {every.failures} ran out of memory."

@@ -1,0 +1,197 @@
+"""What is gathered after the release for `advice` to judge: the failure, and what lives in the notebook now."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from gpumagic.memory import allocator
+from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.oom import ownership, surroundings
+from gpumagic.oom.failure import Failure
+from gpumagic.oom.recognition import OomEvent
+from gpumagic.oom.rules import batch, law
+from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, Work
+from gpumagic.source import cell_code
+from gpumagic.source.names_used import names_used
+
+if TYPE_CHECKING:
+    from gpumagic.dryrun.other_values import OtherValues
+    from gpumagic.dryrun.report import Fit
+
+WORTH_SAYING = 1024**2
+"""Bytes below which a difference is not worth a word."""
+
+REHEARSAL_SECONDS = 10.0
+"""How long rehearsals for an advice may take."""
+
+FUSED_ATTENTION = ("cuda", "xpu", "mps")
+"""Backends whose `scaled_dot_product_attention` has kernels that never make the matrix of all scores."""
+
+NOTHING = AllocatorFigures(0, 0, 0)
+"""The figures of a backend that was not in use yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What the guard knows besides the failure."""
+
+    namespace: Mapping[str, object]
+    bound: Mapping[str, int] = field(default_factory=dict)
+    """``{name: id of its value}`` when the block began."""
+    shell: object | None = None
+    pinned: int | None = None
+    """Bytes that the frames kept for a debugger hold, at least."""
+    retries: int = 0
+    recovered: bool = False
+
+
+def gather(failure: Failure, circumstances: Circumstances) -> tuple[Facts, list[str]]:
+    """Return the facts, and what could not be looked at."""
+    notes = list(failure.notes)
+    facts = _bare_facts(failure)
+    try:
+        facts = _facts(failure, circumstances)
+    except Exception as fault:  # a partial report is better than the loss of it
+        notes.append(f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}")
+    return _rehearsed(facts, circumstances), notes
+
+
+def _rehearsed(facts: Facts, circumstances: Circumstances) -> Facts:
+    """Return the facts with the largest batch that fits, where rehearsals can tell it in little time."""
+    found = batch.at_work(facts)
+    source, shell = facts.scene.source, circumstances.shell
+    if found is None or found.loader or found.cell or source is None or shell is None:
+        return facts
+    from gpumagic.dryrun import other_values
+    from gpumagic.source import knobs
+
+    with contextlib.suppress(Exception):  # our own failure must not cost the user the report
+        names = dict(circumstances.namespace)
+        knob = knobs.in_cell(source, found.name, names, "advice")
+        question = other_values.of_cell(source, knob, names, REHEARSAL_SECONDS, facts.residue)
+        fit = question.largest()
+        return replace(facts, rehearsed=fit, roundest=_roundest(fit, question))
+    return facts
+
+
+def _roundest(fit: Fit, question: OtherValues) -> int | None:
+    """Return a round number near the largest that fits; in scattered memory less may not fit where more does."""
+    if fit.largest is None:
+        return None
+    value = law.near(fit.largest)
+    return value if value == fit.largest or question.fits(value) else None
+
+
+def _facts(failure: Failure, circumstances: Circumstances) -> Facts:
+    facts = _bare_facts(failure)
+    device, work = failure.device, failure.work
+    if device is None:
+        return facts
+    namespace, bound = circumstances.namespace, circumstances.bound
+    claimed = ownership.by_names(namespace, device, circumstances.shell)
+    used = names_used(facts.cell.reads, namespace) if facts.cell is not None else set(namespace)
+    fresh = facts.cell.remade if facts.cell is not None else frozenset()
+    read_first = names_used(facts.cell.reads - fresh, namespace) if facts.cell is not None else set()
+    old = {name for name, value in namespace.items() if bound.get(name) == id(value)}
+    spare = (old | ownership.outputs(claimed)) - used - fresh
+    free_elsewhere, others = surroundings.other_devices(device)
+    unnamed = facts.after.allocated - sum(claim.nbytes for claim in claimed) if facts.after is not None else 0
+    return replace(
+        facts,
+        looked_at=True,
+        holders=ownership.rows(claimed, device),
+        leftovers=tuple(claim for claim in claimed if claim.names <= spare),
+        graphs=surroundings.kept_graphs(device, old - used, fresh, namespace, circumstances.shell)
+        if unnamed >= WORTH_SAYING
+        else None,
+        stale={name: ownership.released(claimed, [name]) for name in (old & fresh) - read_first},
+        models=tuple(model for model in work.models if model.local or model.name in used),
+        optimizers=tuple(each for each in work.optimizers if each.local or each.name in used),
+        fixed=_fixed(claimed, old, work),
+        brought=_brought(claimed, (used & old) - fresh, namespace),
+        kept=_brought(claimed, set(namespace), namespace),
+        residue=_residue(facts, claimed, read_first),
+        device_names=surroundings.names_of_device(device, used, namespace),
+        loaders=surroundings.loaders(used, namespace),
+        batches=_batches(facts, used, namespace),
+        free_elsewhere=free_elsewhere,
+        other_processes=others,
+    )
+
+
+def _bare_facts(failure: Failure) -> Facts:
+    """Return the facts that need no look at the notebook."""
+    event, device = failure.event, failure.device or ""
+    source = failure.scene.source
+    return Facts(
+        kind=event.kind,
+        memory=event.memory,
+        device=failure.device,
+        requested=event.numbers.requested,
+        capacity=failure.capacity,
+        free=failure.free,
+        unallocated=_unallocated(failure),
+        before=failure.before.get(device) or (NOTHING if device in failure.at_failure else None),
+        at_failure=failure.at_failure.get(device),
+        after=allocator.all_figures().get(device),
+        from_allocator=event.from_allocator,
+        segments_can_expand=_segments_can_expand(event),
+        scene=failure.scene,
+        cell=cell_code.read(source) if source else None,
+        work=failure.work,
+        fused_attention=(failure.device or "").partition(":")[0] in FUSED_ATTENTION,
+        settings=surroundings.settings(),
+        private_pools=event.numbers.private_pools or 0,
+    )
+
+
+def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> tuple[BatchSize, ...]:
+    """Return the batch sizes of the cell, and of the function in another cell that failed."""
+    if facts.cell is None:
+        return ()
+    text = facts.work.text
+    other = cell_code.read_text(text).batches if text is not None and text.cell else ()
+    found = surroundings.batch_sizes(facts.cell, used, namespace)
+    elsewhere = (BatchSize(each.name, each.value, each.line, cell=text.cell) for each in other if text is not None)
+    return (*found, *elsewhere)
+
+
+def _fixed(claimed: Sequence[ownership.Claim], old: set[str], work: Work) -> int:
+    """Return the bytes that a smaller batch would not change."""
+    named = sum(claim.nbytes for claim in claimed if claim.names & old or claim.kind in ("module", "optimizer"))
+    local = sum(model.nbytes + model.gradients for model in work.models if model.local)
+    return named + local + sum(optimizer.state for optimizer in work.optimizers if optimizer.local)
+
+
+def _residue(facts: Facts, claimed: Sequence[ownership.Claim], read_first: set[str]) -> tuple[str, ...]:
+    """Return the variables with memory, or with a graph, that the cell left and makes anew when it runs again."""
+    made = facts.cell.remade - read_first if facts.cell is not None else frozenset[str]()
+    large = {name for claim in claimed if claim.nbytes >= WORTH_SAYING for name in claim.names}
+    return tuple(sorted(made & (large | set(facts.scene.graph_names))))
+
+
+def _brought(
+    claimed: Sequence[ownership.Claim], names: set[str], namespace: Mapping[str, object]
+) -> tuple[Brought, ...]:
+    totals: dict[str, Brought] = {}
+    for claim in claimed:
+        for name in sorted(claim.names & names):
+            known = totals.get(name, Brought(name, 0, ownership.kind_of(namespace[name])))
+            totals[name] = replace(known, nbytes=known.nbytes + claim.nbytes)
+    return tuple(totals.values())
+
+
+def _unallocated(failure: Failure) -> int | None:
+    figures = failure.at_failure.get(failure.device or "")
+    measured = figures.reserved - figures.allocated if figures is not None else None
+    return failure.event.numbers.unallocated if failure.event.numbers.unallocated is not None else measured
+
+
+def _segments_can_expand(event: OomEvent) -> bool:
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    hinted = "expandable_segments" in event.text or "max_split_size_mb" in event.text
+    return event.from_allocator and hinted and "expandable_segments:True" not in settings

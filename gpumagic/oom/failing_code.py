@@ -1,0 +1,184 @@
+"""What the code was working with when it failed: its text, its tensors' shapes, the models in its frames.
+
+Read while the frames are whole; nothing found here outlives the call except plain records.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from gpumagic.oom import learners
+from gpumagic.oom.rules.facts import Collection as Collected
+from gpumagic.oom.rules.facts import TensorFact, Work
+from gpumagic.oom.scene import Standing
+from gpumagic.source import exceptions
+from gpumagic.source import text as texts
+from gpumagic.source.frames import is_users
+from gpumagic.source.text import Text
+
+FIRST = 8
+"""How many members of a list tell whether it is one of tensors."""
+
+FUNCTIONAL = str(Path("torch", "nn", "functional.py"))
+
+
+def read(
+    error: BaseException, namespace: Mapping[str, object], device: str, shell: object | None, outside: Collection[int]
+) -> Work:
+    """Return what the user's own frames of an error were working with.
+
+    Args:
+        error: the exception, with its tracebacks still on.
+        namespace: the globals of the user's code.
+        device: whose models and optimizers are looked for.
+        shell: the shell that knows the cells by number.
+        outside: ids of exceptions that were being handled before, and are none of this one's.
+    """
+    stack = list(exceptions.frames(error, outside))
+    own = [each for each in stack if is_users(each[0])]
+    if not own:
+        return Work()
+    frame, line = own[-1]
+    text = _text(own[0][0], frame, line, shell)
+    named = list(_named(own, namespace))
+    function, operands = _functional(stack)
+    return Work(
+        text=text,
+        tensors=_tensors(text, frame),
+        numbers=_numbers(text, frame),
+        collections=_collections(text, frame, device),
+        moving=_moving(stack),
+        function=function,
+        operands=operands,
+        models=learners.models(named, device),
+        optimizers=learners.optimizers(named, device),
+        progress=learners.progress(_running_modules(stack)),
+    )
+
+
+def _text(outermost: FrameType, frame: FrameType, line: int, shell: object | None) -> Text | None:
+    filename = frame.f_code.co_filename
+    if Path(filename).exists():
+        return None  # a module's file is not for a cell's advice to change
+    lines = linecache.getlines(filename, frame.f_globals)
+    same = filename == outermost.f_code.co_filename
+    return texts.parse("".join(lines), "" if same else _cell(filename, shell), line) if lines else None
+
+
+def _cell(filename: str, shell: object | None) -> str:
+    """Return which cell a file name of IPython's stands for."""
+    known: Any = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    number = known.get(filename)
+    if number is None and filename.startswith("<ipython-input-"):  # IPython 7 writes it into the name
+        number = filename.split("-")[2]
+    return f"In [{number}]" if number is not None else "another cell"
+
+
+def _named(own: list[Standing], namespace: Mapping[str, object]) -> Iterator[tuple[str, object, bool]]:
+    yield from ((name, value, False) for name, value in list(namespace.items()) if not name.startswith("_"))
+    for frame, _ in own:
+        if frame.f_locals is not frame.f_globals:
+            yield from ((name, value, True) for name, value in list(frame.f_locals.items()))
+
+
+def _tensors(text: Text | None, frame: FrameType) -> dict[str, TensorFact]:
+    """Return the tensors that the code of a frame names, by the text that names them."""
+    found = {}
+    for code, value in _values(text, frame):
+        fact = _fact(value)
+        if fact is not None:
+            found[code] = fact
+    return found
+
+
+def _numbers(text: Text | None, frame: FrameType) -> dict[str, float]:
+    return {code: value for code, value in _values(text, frame) if type(value) in (int, float)}
+
+
+def _collections(text: Text | None, frame: FrameType, device: str) -> dict[str, Collected]:
+    """Return the lists and dicts of tensors on the device that the code names."""
+    found = {}
+    for code, value in _values(text, frame):
+        members = value if type(value) is list else list(value.values()) if type(value) is dict else []
+        if not any(_fact(each) for each in members[:FIRST]):
+            continue  # a long list of numbers is not gone through
+        facts = [fact for fact in map(_fact, members) if fact is not None and fact.device == device]
+        if facts:
+            found[code] = Collected(len(facts), sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts))
+    return found
+
+
+def _moving(stack: list[Standing]) -> int:
+    """Return the bytes of the module that `Module.to` or its like was moving."""
+    import torch
+
+    for frame, _ in stack:
+        module: Any = frame.f_locals.get("self") if frame.f_code.co_name == "_apply" else None
+        if issubclass(type(module), torch.nn.Module):
+            return sum(each.nbytes for each in module.parameters() if each.dtype == torch.float32)
+    return 0
+
+
+def _values(text: Text | None, frame: FrameType) -> Iterator[tuple[str, Any]]:
+    variables = frame.f_locals
+    for node in text.nodes() if text is not None else ():
+        if isinstance(node, ast.Name) and node.id in variables:
+            yield node.id, variables[node.id]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in variables:
+            yield f"{node.value.id}.{node.attr}", _stored(variables[node.value.id], node.attr)
+
+
+def _stored(owner: object, name: str) -> object:
+    """Return an attribute without running any code of its owner's class."""
+    own = getattr(owner, "__dict__", None)
+    if not isinstance(own, dict):
+        return None
+    places = (own, own.get("_parameters"), own.get("_buffers"))
+    return next((place[name] for place in places if isinstance(place, dict) and name in place), None)
+
+
+def _functional(stack: list[Standing]) -> tuple[str, dict[str, TensorFact]]:
+    """Return the deepest function of `torch.nn.functional` on the stack with its tensors."""
+    inside = [frame for frame, _ in stack if frame.f_code.co_filename.endswith(FUNCTIONAL)]
+    if not inside:
+        return "", {}
+    frame = inside[-1]
+    facts = {name: _fact(value) for name, value in frame.f_locals.items()}
+    return frame.f_code.co_name, {name: fact for name, fact in facts.items() if fact is not None}
+
+
+def _running_modules(stack: list[Standing]) -> list[Any]:
+    import torch
+
+    found: list[Any] = []
+    for frame, _ in stack:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if issubclass(type(module), torch.nn.Module) and not any(module is each for each in found):
+            found.append(module)
+    return found
+
+
+def _fact(value: object) -> TensorFact | None:
+    import torch
+
+    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
+    if not issubclass(type(value), torch.Tensor):
+        return _array_fact(value)
+    tensor: Any = value
+    with torch._C.DisableTorchFunction():
+        return TensorFact(
+            shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
+            nbytes=tensor.numel() * tensor.element_size(), device=str(tensor.device),
+            requires_grad=tensor.requires_grad, graph=tensor.grad_fn is not None,
+        )  # fmt: skip
+
+
+def _array_fact(value: Any) -> TensorFact | None:
+    if (type(value).__module__, type(value).__name__) != ("numpy", "ndarray"):
+        return None
+    return TensorFact(shape=value.shape, dtype=str(value.dtype), nbytes=value.nbytes, device="cpu")

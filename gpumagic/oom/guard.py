@@ -1,0 +1,303 @@
+"""`oomguard`: a block that, when it runs out of memory, gives the memory back and says why and what helps.
+
+While nothing goes wrong it reads the allocator's figures once and does nothing else. The order after a failure:
+recognise it, read its frames, let whoever handles the exception finish, empty the frames, then look at what
+is left. See `oom/release.py` for why not earlier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from gpumagic.errors import OptionError
+from gpumagic.memory import allocator
+from gpumagic.memory.cell_memory import CellMemory
+from gpumagic.notebook import session
+from gpumagic.oom import host_warning, observer, recognition, release, shown_as_text
+from gpumagic.oom.at_failure import Instant
+from gpumagic.oom.rules import actions
+from gpumagic.source import exceptions
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from gpumagic.memory.allocator import AllocatorFigures
+    from gpumagic.memory.records import MemoryTimeline
+    from gpumagic.oom.failure import Failure
+    from gpumagic.oom.report import OomReport
+    from gpumagic.oom.rerun_plan import Plan
+    from gpumagic.oom.tries_report import FitReport
+    from gpumagic.report.base import Report
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class OomGuard(contextlib.ContextDecorator):
+    """Guard a block against running out of memory; `report` says what happened, None if nothing did.
+
+    As a cell's guard, the user sees IPython's own traceback and then the report, and the cell fails with the
+    one-line `OutOfMemory`. As a `with` block or decorator it raises `OutOfMemory`. Variables of a function
+    that is still running when the block ends stay alive as long as that function's frame does.
+
+    Args:
+        shell: the shell that shows the traceback; its copies of the error are forgotten with it.
+        keep: leave the failed frames as they are, for `%debug`, and say what they hold.
+        keep_going: swallow the failure after the report.
+        store: called with the finished report.
+        namespace: the globals of the guarded code, where names are looked up; the shell's, or ``__main__``'s.
+        plan: how a decorated function is called again.
+        quiet: show no report when a cell ends.
+        is_running: whether the cell runs already when this opens.
+
+    Attributes:
+        report: the `OomReport` of the last failure, once it is finished; the `FitReport` of a search.
+    """
+
+    name = "oomguard"
+
+    def __init__(
+        self,
+        shell: InteractiveShell | None = None,
+        *,
+        keep: bool = False,
+        keep_going: bool = False,
+        store: Callable[[Report[Any]], None] | None = None,
+        namespace: Mapping[str, object] | None = None,
+        plan: Plan | None = None,
+        quiet: bool = False,
+        is_running: bool = False,
+    ) -> None:
+        self.report: OomReport | FitReport | None = None
+        self.quiet = quiet
+        self._shell = shell
+        self._keep = keep
+        self._keep_going = keep_going
+        self._store = store
+        self._namespace = namespace if namespace is not None else session.variables(shell)
+        self._plan = plan
+        self._is_running = is_running
+        self._block: CodeType | None = None
+        self._line: int | None = None
+        self._is_of_function = False
+        self._memory: CellMemory | None = None
+        self._timeline: MemoryTimeline | None = None
+        self._then: Callable[[], None] = _nothing
+        self._instant = Instant()
+        self._gate: observer.Gate | None = None
+        self._seen: dict[str, Any] = {}
+        self._failure: Failure | None = None
+        self._retries = 0
+        self._recovered = False
+        self._before: dict[str, AllocatorFigures] = {}
+        self._bound: dict[str, int] = {}
+        self._outside: frozenset[int] = frozenset()
+
+    def open(self) -> None:
+        """Read the allocator's figures and which names are bound; costs well under a millisecond."""
+        if self._gate is not None:
+            self._gate.close()  # a decorated function that calls itself
+        if self._memory is not None:
+            self._memory.stop()
+        self._gate = observer.Gate(self._shares)
+        self._gate.open()
+        if not self._retries:  # a further try is measured against the state before the first
+            self._read_state()
+        before = allocator.all_figures() if self._retries else self._before
+        self._memory = CellMemory(before, self._namespace, self._block, self._line, is_running=self._is_running)
+        self._memory.start()
+
+    def _read_state(self) -> None:
+        self._outside = exceptions.being_handled()
+        if self._shell is not None:
+            host_warning.say(self._shell)
+            if self._keep_going:
+                shown_as_text.start(self._shell, self._recognises)
+        self._before = allocator.all_figures()
+        self._bound = {name: id(value) for name, value in list(self._namespace.items())}
+
+    def close(self, error: BaseException | None) -> None:
+        """Look at how the block ended; after out-of-memory, read its frames while they are whole."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.stop()
+        if self._gate is not None:
+            self._gate.close()
+            self._seen, self._gate = self._gate.seen, None
+        if self._shell is not None and self._keep_going:
+            shown_as_text.stop(self._shell)
+        self._recovered = error is None and self._failure is not None
+        if error is not None:
+            self._failure = self._examine(error)
+        if error is not None and self._failure is not None and memory is not None:
+            self._timeline = memory.finished(self._failure.at_failure)
+
+    def finish(self, result: Any = None) -> OomReport | None:
+        """Release, and return the report if it is to be shown."""
+        report = self.settle(result)
+        return None if self.quiet else report
+
+    def settle(self, result: Any = None) -> OomReport | None:
+        """Release and report, once IPython has shown and stored the traceback.
+
+        Args:
+            result: IPython's result of the cell; its error is replaced by `OutOfMemory`, or by None to go on.
+        """
+        if self._failure is None:
+            return None
+        if self._recovered:
+            return self._conclude()
+        if self._keep:
+            report = self._conclude(self._pinned(result.error_in_exec))
+            result.error_in_exec = None if self._keep_going else result.error_in_exec
+            return report
+        release.strip(result.error_in_exec, self._shell, self._outside)
+        result.error_in_exec = None  # else the result would keep what the error's arguments hold
+        release.reclaim()
+        report = self._conclude()
+        result.error_in_exec = None if self._keep_going else out_of_memory(report)
+        return report
+
+    def __call__(self, function: Function) -> Function:
+        """Return the function guarded, and called again as the guard was told to."""
+        self._block = getattr(inspect.unwrap(function), "__code__", None)
+        self._is_of_function = True
+        self._line = self._block.co_firstlineno if self._block is not None else None
+        if not self._plan:
+            decorated: Function = super().__call__(function)
+            return decorated
+        from gpumagic.oom import rerun_calls
+
+        return rerun_calls.decorate(function, self._plan, self)
+
+    def reset(self) -> None:
+        """Forget what was, before another block."""
+        self.report, self._failure, self._retries = None, None, 0
+
+    def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
+        if self._plan:
+            raise OptionError(
+                "a with block cannot run again: decorate a function, "
+                'such as @gpumagic.oomguard(shrink="batch_size"), or leave out retry, shrink, fit and fallback'
+            )
+        self.reset()
+        if not self._is_of_function:
+            frame = sys._getframe(1)
+            self._block, self._line = frame.f_code, frame.f_lineno
+        self.open()
+        return self
+
+    def __exit__(self, exc_type: object, error: BaseException | None, traceback: object) -> bool:
+        del exc_type, traceback
+        self.close(error)
+        if self._failure is None:
+            return False
+        if error is None:
+            self._conclude()
+        elif self._keep:
+            self._conclude(self._pinned(error))
+        else:
+            release.strip(error, self._shell, self._outside)
+            del error
+            release.reclaim()
+            report = self._conclude()
+            if not self._keep_going:
+                raise_alone(out_of_memory(report))
+        return self._keep_going
+
+    @property
+    def failure(self) -> Failure | None:
+        """What is known of the last run that ran out of memory, until it is reported; None if none did."""
+        return self._failure
+
+    def let_go(self, error: BaseException | None) -> None:
+        """Release what a run pinned, for the next; `release.reclaim` is left to the caller."""
+        self._retries += 1
+        if error is not None:
+            release.strip(error, self._shell, self._outside)
+
+    def on_failure(self, then: Callable[[], None]) -> None:
+        """Call something with each report."""
+        self._then = then
+
+    def publish(self, report: OomReport | FitReport) -> None:
+        """Make something the guard's report, and store it."""
+        self.report = report
+        if self._store is not None:
+            self._store(report)
+
+    def _recreate_cm(self) -> OomGuard:
+        return self  # one report, of the last call that failed
+
+    def _recognises(self, error: BaseException) -> bool:
+        from gpumagic.oom.failure import recognise
+
+        return isinstance(error, Exception) and recognise(error, self._outside) is not None
+
+    def _examine(self, error: BaseException) -> Failure | None:
+        if not isinstance(error, Exception):
+            return None
+        from gpumagic.oom.failure import examine, instant
+
+        failure = examine(error, self._namespace, self._before, self._outside, self._shell)
+        if failure is not None:
+            seen = self._seen.get(failure.device or "", ())
+            self._instant = instant(
+                error, failure, self._namespace, self._bound, self._outside, self._shell, seen
+            )  # fmt: skip
+        return failure
+
+    def _shares(self, device: str) -> object:
+        from gpumagic.oom import instant
+
+        return instant.shares(self._namespace, self._bound, device, self._shell, allocator.figures(device))
+
+    def _pinned(self, error: BaseException) -> int | None:
+        from gpumagic.oom.failure import pinned
+
+        assert self._failure is not None
+        return pinned(error, self._namespace, self._failure, self._outside)
+
+    def _conclude(self, pinned: int | None = None) -> OomReport:
+        """Make the report of the last failure, from what is alive now; the failure is forgotten."""
+        from gpumagic.oom.conclusion import conclude
+        from gpumagic.oom.evidence import Circumstances
+
+        assert self._failure is not None
+        failure, self._failure = self._failure, None
+        circumstances = Circumstances(
+            self._namespace, self._bound, self._shell, pinned, self._retries, self._recovered
+        )  # fmt: skip
+        report = replace(conclude(failure, circumstances), instant=self._instant, timeline=self._timeline)
+        report = replace(report, actions=actions.of(report, in_notebook=self._shell is not None))
+        self.publish(report)
+        self._then()
+        return report
+
+
+def _nothing() -> None:
+    pass
+
+
+def out_of_memory(report: OomReport) -> BaseException:
+    """Return the one-line error a guarded cell fails with: it says what happened and holds on to nothing."""
+    where = f" in line {report.line}" if report.line is not None else ""
+    what = f"{report.device} ran out of memory{where}" if report.device else f"out of memory{where}"
+    error: BaseException = recognition.OutOfMemory(f"{what} ({report.message})")
+    return error
+
+
+def raise_alone(error: BaseException) -> NoReturn:
+    """Raise without the exception being handled as context: that one keeps its arguments alive."""
+    try:
+        raise error
+    finally:
+        error.__context__ = None
+        error.__suppress_context__ = True
+        del error

@@ -1,0 +1,135 @@
+"""What `%%oomguard` returns."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gpumagic.memory.records import MemoryTimeline, plot
+from gpumagic.oom.at_failure import Action, Instant
+from gpumagic.oom.tries_report import Try
+from gpumagic.report.base import Report
+from gpumagic.report.holder import Holder
+from gpumagic.report.origin import Origin
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A piece of a cell's text and what is to stand in its place."""
+
+    line: int
+    """The cell's line on which it begins, from 1, the line of the magic included."""
+    column: int
+    """The character of that line, from 0."""
+    old: str
+    """What stands there; empty to insert."""
+    new: str
+    cell: str = ""
+    """Which cell: ``"In [3]"``; empty for the one that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One change that would help, with what it is worth, what it costs and why we believe it."""
+
+    title: str
+    frees: int | None
+    """Bytes it would give back; None where that cannot be known beforehand."""
+    covers: bool | None
+    """Whether that is enough for the request that failed; None if unknown."""
+    edit: str | None = None
+    """The code to type: the cell's new lines, or where it has none, what to run before it."""
+    evidence: str = ""
+    cost: str = ""
+    """What is lost by it, or has to be done besides."""
+    estimated: bool = False
+    """Whether `frees` and `covers` come from an estimate."""
+    changes: tuple[Change, ...] = ()
+    """`edit` as changes of the cell's text; empty where it is not one."""
+    first: str | None = None
+    """Code to run once before the cell runs again."""
+
+    def apply(self, source: str, cell: str = "") -> str:
+        """Return a cell's text with the changes of this advice made.
+
+        Args:
+            source: the text of the cell, with the magic on its first line as it was run.
+            cell: which cell that is, as in `Change.cell`.
+
+        Raises:
+            ValueError: the text is not the one that the advice was made for.
+        """
+        starts = [0, *itertools.accumulate(len(line) + 1 for line in source.split("\n"))]
+        # From the last to the first, so that the places of the others still hold.
+        ordered = sorted(self.changes, key=lambda each: (each.line, each.column))
+        for change in [each for each in ordered if each.cell == cell][::-1]:
+            at = starts[min(change.line, len(starts)) - 1] + change.column
+            if not source.startswith(change.old, at):
+                raise ValueError(f"line {change.line} does not read {change.old!r} any more")
+            source = source[:at] + change.new + source[at + len(change.old) :]
+        return source
+
+
+@dataclass(frozen=True, repr=False)
+class OomReport(Report[Advice]):
+    """Why a cell ran out of memory, what came back, who holds the rest, and what would help."""
+
+    row_type: ClassVar[type[Any]] = Advice
+
+    kind: str
+    """``"cuda allocator"``, ``"host allocator"``, ``"cublas"``...: which allocator or library gave up."""
+    certainty: str
+    """``"certain"``, ``"probable"``, or ``"not-oom"`` where torch says out of memory and means a bug in a size."""
+    device: str | None
+    requested: int | None
+    allocated_before: int | None
+    allocated_at_failure: int | None
+    allocated_after: int | None
+    reserved_after: int | None
+    line: int | None
+    code: str | None
+    verdict: str
+    """One sentence with the numbers: a shortage, leftovers, another process..."""
+    holders: tuple[Holder, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    capacity: int | None = None
+    reserved_before: int | None = None
+    reserved_at_failure: int | None = None
+    retries: int = 0
+    recovered: bool = False
+    """True if a retry passed."""
+    message: str = ""
+    """The first line of the original exception."""
+    notes: tuple[str, ...] = ()
+    instant: Instant = field(default_factory=Instant)
+    """The operation that failed, and what occupied the device then."""
+    actions: tuple[Action, ...] = ()
+    """Lines to run now, each of which gives memory back or makes more of it usable."""
+    tries: tuple[Try, ...] = ()
+    """Every run of a cell that was run more than once."""
+    shrunk: str = ""
+    """The name of the int that went down from run to run."""
+    place: str = ""
+    """Where that int stands, and what it has to be for the cell to pass: ``"line 2: batch_size = 64"``."""
+    cause: str = "shortage"
+    """The verdict in a word or two: ``"shortage"``, ``"leftovers"``, ``"fragmentation"``, ``"other process"``,
+    ``"one request"`` (larger than the device), ``"size bug"``, ``"host memory"``, ``"shared memory"``, ``"cap"``."""
+    origin: Origin = field(default_factory=Origin)
+    timeline: MemoryTimeline | None = None
+    """What was allocated in the course of the run that failed; None where no device's memory was touched."""
+
+    @property
+    def rows(self) -> tuple[Advice, ...]:
+        return self.advice
+
+    def plot(self) -> Figure:
+        """Return a matplotlib figure of the memory over the cell, up to the failure.
+
+        Raises:
+            GpuMagicError: matplotlib is not installed, or there is no timeline.
+        """
+        return plot(self.timeline)

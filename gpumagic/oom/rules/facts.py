@@ -1,0 +1,341 @@
+"""The facts that advice is derived from: one frozen record of a failure, filled by the probes.
+
+It holds no tensor, no frame and no exception. A rule reads it and nothing else, so every rule can be tested
+with a record written by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpumagic.dryrun.report import Fit
+    from gpumagic.memory.allocator import AllocatorFigures
+    from gpumagic.oom.ownership import Claim
+    from gpumagic.report.holder import Holder
+    from gpumagic.source.cell_code import CellCode
+    from gpumagic.source.text import Text
+
+_STEPS = ("_multi_tensor_", "_single_tensor_", "_fused_adam", "_fused_sgd", "_init_group")
+_STAGES = {
+    "backward": frozenset({"_engine_run_backward"}),
+    "load": frozenset({"_load", "load_tensor", "persistent_load"}),
+    "move": frozenset({"_apply"}),
+    "forward": frozenset({"forward", "_call_impl"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """An accumulation in a loop that live objects confirm: its target keeps autograd graphs alive."""
+
+    target: str
+    added: str
+    line: int
+    append: bool
+    scalar: bool
+    tensors: int
+    """How many tensors with a graph it holds: 1 for a running sum, the length for a list."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFact:
+    """A tensor that a name stood for when it failed."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    device: str
+    requires_grad: bool = False
+    graph: bool = False
+    """Whether an autograd graph made it."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.nbytes // prod(self.shape) if prod(self.shape) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """A list or dict of tensors on the device that failed."""
+
+    tensors: int
+    nbytes: int
+    graphs: int = 0
+    """How many of them carry an autograd graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A module on the device that failed."""
+
+    name: str
+    nbytes: int
+    float32_nbytes: int
+    training: bool
+    checkpoints: bool | None
+    """Whether it recomputes activations; None where it has no switch for it."""
+    gradients: int = 0
+    """Bytes of gradients its parameters have."""
+    blocks: str | None = None
+    """Code for the longest list of like children, over which it loops: ``"net.layers"``."""
+    depth: int = 0
+    """How many those are."""
+    leaves_in_block: int = 0
+    """How many layers without children one of them has."""
+    sequential: bool = False
+    local: bool = False
+    """Whether only a function's variable names it, which another cell cannot reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer over parameters on the device that failed."""
+
+    name: str
+    kind: str
+    """Its class's name."""
+    nbytes: int
+    """Of the parameters."""
+    state: int = 0
+    """Bytes of its state so far."""
+    foreach: bool | None = None
+    fused: bool | None = None
+    local: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the code was working with when it failed, read from live frames."""
+
+    text: Text | None = None
+    """The text of the deepest code of the user's own, with the line that ran."""
+    tensors: Mapping[str, TensorFact] = field(default_factory=dict)
+    """By what that code calls them, attributes such as ``"self.weight"`` included."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    collections: Mapping[str, Collection] = field(default_factory=dict)
+    function: str = ""
+    """The function of `torch.nn.functional` that ran, if one did."""
+    operands: Mapping[str, TensorFact] = field(default_factory=dict)
+    """Its arguments that are tensors."""
+    models: tuple[Model, ...] = ()
+    optimizers: tuple[Optimizer, ...] = ()
+    moving: int = 0
+    """Bytes of floating-point parameters in the module that was being moved."""
+    progress: float | None = None
+    """How far through the model's layers, in the order of their declaration, the forward pass had come."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """A batch size that the cell uses: a literal in it, a variable of the notebook or a DataLoader's."""
+
+    name: str
+    value: int
+    line: int | None = None
+    """The cell's line with the literal; None for a variable or a loader made elsewhere."""
+    loader: bool = False
+    cell: str = ""
+    """Which cell the literal is in, as `Change.cell`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """A DataLoader that the cell uses."""
+
+    name: str
+    batch_size: int
+    workers: int = 0
+    shuffles: bool = False
+    pins: bool = False
+    drops_last: bool = False
+    samples: bool = False
+    """Whether it has a sampler of the user's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """A variable that the cell uses and that has memory on the device."""
+
+    name: str
+    nbytes: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGraph:
+    """What only the autograd graphs of some variables keep, and the code that lets go of it."""
+
+    names: frozenset[str]
+    nbytes: int
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What the frames of a failure tell, read before they are emptied."""
+
+    line: int | None = None
+    code: str | None = None
+    source: str | None = None
+    """The cell's text; None where the code is a file, of which the guarded block is only a part."""
+    functions: frozenset[str] = frozenset()
+    """Names of the functions on the failing stack, the user's and the libraries'."""
+    inside: str | None = None
+    """The deepest line of the user's own, where that is in another cell or a function's file."""
+    growths: tuple[Growth, ...] = ()
+    calls_backward: bool = False
+    """Whether a function of the user's on the failing stack calls `backward`."""
+    autocast: bool = False
+    """Whether one of them mentions `autocast`."""
+    graph_names: tuple[str, ...] = ()
+    """Variables of the failing frames that carry an autograd graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything known of one failure."""
+
+    kind: str
+    memory: str = "device"
+    device: str | None = None
+    requested: int | None = None
+    capacity: int | None = None
+    free: int | None = None
+    """Bytes of the device that nobody had taken when it failed, by the error's text or the driver."""
+    unallocated: int | None = None
+    """Bytes torch had reserved but not allocated then."""
+    before: AllocatorFigures | None = None
+    at_failure: AllocatorFigures | None = None
+    after: AllocatorFigures | None = None
+    from_allocator: bool = False
+    segments_can_expand: bool = False
+    """True where the allocator knows expandable segments and does not use them."""
+    scene: Scene = field(default_factory=Scene)
+    cell: CellCode | None = None
+    looked_at: bool = False
+    """Whether the notebook could be looked at: without it, no holders does not mean none."""
+    holders: tuple[Holder, ...] = ()
+    leftovers: tuple[Claim, ...] = ()
+    """What is only reached by names bound before the cell that neither it nor anything it calls uses."""
+    graphs: KeptGraph | None = None
+    """Those of names bound before the cell that neither it nor anything it calls uses."""
+    stale: Mapping[str, int] = field(default_factory=dict)
+    """``{name: bytes}`` of old values that were alive while the cell made their successors."""
+    models: tuple[Model, ...] = ()
+    batches: tuple[BatchSize, ...] = ()
+    free_elsewhere: Mapping[str, int] = field(default_factory=dict)
+    """Free bytes of the other devices of the same type."""
+    other_processes: int | None = None
+    work: Work = field(default_factory=Work)
+    optimizers: tuple[Optimizer, ...] = ()
+    fixed: int | None = None
+    """Bytes that do not depend on the size of a batch: models, optimizers, what earlier cells made."""
+    device_names: tuple[str, ...] = ()
+    """Variables that the cell uses and that name the device."""
+    brought: tuple[Brought, ...] = ()
+    """What the cell uses of the notebook's variables that live on the device."""
+    kept: tuple[Brought, ...] = ()
+    """Every variable of the notebook with memory on the device."""
+    residue: tuple[str, ...] = ()
+    """Variables that the failed cell left and that it makes anew when it runs again."""
+    loaders: tuple[Loader, ...] = ()
+    fused_attention: bool = False
+    """Whether torch has attention kernels for this backend that never make the matrix of all scores."""
+    settings: Mapping[str, bool] = field(default_factory=dict)
+    """Switches of torch that matter here and are on, such as ``"cudnn.benchmark"``."""
+    rehearsed: Fit | None = None
+    """The largest value of the first of `batches` that fits, by rehearsals; None where there were none."""
+    roundest: int | None = None
+    """A rounder value a little below it, where that one fits too."""
+    private_pools: int = 0
+    """Bytes in CUDA graphs' own pools, by the error's text."""
+
+    @property
+    def text(self) -> Text | None:
+        """The text of the cell that failed."""
+        return self.cell.text if self.cell is not None else None
+
+    @property
+    def texts(self) -> tuple[Text, ...]:
+        """The texts that an edit may change: the cell's, then that of the function in another cell that failed."""
+        found = [each for each in (self.text, self.work.text) if each is not None]
+        return tuple(found[:1] if len(found) == 2 and found[0].cell == found[1].cell else found)
+
+    @property
+    def failing(self) -> Text | None:
+        """The text with the line that ran, the cell's or another's."""
+        return self.work.text
+
+    @property
+    def stage(self) -> str:
+        """What was going on: ``"step"``, ``"backward"``, ``"load"``, ``"move"``, ``"forward"`` or ``"other"``."""
+        functions = self.scene.functions
+        if any(name.startswith(_STEPS) for name in functions):
+            return "step"
+        for stage, marks in _STAGES.items():
+            if functions & marks:
+                return stage
+        return "other"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the cell, or a function of the user's on the failing stack, calls `backward`."""
+        return (self.cell is not None and self.cell.trains) or self.scene.calls_backward
+
+    @property
+    def usable(self) -> int | None:
+        """Bytes that this process could have on the device: what it had reserved and what was free."""
+        if self.free is None or self.at_failure is None:
+            return None
+        return self.free + self.at_failure.reserved
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that were not allocated when it failed, were they in one piece or not."""
+        if self.usable is None or self.at_failure is None:
+            return None
+        return self.usable - self.at_failure.allocated
+
+    @property
+    def transient(self) -> int:
+        """Bytes of the cell's that no name but those of its frames and graphs held."""
+        if self.at_failure is None or self.after is None:
+            return 0
+        named = sum(holder.nbytes for holder in self.holders)
+        nameless = max(0, self.after.allocated - named) if self.looked_at else 0
+        return max(0, self.at_failure.allocated - self.after.allocated) + nameless
+
+    @property
+    def short(self) -> int | None:
+        """Bytes missing for the request that failed; None if it cannot be known."""
+        if self.requested is None or self.free is None:
+            return None
+        return max(0, self.requested - self.free)
+
+    def asked_for(self, nbytes: int) -> bool:
+        """Return whether the request may have been for so many bytes: allocators round up, texts round off."""
+        if self.requested is None:
+            return False
+        block = 2 << 20 if nbytes <= 1 << 20 else 20 << 20 if nbytes < 10 << 20 else -(-nbytes // (2 << 20)) * (2 << 20)
+        return nbytes * 0.99 <= self.requested <= block * 1.01
+
+    def covers(self, frees: int | None) -> bool | None:
+        """Return whether freeing so many bytes is enough for the request that failed; None if unknown."""
+        return None if frees is None or self.short is None else frees >= self.short
+
+    @property
+    def leftover_nbytes(self) -> int:
+        """Bytes that unbinding all leftovers releases."""
+        return sum(claim.nbytes for claim in self.leftovers)
+
+    @property
+    def grown(self) -> int | None:
+        """Bytes the cell had allocated when it failed, beyond what was there before."""
+        if self.before is None or self.at_failure is None:
+            return None
+        return max(0, self.at_failure.allocated - self.before.allocated)

@@ -1,0 +1,194 @@
+"""The int that a cell's memory goes with: where it stands, and how to give it another value.
+
+It stands in the cell's own text, as ``batch_size = 256`` or ``DataLoader(data, batch_size=256)``, and is changed
+there; or in a variable of the notebook; or it is a parameter of a decorated function.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpumagic.errors import OptionError
+from gpumagic.source.names_used import names_used
+
+
+class Knob(Protocol):
+    """An int that can be turned."""
+
+    name: str
+    value: int
+    """What it was before anything was tried."""
+
+    def apply(self, value: int) -> str | None:
+        """Give it a value; return the text to run where that is not the one it was found in."""
+
+    def restore(self) -> None:
+        """Give it back its first value."""
+
+    def place(self, value: int) -> str:
+        """Return where it stands and how one writes it: ``"line 3: batch_size = 64"``."""
+
+    def imagined(self, value: int) -> tuple[str | None, dict[str, object]]:
+        """Return the code, where it is in it, and the variables that a value would come with; nothing is changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """An int written in some code."""
+
+    line: int
+    start: int
+    """The byte of the line at which it begins, in UTF-8, as `ast` counts."""
+    end: int
+    value: int
+
+
+class Written:
+    """A number in the cell's text; several of one name change in proportion."""
+
+    def __init__(self, source: str, name: str, found: list[Literal]) -> None:
+        self.name, self.value = name, max(each.value for each in found)
+        self._source, self._found = source, found
+
+    def apply(self, value: int) -> str:
+        """Return the cell's text with the number changed."""
+        lines = self._source.split("\n")
+        for each in sorted(self._found, key=lambda found: -found.start):
+            text = lines[each.line - 1].encode()
+            number = str(self._scaled(each, value)).encode()
+            lines[each.line - 1] = (text[: each.start] + number + text[each.end :]).decode()
+        return "\n".join(lines)
+
+    def restore(self) -> None:
+        """Do nothing: the cell's text was never touched, only what ran."""
+
+    def place(self, value: int) -> str:
+        """Return the lines and their new numbers."""
+        return "; ".join(f"line {each.line}: {self.name} = {self._scaled(each, value)}" for each in self._found)
+
+    def imagined(self, value: int) -> tuple[str | None, dict[str, object]]:
+        """Return the cell's text with the number changed."""
+        return self.apply(value), {}
+
+    def _scaled(self, found: Literal, value: int) -> int:
+        return max(1, found.value * value // self.value)
+
+
+class Variable:
+    """An int of the notebook, or of a function's arguments."""
+
+    def __init__(self, namespace: MutableMapping[str, object], name: str, value: int) -> None:
+        self.name, self.value = name, value
+        self._namespace = namespace
+
+    def apply(self, value: int) -> None:
+        """Bind the variable."""
+        self._namespace[self.name] = value
+
+    def restore(self) -> None:
+        """Bind it as it was."""
+        self._namespace[self.name] = self.value
+
+    def place(self, value: int) -> str:
+        """Return the assignment."""
+        return f"{self.name} = {value}"
+
+    def imagined(self, value: int) -> tuple[str | None, dict[str, object]]:
+        """Return the variable with the value."""
+        return None, {self.name: value}
+
+
+def in_cell(source: str, name: str, namespace: MutableMapping[str, object], option: str) -> Knob:
+    """Return the int of a name that a cell uses.
+
+    Args:
+        source: the cell's text, as Python.
+        name: as in ``batch_size = 256``, ``batch_size=256`` or ``{"batch_size": 256}``; else the notebook's variable.
+        namespace: the notebook's variables.
+        option: who asks, for the error.
+
+    Raises:
+        OptionError: there is no such int, or the cell does not use it.
+    """
+    tree = ast.parse(source)
+    found = [literal for written, literal in _literals(tree) if written == name]
+    if found:
+        return Written(source, name, found)
+    value = namespace.get(name)
+    bound = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    line = next((node.lineno for node in bound if node.id == name), None)
+    if line is not None:
+        raise OptionError(f"{option} {name}: line {line} computes {name}; write it as a number there: {name} = 64")
+    if type(value) is not int:
+        raise OptionError(_no_such_int(option, name, tree, namespace))
+    if name not in names_used(_names(tree), namespace):
+        raise OptionError(
+            f"{option} {name}: the cell does not use {name}; it must read the variable, itself or in what it calls"
+        )
+    if value < 1:
+        raise OptionError(f"{option} {name}: {name} is {value}; it must be at least 1")
+    return Variable(namespace, name, value)
+
+
+def in_arguments(name: str, arguments: MutableMapping[str, object], option: str) -> Knob:
+    """Return the int that a function is called with under a parameter's name, or raise `OptionError`."""
+    value = arguments.get(name)
+    if type(value) is not int or value < 1:
+        raise OptionError(f"{option.strip('-')}={name!r}: {name} must be an int of at least 1, not {value!r:.40}")
+    return Variable(arguments, name, value)
+
+
+def _literals(tree: ast.AST) -> Iterator[tuple[str, Literal]]:
+    """Yield every positive int that the code writes under a name."""
+    for node in ast.walk(tree):
+        for name, value in _pairs(node):
+            if isinstance(value, ast.Constant) and type(value.value) is int and value.value > 0:
+                assert value.end_col_offset is not None
+                yield name, Literal(value.lineno, value.col_offset, value.end_col_offset, value.value)
+
+
+def _pairs(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from _assigned(target, node.value)
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        yield from _assigned(node.target, node.value)
+    elif isinstance(node, ast.keyword) and node.arg is not None:
+        yield node.arg, node.value
+    elif isinstance(node, ast.arguments):
+        positional = [*node.posonlyargs, *node.args]
+        yield from zip((each.arg for each in positional[::-1]), node.defaults[::-1], strict=False)
+        yield from ((each.arg, value) for each, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value)
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield key.value, value
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, ast.Attribute):
+        yield target.attr, value
+    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        for each, part in zip(target.elts, value.elts, strict=True):
+            yield from _assigned(each, part)
+
+
+def _names(tree: ast.AST) -> Iterable[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _no_such_int(option: str, name: str, tree: ast.AST, namespace: Mapping[str, object]) -> str:
+    if name in namespace:
+        kind = type(namespace[name]).__name__
+        return f"{option} {name}: {name} is a {kind}, not an int; name the number that its size goes with"
+    used = names_used(_names(tree), namespace)
+    there = {written for written, _ in _literals(tree)} | {each for each in used if type(namespace[each]) is int}
+    near = difflib.get_close_matches(name, sorted(there), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(there))}" if there else "it has none"
+    return f"{option} {name}: the cell has no int called {name}; {hint}"
