@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from gpumagic import cluster, simgpu
     from gpumagic.api import devices, gpuinfo, ondevice, oomguard, rehearse, release_held, why
+    from gpumagic.cluster.report import ClusterReport, merge
     from gpumagic.dryrun.report import RehearsalReport
     from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, RehearsalUnavailable, SimgpuUnavailable
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.recognition import OutOfMemory
     from gpumagic.oom.report import OomReport
     from gpumagic.oom.tries_report import FitReport
-    from gpumagic.reports.cluster import ClusterReport, merge
     from gpumagic.tensors.diff import DiffReport
     from gpumagic.tensors.held_report import HeldReport, ReleaseReport
     from gpumagic.tensors.report import TensorReport
@@ -75,7 +75,7 @@ _HOMES = {
     "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "RehearsalUnavailable", "SimgpuUnavailable"),
     "gpumagic.oom.recognition": ("OutOfMemory",),
     "gpumagic.tensors.diff": ("DiffReport",),
-    "gpumagic.reports.cluster": ("ClusterReport", "merge"),
+    "gpumagic.cluster.report": ("ClusterReport", "merge"),
     "gpumagic.gpus.report": ("GPUReport",),
     "gpumagic.tensors.held_report": ("HeldReport", "ReleaseReport"),
     "gpumagic.oom.report": ("OomReport",),

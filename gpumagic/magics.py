@@ -21,9 +21,9 @@ from gpumagic.options import parser
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from gpumagic.cluster.report import ClusterReport
     from gpumagic.dryrun.report import RehearsalReport
     from gpumagic.notebook.cells import CellSessions
-    from gpumagic.reports.cluster import ClusterReport
     from gpumagic.tensors.looks import Looks
 
 

@@ -10,19 +10,21 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
+from gpumagic.cluster.report import KINDS as OF_ENGINES
+from gpumagic.cluster.report import EngineAnswer
 from gpumagic.report.base import Report
-from gpumagic.reports import cluster
+from gpumagic.report.document import document_of
 
 MIB = 1024**2
-KINDS = sorted(name for name in import_module("gpumagic.render")._VIEWS)
+for _feature in ("gpus", "tensors", "transfers", "oom", "dryrun", "cluster"):
+    import_module(f"gpumagic.{_feature}.view")
+KINDS = sorted(kind.__name__ for kind in document_of.registry if kind is not object)
 FIXED: dict[tuple[str, str], Any] = {
     ("TensorReport", "group_by"): None, ("ClusterReport", "group_by"): None, ("ClusterReport", "magic"): "gpuinfo",
     ("BenchRow", "measure"): "copy", ("DiffRow", "change"): "came", ("EngineAnswer", "state"): "answered",
     ("OomReport", "recovered"): False, ("OomReport", "retries"): 0, ("FitReport", "failure"): None,
 }  # fmt: skip
 """Fields of a few known words, which no text from outside reaches, and flags that would fold all else away."""
-for _home in import_module("gpumagic.render")._VIEWS.values():
-    import_module(_home.rpartition(".")[0])
 _TYPES = {
     name: each
     for module in list(sys.modules.values())
@@ -40,9 +42,9 @@ def cases(text: str) -> Iterator[tuple[str, Report[Any]]]:
     yield "GPUReport, none", report("GPUReport", text, devices=())
     for key in ("device", "dtype", "kind", "holder"):
         yield f"TensorReport, by {key}", report("TensorReport", text, group_by=key)
-    for magic, kind in cluster.KINDS.items():
-        told = [cluster.EngineAnswer(number, report=report(kind.__name__, text)) for number in range(2)]
-        silent = cluster.EngineAnswer(2, state="failed", detail=text)
+    for magic, kind in OF_ENGINES.items():
+        told = [EngineAnswer(number, report=report(kind.__name__, text)) for number in range(2)]
+        silent = EngineAnswer(2, state="failed", detail=text)
         yield f"ClusterReport, {magic}", report("ClusterReport", text, magic=magic, engines=(*told, silent))
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import gpumagic
+from gpumagic.cluster.report import PlacedRow
 from gpumagic.dryrun.report import RehearsalRow
 from gpumagic.gpus.report import GpuRow, ProcessRow
 from gpumagic.oom.report import Advice, OomReport
 from gpumagic.oom.tries_report import FitReport
-from gpumagic.reports.cluster import PlacedRow
 from gpumagic.tensors.diff import DiffRow
 from gpumagic.tensors.held_report import FreedRow, HeldRow
 from gpumagic.tensors.report import DeviceMemoryRow, TensorRow

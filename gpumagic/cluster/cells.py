@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from gpumagic.cluster import transport
 from gpumagic.cluster.connection import Connection, connect
 from gpumagic.cluster.placement import Site, place
+from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer
 from gpumagic.errors import OptionError
-from gpumagic.reports.cluster import ANSWERED, ClusterReport, EngineAnswer
 
 KEPT = "_gpumagic_report"
 """The variable in which an engine keeps its report until it is collected."""
@@ -163,7 +163,7 @@ def _resolved(
 
 
 def _check(answers: Sequence[EngineAnswer]) -> None:
-    from gpumagic.render.cluster import engines
+    from gpumagic.cluster.view import engines
 
     for answer in answers:
         if answer.state != ANSWERED:

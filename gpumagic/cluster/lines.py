@@ -6,8 +6,8 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from gpumagic.cluster import cells, looks
+from gpumagic.cluster.report import ClusterReport
 from gpumagic.errors import OptionError
-from gpumagic.reports.cluster import ClusterReport
 
 _ALONE = {
     "gpuinfo": ("each_cell", "best", "bench"),

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gpumagic.cluster import connection, transport
+from gpumagic.cluster.report import ClusterReport, EngineAnswer
 from gpumagic.errors import DeviceNotFound
 from gpumagic.options import LOOK
-from gpumagic.reports.cluster import ClusterReport, EngineAnswer
 
 
 def gpuinfo(

@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any
 
 from gpumagic.cluster.connection import Connection
+from gpumagic.cluster.report import EngineAnswer
 from gpumagic.report.origin import Origin
-from gpumagic.reports.cluster import EngineAnswer
 
 _CALL = "exec(source) or answer(*order)"
 """Run by `eval` in the engine, with names of its own: neither a module nor bytecode has to be known there."""

@@ -18,6 +18,7 @@ from gpumagic.report.document import (
     Paragraph,
     Segment,
     Table,
+    document_of,
 )
 from gpumagic.report.units import count, duration, size
 
@@ -26,6 +27,7 @@ ENOUGH = 3
 """Points from which on there is something to draw."""
 
 
+@document_of.register(RehearsalReport)
 def view_rehearsal(report: RehearsalReport) -> Document:
     """Return the report with its verdict first; details that few need are folded away."""
     blocks: list[Block] = [Heading(_headline(report)), Paragraph(report.verdict)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from gpumagic.gpus.report import BenchReport, BenchRow
-from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table, document_of
 from gpumagic.report.units import NOT_AVAILABLE, count, rate
 
 LEGEND = (
@@ -15,6 +15,7 @@ LEGEND = (
 )
 
 
+@document_of.register(BenchReport)
 def view_bench(report: BenchReport) -> Document:
     """Return both tables and what follows from them."""
     blocks: list[Block] = [Heading(_headline(report))]

@@ -6,13 +6,25 @@ from collections.abc import Sequence
 
 from gpumagic.gpus.cells_report import CellRow, CellsReport
 from gpumagic.memory import timeline_view
-from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
+from gpumagic.report.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    Fold,
+    Heading,
+    Paragraph,
+    Segment,
+    Table,
+    document_of,
+)
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
 
 SHOWN = 20
 SPARKS = 12
 
 
+@document_of.register(CellsReport)
 def view_cells(report: CellsReport) -> Document:
     """Return the latest cells, the earlier ones folded away, under the one that grew memory most."""
     blocks: list[Block] = [Heading(_headline(report))]

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
-from gpumagic.gpus import view
-from gpumagic.gpus.report import GPUReport, HistoryReport, SampleRow
-from gpumagic.render import cluster
-from gpumagic.report.base import Report
-from gpumagic.report.document import Block, Cell, Column, Document, Paragraph, Table
+from gpumagic.gpus.report import HistoryReport, SampleRow
+from gpumagic.report.document import Block, Cell, Column, Document, Paragraph, Table, document_of
+from gpumagic.report.rendering import to_document
 from gpumagic.report.units import NOT_AVAILABLE, sparkline
-from gpumagic.reports.cluster import ClusterReport
 
 SHOWN = 30
 """Moments in a line."""
 
 
+@document_of.register(HistoryReport)
 def view_history(report: HistoryReport) -> Document:
     """Return the snapshot with the history under it."""
-    blocks: list[Block] = list(_snapshot(report.latest)) if report.latest else []
+    blocks: list[Block] = list(to_document(report.latest).blocks) if report.latest else []
     devices = list(dict.fromkeys(row.device for row in report.samples))
     if devices:
         blocks.append(_lines(report.samples, devices))
         blocks.append(Paragraph("Lines reach from 0 to 100%, the newest at the right.", muted=True))
     blocks.append(Paragraph(_state(report), muted=True))
     return Document(tuple(blocks))
-
-
-def _snapshot(latest: Report[Any]) -> Sequence[Block]:
-    return (
-        cluster.view(latest).blocks
-        if isinstance(latest, ClusterReport)
-        else view.view_gpus(cast(GPUReport, latest)).blocks
-    )
 
 
 def _lines(samples: Sequence[SampleRow], devices: Sequence[str]) -> Table:

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gpumagic.cluster.report import ClusterReport
 from gpumagic.gpus.moments import samples
 from gpumagic.gpus.report import GPUReport, HistoryReport, SampleRow
-from gpumagic.reports.cluster import ClusterReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell

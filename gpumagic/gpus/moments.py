@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumagic.cluster.report import ClusterReport
+from gpumagic.cluster.shared_gpus import SharedGpu, shared_gpus
 from gpumagic.gpus.report import GPUReport, GpuRow, SampleRow
-from gpumagic.reports.cluster import ClusterReport
-from gpumagic.reports.shared_gpus import SharedGpu, shared_gpus
 
 FEW = 32
 """GPUs of a cluster with a row each; of more, each host has one."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from gpumagic.gpus import gpu_details, gpu_processes, gpu_table
+from gpumagic.gpus import bench_view, cells_view, gpu_details, gpu_processes, gpu_table, history_view  # noqa: F401  # they register their views
 from gpumagic.gpus.report import GPUReport
-from gpumagic.report.document import Block, Document, Heading, Paragraph
+from gpumagic.report.document import Block, Document, Heading, Paragraph, document_of
 from gpumagic.report.units import count
 
 
+@document_of.register(GPUReport)
 def view_gpus(report: GPUReport) -> Document:
     """Return the report as a table of devices, or as one paragraph where there is none."""
     blocks: list[Block] = [Heading(_headline(report))]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpumagic.oom.tries_report import FitReport, Try
-from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Table
+from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Table, document_of
 from gpumagic.report.units import count, duration, size
 
 
+@document_of.register(FitReport)
 def view_fit(report: FitReport) -> Document:
     """Return the answer, how to write it down, and the runs it came from."""
     blocks: list[Block] = [Heading(_headline(report))]

@@ -7,7 +7,19 @@ from collections.abc import Callable, Iterator
 from gpumagic.memory import timeline_view
 from gpumagic.oom import tries_view
 from gpumagic.oom.report import Advice, OomReport
-from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
+from gpumagic.report.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    Fold,
+    Heading,
+    Listing,
+    Paragraph,
+    Segment,
+    Table,
+    document_of,
+)
 from gpumagic.report.holder import Holder
 from gpumagic.report.units import NOT_AVAILABLE, count, shape, size
 
@@ -16,6 +28,7 @@ SHOWN_HOLDERS = 6
 WORTH_A_ROW = 1024**2
 
 
+@document_of.register(OomReport)
 def view_failure(report: OomReport) -> Document:
     """Return the report with its verdict first; a cell that passed in the end has all of the failure folded away."""
     heading, failure = Heading(_headline(report)), _failure(report)

@@ -56,14 +56,14 @@ class Report(Generic[Row]):
         return plain
 
     def __str__(self) -> str:
-        from gpumagic.render import to_text
+        from gpumagic.report.rendering import to_text
 
         return to_text(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from gpumagic.render import to_html
+        from gpumagic.report.rendering import to_html
 
         return to_html(self)
 

@@ -7,6 +7,7 @@ it looks. Text in here is plain: escaping is the renderers' work.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -130,3 +131,13 @@ class Document:
     """A report ready to be rendered."""
 
     blocks: Sequence[Block] = field(default_factory=tuple)
+
+
+@functools.singledispatch
+def document_of(report: object) -> Document:
+    """Return what a report shows; the views of each feature register themselves here.
+
+    Args:
+        report: of a kind whose view has been imported; `rendering.to_document` sees to that.
+    """
+    raise TypeError(f"no view is registered for {type(report).__name__}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import count, size
 from gpumagic.tensors.diff import DeviceChange, DiffReport, DiffRow
 from gpumagic.tensors.folding import Line, fold
@@ -13,6 +13,7 @@ from gpumagic.tensors.table_cells import dims, kind_cell
 _WORDS = {"came": "new", "went": "gone", "resized": "resized", "lost its name": "unnamed"}
 
 
+@document_of.register(DiffReport)
 def view_diff(report: DiffReport) -> Document:
     """Return the document of the difference between two looks."""
     blocks: list[Block] = [Heading(_heading(report))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table, document_of
 from gpumagic.report.units import count, size
 from gpumagic.tensors.folding import Line, fold, pattern, shared
 from gpumagic.tensors.held_report import FreedRow, HeldReport, HeldRow, ReleaseReport
@@ -14,6 +14,8 @@ _SEVERAL = 4
 """Holders in a sentence, and lines to type, before the rest is counted."""
 
 
+@document_of.register(HeldReport)
+@document_of.register(ReleaseReport)
 def view_held(report: HeldReport | ReleaseReport) -> Document:
     """Return the document of what is held, or of what was released and what is still held."""
     blocks = _release(report) if isinstance(report, ReleaseReport) else _held(report)

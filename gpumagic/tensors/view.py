@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import count, size
+from gpumagic.tensors import diff_view, held_view, why_view  # noqa: F401  # they register their views
 from gpumagic.tensors.folding import Line, fold, holder_text
 from gpumagic.tensors.lookup import root_of
 from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
@@ -15,6 +16,7 @@ from gpumagic.tensors.table_cells import dims, kind_cell, sized
 ROLES: tuple[Literal["main", "second", "other"], ...] = ("main", "second", "other")
 
 
+@document_of.register(TensorReport)
 def view_tensors(report: TensorReport) -> Document:
     """Return the document of a tensor report."""
     blocks: list[Block] = [Heading(_heading(report))]

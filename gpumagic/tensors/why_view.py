@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpumagic.report.document import Block, Document, Heading, Paragraph, Tree
+from gpumagic.report.document import Block, Document, Heading, Paragraph, Tree, document_of
 from gpumagic.report.units import count, size
 from gpumagic.tensors.folding import holder_text
 from gpumagic.tensors.report import TensorRow
@@ -14,6 +14,7 @@ from gpumagic.tensors.why_report import WhyReport
 SHOWN = 8
 
 
+@document_of.register(WhyReport)
 def view_why(report: WhyReport) -> Document:
     """Return the document of one tensor's holders."""
     blocks: list[Block] = [Heading(_heading(report.tensor))]

@@ -6,7 +6,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpumagic.memory import timeline_view
-from gpumagic.report.document import Block, Cell, Column, Document, Fold, Heading, Paragraph, Segment, Table
+from gpumagic.report.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    Fold,
+    Heading,
+    Paragraph,
+    Segment,
+    Table,
+    document_of,
+)
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
 from gpumagic.transfers.report import TransferReport, TransferRow
 
@@ -16,6 +27,7 @@ SHOWN_ADVICE = 5
 SHOWN_NAMES = 6
 
 
+@document_of.register(TransferReport)
 def view_transfers(report: TransferReport) -> Document:
     """Return the document of one run: never more than a screen, the rest folded."""
     blocks: list[Block] = [Heading(_headline(report)), *_explanation(report)]

@@ -11,7 +11,7 @@ import torch
 import gpumagic
 from gpumagic.dryrun.stage import courses
 from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
-from gpumagic.render import to_html, to_text
+from gpumagic.report.rendering import to_html, to_text
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

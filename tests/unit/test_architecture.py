@@ -12,59 +12,172 @@ import gpumagic
 PACKAGE = Path(gpumagic.__file__).parent
 HEAVY = {"torch", "pandas", "pynvml", "numpy", "matplotlib"}
 
-# Who may not import whom: a probe never formats, a renderer never measures, a report is only data.
-FORBIDDEN = {
-    "render": {"gpumagic.probes", "gpumagic.magics", "gpumagic.notebook.cells", "gpumagic.api", "torch", "IPython"},
-    "reports": {"gpumagic.probes", "gpumagic.magics", "gpumagic.notebook.cells", "torch", "IPython"},
-    "probes": {"gpumagic.render", "gpumagic.magics", "gpumagic.extension", "gpumagic.api"},
-    # Its sentences carry sizes, so it may use `report.units` and nothing else of the renderers.
-    "advice": {
-        "gpumagic.probes",
-        "gpumagic.report.document",
-        "gpumagic.report.text",
-        "gpumagic.report.html",
-        "torch",
-        "IPython",
-    },
+RANKS = (
+    "errors", "_compat", "report", "source", "memory", "heap", "simgpu", "notebook", "gpus", "tensors", "transfers",
+    "dryrun", "oom", "cluster", "options", "api", "magics", "extension", "demo", "__main__", "",
+)  # fmt: skip
+"""The layers, from what knows nothing of the others to what knows all: nothing imports from a later one."""
+FEATURES = {
+    "gpus": set(),
+    "tensors": {"gpus"},
+    "transfers": {"tensors", "gpus"},
+    "dryrun": {"gpus", "tensors"},
+    "oom": {"gpus", "tensors", "transfers", "dryrun"},
 }
+"""Which features each feature may import from."""
+MEASURING = {"torch", "IPython", "pynvml", "gc", "gpumagic.memory.allocator"}
+"""What a view or a record of a report never imports."""
+
+Edge = tuple[str, str]
+
+UPWARD: set[Edge] = {
+    ("gpumagic.cluster.errands", "gpumagic.extension"),
+    ("gpumagic.cluster.looks", "gpumagic.options"),
+    ("gpumagic.dryrun.fitting", "gpumagic.options"),
+    ("gpumagic.gpus.live", "gpumagic.cluster.report"),
+    ("gpumagic.gpus.moments", "gpumagic.cluster.report"),
+    ("gpumagic.gpus.moments", "gpumagic.cluster.shared_gpus"),
+    ("gpumagic.heap.cycles", "gpumagic.tensors.report"),
+    ("gpumagic.heap.last_error", "gpumagic.oom.release"),
+    ("gpumagic.memory.cell_memory", "gpumagic.heap.lasting"),
+    ("gpumagic.memory.timeline", "gpumagic.heap.lasting"),
+    ("gpumagic.notebook.completion", "gpumagic.gpus.device_names"),
+    ("gpumagic.notebook.completion", "gpumagic.options"),
+    ("gpumagic.report.plot", "gpumagic.dryrun.report"),
+    ("gpumagic.report.plot", "gpumagic.gpus.cells_report"),
+    ("gpumagic.report.plot", "gpumagic.gpus.report"),
+    ("gpumagic.report.plot", "gpumagic.memory.records"),
+    ("gpumagic.simgpu", "gpumagic.options"),
+    ("gpumagic.source.text", "gpumagic.oom.report"),
+}
+"""Imports that still lead to a later layer; the set only shrinks."""
+CIRCLES: set[frozenset[str]] = {
+    frozenset(
+        {
+            "gpumagic.dryrun.report",
+            "gpumagic.gpus.cells_report",
+            "gpumagic.gpus.report",
+            "gpumagic.memory.records",
+            "gpumagic.report.plot",
+        }
+    ),
+    frozenset({"gpumagic.oom.guard", "gpumagic.oom.rerun", "gpumagic.oom.rerun_calls"}),
+    frozenset({"gpumagic.oom.report", "gpumagic.oom.tries_report"}),
+    frozenset({"gpumagic.oom.tries_view", "gpumagic.oom.view"}),
+    frozenset(
+        {
+            "gpumagic.tensors.diff",
+            "gpumagic.tensors.held_report",
+            "gpumagic.tensors.report",
+            "gpumagic.tensors.selection",
+        }
+    ),
+    frozenset({"gpumagic.transfers.recorder", "gpumagic.transfers.returning", "gpumagic.transfers.tracing"}),
+}
+"""Modules that still reach each other; the set only shrinks."""
 
 
-def imports(path: Path, *, top_level: bool = False) -> set[str]:
-    """Return the modules a file imports; type-checking imports do not count."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = [node for statement in tree.body for node in _reached(statement, top_level)]
+def edges() -> set[Edge]:
+    """Return every import between modules of the package, those inside functions and for types included."""
+    modules = {name(path): path for path in PACKAGE.rglob("*.py")}
+    found = set()
+    for importer, path in modules.items():
+        for imported in imports(path):
+            if imported in modules and imported != importer and not importer.startswith(f"{imported}."):
+                found.add((importer, imported))
+    return found
+
+
+def name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer(module: str) -> str:
+    return module.partition(".")[2].partition(".")[0]
+
+
+def imports(path: Path) -> set[str]:
+    """Return the modules that a file imports anywhere, and what it takes from them."""
     names: set[str] = set()
-    for node in nodes:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         if isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+            taken = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {each for each in taken if is_module(each)}
+            names |= taken
+            if modules != taken:
+                names.add(node.module)
     return names
 
 
-def _reached(statement: ast.stmt, top_level: bool) -> list[ast.AST]:
-    if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
-        return []
-    return [statement] if top_level else list(ast.walk(statement))
+def is_module(dotted: str) -> bool:
+    path = PACKAGE.parent.joinpath(*dotted.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def test_no_layer_reaches_into_one_it_must_not_know() -> None:
-    for layer, forbidden in FORBIDDEN.items():
-        root = PACKAGE / layer
-        for path in [root] if root.suffix else root.rglob("*.py"):
-            reached = {name for name in imports(path) for banned in forbidden if f"{name}.".startswith(f"{banned}.")}
-            assert not reached, f"{path.relative_to(PACKAGE)} must not import {reached}"
+def test_every_module_has_its_layer() -> None:
+    assert {layer(name(path)) for path in PACKAGE.rglob("*.py")} == set(RANKS)
 
 
-def test_no_probe_formats_bytes() -> None:
-    for path in (PACKAGE / "probes").rglob("*.py"):
-        assert "GiB:" not in path.read_text(encoding="utf-8"), path
+def test_no_import_leads_to_a_later_layer() -> None:
+    upward = {
+        (importer, imported)
+        for importer, imported in edges()
+        if RANKS.index(layer(imported)) > RANKS.index(layer(importer)) and (importer, imported) not in UPWARD
+    }
+    assert upward == set()
+
+
+def test_features_import_from_those_features_alone_that_are_declared() -> None:
+    undeclared = {
+        (importer, imported)
+        for importer, imported in edges()
+        if {layer(importer), layer(imported)} <= set(FEATURES)
+        and layer(importer) != layer(imported)
+        and layer(imported) not in FEATURES[layer(importer)]
+    }
+    assert undeclared - UPWARD == set()
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(edges()) == CIRCLES
+
+
+def circles(found: set[Edge]) -> set[frozenset[str]]:
+    """Return the groups of modules in which each reaches each other (Tarjan's strongly connected components)."""
+    following: dict[str, list[str]] = {}
+    for importer, imported in found:
+        following.setdefault(importer, []).append(imported)
+    reached = {module: reach(module, following) for module in following}
+    groups = {
+        frozenset(other for other in seen if module in reached.get(other, ())) for module, seen in reached.items()
+    }
+    return {group for group in groups if len(group) > 1}
+
+
+def reach(start: str, following: dict[str, list[str]]) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for each in following.get(waiting.pop(), ()):
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
+    return seen
+
+
+def test_no_view_and_no_record_measures() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.stem.endswith(("view", "report")) and path.stem != "api":
+            found = {each for each in imports(path) for banned in MEASURING if f"{each}.".startswith(f"{banned}.")}
+            assert not found, f"{path.relative_to(PACKAGE)} must not import {found}"
 
 
 def test_importing_every_report_and_renderer_needs_neither_torch_nor_ipython() -> None:
     code = (
-        "import sys, gpumagic, gpumagic.reports, gpumagic.render, gpumagic.options, gpumagic.gpus.device_names\n"
+        "import sys, gpumagic, gpumagic.report.rendering, gpumagic.options, gpumagic.gpus.device_names, gpumagic.cluster.view, gpumagic.gpus.view, gpumagic.tensors.view, gpumagic.transfers.view, gpumagic.dryrun.view, gpumagic.oom.view\n"
         f"print(sorted(({HEAVY!r} | {{'IPython'}}) & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -12,8 +12,8 @@ import torch
 from gpumagic.errors import DeviceNotFound
 from gpumagic.gpus import bench
 from gpumagic.gpus.report import BenchReport, BenchRow
-from gpumagic.render import to_html, to_text
 from gpumagic.report import progress
+from gpumagic.report.rendering import to_html, to_text
 
 COPIES = [
     "host-to-device",

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpumagic
+from gpumagic.cluster.report import ClusterReport, EngineAnswer
+from gpumagic.cluster.shared_gpus import shared_gpus
+from gpumagic.cluster.view import numbers
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
-from gpumagic.render import to_html, to_text
-from gpumagic.render.cluster import numbers
 from gpumagic.report.origin import Origin
-from gpumagic.reports.cluster import ClusterReport, EngineAnswer
-from gpumagic.reports.shared_gpus import shared_gpus
+from gpumagic.report.rendering import to_html, to_text
 from gpumagic.tensors.report import TensorReport, TensorRow
 
 GIB = 1 << 30

@@ -9,8 +9,8 @@ import every_report
 import pytest
 
 from gpumagic.gpus.cell_line import line
-from gpumagic.render import to_html, to_text
 from gpumagic.report.base import Report
+from gpumagic.report.rendering import to_html, to_text
 
 HOSTILE = {
     "markup": '<img src=x onerror="window.broken = 1">',

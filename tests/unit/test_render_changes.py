@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from gpumagic.render import to_html, to_text
+from gpumagic.report.rendering import to_html, to_text
 from gpumagic.tensors.diff import DeviceChange, DiffReport, DiffRow
 from gpumagic.tensors.held_report import FreedRow, HeldReport, HeldRow, ReleaseReport
 from gpumagic.tensors.report import TensorRow

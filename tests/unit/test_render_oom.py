@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpumagic.oom.report import Advice, Change, OomReport
-from gpumagic.render import to_html, to_text
 from gpumagic.report.holder import Holder
+from gpumagic.report.rendering import to_html, to_text
 
 MIB, GIB = 2**20, 2**30
 

@@ -15,7 +15,7 @@ from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.memory.records import MemoryCourse, MemoryPoint, MemoryTimeline
 from gpumagic.memory.timeline import TimelineLog
 from gpumagic.oom.report import OomReport
-from gpumagic.render import to_html, to_text
+from gpumagic.report.rendering import to_html, to_text
 from gpumagic.source import line_spans
 from gpumagic.transfers.report import TransferReport
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumagic.cluster import gpu_details_view
+from gpumagic.cluster.report import ClusterReport, EngineAnswer
+from gpumagic.cluster.shared_gpus import SharedGpu, shared_gpus
+from gpumagic.cluster.view import engines, numbers
 from gpumagic.gpus.gpu_table import UTIL, short
 from gpumagic.gpus.report import GPUReport
-from gpumagic.render import cluster_gpu_details
-from gpumagic.render.cluster import engines, numbers
 from gpumagic.report.document import Block, Cell, Column, Fold, Paragraph, Segment, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, pair, percent, size
-from gpumagic.reports.cluster import ClusterReport, EngineAnswer
-from gpumagic.reports.shared_gpus import SharedGpu, shared_gpus
 
 MOST_ROWS = 32
 """GPUs with a row each; of more, each host has one."""
@@ -20,7 +20,7 @@ MOST_FOLDED = 128
 BAR = "Bar, from the left: tensors of all the engines on it, their caches, all else in use."
 
 
-def parts(report: ClusterReport) -> tuple[str, list[Block]]:
+def gpus(report: ClusterReport) -> tuple[str, list[Block]]:
     """Return the heading and the blocks."""
     gpus = shared_gpus(report)
     hosts: dict[str, list[SharedGpu]] = {}
@@ -34,7 +34,7 @@ def parts(report: ClusterReport) -> tuple[str, list[Block]]:
     if any(_bar([gpu]) for gpu in gpus):
         blocks.append(Paragraph(BAR + (f" {UTIL}" if _utilization(gpus) is not None else ""), muted=True))
     if len(gpus) <= MOST_ROWS:
-        blocks += cluster_gpu_details.blocks(report, gpus)
+        blocks += gpu_details_view.blocks(report, gpus)
     blocks += _causes(report)
     return _heading(gpus), blocks
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from gpumagic.cluster.report import ClusterReport
+from gpumagic.cluster.shared_gpus import SharedGpu
 from gpumagic.gpus import gpu_details, gpu_processes
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.document import Block, Heading
-from gpumagic.reports.cluster import ClusterReport
-from gpumagic.reports.shared_gpus import SharedGpu
 
 
 def blocks(report: ClusterReport, gpus: Sequence[SharedGpu]) -> Iterator[Block]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpumagic.render.cluster import engines, numbers
+from gpumagic.cluster.report import ClusterReport, EngineAnswer
+from gpumagic.cluster.view import engines, numbers
 from gpumagic.report.document import Block, Cell, Column, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.report.units import count, duration, size
-from gpumagic.reports.cluster import ClusterReport, EngineAnswer
 from gpumagic.transfers import view
 from gpumagic.transfers.report import TransferReport
 
@@ -16,7 +16,7 @@ MOST_REPORTS = 8
 DIRECTIONS = ("host-to-device", "device-to-host", "device-to-device")
 
 
-def parts(report: ClusterReport) -> tuple[str, list[Block]]:
+def cells(report: ClusterReport) -> tuple[str, list[Block]]:
     """Return the heading and the blocks."""
     found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, TransferReport)]
     blocks: list[Block] = [_table(found[:MOST_ROWS])]

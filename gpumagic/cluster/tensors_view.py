@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpumagic.render.cluster import numbers
+from gpumagic.cluster.report import ClusterReport, EngineAnswer
+from gpumagic.cluster.view import numbers
 from gpumagic.report.document import Block, Cell, Column, Paragraph, Segment, Table
 from gpumagic.report.units import count, size
-from gpumagic.reports.cluster import ClusterReport, EngineAnswer
 from gpumagic.tensors.folding import Line, fold, holder_text
 from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
 from gpumagic.tensors.table_cells import dims, kind_cell, sized
@@ -17,7 +17,7 @@ MOST_DEVICES = 24
 """Rows of devices, those with most in tensors first."""
 
 
-def parts(report: ClusterReport) -> tuple[str, list[Block]]:
+def tensors(report: ClusterReport) -> tuple[str, list[Block]]:
     """Return the heading and the blocks."""
     found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, TensorReport)]
     blocks: list[Block] = []

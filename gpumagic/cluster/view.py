@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 
-from gpumagic.report.document import Block, Document, Heading, Paragraph
+from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer
+from gpumagic.report.document import Block, Document, Heading, Paragraph, document_of
 from gpumagic.report.units import count
-from gpumagic.reports.cluster import ANSWERED, ClusterReport, EngineAnswer
 
 _PARTS: Mapping[str, str] = {
-    "gpuinfo": "gpumagic.render.cluster_gpus.parts",
-    "devices": "gpumagic.render.cluster_tensors.parts",
-    "ondevice": "gpumagic.render.cluster_cells.parts",
-    "oomguard": "gpumagic.render.cluster_failures.parts",
+    "gpuinfo": "gpumagic.cluster.gpus_view.gpus",
+    "devices": "gpumagic.cluster.tensors_view.tensors",
+    "ondevice": "gpumagic.cluster.cells_view.cells",
+    "oomguard": "gpumagic.cluster.failures_view.failures",
 }
 
 
-def view(report: ClusterReport) -> Document:
+@document_of.register(ClusterReport)
+def view_engines(report: ClusterReport) -> Document:
     """Return the report of the engines that answered, then what is to be said of the others."""
     home, _, name = _PARTS[report.magic].rpartition(".")
     parts: Callable[[ClusterReport], tuple[str, list[Block]]] = getattr(import_module(home), name)

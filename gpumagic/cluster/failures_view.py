@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from gpumagic.cluster.report import ClusterReport, EngineAnswer
+from gpumagic.cluster.view import numbers
 from gpumagic.oom import view
 from gpumagic.oom.report import OomReport
-from gpumagic.render.cluster import numbers
 from gpumagic.report.document import Block, Fold, Heading
 from gpumagic.report.units import count
-from gpumagic.reports.cluster import ClusterReport, EngineAnswer
 
 IN_FULL = 2
 """Reports that are shown whole; of more the headline is, and in a notebook the rest folded."""
 
 
-def parts(report: ClusterReport) -> tuple[str, list[Block]]:
+def failures(report: ClusterReport) -> tuple[str, list[Block]]:
     """Return the heading and the blocks."""
     found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, OomReport)]
     out = [answer for answer, own in found if not own.recovered]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gpumagic.cluster.report import ClusterReport, EngineAnswer
 from gpumagic.gpus.report import GPUReport, GpuRow
-from gpumagic.reports.cluster import ClusterReport, EngineAnswer
 
 
 @dataclass(frozen=True, slots=True)
