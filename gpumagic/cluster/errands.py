@@ -12,8 +12,7 @@ from gpumagic import simgpu
 from gpumagic.errors import OptionError
 from gpumagic.gpus import device_names
 from gpumagic.notebook import session
-from gpumagic.report.here import here
-from gpumagic.report.origin import Origin
+from gpumagic.report.origin import Origin, here
 
 if TYPE_CHECKING:
     from gpumagic.gpus.report import GPUReport

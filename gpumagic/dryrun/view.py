@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpumagic.dryrun.report import DeviceForecast, Fit, RehearsalPoint, RehearsalReport
-from gpumagic.report import colours
+from gpumagic.report import document
 from gpumagic.report.document import (
     Block,
     Cell,
@@ -80,7 +80,7 @@ def _course(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
     mark = heights.index(max(heights))
     bands = {
         part: [point.parts.get(part, 0) / device.peak for point in columns]
-        for part in colours.ordered(part for point in columns for part in point.parts)
+        for part in document.stacking_order(part for point in columns for part in point.parts)
     }
     line = f", line {columns[mark].line}" if columns[mark].line is not None else ", before the cell"
     said = f"Memory on {device.device} over {count(report.operators, 'operator')}"

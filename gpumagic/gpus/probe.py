@@ -18,7 +18,7 @@ from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.gpus.torch_build import TorchBuild, torch_build
 from gpumagic.gpus.torch_names import Naming
 from gpumagic.gpus.visibility import Visibility
-from gpumagic.report import here
+from gpumagic.report import origin
 
 ONLY_WITH_ALL = ("bus_id", "fan", "clock_memory", "clock_memory_max", "compute_capability", "encoder_utilization",
                  "decoder_utilization", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max",
@@ -58,7 +58,7 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
         devices=chosen, torch_version=build.version, cuda_build=build.label,
         driver_version=answer.driver_version if isinstance(answer, Snapshot) else None,
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=selection.best(chosen), cause=cause,
-        show_processes=processes, show_all=everything, notes=tuple(notes), origin=here.here(),
+        show_processes=processes, show_all=everything, notes=tuple(notes), origin=origin.here(),
     )  # fmt: skip
 
 

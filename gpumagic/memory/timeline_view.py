@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gpumagic.memory.records import MemoryCourse, MemoryTimeline
-from gpumagic.report import colours
+from gpumagic.report import document
 from gpumagic.report.document import Block, Course, Fold, Paragraph
 from gpumagic.report.units import count, duration, size, sparkline
 
@@ -70,7 +70,7 @@ def bands(course: MemoryCourse, timeline: MemoryTimeline, columns: int = COLUMNS
             highest[place] = point.high
             certain[place:] = [point.parts] * (columns - place)
     certain = [each if sum(each.values()) <= top else {} for each, top in zip(certain, whole, strict=True)]
-    names = colours.ordered(part for each in certain for part in each)
+    names = document.stacking_order(part for each in certain for part in each)
     if not names:
         return {}
     found = {name: [each.get(name, 0) / course.highest for each in certain] for name in names}

@@ -7,7 +7,7 @@ from gpumagic.oom.failure import Failure
 from gpumagic.oom.report import OomReport
 from gpumagic.oom.rules import negatives, ranking, verdict
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.report import here
+from gpumagic.report import origin
 from gpumagic.report.units import size
 
 
@@ -41,7 +41,7 @@ def _report(facts: Facts, failure: Failure, circumstances: Circumstances, notes:
         recovered=circumstances.recovered,
         message=failure.event.message,
         notes=(*notes, *negatives.sentences(facts), *_notes(facts, failure, circumstances)),
-        origin=here.here(),
+        origin=origin.here(),
     )
 
 

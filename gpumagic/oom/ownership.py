@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from gpumagic.heap import calls, gradients, holders
 from gpumagic.heap.storages import Ledger, Storage, undisturbed
-from gpumagic.report.holder import Holder
+from gpumagic.report.base import Holder
 from gpumagic.source import exceptions
 from gpumagic.tensors import reconcile
 

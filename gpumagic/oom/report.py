@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gpumagic.memory.records import MemoryTimeline, plot
 from gpumagic.oom.at_failure import Action, Instant
 from gpumagic.oom.tries_report import Try
-from gpumagic.report.base import Report
-from gpumagic.report.holder import Holder
+from gpumagic.report.base import Holder, Report
 from gpumagic.report.origin import Origin
 
 if TYPE_CHECKING:

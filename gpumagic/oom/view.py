@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from gpumagic.memory import timeline_view
 from gpumagic.oom import tries_view
 from gpumagic.oom.report import Advice, OomReport
+from gpumagic.report.base import Holder
 from gpumagic.report.document import (
     Block,
     Cell,
@@ -20,7 +21,6 @@ from gpumagic.report.document import (
     Table,
     document_of,
 )
-from gpumagic.report.holder import Holder
 from gpumagic.report.units import NOT_AVAILABLE, count, shape, size
 
 SHOWN_ADVICE = 5

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 Row = TypeVar("Row")
 
@@ -102,3 +104,13 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A name of the notebook, and the bytes it keeps on one device."""
+
+    name: str
+    device: str
+    nbytes: int
+    kind: str = "plain"

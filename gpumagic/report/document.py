@@ -3,12 +3,15 @@
 A view (`gpus/view.py`, `tensors/view.py`, ...) turns one kind of report into a `Document`; `report/text.py`
 and `report/html.py` turn any document into text. Views decide what is said and in which order, renderers how
 it looks. Text in here is plain: escaping is the renderers' work.
+
+The colours are those of Okabe and Ito, told apart by colour-blind people too, and of middle lightness, so that they
+show on white and on black.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -141,3 +144,21 @@ def document_of(report: object) -> Document:
         report: of a kind whose view has been imported; `rendering.to_document` sees to that.
     """
     raise TypeError(f"no view is registered for {type(report).__name__}")
+
+
+PART_COLOURS = {
+    "other": (128, 128, 128),
+    "parameters": (0, 114, 178),
+    "buffers": (86, 180, 233),
+    "optimizer state": (0, 158, 115),
+    "gradients": (230, 159, 0),
+    "activations": (213, 94, 0),
+    "temporaries": (204, 121, 167),
+}
+OTHER_COLOUR = PART_COLOURS["other"]
+
+
+def stacking_order(parts: Iterable[str]) -> list[str]:
+    """Return the parts from the bottom of a picture to its top, each once."""
+    known = list(PART_COLOURS)
+    return sorted(dict.fromkeys(parts), key=lambda part: known.index(part) if part in PART_COLOURS else len(known))

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from gpumagic.report import colours
 from gpumagic.report.document import (
+    OTHER_COLOUR,
+    PART_COLOURS,
     Block,
     Cell,
     Column,
@@ -207,7 +208,7 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _colour(part: str) -> str:
-    return "rgba({},{},{},.85)".format(*colours.COLOURS.get(part, colours.UNKNOWN))
+    return "rgba({},{},{},.85)".format(*PART_COLOURS.get(part, OTHER_COLOUR))
 
 
 def _tree(steps: Sequence[tuple[str, str]]) -> str:

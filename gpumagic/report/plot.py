@@ -11,7 +11,7 @@ from gpumagic.errors import GpuMagicError
 from gpumagic.gpus.cells_report import CellsReport
 from gpumagic.gpus.report import HistoryReport
 from gpumagic.memory.records import MemoryCourse, MemoryTimeline
-from gpumagic.report import colours
+from gpumagic.report import document
 from gpumagic.report.units import cut_middle, printable
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _lay_out_operators(axes: Any, points: Sequence[RehearsalPoint], device: str)
     unit, name = _unit(max(point.allocated for point in points))
     steps = [point.operator for point in points]
     floor = [0.0] * len(points)
-    for part in colours.ordered(part for point in points for part in point.parts):
+    for part in document.stacking_order(part for point in points for part in point.parts):
         top = [low + point.parts.get(part, 0) / unit for low, point in zip(floor, points, strict=True)]
         axes.fill_between(steps, floor, top, step="post", lw=0, color=_colour(part), alpha=0.85, label=_label(part))
         floor = top
@@ -152,7 +152,7 @@ def _lay_out_parts(axes: Any, course: MemoryCourse, timeline: MemoryTimeline, un
     found = [point.parts or course.parts for point in course.points]
     found.append(found[-1] if found else course.parts)
     floor = [0.0] * len(found)
-    for part in colours.ordered(part for each in found for part in each):
+    for part in document.stacking_order(part for each in found for part in each):
         top = [low + each.get(part, 0) / unit for low, each in zip(floor, found, strict=True)]
         axes.fill_between(moments, floor, top, step="post", alpha=0.85, color=_colour(part), lw=0, label=_label(part))
         floor = top
@@ -164,7 +164,7 @@ def _label(text: str) -> str:
 
 
 def _colour(part: str) -> tuple[float, ...]:
-    return tuple(each / 255 for each in colours.COLOURS.get(part, colours.UNKNOWN))
+    return tuple(each / 255 for each in document.PART_COLOURS.get(part, document.OTHER_COLOUR))
 
 
 def _columns(course: MemoryCourse) -> tuple[Sequence[int], Sequence[int]]:

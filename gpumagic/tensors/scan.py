@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from gpumagic.heap import cycles, identity
 from gpumagic.heap.storages import uncollected, undisturbed
-from gpumagic.report import here
+from gpumagic.report import origin
 from gpumagic.tensors import reconcile
 from gpumagic.tensors.census import Census
 from gpumagic.tensors.report import TensorReport, TensorRow
@@ -45,7 +45,7 @@ def scan(
     """
     if "torch" not in sys.modules:
         return TensorReport(
-            (), limit=limit, group_by=group_by, notes=("torch is not imported: no tensors",), origin=here.here()
+            (), limit=limit, group_by=group_by, notes=("torch is not imported: no tensors",), origin=origin.here()
         )
     census = Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names, thorough)
     with uncollected():
@@ -61,7 +61,7 @@ def scan(
             process=identity.PROCESS,
             graphs=census.graphs,
             sources=census.sources,
-            origin=here.here(),
+            origin=origin.here(),
         )
         return report.narrowed(devices, minimum, sort)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.memory.records import MemoryTimeline
-from gpumagic.report import here
+from gpumagic.report import origin
 from gpumagic.source.call_sites import CallSites
 from gpumagic.transfers import residents
 from gpumagic.transfers.advice import suggestions
@@ -227,7 +227,7 @@ def report(
         explanation=explanation,
         lines=lines,
         notes=(_scope(log, hindrance),),
-        origin=here.here(),
+        origin=origin.here(),
         timeline=timeline,
     )
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.memory.records import MemoryTimeline, plot
-from gpumagic.report.base import Report
-from gpumagic.report.holder import Holder
+from gpumagic.report.base import Holder, Report
 from gpumagic.report.origin import Origin
 from gpumagic.transfers.explanation import Explanation
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from gpumagic.report.holder import Holder
+from gpumagic.report.base import Holder
 
 _MOST = 10_000
 """Items of a container that are looked at."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpumagic.oom.report import Advice, OomReport
 from gpumagic.oom.rules import actions
-from gpumagic.report.holder import Holder
+from gpumagic.report.base import Holder
 
 MIB = 2**20
 DEVICE = "cuda:0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpumagic.oom.report import Advice, Change, OomReport
-from gpumagic.report.holder import Holder
+from gpumagic.report.base import Holder
 from gpumagic.report.rendering import to_html, to_text
 
 MIB, GIB = 2**20, 2**30

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpumagic.dryrun.report import Fit
     from gpumagic.memory.allocator import AllocatorFigures
     from gpumagic.oom.ownership import Claim
-    from gpumagic.report.holder import Holder
+    from gpumagic.report.base import Holder
     from gpumagic.source.cell_code import CellCode
     from gpumagic.source.text import Text
 
