@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.dryrun.report import Fit, RehearsalReport
-from gpumagic.source import knobs
+from gpumagic.source import settings
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.forecast import Script
@@ -73,9 +73,9 @@ def of_script(
 
     names = dict(namespace)
     if script.source is None:
-        knob = knobs.in_arguments(name, names, "fit")
+        knob = settings.find_in_arguments(name, names, "fit")
     else:
-        knob = knobs.in_cell(script.source, name, names, "--fit")
+        knob = settings.find_in_cell(script.source, name, names, "--fit")
 
     recordings = replay.Recordings()
 

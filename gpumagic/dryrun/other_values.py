@@ -15,7 +15,7 @@ from gpumagic.dryrun.replay import Recordings
 from gpumagic.dryrun.report import Fit, RehearsalReport
 from gpumagic.errors import GpuMagicError, RehearsalUnavailable
 from gpumagic.report import progress
-from gpumagic.source.knobs import Knob
+from gpumagic.source.settings import Setting
 
 SECONDS = 30.0
 """How long all rehearsals of one question may take."""
@@ -35,7 +35,7 @@ class OtherValues:
 
     def __init__(
         self,
-        knob: Knob,
+        knob: Setting,
         imagine: Callable[[int], tuple[What, Mapping[str, object]]],
         namespace: Mapping[str, Any],
         seconds: float = SECONDS,
@@ -86,7 +86,7 @@ class OtherValues:
 
 
 def of_cell(
-    source: str, knob: Knob, namespace: Mapping[str, Any], seconds: float = SECONDS, unbound: Sequence[str] = ()
+    source: str, knob: Setting, namespace: Mapping[str, Any], seconds: float = SECONDS, unbound: Sequence[str] = ()
 ) -> OtherValues:
     """Return the question for a cell's text.
 

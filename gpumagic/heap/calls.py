@@ -10,7 +10,7 @@ from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, Functi
 from typing import Any
 
 from gpumagic.heap.anatomy import CONTAINED, Branch, Opener, attributes
-from gpumagic.source import exceptions, frames
+from gpumagic.source import frames
 
 PLUMBING = frozenset({
     "IPython", "ipykernel", "ipyparallel", "traitlets", "tornado", "asyncio", "zmq", "concurrent", "threading",
@@ -82,7 +82,7 @@ def error(value: Any, how: Opener) -> Iterator[Branch]:
 
 def traceback(value: TracebackType | None, _how: Opener) -> Iterator[Branch]:
     """Open a traceback: the variables of its calls."""
-    for step in exceptions.traceback_steps(value):
+    for step in frames.traceback_steps(value):
         yield from call(step.tb_frame, _how)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gpumagic.heap import holders
 from gpumagic.heap.references import MAX_STEPS, References
 from gpumagic.oom import release
-from gpumagic.source import exceptions
+from gpumagic.source.frames import related_exceptions, traceback_steps
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -61,7 +61,7 @@ def _tracebacks(shell: InteractiveShell | None) -> list[TracebackType]:
     They may be of an earlier error: after a usage error, IPython's formatter still has the traceback before it.
     """
     kept = (getattr(sys, "last_traceback", None), getattr(getattr(shell, "InteractiveTB", None), "tb", None))
-    unique = {id(step): step for each in kept for step in exceptions.traceback_steps(each)}
+    unique = {id(step): step for each in kept for step in traceback_steps(each)}
     return list(unique.values())
 
 
@@ -88,6 +88,6 @@ def _is_kept_by_user(parts: list[object], namespace: Mapping[str, object], shell
 
 def _parts(errors: Iterable[BaseException], tracebacks: Iterable[TracebackType]) -> list[object]:
     """Return the errors with all they were raised from, and every traceback and frame of theirs."""
-    family = [each for error in errors for each in exceptions.walk(error)]
-    steps = [step for each in family for step in exceptions.traceback_steps(each.__traceback__)]
+    family = [each for error in errors for each in related_exceptions(error)]
+    steps = [step for each in family for step in traceback_steps(each.__traceback__)]
     return [*family, *(part for step in [*steps, *tracebacks] for part in (step, step.tb_frame))]

@@ -13,8 +13,7 @@ from gpumagic.memory import allocator, sampler
 from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.memory.records import MemoryTimeline
 from gpumagic.memory.timeline import STRETCHES, TimelineLog
-from gpumagic.source.places import OfCell, OfCode, Place
-from gpumagic.source.watched_code import WatchedCode
+from gpumagic.source.lines import OfCell, OfCode, Place, WatchedCode
 
 
 class CellMemory:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from gpumagic.memory import allocator
 from gpumagic.memory.timeline import STRETCHES, TimelineLog
-from gpumagic.source.places import Place
+from gpumagic.source.lines import Place
 
 FIRST = 0.064
 """Seconds from the start of a cell to the first look; with 8 ms, a step of 45 ms took 4 % longer."""

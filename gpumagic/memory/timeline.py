@@ -17,7 +17,7 @@ from threading import Lock
 from gpumagic.heap.lasting import Kept
 from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.memory.records import MemoryCourse, MemoryPoint, MemoryTimeline
-from gpumagic.source import line_spans
+from gpumagic.source.lines import lines_between
 
 STRETCHES = 200
 """Into how many stretches the time of a cell is folded at most."""
@@ -219,7 +219,7 @@ def _course(
     device: str, track: _Track, code: Mapping[int, str], parts: Mapping[str, int], arrivals: Sequence[_Arrival]
 ) -> MemoryCourse:
     first, last = (max(code, default=None) if line == _END else line for line in track.between)
-    lines = line_spans.between(code, first, last) if track.line is None else (track.line, track.line)
+    lines = lines_between(code, first, last) if track.line is None else (track.line, track.line)
     is_one = lines is not None and lines[0] == lines[1]
     text = code.get(lines[0], "").strip() if lines is not None and is_one else ""
     return MemoryCourse(

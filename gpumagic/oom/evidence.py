@@ -16,7 +16,7 @@ from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.rules import batch, law
 from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, Work
 from gpumagic.source import cell_code
-from gpumagic.source.names_used import names_used
+from gpumagic.source.settings import names_used
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.other_values import OtherValues
@@ -67,11 +67,11 @@ def _rehearsed(facts: Facts, circumstances: Circumstances) -> Facts:
     if found is None or found.loader or found.cell or source is None or shell is None:
         return facts
     from gpumagic.dryrun import other_values
-    from gpumagic.source import knobs
+    from gpumagic.source import settings
 
     with contextlib.suppress(Exception):  # our own failure must not cost the user the report
         names = dict(circumstances.namespace)
-        knob = knobs.in_cell(source, found.name, names, "advice")
+        knob = settings.find_in_cell(source, found.name, names, "advice")
         question = other_values.of_cell(source, knob, names, REHEARSAL_SECONDS, facts.residue)
         fit = question.largest()
         return replace(facts, rehearsed=fit, roundest=_roundest(fit, question))
@@ -141,7 +141,7 @@ def _bare_facts(failure: Failure) -> Facts:
         from_allocator=event.from_allocator,
         segments_can_expand=_segments_can_expand(event),
         scene=failure.scene,
-        cell=cell_code.read(source) if source else None,
+        cell=cell_code.read_cell(source) if source else None,
         work=failure.work,
         fused_attention=(failure.device or "").partition(":")[0] in FUSED_ATTENTION,
         settings=surroundings.settings(),

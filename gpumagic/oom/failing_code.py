@@ -16,7 +16,7 @@ from gpumagic.oom import learners
 from gpumagic.oom.rules.facts import Collection as Collected
 from gpumagic.oom.rules.facts import TensorFact, Work
 from gpumagic.oom.scene import Standing
-from gpumagic.source import exceptions
+from gpumagic.source import frames
 from gpumagic.source import text as texts
 from gpumagic.source.frames import is_users
 from gpumagic.source.text import Text
@@ -39,7 +39,7 @@ def read(
         shell: the shell that knows the cells by number.
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
-    stack = list(exceptions.frames(error, outside))
+    stack = list(frames.frames_of(error, outside))
     own = [each for each in stack if is_users(each[0])]
     if not own:
         return Work()

@@ -21,7 +21,7 @@ from gpumagic.notebook import session
 from gpumagic.oom import host_warning, observer, recognition, release, shown_as_text
 from gpumagic.oom.at_failure import Instant
 from gpumagic.oom.rules import actions
-from gpumagic.source import exceptions
+from gpumagic.source import frames
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -114,7 +114,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._memory.start()
 
     def _read_state(self) -> None:
-        self._outside = exceptions.being_handled()
+        self._outside = frames.being_handled()
         if self._shell is not None:
             host_warning.say(self._shell)
             if self._keep_going:

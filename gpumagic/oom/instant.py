@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gpumagic.oom.at_failure import Instant, Shape, Share
 from gpumagic.oom.rules.facts import Work
-from gpumagic.source import exceptions
+from gpumagic.source import frames
 from gpumagic.source.frames import is_users
 from gpumagic.tensors import scan
 from gpumagic.tensors.lookup import root_of
@@ -42,8 +42,8 @@ def operation(error: BaseException, work: Work, outside: Collection[int] = ()) -
         return Instant(work.function, _shapes(work.operands, work))
     steps = [
         step
-        for each in exceptions.walk(error, outside)
-        for step in exceptions.traceback_steps(each.__traceback__)
+        for each in frames.related_exceptions(error, outside)
+        for step in frames.traceback_steps(each.__traceback__)
         if is_users(step.tb_frame)
     ]
     node = explain.failing_node(steps[-1]) if steps else None

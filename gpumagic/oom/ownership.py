@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gpumagic.heap import calls, gradients, holders
 from gpumagic.heap.storages import Ledger, Storage, undisturbed
 from gpumagic.report.base import Holder
-from gpumagic.source import exceptions
+from gpumagic.source import frames
 from gpumagic.tensors import reconcile
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
 
 def in_frames(error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()) -> int:
     """Return the bytes on a device that only the frames of an error reach; graphs may hold more, unseen."""
-    locals_ = [each for frame, _ in exceptions.frames(error, outside) for each in calls.locals_of(frame)]
+    locals_ = [each for frame, _ in frames.frames_of(error, outside) for each in calls.locals_of(frame)]
     roots = [*holders.variables(namespace, None), (FRAMES, locals_)]
     return released(_claims(roots, namespace, device, None), [FRAMES])
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gpumagic.oom import oom_numbers
 from gpumagic.oom.oom_kinds import BY_CLASS, HOST_ENOMEM, KINDS, Kind
 from gpumagic.oom.oom_numbers import Numbers
-from gpumagic.source import exceptions
+from gpumagic.source import frames
 
 if TYPE_CHECKING:
 
@@ -59,7 +59,7 @@ def recognise(error: BaseException, free: int | None = None, outside: Collection
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
     probable = None
-    for each in exceptions.walk(error, outside):
+    for each in frames.related_exceptions(error, outside):
         kind = _kind_of(each)
         if kind is None or not _is_credible(kind, free):
             continue
@@ -113,8 +113,8 @@ def _event(kind: Kind, error: BaseException, raised: BaseException) -> OomEvent:
         device=f"{backend}:{numbers.index}" if indexed else None,
         backend=backend if kind.memory == "device" else None,
         numbers=numbers,
-        message=exceptions.first_line(error),
-        raised=exceptions.first_line(raised),
+        message=frames.first_line(error),
+        raised=frames.first_line(raised),
         from_allocator=kind.allocator,
         text=text,
     )

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.memory import allocator
-from gpumagic.source import exceptions
+from gpumagic.source.frames import related_exceptions, traceback_steps
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -42,8 +42,8 @@ def strip(error: BaseException, shell: InteractiveShell | None = None, outside: 
         shell: the shell that showed it, whose copies are to be forgotten.
         outside: ids of exceptions that were being handled before, and are left alone.
     """
-    family = list(exceptions.walk(error, outside))
-    tracebacks = [step for each in family for step in exceptions.traceback_steps(each.__traceback__)]
+    family = list(related_exceptions(error, outside))
+    tracebacks = [step for each in family for step in traceback_steps(each.__traceback__)]
     frames = [step.tb_frame for step in tracebacks]
     _forget_in_python(family)
     if shell is not None:

@@ -21,7 +21,7 @@ from gpumagic.oom.rerun_plan import Plan, Step, steps
 from gpumagic.oom.rollback import Rollback
 from gpumagic.oom.tries_report import FitReport, Try
 from gpumagic.report.units import count, size
-from gpumagic.source import cell_code, knobs
+from gpumagic.source import cell_code, settings
 from gpumagic.transfers import residents
 from gpumagic.transfers.run import DeviceRun
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from gpumagic.dryrun.report import Fit
     from gpumagic.oom.guard import OomGuard
 
-FindKnob = Callable[[str, str, MutableMapping[str, object], str], knobs.Knob]
-Ask = Callable[[str, knobs.Knob], "OtherValues"]
+FindKnob = Callable[[str, str, MutableMapping[str, object], str], settings.Setting]
+Ask = Callable[[str, settings.Setting], "OtherValues"]
 
 
 class Rerun:
@@ -54,7 +54,7 @@ class Rerun:
         guard: OomGuard,
         namespace: MutableMapping[str, object],
         shell: object | None = None,
-        find: FindKnob = knobs.in_cell,
+        find: FindKnob = settings.find_in_cell,
         on: Callable[[str], DeviceRun] | None = None,
         say: Callable[[str], None] = print,
         ask: Ask | None = None,
@@ -64,7 +64,7 @@ class Rerun:
         self._find, self._say = find, say
         self._ask = ask or functools.partial(_of_cell, namespace=namespace)
         self._on = on or functools.partial(DeviceRun, namespace=namespace)
-        self._knob: knobs.Knob | None = None
+        self._knob: settings.Setting | None = None
         self._tries: list[Try] = []
         self._elsewhere: DeviceRun | None = None
         self._fits = False
@@ -210,7 +210,7 @@ class Rerun:
 
 def _names_read(source: str) -> frozenset[str]:
     """Return the variables that code reads before it binds them anew."""
-    cell = cell_code.read(source)
+    cell = cell_code.read_cell(source)
     return cell.reads - cell.remade if cell is not None else frozenset()
 
 
@@ -226,7 +226,7 @@ def _in_use(device: str | None) -> int | None:
     return now.get(device) if device is not None else max(now.values(), default=None)
 
 
-def _of_cell(source: str, knob: knobs.Knob, namespace: MutableMapping[str, object]) -> OtherValues:
+def _of_cell(source: str, knob: settings.Setting, namespace: MutableMapping[str, object]) -> OtherValues:
     from gpumagic.dryrun import other_values
 
     return other_values.of_cell(source, knob, namespace)
@@ -244,7 +244,9 @@ def _foretold(rehearsed: Fit, expected: int) -> str:
     )
 
 
-def _fit_report(knob: knobs.Knob, tries: list[Try], failure: OomReport | None, rehearsed: Fit | None) -> FitReport:
+def _fit_report(
+    knob: settings.Setting, tries: list[Try], failure: OomReport | None, rehearsed: Fit | None
+) -> FitReport:
     sized = [(each.size, each.fits) for each in tries if each.device is None and each.size is not None]
     best = max((size for size, fits in sized if fits), default=None)
     ceiling = min((size for size, fits in sized if not fits), default=None)

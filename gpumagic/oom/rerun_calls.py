@@ -11,7 +11,7 @@ from gpumagic.errors import OptionError
 from gpumagic.notebook import guards
 from gpumagic.oom.guard import raise_alone
 from gpumagic.oom.rerun import Rerun
-from gpumagic.source import knobs
+from gpumagic.source import settings
 from gpumagic.transfers.run import DeviceRun
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments, plan: Pla
     __tracebackhide__ = True
     guard.reset()
     runs = Rerun(
-        plan, guard, bound.arguments, find=lambda _, *wanted: knobs.in_arguments(*wanted),
+        plan, guard, bound.arguments, find=lambda _, *wanted: settings.find_in_arguments(*wanted),
         on=functools.partial(_on, function=function), ask=functools.partial(_ask, function, bound),
     )  # fmt: skip
     runs.begin("")
@@ -73,7 +73,7 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments, plan: Pla
         del error
 
 
-def _ask(function: Callable[..., Any], bound: inspect.BoundArguments, _: str, knob: knobs.Knob) -> OtherValues:
+def _ask(function: Callable[..., Any], bound: inspect.BoundArguments, _: str, knob: settings.Setting) -> OtherValues:
     """Return what rehearses the call with other values of an argument."""
     from gpumagic.dryrun import other_values
 

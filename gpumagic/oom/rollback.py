@@ -119,7 +119,7 @@ class Rollback:
 
 def _stores(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names that code binds before it reads them, and all that it binds or deletes."""
-    cell = cell_code.read(source)
+    cell = cell_code.read_cell(source)
     if cell is None:
         return frozenset(), frozenset()
     nodes = ast.walk(ast.parse(source))

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from gpumagic.oom.rules.facts import Growth, Scene
-from gpumagic.source import cell_code, exceptions
+from gpumagic.source import cell_code, frames
 from gpumagic.source.cell_code import Accumulation, CellCode
 from gpumagic.source.frames import is_users
 
@@ -28,14 +28,14 @@ def read(error: BaseException, namespace: Mapping[str, object], outside: Collect
         namespace: the globals of the user's code; frames over them are the user's.
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
-    stack = list(exceptions.frames(error, outside))
+    stack = list(frames.frames_of(error, outside))
     own = [each for each in stack if each[0].f_globals is namespace] or [each for each in stack if _is_users(each)]
     if not own:
         return Scene(functions=_functions(stack))
     filename = own[0][0].f_code.co_filename
     frame, line = [each for each in own if each[0].f_code.co_filename == filename][-1]
     text = "".join(linecache.getlines(filename, frame.f_globals)) if not Path(filename).exists() else ""
-    cell = cell_code.read(text) if text else None
+    cell = cell_code.read_cell(text) if text else None
     return Scene(
         line=line,
         code=_code(frame, line),

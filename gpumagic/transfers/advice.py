@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from gpumagic.report.units import count, size
-from gpumagic.source import loop_code
-from gpumagic.source.loop_code import LoopCode
+from gpumagic.source import cell_code
+from gpumagic.source.cell_code import LoopCode
 from gpumagic.transfers.report import TransferRow
 
 REPEATED = 2
@@ -35,7 +35,7 @@ def suggestions(
         both: variables whose tensor is alive beside its copy on the device.
         lines: the code, numbered.
     """
-    code = loop_code.read(lines) if moves or syncs else LoopCode()
+    code = cell_code.read_loops(lines) if moves or syncs else LoopCode()
     return (
         *(_hoist(row, code) for row in moves if _is_repeated(row)),
         *_waits(moves, syncs, code),

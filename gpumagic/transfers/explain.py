@@ -15,7 +15,7 @@ from typing import Any
 
 from gpumagic import _compat
 from gpumagic.memory import allocator
-from gpumagic.source import exceptions, frames
+from gpumagic.source import frames
 from gpumagic.source.frames import is_a_functions, is_users
 from gpumagic.transfers import device_errors, operands
 from gpumagic.transfers.device_errors import Failure
@@ -48,7 +48,7 @@ def explain(
 
 
 def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str) -> Failure:
-    steps = list(exceptions.traceback_steps(error.__traceback__))
+    steps = list(frames.traceback_steps(error.__traceback__))
     own = [step for step in steps if step.tb_frame.f_globals is namespace or is_users(step.tb_frame)]
     here = (*allocator.accelerators(), "cpu", "meta")
     if not own:

@@ -16,9 +16,9 @@ from gpumagic.heap import lasting
 from gpumagic.memory import allocator
 from gpumagic.memory.cell_memory import CellMemory
 from gpumagic.memory.records import MemoryTimeline
-from gpumagic.source import watched_code
+from gpumagic.source import lines
 from gpumagic.source.call_sites import CallSites
-from gpumagic.source.watched_code import WatchedCode
+from gpumagic.source.lines import WatchedCode
 from gpumagic.transfers import explain, log, move, storage_copies
 from gpumagic.transfers.explanation import Explanation
 from gpumagic.transfers.report import TransferReport
@@ -173,7 +173,7 @@ class DeviceRun:
         )  # fmt: skip
         code = getattr(inspect.unwrap(func), "__code__", None)
         if code is not None:
-            run._code = watched_code.of_function(code, self._namespace)
+            run._code = lines.code_of_function(code, self._namespace)
             run._block = code
         return run
 

@@ -28,7 +28,7 @@ def one(rule, facts):
 def failing(source, tensors, **changes):
     """Return facts of a cell of one line that failed, with these tensors at work."""
     at = text.parse(source, line=1)
-    return replace(SHORTAGE, cell=cell_code.read(source), work=Work(text=at, tensors=tensors), **changes)
+    return replace(SHORTAGE, cell=cell_code.read_cell(source), work=Work(text=at, tensors=tensors), **changes)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_pools_of_cuda_graphs_are_named_only_if_they_hold_the_request() -> None:
 
 
 def test_a_larger_device_is_named_by_its_size() -> None:
-    facts = replace(SHORTAGE, cell=cell_code.read("x"), fixed=GIB)
+    facts = replace(SHORTAGE, cell=cell_code.read_cell("x"), fixed=GIB)
     assert one(elsewhere.larger, facts).title == "Use a GPU with 10 GiB or more"
 
 
 def test_a_batch_is_divided_only_among_devices_that_have_room() -> None:
     model = Model("net", GIB, GIB, training=True, checkpoints=None, gradients=GIB)
-    facts = replace(SHORTAGE, cell=cell_code.read("net(x).backward()"), models=(model,), fixed=2 * GIB,
+    facts = replace(SHORTAGE, cell=cell_code.read_cell("net(x).backward()"), models=(model,), fixed=2 * GIB,
                     scene=Scene(functions=frozenset({"forward"})))  # fmt: skip
     advice = one(elsewhere.divided, replace(facts, free_elsewhere={"cuda:1": 20 * GIB, "cuda:2": GIB}))
     assert "among 2 devices" in advice.title

@@ -10,14 +10,14 @@ from gpumagic.source import cell_code
 
 
 def read(source):
-    found = cell_code.read(source)
+    found = cell_code.read_cell(source)
     assert found is not None
     return found
 
 
 @given(st.text())
 def test_any_text_is_read_or_refused(text) -> None:
-    assert cell_code.read(text) is None or isinstance(cell_code.read(text), cell_code.CellCode)
+    assert cell_code.read_cell(text) is None or isinstance(cell_code.read_cell(text), cell_code.CellCode)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "BATCH_SIZE", "bs", "per_device_train_batch_size", "microbatch"])

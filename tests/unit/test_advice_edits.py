@@ -132,7 +132,7 @@ FIGURES = AllocatorFigures(7 * GIB, 7 * GIB, 7 * GIB)
 
 def facts(source: str, line: int, *, trains: bool) -> Facts:
     """Return facts under which as many rules as can be have something to say."""
-    cell = cell_code.read(source)
+    cell = cell_code.read_cell(source)
     growths = [
         Growth(each.target, each.added, each.line, each.append, scalar=not each.append, tensors=9)
         for each in cell.accumulations

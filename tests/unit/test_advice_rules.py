@@ -38,13 +38,13 @@ SHORTAGE = Facts(
 )  # fmt: skip
 TRAINING = replace(
     SHORTAGE,
-    cell=cell_code.read("loss = net(x)\nloss.backward()"),
+    cell=cell_code.read_cell("loss = net(x)\nloss.backward()"),
     scene=Scene(line=1, functions=frozenset({"forward", "_call_impl"})),
     models=(Model("net", GIB, GIB, training=True, checkpoints=None),),
 )
 EVALUATING = replace(
     SHORTAGE,
-    cell=cell_code.read("net.eval()\nfor x in data: out = net(x)"),
+    cell=cell_code.read_cell("net.eval()\nfor x in data: out = net(x)"),
     scene=Scene(line=2, functions=frozenset({"forward"}), graph_names=("out",)),
     models=(Model("net", GIB, GIB, training=False, checkpoints=None),),
 )
@@ -122,7 +122,7 @@ def test_an_old_value_about_to_be_replaced_is_deleted_first() -> None:
     ],
 )  # fmt: skip
 def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, growth, edit) -> None:
-    cell = cell_code.read(f"for x in y:\n    {line}\n    print(x)")
+    cell = cell_code.read_cell(f"for x in y:\n    {line}\n    print(x)")
     advice = one(graph.growth, replace(SHORTAGE, cell=cell, scene=Scene(growths=(growth,))))
     assert advice.edit == edit
     assert advice.apply(cell.text.source).splitlines()[1] == f"    {edit}"
@@ -141,8 +141,8 @@ def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
         replace(EVALUATING, scene=replace(EVALUATING.scene, calls_backward=True)),
         replace(EVALUATING, scene=replace(EVALUATING.scene, functions=frozenset({"decorate_context"}))),
         replace(EVALUATING, models=TRAINING.models),
-        replace(EVALUATING, cell=cell_code.read("with torch.no_grad(): out = net(x)")),
-        replace(EVALUATING, cell=cell_code.read("net(x).sum().backward()")),
+        replace(EVALUATING, cell=cell_code.read_cell("with torch.no_grad(): out = net(x)")),
+        replace(EVALUATING, cell=cell_code.read_cell("net(x).sum().backward()")),
         replace(EVALUATING, cell=None),
     ],
 )
@@ -163,12 +163,12 @@ def test_no_grad_is_not_advised_where_a_graph_is_needed_or_already_off(facts) ->
 )  # fmt: skip
 def test_a_batch_is_lowered_where_it_is_written(cell, found, edit) -> None:
     running = Scene(functions=frozenset({"forward"}))
-    advice = one(batch.smaller, replace(SHORTAGE, cell=cell_code.read(cell), batches=(found,), scene=running))
+    advice = one(batch.smaller, replace(SHORTAGE, cell=cell_code.read_cell(cell), batches=(found,), scene=running))
     assert (advice.edit, advice.frees, advice.covers) == (edit, None, None)
 
 
 def test_a_batch_is_lowered_to_what_the_linear_law_lets_fit() -> None:
-    facts = replace(SHORTAGE, cell=cell_code.read("batch_size = 256"), batches=(BatchSize("batch_size", 256, 1),),
+    facts = replace(SHORTAGE, cell=cell_code.read_cell("batch_size = 256"), batches=(BatchSize("batch_size", 256, 1),),
                     scene=Scene(functions=frozenset({"forward"})), fixed=3 * GIB)  # fmt: skip
     advice = one(batch.smaller, replace(facts, requested=2 * GIB, at_failure=figures(7 * GIB)))
     # 6 GiB are for the batch so far and 2 for what comes next; of the device 0.92 * 8 - 3 GiB are left: 139 rows.
@@ -188,7 +188,7 @@ def test_mixed_precision_is_advised_to_float32_models_only_and_once() -> None:
     assert one(precision.mixed, TRAINING).edit == f"{header}\n    loss = net(x)"
     half = Model("net", GIB, 0, training=True, checkpoints=None)
     assert not list(precision.mixed(replace(TRAINING, models=(half,))))
-    assert not list(precision.mixed(replace(TRAINING, cell=cell_code.read("with torch.autocast('cuda'): net(x)"))))
+    assert not list(precision.mixed(replace(TRAINING, cell=cell_code.read_cell("with torch.autocast('cuda'): net(x)"))))
     assert not list(precision.mixed(replace(TRAINING, scene=Scene(functions=frozenset({"step"})))))
 
 

@@ -16,7 +16,7 @@ from gpumagic.memory.records import MemoryCourse, MemoryPoint, MemoryTimeline
 from gpumagic.memory.timeline import TimelineLog
 from gpumagic.oom.report import OomReport
 from gpumagic.report.rendering import to_html, to_text
-from gpumagic.source import line_spans
+from gpumagic.source import lines
 from gpumagic.transfers.report import TransferReport
 
 MIB = 1024**2
@@ -149,7 +149,7 @@ CELL = textwrap.dedent(
     ],
 )
 def test_the_lines_between_two_are_those_that_can_have_run(first: int, last: int, span: tuple[int, int]) -> None:
-    assert line_spans.between(dict(enumerate(CELL.splitlines(), 1)), first, last) == span
+    assert lines.lines_between(dict(enumerate(CELL.splitlines(), 1)), first, last) == span
 
 
 @given(st.integers(0, 2**32))
@@ -157,7 +157,7 @@ def test_no_line_that_ran_between_two_is_outside_the_span(seed: int) -> None:
     """Of a random program, run with a trace of its lines."""
     import random
 
-    from gpumagic.source.line_spans import between
+    from gpumagic.source.lines import lines_between
 
     chance = random.Random(seed)
     lines = _program(chance, 0)
@@ -165,7 +165,7 @@ def test_no_line_that_ran_between_two_is_outside_the_span(seed: int) -> None:
     code = compile("\n".join(lines), "<random program>", "exec")
     _trace_lines(code, ran, chance)
     first, last = sorted(chance.choices(range(len(ran)), k=2))
-    span = between(dict(enumerate(lines, 1)), ran[first], ran[last])
+    span = lines_between(dict(enumerate(lines, 1)), ran[first], ran[last])
     whole = (1, len(lines))
     low, high = span or whole
     assert all(low <= line <= high for line in ran[first : last + 1]), (lines, ran[first : last + 1], span)

@@ -1,4 +1,4 @@
-"""The int that a cell's memory goes with: where it stands, and how to give it another value.
+"""The int that a cell's memory goes with, such as a batch size: where it stands, and how to give it another value.
 
 It stands in the cell's own text, as ``batch_size = 256`` or ``DataLoader(data, batch_size=256)``, and is changed
 there; or in a variable of the notebook; or it is a parameter of a decorated function.
@@ -10,13 +10,48 @@ import ast
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Protocol
 
 from gpumagic.errors import OptionError
-from gpumagic.source.names_used import names_used
 
 
-class Knob(Protocol):
+def names_used(reads: Iterable[str], namespace: Mapping[str, object]) -> set[str]:
+    """Return the names that code reading these names uses, itself or through functions and classes of the notebook."""
+    used: set[str] = set()
+    waiting = list(reads)
+    while waiting:
+        name = waiting.pop()
+        if name not in used and name in namespace:
+            used.add(name)
+            waiting += _names_behind(namespace[name], namespace)
+    return used
+
+
+def _names_behind(value: object, namespace: Mapping[str, object]) -> Iterator[str]:
+    for function in _functions_of(value):
+        if function.__globals__ is namespace:
+            yield from _names_in(function.__code__)
+
+
+def _functions_of(value: object) -> Iterator[FunctionType]:
+    value = getattr(value, "__func__", value) if type(value).__name__ == "method" else value
+    if isinstance(value, FunctionType):
+        yield value
+        return
+    for base in (value if isinstance(value, type) else type(value)).__mro__:
+        if base.__module__ == "__main__":
+            yield from (each for each in vars(base).values() if isinstance(each, FunctionType))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+class Setting(Protocol):
     """An int that can be turned."""
 
     name: str
@@ -102,7 +137,7 @@ class Variable:
         return None, {self.name: value}
 
 
-def in_cell(source: str, name: str, namespace: MutableMapping[str, object], option: str) -> Knob:
+def find_in_cell(source: str, name: str, namespace: MutableMapping[str, object], option: str) -> Setting:
     """Return the int of a name that a cell uses.
 
     Args:
@@ -134,7 +169,7 @@ def in_cell(source: str, name: str, namespace: MutableMapping[str, object], opti
     return Variable(namespace, name, value)
 
 
-def in_arguments(name: str, arguments: MutableMapping[str, object], option: str) -> Knob:
+def find_in_arguments(name: str, arguments: MutableMapping[str, object], option: str) -> Setting:
     """Return the int that a function is called with under a parameter's name, or raise `OptionError`."""
     value = arguments.get(name)
     if type(value) is not int or value < 1:

@@ -1,0 +1,257 @@
+"""Which lines a cell or block has, which of them runs, and which can have run between two moments.
+
+Lines are those of the cell's own frame, or of the block's: while a function that it calls runs, the line of the call.
+IPython runs each statement of a cell in a frame of its own, so a frame is known by where it stands, not by itself.
+
+What the code names is looked up when the run ends: in a cell among the notebook's variables, in a function's block
+among the function's own, too.
+
+Lines run downwards, except that a loop comes back to its first line, a `with` to its own as it is left, and a statement
+of several lines goes to and fro in them. So the answer is a span that is certain, and only sometimes a single line.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, Protocol
+
+from gpumagic.source import frames
+
+
+class Place(Protocol):
+    """Tells the line of some code that a stack is in."""
+
+    filename: str | None
+    """The file of the code, once it has been seen to run."""
+
+    def line(self, innermost: FrameType | None) -> int | None:
+        """Return the line that a stack is in, or None where the code is not on it, or more than once."""
+
+
+class OfCell:
+    """A cell: the outermost frame of a module's kind over its name space that was not there before the cell.
+
+    Args:
+        namespace: the globals in which the cell runs.
+        is_running: whether the cell itself makes this, and is not only about to start.
+    """
+
+    def __init__(self, namespace: Mapping[str, object], *, is_running: bool) -> None:
+        self._namespace = namespace
+        self._below = max(0, len(self._found(sys._getframe(1))) - is_running)
+        self.filename: str | None = None
+
+    def line(self, innermost: FrameType | None) -> int | None:
+        """Return the line of the cell."""
+        found = self._found(innermost)
+        if len(found) <= self._below:
+            return None
+        frame = found[-1 - self._below]
+        self.filename = frame.f_code.co_filename
+        return frame.f_lineno
+
+    def _found(self, frame: FrameType | None) -> list[FrameType]:
+        """Return the frames, innermost first; not by name, as IPython 7.34 calls a cell's "<cell line: 1>"."""
+        found = []
+        while frame is not None:
+            if frame.f_globals is self._namespace and not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                found.append(frame)
+            frame = frame.f_back
+        return found
+
+
+class OfCode:
+    """A `with` block in some code, or a function's body."""
+
+    def __init__(self, code: CodeType) -> None:
+        self._code = code
+        self.filename: str | None = code.co_filename
+
+    def line(self, innermost: FrameType | None) -> int | None:
+        """Return the line of the code."""
+        found, frame = [], innermost
+        while frame is not None:
+            if frame.f_code is self._code:
+                found.append(frame.f_lineno)
+            frame = frame.f_back
+        return found[0] if len(found) == 1 else None
+
+
+@dataclass
+class WatchedCode:
+    """The code of one run.
+
+    Attributes:
+        namespace: its globals.
+        filename: its file; None as long as it is not known.
+        line: where its `with` statement or its function begins; None for a cell, of which the file is all.
+    """
+
+    namespace: Mapping[str, Any]
+    filename: str | None = None
+    line: int | None = None
+    _variables: dict[str, Any] = field(default_factory=dict)
+
+    def lines(self) -> tuple[tuple[int, str], ...]:
+        """Return the code's numbered lines, without their common indentation."""
+        text = self._text()
+        block = _read("".join(text), self.line)
+        first, last = (1, len(text)) if self.line is None else (block.first, block.last)
+        numbered = [(number, _as_written(text[number - 1].rstrip(), number)) for number in range(first, last + 1)]
+        indent = min((len(code) - len(code.lstrip()) for _, code in numbered if code.strip()), default=0)
+        return tuple((number, code[indent:]) for number, code in numbered)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the variables that the code names, in order of appearance."""
+        return _read("".join(self._text()), self.line).names
+
+    def _text(self) -> list[str]:
+        return linecache.getlines(self.filename or "")
+
+    def look(self, frame: FrameType) -> None:
+        """Note what the names are bound to in the frame of a `with` block that ends."""
+        if frames.is_a_functions(frame) and frame.f_globals is self.namespace:
+            self._variables = frames.variables(frame, set(self.names()))
+
+    def variables(self) -> Mapping[str, Any]:
+        """Return what the names may be bound to; what `look` noted is forgotten by it."""
+        own, self._variables = self._variables, {}
+        return {**{name: self.namespace[name] for name in self.names() if name in self.namespace}, **own}
+
+
+def code_of_function(code: CodeType, namespace: Mapping[str, Any]) -> WatchedCode:
+    """Return the code of a decorated function."""
+    return WatchedCode(namespace, code.co_filename, code.co_firstlineno)
+
+
+class _Block(NamedTuple):
+    names: tuple[str, ...] = ()
+    first: int = 1
+    last: int = 0
+
+
+@lru_cache(maxsize=32)
+def _read(source: str, line: int | None) -> _Block:
+    """Return what is to be known of a block; remembered, since a `with` in a loop comes here each turn."""
+    try:
+        tree: Any = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return _Block()
+    block = tree if line is None else _at(tree, line)
+    if block is None:
+        return _Block()
+    names = (node.id for statement in block.body for node in ast.walk(statement) if isinstance(node, ast.Name))
+    found = tuple(dict.fromkeys(names))
+    return _Block(found) if line is None else _Block(found, _first_line(block), block.end_lineno)
+
+
+def _at(tree: ast.AST, line: int) -> Any:
+    """Return the innermost `with` whose head is on the line, or the function that begins there."""
+    found: ast.AST | None = None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With | ast.AsyncWith):
+            if node.lineno <= line <= max(item.context_expr.end_lineno or 0 for item in node.items):
+                found = node
+        elif isinstance(node, ast.FunctionDef) and _first_line(node) == line:
+            found = node
+    return found
+
+
+def _first_line(node: Any) -> int:
+    decorators = getattr(node, "decorator_list", [])
+    return min([int(node.lineno), *(int(each.lineno) for each in decorators)])
+
+
+def _as_written(code: str, number: int) -> str:
+    """Return a line as the user wrote it, where it is a magic that IPython has made a call of."""
+    match = re.fullmatch(r"get_ipython\(\)\.run_(line|cell)_magic\('(\w+)', '(.*?)'(?:, '.*')?\)", code)
+    if match is None:
+        return code
+    return f"{'%%' if number == 1 or match[1] == 'cell' else '%'}{match[2]} {match[3]}".rstrip()
+
+
+_LOOPS = (ast.For, ast.While, ast.AsyncFor)
+_WITHS = (ast.With, ast.AsyncWith)
+_HEADED = (ast.If, ast.Match)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_TRIES = (ast.Try, *([ast.TryStar] if hasattr(ast, "TryStar") else []))
+
+
+def lines_between(code: Mapping[int, str], first: int | None, last: int | None) -> tuple[int, int] | None:
+    """Return the first and the last line that can have run between two, these included.
+
+    None where one of the two is not a line of the code, the code cannot be read, or the span is all of it, which
+    says nothing.
+
+    Args:
+        code: the lines by number, magics as they are written; of a function, with its head.
+        first: the line that ran at the earlier moment.
+        last: the one that ran at the later.
+    """
+    if first not in code or last not in code:
+        return None
+    assert first is not None
+    assert last is not None
+    body = _body(code)
+    if body is None:
+        return None
+    low, high = min(first, last), max(first, last)
+    while (wider := _widened(body, first, last, low, high)) != (low, high):
+        low, high = wider
+    begins = min((each.lineno for each in body), default=low)
+    if low < begins <= high:
+        low = begins  # above it stand the magics and the head of the function
+    ends = max((each.end_lineno or 0 for each in body), default=high)
+    return None if low != high and low <= begins and high >= ends else (low, high)
+
+
+def _body(code: Mapping[int, str]) -> list[ast.stmt] | None:
+    """Return the statements of the code with its own line numbers, those of a function alone without its head."""
+    start = min(code)
+    lines = [code.get(line, "") for line in range(start, max(code) + 1)]
+    try:
+        tree = ast.parse("\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in lines))
+    except (SyntaxError, ValueError):
+        return None
+    ast.increment_lineno(tree, start - 1)
+    alone = tree.body[0] if len(tree.body) == 1 else None
+    return alone.body if isinstance(alone, _FUNCTIONS) else tree.body
+
+
+def _widened(body: list[ast.stmt], first: int, last: int, low: int, high: int) -> tuple[int, int]:
+    """Return the span with the whole of every statement that may have gone back while the span ran."""
+    for node in _statements(body):
+        top, bottom = node.lineno, node.end_lineno or node.lineno
+        if isinstance(node, _HEADED):
+            bottom = (node.test if isinstance(node, ast.If) else node.subject).end_lineno
+        elif isinstance(node, _TRIES):
+            continue
+        elif isinstance(node, _WITHS) and node.body[0].lineno <= last <= bottom:
+            continue  # it has not been left
+        if top <= low <= bottom or top <= high <= bottom or top <= first <= bottom:
+            low, high = min(low, top), max(high, bottom)
+    return low, high
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[Any]:
+    """Yield the statements that run where they stand: not those of functions and classes, which run elsewhere."""
+    for node in body:
+        yield node
+        if isinstance(node, (*_LOOPS, *_WITHS, *_HEADED, *_TRIES)):
+            for each in _blocks(node):
+                yield from _statements(each)
+
+
+def _blocks(node: Any) -> Iterator[list[ast.stmt]]:
+    for each in ("body", "orelse", "finalbody"):
+        yield getattr(node, each, [])
+    for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+        yield part.body
