@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.report.base import Report
+from gpumagic.report.rendering import to_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -151,6 +152,4 @@ class RehearsalReport(Report[RehearsalRow]):
         Raises:
             GpuMagicError: matplotlib is not installed, or there is nothing to draw.
         """
-        from gpumagic.report import plot
-
-        return plot.rehearsal(self)
+        return to_figure(self)

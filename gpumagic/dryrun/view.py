@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gpumagic.dryrun.report import DeviceForecast, Fit, RehearsalPoint, RehearsalReport
+from gpumagic.errors import GpuMagicError
 from gpumagic.report import document
 from gpumagic.report.document import (
     Block,
@@ -19,8 +21,13 @@ from gpumagic.report.document import (
     Segment,
     Table,
     document_of,
+    stacking_order,
 )
+from gpumagic.report.plot import figure_of, label, mark, new_figure, part_colour, unit_of
 from gpumagic.report.units import count, duration, size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLUMNS = 60
 ENOUGH = 3
@@ -131,3 +138,39 @@ def _small_print(report: RehearsalReport) -> Iterator[Block]:
     for text, sentences in (("Assumed", report.assumed), ("Not known", report.unknown)):
         if sentences:
             yield Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
+
+
+@figure_of.register(RehearsalReport)
+def plot_rehearsal(report: RehearsalReport) -> Figure:
+    """Return a figure of the memory that a cell would take over its operators, by what it is, a picture a device.
+
+    Raises:
+        GpuMagicError: matplotlib is not installed, or the rehearsal came to no operator.
+    """
+    if not report.points:
+        raise GpuMagicError("there is no timeline to plot: the rehearsal came to no operator")
+    devices = [each for each in dict.fromkeys(point.device for point in report.points) if report.peak.get(each)]
+    if not devices:
+        raise GpuMagicError("there is no timeline to plot: the cell would touch no device's memory")
+    figure = new_figure(0.5 + 3 * len(devices))
+    for axes, device in zip(figure.subplots(len(devices), squeeze=False, sharex=True)[:, 0], devices, strict=True):
+        _lay_out_operators(axes, [point for point in report.points if point.device == device], device)
+    axes.set(xlabel="Operators of the cell")
+    return figure
+
+
+def _lay_out_operators(axes: Any, points: Sequence[RehearsalPoint], device: str) -> None:
+    """Draw one device of a rehearsal: its parts one on the other, and the peak with its line."""
+    unit, name = unit_of(max(point.allocated for point in points))
+    steps = [point.operator for point in points]
+    floor = [0.0] * len(points)
+    for part in stacking_order(part for point in points for part in point.parts):
+        top = [low + point.parts.get(part, 0) / unit for low, point in zip(floor, points, strict=True)]
+        axes.fill_between(steps, floor, top, step="post", lw=0, color=part_colour(part), alpha=0.85, label=label(part))
+        floor = top
+    axes.plot(steps, floor, drawstyle="steps-post", color="0.5", lw=1, label=label(device))
+    place = floor.index(max(floor))
+    line = points[place].line
+    mark(axes, steps[place], floor[place], "peak before the cell" if line is None else f"peak line {line}")
+    axes.set(ylabel=f"Allocated, {name}", ylim=(0, None), xlim=(0, None))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", reverse=True)

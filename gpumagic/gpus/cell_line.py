@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpumagic.gpus.cells_report import CellRow
-from gpumagic.memory import timeline_view
-from gpumagic.memory.records import MemoryTimeline
+from gpumagic.memory.timeline import MemoryTimeline
+from gpumagic.memory.view import course_of, small_course
 from gpumagic.report.text import terminal_has_unicode, to_ascii
 from gpumagic.report.units import bounded, duration, printable, size
 
@@ -22,11 +22,11 @@ def line(seconds: float, rows: Sequence[CellRow], timeline: MemoryTimeline | Non
 
 def _part(row: CellRow, timeline: MemoryTimeline | None) -> str:
     sign = "+" if row.growth > 0 else "-" if row.growth < 0 else "±"
-    drawn = timeline_view.small(timeline, row.device, COLUMNS)
+    drawn = small_course(timeline, row.device, COLUMNS)
     where = f"{row.device} {drawn}" if drawn else row.device
     moved = f"{where} {sign}{size(abs(row.growth))} to {size(row.allocated_after)}"
     if row.peak is None:
         return moved
-    course = timeline_view.course_of(timeline, row.device)
+    course = course_of(timeline, row.device)
     at = f" on line {course.line}" if course is not None and course.line is not None else ""
     return f"{moved}, peak {size(row.peak)}{at}"

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpumagic.memory.records import MemoryTimeline, plot
+from gpumagic.memory.timeline import MemoryTimeline, plot
 from gpumagic.report.base import Report
+from gpumagic.report.rendering import to_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,6 +60,4 @@ class CellsReport(Report[CellRow]):
         """
         if cell is not None:
             return plot(self.timelines.get(cell))
-        from gpumagic.report import plot as drawing
-
-        return drawing.cells(self)
+        return to_figure(self)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from gpumagic.errors import GpuMagicError
 from gpumagic.gpus.cells_report import CellRow, CellsReport
-from gpumagic.memory import timeline_view
+from gpumagic.memory.view import small_course
 from gpumagic.report.document import (
     Block,
     Cell,
@@ -18,7 +20,11 @@ from gpumagic.report.document import (
     Table,
     document_of,
 )
+from gpumagic.report.plot import figure_of, label, new_figure, or_gap, unit_of
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHOWN = 20
 SPARKS = 12
@@ -59,7 +65,7 @@ def _table(rows: Sequence[CellRow], report: CellsReport, caption: str) -> Table:
     found: list[list[Cell | str]] = [
         [
             str(row.cell), row.code, row.device, _growth(row, largest), size(row.allocated_after), size(row.peak),
-            duration(row.seconds), timeline_view.small(report.timelines.get(row.cell), row.device, SPARKS),
+            duration(row.seconds), small_course(report.timelines.get(row.cell), row.device, SPARKS),
             size(row.allocated_before),
         ]
         for row in rows
@@ -70,3 +76,28 @@ def _table(rows: Sequence[CellRow], report: CellsReport, caption: str) -> Table:
 def _growth(row: CellRow, largest: int) -> Cell:
     text = f"+{size(row.growth)}" if row.growth > 0 else size(row.growth)
     return Cell(text, (Segment(abs(row.growth) / largest, "main" if row.growth >= 0 else "other"),))
+
+
+@figure_of.register(CellsReport)
+def plot_cells(report: CellsReport) -> Figure:
+    """Return a figure of what was allocated after each cell, a line a device, with the cells' peaks above it.
+
+    Raises:
+        GpuMagicError: matplotlib is not installed, or no cell has been recorded.
+    """
+    if not report.cells:
+        raise GpuMagicError("there is nothing to plot: no recorded cell touched a device's memory")
+    figure = new_figure(3.5)
+    axes = figure.subplots()
+    unit, name = unit_of(max(row.peak or row.allocated_after for row in report.cells))
+    for device in dict.fromkeys(row.device for row in report.cells):
+        rows = [row for row in report.cells if row.device == device]
+        numbers = [row.cell for row in rows]
+        (line,) = axes.plot(
+            numbers, [row.allocated_after / unit for row in rows], "o-", label=label(f"{device}, after")
+        )
+        peaks = [or_gap(row.peak, unit) for row in rows]
+        axes.plot(numbers, peaks, "^", color=line.get_color(), label=label(f"{device}, peak"))
+    axes.set(ylabel=f"Allocated, {name}", xlabel="Cell", ylim=(0, None))
+    axes.legend(loc="upper left", fontsize="small")
+    return figure

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from gpumagic import _compat
 from gpumagic.gpus.cells_report import CellRow, CellsReport
 from gpumagic.memory import allocator
-from gpumagic.memory.cell_memory import CellMemory
-from gpumagic.memory.records import MemoryTimeline
+from gpumagic.memory.sampler import CellMemory
+from gpumagic.memory.timeline import MemoryTimeline
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell

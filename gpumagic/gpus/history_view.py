@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from gpumagic.gpus.report import HistoryReport, SampleRow
 from gpumagic.report.document import Block, Cell, Column, Document, Paragraph, Table, document_of
+from gpumagic.report.plot import GIB, figure_of, label, new_figure, or_gap
 from gpumagic.report.rendering import to_document
 from gpumagic.report.units import NOT_AVAILABLE, sparkline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHOWN = 30
 """Moments in a line."""
@@ -60,3 +65,27 @@ def _state(report: HistoryReport) -> str:
     if report.ended is not None:
         return f"{every}; {report.ended}." if every else f"{report.ended}."
     return f"{every}, until {report.until}."
+
+
+@figure_of.register(HistoryReport)
+def plot_history(report: HistoryReport) -> Figure:
+    """Return a figure with utilisation above memory over time, a line a device.
+
+    Raises:
+        GpuMagicError: matplotlib is not installed.
+    """
+    figure = new_figure(5)
+    busy, memory = figure.subplots(2, 1, sharex=True)
+    for device in dict.fromkeys(row.device for row in report.samples):
+        rows = [row for row in report.samples if row.device == device]
+        moments = [row.seconds for row in rows]
+        busy.plot(moments, [or_gap(row.utilization) for row in rows], label=label(device))
+        (line,) = memory.plot(moments, [or_gap(row.memory_used, GIB) for row in rows], label=label(f"{device}, all"))
+        own = [or_gap(row.kernel_allocated, GIB) for row in rows]
+        memory.plot(moments, own, "--", color=line.get_color(), label=label(f"{device}, this kernel"))
+    busy.set(ylabel="Utilisation, %", ylim=(0, 100))
+    memory.set(ylabel="Memory, GiB", xlabel="Seconds", ylim=(0, None))
+    for axes in (busy, memory):
+        if axes.lines:
+            axes.legend(loc="upper left", fontsize="small")
+    return figure

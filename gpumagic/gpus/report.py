@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.report.base import Report
 from gpumagic.report.origin import Origin
+from gpumagic.report.rendering import to_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -175,9 +176,7 @@ class HistoryReport(Report[SampleRow]):
         Raises:
             GpuMagicError: matplotlib is not installed.
         """
-        from gpumagic.report import plot
-
-        return plot.history(self)
+        return to_figure(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,29 +9,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpumagic.heap import gradients, identity
 from gpumagic.heap.anatomy import attributes, fields_of
+from gpumagic.memory.timeline import Kept, KeptStorages
 
 MOST = 400
 """Tensors beyond which a cell that is not traced does not look: each takes five microseconds."""
 
 
-class Kept(NamedTuple):
-    """A storage: where, what for, its bytes, and the address of the first."""
-
-    device: str
-    part: str
-    nbytes: int
-    address: int
-
-
-Found = Mapping[int, Kept]
-"""By the storage's number."""
-
-
-def look(namespace: Mapping[str, object], most: int | None = MOST) -> Found:
+def look(namespace: Mapping[str, object], most: int | None = MOST) -> KeptStorages:
     """Return the storages of the modules and optimizers in a name space, those in host memory left out.
 
     Args:
@@ -59,25 +47,7 @@ def look(namespace: Mapping[str, object], most: int | None = MOST) -> Found:
         seen = gradients.peek(gradients.leaves(weights)) or []
         _note(found, "gradients", (alias for _, alias in seen))
         _note(found, "optimizer state", (each for state in states for each in _tensors(state)))
-    return found
-
-
-def parts(before: Found, after: Found) -> dict[str, dict[str, int]]:
-    """Return by device what each part of what was there at both looks occupies, in bytes, the largest first."""
     identity.forget_the_dead()
-    sums: dict[str, dict[str, int]] = {}
-    for number in before.keys() & after.keys():
-        device, part, nbytes, _ = after[number]
-        of_device = sums.setdefault(device, {})
-        of_device[part] = of_device.get(part, 0) + nbytes
-    return {device: dict(sorted(found.items(), key=lambda each: -each[1])) for device, found in sums.items()}
-
-
-def grown(before: Found, after: Found) -> dict[str, list[Kept]]:
-    """Return by device what was there only at the later look."""
-    found: dict[str, list[Kept]] = {}
-    for number in after.keys() - before.keys():
-        found.setdefault(after[number].device, []).append(after[number])
     return found
 
 

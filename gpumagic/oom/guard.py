@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from gpumagic.errors import OptionError
 from gpumagic.memory import allocator
-from gpumagic.memory.cell_memory import CellMemory
+from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
 from gpumagic.oom import host_warning, observer, recognition, release, shown_as_text
 from gpumagic.oom.at_failure import Instant
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic.memory.allocator import AllocatorFigures
-    from gpumagic.memory.records import MemoryTimeline
+    from gpumagic.memory.timeline import MemoryTimeline
     from gpumagic.oom.failure import Failure
     from gpumagic.oom.report import OomReport
     from gpumagic.oom.rerun_plan import Plan

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpumagic.memory.records import MemoryTimeline, plot
+from gpumagic.memory.timeline import MemoryTimeline, plot
 from gpumagic.oom.at_failure import Action, Instant
 from gpumagic.oom.tries_report import Try
 from gpumagic.report.base import Holder, Report

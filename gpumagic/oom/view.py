@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gpumagic.memory import timeline_view
+from gpumagic.memory.view import timeline_blocks
 from gpumagic.oom import tries_view
 from gpumagic.oom.report import Advice, OomReport
 from gpumagic.report.base import Holder
@@ -52,7 +52,7 @@ def _failure(report: OomReport) -> list[Block]:
     blocks += _actions(report)
     if report.allocated_at_failure is not None:
         blocks += [Heading("Memory", apart=True), _memory(report)]
-    blocks += timeline_view.blocks(report.timeline)
+    blocks += timeline_blocks(report.timeline)
     blocks += _shares(report)
     if report.holders:
         blocks += _holders(report)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
+from gpumagic.report.rendering import to_html, to_text
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -58,15 +60,11 @@ class Report(Generic[Row]):
         return plain
 
     def __str__(self) -> str:
-        from gpumagic.report.rendering import to_text
-
         return to_text(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from gpumagic.report.rendering import to_html
-
         return to_html(self)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from gpumagic.report import html, text
 from gpumagic.report.document import Document, document_of
+from gpumagic.report.plot import figure_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def to_text(report: object, width: int | None = None, unicode: bool | None = None) -> str:
@@ -23,5 +28,19 @@ def to_document(report: object) -> Document:
 
     How a report looks is registered with `document_of` by the module `view` of the folder it is defined in.
     """
-    import_module(f"{type(report).__module__.rpartition('.')[0]}.view")
+    _import_view(report)
     return document_of(report)
+
+
+def to_figure(record: object) -> Figure:
+    """Return a report or a timeline as a matplotlib figure.
+
+    Raises:
+        GpuMagicError: matplotlib is not installed, or there is nothing to draw.
+    """
+    _import_view(record)
+    return figure_of(record)
+
+
+def _import_view(record: object) -> None:
+    import_module(f"{type(record).__module__.rpartition('.')[0]}.view")

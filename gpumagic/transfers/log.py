@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.memory.records import MemoryTimeline
+from gpumagic.memory.timeline import MemoryTimeline
 from gpumagic.report import origin
 from gpumagic.source.call_sites import CallSites
 from gpumagic.transfers import residents

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gpumagic.errors import StrayTensor
-from gpumagic.memory.cell_memory import CellMemory
+from gpumagic.memory.sampler import CellMemory
 from gpumagic.source.call_sites import CallSites
 from gpumagic.transfers.log import Made, TransferLog, is_host
 from gpumagic.transfers.returning import Hooks

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpumagic.memory.records import MemoryTimeline, plot
+from gpumagic.memory.timeline import MemoryTimeline, plot
 from gpumagic.report.base import Holder, Report
 from gpumagic.report.origin import Origin
 from gpumagic.transfers.explanation import Explanation

@@ -14,8 +14,8 @@ from gpumagic import _compat
 from gpumagic.errors import OptionError
 from gpumagic.heap import lasting
 from gpumagic.memory import allocator
-from gpumagic.memory.cell_memory import CellMemory
-from gpumagic.memory.records import MemoryTimeline
+from gpumagic.memory.sampler import CellMemory
+from gpumagic.memory.timeline import KeptStorages, MemoryTimeline
 from gpumagic.source import lines
 from gpumagic.source.call_sites import CallSites
 from gpumagic.source.lines import WatchedCode
@@ -195,7 +195,7 @@ class DeviceRun:
         at_end = self._look_for_lasting() if self._watch.after else {}
         return self._memory.finished(self._watch.after, (self._lasting, at_end))
 
-    def _look_for_lasting(self) -> lasting.Found:
+    def _look_for_lasting(self) -> KeptStorages:
         return lasting.look(self._namespace, None if self._recording.recorder.is_traced else lasting.MOST)
 
     def _restore(self) -> None:

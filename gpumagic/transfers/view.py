@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from gpumagic.memory import timeline_view
+from gpumagic.memory.view import drawable_courses, timeline_blocks
 from gpumagic.report.document import (
     Block,
     Cell,
@@ -36,7 +36,7 @@ def view_transfers(report: TransferReport) -> Document:
         blocks += _lines(report)
     blocks += [Paragraph(text) for text in _sentences(report)]
     blocks += _advice(report.advice)
-    blocks += timeline_view.blocks(report.timeline, "" if _is_traced(report) else "--trace finds the line.")
+    blocks += timeline_blocks(report.timeline, "" if _is_traced(report) else "--trace finds the line.")
     if _are_summed(report.moves):
         blocks.append(_every_move(report.moves))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
@@ -199,7 +199,7 @@ def _sentences(report: TransferReport) -> Iterator[str]:
     if report.syncs and not any(row.line is not None for row in report.moves):
         lines = "; ".join(f"line {line}, {count(n, 'time')}" for line, n in report.syncs.items())
         yield f"The host waited for the device at {lines}."
-    drawn = {each.device for each in timeline_view.drawable(report.timeline)}
+    drawn = {each.device for each in drawable_courses(report.timeline)}
     peaks = [f"{device} {size(n)}" for device, n in report.peak.items() if device not in drawn]
     if peaks:
         yield f"Peak: {'; '.join(peaks)}."

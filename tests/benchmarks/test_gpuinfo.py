@@ -43,10 +43,10 @@ print(json.dumps(dict(seconds=statistics.median(spent), calls=calls, events=even
 """
 PROBE = """
 import pandas
-from gpumagic.gpus import probe as gpus, processes
+from gpumagic.gpus import probe, processes
 processes.INITIAL_PID_NAMESPACE = os.readlink("/proc/self/ns/pid")  # on a host, so that each process is looked up
 def once():
-    report = gpus.probe(processes=True)
+    report = probe.read_gpus(processes=True)
 """
 SUBJECTS = {
     "%gpuinfo -p, shown as text and HTML and as a DataFrame":

@@ -187,14 +187,14 @@ def test_eight_gpus_with_twenty_processes_take_at_most_160_calls(machine: MakeMa
 def test_a_second_probe_initialises_nothing_again(machine: MakeMachine) -> None:
     """It makes exactly one call fewer than the first."""
     first = machine()
-    extra = "(gpus.probe(), stub.nvml_stub_calls() - before - calls)[1]"
+    extra = "(probe.read_gpus(), stub.nvml_stub_calls() - before - calls)[1]"
     answer = first.probe(extra=extra)
     assert answer["extra"] == answer["calls"] - 1
 
 
 def test_nvml_is_initialised_again_after_someone_shut_it_down(machine: MakeMachine) -> None:
     """Other code in the kernel may use pynvml too."""
-    before = "gpus.probe(); import pynvml; pynvml.nvmlShutdown()"
+    before = "probe.read_gpus(); import pynvml; pynvml.nvmlShutdown()"
     assert only(machine().probe(before=before))["memory_total"] == 80 * GIB
 
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from gpumagic import options, reports
+import gpumagic
+from gpumagic import options
 from gpumagic.report.base import columns_of
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {magic: ROOT / "demo_notebooks" / f"{magic}.md" for magic in options.MAGICS}
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *PAGES.values()]}
-ROWS = {"gpuinfo": reports.GPUReport, "ondevice": reports.TransferReport}
-ROWS |= {"devices": reports.TensorReport, "oomguard": reports.OomReport}
+ROWS = {"gpuinfo": gpumagic.GPUReport, "ondevice": gpumagic.TransferReport}
+ROWS |= {"devices": gpumagic.TensorReport, "oomguard": gpumagic.OomReport}
 
 
 @pytest.mark.parametrize("magic", options.MAGICS)

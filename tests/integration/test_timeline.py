@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.memory import sampler, timeline_view
+from gpumagic.memory import sampler, view
 from gpumagic.memory.timeline import TimelineLog
 
 MIB = 1024**2
@@ -34,7 +34,7 @@ def watched(mib: int, index: int = 0) -> torch.Tensor:
 def fresh_counters(two_devices, monkeypatch):
     """As a user does who wants a peak: the counters begin anew, and nobody of ours does that."""
     monkeypatch.setattr(sampler, "FIRST", 3600.0)
-    monkeypatch.setattr(timeline_view, "ENOUGH", 1)  # these cells take no time, but for IPython's traceback
+    monkeypatch.setattr(view, "ENOUGH", 1)  # these cells take no time, but for IPython's traceback
     for index in range(2):
         torch.simgpu.reset_peak_memory_stats(index)
     yield

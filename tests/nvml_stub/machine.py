@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 PROBE = """
 import json, os, sys, ctypes
 stub = ctypes.CDLL("libnvidia-ml.so.1")
-from gpumagic.gpus import probe as gpus, processes
+from gpumagic.gpus import probe, processes
 {before}
 before = stub.nvml_stub_calls()
-report = gpus.probe({arguments})
+report = probe.read_gpus({arguments})
 calls = stub.nvml_stub_calls() - before
 print(json.dumps({{"report": report.to_dict(), "text": str(report), "calls": calls,
                   "imported": [name for name in ("torch", "pandas") if name in sys.modules], "extra": {extra}}}))

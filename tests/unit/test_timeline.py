@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from gpumagic.dryrun.report import RehearsalPoint, RehearsalReport
 from gpumagic.errors import GpuMagicError
-from gpumagic.memory import timeline_view
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.memory.records import MemoryCourse, MemoryPoint, MemoryTimeline
-from gpumagic.memory.timeline import TimelineLog
+from gpumagic.memory.timeline import MemoryCourse, MemoryPoint, MemoryTimeline, TimelineLog
+from gpumagic.memory.view import heights
 from gpumagic.oom.report import OomReport
 from gpumagic.report.rendering import to_html, to_text
 from gpumagic.source import lines
@@ -300,9 +299,9 @@ def test_two_points_are_not_drawn() -> None:
 def test_no_column_hides_the_highest(found: list[tuple[float, int]], columns: int) -> None:
     points = tuple(MemoryPoint(second, n, n, n) for second, n in sorted(found))
     course = MemoryCourse(DEVICE, 0, points[-1].last, None, 0, None, None, points)
-    heights = timeline_view.heights(course, MemoryTimeline((course,), 10.0, 2), columns)
-    assert len(heights) == columns
-    assert max(heights) == max(n for _, n in found)
+    found_heights = heights(course, MemoryTimeline((course,), 10.0, 2), columns)
+    assert len(found_heights) == columns
+    assert max(found_heights) == max(n for _, n in found)
 
 
 def test_every_report_with_a_timeline_can_be_plotted() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from gpumagic.memory.records import MemoryCourse, MemoryTimeline
+from gpumagic.memory.timeline import MemoryCourse, MemoryTimeline
 from gpumagic.report import document
-from gpumagic.report.document import Block, Course, Fold, Paragraph
+from gpumagic.report.document import Block, Course, Fold, Paragraph, stacking_order
+from gpumagic.report.plot import figure_of, label, mark, new_figure, part_colour, unit_of
 from gpumagic.report.units import count, duration, size, sparkline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLUMNS = 60
 ENOUGH = 4
@@ -17,7 +22,7 @@ TOO_SHORT = "Too short a cell to draw its memory by the clock"
 REST = "activations and others"
 
 
-def blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterator[Block]:
+def timeline_blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterator[Block]:
     """Yield what is to be shown of a timeline: the devices with the most, the others folded away.
 
     Args:
@@ -26,7 +31,7 @@ def blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterator[Block]
     """
     if timeline is None:
         return
-    drawn = sorted(drawable(timeline), key=lambda each: -each.highest)
+    drawn = sorted(drawable_courses(timeline), key=lambda each: -each.highest)
     for course in drawn[:SHOWN]:
         yield from _course(course, timeline)
     if drawn[SHOWN:]:
@@ -40,7 +45,7 @@ def blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterator[Block]
         yield Paragraph(f"{TOO_SHORT}: --trace does, after each operator.", muted=True)
 
 
-def drawable(timeline: MemoryTimeline | None) -> tuple[MemoryCourse, ...]:
+def drawable_courses(timeline: MemoryTimeline | None) -> tuple[MemoryCourse, ...]:
     """Return the devices of which more is known than the start and the end."""
     courses = () if timeline is None else timeline.courses
     return tuple(each for each in courses if len(each.points) >= ENOUGH and each.highest)
@@ -51,9 +56,9 @@ def course_of(timeline: MemoryTimeline | None, device: str) -> MemoryCourse | No
     return next((each for each in (timeline.courses if timeline is not None else ()) if each.device == device), None)
 
 
-def small(timeline: MemoryTimeline | None, device: str, columns: int) -> str:
+def small_course(timeline: MemoryTimeline | None, device: str, columns: int) -> str:
     """Return one device's course as a few blocks, or "" where there is nothing to draw."""
-    course = next((each for each in drawable(timeline) if each.device == device), None)
+    course = next((each for each in drawable_courses(timeline) if each.device == device), None)
     if course is None or timeline is None:
         return ""
     return sparkline([float(each) for each in heights(course, timeline, columns)], high=float(course.highest))
@@ -128,3 +133,63 @@ def _how(timeline: MemoryTimeline, drawn: list[MemoryCourse]) -> str:
     if any(each.peak is None for each in drawn):
         return f"{said}: a peak in between shows only where it is higher than any before the cell."
     return f"{said}; peaks in between are the allocator's own figure."
+
+
+@figure_of.register(MemoryTimeline)
+def plot_timeline(timeline: MemoryTimeline) -> Figure:
+    """Return a figure of the memory over a cell, a line a device, each marked where it was highest.
+
+    Raises:
+        GpuMagicError: matplotlib is not installed.
+    """
+    figure = new_figure(3.5)
+    axes = figure.subplots()
+    unit, name = unit_of(max(course.highest for course in timeline.courses))
+    if len(timeline.courses) == 1:
+        _lay_out_parts(axes, timeline.courses[0], timeline, unit)
+    for course in timeline.courses:
+        _draw(axes, course, timeline, unit)
+    over = "Operators of the cell" if timeline.every_operator else "Seconds"
+    axes.set(ylabel=f"Allocated, {name}", xlabel=over, ylim=(0, None), xlim=(0, None))
+    axes.legend(loc="upper left", fontsize="small")
+    return figure
+
+
+def _draw(axes: Any, course: MemoryCourse, timeline: MemoryTimeline, unit: int) -> None:
+    *moments, end = _moments(course, timeline)
+    highs, lasts = ([each / unit for each in found] for found in _columns(course))
+    (line,) = axes.plot(
+        [*moments, end], [*lasts, course.after / unit], label=label(course.device), drawstyle="steps-post"
+    )
+    axes.vlines(moments, lasts, highs, color=line.get_color(), alpha=0.5)
+    if moments:
+        top = highs.index(max(highs))
+        where = f"line {course.line}" if course.line is not None else ""
+        if not where and course.lines is not None:
+            where = "lines {}-{}".format(*course.lines)
+        mark(axes, moments[top], highs[top], f"{'peak' if course.peak is not None else 'most seen'} {where}".strip())
+
+
+def _moments(course: MemoryCourse, timeline: MemoryTimeline) -> list[float]:
+    """Return where each point is drawn, in seconds or operators, and the end."""
+    if timeline.every_operator:
+        return [*(point.look for point in course.points), timeline.looks]
+    return [*(point.seconds for point in course.points), timeline.seconds]
+
+
+def _lay_out_parts(axes: Any, course: MemoryCourse, timeline: MemoryTimeline, unit: int) -> None:
+    """Draw what was surely there as bands under the line."""
+    moments = _moments(course, timeline)
+    found = [point.parts or course.parts for point in course.points]
+    found.append(found[-1] if found else course.parts)
+    floor = [0.0] * len(found)
+    for part in stacking_order(part for each in found for part in each):
+        top = [low + each.get(part, 0) / unit for low, each in zip(floor, found, strict=True)]
+        axes.fill_between(
+            moments, floor, top, step="post", alpha=0.85, color=part_colour(part), lw=0, label=label(part)
+        )
+        floor = top
+
+
+def _columns(course: MemoryCourse) -> tuple[Sequence[int], Sequence[int]]:
+    return [point.high for point in course.points], [point.last for point in course.points]
