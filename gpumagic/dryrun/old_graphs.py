@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gpumagic.heap.graphs import Graphs
+from gpumagic.heap.autograd import Graphs
 
 
 class OldGraphs:

@@ -17,12 +17,7 @@ from typing import Any
 from gpumagic import _compat
 from gpumagic.heap.kinds import subclasses
 from gpumagic.heap.storages import Ledger, undisturbed
-from gpumagic.tensors.report import TensorRow
 
-WORTH_LOOKING = 1 << 20
-"""Bytes without a holder that are worth a look where nobody asked: it takes some 0.2 s for a million objects."""
-LARGEST = 16
-"""Storages looked at."""
 MAX_ROUNDS = 12
 """Passes over all objects at most, some 30 ms each for a million."""
 MAX_BELOW = 20_000
@@ -33,26 +28,7 @@ RING = "cycle of "
 """What the holder of a tensor in a ring begins with."""
 
 
-def labelled(rows: Sequence[TensorRow], least: int = 0) -> list[TensorRow]:
-    """Return the rows; those that nothing else was found to keep say which ring of objects does, if one does.
-
-    Args:
-        rows: all of a census.
-        least: the bytes of such rows together from which on it looks for rings.
-    """
-    unexplained = [row for row in rows if row.name is None and row.holder is None]
-    if not unexplained or sum(map(_nbytes, unexplained)) < least:
-        return list(rows)
-    largest = sorted(unexplained, key=_nbytes, reverse=True)[:LARGEST]
-    found = _labels({number for row in unexplained for number in row.numbers}, {row.numbers[0] for row in largest})
-    return [row._replace(holder=by, place=by) if (by := found.get(row.numbers[0])) else row for row in rows]
-
-
-def _nbytes(row: TensorRow) -> int:
-    return row.nbytes or 0
-
-
-def _labels(numbers: set[int], followed: set[int]) -> dict[int, str]:
+def find_cycles(numbers: set[int], followed: set[int]) -> dict[int, str]:
     """Return ``"cycle of Node"`` by the numbers of the storages that only a ring of objects keeps.
 
     Args:

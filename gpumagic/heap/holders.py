@@ -12,9 +12,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from gpumagic.heap import calls
-from gpumagic.heap.paths import Names, Search
-from gpumagic.heap.spelling import spell, variable
+from gpumagic.heap import readers
+from gpumagic.heap.paths import Names, Search, spell, variable
 from gpumagic.heap.storages import Ledger, uncollected, undisturbed
 
 TRACEBACK = "last traceback"
@@ -116,7 +115,7 @@ def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> Itera
 
 def running_roots() -> Iterator[tuple[str, object]]:
     """Yield the variables of the functions that run now, in any thread."""
-    for label, variables_ in calls.running():
+    for label, variables_ in readers.running():
         yield label, SimpleNamespace(**dict(variables_))
 
 

@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterable, Iterator
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-from gpumagic.heap.anatomy import VARIABLE, Branch, Opener, Style
-from gpumagic.heap.openers import opener_of
-from gpumagic.heap.paths import LARGE
-from gpumagic.heap.spelling import Path, spell
+from gpumagic.heap.object_fields import VARIABLE, Branch, Opener, Style
+from gpumagic.heap.paths import LARGE, Path, spell
+from gpumagic.heap.readers import opener_of
 
 MAX_STEPS = 500_000
 """References looked at before it gives up: about half a second."""

@@ -1,5 +1,9 @@
 """Tensors -> the storages under them: which share one, how many bytes it occupies, how much of it is looked at.
 
+An address alone says nothing, since the next storage may get it. A weak reference of torch's own keeps a dead
+storage's record, about a hundred bytes, and with it the address, until the next census forgets it; its memory
+goes back to the allocator as ever (`c10::StorageImpl::release_resources`).
+
 A tensor is only read through torch's own descriptors, so that no subclass, mode or property of the user's runs.
 Whatever cannot be read becomes an entry of unknown size, never an error.
 """
@@ -7,16 +11,60 @@ Whatever cannot be read becomes an entry of unknown size, never an error.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from gpumagic.heap import identity
+from uuid import uuid4
 
 if TYPE_CHECKING:
     import torch
+
+
+PROCESS = uuid4().hex[:12]
+"""Tells this process's numbers from those of any other."""
+_numbers = count(1)
+_storages: dict[int, int] = {}
+"""Numbers by the storage's address, which is also what torch gives for a weak reference to it."""
+_tensors: dict[int, tuple[weakref.ref[Any], int]] = {}
+"""By the `id` of a tensor that shows no storage."""
+
+
+def number_of(storage: torch.UntypedStorage) -> int:
+    """Return the number of a live storage, a new one if it was never seen."""
+    key = storage._cdata
+    number = _storages.get(key)
+    if number is None:  # nor can another storage have the address of one that is known: it stays taken
+        number = _storages[storage._weak_ref()] = next(_numbers)
+    return number
+
+
+def number_of_tensor(tensor: object) -> int:
+    """Return the number of a live tensor that shows no storage, such as one in mkldnn's own layout."""
+    known = _tensors.get(id(tensor))
+    if known is not None and known[0]() is tensor:
+        return known[1]
+    number = next(_numbers)
+    _tensors[id(tensor)] = (weakref.ref(tensor), number)
+    return number
+
+
+def forget_the_dead() -> None:
+    """Let go of the records of storages that are gone; their numbers are not given again."""
+    if not _storages and not _tensors:
+        return
+    import torch
+
+    expired, free = torch.UntypedStorage._expired, torch.UntypedStorage._free_weak_ref
+    for reference in [reference for reference in _storages if expired(reference)]:
+        del _storages[reference]
+        free(reference)
+    for each in [each for each, (reference, _) in _tensors.items() if reference() is None]:
+        del _tensors[each]
+
 
 UNKNOWN_DIMENSION = -1
 """Stands for a size that torch only knows by a symbol, such as the ragged one of a nested tensor."""
@@ -93,7 +141,7 @@ class Ledger:
         """Enter live tensors; the caller keeps them alive for as long as their `id` is used."""
         untyped_storage, is_contiguous, address_of = self._base.untyped_storage, self._base.is_contiguous, self._address
         size, dtype, device = self._size, self._dtype, self._device_of
-        requires_grad_of, number_of = self._requires_grad, identity.of_storage
+        requires_grad_of = self._requires_grad
         storages, wholes, plain, parameter = self.storages, self._wholes, self._plain, self._parameter
         for tensor in tensors:  # all that is common is done here, as calls are most of what it would cost
             address = 0
@@ -144,7 +192,7 @@ class Ledger:
         if entry is None:
             entry = self.storages[key] = self._open(tensor, storage)
             entry.key = key
-            entry.number = identity.of_storage(storage)
+            entry.number = number_of(storage)
         return entry, []
 
     def addresses(self, tensor: torch.Tensor) -> list[int]:
@@ -203,7 +251,7 @@ class Ledger:
         return parts[-1], parts
 
     def _unknown(self, tensor: torch.Tensor, why: str) -> Storage:
-        entry = Storage(self._device(tensor), None, number=identity.of_tensor(tensor), note=why)
+        entry = Storage(self._device(tensor), None, number=number_of_tensor(tensor), note=why)
         return self.storages.setdefault(("no storage", id(tensor)), entry)
 
     def _layout(self, tensor: torch.Tensor) -> str:

@@ -2,7 +2,7 @@
 
 While nothing goes wrong it reads the allocator's figures once and does nothing else. The order after a failure:
 recognise it, read its frames, let whoever handles the exception finish, empty the frames, then look at what
-is left. See `oom/release.py` for why not earlier.
+is left. See `heap/release.py` for why not earlier.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from gpumagic.errors import OptionError
+from gpumagic.heap import release
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
-from gpumagic.oom import host_warning, observer, recognition, release, shown_as_text
+from gpumagic.oom import host_warning, observer, recognition, shown_as_text
 from gpumagic.oom.at_failure import Instant
 from gpumagic.oom.rules import actions
 from gpumagic.source import frames

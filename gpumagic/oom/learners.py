@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gpumagic.heap import gradients
+from gpumagic.heap import autograd
 from gpumagic.oom.rules.facts import Model, Optimizer
 
 Named = Iterable[tuple[str, object, bool]]
@@ -62,7 +62,7 @@ def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Mod
         float32_nbytes=sum(each.nbytes for each in parameters if each.dtype == torch.float32),
         training=module.training,
         checkpoints=_checkpoints(module),
-        gradients=sum(alias.nbytes for _, alias in gradients.peek(gradients.leaves(parameters)) or ()),
+        gradients=sum(alias.nbytes for _, alias in autograd.peek(autograd.leaves(parameters)) or ()),
         blocks=blocks,
         depth=depth,
         leaves_in_block=leaves,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumagic.heap import calls, gradients, holders
+from gpumagic.heap import autograd, holders, readers
 from gpumagic.heap.storages import Ledger, Storage, undisturbed
 from gpumagic.report.base import Holder
 from gpumagic.source import frames
@@ -41,7 +41,7 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
 
 def in_frames(error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()) -> int:
     """Return the bytes on a device that only the frames of an error reach; graphs may hold more, unseen."""
-    locals_ = [each for frame, _ in frames.frames_of(error, outside) for each in calls.locals_of(frame)]
+    locals_ = [each for frame, _ in frames.frames_of(error, outside) for each in readers.locals_of(frame)]
     roots = [*holders.variables(namespace, None), (FRAMES, locals_)]
     return released(_claims(roots, namespace, device, None), [FRAMES])
 
@@ -97,7 +97,7 @@ def _claims(
 def _storages(search: Search, name: str, value: object, ledger: Ledger) -> Iterator[Storage]:
     search.run([(name, value)])
     tensors = list(search.tensors.values())
-    for tensor in (*tensors, *(gradient for _, gradient in gradients.peek(gradients.leaves(tensors)) or ())):
+    for tensor in (*tensors, *(gradient for _, gradient in autograd.peek(autograd.leaves(tensors)) or ())):
         storage, parts = ledger.find(tensor)
         yield from parts or [storage]
 

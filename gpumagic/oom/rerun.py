@@ -13,9 +13,9 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gpumagic.heap import release
 from gpumagic.memory import allocator
 from gpumagic.notebook.guards import BodyOutcome, Guard, Nested, Outcome
-from gpumagic.oom import release
 from gpumagic.oom.report import OomReport
 from gpumagic.oom.rerun_plan import Plan, Step, steps
 from gpumagic.oom.rollback import Rollback

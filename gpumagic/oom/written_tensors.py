@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from gpumagic.heap import gradients, holders
+from gpumagic.heap import autograd, holders
 from gpumagic.heap.storages import undisturbed
 
 
@@ -84,6 +84,6 @@ def is_on_accelerator(tensor: Any) -> bool:
 def _gradients(tensors: list[Any]) -> dict[int, tuple[int, int]]:
     """Return where each tensor's gradient lies and its version, by the tensor's `id`."""
     with undisturbed():
-        leaves = gradients.leaves(tensors)
-        found = gradients.peek(leaves) or ()
+        leaves = autograd.leaves(tensors)
+        found = autograd.peek(leaves) or ()
         return {id(leaves[i]): (alias.data_ptr(), version(alias)) for i, alias in found}

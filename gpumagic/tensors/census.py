@@ -10,8 +10,8 @@ import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpumagic.heap import calls, gradients, holders, identity, libraries
-from gpumagic.heap.graphs import Graphs
+from gpumagic.heap import autograd, hidden_holders, holders, readers, storages
+from gpumagic.heap.autograd import Graphs
 from gpumagic.heap.kinds import roles, subclasses
 from gpumagic.heap.paths import MAX_STEPS, Names
 from gpumagic.heap.storages import Ledger, Storage
@@ -62,7 +62,7 @@ class Census:
         graph_of = {root: frozenset(self._storages(tensors)) for root, tensors in saved_for.items()}
         detaching = Detaching(self._namespace, names)
         rows = Rows(Findings(names, roles(self._owners), gradient_of, graph_of, detaching), groups(self._ledger))
-        identity.forget_the_dead()
+        storages.forget_the_dead()
         if self._looks_for_names and not rows.are_all_named():
             self._note_limits()
             rows.find_holders(self._holders())
@@ -90,11 +90,11 @@ class Census:
 
         tensor_types = subclasses(torch.Tensor)
         wanted = tensor_types | subclasses(torch.nn.Module, torch.optim.Optimizer)
-        wanted.update(calls.SUSPENDED)
+        wanted.update(readers.SUSPENDED)
         found = [each for each in gc.get_objects() if type(each) in wanted]
         self._tensors = [each for each in found if type(each) in tensor_types]
         for each in found if len(found) > len(self._tensors) else ():
-            if type(each) in calls.SUSPENDED:
+            if type(each) in readers.SUSPENDED:
                 self._suspended.append(each)
             elif type(each) not in tensor_types:
                 self._owners.append(each)
@@ -112,7 +112,7 @@ class Census:
     def _walk_graphs(self) -> dict[int, list[Any]]:
         """Return what the graph of each tensor that has one keeps, by the tensor's `id`."""
         found: dict[int, list[Any]] = {}
-        for tensor in gradients.results(self._tensors):
+        for tensor in autograd.results(self._tensors):
             graph = self._graphs.of(tensor.grad_fn)
             if graph is None:
                 break
@@ -140,8 +140,8 @@ class Census:
 
     def _find_gradients(self) -> dict[Storage, int]:
         """Return whose gradient a storage is, by the `id` of the tensor it is the gradient of."""
-        leaves = gradients.leaves(self._tensors)
-        found = gradients.peek(leaves)
+        leaves = autograd.leaves(self._tensors)
+        found = autograd.peek(leaves)
         if found is None:
             self.notes.append("this torch does not show gradients that Python has not read; they are not listed")
         owners: dict[Storage, int] = {}
@@ -153,12 +153,12 @@ class Census:
         return owners
 
     def _holders(self) -> dict[int, holders.Held]:
-        others = [(calls.title(each), each) for each in self._suspended]
+        others = [(readers.title(each), each) for each in self._suspended]
         found = holders.hidden_holders(self._search, self._namespace, self._shell, others)
         if self._looks_into_libraries:
             releasable = [each for each in self._tensors if id(each) in found and found[id(each)].releasable]
             ours = (self._tensors, self._search.tensors, self._saved)
-            kept, is_whole = libraries.kept(releasable, self._namespace, self._shell, ours)
+            kept, is_whole = hidden_holders.kept_by_modules(releasable, self._namespace, self._shell, ours)
             releasable.clear()
             found.update(kept)
             if not is_whole:

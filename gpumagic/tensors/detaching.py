@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpumagic.heap.kinds import subclasses
-from gpumagic.heap.paths import Names
-from gpumagic.heap.spelling import Path, is_typed, spell
+from gpumagic.heap.paths import Names, Path, is_typed, spell
 from gpumagic.tensors.held_report import is_code
 
 MOST = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from gpumagic.heap import gradients, holders, last_error, outputs
-from gpumagic.heap.graphs import Graphs
+from gpumagic.heap import autograd, hidden_holders, holders
+from gpumagic.heap.autograd import Graphs
 from gpumagic.heap.storages import Ledger, uncollected, undisturbed
 from gpumagic.memory import allocator
 from gpumagic.tensors import scan
@@ -38,14 +38,14 @@ def _forget(wanted: set[int], namespace: Mapping[str, object], shell: Interactiv
     labels: list[str] = []
     if shell is not None:
         values = {}
-        for label, value in outputs.shown(shell):
+        for label, value in hidden_holders.shown_outputs(shell):
             if id(value) not in values and _reaches(value, wanted, namespace, shell):
                 values[id(value)] = value
                 labels.append(label)
-        outputs.forget(shell, values)
+        hidden_holders.forget_outputs(shell, values)
         values.clear()
-    if any(_reaches(each, wanted, namespace, shell) for each in last_error.remembered(shell)):
-        last_error.forget(namespace, shell)
+    if any(_reaches(each, wanted, namespace, shell) for each in hidden_holders.remembered_errors(shell)):
+        hidden_holders.forget_last_error(namespace, shell)
         labels.append(holders.TRACEBACK)
     return tuple(labels)
 
@@ -57,7 +57,7 @@ def _reaches(value: object, wanted: set[int], namespace: Mapping[str, object], s
         with undisturbed():
             search.run([("it", value)])
             tensors = list(search.tensors.values())
-            for result in gradients.results(tensors):
+            for result in autograd.results(tensors):
                 graph = graphs.of(result.grad_fn)
                 tensors += graph.tensors if graph is not None else ()
             return any(not wanted.isdisjoint(ledger.numbers(tensor)) for tensor in tensors)

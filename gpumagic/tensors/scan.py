@@ -9,11 +9,12 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
-from gpumagic.heap import cycles, identity
+from gpumagic.heap import storages
 from gpumagic.heap.storages import uncollected, undisturbed
 from gpumagic.report import origin
 from gpumagic.tensors import reconcile
 from gpumagic.tensors.census import Census
+from gpumagic.tensors.cycle_rows import WORTH_LOOKING, name_cycles
 from gpumagic.tensors.report import TensorReport, TensorRow
 
 
@@ -50,7 +51,7 @@ def scan(
     census = Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names, thorough)
     with uncollected():
         rows = _taken(census)
-        rows = cycles.labelled(rows, 0 if thorough else cycles.WORTH_LOOKING) if names else rows
+        rows = name_cycles(rows, 0 if thorough else WORTH_LOOKING) if names else rows
         summary = reconcile.by_device(rows)
         report = TensorReport(
             tensors=tuple(rows),
@@ -58,7 +59,7 @@ def scan(
             limit=limit,
             group_by=group_by,
             notes=(*census.notes, *reconcile.notes(rows, summary)),
-            process=identity.PROCESS,
+            process=storages.PROCESS,
             graphs=census.graphs,
             sources=census.sources,
             origin=origin.here(),

@@ -7,12 +7,13 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.heap import cycles, holders, last_error, outputs, references
-from gpumagic.heap.openers import opener_of
+from gpumagic.heap import cycles, hidden_holders, holders, references
+from gpumagic.heap.paths import Path, spell
+from gpumagic.heap.readers import opener_of
 from gpumagic.heap.references import References, Step
-from gpumagic.heap.spelling import Path, spell
 from gpumagic.heap.storages import Ledger, uncollected, undisturbed
 from gpumagic.tensors import scan
+from gpumagic.tensors.cycle_rows import name_cycles
 from gpumagic.tensors.held_report import RELEASE, command, is_code
 from gpumagic.tensors.lookup import find, plain
 from gpumagic.tensors.report import TensorReport, TensorRow
@@ -53,7 +54,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     finally:
         graph.release()
     if not ways and row.holder is None:
-        (row,) = cycles.labelled([row])
+        (row,) = name_cycles([row])
     return WhyReport(row, tuple(ways), tuple(_notes(row, report, ways, graph)))
 
 
@@ -94,8 +95,8 @@ def _below(value: object, rest: str) -> Any:
 
 def _hidden(shell: InteractiveShell | None) -> list[tuple[str, object]]:
     """Return what the session keeps beside the variables, each value under one label."""
-    found = [] if shell is None else list(outputs.shown(shell))
-    found += [(holders.TRACEBACK, each) for each in last_error.remembered(shell)]
+    found = [] if shell is None else list(hidden_holders.shown_outputs(shell))
+    found += [(holders.TRACEBACK, each) for each in hidden_holders.remembered_errors(shell)]
     labels = {id(value): label for label, value in reversed(found)}
     return [(label, value) for label, value in found if labels[id(value)] == label]
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpumagic.heap import anatomy
+from gpumagic.heap import object_fields
 from gpumagic.source.frames import MISSING
 from gpumagic.transfers.explanation import Operand
 
@@ -79,7 +79,7 @@ def _follow(step: ast.expr, value: Any, variables: Mapping[str, Any]) -> Any:
 
 
 def _attribute(value: Any, name: str) -> Any:
-    own: dict[str, Any] = dict(anatomy.attributes(value, anatomy.fields_of(type(value))))
+    own: dict[str, Any] = dict(object_fields.attributes(value, object_fields.fields_of(type(value))))
     for inner in ("_parameters", "_buffers", "_modules"):  # where a module keeps them
         kept = own.get(inner)
         if isinstance(kept, dict) and name in kept:

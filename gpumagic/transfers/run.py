@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from gpumagic import _compat
 from gpumagic.errors import OptionError
-from gpumagic.heap import lasting
+from gpumagic.heap import kinds
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import KeptStorages, MemoryTimeline
@@ -196,7 +196,7 @@ class DeviceRun:
         return self._memory.finished(self._watch.after, (self._lasting, at_end))
 
     def _look_for_lasting(self) -> KeptStorages:
-        return lasting.look(self._namespace, None if self._recording.recorder.is_traced else lasting.MOST)
+        return kinds.find_kept(self._namespace, None if self._recording.recorder.is_traced else kinds.MOST_TENSORS)
 
     def _restore(self) -> None:
         try:

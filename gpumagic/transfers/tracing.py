@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumagic import _compat
-from gpumagic.heap import identity
+from gpumagic.heap import storages
 from gpumagic.transfers.recorder import Recorder, is_free_to_read
 
 _aten = torch.ops.aten
@@ -147,9 +147,9 @@ def _makes_nothing(func: Any) -> bool:
 def _number(tensor: torch.Tensor) -> int:
     """Return what tells a tensor's storage from all others, also from one that gets its address later."""
     try:
-        return identity.of_storage(tensor.untyped_storage())
+        return storages.number_of(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse, or in a layout of its own
-        return identity.of_tensor(tensor)
+        return storages.number_of_tensor(tensor)
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:

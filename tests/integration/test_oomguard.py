@@ -67,7 +67,7 @@ def test_the_memory_is_back_before_the_next_cell_even_after_debug(guarded, bare_
 
 
 def test_debug_itself_is_no_obstacle(guarded, bare_shell, monkeypatch) -> None:
-    from gpumagic.oom import release
+    from gpumagic.heap import release
 
     before = allocated()
     monkeypatch.setattr("builtins.input", lambda prompt="": "q")

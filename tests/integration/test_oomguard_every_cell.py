@@ -146,7 +146,7 @@ def test_what_colabs_variables_pane_still_holds_is_freed_by_a_second_look(guarde
         held.update(bare_shell.user_ns)
 
     monkeypatch.setitem(sys.modules, "google.colab._variable_inspector", ModuleType("inspector"))
-    monkeypatch.setattr("gpumagic.oom.release.time", SimpleNamespace(sleep=copy_anew))
+    monkeypatch.setattr("gpumagic.heap.release.time", SimpleNamespace(sleep=copy_anew))
     bare_shell.run_cell("x = take(1)", store_history=True)
     held.update(bare_shell.user_ns)
     guarded("del x\nfail()")

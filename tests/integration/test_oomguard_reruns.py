@@ -170,7 +170,7 @@ def test_an_interrupt_between_two_tries_changes_no_number_either(guarded, ns, ba
         raise KeyboardInterrupt
 
     bare_shell.run_cell("n = 16", store_history=True)
-    monkeypatch.setattr("gpumagic.oom.release.reclaim", interrupted)
+    monkeypatch.setattr("gpumagic.heap.release.reclaim", interrupted)
     result = guarded("x = take(n / 2)", "--shrink n")
     assert isinstance(result.error_in_exec, KeyboardInterrupt)
     assert ns["n"] == 16

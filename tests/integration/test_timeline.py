@@ -312,9 +312,9 @@ def test_what_was_there_all_the_time_is_told_by_what_it_is_for(run) -> None:
 
 
 def test_a_model_of_many_tensors_is_looked_through_only_where_the_cell_is_traced_anyway(run, monkeypatch) -> None:
-    from gpumagic.heap import lasting
+    from gpumagic.heap import kinds
 
-    monkeypatch.setattr(lasting, "MOST", 0)
+    monkeypatch.setattr(kinds, "MOST_TENSORS", 0)
     run("model = torch.nn.Linear(512, 512, bias=False, device='simgpu:0')")
     (course,) = run("%%ondevice 0 -q -o report\nx = make(1)").timeline.courses
     assert course.parts == {}

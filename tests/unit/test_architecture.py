@@ -37,8 +37,6 @@ UPWARD: set[Edge] = {
     ("gpumagic.gpus.live", "gpumagic.cluster.report"),
     ("gpumagic.gpus.moments", "gpumagic.cluster.report"),
     ("gpumagic.gpus.moments", "gpumagic.cluster.shared_gpus"),
-    ("gpumagic.heap.cycles", "gpumagic.tensors.report"),
-    ("gpumagic.heap.last_error", "gpumagic.oom.release"),
     ("gpumagic.notebook.completion", "gpumagic.gpus.device_names"),
     ("gpumagic.notebook.completion", "gpumagic.options"),
     ("gpumagic.simgpu", "gpumagic.options"),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.heap import identity
+from gpumagic.heap import storages
 from gpumagic.tensors.report import TensorReport
 from gpumagic.tensors.scan import scan
 
@@ -41,10 +41,10 @@ def test_nothing_changed_is_an_empty_report() -> None:
 
 
 def test_a_dead_storage_keeps_its_address_for_as_long_as_its_number_is_known() -> None:
-    numbers = {identity.of_storage(torch.ones(77).untyped_storage()) for _ in range(100)}
+    numbers = {storages.number_of(torch.ones(77).untyped_storage()) for _ in range(100)}
     assert len(numbers) == 100
     live = torch.ones(77).untyped_storage()
-    assert identity.of_storage(live) == identity.of_storage(live)
+    assert storages.number_of(live) == storages.number_of(live)
 
 
 def test_a_tensor_made_anew_under_the_same_name_is_new_each_time() -> None:
@@ -152,13 +152,13 @@ def test_remembering_a_storage_keeps_neither_it_nor_its_bytes(two_devices) -> No
 
 def test_records_of_dead_storages_are_forgotten_at_the_next_look() -> None:
     scan({})
-    before = len(identity._storages)
+    before = len(storages._storages)
     kept = [torch.ones(1) for _ in range(100)]
     scan({})
-    assert len(identity._storages) == before + 100
+    assert len(storages._storages) == before + 100
     del kept
     scan({})
-    assert len(identity._storages) == before
+    assert len(storages._storages) == before
 
 
 def test_reports_narrowed_differently_are_compared_in_what_both_list() -> None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from gpumagic.gpus import probe as gpus
-from gpumagic.heap import graphs
+from gpumagic.heap import autograd
 from gpumagic.tensors.scan import scan
 
 
@@ -228,8 +228,8 @@ def test_a_node_that_hides_what_it_saved_is_named_in_a_note(model) -> None:
 
 
 def test_a_torch_without_handles_says_so(model, monkeypatch) -> None:
-    monkeypatch.setattr(graphs, "_SAVED", "_none_such")
-    monkeypatch.setattr(graphs.Graphs, "_handles_of", lambda *_: [object()])
+    monkeypatch.setattr(autograd, "_SAVED", "_none_such")
+    monkeypatch.setattr(autograd.Graphs, "_handles_of", lambda *_: [object()])
     report = scan({"model": model, "loss": model(batch()).sum()})
     assert named(report, "loss").graph_nbytes is None
     assert any("does not show what autograd graphs keep" in note for note in report.notes)
@@ -237,8 +237,8 @@ def test_a_torch_without_handles_says_so(model, monkeypatch) -> None:
 
 
 def test_a_graph_too_large_to_follow_is_not_known(model, monkeypatch) -> None:
-    monkeypatch.setattr(graphs, "MAX_NODES", 3)
-    monkeypatch.setattr(graphs.Graphs.__init__, "__defaults__", (3,))
+    monkeypatch.setattr(autograd, "MAX_NODES", 3)
+    monkeypatch.setattr(autograd.Graphs.__init__, "__defaults__", (3,))
     report = scan({"model": model, "loss": model(batch()).sum()})
     assert named(report, "loss").graph_nbytes is None
     assert any("large" in note for note in report.notes)

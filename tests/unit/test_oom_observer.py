@@ -86,7 +86,7 @@ def test_where_it_cannot_be_attached_nothing_is_tried(observers, monkeypatch, mi
 def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
     monkeypatch.setattr(OomGuard, "_shares", lambda *_: (Share("parameters", 7),), raising=True)
     monkeypatch.setattr("gpumagic.memory.allocator.all_figures", dict)
-    monkeypatch.setattr("gpumagic.oom.release.reclaim", lambda: None)  # there is no CUDA whose cache to empty
+    monkeypatch.setattr("gpumagic.heap.release.reclaim", lambda: None)  # there is no CUDA whose cache to empty
     guard = gpumagic.oomguard(keep_going=True)
     with guard:
         observers[0](2, 2**30, 2**31, 0)

@@ -1,0 +1,225 @@
+"""What keeps tensors beside variables: IPython's outputs, the last error, and installed modules.
+
+One value lies in up to seven places, and only when all let go of it does it die: `del Out[12]` alone frees
+nothing (ipython#10082, #14129).
+
+Three roots keep it, each on its own: `sys.last_traceback` with its kin, the formatter's `tb`, and the result of
+the last cell. Emptying the frames as well ends the cycles that frames and errors are in.
+
+Looking through a million objects of libraries takes most of a second, so the gc is asked first, in a few passes,
+whether anything but the session refers to the tensors, or to the lists and dicts they are in.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gpumagic import _compat
+from gpumagic.heap import cycles, holders, release
+from gpumagic.heap.holders import Held
+from gpumagic.heap.paths import Names, Search, spell
+from gpumagic.heap.references import MAX_STEPS, References
+from gpumagic.source.frames import related_exceptions, traceback_steps
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+LAST = ("_", "__", "___")
+_NUMBERED = re.compile(r"_\d+")
+_NOTHING = ""  # what IPython itself binds `_` to before anything was shown
+
+
+def shown_outputs(shell: InteractiveShell) -> Iterator[tuple[str, object]]:
+    """Yield each value that IPython keeps because it showed it, with the place: ``"Out[12]"``, ``"_"``...
+
+    What the user has bound to one of these names is the user's, and is not among them.
+    """
+    for number, value in list(dict.items(_outputs(shell))):
+        yield f"Out[{number}]", value
+    for name, value in list(shell.user_ns_hidden.items()):
+        if _is_ours(name):
+            yield name, value
+    for name in LAST:
+        yield name, getattr(shell.displayhook, name, _NOTHING)
+    yield "last result", getattr(shell.last_execution_result, "result", None)
+
+
+def forget_outputs(shell: InteractiveShell, values: Collection[int]) -> None:
+    """Make IPython forget the values with these ids, which the caller keeps alive meanwhile.
+
+    No binding of the user's changes: `_` is only reset where it still is what IPython made it.
+    """
+    outputs = _outputs(shell)
+    for number in [number for number, value in dict.items(outputs) if id(value) in values]:
+        dict.pop(outputs, number)
+    for namespace in (shell.user_ns, shell.user_ns_hidden):
+        _forget_in(namespace, values, shell.user_ns_hidden)
+    for name in LAST:
+        if id(getattr(shell.displayhook, name, None)) in values:
+            setattr(shell.displayhook, name, _NOTHING)
+    result = shell.last_execution_result
+    if result is not None and id(result.result) in values:
+        result.result = None
+
+
+def _forget_in(namespace: dict[str, Any], values: Collection[int], hidden: Mapping[str, object]) -> None:
+    for name, value in list(namespace.items()):
+        if id(value) not in values or not _is_ours(name) or hidden.get(name) is not value:
+            continue
+        if name in LAST:
+            namespace[name] = _NOTHING
+        else:
+            del namespace[name]
+
+
+def _is_ours(name: object) -> bool:
+    return type(name) is str and (name in LAST or _NUMBERED.fullmatch(name) is not None)
+
+
+def _outputs(shell: InteractiveShell) -> dict[int, object]:
+    outputs = shell.user_ns.get("_oh")
+    return outputs if isinstance(outputs, dict) else {}
+
+
+def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell | None) -> None:
+    """Make Python and IPython forget the last error.
+
+    Its frames are emptied, unless a variable leads to a part of it: then the error stays whole, and so does what
+    it keeps.
+    """
+    errors, tracebacks = _errors(shell), _tracebacks(shell)
+    _let_go(shell)
+    if _is_kept_by_user(_parts(errors, tracebacks), namespace, shell):
+        return
+    while errors:
+        release.strip(errors.pop(), shell)
+    while tracebacks:
+        release.empty(tracebacks.pop().tb_frame)
+
+
+def remembered_errors(shell: InteractiveShell | None) -> list[object]:
+    """Return the errors and tracebacks that Python and IPython keep for a look at the last failure."""
+    return [*_errors(shell), *_tracebacks(shell)]
+
+
+def failed_frames(shell: InteractiveShell | None) -> list[FrameType]:
+    """Return the frames of the calls that failed, of every error that led to the last."""
+    parts = _parts(_errors(shell), _tracebacks(shell))
+    return [each for each in parts if isinstance(each, FrameType)]
+
+
+def _errors(shell: InteractiveShell | None) -> list[BaseException]:
+    result = getattr(shell, "last_execution_result", None)
+    found = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
+    found += [getattr(result, name, None) for name in ("error_in_exec", "error_before_exec")]
+    unique = {id(each): each for each in found if isinstance(each, BaseException)}
+    return list(unique.values())
+
+
+def _tracebacks(shell: InteractiveShell | None) -> list[TracebackType]:
+    """Return every link of the tracebacks that are kept beside the errors.
+
+    They may be of an earlier error: after a usage error, IPython's formatter still has the traceback before it.
+    """
+    kept = (getattr(sys, "last_traceback", None), getattr(getattr(shell, "InteractiveTB", None), "tb", None))
+    unique = {id(step): step for each in kept for step in traceback_steps(each)}
+    return list(unique.values())
+
+
+def _let_go(shell: InteractiveShell | None) -> None:
+    for name in release.LAST_ERROR:
+        vars(sys).pop(name, None)
+    formatter: Any = getattr(shell, "InteractiveTB", None)
+    if formatter is not None:
+        formatter.tb = None
+    result: Any = getattr(shell, "last_execution_result", None)
+    if result is not None:
+        result.error_in_exec = result.error_before_exec = None
+
+
+def _is_kept_by_user(parts: list[object], namespace: Mapping[str, object], shell: InteractiveShell | None) -> bool:
+    """Tell whether a variable leads to a part of an error."""
+    graph = References(holders.never_opened(namespace, shell), MAX_STEPS)
+    try:
+        graph.explore(holders.variables(namespace, shell), wanted=set(map(id, parts)))
+        return any(True for _ in graph.ways(map(id, parts)))
+    finally:
+        graph.release()
+
+
+def _parts(errors: Iterable[BaseException], tracebacks: Iterable[TracebackType]) -> list[object]:
+    """Return the errors with all they were raised from, and every traceback and frame of theirs."""
+    family = [each for error in errors for each in related_exceptions(error)]
+    steps = [step for each in family for step in traceback_steps(each.__traceback__)]
+    return [*family, *(part for step in [*steps, *tracebacks] for part in (step, step.tb_frame))]
+
+
+MAX_STEPS_OF_MODULES = 1_500_000
+"""Children looked at: about a second for torch, pandas and what they import."""
+FEW = 32
+"""Objects of which the gc is asked who refers to them: it compares each reference there is with each of them."""
+ROUNDS = 4
+"""Passes of the gc, some 20 ms each."""
+
+
+def kept_by_modules(
+    tensors: list[Any], namespace: Mapping[str, object], shell: InteractiveShell | None, ours: Iterable[object]
+) -> tuple[dict[int, Held], bool]:
+    """Return which of some tensors an installed module keeps, by their `id`, and whether it looked at all there is.
+
+    Args:
+        tensors: what the session's outputs or its last error keep.
+        namespace: the notebook's variables.
+        shell: the shell they belong to.
+        ours: lists of the caller's that have the tensors too.
+    """
+    if not tensors:
+        return {}, True
+    if _are_the_session_s_alone(tensors, {id(tensors), *map(id, ours), *map(id, _of_the_session(namespace, shell))}):
+        return {}, True
+    search = Search(holders.never_opened(namespace, shell), MAX_STEPS_OF_MODULES)
+    try:
+        ways_to = search.run(holders.module_roots(namespace, installed=True))
+        names, found = Names(ways_to), dict[int, Held]()
+        for tensor in {id(each) for each in tensors}.intersection(ways_to):
+            first = min(ways_to[tensor], key=lambda way: way.depth)
+            found[tensor] = Held(first.root(), spell(first, names.best), releasable=False)
+        return found, not search.gave_up
+    finally:
+        search.release()
+
+
+def _are_the_session_s_alone(tensors: list[Any], known: set[int]) -> bool:
+    """Tell whether all that refers to some tensors, or to what has them, is known; False where it is not soon told."""
+    waiting, lasting = list(tensors), cycles.lasting_ids()
+    for _ in range(ROUNDS):
+        if len(waiting) > FEW:
+            break
+        known.add(id(waiting))
+        found = _compat.referrers(waiting)
+        waiting = [each for each in found if id(each) not in known]
+        if not waiting:
+            return True
+        if any(id(each) in lasting or cycles.lasts(each) for each in waiting):
+            return False
+        known.update(map(id, waiting), [id(found)])
+    return False
+
+
+def _of_the_session(namespace: Mapping[str, object], shell: InteractiveShell | None) -> Iterator[object]:
+    """Yield what refers to outputs and to the variables of a failed call, and is forgotten with them."""
+    yield from holders.never_opened(namespace, shell)
+    for owner in (getattr(shell, "displayhook", None), getattr(shell, "last_execution_result", None)):
+        yield owner
+        yield getattr(owner, "__dict__", None)
+    for frame in failed_frames(shell):
+        yield frame
+        shared = {id(frame.f_globals), id(frame.f_builtins)}
+        # A frame that was printed keeps a snapshot of its variables.
+        yield from (each for each in gc.get_referents(frame) if type(each) is dict and id(each) not in shared)
