@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpumagic import simgpu
 from gpumagic.errors import OptionError
 from gpumagic.gpus import device_names
-from gpumagic.notebook import session
+from gpumagic.notebook import cells
 from gpumagic.report.origin import Origin, here
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def devices(names: Sequence[str], *, minimum: int, sort: str) -> Errand:
     from gpumagic.tensors import scan
 
     simgpu.enable_from_environment()
-    shell = session.shell()
+    shell = cells.shell()
     only = [device_names.resolve(name) for name in names]
     report: TensorReport = scan.scan(
-        session.variables(shell), devices=only, minimum=minimum, sort=sort, limit=None, shell=shell
+        cells.variables(shell), devices=only, minimum=minimum, sort=sort, limit=None, shell=shell
     )
     return report.origin, report
 
@@ -53,7 +53,7 @@ def site() -> Errand:
     from gpumagic.gpus import probe
     from gpumagic.memory import allocator
 
-    shell = session.shell()
+    shell = cells.shell()
     if shell is None:
         raise OptionError("this engine runs no IPython")
     if not extension.is_loaded(shell):
@@ -84,7 +84,7 @@ def collect(name: str) -> Errand:
     """Return the report that a cell has left in a variable, and leave things as they were before the cell."""
     from gpumagic import extension
 
-    shell = session.shell()
+    shell = cells.shell()
     assert shell is not None
     report = shell.user_ns.pop(name, None)
     shell.user_ns_hidden.pop(name, None)
