@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpumagic.gpus import device_names
-from gpumagic.notebook import cells
+from gpumagic.notebook import session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -96,8 +96,8 @@ def release_held() -> ReleaseReport:
     """
     from gpumagic.tensors import release
 
-    shell = cells.shell()
-    return release.release(cells.variables(shell), shell)
+    shell = session.shell()
+    return release.release(session.variables(shell), shell)
 
 
 def _globals_of_caller() -> Mapping[str, object]:
@@ -107,7 +107,7 @@ def _globals_of_caller() -> Mapping[str, object]:
 
 def _shell_of(namespace: Mapping[str, object]) -> InteractiveShell | None:
     """Return the IPython shell whose variables these are: what it keeps beside them is not the user's."""
-    shell = cells.shell()
+    shell = session.shell()
     return shell if shell is not None and shell.user_ns is namespace else None
 
 

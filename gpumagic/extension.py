@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import GpuMagicError
+from gpumagic.gpus import device_names
 from gpumagic.notebook import completion
 from gpumagic.notebook.cells import CellSessions
 from gpumagic.notebook.promotion import PromoteCellMagics
@@ -78,7 +79,7 @@ def attach(
         undo.callback(_register(shell, magics(shell, sessions)))
         shell.input_transformers_cleanup.append(transformer)
         undo.callback(shell.input_transformers_cleanup.remove, transformer)
-        undo.callback(completion.install(shell))
+        undo.callback(completion.install(shell, device_names.completions))
         sessions.install()
         undo.callback(sessions.uninstall)
         shell.meta[_KEY] = undo.pop_all()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumagic.errors import OptionError
-from gpumagic.notebook import cells
+from gpumagic.notebook import session
 from gpumagic.report.origin import Origin
 
 AS_PX = "px"
@@ -85,7 +85,7 @@ def connect(targets: str = AS_PX, *, gone: bool = True) -> Connection:
 
 def _view_of_px() -> Any:
     """Return the view that `%%px` sends cells to; None where nothing is connected."""
-    shell = cells.shell()
+    shell = session.shell()
     magic = None if shell is None else shell.find_cell_magic("px")
     return getattr(getattr(magic, "__self__", None), "view", None)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpumagic import simgpu
 from gpumagic.errors import OptionError
 from gpumagic.gpus import device_names
-from gpumagic.notebook import cells
+from gpumagic.notebook import session
 from gpumagic.report.origin import Origin, here
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def devices(names: Sequence[str], *, minimum: int, sort: str) -> Errand:
     from gpumagic.tensors import scan
 
     simgpu.enable_from_environment()
-    shell = cells.shell()
+    shell = session.shell()
     only = [device_names.resolve(name) for name in names]
     report: TensorReport = scan.scan(
-        cells.variables(shell), devices=only, minimum=minimum, sort=sort, limit=None, shell=shell
+        session.variables(shell), devices=only, minimum=minimum, sort=sort, limit=None, shell=shell
     )
     return report.origin, report
 
@@ -49,16 +49,16 @@ _UNLOAD = "gpumagic_of_engine_cell"
 
 def site() -> Errand:
     """Get ready for a cell under one of the magics, and return the GPUs here, the freest first."""
-    from gpumagic import extension
+    from gpumagic import load_ipython_extension
     from gpumagic.gpus import probe
     from gpumagic.memory import allocator
 
-    shell = cells.shell()
+    shell = session.shell()
     if shell is None:
         raise OptionError("this engine runs no IPython")
-    if not extension.is_loaded(shell):
+    if shell.find_line_magic("oomguard") is None:
         shell.meta[_UNLOAD] = True
-        extension.load(shell)
+        load_ipython_extension(shell)
     torch_has = set(allocator.accelerators())
     report = probe.read_gpus()
     usable = [row for row in report.devices if row.device in torch_has]
@@ -82,12 +82,12 @@ def device(name: str, fallback: str | None) -> Errand:
 
 def collect(name: str) -> Errand:
     """Return the report that a cell has left in a variable, and leave things as they were before the cell."""
-    from gpumagic import extension
+    from gpumagic import unload_ipython_extension
 
-    shell = cells.shell()
+    shell = session.shell()
     assert shell is not None
     report = shell.user_ns.pop(name, None)
     shell.user_ns_hidden.pop(name, None)
     if shell.meta.pop(_UNLOAD, False):
-        extension.unload(shell)
+        unload_ipython_extension(shell)
     return here(), report

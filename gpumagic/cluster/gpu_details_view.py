@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gpumagic.cluster.report import ClusterReport
 from gpumagic.cluster.shared_gpus import SharedGpu
-from gpumagic.gpus import gpu_details, gpu_processes
+from gpumagic.gpus import view
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.document import Block, Heading
 
@@ -22,8 +22,8 @@ def blocks(report: ClusterReport, gpus: Sequence[SharedGpu]) -> Iterator[Block]:
     for host, rows in hosts.items() if processes or everything else ():
         if len(hosts) > 1:
             yield Heading(host, apart=True)
-        yield from gpu_processes.blocks(rows) if processes else ()
-        yield from (gpu_details.table(row, rows) for row in rows if everything)
+        yield from view.process_blocks(rows) if processes else ()
+        yield from (view.details_table(row, rows) for row in rows if everything)
 
 
 def _named(gpu: SharedGpu) -> GpuRow:

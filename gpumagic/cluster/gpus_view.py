@@ -8,8 +8,8 @@ from gpumagic.cluster import gpu_details_view
 from gpumagic.cluster.report import ClusterReport, EngineAnswer
 from gpumagic.cluster.shared_gpus import SharedGpu, shared_gpus
 from gpumagic.cluster.view import engines, numbers
-from gpumagic.gpus.gpu_table import UTIL, short
 from gpumagic.gpus.report import GPUReport
+from gpumagic.gpus.view import UTIL, short
 from gpumagic.report.document import Block, Cell, Column, Fold, Paragraph, Segment, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, pair, percent, size
 

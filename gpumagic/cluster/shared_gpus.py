@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpumagic.cluster.report import ClusterReport, EngineAnswer
-from gpumagic.gpus.report import GPUReport, GpuRow
+from gpumagic.gpus.report import GPUReport, GpuRow, SampleRow, name_of, sample, samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +78,36 @@ def _identity(answer: EngineAnswer, row: GpuRow) -> tuple[object, ...]:
     if row.simulated:
         return answer.origin.host, answer.origin.pid or answer.engine, row.device
     return answer.origin.host, row.uuid or row.device or row.nvml_index
+
+
+MOST_GPUS = 32
+"""GPUs of a cluster with a row each in a recording; of more, each host has one."""
+
+
+@samples.register(ClusterReport)
+def _samples_of_engines(snapshot: ClusterReport, seconds: float) -> tuple[SampleRow, ...]:
+    gpus = shared_gpus(snapshot)
+    hosts: dict[str, list[SharedGpu]] = {}
+    for gpu in gpus:
+        hosts.setdefault(gpu.host, []).append(gpu)
+    if len(gpus) > MOST_GPUS:
+        return tuple(_of_host(seconds, host, of_host) for host, of_host in hosts.items())
+    several = len(hosts) > 1
+    return tuple(sample(seconds, _label(gpu, several), gpu.reading, gpu.allocated) for gpu in gpus)
+
+
+def _label(gpu: SharedGpu, several_hosts: bool) -> str:
+    """Return what tells a GPU from the others: its host's name before it, or its process's engine."""
+    names = {name_of(kernel.row) for kernel in gpu.kernels}
+    name = names.pop() if len(names) == 1 else f"NVML {gpu.reading.nvml_index}"
+    parts = [gpu.host] * several_hosts + [f"engine {gpu.kernels[0].answer.engine}"] * gpu.reading.simulated
+    return " ".join([*parts, name])
+
+
+def _of_host(seconds: float, host: str, gpus: Sequence[SharedGpu]) -> SampleRow:
+    busy = [gpu.reading.utilization for gpu in gpus if gpu.reading.utilization is not None]
+    return SampleRow(
+        seconds=seconds, device=host, memory_used=sum(gpu.used or 0 for gpu in gpus),
+        memory_total=sum(gpu.reading.memory_total or 0 for gpu in gpus),
+        kernel_allocated=sum(gpu.allocated for gpu in gpus), utilization=sum(busy) / len(busy) if busy else None,
+    )  # fmt: skip

@@ -11,8 +11,7 @@ from pathlib import Path
 from gpumagic.gpus.cards import Snapshot
 from gpumagic.gpus.nvml import Failure
 from gpumagic.gpus.torch_build import TorchBuild
-from gpumagic.gpus.torch_names import driver_is_too_old
-from gpumagic.gpus.visibility import Visibility
+from gpumagic.gpus.torch_names import Visibility, driver_is_too_old
 
 SYSTEM = Path("/")
 NVIDIA, DISPLAY = "0x10de", "0x03"

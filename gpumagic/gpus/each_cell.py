@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpumagic import _compat
-from gpumagic.gpus.cells_report import CellRow, CellsReport
+from gpumagic.gpus.report import CellRow, CellsReport
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import MemoryTimeline
@@ -86,9 +86,9 @@ class EachCell:
         after = allocator.all_figures()
         rows, timeline = used(cell, now - cell.started, after), cell.memory.finished(after)
         self._done.append((rows, timeline))
-        from gpumagic.gpus.cell_line import line
+        from gpumagic.gpus.history_view import cell_line
 
-        print(line(now - cell.started, rows, timeline))  # noqa: T201  # the line asked for
+        print(cell_line(now - cell.started, rows, timeline))  # noqa: T201  # the line asked for
 
     def _close(self, place: int) -> None:
         """Let go of the cells from one on: it has ended, and those inside it that never said so."""

@@ -18,14 +18,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.cluster.report import ClusterReport
-from gpumagic.gpus.moments import samples
-from gpumagic.gpus.report import GPUReport, HistoryReport, SampleRow
+from gpumagic.gpus.report import HistoryReport, SampleRow, samples
+from gpumagic.report.base import Report
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
-Snapshot = GPUReport | ClusterReport
+Snapshot = Report[Any]
+"""A `GPUReport`, or of many engines a `ClusterReport`."""
 KEPT = 900
 """Snapshots a recorder keeps: half an hour at two seconds."""
 _KEY = "gpumagic_recorder"
@@ -106,7 +106,7 @@ class Recorder:
         report = self._ask()
         moment = time.monotonic() - self._started
         self._latest = report
-        self._samples.append(samples(moment, report))
+        self._samples.append(samples(report, moment))
         self._show(self.report)
 
     def _end(self, why: str) -> None:

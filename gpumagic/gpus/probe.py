@@ -7,18 +7,75 @@ predicted from the environment; once it is, card and name are matched by UUID, t
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
-from gpumagic.gpus import absence, cards, other_devices, selection, torch_names, unified
+from gpumagic.errors import DeviceNotFound
+from gpumagic.gpus import absence, cards, other_devices, torch_names
 from gpumagic.gpus.cards import Card, Snapshot
 from gpumagic.gpus.nvml import Failure
 from gpumagic.gpus.processes import attribute
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.gpus.torch_build import TorchBuild, torch_build
-from gpumagic.gpus.torch_names import Naming
-from gpumagic.gpus.visibility import Visibility
+from gpumagic.gpus.torch_names import Naming, Visibility
 from gpumagic.report import origin
+
+READABLE = r"auto|\d+|(gpu|cuda|mps|xpu|simgpu)(:\d+)?|(GPU|MIG)-.+"
+"""What can be asked for where there is no GPU: the answer is why, not that the name is wrong."""
+
+
+def best_device(rows: Sequence[GpuRow]) -> str | None:
+    """Return the torch device with most room: free by its driver, or cached by this kernel and so reusable.
+
+    A real GPU is always before a simulated one; of equals the first is taken.
+    """
+    usable = [row for row in rows if row.device is not None and row.memory_free is not None]
+    return max(usable, key=lambda row: (not row.simulated, _room(row)), default=_NOTHING).device
+
+
+_NOTHING = GpuRow(device=None)
+
+
+def _room(row: GpuRow) -> int:
+    return (row.memory_free or 0) + (row.kernel_reserved or 0) - (row.kernel_allocated or 0)
+
+
+def selected_rows(rows: Sequence[GpuRow], wanted: Sequence[str]) -> tuple[GpuRow, ...]:
+    """Return the rows asked for, each once and in that order; all if none is.
+
+    Raises:
+        DeviceNotFound: one of them is not here, or names no GPU at all; where there is none, a good name is no error.
+    """
+    chosen: list[GpuRow] = [] if wanted else list(rows)
+    for name in (each.strip() for each in wanted):
+        found = [row for row in rows if _means(name, row, rows)]
+        readable = re.fullmatch(READABLE, name, re.IGNORECASE)
+        if not found and (rows or not readable):
+            here = ", ".join(row.device for row in rows if row.device) or "none that torch can use"
+            wrong = "a GPU here" if readable or name in ("cpu", "meta") else "a device"
+            raise DeviceNotFound(f"{name!r} is not {wrong}; there are {here}")
+        chosen += [row for row in found if not any(row is each for each in chosen)]
+    return tuple(chosen)
+
+
+def _means(name: str, row: GpuRow, rows: Sequence[GpuRow]) -> bool:
+    if name.startswith(("GPU-", "MIG-")):
+        return row.uuid is not None and row.uuid.startswith(name)
+    if row.device is None:
+        return False
+    lowered = name.lower()
+    if lowered == "auto":
+        return row.device == best_device(rows)
+    if re.fullmatch(r"(gpu:)?\d+", lowered):
+        return ordinal(row.device) == int(lowered.rpartition(":")[2])
+    return lowered in (row.device, row.device.partition(":")[0], "gpu")
+
+
+def ordinal(device: str | None) -> int:
+    """Return 1 for ``"cuda:1"``."""
+    return int((device or "").partition(":")[2] or 0)
+
 
 ONLY_WITH_ALL = ("bus_id", "fan", "clock_memory", "clock_memory_max", "compute_capability", "encoder_utilization",
                  "decoder_utilization", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max",
@@ -53,11 +110,11 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
         notes.append("simgpu devices are simulated: host memory with a set capacity, and no GPU behind it.")
         notes += [f"No real GPU: {cause}"] if cause else []
         cause = None
-    chosen = selection.selected(rows, devices)
+    chosen = selected_rows(rows, devices)
     return GPUReport(
         devices=chosen, torch_version=build.version, cuda_build=build.label,
         driver_version=answer.driver_version if isinstance(answer, Snapshot) else None,
-        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=selection.best(chosen), cause=cause,
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=best_device(chosen), cause=cause,
         show_processes=processes, show_all=everything, notes=tuple(notes), origin=origin.here(),
     )  # fmt: skip
 
@@ -84,7 +141,7 @@ def _nvidia_rows(answer: Snapshot | Failure, build: TorchBuild) -> tuple[list[Gp
 
 
 def _place(row: GpuRow) -> tuple[bool, int, int]:
-    return row.device is None, selection.ordinal(row.device), row.nvml_index or 0
+    return row.device is None, ordinal(row.device), row.nvml_index or 0
 
 
 def _row(card: Card, naming: Naming | None, build: TorchBuild, answer: Snapshot) -> GpuRow:
@@ -149,7 +206,7 @@ def _notes(answer: Snapshot, rows: Sequence[GpuRow], view: Visibility) -> list[s
         "Unified memory is the host's: total is all of it, free is what the host can still give, used is what the "
         "driver charges to processes on the GPU.": any(row.unified for row in rows),
         "That a GPU has unified memory is judged by its name until CUDA, which knows, is in use here.": any(
-            row.reasons.get("unified") == unified.BY_NAME for row in rows
+            row.reasons.get("unified") == other_devices.BY_NAME for row in rows
         ),
         "In this container the driver may hide others' processes: what they use is estimated, as memory used "
         "less this kernel's.": estimated,

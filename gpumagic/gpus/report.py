@@ -1,11 +1,13 @@
-"""What `%gpuinfo` returns."""
+"""What `%gpuinfo` returns, `-w`, `--bench` and `--each-cell` included."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gpumagic.memory.timeline import MemoryTimeline, plot
 from gpumagic.report.base import Report
 from gpumagic.report.origin import Origin
 from gpumagic.report.rendering import to_figure
@@ -222,3 +224,81 @@ class BenchReport(Report[BenchRow]):
     def rate(self, device: str, what: str) -> float | None:
         """Return one device's rate for a dtype or direction; None if it has none."""
         return next((row.rate for row in self.measurements if (row.device, row.what) == (device, what)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class CellRow:
+    """What one cell did on one device, by the allocator's own counters."""
+
+    cell: int
+    """Its number: ``In [12]``."""
+    code: str
+    """Its first line of code."""
+    seconds: float
+    device: str
+    allocated_before: int
+    allocated_after: int
+    growth: int
+    """After less before; negative where it freed."""
+    peak: int | None
+    """Bytes allocated at most during the cell; None where the counter did not rise and so does not tell."""
+
+
+@dataclass(frozen=True, repr=False)
+class CellsReport(Report[CellRow]):
+    """The last cells that touched a device's memory, a row a cell and device, oldest first."""
+
+    row_type: ClassVar[type[Any]] = CellRow
+
+    cells: tuple[CellRow, ...]
+    timelines: Mapping[int, MemoryTimeline] = field(default_factory=dict)
+    """By the cell's number, what was allocated in its course."""
+    recorded: int = 0
+    """How many cells there were, those that touched nothing included."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[CellRow, ...]:
+        return self.cells
+
+    def plot(self, cell: int | None = None) -> Figure:
+        """Return a matplotlib figure of the memory after each cell, or in the course of one.
+
+        Args:
+            cell: the number of a cell.
+
+        Raises:
+            GpuMagicError: matplotlib is not installed, or there is nothing to draw.
+        """
+        if cell is not None:
+            return plot(self.timelines.get(cell))
+        return to_figure(self)
+
+
+@functools.singledispatch
+def samples(snapshot: object, seconds: float) -> tuple[SampleRow, ...]:  # noqa: ARG001  # for those that register
+    """Return a row per device at a moment of a recording; of many engines a row per GPU, or per host.
+
+    Args:
+        snapshot: a `GPUReport`, or what else registers itself here.
+        seconds: when it was taken, since the recording began.
+    """
+    raise TypeError(f"{type(snapshot).__name__} is no snapshot of GPUs")
+
+
+@samples.register(GPUReport)
+def _samples_here(snapshot: GPUReport, seconds: float) -> tuple[SampleRow, ...]:
+    return tuple(sample(seconds, name_of(row), row, row.kernel_allocated) for row in snapshot.devices)
+
+
+def name_of(row: GpuRow) -> str:
+    """Return what torch calls a GPU, or else its number in NVML."""
+    return row.device or f"NVML {row.nvml_index}"
+
+
+def sample(seconds: float, device: str, row: GpuRow, allocated: int | None) -> SampleRow:
+    """Return the row of one GPU at a moment, with the bytes that kernels have allocated on it."""
+    return SampleRow(
+        seconds=seconds, device=device, memory_used=row.memory_used, memory_total=row.memory_total,
+        kernel_allocated=allocated, utilization=row.utilization, temperature=row.temperature, power=row.power,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which torch is installed and what it was built for, without importing it if nobody has."""
+"""Which torch is installed and what it was built for, and what CUDA says of its devices once it is in use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +68,17 @@ def _distribution() -> str | None:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return None
+
+
+def cuda_devices() -> dict[str, tuple[int, Any]]:
+    """Return the torch ordinal and the properties of each device by its bare UUID; none while CUDA is not in use."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return {}
+    properties = [(ordinal, torch.cuda.get_device_properties(ordinal)) for ordinal in range(torch.cuda.device_count())]
+    return {bare_uuid(str(getattr(each, "uuid", ""))): (ordinal, each) for ordinal, each in properties}
+
+
+def bare_uuid(uuid: str | None) -> str:
+    """Return a UUID without NVML's prefix, which torch does not write."""
+    return re.sub(r"^(GPU-|MIG-)", "", uuid or "").lower()

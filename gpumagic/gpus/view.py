@@ -1,11 +1,319 @@
-"""The view of `%gpuinfo`: a row a device, what is absent and why, and what the figures mean."""
+"""The view of `%gpuinfo`: a row a device, what is absent and why, and what `-p` and `-a` add."""
 
 from __future__ import annotations
 
-from gpumagic.gpus import bench_view, cells_view, gpu_details, gpu_processes, gpu_table, history_view  # noqa: F401  # they register their views
-from gpumagic.gpus.report import GPUReport
-from gpumagic.report.document import Block, Document, Heading, Paragraph, document_of
-from gpumagic.report.units import count
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpumagic.gpus import bench_view, history_view  # noqa: F401  # they register their views
+from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
+from gpumagic.report.units import NOT_AVAILABLE, count, pair, percent, rate, size
+
+BAR = "Bar, from the left: tensors of this kernel, its cache, all else in use."
+ELSEWHERE = "in a wider terminal, or with -a"
+UTIL = "Util: share of the last moments in which any kernel ran; 100% is not full."
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A column of the table: where its cell comes from and which field's reason explains its absence."""
+
+    column: Column
+    field: str
+    cell: Callable[[GpuRow], Cell | str]
+    extra: bool = False
+    """Whether nothing is said of it where no device has it; `-a` does."""
+
+
+def table_blocks(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
+    """Return the table and the sentences under it.
+
+    Args:
+        rows: the devices to show.
+        explained: whether the report already says why torch can use none of them.
+    """
+    shown = [figure for figure in FIGURES if any(_has(row, figure) for row in rows)]
+    if not any(_is_renumbered(row) for row in rows):
+        shown = [figure for figure in shown if figure.field != "nvml_index"]
+    grid = [[_cell(row, figure) for figure in shown] for row in rows]
+    found: list[Block] = [Table([figure.column for figure in shown], grid, "GPUs", elsewhere=ELSEWHERE)]
+    found += [Paragraph(sentence) for sentence in (*_throttled(rows), *_worn(rows))]
+    missing = [*([] if explained else _unusable(rows)), *_absences(rows)]
+    if missing:
+        found.append(Paragraph(" ".join(missing), muted=True))
+    legend = [BAR] * any(_bar(row) for row in rows) + [UTIL] * any(row.utilization is not None for row in rows)
+    if legend:
+        found.append(Paragraph(" ".join(legend), muted=True))
+    return found
+
+
+def _has(row: GpuRow, figure: Figure) -> bool:
+    return figure.field == "device" or getattr(row, figure.field) is not None
+
+
+def _cell(row: GpuRow, figure: Figure) -> Cell | str:
+    if _has(row, figure):
+        return figure.cell(row)
+    reason = row.reasons.get(figure.field, "")
+    return Cell(reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason)
+
+
+def _unusable(rows: Sequence[GpuRow]) -> list[str]:
+    """Return which of the driver's GPUs have no name in torch, and why."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.device is None:
+            reasons.setdefault(row.reasons.get("device", "not known"), []).append(short(row))
+    parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
+    return [f"Not usable in torch here: {'; '.join(parts)}."] if parts else []
+
+
+def _absences(rows: Sequence[GpuRow]) -> list[str]:
+    """Return why figures of the table are absent, in words, since a title is only seen with a mouse."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        for figure in (*FIGURES, HELD_BACK):
+            if not _has(row, figure) and not row.simulated and not _goes_without_saying(rows, row, figure):
+                reason = row.reasons.get(figure.field, "not known")
+                reasons.setdefault(reason, {}).setdefault(figure.column.title, []).append(short(row))
+    return [_absence(reason, where, len(rows)) for reason, where in reasons.items()]
+
+
+def _goes_without_saying(rows: Sequence[GpuRow], row: GpuRow, figure: Figure) -> bool:
+    if any(_has(each, figure) for each in rows):
+        if row.reasons.get(figure.field, "").startswith(NOT_AVAILABLE):
+            return True  # the cell itself says it
+    elif figure.extra:
+        return True
+    of_the_kernel = figure.field in ("kernel_allocated", "nvml_index")
+    return row.device is None and (of_the_kernel or row.reasons.get(figure.field) == row.reasons.get("device"))
+
+
+def _absence(reason: str, where: Mapping[str, Sequence[str]], total: int) -> str:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for title, devices in where.items():
+        groups.setdefault(tuple(devices), []).append(title)
+    parts = [
+        ", ".join(titles) + ("" if len(devices) == total else f" of {', '.join(devices)}")
+        for devices, titles in groups.items()
+    ]
+    return f"{'; '.join(parts)}: {absent(reason)}."
+
+
+def absent(reason: str | None) -> str:
+    """Return ``"n/a (reason)"``."""
+    reason = reason or "not known"
+    return reason if reason.startswith(NOT_AVAILABLE) else f"{NOT_AVAILABLE} ({reason})"
+
+
+def _throttled(rows: Sequence[GpuRow]) -> list[str]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        if row.throttle_reasons:
+            groups.setdefault(row.throttle_reasons, []).append(short(row))
+    return [
+        f"{', '.join(devices)} {'is' if len(devices) == 1 else 'are'} held back by: {', '.join(reasons)}."
+        for reasons, devices in groups.items()
+    ]
+
+
+def _worn(rows: Sequence[GpuRow]) -> list[str]:
+    return [
+        f"{short(row)} has had {count(row.ecc_errors, 'uncorrected memory error')} since its driver was loaded."
+        for row in rows
+        if row.ecc_errors
+    ]
+
+
+def short(row: GpuRow) -> str:
+    """Return torch's name of a device, or NVML's where torch has none."""
+    if row.device is not None:
+        return row.device
+    return f"NVML {row.nvml_index}" + (" MIG" if _is_instance(row) else "")
+
+
+def _is_instance(row: GpuRow) -> bool:
+    return (row.uuid or "").startswith("MIG-")
+
+
+def _device(row: GpuRow) -> Cell:
+    indent = "· " if _is_instance(row) else ""
+    if row.device is None:
+        return Cell(indent + short(row), muted=True, title=row.reasons.get("device", ""))
+    if row.predicted:
+        return Cell(f"{indent}{row.device}?", title="predicted from the environment")
+    return Cell(indent + row.device)
+
+
+def _is_renumbered(row: GpuRow) -> bool:
+    return row.device is not None and row.nvml_index is not None and not row.device.endswith(f":{row.nvml_index}")
+
+
+def _name(row: GpuRow) -> Cell:
+    name = (row.name or "").removeprefix("NVIDIA ")
+    if _is_instance(row):
+        name = name[max(0, name.find("MIG ")) :]  # it stands under its card, which has the rest
+    if row.simulated and "simulated" not in name.lower():
+        name += " (simulated)"
+    if row.unified:
+        name += " (unified memory)"
+    return Cell(name, title=row.name or "")
+
+
+def _memory(row: GpuRow) -> Cell:
+    if row.memory_used is None:
+        return Cell(size(row.memory_total), title=row.reasons.get("memory_used", ""))
+    return Cell(pair(row.memory_used, row.memory_total), bar=_bar(row), title=_memory_title(row))
+
+
+def _memory_title(row: GpuRow) -> str:
+    parts = [f"free {size(row.memory_free)}", f"used {size(row.memory_used)}"]
+    if row.memory_reserved is not None:
+        parts.append(f"kept by the driver {size(row.memory_reserved)}")
+    return ", ".join(parts)
+
+
+def _bar(row: GpuRow) -> tuple[Segment, ...]:
+    if not row.memory_total or row.memory_used is None:
+        return ()
+    allocated, reserved = row.kernel_allocated or 0, row.kernel_reserved or 0
+    return (
+        Segment(allocated / row.memory_total, "main"),
+        Segment(max(0, reserved - allocated) / row.memory_total, "second"),
+        Segment(max(0, row.memory_used - reserved) / row.memory_total, "other"),
+    )
+
+
+def _kernel(row: GpuRow) -> Cell | str:
+    if not row.kernel_reserved:
+        return Cell("nothing", muted=True, title="torch holds no memory there in this process")
+    return Cell(pair(row.kernel_allocated or 0, row.kernel_reserved), title="in tensors / with the cache")
+
+
+def power(row: GpuRow) -> str:
+    """Return ``"252/400 W"``."""
+    limit = "" if row.power_limit is None else f"/{row.power_limit:.0f}"
+    return f"{row.power:.0f}{limit} W"
+
+
+def clock(now: int | None, most: int | None) -> str:
+    """Return ``"1410 / 1980 MHz"``."""
+    return f"{now} MHz" if most is None else f"{now} / {most} MHz"
+
+
+FIGURES = (
+    Figure(Column("Device"), "device", _device),
+    Figure(Column("NVML", "right", 2), "nvml_index", lambda row: str(row.nvml_index)),
+    Figure(Column("Name", shrinks=True), "name", _name),
+    Figure(Column("Memory"), "memory_total", _memory),
+    Figure(Column("This kernel", "right", 1), "kernel_allocated", _kernel),
+    Figure(Column("Others", "right", 4), "other_processes", lambda row: size(row.other_processes)),
+    Figure(Column("Util", "right", 3), "utilization", lambda row: percent(row.utilization)),
+    Figure(Column("Temp", "right", 5), "temperature", lambda row: f"{row.temperature:.0f} C"),
+    Figure(Column("Power", "right", 6), "power", power),
+    Figure(
+        Column("Mem busy", "right", 7), "memory_utilization", lambda row: percent(row.memory_utilization), extra=True
+    ),
+    Figure(Column("SM clock", "right", 8), "clock_sm", lambda row: clock(row.clock_sm, row.clock_sm_max), extra=True),
+    Figure(Column("State", "right", 9), "performance_state", lambda row: str(row.performance_state), extra=True),
+)
+HELD_BACK = Figure(Column("Throttling"), "throttle_reasons", lambda row: ", ".join(row.throttle_reasons or ()))
+"""No column: what holds a device back is a sentence, and only where something does."""
+
+
+def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
+    """Return the processes of all devices in one table, and why there is none of some."""
+    columns = [Column("Device"), Column("PID", "right"), Column("Memory", "right"), Column("Util", "right", 2),
+               Column("User", priority=1), Column("Process", shrinks=True)]  # fmt: skip
+    grid = [_process(row, each) for row in rows for each in row.processes or ()]
+    if not any(each.utilization is not None for row in rows for each in row.processes or ()):
+        columns, grid = columns[:3] + columns[4:], [cells[:3] + cells[4:] for cells in grid]
+    found: list[Block] = [Heading("Processes"), Table(columns, grid, "Processes on the GPUs")] if grid else []
+    unsaid = {each.reason for row in rows for each in row.processes or () if each.memory is None and each.reason}
+    found += [
+        Paragraph(f"Memory: {absent(reason)}.", muted=True)
+        for reason in sorted(unsaid)
+        if not reason.startswith(NOT_AVAILABLE)
+    ]
+    hidden = [row for row in rows if row.processes is None]
+    if not grid and len(hidden) < len(rows):
+        found.append(Paragraph("No process uses a GPU."))
+    found += [
+        Paragraph(f"Processes of {short(row)}: {absent(row.reasons.get('processes'))}.", muted=True) for row in hidden
+    ]
+    return found
+
+
+def _process(row: GpuRow, each: ProcessRow) -> list[Cell | str]:
+    name = each.name or ("another user's or an ended process" if each.pid is not None else "unknown")
+    marks = ["this kernel"] * each.this_kernel + ["graphics"] * (each.kind == "graphics")
+    return [
+        short(row),
+        Cell("-", muted=True) if each.pid is None else str(each.pid),
+        _unsaid(each) if each.memory is None else size(each.memory),
+        Cell("-", muted=True, title="no sample") if each.utilization is None else percent(each.utilization),
+        each.user or Cell("-", muted=True),
+        Cell(name + (f" ({', '.join(marks)})" if marks else ""), title=name),
+    ]
+
+
+def _unsaid(process: ProcessRow) -> Cell:
+    reason = process.reason or "the driver does not say"
+    return Cell(reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason)
+
+
+def details_table(row: GpuRow, rows: Sequence[GpuRow]) -> Table:
+    """Return all that is known of one of the devices, and of the rest why it is not."""
+    names = {str(each.nvml_index): short(each) for each in reversed(rows)}
+    known = {field: each for field, each in DETAILS.items() if row.reasons.get(field) != "simulated"}
+    grid = [[label, _detail(row, field, show)] for field, (label, show) in known.items()]
+    grid += [[f"To {names.get(index, f'NVML {index}')}", way] for index, way in (row.topology or {}).items()]
+    return Table([Column(short(row)), Column(row.name or "unknown", shrinks=True)], grid, f"All of {short(row)}")
+
+
+def _detail(row: GpuRow, field: str, show: Callable[[GpuRow], str]) -> Cell | str:
+    if getattr(row, field) is not None:
+        return show(row)
+    return Cell(absent(row.reasons.get(field)), muted=True)
+
+
+def _of(now: int | None, most: int | None) -> str:
+    return str(now) if most is None else f"{now} of {most}"
+
+
+DETAILS: Mapping[str, tuple[str, Callable[[GpuRow], str]]] = {
+    "nvml_index": ("NVML index", lambda row: str(row.nvml_index)),
+    "uuid": ("UUID", lambda row: str(row.uuid)),
+    "bus_id": ("PCI bus", lambda row: str(row.bus_id)),
+    "compute_capability": ("Compute capability", lambda row: str(row.compute_capability)),
+    "memory_total": ("Memory, total", lambda row: size(row.memory_total)),
+    "memory_used": ("Memory, used", lambda row: size(row.memory_used)),
+    "memory_free": ("Memory, free", lambda row: size(row.memory_free)),
+    "memory_reserved": ("Memory, driver's own", lambda row: size(row.memory_reserved)),
+    "kernel_allocated": ("This kernel, tensors", lambda row: size(row.kernel_allocated)),
+    "kernel_reserved": ("This kernel, with cache", lambda row: size(row.kernel_reserved)),
+    "other_processes": ("Other processes", lambda row: size(row.other_processes)),
+    "utilization": ("Utilisation", lambda row: percent(row.utilization)),
+    "temperature": ("Temperature", lambda row: f"{row.temperature:.0f} C"),
+    "power": ("Power", power),
+    "fan": ("Fan", lambda row: percent(row.fan)),
+    "performance_state": ("State (P0 is fastest)", lambda row: str(row.performance_state)),
+    "clock_sm": ("SM clock", lambda row: clock(row.clock_sm, row.clock_sm_max)),
+    "clock_memory": ("Memory clock", lambda row: clock(row.clock_memory, row.clock_memory_max)),
+    "memory_utilization": ("Memory busy", lambda row: percent(row.memory_utilization)),
+    "encoder_utilization": ("Encoder", lambda row: percent(row.encoder_utilization)),
+    "decoder_utilization": ("Decoder", lambda row: percent(row.decoder_utilization)),
+    "ecc_errors": ("Uncorrected memory errors", lambda row: str(row.ecc_errors)),
+    "pcie_generation": ("PCIe generation", lambda row: _of(row.pcie_generation, row.pcie_generation_max)),
+    "pcie_width": ("PCIe lanes", lambda row: _of(row.pcie_width, row.pcie_width_max)),
+    "pcie_sent": ("PCIe, to the host", lambda row: rate(row.pcie_sent)),
+    "pcie_received": ("PCIe, from the host", lambda row: rate(row.pcie_received)),
+    "nvlinks": ("NVLinks up", lambda row: str(row.nvlinks)),
+    "nvlink_sent": ("NVLink, sent", lambda row: rate(row.nvlink_sent)),
+    "nvlink_received": ("NVLink, received", lambda row: rate(row.nvlink_received)),
+    "throttle_reasons": ("Held back by", lambda row: ", ".join(row.throttle_reasons or ()) or "nothing"),
+}
 
 
 @document_of.register(GPUReport)
@@ -15,11 +323,11 @@ def view_gpus(report: GPUReport) -> Document:
     if report.cause:
         blocks.append(Paragraph(report.cause))
     if report.devices:
-        blocks += gpu_table.blocks(report.devices, explained=report.cause is not None)
+        blocks += table_blocks(report.devices, explained=report.cause is not None)
     if report.show_processes and report.devices:
-        blocks += gpu_processes.blocks(report.devices)
+        blocks += process_blocks(report.devices)
     if report.show_all:
-        blocks += [gpu_details.table(row, report.devices) for row in report.devices]
+        blocks += [details_table(row, report.devices) for row in report.devices]
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 

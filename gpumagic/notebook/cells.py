@@ -12,9 +12,8 @@ This module knows nothing of devices and memory: those are the guards' business.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,19 +27,6 @@ from gpumagic.notebook.guards import BodyOutcome, Guard, Outcome, Runs, run
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
-
-
-def shell() -> InteractiveShell | None:
-    """Return the running shell; None in a script."""
-    ipython = sys.modules.get("IPython")
-    running: InteractiveShell | None = None if ipython is None else ipython.get_ipython()
-    return running
-
-
-def variables(running: InteractiveShell | None) -> Mapping[str, object]:
-    """Return the user's variables: the shell's, or without one those of the main module."""
-    names: Mapping[str, object] = vars(sys.modules["__main__"]) if running is None else running.user_ns
-    return names
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from gpumagic import _compat, options
-from gpumagic.gpus import device_names
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -18,13 +17,23 @@ if TYPE_CHECKING:
 _LINE = re.compile(rf"(?:\s*[^%#'\"]*=\s*|\s*)%%?({'|'.join(options.MAGICS)})\s")
 
 
-def install(shell: InteractiveShell) -> Callable[[], None]:
-    """Complete the lines of our magics in a shell, and return what takes that back."""
-    return _compat.add_completer(shell, _LINE, lambda line: complete(line, shell.user_ns, lambda: _tensors(shell)))
+Names = Callable[[], Collection[str]]
+
+
+def install(shell: InteractiveShell, devices: Names) -> Callable[[], None]:
+    """Complete the lines of our magics in a shell, and return what takes that back.
+
+    Args:
+        shell: where.
+        devices: returns the names of devices that are offered.
+    """
+    return _compat.add_completer(
+        shell, _LINE, lambda line: complete(line, shell.user_ns, lambda: _tensors(shell), devices)
+    )
 
 
 def complete(
-    line: str, namespace: dict[str, object], tensors: Callable[[], Collection[str]] = tuple
+    line: str, namespace: dict[str, object], tensors: Names = tuple, devices: Names = tuple
 ) -> tuple[str, list[str]]:
     """Return the last fragment of a magic's line, and what may stand in its place.
 
@@ -32,6 +41,7 @@ def complete(
         line: the text up to the cursor, from the start of the line.
         namespace: whose names are offered where an option takes a variable.
         tensors: returns the names that are offered where an option takes a tensor.
+        devices: returns those that are offered where it takes a device.
     """
     match = _LINE.match(line)
     assert match is not None
@@ -41,25 +51,25 @@ def complete(
     actions = {string: action for action in parser._actions for string in action.option_strings}
     option, equals, value = fragment.partition("=")
     if equals and option in actions:
-        return value, _starting(value, _values(actions[option], namespace, tensors))
+        return value, _starting(value, _values(actions[option], namespace, tensors, devices))
     if before and before[-1] in actions and actions[before[-1]].nargs != 0:
-        names = _values(actions[before[-1]], namespace, tensors)
+        names = _values(actions[before[-1]], namespace, tensors, devices)
         fragment = fragment.rpartition(",")[2]
     elif fragment.startswith("-"):
         names = [name for name in options.option_strings(match[1]) if name not in before]
     else:
         positional = [action for action in parser._actions if not action.option_strings]
         asked = [action for action in positional if not _is_of_no_cell(action, line)]
-        names = [name for action in asked for name in _values(action, namespace, tensors)]
+        names = [name for action in asked for name in _values(action, namespace, tensors, devices)]
     return fragment, _starting(fragment, names)
 
 
-def _values(action: Action, namespace: dict[str, object], tensors: Callable[[], Collection[str]]) -> Collection[str]:
+def _values(action: Action, namespace: dict[str, object], tensors: Names, devices: Names) -> Collection[str]:
     """Return what an option may be followed by, which its declaration says in its metavar."""
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
     if action.metavar == "DEVICE":
-        return device_names.completions()
+        return devices()
     if action.dest == "why":
         return tensors()
     if action.metavar in {"NAME", "NAMES"} and action.dest != "out":

@@ -18,7 +18,7 @@ from gpumagic.errors import OptionError
 from gpumagic.heap import release
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
-from gpumagic.notebook import cells
+from gpumagic.notebook import session
 from gpumagic.oom import host_warning, observer, recognition, shown_as_text
 from gpumagic.oom.at_failure import Instant
 from gpumagic.oom.rules import actions
@@ -81,7 +81,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._keep = keep
         self._keep_going = keep_going
         self._store = store
-        self._namespace = namespace if namespace is not None else cells.variables(shell)
+        self._namespace = namespace if namespace is not None else session.variables(shell)
         self._plan = plan
         self._is_running = is_running
         self._block: CodeType | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,24 +10,10 @@ from gpumagic.oom.at_failure import Action, Instant
 from gpumagic.oom.tries_report import Try
 from gpumagic.report.base import Holder, Report
 from gpumagic.report.origin import Origin
+from gpumagic.source.text import Change, apply
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A piece of a cell's text and what is to stand in its place."""
-
-    line: int
-    """The cell's line on which it begins, from 1, the line of the magic included."""
-    column: int
-    """The character of that line, from 0."""
-    old: str
-    """What stands there; empty to insert."""
-    new: str
-    cell: str = ""
-    """Which cell: ``"In [3]"``; empty for the one that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +47,7 @@ class Advice:
         Raises:
             ValueError: the text is not the one that the advice was made for.
         """
-        starts = [0, *itertools.accumulate(len(line) + 1 for line in source.split("\n"))]
-        # From the last to the first, so that the places of the others still hold.
-        ordered = sorted(self.changes, key=lambda each: (each.line, each.column))
-        for change in [each for each in ordered if each.cell == cell][::-1]:
-            at = starts[min(change.line, len(starts)) - 1] + change.column
-            if not source.startswith(change.old, at):
-                raise ValueError(f"line {change.line} does not read {change.old!r} any more")
-            source = source[:at] + change.new + source[at + len(change.old) :]
-        return source
+        return apply(self.changes, source, cell)
 
 
 @dataclass(frozen=True, repr=False)

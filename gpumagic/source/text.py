@@ -8,16 +8,52 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import re
 import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gpumagic.oom.report import Advice, Change
-
 INDENT = "    "
 _SKIPPED = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A piece of a cell's text and what is to stand in its place."""
+
+    line: int
+    """The cell's line on which it begins, from 1, the line of the magic included."""
+    column: int
+    """The character of that line, from 0."""
+    old: str
+    """What stands there; empty to insert."""
+    new: str
+    cell: str = ""
+    """Which cell: ``"In [3]"``; empty for the one that failed."""
+
+
+def apply(changes: Iterable[Change], source: str, cell: str = "") -> str:
+    """Return a cell's text with changes made.
+
+    Args:
+        changes: of this and of other cells.
+        source: the text of the cell, with the magic on its first line as it was run.
+        cell: which cell that is, as in `Change.cell`.
+
+    Raises:
+        ValueError: the text is not the one that the changes were made for.
+    """
+    starts = [0, *itertools.accumulate(len(line) + 1 for line in source.split("\n"))]
+    # From the last to the first, so that the places of the others still hold.
+    ordered = sorted(changes, key=lambda each: (each.line, each.column))
+    for change in [each for each in ordered if each.cell == cell][::-1]:
+        at = starts[min(change.line, len(starts)) - 1] + change.column
+        if not source.startswith(change.old, at):
+            raise ValueError(f"line {change.line} does not read {change.old!r} any more")
+        source = source[:at] + change.new + source[at + len(change.old) :]
+    return source
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +140,7 @@ class Text:
     def after(self, changes: Iterable[Change]) -> str:
         """Return the lines that the changes touch, as they read then."""
         listed = [change for change in changes if change.cell == self.cell]
-        new = Advice("", None, None, changes=tuple(listed)).apply(self.source, self.cell).split("\n")
+        new = apply(listed, self.source, self.cell).split("\n")
         old = self.source.split("\n")
         same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), 0)
         rest = list(zip(reversed(old[same:]), reversed(new[same:]), strict=False))

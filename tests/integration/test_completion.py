@@ -99,13 +99,13 @@ def test_after_unloading_nothing_is_offered(loaded):
 def test_devices_with_an_index_are_completed_past_the_colon(loaded, monkeypatch):
     """IPython 7 takes the colon for the end of a word."""
     loaded.run(
-        "import gpumagic.gpus.device_names as n\nold = n.completions\nn.completions = lambda: ['simgpu:0', 'simgpu:1']"
+        "import gpumagic.gpus.device_names as n\nold = n.ALWAYS_THERE\nn.ALWAYS_THERE = ('simgpu:0', 'simgpu:1')"
     )
     try:
         for line in ("%ondevice simgpu:", "%ondevice simgpu:1", "%ondevice sim", "%%ondevice simgpu:"):
             assert completed(loaded, line) >= {line.split()[0] + " simgpu:1"}
     finally:
-        loaded.run("n.completions = old")
+        loaded.run("n.ALWAYS_THERE = old")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_devices_with_an_index_are_completed_past_the_colon(loaded, monkeypatch)
 )
 def test_what_stands_before_the_cursor_decides(line, fragment, names):
     """An option's value after it, nothing for a new variable's name or a number, no option twice."""
-    assert complete(line, {"model": 1, "_x": 2}) == (fragment, names)
+    assert complete(line, {"model": 1, "_x": 2}, devices=lambda: ["cpu", "meta"]) == (fragment, names)
 
 
 def test_the_names_of_tensors_are_offered_where_one_is_asked_for(loaded):

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.oom.report import Advice, Change
+from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import ranking
 from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Scene, TensorFact, Work
 from gpumagic.source import cell_code, text
+from gpumagic.source.text import Change
 
 GIB = 2**30
 SIMPLE = st.sampled_from([

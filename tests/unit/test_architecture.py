@@ -13,8 +13,8 @@ PACKAGE = Path(gpumagic.__file__).parent
 HEAVY = {"torch", "pandas", "pynvml", "numpy", "matplotlib"}
 
 RANKS = (
-    "errors", "_compat", "report", "source", "memory", "heap", "simgpu", "notebook", "gpus", "tensors", "transfers",
-    "dryrun", "oom", "cluster", "options", "api", "magics", "extension", "demo", "__main__", "",
+    "errors", "_compat", "options", "report", "source", "memory", "heap", "simgpu", "notebook", "gpus", "tensors",
+    "transfers", "dryrun", "oom", "cluster", "api", "magics", "extension", "demo", "__main__", "",
 )  # fmt: skip
 """The layers, from what knows nothing of the others to what knows all: nothing imports from a later one."""
 FEATURES = {
@@ -30,18 +30,7 @@ MEASURING = {"torch", "IPython", "pynvml", "gc", "gpumagic.memory.allocator"}
 
 Edge = tuple[str, str]
 
-UPWARD: set[Edge] = {
-    ("gpumagic.cluster.errands", "gpumagic.extension"),
-    ("gpumagic.cluster.looks", "gpumagic.options"),
-    ("gpumagic.dryrun.fitting", "gpumagic.options"),
-    ("gpumagic.gpus.live", "gpumagic.cluster.report"),
-    ("gpumagic.gpus.moments", "gpumagic.cluster.report"),
-    ("gpumagic.gpus.moments", "gpumagic.cluster.shared_gpus"),
-    ("gpumagic.notebook.completion", "gpumagic.gpus.device_names"),
-    ("gpumagic.notebook.completion", "gpumagic.options"),
-    ("gpumagic.simgpu", "gpumagic.options"),
-    ("gpumagic.source.text", "gpumagic.oom.report"),
-}
+UPWARD: set[Edge] = set()
 """Imports that still lead to a later layer; the set only shrinks."""
 CIRCLES: set[frozenset[str]] = {
     frozenset({"gpumagic.oom.guard", "gpumagic.oom.rerun", "gpumagic.oom.rerun_calls"}),

@@ -11,7 +11,7 @@ import torch
 from nvml_stub.fake import GIB, FakeLibrary, install
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.gpus import absence, cards, nvml, other_devices, probe, selection
+from gpumagic.gpus import absence, cards, nvml, other_devices, probe
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.gpus.torch_build import TorchBuild, torch_build
 from gpumagic.memory import allocator
@@ -146,7 +146,7 @@ def row(device: str | None, free: int | None, allocated: int = 0, reserved: int 
 )
 def test_the_best_device_has_most_room(rows: list[GpuRow], best: str | None) -> None:
     """Cached memory of this kernel is room too; a simulated device is the last choice."""
-    assert selection.best(rows) == best
+    assert probe.best_device(rows) == best
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import every_report
 import pytest
 
-from gpumagic.gpus.cell_line import line
+from gpumagic.gpus.history_view import cell_line
 from gpumagic.report.base import Report
 from gpumagic.report.rendering import to_html, to_text
 
@@ -87,7 +87,7 @@ class _Page(HTMLParser):
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_the_line_after_each_cell_is_a_line(text: str) -> None:
     report = every_report.report("CellsReport", text)
-    shown = line(1.0, report.cells, report.timelines.get(every_report.MIB))
+    shown = cell_line(1.0, report.cells, report.timelines.get(every_report.MIB))
     assert "\n" not in shown
     assert not any(map(_steers, shown))
     assert len(shown) < LONGEST

@@ -10,7 +10,7 @@ import pynvml
 import pytest
 from nvml_stub.fake import GIB, FakeLibrary, install
 
-from gpumagic.gpus import card_readings, cards, nvml
+from gpumagic.gpus import cards, nvml
 from gpumagic.gpus.nvml import Failure, Readings
 
 
@@ -152,6 +152,6 @@ def test_a_driver_without_newer_functions_is_asked_the_older_ones(library: FakeL
 
 def test_throttle_masks_become_words() -> None:
     """Being idle holds back nothing; a bit nobody knows is not hidden."""
-    assert card_readings.throttle_words(0x1) == ()
-    assert card_readings.throttle_words(0x5) == ("power cap",)
-    assert card_readings.throttle_words(0x1000) == ("unknown reason 0x1000",)
+    assert cards.throttle_words(0x1) == ()
+    assert cards.throttle_words(0x5) == ("power cap",)
+    assert cards.throttle_words(0x1000) == ("unknown reason 0x1000",)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from gpumagic.gpus.visibility import Visibility, strtoul, visible
+from gpumagic.gpus.torch_names import Visibility, strtoul, visible_cards
 
 A, B, C = "GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"
 UUIDS = (A, B, C)
@@ -45,7 +45,7 @@ UUIDS = (A, B, C)
 )
 def test_the_variable_is_read_as_cuda_reads_it(variable: str | None, cards: tuple[int, ...]) -> None:
     """Numbers as by strtoul, stop at the first invalid entry, nothing at all for a duplicate."""
-    assert visible(variable, UUIDS).cards == cards
+    assert visible_cards(variable, UUIDS).cards == cards
 
 
 @pytest.mark.parametrize(
@@ -55,22 +55,22 @@ def test_the_variable_is_read_as_cuda_reads_it(variable: str | None, cards: tupl
 )  # fmt: skip
 def test_what_is_wrong_with_the_variable_is_said(variable: str | None, problem: str | None) -> None:
     """A list that CUDA cuts short says where; a good one says nothing."""
-    said = visible(variable, UUIDS).problem
+    said = visible_cards(variable, UUIDS).problem
     assert said is None if problem is None else problem in (said or "")
 
 
 def test_one_mig_instance_at_most_is_visible() -> None:
     """The first instance named counts, by a full or an abbreviated UUID, in the new form or the old one."""
     instances = ("MIG-1111", "MIG-2222", "MIG-GPU-aaaa1111/1/0")
-    assert visible("MIG-2222,MIG-1111", UUIDS, instances) == Visibility(instance=1, by_uuid=True)
-    assert visible("MIG-GPU-aaaa1111/1/0", UUIDS, instances).instance == 2
-    assert visible("MIG-1", UUIDS, instances).instance == 0
+    assert visible_cards("MIG-2222,MIG-1111", UUIDS, instances) == Visibility(instance=1, by_uuid=True)
+    assert visible_cards("MIG-GPU-aaaa1111/1/0", UUIDS, instances).instance == 2
+    assert visible_cards("MIG-1", UUIDS, instances).instance == 0
 
 
 def test_a_card_whose_uuid_cannot_be_read_is_never_matched_by_one() -> None:
     """Such a card can only be named by its number."""
-    assert visible("GPU-", (None, None)).cards == ()
-    assert visible("1", (None, None)).cards == (1,)
+    assert visible_cards("GPU-", (None, None)).cards == ()
+    assert visible_cards("1", (None, None)).cards == (1,)
 
 
 entries = st.one_of(st.integers(-2, 9).map(str), st.text("0123 +-xGPU", max_size=4))
@@ -88,7 +88,7 @@ def test_numbers_agree_with_torch(variable: str, count: int) -> None:
         except ValueError:  # torch cannot read a lone sign
             assume(False)
     beyond = next((i for i, number in enumerate(parsed) if number >= count), len(parsed))
-    assert list(visible(variable, [None] * count).cards) == parsed[:beyond]
+    assert list(visible_cards(variable, [None] * count).cards) == parsed[:beyond]
 
 
 uuids = st.lists(st.text("ab", min_size=2, max_size=5).map("GPU-".__add__), min_size=1, max_size=4, unique=True)
@@ -102,13 +102,13 @@ def test_uuids_agree_with_torch(machine: list[str], data: st.DataObject) -> None
     assume(variable)
     with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": variable}):
         parsed = torch.cuda._transform_uuid_to_ordinals(torch.cuda._parse_visible_devices(), machine)
-    assert list(visible(variable, machine).cards) == parsed
+    assert list(visible_cards(variable, machine).cards) == parsed
 
 
 @given(st.text(max_size=12), st.integers(0, 4))
 def test_any_text_yields_distinct_cards_that_exist(variable: str, count: int) -> None:
     """No text in the variable makes the parser fail or name a card that is not there."""
-    cards = visible(variable, [f"GPU-{number}" for number in range(count)]).cards
+    cards = visible_cards(variable, [f"GPU-{number}" for number in range(count)]).cards
     assert len(set(cards)) == len(cards)
     assert all(0 <= card < count for card in cards)
 

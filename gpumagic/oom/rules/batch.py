@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpumagic.dryrun.report import Fit
-from gpumagic.oom.report import Advice, Change
+from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import law
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader
 from gpumagic.oom.rules.proposal import propose
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import defaults
-from gpumagic.source.text import Text, names_in
+from gpumagic.source.text import Change, Text, names_in
 
 
 def smaller(facts: Facts) -> Iterator[Advice]:

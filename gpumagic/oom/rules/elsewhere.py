@@ -6,12 +6,12 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from gpumagic.oom.report import Advice, Change
+from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import law
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import backend, propose
 from gpumagic.report.units import size
-from gpumagic.source.text import Text, called
+from gpumagic.source.text import Change, Text, called
 
 SIZES = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 141, 180, 192, 256, 288)
 """Memory of the GPUs one can have, in GiB."""

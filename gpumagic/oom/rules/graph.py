@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from gpumagic.oom.report import Advice, Change
+from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Growth, TensorFact
 from gpumagic.oom.rules.proposal import propose
 from gpumagic.report.units import count, size
-from gpumagic.source.text import Text, called, keyword, names_in
+from gpumagic.source.text import Change, Text, called, keyword, names_in
 
 NO_GRAD = "with torch.no_grad():"
 WORTH_FREEING = 1024**2

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from gpumagic.oom.report import Advice, Change
+from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import propose
 from gpumagic.report.units import size
-from gpumagic.source.text import Text, called
+from gpumagic.source.text import Change, Text, called
 
 _SIGNS = {ast.Add: "+=", ast.Sub: "-=", ast.Mult: "*=", ast.Div: "/="}
 UNARY = frozenset({"relu", "sigmoid", "tanh", "exp", "log", "sqrt", "abs", "neg", "clamp", "square", "sin", "cos"})

@@ -6,11 +6,11 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpumagic.oom.report import Advice, Change
+from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, TensorFact
 from gpumagic.oom.rules.proposal import propose
 from gpumagic.report.units import shape, size
-from gpumagic.source.text import Text, called
+from gpumagic.source.text import Change, Text, called
 
 WIDE = 1000
 """Classes from which the logits are worth a word."""

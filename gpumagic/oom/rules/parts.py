@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from gpumagic.oom.report import Advice, Change
+from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import law
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import propose
 from gpumagic.oom.rules.region import Region, called_models, find, read_tensors
 from gpumagic.report.units import count
-from gpumagic.source.text import called
+from gpumagic.source.text import Change, called
 
 
 def accumulate(facts: Facts) -> Iterator[Advice]:

@@ -6,13 +6,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from gpumagic.oom.report import Advice, Change
+from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import law
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import backend, propose
 from gpumagic.oom.rules.region import find
 from gpumagic.report.units import size
-from gpumagic.source.text import Text, called
+from gpumagic.source.text import Change, Text, called
 
 SAVED = 0.21
 """The share of the activations that autocast saves: measured for GPT-2, whose losses and norms stay in float32."""
