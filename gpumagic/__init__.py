@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from gpumagic.oom.recognition import OutOfMemory
     from gpumagic.oom.report import OomReport
     from gpumagic.oom.tries_report import FitReport
-    from gpumagic.tensors.diff import DiffReport
-    from gpumagic.tensors.held_report import HeldReport, ReleaseReport
-    from gpumagic.tensors.report import TensorReport
-    from gpumagic.tensors.why_report import WhyReport
+    from gpumagic.tensors.held_report import HeldReport, ReleaseReport, WhyReport
+    from gpumagic.tensors.report import DiffReport, TensorReport
     from gpumagic.transfers.report import TransferReport
 
     __version__: str
@@ -74,16 +72,15 @@ _HOMES = {
     "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "rehearse", "release_held", "why"),
     "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "RehearsalUnavailable", "SimgpuUnavailable"),
     "gpumagic.oom.recognition": ("OutOfMemory",),
-    "gpumagic.tensors.diff": ("DiffReport",),
+    "gpumagic.tensors.baseline": ("DiffReport",),
     "gpumagic.cluster.report": ("ClusterReport", "merge"),
     "gpumagic.gpus.report": ("GPUReport",),
-    "gpumagic.tensors.held_report": ("HeldReport", "ReleaseReport"),
+    "gpumagic.tensors.held_report": ("HeldReport", "ReleaseReport", "WhyReport"),
     "gpumagic.oom.report": ("OomReport",),
     "gpumagic.dryrun.report": ("RehearsalReport",),
     "gpumagic.tensors.report": ("TensorReport",),
     "gpumagic.transfers.report": ("TransferReport",),
     "gpumagic.oom.tries_report": ("FitReport",),
-    "gpumagic.tensors.why_report": ("WhyReport",),
 }
 
 

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from gpumagic.dryrun.report import RehearsalReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.guard import OomGuard
-    from gpumagic.tensors.held_report import ReleaseReport
+    from gpumagic.tensors.held_report import ReleaseReport, WhyReport
     from gpumagic.tensors.report import TensorReport
-    from gpumagic.tensors.why_report import WhyReport
     from gpumagic.transfers.run import DeviceRun
 
 

@@ -29,10 +29,10 @@ def load(shell: InteractiveShell) -> None:
     """Add the magics, the cell hooks and the completion to a shell; a second time does nothing."""
     from gpumagic.magics import GPUMagic
     from gpumagic.options import RERUNNING
-    from gpumagic.tensors.looks import Looks
+    from gpumagic.tensors.baseline import DiffBaseline
 
     if _KEY not in shell.meta:
-        looks = Looks(shell)
+        looks = DiffBaseline(shell)
         attach(shell, functools.partial(GPUMagic, looks=looks), RERUNNING)
         looks.install()
         shell.meta[_KEY].callback(looks.uninstall)

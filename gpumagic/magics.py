@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpumagic.cluster.report import ClusterReport
     from gpumagic.dryrun.report import RehearsalReport
     from gpumagic.notebook.cells import CellSessions
-    from gpumagic.tensors.looks import Looks
+    from gpumagic.tensors.baseline import DiffBaseline
 
 
 def _magic(method: Callable[..., object]) -> Callable[..., object]:
@@ -73,7 +73,7 @@ class GPUMagic(Magics):
 
         units.use(change["new"])
 
-    def __init__(self, shell: InteractiveShell, sessions: CellSessions, looks: Looks) -> None:
+    def __init__(self, shell: InteractiveShell, sessions: CellSessions, looks: DiffBaseline) -> None:
         super().__init__(shell)
         self._sessions = sessions
         self._looks = looks

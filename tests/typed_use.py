@@ -11,10 +11,9 @@ from gpumagic.dryrun.report import RehearsalRow
 from gpumagic.gpus.report import GpuRow, ProcessRow
 from gpumagic.oom.report import Advice, OomReport
 from gpumagic.oom.tries_report import FitReport
-from gpumagic.tensors.diff import DiffRow
-from gpumagic.tensors.held_report import FreedRow, HeldRow
-from gpumagic.tensors.report import DeviceMemoryRow, TensorRow
-from gpumagic.tensors.why_report import WayRow
+from gpumagic.tensors.held_report import FreedRow, HeldRow, WayRow
+from gpumagic.tensors.records import DeviceMemoryRow, TensorRow
+from gpumagic.tensors.report import DiffRow
 from gpumagic.transfers.report import TransferReport, TransferRow
 from gpumagic.transfers.run import DeviceRun
 

@@ -9,9 +9,9 @@ from gpumagic.cluster.report import ClusterReport, EngineAnswer
 from gpumagic.cluster.view import numbers
 from gpumagic.report.document import Block, Cell, Column, Paragraph, Segment, Table
 from gpumagic.report.units import count, size
-from gpumagic.tensors.folding import Line, fold, holder_text
-from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
-from gpumagic.tensors.table_cells import dims, kind_cell, sized
+from gpumagic.tensors.folding import Line, dims, fold, holder_text, kind_cell, sized
+from gpumagic.tensors.records import DeviceMemoryRow, TensorRow
+from gpumagic.tensors.report import TensorReport
 
 MOST_DEVICES = 24
 """Rows of devices, those with most in tensors first."""

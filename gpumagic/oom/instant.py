@@ -14,8 +14,7 @@ from gpumagic.oom.rules.facts import Work
 from gpumagic.source import frames
 from gpumagic.source.frames import is_users
 from gpumagic.tensors import scan
-from gpumagic.tensors.lookup import root_of
-from gpumagic.tensors.report import TensorRow
+from gpumagic.tensors.records import TensorRow, root_of
 from gpumagic.transfers import explain
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import count, size
-from gpumagic.tensors.diff import DeviceChange, DiffReport, DiffRow
-from gpumagic.tensors.folding import Line, fold
-from gpumagic.tensors.table_cells import dims, kind_cell
+from gpumagic.tensors.folding import Line, dims, fold, kind_cell
+from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow
 
 _WORDS = {"came": "new", "went": "gone", "resized": "resized", "lost its name": "unnamed"}
 

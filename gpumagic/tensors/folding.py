@@ -1,4 +1,4 @@
-"""Rows of a tensor table folded into lines: what is alike, and told apart by an index at most, is one line."""
+"""Rows of a tensor table folded into lines, and the cells that every such table has."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
+
+from gpumagic.report.document import Cell, Segment
+from gpumagic.report.units import shape, size
 
 NO_NAME = "(no name)"
 FEW = 3
@@ -93,3 +96,21 @@ def _likeness(row: Listed) -> object:
 def shared(holder: str | None) -> str | None:
     """Return a holder, the graphs of the tensors of one list as one."""
     return pattern(holder) if holder is not None and holder.startswith("graph of ") else holder
+
+
+_SHORT_KINDS = {"parameter": "param", "gradient": "grad", "optimizer state": "optim", "activation": "activ."}
+
+
+def sized(nbytes: int | None, whole: int) -> Cell:
+    """Return a size with a bar: its share of the whole."""
+    return Cell(size(nbytes), bar=(Segment((nbytes or 0) / whole if whole else 0.0),))
+
+
+def dims(sizes: tuple[int, ...]) -> str:
+    """Return a shape as torch prints it, ``?`` for a size that torch knows only by a symbol."""
+    return shape(sizes).replace("-1", "?")
+
+
+def kind_cell(kind: str) -> Cell:
+    """Return what a tensor is for, in few letters."""
+    return Cell(_SHORT_KINDS.get(kind, kind), muted=kind == "plain", title=kind)

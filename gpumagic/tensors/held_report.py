@@ -1,4 +1,4 @@
-"""What `%devices --held` and `%devices --release-held` return."""
+"""What `%devices --held`, `--release-held` and `--why` return."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.report.base import Report
+from gpumagic.tensors.records import TensorRow
 
 if TYPE_CHECKING:
-    from gpumagic.tensors.report import TensorRow
+    from gpumagic.tensors.records import TensorRow
+
 
 RELEASE = "%devices --release-held"
 COLLECT = "import gc; gc.collect()"
@@ -107,3 +109,32 @@ def is_code(line: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return "[...]" not in line
+
+
+@dataclass(frozen=True, slots=True)
+class WayRow:
+    """The shortest way to a tensor from one of its holders."""
+
+    root: str
+    """``"model"``, ``"Out[12]"``, ``"last traceback"``..."""
+    expression: str
+    """The whole way, as one would type it where that is possible: ``"model.fc.weight"``."""
+    steps: tuple[tuple[str, str], ...]
+    """From the root to the tensor: what is typed, ``".fc"``, and the class of what it leads to, ``"Linear"``."""
+    command: str | None
+    """The line that makes this holder let go; None where none is known."""
+
+
+@dataclass(frozen=True, repr=False)
+class WhyReport(Report[WayRow]):
+    """Every holder of one tensor, the nearest first: it is freed when all of them let go."""
+
+    row_type: ClassVar[type[Any]] = WayRow
+
+    tensor: TensorRow
+    ways: tuple[WayRow, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[WayRow, ...]:
+        return self.ways

@@ -1,14 +1,14 @@
-"""`%devices --held` and `--release-held` as documents: what is held, by what, and what frees it."""
+"""`%devices --held`, `--release-held` and `--why` as documents."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table, document_of
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table, Tree, document_of
 from gpumagic.report.units import count, size
-from gpumagic.tensors.folding import Line, fold, pattern, shared
-from gpumagic.tensors.held_report import FreedRow, HeldReport, HeldRow, ReleaseReport
-from gpumagic.tensors.table_cells import dims, kind_cell, sized
+from gpumagic.tensors.folding import Line, dims, fold, holder_text, kind_cell, pattern, shared, sized
+from gpumagic.tensors.held_report import FreedRow, HeldReport, HeldRow, ReleaseReport, WhyReport
+from gpumagic.tensors.records import TensorRow
 
 _SEVERAL = 4
 """Holders in a sentence, and lines to type, before the rest is counted."""
@@ -123,3 +123,33 @@ def _freed(rows: Sequence[FreedRow]) -> Table:
         for row in rows
     ]
     return Table(columns, cells, caption="Allocated before and after, by the allocator's own figures")
+
+
+SHOWN = 8
+
+
+@document_of.register(WhyReport)
+def view_why(report: WhyReport) -> Document:
+    """Return the document of one tensor's holders."""
+    blocks: list[Block] = [Heading(_heading(report.tensor))]
+    if report.ways:
+        blocks.append(Paragraph(f"kept by {count(len(report.ways), 'holder')}:"))
+    blocks += [Tree(way.steps) for way in report.ways[:SHOWN]]
+    if len(report.ways) > SHOWN:
+        blocks.append(Paragraph(f"and {count(len(report.ways) - SHOWN, 'more holder')}", muted=True))
+    blocks += _remedies(report)
+    blocks += [Paragraph(note, muted=True) for note in report.notes]
+    return Document(tuple(blocks))
+
+
+def _heading(row: TensorRow) -> str:
+    name = row.name or holder_text(row.place or row.holder)
+    return f"{name}: {size(row.nbytes)} on {row.device}, {dims(row.shape)} {row.dtype}, {row.kind}"
+
+
+def _remedies(report: WhyReport) -> Iterator[Block]:
+    commands = dict.fromkeys(way.command for way in report.ways if way.command is not None)
+    if commands:
+        yield Paragraph(f"To free it: {'; '.join(commands)}")
+    if others := dict.fromkeys(way.root for way in report.ways if way.command is None):
+        yield Paragraph(f"{'It also' if commands else 'It'} has to go from {', '.join(others)}")

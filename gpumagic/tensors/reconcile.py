@@ -1,12 +1,20 @@
-"""What Python can see on each device against what its allocator has handed out."""
+"""What Python can see on each device against what its allocator has handed out, and the lines that allocated the rest.
+
+``torch.cuda.memory._record_memory_history()`` has the allocator keep the Python stack of every block it hands out;
+the snapshot is read as its documentation describes it. Nothing is switched on here, and nothing asked while it is off.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gpumagic.memory import allocator
-from gpumagic.tensors.report import DeviceMemoryRow, TensorRow
+from gpumagic.tensors.records import DeviceMemoryRow, SourceRow, TensorRow
 
 GRANULE = 512
 """Bytes: the caching allocators of torch hand out multiples of it (kMinBlockSize)."""
@@ -77,3 +85,56 @@ def _row(device: str, total: _Sum, figures: allocator.AllocatorFigures | None, o
         cached=figures.reserved - figures.allocated,
         other_processes=others,
     )  # fmt: skip
+
+
+UNKNOWN = "a line that was not recorded"
+_IN_USE = "active_allocated"
+
+
+def recorded_segments() -> Sequence[Mapping[str, Any]]:
+    """Return the allocator's segments with the stacks of their blocks; none unless history is recorded."""
+    torch = sys.modules.get("torch")
+    is_recording = getattr(getattr(torch, "_C", None), "_cuda_isHistoryEnabled", None)
+    if torch is None or is_recording is None or not torch.cuda.is_initialized() or not is_recording():
+        return ()
+    found: Sequence[Mapping[str, Any]] = torch.cuda.memory._snapshot()["segments"]
+    return found
+
+
+def allocation_sources(
+    recorded: Iterable[Mapping[str, Any]], known: Iterable[tuple[str, int]], backend: str = "cuda"
+) -> tuple[SourceRow, ...]:
+    """Return, most bytes first, the lines that allocated the blocks in which no known storage lies.
+
+    Args:
+        recorded: the segments of a snapshot.
+        known: device and address of each storage that a tensor has.
+        backend: whose allocator it is.
+    """
+    addresses: dict[str, list[int]] = {}
+    for device, address in sorted(known):
+        addresses.setdefault(device, []).append(address)
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for segment in recorded:
+        device = f"{backend}:{segment['device']}"
+        for block in segment["blocks"]:
+            if block["state"] == _IN_USE and not _holds_any(block, addresses.get(device, ())):
+                key = (device, _line(block.get("frames", ())))
+                nbytes, number = totals.get(key, (0, 0))
+                totals[key] = (nbytes + block["size"], number + 1)
+    rows = (SourceRow(device, line, nbytes, number) for (device, line), (nbytes, number) in totals.items())
+    return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+
+def _holds_any(block: Mapping[str, Any], addresses: Sequence[int]) -> bool:
+    last = bisect_right(addresses, block["address"] + block["size"] - 1)
+    return last > 0 and addresses[last - 1] >= block["address"]
+
+
+def _line(frames: Sequence[Mapping[str, Any]]) -> str:
+    """Return the innermost line of the user's own code: ``"train.py:12 in step"``."""
+    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    own = [each for each in frames if not each["filename"].startswith(installed)] or list(frames)
+    if not own:
+        return UNKNOWN
+    return f"{own[0]['filename']}:{own[0]['line']} in {own[0]['name']}"

@@ -1,107 +1,16 @@
-"""What `%devices` returns."""
+"""What `%devices` and `%devices --diff` return: the live tensors, and the difference between two looks at them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+from gpumagic.errors import GpuMagicError
 from gpumagic.report.base import Report
 from gpumagic.report.origin import Origin
-from gpumagic.tensors.diff import DiffReport, between
 from gpumagic.tensors.held_report import HeldReport, held_rows
-from gpumagic.tensors.selection import ORDERS, is_on
-
-
-class TensorRow(NamedTuple):
-    """One storage, with every tensor that looks into it folded under it.
-
-    There may be a hundred thousand of them, and a named tuple is made in a sixth of a frozen dataclass's time.
-    """
-
-    device: str
-    nbytes: int | None
-    """Bytes the storage occupies, rounded as its allocator rounds; 0 for meta and fake tensors; None if unknown."""
-    shape: tuple[int, ...]
-    """Of the largest live tensor over the storage."""
-    dtype: str
-    kind: str
-    """``"parameter"``, ``"buffer"``, ``"gradient"``, ``"optimizer state"``, ``"activation"`` or ``"plain"``."""
-    name: str | None
-    """The best name it has in the notebook, such as ``"model.fc.weight"``; None if nothing there names it."""
-    names: tuple[str, ...] = ()
-    holder: str | None = None
-    """What keeps it alive, when no notebook variable does: ``"Out[12]"``, ``"last traceback"``..."""
-    place: str | None = None
-    """Where in its holder it is: ``"Out[12]['k'][0]"``, ``"last traceback.<step()>.hidden"``."""
-    releasable: bool = False
-    """Whether ``--release-held`` lets go of it: only outputs, the display hook or the last error keep it alive."""
-    in_graph: bool = False
-    """Whether only autograd graphs keep it; ``holder`` says whose."""
-    frees: str | None = None
-    """The line after which those graphs let go of it: ``"loss = loss.detach()"``; None where there is none."""
-    views: int = 0
-    """Further live tensors over the same storage."""
-    requires_grad: bool = False
-    graph_nbytes: int | None = None
-    """Bytes its autograd graph keeps for backward and nothing else does; None if it has none or it is not known."""
-    viewed_nbytes: int | None = None
-    """Bytes the live tensors really look at; far below ``nbytes`` when a small view keeps a large storage."""
-    note: str | None = None
-    numbers: tuple[int, ...] = ()
-    """What stands for its storages in every report of this process; never given to another storage."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemoryRow:
-    """One device's memory, from the tensors Python can see up to the whole card."""
-
-    device: str
-    tensors: int
-    storages: int
-    named: int
-    """Bytes in storages that a notebook name reaches."""
-    held: int
-    """Bytes in other storages that Python can see."""
-    graph: int | None = None
-    """Bytes that only autograd graphs keep, as far as they can be seen."""
-    unexplained: int | None = None
-    """Allocated bytes that none of these account for (C++, nodes that do not show what they save)."""
-    allocated: int | None = None
-    """Bytes the allocator has handed out; None where there is no counting allocator (cpu, meta)."""
-    cached: int | None = None
-    """Bytes the allocator keeps for reuse."""
-    other_processes: int | None = None
-
-    @property
-    def in_rows(self) -> int:
-        """Bytes that the report's rows sum to."""
-        return self.named + self.held + (self.graph or 0)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphRow:
-    """What the autograd graphs of one variable's tensors keep on a device, and nothing else does."""
-
-    name: str
-    """The variable: ``"losses"``."""
-    device: str
-    nbytes: int
-    tensors: int
-    """How many of its tensors have a graph."""
-    example: str
-    """The first of them: ``"losses[0]"``."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRow:
-    """Blocks that no tensor accounts for, by the line that allocated them, where allocations are recorded."""
-
-    device: str
-    line: str
-    """``"train.py:12 in step"``."""
-    nbytes: int
-    blocks: int
+from gpumagic.tensors.records import ORDERS, DeviceMemoryRow, GraphRow, SourceRow, TensorRow, is_on
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,3 +76,131 @@ class TensorReport(Report[TensorRow]):
             only=tuple(only),
             minimum=minimum,
         )
+
+
+CHANGES = ("came", "went", "resized", "lost its name")
+"""What can happen to a storage; the last means that it lives on although no variable reaches it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffRow:
+    """One storage that is new, gone, of another size, or without a name since."""
+
+    change: str
+    """One of `CHANGES`."""
+    device: str
+    nbytes: int | None
+    """Bytes by which it changed what is in use: negative for what went, 0 for a lost name, None if unknown."""
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    name: str | None
+    """Its best name now, or the last it had."""
+    holder: str | None = None
+    """What keeps it alive now, where no variable does."""
+    size: int | None = None
+    """Bytes it occupies now, or did when it was last seen."""
+    views: int = 0
+    numbers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChange:
+    """What changed on one device, in bytes."""
+
+    device: str
+    came: int
+    went: int
+    resized: int
+    net: int
+    """Came - went + resized: what Python can see."""
+    allocated: int | None = None
+    """Change of what the allocator has handed out; more than ``net`` where graphs or C++ keep tensors."""
+
+
+@dataclass(frozen=True, repr=False)
+class DiffReport(Report[DiffRow]):
+    """What came and what went between two looks at the live tensors, a row a storage, largest change first."""
+
+    row_type: ClassVar[type[Any]] = DiffRow
+
+    changes: tuple[DiffRow, ...]
+    by_device: tuple[DeviceChange, ...] = ()
+    since: str = ""
+    """What the earlier look was: ``"%devices in cell 3"``, ``"this cell started"``."""
+    limit: int | None = None
+    """How many rows to show; `rows` and `to_pandas` always have all."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[DiffRow, ...]:
+        return self.changes
+
+
+def between(earlier: TensorReport, later: TensorReport, since: str) -> DiffReport:
+    """Return what changed from one report to a later one of the same process.
+
+    Where the two look at different devices or sizes, only what both would list is compared.
+
+    Raises:
+        GpuMagicError: they are reports of different processes.
+    """
+    if earlier.process and later.process and earlier.process != later.process:
+        raise GpuMagicError("the earlier report is of another process: only reports of one kernel can be compared")
+    minimum = max(earlier.minimum, later.minimum)
+    found = [
+        row
+        for row in _changes(earlier, later)
+        if is_on(row.device, earlier.only)
+        and is_on(row.device, later.only)
+        and max(row.size or 0, abs(row.nbytes or 0)) >= minimum
+    ]
+    return DiffReport(
+        changes=tuple(sorted(found, key=_by_weight)),
+        by_device=tuple(_sums(found, earlier, later)),
+        since=since,
+        limit=later.limit,
+    )
+
+
+def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
+    before = {number: row for row in earlier for number in row.numbers}
+    now = {number for row in later for number in row.numbers}
+    for row in later:
+        old = next((before[number] for number in row.numbers if number in before), None)
+        if old is None:
+            yield _row("came", row, row.nbytes)
+        elif old.nbytes != row.nbytes and old.nbytes is not None and row.nbytes is not None:
+            yield _row("resized", row, row.nbytes - old.nbytes, old.name)
+        elif old.name is not None and row.name is None:
+            yield _row("lost its name", row, 0, old.name)
+    for row in earlier:
+        if now.isdisjoint(row.numbers):
+            yield _row("went", row, None if row.nbytes is None else -row.nbytes)
+
+
+def _row(change: str, row: TensorRow, nbytes: int | None, name: str | None = None) -> DiffRow:
+    return DiffRow(
+        change, row.device, nbytes, row.shape, row.dtype, row.kind, row.name or name, row.holder,
+        row.nbytes, row.views, row.numbers,
+    )  # fmt: skip
+
+
+def _by_weight(row: DiffRow) -> tuple[object, ...]:
+    return -abs(row.nbytes or 0), -(row.size or 0), row.name is None, row.name or "", row.device
+
+
+def _sums(rows: Iterable[DiffRow], earlier: TensorReport, later: TensorReport) -> Iterator[DeviceChange]:
+    totals: dict[str, dict[str, int]] = {}
+    for row in rows:
+        total = totals.setdefault(row.device, dict.fromkeys(CHANGES, 0))
+        total[row.change] += row.nbytes or 0
+    before = {row.device: row.allocated for row in earlier.by_device}
+    now = {row.device: row.allocated for row in later.by_device}
+    for device in [*now, *(each for each in before if each not in now)]:
+        total = totals.get(device, dict.fromkeys(CHANGES, 0))
+        earlier_figure, figure = before.get(device, 0), now.get(device)
+        allocated = None if earlier_figure is None or figure is None else figure - earlier_figure
+        if any(total.values()) or allocated:
+            came, went, resized = total["came"], -total["went"], total["resized"]
+            yield DeviceChange(device, came, went, resized, came - went + resized, allocated)

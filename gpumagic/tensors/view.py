@@ -7,11 +7,10 @@ from typing import Literal
 
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import count, size
-from gpumagic.tensors import diff_view, held_view, why_view  # noqa: F401  # they register their views
-from gpumagic.tensors.folding import Line, fold, holder_text
-from gpumagic.tensors.lookup import root_of
-from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
-from gpumagic.tensors.table_cells import dims, kind_cell, sized
+from gpumagic.tensors import diff_view, held_view  # noqa: F401  # they register their views
+from gpumagic.tensors.folding import Line, dims, fold, holder_text, kind_cell, sized
+from gpumagic.tensors.records import DeviceMemoryRow, GraphRow, TensorRow, root_of
+from gpumagic.tensors.report import TensorReport
 
 ROLES: tuple[Literal["main", "second", "other"], ...] = ("main", "second", "other")
 

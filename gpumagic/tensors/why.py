@@ -13,11 +13,10 @@ from gpumagic.heap.readers import opener_of
 from gpumagic.heap.references import References, Step
 from gpumagic.heap.storages import Ledger, uncollected, undisturbed
 from gpumagic.tensors import scan
-from gpumagic.tensors.cycle_rows import name_cycles
-from gpumagic.tensors.held_report import RELEASE, command, is_code
-from gpumagic.tensors.lookup import find, plain
-from gpumagic.tensors.report import TensorReport, TensorRow
-from gpumagic.tensors.why_report import WayRow, WhyReport
+from gpumagic.tensors.held_report import RELEASE, WayRow, WhyReport, command, is_code
+from gpumagic.tensors.records import TensorRow, find_row, unquoted
+from gpumagic.tensors.report import TensorReport
+from gpumagic.tensors.scan import name_cycles
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -38,7 +37,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
         OptionError: no live tensor goes by this name; the message says which nearly do.
     """
     report = scan.scan(namespace, shell=shell)
-    row = find(name, report, also=_numbers_at(name, namespace))
+    row = find_row(name, report, also=_numbers_at(name, namespace))
     owner = _owner_of_gradient(row, report)
     graph = References(holders.never_opened(namespace, shell), references.MAX_STEPS)
     try:
@@ -63,7 +62,7 @@ def _numbers_at(name: str, namespace: Mapping[str, object]) -> list[int]:
 
     A list under two variables gives what is in it the name through one of them.
     """
-    wanted = plain(name)
+    wanted = unquoted(name)
     root = next((each for each in _beginnings(wanted) if each in namespace), None)
     if root is None:
         return []
@@ -83,7 +82,7 @@ def _below(value: object, rest: str) -> Any:
         return value if opener is not None and opener.is_tensor else None
     for branch in opener.branches(value, opener):
         for key, child in branch.children:
-            step = plain(
+            step = unquoted(
                 spell(Path(Path(None, "name", "", 0, 0, type(value)), branch.style, key, 0, 0), lambda _: None)
             )
             if rest.startswith(step):

@@ -8,7 +8,7 @@ import weakref
 import pytest
 from IPython.core.error import UsageError
 
-from gpumagic.tensors.looks import compares_with_its_start
+from gpumagic.tensors.baseline import compares_with_its_start
 
 
 @pytest.fixture

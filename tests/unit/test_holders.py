@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from gpumagic.heap import holders
 from gpumagic.heap.holders import name_storages
 from gpumagic.heap.paths import Search
-from gpumagic.tensors.lookup import root_of
+from gpumagic.tensors.records import root_of
 from gpumagic.tensors.report import TensorReport
 from gpumagic.tensors.scan import scan
 

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 
 from gpumagic.report.rendering import to_html, to_text
-from gpumagic.tensors.diff import DeviceChange, DiffReport, DiffRow
-from gpumagic.tensors.held_report import FreedRow, HeldReport, HeldRow, ReleaseReport
-from gpumagic.tensors.report import TensorRow
-from gpumagic.tensors.why_report import WayRow, WhyReport
+from gpumagic.tensors.held_report import FreedRow, HeldReport, HeldRow, ReleaseReport, WayRow, WhyReport
+from gpumagic.tensors.records import TensorRow
+from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow
 
 KIB, MIB = 1024, 1024**2
 RELEASE, COLLECT = "%devices --release-held", "import gc; gc.collect()"

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from gpumagic.report.rendering import to_html, to_text
-from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
+from gpumagic.tensors.records import DeviceMemoryRow, TensorRow
+from gpumagic.tensors.report import TensorReport
 
 KIB, MIB = 1024, 1024**2
 

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from gpumagic.tensors import census
 from gpumagic.tensors.scan import scan
 
 
@@ -371,7 +370,7 @@ def test_garbage_that_awaits_the_gc_is_counted_not_collected() -> None:
 
 def test_no_collection_sets_in_meanwhile(monkeypatch) -> None:
     enabled = []
-    monkeypatch.setattr(census, "roles", lambda owners: enabled.append(gc.isenabled()) or {})
+    monkeypatch.setattr("gpumagic.tensors.scan.roles", lambda owners: enabled.append(gc.isenabled()) or {})
     scan({})
     assert (enabled, gc.isenabled()) == ([False], True)
 
@@ -385,12 +384,12 @@ def test_no_tensor_lives_longer_for_having_been_listed() -> None:
     assert len(report) >= 10
 
 
-@pytest.mark.parametrize("broken", ["groups", "roles", "Rows"])
+@pytest.mark.parametrize("broken", ["group_by_memory", "roles", "Rows"])
 def test_its_own_failure_keeps_no_tensor(monkeypatch, broken) -> None:
     def fail(*_args, **_options):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(census, broken, fail)
+    monkeypatch.setattr(f"gpumagic.tensors.scan.{broken}", fail)
     tensor = torch.ones(10)
     watch = weakref.ref(tensor)
     namespace = {"tensor": tensor, "list": [tensor]}

@@ -10,18 +10,19 @@ import re
 from typing import TYPE_CHECKING
 
 from gpumagic import _compat
+from gpumagic.tensors.report import DiffReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
-    from gpumagic.tensors.diff import DiffReport
     from gpumagic.tensors.report import TensorReport
+
 
 _LISTS = re.compile(r"\s*(?:[^%#'\"]*=\s*)?%devices(?!\S)")
 _COMPARES = re.compile(r"[^#]*\s--diff(?![\w-])")
 
 
-class Looks:
+class DiffBaseline:
     """Remembers how a shell's tensors were when it last looked."""
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -44,8 +45,6 @@ class Looks:
 
     def difference(self, report: TensorReport) -> DiffReport:
         """Return what changed since the last look."""
-        from gpumagic.tensors.diff import DiffReport
-
         if self._last is None:
             note = "no %devices came before this one; the next --diff compares with it"
             return DiffReport((), notes=(note,))
