@@ -22,7 +22,7 @@ from gpumagic.oom.rollback import Rollback
 from gpumagic.oom.tries_report import FitReport, Try
 from gpumagic.report.units import count, size
 from gpumagic.source import cell_code, settings
-from gpumagic.transfers import residents
+from gpumagic.transfers import log
 from gpumagic.transfers.run import DeviceRun
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class Rerun:
             return f"{self._plan.name} = {step.size}" if step.size != self._step.size else "the same again"
         names = _names_read(self._source) if self._source else self._namespace.keys()
         used = {name: value for name, value in list(self._namespace.items()) if name in names}
-        stay = residents.elsewhere(used, step.device)
+        stay = log.tensors_elsewhere(used, step.device)
         staying = ", ".join(f"{each.name} ({each.device}, {size(each.nbytes)})" for each in stay)
         line = _line_that_names(self._failed_device(), self._source)
         return (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpumagic.report.units import size
-from gpumagic.transfers.explanation import Explanation, Operand
+from gpumagic.transfers.report import Explanation, Operand
 
 WORTH_SAYING = 1024**2
 """Bytes from which a size is worth a word."""

@@ -1,5 +1,9 @@
 """The exact way to a default device: torch's own device context, with eyes.
 
+Torch 2.4 puts a device context on top of the function modes, where whatever is left next takes it off
+(pytorch#133666); torch 2.5 puts it below them (PR#133729) and fails on leaving two; since 2.6 an inner one takes the
+outer one's place at the bottom until it is left. Imports torch at its top.
+
 It is a subclass of the context that `with torch.device(...)` enters, so torch treats it as that everywhere
 (`torch.get_default_device`, `torch.compile`, checkpointing, nesting). Functions that neither create nor move pass with
 one dictionary look-up. Imports torch at its top, so it is itself imported only when a cell is run on a device.
@@ -10,12 +14,49 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils import _device as device_state
 from torch.utils._device import DeviceContext
 
-from gpumagic.transfers import watched_calls
-from gpumagic.transfers.nesting_context import NestingContext
+from gpumagic.transfers import calls
 from gpumagic.transfers.recorder import Recorder
+
+
+class _NestingContext(device_state.DeviceContext):  # type: ignore[misc, unused-ignore]
+    """Takes the place of the device context at the bottom of the modes, and gives it back."""
+
+    prev_mode: TorchFunctionMode | None = None
+    old_device: Any = None
+
+    def __enter__(self) -> _NestingContext:  # noqa: PYI034  # as torch's own
+        self.old_device, device_state.CURRENT_DEVICE = device_state.CURRENT_DEVICE, self.device
+        above = _taken_off()
+        if above and isinstance(above[-1], device_state.DeviceContext):
+            self.prev_mode = above.pop()
+        _put_on([*above, self])
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        device_state.CURRENT_DEVICE = self.old_device
+        modes = [self.prev_mode if each is self else each for each in _taken_off()]
+        _put_on([each for each in modes if each is not None])
+
+
+def _taken_off() -> list[TorchFunctionMode]:
+    """Take all function modes off, the innermost first."""
+    return [_pop_mode() for _ in range(_len_torch_function_stack())]
+
+
+def _put_on(modes: list[TorchFunctionMode]) -> None:
+    for each in reversed(modes):
+        _push_mode(each)
+
+
+NestingContext: type[device_state.DeviceContext] = (
+    device_state.DeviceContext if torch.__version__ >= (2, 6) else _NestingContext
+)
 
 
 def outermost() -> DeviceContext | None:
@@ -41,7 +82,7 @@ class RecordingContext(NestingContext):
         self.prev_mode: DeviceContext | None = None
         self.old_device: Any = None
         self._look_only = look_only
-        self._handler = watched_calls.handlers().get
+        self._handler = calls.handlers().get
         self._outer: list[tuple[Any, ...]] = []
 
     def __torch_function__(

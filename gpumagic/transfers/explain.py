@@ -1,4 +1,7 @@
-"""The line that raised an exception of a device's, and what it names, read from the traceback's frames.
+"""Why a cell failed where the reason is where its tensors are: the line, and the devices of what it names.
+
+`x`, `self.mask`, `batch["labels"]`, `model.layers[0]` are followed through instances' own attributes and built-in
+containers; a property, a method's result or anything else that would have to be called is left out.
 
 Nothing of the frames outlives the call: the result is text.
 """
@@ -8,18 +11,178 @@ from __future__ import annotations
 import ast
 import itertools
 import linecache
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import CodeType, TracebackType
 from typing import Any
 
 from gpumagic import _compat
+from gpumagic.heap import object_fields
 from gpumagic.memory import allocator
 from gpumagic.source import frames
-from gpumagic.source.frames import is_a_functions, is_users
-from gpumagic.transfers import device_errors, operands
+from gpumagic.source.frames import MISSING, is_a_functions, is_users
+from gpumagic.transfers import device_errors
 from gpumagic.transfers.device_errors import Failure
-from gpumagic.transfers.explanation import Explanation
+from gpumagic.transfers.report import Explanation, Operand
+
+_MOST = 1000  # parts of a container that are looked at
+
+
+def operands_of(expression: ast.AST, variables: Mapping[str, Any]) -> tuple[Operand, ...]:
+    """Return what an expression names that has a device, each once, in order of appearance."""
+    found: dict[str, Operand] = {}
+    for node, is_index in _paths(expression, is_index=False):
+        described = _longest(node, variables, is_index)
+        if described is not None:
+            found.setdefault(described.code, described)
+    return tuple(found.values())
+
+
+def names_in(expression: ast.AST) -> set[str]:
+    """Return the variables an expression names."""
+    return {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
+
+
+def _paths(node: ast.AST, *, is_index: bool) -> Iterator[tuple[ast.expr, bool]]:
+    """Yield the outermost names, attributes and subscripts, and whether each picks elements of another."""
+    if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+        yield node, is_index
+    if isinstance(node, ast.Subscript):
+        yield from _paths(node.slice, is_index=True)
+        node = node.value
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    if isinstance(node, ast.Name | ast.Lambda | ast.FunctionDef | ast.ClassDef):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _paths(child, is_index=is_index)
+
+
+def _longest(node: ast.expr, variables: Mapping[str, Any], is_index: bool) -> Operand | None:
+    """Describe a path, or the part of it that has a device: of ``x.T`` that is ``x``."""
+    steps: list[ast.expr] = [node]
+    while isinstance(steps[-1], ast.Attribute | ast.Subscript):
+        steps.append(steps[-1].value)
+    value: Any = MISSING
+    found = owner = None
+    for step in reversed(steps):
+        owner, value = value, _follow(step, value, variables)
+        if value is MISSING:
+            break
+        described = _described(ast.unparse(step), value, owner, step, is_index)
+        found = described or found
+        if _kind(value) == "tensor":
+            break
+    return found
+
+
+def _follow(step: ast.expr, value: Any, variables: Mapping[str, Any]) -> Any:
+    if isinstance(step, ast.Name):
+        return variables.get(step.id, MISSING)
+    if value is MISSING:
+        return MISSING
+    if isinstance(step, ast.Attribute):
+        return _attribute(value, step.attr)
+    if isinstance(step, ast.Subscript):
+        return _item(value, step.slice, variables)
+    return MISSING
+
+
+def _attribute(value: Any, name: str) -> Any:
+    own: dict[str, Any] = dict(object_fields.attributes(value, object_fields.fields_of(type(value))))
+    for inner in ("_parameters", "_buffers", "_modules"):  # where a module keeps them
+        kept = own.get(inner)
+        if isinstance(kept, dict) and name in kept:
+            return kept[name]
+    return own.get(name, MISSING)
+
+
+def _item(value: Any, index: ast.expr, variables: Mapping[str, Any]) -> Any:
+    import torch
+
+    key = index.value if isinstance(index, ast.Constant) else MISSING
+    if isinstance(index, ast.Name):
+        key = variables.get(index.id, MISSING)
+    if type(value) is torch.nn.Sequential and type(key) is int:
+        value = list(value._modules.values())
+    elif type(value) is torch.nn.ModuleDict or type(value) is torch.nn.ModuleList:
+        value, key = value._modules, str(key)
+    if type(value) is dict and type(key) in (str, int):
+        return value.get(key, MISSING)
+    if type(value) in (list, tuple) and type(key) is int and -len(value) <= key < len(value):
+        return value[key]
+    return MISSING
+
+
+def _described(code: str, value: Any, owner: Any, step: ast.expr, is_index: bool) -> Operand | None:
+    import torch
+
+    kind = _kind(value)
+    if kind is None:
+        return None
+    totals = _bytes(value, kind)
+    if not totals:
+        return None
+    return Operand(
+        code,
+        tuple(device for device, _ in totals.most_common()),
+        sum(totals.values()),
+        kind,
+        is_variable=isinstance(step, ast.Name),
+        is_unregistered=_kind(owner) == "module" and not _is_registered(owner, value),
+        is_index=is_index,
+        requires_grad=kind == "tensor" and bool(value.requires_grad) and torch.is_grad_enabled(),
+    )
+
+
+def _is_registered(module: Any, value: Any) -> bool:
+    kept = [*module._parameters.values(), *module._buffers.values(), *module._modules.values()]
+    return any(value is each for each in kept)
+
+
+def _kind(value: Any) -> Any:
+    import torch
+
+    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "tensor": torch.Tensor, "module": torch.nn.Module, "optimizer": torch.optim.Optimizer,
+        "generator": torch.Generator, "device": torch.device, "container": (list, tuple, dict),
+    }  # fmt: skip
+    return next((name for name, kind in kinds.items() if issubclass(type(value), kind)), None)
+
+
+def _bytes(value: Any, kind: str) -> Counter[str]:
+    """Return the bytes by device of what a value holds."""
+    import torch
+
+    totals: Counter[str] = Counter()
+    if kind in ("generator", "device"):
+        totals[str(value.device if kind == "generator" else value)] = 0
+        return totals
+    with torch._C.DisableTorchFunction():
+        for tensor in _tensors(value, kind):
+            totals[str(tensor.device)] += tensor.numel() * tensor.element_size()
+    return totals
+
+
+def _tensors(value: Any, kind: str) -> Iterator[Any]:
+    import torch
+
+    if kind == "tensor":
+        yield value
+    elif kind == "module":
+        for part in torch.nn.Module.modules(value):
+            kept = [*part._parameters.values(), *part._buffers.values()]
+            yield from (each for each in kept if each is not None and not torch.nn.parameter.is_lazy(each))
+    elif kind == "optimizer":
+        yield from (each for group in value.param_groups for each in group["params"])
+        kept = [(key, each) for state in value.state.values() for key, each in state.items()]
+        yield from (each for key, each in kept if key != "step" and _kind(each) == "tensor")
+    elif kind == "container":
+        parts = dict.values(value) if isinstance(value, dict) else value
+        yield from (each for _, each in zip(range(_MOST), parts, strict=False) if _kind(each) == "tensor")
+
 
 Span = tuple[int, int, int, int]
 """First line, last line, first column, column after the last; columns in bytes of UTF-8, as `ast` counts them."""
@@ -61,9 +224,9 @@ def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str
     seen = Failure(text, device, here, step.tb_lineno, code, function=_spoken(function))
     if node is None:
         return seen
-    variables = frames.variables(frame, operands.names_in(node))
+    variables = frames.variables(frame, names_in(node))
     can_move = frame.f_globals is namespace and function is None
-    return replace(seen, failing=ast.unparse(node), operands=operands.of(node, variables), can_move=can_move)
+    return replace(seen, failing=ast.unparse(node), operands=operands_of(node, variables), can_move=can_move)
 
 
 def _spoken(function: str | None) -> str | None:

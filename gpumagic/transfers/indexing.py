@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from gpumagic.transfers import returning
-from gpumagic.transfers.recorder import Function, Recorder, is_free_to_read
+from gpumagic.transfers.recorder import Function, Recorder, is_free_to_read, watch_gradients
+from gpumagic.transfers.tracing import Tracer
 
 PLAIN = frozenset({int, slice, bool, type(None), type(...)})
 """What selects a view, and nothing else."""
@@ -45,7 +45,7 @@ def put(recorder: Recorder, func: Function, args: Any, _: dict[str, Any]) -> Any
     if is_plain(index) and (not isinstance(value, torch.Tensor) or value.device == tensor.device):
         return func(tensor, index, value)
     result = _call(recorder, func, args, [*_parts(index)], [value])
-    returning.watch(recorder, value, tensor)
+    watch_gradients(recorder, value, tensor)
     return result
 
 
@@ -67,7 +67,7 @@ def _call(recorder: Recorder, func: Function, args: Any, parts: list[Any], value
         if recorder.is_traced or not any(_crosses(tensor, each) for each in (*parts, *values)):
             result = func(*args)
         else:
-            with recorder.tracing():
+            with Tracer(recorder):
                 result = func(*args)
         for part, nbytes in _lists(tensor, parts):
             recorder.add_copy("cpu", str(tensor.device), nbytes, None, CAUSE, part)

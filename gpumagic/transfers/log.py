@@ -1,26 +1,145 @@
-"""What a cell creates where, and which of its lines move what: the log and its report.
+"""What a cell creates where, which of its lines copy what, and what it uses that stays elsewhere.
 
-The log is filled by the handlers of `watched_calls` while the cell runs; it keeps numbers and names, never a
+Known by weak references and by the counter that torch raises with every change in place, so nothing is kept alive
+and a new batch in an old one's place is not taken for it.
+
+The log is filled by the handlers of `calls` while the cell runs; it keeps numbers and names, never a
 tensor.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.memory.timeline import MemoryTimeline
 from gpumagic.report import origin
+from gpumagic.report.base import Holder
 from gpumagic.source.call_sites import CallSites
-from gpumagic.transfers import residents
 from gpumagic.transfers.advice import suggestions
-from gpumagic.transfers.explanation import Explanation
-from gpumagic.transfers.moved import Moved, is_pageable
-from gpumagic.transfers.report import TransferReport, TransferRow
+from gpumagic.transfers.report import Explanation, TransferReport, TransferRow
+
+_MOST = 10_000
+"""Items of a container that are looked at."""
+
+
+def tensors_elsewhere(variables: Mapping[str, object], device: str) -> list[Holder]:
+    """Return the variables that have bytes on a device other than ``device``."""
+    found = []
+    for name, value in variables.items():
+        # A module's `parameters` is the user's code: what it raises must cost neither the report nor the cell's error.
+        with contextlib.suppress(Exception):
+            totals = _bytes_by_device(value)
+            found += [
+                Holder(name, at, nbytes) for at, nbytes in totals.items() if nbytes and at not in (device, "meta")
+            ]
+    return sorted(found, key=lambda holder: -holder.nbytes)
+
+
+def _bytes_by_device(value: object) -> dict[str, int]:
+    import torch
+
+    totals: dict[str, int] = {}
+    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
+    if issubclass(type(value), torch.Tensor):
+        tensors = [value]
+    elif issubclass(type(value), torch.nn.Module):
+        tensors = _module_tensors(value)
+    elif type(value) in (list, tuple, dict):
+        tensors = _items(value)
+    else:
+        return totals
+    with torch._C.DisableTorchFunction():
+        for tensor in tensors:
+            where = str(tensor.device)  # type: ignore[attr-defined]
+            totals[where] = totals.get(where, 0) + tensor.numel() * tensor.element_size()  # type: ignore[attr-defined]
+    return totals
+
+
+def _module_tensors(module: object) -> list[object]:
+    import torch
+
+    assert isinstance(module, torch.nn.Module)
+    return [*module.parameters(), *module.buffers()]
+
+
+def _items(container: Any) -> list[object]:
+    """Return the tensors in a container, each once; of a very long one, those at its beginning."""
+    import torch
+
+    parts = itertools.islice(container.values() if type(container) is dict else container, _MOST)
+    return list({id(part): part for part in parts if issubclass(type(part), torch.Tensor)}.values())
+
+
+PINNABLE = frozenset({"cuda", "xpu"})
+"""Backends that copy from pinned memory without a detour, while the host goes on; MPS shares the host's memory."""
+WORTH_ASKING = 1024**2
+"""Bytes below which it is not asked whether memory is pinned: asking takes a call of the driver's."""
+_MANY = 1000
+"""Tensors remembered before those that are gone are looked for."""
+
+
+@dataclass
+class Moved:
+    """The tensors that the lines of one run moved.
+
+    Attributes:
+        copies: ``{(variable, source): (the tensor, its copy)}``, weakly.
+    """
+
+    copies: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
+    _before: dict[tuple[object, int], tuple[Any, int]] = field(default_factory=dict)
+    _full: int = _MANY
+
+    def is_repeat(self, place: object, subject: object) -> bool:
+        """Return whether the same tensor, unchanged, was moved at this place before."""
+        import torch
+
+        if not isinstance(subject, torch.Tensor) or subject.is_inference():  # those do not count their changes
+            return False
+        key, version = (place, id(subject)), subject._version
+        known = self._before.get(key)
+        if known is not None and known[0]() is subject:
+            self._before[key] = known[0], version
+            return bool(known[1] == version)
+        if len(self._before) > self._full:
+            self._before = {each: kept for each, kept in self._before.items() if kept[0]() is not None}
+            self._full = 2 * len(self._before) + _MANY
+        self._before[key] = weakref.ref(subject), version
+        return False
+
+    def note_copy(self, name: str | None, source: str, subject: object, result: object) -> None:
+        """Remember, weakly, a variable's tensor and its copy."""
+        import torch
+
+        if name is not None and isinstance(subject, torch.Tensor) and isinstance(result, torch.Tensor):
+            self.copies[name, source] = weakref.ref(subject), weakref.ref(result)
+
+    def still_both(self, variables: Mapping[str, object]) -> tuple[str, ...]:
+        """Return the variables that are still bound to what was moved while its copy is alive, too."""
+        return tuple(
+            name
+            for (name, _), (subject, result) in self.copies.items()
+            if result() is not None and subject() is not None and variables.get(name) is subject()
+        )
+
+
+def is_pageable(subject: object, target: str, nbytes: int) -> bool | None:
+    """Return whether a copy came from memory that is not pinned; None where that makes no difference, or little."""
+    import torch
+
+    if target.partition(":")[0] not in PINNABLE or nbytes < WORTH_ASKING or not isinstance(subject, torch.Tensor):
+        return None
+    return subject.device.type == "cpu" and not subject.is_pinned()
+
 
 SCOPE = (
     "Counts what lines ask for, in threads that work for them and in backward through these moves too; what operators "
@@ -221,7 +340,7 @@ def report(
         syncs=syncs,
         peak=watch.peak(),
         elapsed=watch.elapsed,
-        elsewhere=tuple(residents.elsewhere(variables, device)),
+        elsewhere=tuple(tensors_elsewhere(variables, device)),
         advice=suggestions(moves, syncs, log.moved.still_both(variables), lines),
         error=type(error).__name__ if error is not None else None,
         explanation=explanation,

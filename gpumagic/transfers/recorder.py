@@ -1,7 +1,11 @@
 """What goes on in one run right now: its default device, its log, and which call is being handled.
 
-The handlers of `placing`, `moving`, `reading` and `indexing` write down here what they see. Imports torch at its top,
-so it is itself imported only when a cell is run on a device.
+The handlers of `calls` and `indexing` write down here what they see. Imports torch at its top, so it is itself imported
+only when a cell is run on a device.
+
+Gradients that flow back through a move are copied by autograd in C++, where no function of Python's is called. So the
+graph's node of a move that a line asked for gets a hook, which is removed when the run ends; it keeps no tensor, and
+leaves gradients alone. A move that was made before the run has none.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -21,10 +26,32 @@ from gpumagic.errors import StrayTensor
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.source.call_sites import CallSites
 from gpumagic.transfers.log import Made, TransferLog, is_host
-from gpumagic.transfers.returning import Hooks
 
+CAUSE = "backward"
+_MANY = 1000
+"""Hooks remembered before those whose graphs are gone are looked for."""
 Function = Callable[..., Any]
 Handler = Callable[["Recorder", Function, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass
+class GradientHooks:
+    """The hooks of one run."""
+
+    handles: list[Any] = field(default_factory=list)
+    _full: int = _MANY
+
+    def add(self, handle: Any) -> None:
+        """Remember one."""
+        if len(self.handles) > self._full:
+            self.handles = [each for each in self.handles if each.hooks_dict_ref() is not None]
+            self._full = 2 * len(self.handles) + _MANY
+        self.handles.append(handle)
+
+    def remove(self) -> None:
+        """Take all away."""
+        while self.handles:
+            self.handles.pop().remove()
 
 
 @dataclass
@@ -74,7 +101,7 @@ class Recorder:
     """The sum of the tensors made on the default device, once there is one."""
     others: dict[int, Recorder] = field(default_factory=dict)
     """By thread, what other threads do for the same run; each has sums of its own, so none waits for another."""
-    hooks: Hooks | None = field(default_factory=Hooks)
+    hooks: GradientHooks | None = field(default_factory=GradientHooks)
     """Where the hooks are kept that see gradients; None where a dispatch mode does."""
 
     def beside(self, thread: int, sites: CallSites, *, is_bystander: bool = False) -> Recorder:
@@ -183,12 +210,6 @@ class Recorder:
         mend = f"move it: {site.name} = {move}" if site.name else "move it where a line says so"
         raise StrayTensor(f"{where}{site.name or kind} {what}, in a cell on {self.device}; {mend}")
 
-    def tracing(self) -> contextlib.AbstractContextManager[object]:
-        """Count the copies of a call where they happen."""
-        from gpumagic.transfers.tracing import Tracer  # which counts for recorders
-
-        return Tracer(self)
-
     @contextlib.contextmanager
     def looking_inside(self, cause: str) -> Iterator[None]:
         """Handle the calls made by the function that is being handled, as done by ``cause``."""
@@ -230,3 +251,39 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def device_of(tensor: torch.Tensor) -> str:
     """Return a tensor's device by name."""
     return str(tensor.device)
+
+
+def watch_gradients(recorder: Recorder, source: object, result: object) -> None:
+    """Count the copy that a gradient makes on its way back from ``result`` to ``source``, if ever it does."""
+    if not (isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)) or recorder.hooks is None:
+        return
+    if not source.requires_grad or source.device == result.device or "meta" in (source.device.type, result.device.type):
+        return
+    node = _node(result)
+    if node is None:  # under no_grad
+        return
+    run = weakref.ref(recorder)
+
+    def count(given: tuple[torch.Tensor | None, ...], arrived: tuple[torch.Tensor | None, ...]) -> None:
+        recorder = run()
+        if recorder is not None:
+            _count(recorder, given, arrived)
+
+    recorder.hooks.add(node.register_hook(count))
+
+
+def _node(result: torch.Tensor) -> Any:
+    """Return the node of the graph that copies back; of what was written to a view, its base's."""
+    node, base = result.grad_fn, result._base
+    is_view = node is not None and base is not None and "Copy" not in node.name()
+    return base.grad_fn if is_view and base is not None else node
+
+
+def _count(recorder: Recorder, given: tuple[Any, ...], arrived: tuple[Any, ...]) -> None:
+    start = next((each for each in arrived if each is not None), None)
+    if start is None:
+        return
+    for gradient in given:
+        if gradient is not None and gradient.device != start.device:
+            recorder.here().add_move(start, gradient, None, CAUSE)
+            watch_gradients(recorder, start, gradient)  # where the gradient itself is differentiated

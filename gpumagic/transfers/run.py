@@ -20,8 +20,7 @@ from gpumagic.source import lines
 from gpumagic.source.call_sites import CallSites
 from gpumagic.source.lines import WatchedCode
 from gpumagic.transfers import explain, log, move, storage_copies
-from gpumagic.transfers.explanation import Explanation
-from gpumagic.transfers.report import TransferReport
+from gpumagic.transfers.report import Explanation, TransferReport
 
 if TYPE_CHECKING:
     from gpumagic.transfers.recording import Recording

@@ -2,7 +2,7 @@
 
 A dispatch mode sees every operator, in backward and in optimizers too. An operator that gets tensors of several devices
 is called with the mode in force inside it, so the copies that its own code makes are seen as well. What a handler of
-`watched_calls` is doing at the moment says whose request a copy is; the others are implicit. Imports torch at its top.
+`calls` is doing at the moment says whose request a copy is; the others are implicit. Imports torch at its top.
 """
 
 from __future__ import annotations

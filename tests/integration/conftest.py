@@ -41,11 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def unhindered(monkeypatch):
     """Run `%%ondevice` as in a fresh process: what other tests left there, and these don't use, asks for no mode."""
-    from gpumagic.transfers import entry_points, hindrances
+    from gpumagic.transfers import patches, recording
 
-    monkeypatch.setattr(hindrances, "_overriding", lambda *_: iter(()))
-    monkeypatch.setattr(hindrances, "_has_compiled", lambda: False)
-    monkeypatch.setattr(hindrances, "_of_holders", lambda names: entry_points.census(names) and None)
+    monkeypatch.setattr(recording, "_overriding", lambda *_: iter(()))
+    monkeypatch.setattr(recording, "_has_compiled", lambda: False)
+    monkeypatch.setattr(recording, "_of_holders", lambda names: patches.census(names) and None)
 
 
 @pytest.fixture

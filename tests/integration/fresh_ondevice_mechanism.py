@@ -23,7 +23,7 @@ from ondevice_corpus import SETUP
 from torch.overrides import TorchFunctionMode
 
 import gpumagic
-from gpumagic.transfers import entry_points, function_holders, hindrances, runs, watched_calls
+from gpumagic.transfers import calls, function_holders, patches, recording, runs
 from gpumagic.transfers.run import DeviceRun
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -33,8 +33,8 @@ ZEROS = torch.zeros
 
 def bindings() -> list[int]:
     """Return by id what every watched name is bound to; the functions themselves would be seen to be held here."""
-    own = [id(vars(torch.Tensor).get(each.name)) for each in watched_calls.methods()]
-    return [id(vars(each.owner)[each.name]) for each in watched_calls.functions()] + own + [id(torch.compile)]
+    own = [id(vars(torch.Tensor).get(each.name)) for each in calls.methods()]
+    return [id(vars(each.owner)[each.name]) for each in calls.functions()] + own + [id(torch.compile)]
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_a_running_functions_variable_costs_the_mode_and_no_exactness() -> None:
     with gpumagic.ondevice("simgpu:1"):
         made = make((2,), 3.0)
     assert str(made.device) == "simgpu:1"
-    assert function_holders.take(entry_points._functions(), {}).stranger == "torch.full is kept by a running function"
+    assert function_holders.take(patches._functions(), {}).stranger == "torch.full is kept by a running function"
 
 
 def test_what_a_cell_keeps_of_torch_is_torchs_own_afterwards() -> None:
@@ -138,7 +138,7 @@ def test_what_a_cell_keeps_of_torch_is_torchs_own_afterwards() -> None:
 
 
 def test_an_exchanged_function_equals_pickles_and_reads_as_torchs_own() -> None:
-    entry = entry_points._entries()[torch.zeros]
+    entry = patches._entries()[torch.zeros]
     assert entry == ZEROS
     assert (ZEROS == entry) is True  # noqa: SIM300  the other side's equality
     assert {ZEROS: 1}[entry] == {entry: 1}[ZEROS] == 1
@@ -304,7 +304,7 @@ def test_what_the_user_patched_in_the_cell_stays_and_a_patch_taken_back_late_hea
 @pytest.mark.parametrize("step", ["open", "close"])
 def test_an_interrupt_at_any_line_leaves_torch_as_it_was(step: str) -> None:
     """Ctrl-C before each fifteenth line of the module that exchanges and puts back."""
-    entry_points.census({})
+    patches.census({})
     for line in range(0, 100_000, 15):
         guard = DeviceRun("simgpu:1", namespace={})
         if step == "close":
@@ -322,11 +322,11 @@ def test_an_interrupt_at_any_line_leaves_torch_as_it_was(step: str) -> None:
 
 @contextlib.contextmanager
 def interrupt_before(number: int) -> Iterator[list[bool]]:
-    """Raise KeyboardInterrupt before so manieth line of `entry_points` and `runs`; what is yielded then has True."""
+    """Raise KeyboardInterrupt before so manieth line of `patches` and `runs`; what is yielded then has True."""
     lines, done = iter(range(10**9)), []
 
     def trace(frame: types.FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename not in (entry_points.__file__, runs.__file__):
+        if frame.f_code.co_filename not in (patches.__file__, runs.__file__):
             return None
         if event == "line" and not done and next(lines) == number:
             done.append(True)
@@ -348,16 +348,16 @@ def test_an_error_in_the_cell_is_the_cells_own() -> None:
 
 def test_a_class_is_changed_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpumagic._compat.CLASSES_COUNT_CHANGES", True)
-    monkeypatch.setattr(entry_points, "exchanges", hindrances.MOST_EXCHANGES)
-    assert "400 such cells" in str(hindrances.find({}, ""))
+    monkeypatch.setattr(patches, "exchanges", recording.MOST_EXCHANGES)
+    assert "400 such cells" in str(recording.find_hindrance({}, ""))
 
 
 def test_the_heap_is_searched_only_when_somebody_new_holds_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry_points.census({})
+    patches.census({})
     search = mock.Mock(wraps=function_holders.take)
     monkeypatch.setattr(function_holders, "take", search)
-    entry_points.census({})
+    patches.census({})
     assert not search.called
     kept = [torch.eye]
-    assert "torch.eye is kept in a list" in entry_points.census({}).stranger
+    assert "torch.eye is kept in a list" in patches.census({}).stranger
     del kept

@@ -15,7 +15,7 @@ import torch
 import gpumagic
 from gpumagic.source import frames
 from gpumagic.transfers import explain
-from gpumagic.transfers.explanation import Explanation
+from gpumagic.transfers.report import Explanation
 from gpumagic.transfers.run import DeviceRun
 
 pytestmark = pytest.mark.usefixtures("two_devices")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from ondevice_corpus import run
 
-from gpumagic.transfers import moved
-from gpumagic.transfers.moved import Moved, is_pageable
+from gpumagic.transfers import log
+from gpumagic.transfers.log import Moved, is_pageable
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -63,7 +63,7 @@ def test_a_cell_that_only_looks_alike_is_not(name: str) -> None:
 def test_pageable_copies_are_counted_where_pinning_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(1 << 20)
     assert is_pageable(x, "simgpu:0", 4 << 20) is None
-    monkeypatch.setattr(moved, "PINNABLE", frozenset({"simgpu"}))
+    monkeypatch.setattr(log, "PINNABLE", frozenset({"simgpu"}))
     assert is_pageable(x, "simgpu:0", 4 << 20) is True
     assert is_pageable(x, "simgpu:0", 4000) is None, "too small to ask"
     report, _, _ = run(STREAM)

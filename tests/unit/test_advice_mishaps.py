@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumagic.transfers.device_errors import Failure, explain, is_known
-from gpumagic.transfers.explanation import Operand
+from gpumagic.transfers.report import Operand
 
 HERE = ("cuda:0", "cuda:1", "cpu", "meta")
 MIXED = (

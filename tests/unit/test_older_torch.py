@@ -10,7 +10,7 @@ from torch._C import _len_torch_function_stack
 
 from gpumagic import _compat
 from gpumagic.memory import allocator
-from gpumagic.transfers import function_holders, nesting_context
+from gpumagic.transfers import device_mode, function_holders
 
 
 def default() -> str:
@@ -21,7 +21,7 @@ def default() -> str:
 def nesting():
     """Return the context of older torch; no mode is left behind, whatever happens."""
     before = _len_torch_function_stack()
-    yield nesting_context._NestingContext
+    yield device_mode._NestingContext
     assert _len_torch_function_stack() == before
     assert default() == "cpu"
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from gpumagic.report.base import Holder
 from gpumagic.report.rendering import to_html, to_text
-from gpumagic.transfers.explanation import Explanation
-from gpumagic.transfers.report import TransferReport, TransferRow
+from gpumagic.transfers.report import Explanation, TransferReport, TransferRow
 
 
 def row(line: int | None, nbytes: int, source: str = "cpu", target: str = "cuda:0", **more: Any) -> TransferRow:
