@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, RehearsalUnavailable, SimgpuUnavailable
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.recognition import OutOfMemory
-    from gpumagic.oom.report import OomReport
-    from gpumagic.oom.tries_report import FitReport
+    from gpumagic.oom.report import FitReport, OomReport
     from gpumagic.tensors.held_report import HeldReport, ReleaseReport, WhyReport
     from gpumagic.tensors.report import DiffReport, TensorReport
     from gpumagic.transfers.report import TransferReport
@@ -70,17 +69,15 @@ __all__ = [
 
 _HOMES = {
     "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "rehearse", "release_held", "why"),
-    "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "RehearsalUnavailable", "SimgpuUnavailable"),
-    "gpumagic.oom.recognition": ("OutOfMemory",),
-    "gpumagic.tensors.baseline": ("DiffReport",),
     "gpumagic.cluster.report": ("ClusterReport", "merge"),
-    "gpumagic.gpus.report": ("GPUReport",),
-    "gpumagic.tensors.held_report": ("HeldReport", "ReleaseReport", "WhyReport"),
-    "gpumagic.oom.report": ("OomReport",),
     "gpumagic.dryrun.report": ("RehearsalReport",),
-    "gpumagic.tensors.report": ("TensorReport",),
+    "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "RehearsalUnavailable", "SimgpuUnavailable"),
+    "gpumagic.gpus.report": ("GPUReport",),
+    "gpumagic.oom.recognition": ("OutOfMemory",),
+    "gpumagic.oom.report": ("FitReport", "OomReport"),
+    "gpumagic.tensors.held_report": ("HeldReport", "ReleaseReport", "WhyReport"),
+    "gpumagic.tensors.report": ("DiffReport", "TensorReport"),
     "gpumagic.transfers.report": ("TransferReport",),
-    "gpumagic.oom.tries_report": ("FitReport",),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -166,12 +167,14 @@ def oomguard(
         OptionError: the options contradict each other.
         DeviceNotFound: the device to fall back to is not here.
     """
+    from gpumagic.oom import rerun
     from gpumagic.oom.guard import OomGuard
     from gpumagic.oom.rerun_plan import Plan
 
     plan = Plan(retry, shrink, fit, fallback)
     plan.check()
-    return OomGuard(keep=keep, keep_going=keep_going, namespace=sys._getframe(1).f_globals, plan=plan)
+    again = functools.partial(rerun.decorate, plan) if plan else None
+    return OomGuard(keep=keep, keep_going=keep_going, namespace=sys._getframe(1).f_globals, rerun=again)
 
 
 def rehearse(

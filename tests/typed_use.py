@@ -9,8 +9,7 @@ import gpumagic
 from gpumagic.cluster.report import PlacedRow
 from gpumagic.dryrun.report import RehearsalRow
 from gpumagic.gpus.report import GpuRow, ProcessRow
-from gpumagic.oom.report import Advice, OomReport
-from gpumagic.oom.tries_report import FitReport
+from gpumagic.oom.report import Advice, FitReport, OomReport
 from gpumagic.tensors.held_report import FreedRow, HeldRow, WayRow
 from gpumagic.tensors.records import DeviceMemoryRow, TensorRow
 from gpumagic.tensors.report import DiffRow

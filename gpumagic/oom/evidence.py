@@ -1,4 +1,4 @@
-"""What is gathered after the release for `advice` to judge: the failure, and what lives in the notebook now."""
+"""What is gathered after the release, and the report that the rules make of it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.oom import ownership, surroundings
 from gpumagic.oom.failure import Failure
 from gpumagic.oom.recognition import OomEvent
-from gpumagic.oom.rules import batch, law
+from gpumagic.oom.report import OomReport
+from gpumagic.oom.rules import batch, law, negatives, ranking, verdict
 from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, Work
+from gpumagic.report import origin
+from gpumagic.report.units import size
 from gpumagic.source import cell_code
 from gpumagic.source.settings import names_used
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.other_values import OtherValues
     from gpumagic.dryrun.report import Fit
+
 
 WORTH_SAYING = 1024**2
 """Bytes below which a difference is not worth a word."""
@@ -195,3 +199,59 @@ def _segments_can_expand(event: OomEvent) -> bool:
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     hinted = "expandable_segments" in event.text or "max_split_size_mb" in event.text
     return event.from_allocator and hinted and "expandable_segments:True" not in settings
+
+
+def conclude(failure: Failure, circumstances: Circumstances) -> OomReport:
+    """Return the report, from the failure and from what is alive now."""
+    facts, notes = gather(failure, circumstances)
+    return _report(facts, failure, circumstances, notes)
+
+
+def _report(facts: Facts, failure: Failure, circumstances: Circumstances, notes: list[str]) -> OomReport:
+    before, at_failure, after = facts.before, facts.at_failure, facts.after
+    return OomReport(
+        kind=facts.kind,
+        certainty=failure.event.certainty,
+        device=facts.device,
+        requested=facts.requested,
+        allocated_before=before.allocated if before else None,
+        allocated_at_failure=at_failure.allocated if at_failure else None,
+        allocated_after=after.allocated if after else None,
+        reserved_before=before.reserved if before else None,
+        reserved_at_failure=at_failure.reserved if at_failure else None,
+        reserved_after=after.reserved if after else None,
+        line=facts.scene.line,
+        code=facts.scene.code,
+        verdict=verdict.sentence(facts),
+        cause=verdict.cause(facts),
+        holders=facts.holders,
+        advice=ranking.advise(facts),
+        capacity=facts.capacity,
+        retries=circumstances.retries,
+        recovered=circumstances.recovered,
+        message=failure.event.message,
+        notes=(*notes, *negatives.sentences(facts), *_notes(facts, failure, circumstances)),
+        origin=origin.here(),
+    )
+
+
+def _notes(facts: Facts, failure: Failure, circumstances: Circumstances) -> list[str]:
+    event, notes = failure.event, []
+    if circumstances.pinned is not None:
+        notes.append(f"Kept for %debug: the failed frames hold at least {size(circumstances.pinned)} of it.")
+    if event.raised != event.message:
+        notes.append(f"It arrived as {event.raised}")
+    if event.memory == "device" and event.device is None and failure.device is not None:
+        notes.append(f"The error does not name the device; {failure.device} is the fullest of its kind in use.")
+    if failure.scene.inside is not None:
+        notes.append(f"It failed inside {failure.scene.inside}")
+    nameless = _nameless(facts)
+    if nameless >= WORTH_SAYING:
+        notes.append(f"{size(nameless)} of what is allocated now has no name here: %devices says what keeps it.")
+    return notes
+
+
+def _nameless(facts: Facts) -> int:
+    if facts.after is None or not facts.looked_at:
+        return 0
+    return facts.after.allocated - sum(holder.nbytes for holder in facts.holders)

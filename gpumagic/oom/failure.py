@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from gpumagic.memory import allocator, host
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.oom import failing_code, ownership, recognition, scene
+from gpumagic.oom import failing_code, ownership, recognition
 from gpumagic.oom import instant as instants
-from gpumagic.oom.at_failure import Instant, Share
 from gpumagic.oom.recognition import OomEvent
+from gpumagic.oom.report import Instant, Share
 from gpumagic.oom.rules.facts import Scene, Work
 
 Figures = Mapping[str, AllocatorFigures]
@@ -54,8 +54,8 @@ def examine(
     device = _device(event, rooms)
     seen, work, notes = Scene(), Work(), []
     try:
-        seen = scene.read(error, namespace, outside)
-        work = failing_code.read(error, namespace, device or "cpu", shell, outside)
+        seen = failing_code.read_scene(error, namespace, outside)
+        work = failing_code.read_failing_code(error, namespace, device or "cpu", shell, outside)
     except Exception as fault:  # our own failure must not cost the user the release
         notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
     capacity, free = _capacity(event, rooms.get(device) if device else None)

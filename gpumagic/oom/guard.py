@@ -12,15 +12,15 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from gpumagic.errors import OptionError
 from gpumagic.heap import release
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
-from gpumagic.oom import host_warning, observer, recognition, shown_as_text
-from gpumagic.oom.at_failure import Instant
+from gpumagic.oom import cell_output, instant, recognition
+from gpumagic.oom.report import Instant
 from gpumagic.oom.rules import actions
 from gpumagic.source import frames
 
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from gpumagic.memory.allocator import AllocatorFigures
     from gpumagic.memory.timeline import MemoryTimeline
     from gpumagic.oom.failure import Failure
-    from gpumagic.oom.report import OomReport
-    from gpumagic.oom.rerun_plan import Plan
-    from gpumagic.oom.tries_report import FitReport
+    from gpumagic.oom.report import FitReport, OomReport
     from gpumagic.report.base import Report
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -53,7 +51,7 @@ class OomGuard(contextlib.ContextDecorator):
         keep_going: swallow the failure after the report.
         store: called with the finished report.
         namespace: the globals of the guarded code, where names are looked up; the shell's, or ``__main__``'s.
-        plan: how a decorated function is called again.
+        rerun: wraps a function that the guard decorates so that it is called again; see `rerun.decorate`.
         quiet: show no report when a cell ends.
         is_running: whether the cell runs already when this opens.
 
@@ -71,7 +69,7 @@ class OomGuard(contextlib.ContextDecorator):
         keep_going: bool = False,
         store: Callable[[Report[Any]], None] | None = None,
         namespace: Mapping[str, object] | None = None,
-        plan: Plan | None = None,
+        rerun: Callable[[Callable[..., Any], OomGuard], Callable[..., Any]] | None = None,
         quiet: bool = False,
         is_running: bool = False,
     ) -> None:
@@ -82,7 +80,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._keep_going = keep_going
         self._store = store
         self._namespace = namespace if namespace is not None else session.variables(shell)
-        self._plan = plan
+        self._rerun = rerun
         self._is_running = is_running
         self._block: CodeType | None = None
         self._line: int | None = None
@@ -91,7 +89,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._timeline: MemoryTimeline | None = None
         self._then: Callable[[], None] = _nothing
         self._instant = Instant()
-        self._gate: observer.Gate | None = None
+        self._gate: instant.Gate | None = None
         self._seen: dict[str, Any] = {}
         self._failure: Failure | None = None
         self._retries = 0
@@ -106,7 +104,7 @@ class OomGuard(contextlib.ContextDecorator):
             self._gate.close()  # a decorated function that calls itself
         if self._memory is not None:
             self._memory.stop()
-        self._gate = observer.Gate(self._shares)
+        self._gate = instant.Gate(self._shares)
         self._gate.open()
         if not self._retries:  # a further try is measured against the state before the first
             self._read_state()
@@ -117,9 +115,9 @@ class OomGuard(contextlib.ContextDecorator):
     def _read_state(self) -> None:
         self._outside = frames.being_handled()
         if self._shell is not None:
-            host_warning.say(self._shell)
+            cell_output.warn_of_host_memory(self._shell)
             if self._keep_going:
-                shown_as_text.start(self._shell, self._recognises)
+                cell_output.show_as_text(self._shell, self._recognises)
         self._before = allocator.all_figures()
         self._bound = {name: id(value) for name, value in list(self._namespace.items())}
 
@@ -132,7 +130,7 @@ class OomGuard(contextlib.ContextDecorator):
             self._gate.close()
             self._seen, self._gate = self._gate.seen, None
         if self._shell is not None and self._keep_going:
-            shown_as_text.stop(self._shell)
+            cell_output.stop_showing_as_text(self._shell)
         self._recovered = error is None and self._failure is not None
         if error is not None:
             self._failure = self._examine(error)
@@ -170,19 +168,17 @@ class OomGuard(contextlib.ContextDecorator):
         self._block = getattr(inspect.unwrap(function), "__code__", None)
         self._is_of_function = True
         self._line = self._block.co_firstlineno if self._block is not None else None
-        if not self._plan:
+        if self._rerun is None:
             decorated: Function = super().__call__(function)
             return decorated
-        from gpumagic.oom import rerun_calls
-
-        return rerun_calls.decorate(function, self._plan, self)
+        return cast("Function", self._rerun(function, self))
 
     def reset(self) -> None:
         """Forget what was, before another block."""
         self.report, self._failure, self._retries = None, None, 0
 
     def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
-        if self._plan:
+        if self._rerun is not None:
             raise OptionError(
                 "a with block cannot run again: decorate a function, "
                 'such as @gpumagic.oomguard(shrink="batch_size"), or leave out retry, shrink, fit and fallback'
@@ -267,8 +263,7 @@ class OomGuard(contextlib.ContextDecorator):
 
     def _conclude(self, pinned: int | None = None) -> OomReport:
         """Make the report of the last failure, from what is alive now; the failure is forgotten."""
-        from gpumagic.oom.conclusion import conclude
-        from gpumagic.oom.evidence import Circumstances
+        from gpumagic.oom.evidence import Circumstances, conclude
 
         assert self._failure is not None
         failure, self._failure = self._failure, None

@@ -1,4 +1,13 @@
-"""What occupied the device at the instant of a failure, by purpose, and the operation that asked for more.
+"""A look at the device from inside CUDA's allocator, when it has given up and nothing has been unwound yet.
+
+By the time Python has an exception, the values that C++ and a comprehension held are gone. torch calls the observers
+of its allocator before that, without the allocator's lock (`torch._C._cuda_attach_out_of_memory_observer`, since 2.0).
+There is no way to detach one, so ours is attached once and looks only while a guard is open. It is attached only
+once CUDA is up (before, old versions crash: pytorch#107330), and only to torch's own allocator: cudaMallocAsync calls
+none. It is also called for failures that torch then mends itself, cuDNN's trials say, so what it saw counts only if
+the guarded code fails.
+
+Written to documented behaviour; it has not run on a real GPU.
 
 Looked at while the failed frames are whole: their variables and graphs are part of the answer.
 """
@@ -6,10 +15,11 @@ Looked at while the failed frames are whole: their variables and graphs are part
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from gpumagic.oom.at_failure import Instant, Shape, Share
+from gpumagic.oom.report import Instant, Shape, Share
 from gpumagic.oom.rules.facts import Work
 from gpumagic.source import frames
 from gpumagic.source.frames import is_users
@@ -19,6 +29,73 @@ from gpumagic.transfers import explain
 
 if TYPE_CHECKING:
     from gpumagic.memory.allocator import AllocatorFigures
+
+
+MAX_LOOKS = 4
+"""Looks at most while one guard is open: a look costs some tens of milliseconds."""
+
+
+class Gate:
+    """Lets the observer look while it is open.
+
+    Args:
+        look: takes a device's name and returns what is to be known; it must not allocate on the device.
+    """
+
+    def __init__(self, look: Callable[[str], object]) -> None:
+        self._look = look
+        self._looks = 0
+        self.seen: dict[str, object] = {}
+        """What the last look at each device saw."""
+
+    def open(self) -> None:
+        """Have the allocator tell this gate of its failures, where there is such an allocator."""
+        if _attach():
+            _gates.append(self)
+
+    def close(self) -> None:
+        """Look no more."""
+        if self in _gates:
+            _gates.remove(self)
+
+    def told(self, device: str) -> None:
+        """Look at a device; never raises, because torch would raise that in place of its own error."""
+        self._looks += 1
+        try:
+            if self._looks <= MAX_LOOKS:
+                self.seen[device] = self._look(device)
+            else:
+                self.seen.pop(device, None)  # it is of an earlier failure
+        except BaseException:
+            self.seen.pop(device, None)
+
+
+_gates: list[Gate] = []
+"""The open ones, the innermost last."""
+_attached: list[object] = []
+
+
+def _attach() -> bool:
+    """Attach the observer unless it is, and return whether it is now."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    if _attached:
+        return True
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None or torch.cuda.memory.get_allocator_backend() != "native":
+        return False
+    attach(_observe)
+    _attached.append(attach)
+    return True
+
+
+def _observe(device: int, requested: int, total: int, free: int) -> None:
+    """Called by torch's allocator."""
+    del requested, total, free
+    if _gates:
+        _gates[-1].told(f"cuda:{device}")
+
 
 PURPOSES = {
     "parameter": "parameters", "buffer": "buffers", "gradient": "gradients",

@@ -1,5 +1,12 @@
 """An exception -> whether it is out-of-memory, of which kind, and what its text says.
 
+Texts are those of PyTorch 0.3 to 2.13 (CUDA, ROCm, XPU, MPS, CPU), CUDA's libraries, NCCL, numpy, CuPy, RMM,
+JAX and TensorFlow. The first row that matches wins, so a row stands before the more general ones.
+
+Texts round to two decimals, print the device's index as a raw byte (torch 2.2 and 2.3, pytorch#126766) and
+print 16 EiB where the driver knew nothing (microsoft/WSL#11050). A number here is a fallback for
+what the allocator cannot be asked any more, and the size of the request, which stands nowhere else.
+
 Works on text and class names alone, over the whole graph of the exception, so it needs no torch and knows
 the errors of libraries that are not installed. `OutOfMemory`, the one-line error a guarded cell fails with,
 is made here on first use, because it is a subclass of torch's own.
@@ -9,19 +16,211 @@ from __future__ import annotations
 
 import builtins
 import errno
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumagic.oom import oom_numbers
-from gpumagic.oom.oom_kinds import BY_CLASS, HOST_ENOMEM, KINDS, Kind
-from gpumagic.oom.oom_numbers import Numbers
 from gpumagic.source import frames
 
 if TYPE_CHECKING:
 
     class OutOfMemory(RuntimeError, MemoryError):
         """Raised in place of an out-of-memory error; holds its type and first line as text, and no frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way of running out of memory."""
+
+    name: str
+    text: str
+    """Regular expression searched in the exception's text."""
+    certainty: str = "certain"
+    """``"certain"``; ``"probable"``: other faults read the same; ``"not-oom"``: reads like it and is not."""
+    memory: str = "device"
+    """What ran out: ``"device"``, ``"host"`` or ``"shared"`` (/dev/shm) memory."""
+    backend: str | None = None
+    """Torch's name of the device type, where the text settles it."""
+    needs_low_free: bool = False
+    """True where the text alone proves nothing: believed only if the device is known to be nearly full."""
+    allocator: bool = False
+    """True for torch's caching allocators, which empty their cache and try again before they raise."""
+
+    def matches(self, text: str) -> re.Match[str] | None:
+        """Return where the text shows this kind."""
+        return re.search(self.text, text, re.DOTALL)
+
+
+_LOW = {"certainty": "probable", "needs_low_free": True, "backend": "cuda"}
+
+KINDS: tuple[Kind, ...] = (
+    # Faults that speak of memory or resources and need another remedy.
+    Kind("device-side assert", r"device-side assert triggered", "not-oom"),
+    Kind("triton shared memory", r"out of resource: (shared memory|tensor memory|threads)", "not-oom"),
+    Kind("size overflow", r"Storage size calculation overflowed", "not-oom"),
+    # torch's caching allocators.
+    Kind("size bug", r"[Tt]ried to allocate more than 1EB", "not-oom", allocator=True),
+    Kind("memory fraction", r"preemptively rejected because it would exceed per_process_memory_fraction",
+         backend="cuda", allocator=True),
+    Kind("cuda async allocator", r"Allocation on device \d+ would exceed allowed memory", backend="cuda"),
+    Kind("cuda allocator", r"CUDA out of memory\.", backend="cuda", allocator=True),
+    Kind("rocm allocator", r"HIP out of memory\.", backend="cuda", allocator=True),
+    Kind("xpu allocator", r"XPU out of memory\.", backend="xpu", allocator=True),
+    Kind("mps allocator", r"MPS backend out of memory", backend="mps", allocator=True),
+    Kind("xpu block limit", r"can NOT allocate memory block with size larger than 4\s*GB", backend="xpu"),
+    Kind("xpu driver", r"UR_RESULT_ERROR_OUT_OF_(DEVICE_MEMORY|RESOURCES)", backend="xpu"),
+    Kind("accelerator allocator", r"\b\w+ out of memory\. Tried to allocate", allocator=True),
+    Kind("expandable segments", r"expandable_segments: memory (mapping|allocation) failed with OOM", backend="cuda"),
+    # CUDA and its libraries, which ask the driver directly.
+    Kind("cuda runtime (old)", r"cuda runtime error \(2\) ?: out of memory", backend="cuda"),
+    Kind("nccl", r"NCCL.*(Failed to CUDA calloc|Cuda failure.{0,12}out of memory)", backend="cuda"),
+    Kind("nccl", r"(ncclUnhandledCudaError|nccl).*(Failed to CUDA calloc|Cuda failure.{0,12}out of memory)",
+         backend="cuda"),
+    Kind("rmm", r"std::bad_alloc: (out_of_memory|CUDA error)", backend="cuda"),
+    Kind("cuda driver", r"(CUDA|HIP) driver error: out of memory", backend="cuda"),
+    Kind("cuda runtime", r"(CUDA|HIP) error: out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory",
+         backend="cuda"),
+    Kind("cublas", r"(CU|HIP|ROC)BLAS_STATUS_ALLOC_FAILED", "probable", backend="cuda"),
+    Kind("cublas", r"(CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED", **_LOW),  # type: ignore[arg-type]
+    Kind("cudnn", r"(CUDNN|MIOPEN)_STATUS_ALLOC_FAILED|miopenStatusAllocFailed", "probable", backend="cuda"),
+    Kind("cudnn", r"CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)", **_LOW),  # type: ignore[arg-type]
+    Kind("cudnn", r"Unable to find a valid cuDNN algorithm", **_LOW),  # type: ignore[arg-type]
+    Kind("cudnn", r"GET was unable to find an engine to execute this computation", **_LOW),  # type: ignore[arg-type]
+    Kind("cusolver or cusparse", r"CU(SOLVER|SPARSE|FFT|RAND)_(STATUS_)?ALLOC_FAILED", "probable", backend="cuda"),
+    # Other frameworks on the same device.
+    Kind("cupy", r"Out of memory allocating [\d,]+ bytes \(allocated so far", backend="cuda"),
+    Kind("jax", r"RESOURCE_EXHAUSTED.*([Oo]ut of memory|allocat)|Failed to allocate request for .* on device ordinal"),
+    Kind("tensorflow", r"OOM when allocating tensor with shape.*device:GPU", backend="cuda"),
+    Kind("tensorflow (host)", r"OOM when allocating tensor with shape", memory="host"),
+    # Shared memory between DataLoader workers.
+    Kind("shared memory", r"unable to (mmap|write|allocate shared memory|resize|open shared memory).{0,300}"
+                          r"(Cannot allocate memory \(12\)|No space left on device \(28\))", memory="shared"),
+    Kind("dataloader bus error", r"DataLoader worker.*killed by signal: Bus error", memory="shared"),
+    Kind("dataloader killed", r"DataLoader worker.*killed by signal: Killed", "probable", memory="host"),
+    # Host memory.
+    Kind("host allocator", r"DefaultCPUAllocator: can't allocate memory|alloc_cpu.*Cannot allocate memory"
+                           r"|DefaultCPUAllocator: not enough memory|not enough memory: you tried to allocate",
+         memory="host"),
+    Kind("numpy", r"Unable to allocate [\d.]+ \w+ for an array with shape", memory="host"),
+    Kind("host allocator", r"\bstd::bad_alloc\b", memory="host"),
+    Kind("python", r"Caught MemoryError in (DataLoader worker|replica|pin memory)", memory="host"),
+)  # fmt: skip
+
+BY_CLASS: dict[str, Kind] = {
+    "OutOfMemoryError": Kind("accelerator allocator", "", allocator=True),
+    "MemoryError": Kind("python", "", memory="host"),
+}
+"""What is left to say of an exception whose text no row knows, by the name of one of its classes."""
+
+HOST_ENOMEM = Kind("operating system", "", memory="host")
+"""``OSError`` with errno ENOMEM: fork, mmap."""
+
+_UNITS = {"b": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4, "p": 1024**5}
+_SIZE = r"(\d[\d,]*(?:\.\d+)?)\s*([KMGTP]i?B|bytes?|B)\b"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What an error's text says, in bytes; None where it says nothing credible."""
+
+    requested: int | None = None
+    exact: bool = False
+    """False where the text rounded the request to two decimals."""
+    index: int | None = None
+    """The device's index."""
+    capacity: int | None = None
+    """Of the device; where the text names only a cap below it (MPS, CuPy), that cap."""
+    free: int | None = None
+    allocated: int | None = None
+    """In torch's live tensors, at the instant of the failure."""
+    unallocated: int | None = None
+    """Reserved by torch but unallocated: what fragmentation could have cost."""
+    private_pools: int | None = None
+    """In the pools that CUDA graphs keep for themselves."""
+
+
+_REQUESTED = (
+    rf"[Tt]ried to allocate\s+{_SIZE}",
+    rf"Requested\s*:\s*{_SIZE}",
+    r"Requested size: (\d[\d,]*)(?:\s*([KMGTP]i?B|bytes?|B)\b)?",
+    rf"[Oo]ut of memory (?:while trying to allocate|allocating) {_SIZE}",
+    rf"Failed to allocate request for [^(]*\({_SIZE}\)",
+    rf"Failed to allocate request for {_SIZE}",
+    rf"Unable to allocate {_SIZE}",
+    rf"calloc (?:async )?{_SIZE}",
+    rf"unable to (?:mmap|write|resize) {_SIZE}",
+    rf"allocate (?:about )?{_SIZE}",
+)
+_CAPACITY = (rf"total capac?i?ty of {_SIZE}", rf"{_SIZE} total capacity", rf"Device limit\s*:\s*{_SIZE}")
+_FREE = (
+    rf"of which {_SIZE} is free",
+    rf"{_SIZE} free[;)]",
+    rf"Free \(according to CUDA\)\s*:\s*{_SIZE}",
+)
+_ALLOCATED = (
+    rf"MPS allocated: {_SIZE}",
+    rf"allocated so far: {_SIZE}",
+)
+_IN_TENSORS = (rf"Of the allocated memory {_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated")
+_UNALLOCATED = (rf"{_SIZE} is reserved by PyTorch but unallocated",)
+_PRIVATE = (rf"with {_SIZE} allocated in private pools",)
+_OTHERS = (rf"other allocations: {_SIZE}",)
+_LIMIT = (rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}")
+
+
+def read_numbers(text: str) -> Numbers:
+    """Return the numbers of one error's text; what exceeds twice the capacity is a sentinel and left out."""
+    requested = _find(_REQUESTED, text)
+    capacity, limit = _first(_CAPACITY, text), _first(_LIMIT, text)
+    free, allocated = _first(_FREE, text), _first(_ALLOCATED, text)
+    if capacity is None and limit is not None:  # MPS and CuPy name the cap that counts, not the device's size
+        capacity = limit
+        free = None if allocated is None else max(0, limit - allocated - (_first(_OTHERS, text) or 0))
+    return Numbers(
+        requested=_bytes(requested),
+        exact=requested is not None and _unit(requested) == 1,
+        index=_index(text),
+        capacity=capacity,
+        free=_credible(free, capacity),
+        allocated=_credible(_first(_IN_TENSORS, text), capacity),
+        unallocated=_credible(_first(_UNALLOCATED, text), capacity),
+        private_pools=_credible(_first(_PRIVATE, text), capacity),
+    )
+
+
+def _find(patterns: tuple[str, ...], text: str) -> re.Match[str] | None:
+    return next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
+
+
+def _first(patterns: tuple[str, ...], text: str) -> int | None:
+    return _bytes(_find(patterns, text))
+
+
+def _bytes(match: re.Match[str] | None) -> int | None:
+    if match is None:
+        return None
+    number = float(match.groups()[-2].replace(",", ""))
+    return int(number * _unit(match))
+
+
+def _unit(match: re.Match[str]) -> int:
+    letter = (match.groups()[-1] or "b")[0].lower()
+    return _UNITS[letter]
+
+
+def _index(text: str) -> int | None:
+    match = re.search(r"(?:GPU|on device|device ordinal|device:GPU:)\s?(\d+)\b", text)
+    if match is not None:
+        return int(match[1])
+    raw = re.search(r"GPU ([\x00-\x1f]) has a total", text)  # torch 2.2 and 2.3 print the number as a character
+    return ord(raw[1]) if raw is not None else None
+
+
+def _credible(value: int | None, capacity: int | None) -> int | None:
+    if value is None or (capacity is not None and value > 2 * capacity) or value >= 2**60:
+        return None
+    return value
 
 
 NEARLY_FULL = 1024**3
@@ -103,7 +302,7 @@ def _is_credible(kind: Kind, free: int | None) -> bool:
 
 def _event(kind: Kind, error: BaseException, raised: BaseException) -> OomEvent:
     text = _text(error)
-    numbers = oom_numbers.read(text)
+    numbers = read_numbers(text)
     backend = kind.backend or _backend_in(text)
     indexed = kind.memory == "device" and backend is not None and numbers.index is not None
     return OomEvent(

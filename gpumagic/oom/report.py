@@ -6,14 +6,106 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.memory.timeline import MemoryTimeline, plot
-from gpumagic.oom.at_failure import Action, Instant
-from gpumagic.oom.tries_report import Try
 from gpumagic.report.base import Holder, Report
 from gpumagic.report.origin import Origin
 from gpumagic.source.text import Change, apply
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from gpumagic.dryrun.report import Fit
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of what was allocated on the device."""
+
+    what: str
+    """``"parameters"``, ``"gradients"``, ``"optimizer state"``, ``"activations"``, ``"names of this cell"``..."""
+    nbytes: int
+    names: tuple[str, ...] = ()
+    """The largest of those that have a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tensor that the failing operation worked on."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A line to run now."""
+
+    code: str
+    note: str = ""
+    """What it gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """The failing operation and what occupied the device."""
+
+    operator: str = ""
+    """The function or the sign of it; empty where it is not known."""
+    operands: tuple[Shape, ...] = ()
+    shares: tuple[Share, ...] = ()
+    """Of everything in torch's live tensors, and the allocator's cache and other processes below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One run of a cell."""
+
+    number: int
+    """From 1."""
+    size: int | None
+    """What the int was that goes up and down; None where none does."""
+    device: str | None
+    """Where it ran, if it was sent elsewhere."""
+    fits: bool
+    seconds: float
+    allocated: int | None
+    """Bytes in use on the device when it ended."""
+    requested: int | None = None
+    """Bytes of the request that failed."""
+    line: int | None = None
+    """Where it failed."""
+    lost: tuple[str, ...] = ()
+    """What it had changed that could not be put back before the next."""
+
+
+@dataclass(frozen=True, repr=False)
+class FitReport(Report[Try]):
+    """The largest size with which a cell fits, and every size that was tried for it."""
+
+    row_type: ClassVar[type[Any]] = Try
+
+    name: str
+    best: int | None
+    """The largest that fits, with which the cell ran last; None if none does."""
+    ceiling: int | None
+    """The smallest tried or rehearsed that does not fit; None if all did."""
+    tries: tuple[Try, ...]
+    place: str = ""
+    """Where the number stands and how to write it: ``"line 2: batch_size = 384"``."""
+    failure: OomReport | None = None
+    """Of the last run that did not fit."""
+    notes: tuple[str, ...] = ()
+    rehearsed: Fit | None = None
+    """What rehearsals said before the first run; None where there were none."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the next larger size was tried and does not fit."""
+        return self.best is not None and self.ceiling == self.best + 1
+
+    @property
+    def rows(self) -> tuple[Try, ...]:
+        return self.tries
 
 
 @dataclass(frozen=True, slots=True)

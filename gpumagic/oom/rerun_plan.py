@@ -1,4 +1,8 @@
-"""What to do when a cell runs out of memory, and the runs that follow from it, one after the other."""
+"""What to do when a cell runs out of memory, which sizes to try, and the runs that follow from it.
+
+A search is a generator: it yields a size and is sent whether that size fitted. What tries a size, a real run of the
+cell or a prediction, is nothing to it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,65 @@ from dataclasses import dataclass
 from gpumagic.errors import OptionError
 from gpumagic.gpus import device_names
 from gpumagic.memory import allocator
-from gpumagic.oom import sizes
+
+Search = Generator[int, bool, None]
+
+NEAR = 0.01
+"""How near the largest size is sought, as a share of it: every further try is a run of the cell."""
+MAX_TRIES = 24
+"""Sizes that `largest` tries at most, the repetition of the best one not counted."""
+MAX_DOUBLINGS = 10
+"""How often it doubles a size that goes on fitting: a cell that a thousand times of it fits does not depend on it."""
+
+
+def halving(size: int) -> Search:
+    """Yield half of a size that did not fit, and half of that, down to 1, until one fits."""
+    while size > 1:
+        size //= 2
+        if (yield size):
+            return
+
+
+def largest(size: int, fails: int | None = None) -> Search:
+    """Yield sizes until the largest that fits is known to within a percent; if any fits, it is the last yielded.
+
+    Args:
+        size: where to begin, at least 1.
+        fails: a size that is known not to fit.
+    """
+    fits, tried, last = 0, 0, 0
+    while tried < MAX_TRIES and not _is_settled(fits, fails, size):
+        last, tried = _next(fits, fails, size), tried + 1
+        if (yield last):
+            fits = last
+        else:
+            fails = last
+    if fits and last != fits:
+        yield fits  # so that the cell is left as it runs at that size
+
+
+def confirmed(size: int) -> Search:
+    """Yield a size that should be the largest that fits; only if it does not fit, search for the one that does.
+
+    Args:
+        size: at least 1.
+    """
+    if not (yield size) and size > 1:
+        yield from largest(max(1, size - max(1, size // 32)), size)
+
+
+def _is_settled(fits: int, fails: int | None, start: int) -> bool:
+    if fails is None:
+        return fits >= start << MAX_DOUBLINGS
+    return fails - fits <= max(1, int(fits * NEAR))
+
+
+def _next(fits: int, fails: int | None, start: int) -> int:
+    if fails is None:
+        return 2 * fits or start
+    if start < fails and not fits:
+        return start
+    return fails // 2 if not fits else (fits + fails) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +127,11 @@ def steps(
         expected: what should be the largest value that fits, where that is known.
     """
     if plan.fit and size is not None:
-        fits = yield from _sized(sizes.largest(size) if expected is None else sizes.confirmed(expected))
+        fits = yield from _sized(largest(size) if expected is None else confirmed(expected))
     else:
         fits = yield from _again(Step(size), 1 + plan.retries)
         if not fits and size is not None:
-            fits = yield from _sized(sizes.halving(size))
+            fits = yield from _sized(halving(size))
     device = None if fits or plan.fallback is None else _elsewhere(plan.fallback, failed())
     if device is not None:
         yield Step(size, device)
@@ -82,7 +144,7 @@ def _again(step: Step, times: int) -> Generator[Step, bool, bool]:
     return False
 
 
-def _sized(search: sizes.Search) -> Generator[Step, bool, bool]:
+def _sized(search: Search) -> Generator[Step, bool, bool]:
     """Yield a search's sizes as runs, and return whether the last of them fitted."""
     fits = False
     size = next(search, None)

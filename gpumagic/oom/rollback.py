@@ -1,5 +1,8 @@
 """What a run of some code changed, put back so that it can run again from where it began, as far as that can be known.
 
+No tensor is kept alive for it and none is copied, so what was written cannot be put back: it can be said. What can be
+put back is a gradient that was not there: it is taken away, because a second backward would add to it.
+
 Put back: names that the run bound or replaced, what came into lists, dicts and sets, first gradients, and random
 states. Not put back, but said: tensors changed in place, hence an optimizer's steps. Not seen: numpy arrays, files,
 and the insides of other objects.
@@ -10,15 +13,154 @@ Nothing on an accelerator is kept for it: the run would have had that memory bac
 from __future__ import annotations
 
 import ast
+import random
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
-from gpumagic.heap import holders
-from gpumagic.oom import random_states
-from gpumagic.oom.written_tensors import WrittenTensors, is_on_accelerator, reached_by, version
+from gpumagic.heap import autograd, holders
+from gpumagic.heap.storages import undisturbed
+from gpumagic.memory import allocator
 from gpumagic.source import cell_code
+
+
+class _Mark(NamedTuple):
+    tensor: weakref.ref[Any]
+    version: int
+    gradient: tuple[int, int] | None
+    """Where its gradient lay, and its version; None where it had none."""
+
+
+class WrittenTensors:
+    """The tensors that some variables reach, as they are now.
+
+    Args:
+        reached: the tensors by variable; they are not kept.
+    """
+
+    def __init__(self, reached: Mapping[str, Iterable[Any]]) -> None:
+        self._names = {name: [id(each) for each in tensors] for name, tensors in reached.items()}
+        unique = {id(each): each for tensors in reached.values() for each in tensors}
+        own = _gradients(list(unique.values()))
+        self._marks = {key: _Mark(weakref.ref(each), version(each), own.get(key)) for key, each in unique.items()}
+
+    def changed(self) -> dict[str, set[int]]:
+        """Return the tensors written to, by variable, as numbers that tell them apart."""
+        alive = {key: mark.tensor() for key, mark in self._marks.items()}
+        own = _gradients([each for each in alive.values() if each is not None])
+        written = {
+            key
+            for key, each in alive.items()
+            if each is not None
+            and (version(each), own.get(key)) != (self._marks[key].version, self._marks[key].gradient)
+        }
+        return {name: written & set(keys) for name, keys in self._names.items() if written & set(keys)}
+
+    def drop_new_gradients(self) -> None:
+        """Take away the gradients that were not there."""
+        for mark in self._marks.values():
+            tensor = mark.tensor()
+            if tensor is not None and mark.gradient is None and tensor.is_leaf and tensor.grad is not None:
+                tensor.grad = None
+
+
+def reached_by(variables: Iterable[tuple[str, object]], namespace: Mapping[str, object], shell: object | None) -> Any:
+    """Return the tensors that each variable reaches, ``{name: [tensor, ...]}``; the caller lets go of them."""
+    search = holders.search_for(namespace, shell)
+    reached: dict[str, list[Any]] = {}
+    try:
+        with undisturbed():
+            for key, ways in search.run(variables).items():
+                for name in dict.fromkeys(way.root() for way in ways):
+                    reached.setdefault(name, []).append(search.tensors[key])
+    finally:
+        search.release()
+    return reached
+
+
+def version(tensor: Any) -> int:
+    """Return how often a tensor has been changed in place; 0 for one of inference mode, which counts nothing."""
+    try:
+        return int(tensor._version)
+    except Exception:
+        return 0
+
+
+def is_on_accelerator(tensor: Any) -> bool:
+    """Tell whether a tensor occupies memory of a device."""
+    return tensor.device.type not in ("cpu", "meta")
+
+
+def _gradients(tensors: list[Any]) -> dict[int, tuple[int, int]]:
+    """Return where each tensor's gradient lies and its version, by the tensor's `id`."""
+    with undisturbed():
+        leaves = autograd.leaves(tensors)
+        found = autograd.peek(leaves) or ()
+        return {id(leaves[i]): (alias.data_ptr(), version(alias)) for i, alias in found}
+
+
+Restore = Callable[[], None]
+
+
+def remember_random_states(namespace: Mapping[str, object]) -> list[Restore]:
+    """Return what sets the generators of Python, numpy, torch and the variables back; may be called again and again.
+
+    Only devices in use are asked: any other has drawn nothing yet, and asking would bring it to life.
+    """
+    return list(_all(namespace))
+
+
+def _all(namespace: Mapping[str, object]) -> Iterator[Restore]:
+    state = random.getstate()
+    yield lambda: random.setstate(state)
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        legacy = numpy.get_state()
+        yield lambda: numpy.set_state(legacy)
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        yield from _of_torch(torch)
+    for value in list(namespace.values()):
+        yield from _of_variable(value, numpy, torch)
+
+
+def _of_torch(torch: Any) -> Iterator[Restore]:
+    state = torch.get_rng_state()
+    yield lambda: torch.set_rng_state(state)
+    for device in allocator.all_figures():
+        backend, _, index = device.partition(":")
+        module: Any = allocator.device_module(backend)
+        if hasattr(module, "get_rng_state"):
+            yield _of_device(module, () if backend == "mps" else (int(index),))
+
+
+def _of_device(module: Any, place: tuple[int, ...]) -> Restore:
+    state = module.get_rng_state(*place)
+
+    def restore() -> None:
+        module.set_rng_state(state, *place)
+
+    return restore
+
+
+def _of_variable(value: Any, numpy: Any, torch: Any) -> Iterator[Restore]:
+    """Yield the same for a generator that a variable is."""
+    if type(value) is random.Random:
+        state = value.getstate()
+        yield lambda: value.setstate(state)
+    elif numpy is not None and type(value) is numpy.Generator:
+        bits = value.bit_generator
+        inside = bits.state
+        yield lambda: setattr(bits, "state", inside)
+    elif torch is not None and type(value) is torch.Generator:
+        saved = value.get_state()
+        yield lambda: _set(value, saved)
+
+
+def _set(generator: Any, state: Any) -> None:
+    generator.set_state(state)
+
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 MAX_LENGTH = 100_000
@@ -50,7 +192,7 @@ class Rollback:
             self._keep(name, value, any(map(is_on_accelerator, reached.get(name, ()))))
         self._steps = {name: _steps(value) for name, value in mine.items() if _is_optimizer(value)}
         self._contents = {name: _entries(value) for name, value in mine.items() if _is_container(value)}
-        self._random = random_states.remember(mine)
+        self._random = remember_random_states(mine)
 
     def undo(self) -> tuple[str, ...]:
         """Put back what can be, and return what cannot, in words."""

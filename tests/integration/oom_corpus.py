@@ -187,12 +187,12 @@ def _stranger(size: str):
     import torch
 
     from gpumagic.memory import allocator
-    from gpumagic.oom import oom_numbers, surroundings
+    from gpumagic.oom import recognition, surroundings
     from gpumagic.options import parse_size
 
     nbytes = parse_size(size)
     block = [torch.empty(nbytes, dtype=torch.uint8, device="simgpu:0")]
-    figures, read, others = allocator._figures, oom_numbers.read, surroundings.other_devices
+    figures, read, others = allocator._figures, recognition.read_numbers, surroundings.other_devices
 
     def without(backend, module, index):
         found = figures(backend, module, index)
@@ -206,7 +206,7 @@ def _stranger(size: str):
     stack = ExitStack()
     stack.callback(block.clear)
     stack.enter_context(mock.patch.object(allocator, "_figures", without))
-    stack.enter_context(mock.patch.object(oom_numbers, "read", said))
+    stack.enter_context(mock.patch.object(recognition, "read_numbers", said))
     stack.enter_context(mock.patch.object(surroundings, "other_devices", lambda device: (others(device)[0], nbytes)))
     return stack
 

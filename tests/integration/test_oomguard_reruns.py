@@ -10,7 +10,7 @@ from IPython.core.error import UsageError
 from oom_cells import GIB, allocated
 
 import gpumagic
-from gpumagic.oom.tries_report import FitReport
+from gpumagic.oom.report import FitReport
 
 pytestmark = pytest.mark.usefixtures("warm_worker")
 

@@ -18,7 +18,7 @@ import gpumagic
 from gpumagic import simgpu
 from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.transfers.move import relocate
-from gpumagic.transfers.move.owners import Changes
+from gpumagic.transfers.move.copies import Changes
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 THERE = "simgpu:0"
@@ -437,9 +437,9 @@ def test_too_much_is_refused_before_anything_is_copied() -> None:
 
 
 def test_running_out_all_the_same_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpumagic.transfers.move import room
+    from gpumagic.transfers import move
 
-    monkeypatch.setattr(room, "_free", lambda device: None)
+    monkeypatch.setattr(move, "_free", lambda device: None)
     model, optimizer = trained()
     namespace = {"model": model, "optimizer": optimizer, "x": torch.empty(5 * 2**30, dtype=torch.uint8)}
     before = state(namespace)

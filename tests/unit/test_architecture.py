@@ -32,11 +32,7 @@ Edge = tuple[str, str]
 
 UPWARD: set[Edge] = set()
 """Imports that still lead to a later layer; the set only shrinks."""
-CIRCLES: set[frozenset[str]] = {
-    frozenset({"gpumagic.oom.guard", "gpumagic.oom.rerun", "gpumagic.oom.rerun_calls"}),
-    frozenset({"gpumagic.oom.report", "gpumagic.oom.tries_report"}),
-    frozenset({"gpumagic.oom.tries_view", "gpumagic.oom.view"}),
-}
+CIRCLES: set[frozenset[str]] = set()
 """Modules that still reach each other; the set only shrinks."""
 
 

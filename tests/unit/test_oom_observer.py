@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.oom import observer
-from gpumagic.oom.at_failure import Share
+from gpumagic.oom import instant
 from gpumagic.oom.guard import OomGuard
+from gpumagic.oom.report import Share
 
 TEXT = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 2 has a total capacity of 2.00 GiB of which 0 bytes free."
 
@@ -20,18 +20,18 @@ def observers(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", given.append, raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(observer, "_attached", [])
+    monkeypatch.setattr(instant, "_attached", [])
     return given
 
 
 @pytest.fixture
 def gate(observers):
     looks: list[str] = []
-    gate = observer.Gate(lambda device: looks.append(device) or len(looks))
+    gate = instant.Gate(lambda device: looks.append(device) or len(looks))
     gate.open()
     yield gate
     gate.close()
-    assert observer._gates == []
+    assert instant._gates == []
 
 
 def test_it_is_attached_once_and_looks_only_while_a_gate_is_open(observers, gate) -> None:
@@ -41,14 +41,14 @@ def test_it_is_attached_once_and_looks_only_while_a_gate_is_open(observers, gate
     gate.close()
     attached(1, 2**30, 2**31, 0)
     assert gate.seen == {"cuda:1": 1}
-    again = observer.Gate(str)
+    again = instant.Gate(str)
     again.open()
     again.close()
     assert len(observers) == 1
 
 
 def test_the_innermost_gate_is_told(observers, gate) -> None:
-    inner = observer.Gate(str.upper)
+    inner = instant.Gate(str.upper)
     inner.open()
     observers[0](0, 1, 2, 3)
     inner.close()
@@ -56,7 +56,7 @@ def test_the_innermost_gate_is_told(observers, gate) -> None:
 
 
 def test_what_goes_wrong_in_a_look_never_reaches_torch(observers) -> None:
-    gate = observer.Gate(lambda _: 1 / 0)
+    gate = instant.Gate(lambda _: 1 / 0)
     gate.open()
     observers[0](0, 1, 2, 3)
     gate.close()
@@ -64,7 +64,7 @@ def test_what_goes_wrong_in_a_look_never_reaches_torch(observers) -> None:
 
 
 def test_after_many_failures_that_torch_mended_none_is_taken_for_the_last(observers, gate) -> None:
-    for _ in range(observer.MAX_LOOKS + 1):
+    for _ in range(instant.MAX_LOOKS + 1):
         observers[0](0, 1, 2, 3)
     assert gate.seen == {}
 
@@ -77,10 +77,10 @@ def test_where_it_cannot_be_attached_nothing_is_tried(observers, monkeypatch, mi
         monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer")
     else:
         monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
-    gate = observer.Gate(str)
+    gate = instant.Gate(str)
     gate.open()
     assert observers == []
-    assert observer._gates == []
+    assert instant._gates == []
 
 
 def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
@@ -93,7 +93,7 @@ def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
         raise torch.OutOfMemoryError(TEXT)
     assert guard.report.device == "cuda:2"
     assert guard.report.instant.shares == (Share("parameters", 7),)
-    assert observer._gates == []
+    assert instant._gates == []
 
 
 def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
@@ -102,10 +102,10 @@ def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
         return n and countdown(n - 1)
 
     assert countdown(3) == 0
-    assert observer._gates == []
+    assert instant._gates == []
 
 
 def test_a_block_that_passes_closes_its_gate(observers) -> None:
     with gpumagic.oomguard():
-        assert len(observer._gates) == 1
-    assert observer._gates == []
+        assert len(instant._gates) == 1
+    assert instant._gates == []

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpumagic
-from gpumagic.oom import oom_numbers
+from gpumagic.oom import recognition
 from gpumagic.oom.recognition import recognise
 
 MIB, GIB = 2**20, 2**30
@@ -204,34 +204,36 @@ def test_an_error_whose_text_fails_is_still_classified_by_its_class() -> None:
 
 
 def test_old_and_new_texts_give_the_same_numbers() -> None:
-    old = oom_numbers.read(CUDA_OLD)
+    old = recognition.read_numbers(CUDA_OLD)
     assert (old.requested, old.index, old.capacity) == (16 * GIB, 0, int(11.93 * GIB))
     assert old.free == int(7.33 * GIB)
-    new = oom_numbers.read(CUDA_NEW)
+    new = recognition.read_numbers(CUDA_NEW)
     assert (new.requested, new.index, new.capacity, new.free) == (20 * GIB, 3, int(79.15 * GIB), int(5.25 * GIB))
     assert (new.unallocated, new.exact) == (200 * MIB, False)
 
 
 def test_the_misspelt_capacity_of_torch_2_1_is_read() -> None:
-    assert oom_numbers.read(CUDA_21).capacity == 6 * GIB
+    assert recognition.read_numbers(CUDA_21).capacity == 6 * GIB
 
 
 def test_an_index_printed_as_a_raw_byte_is_read() -> None:
-    assert oom_numbers.read(CUDA_22).index == 1
-    assert oom_numbers.read("CUDA out of memory. Tried to allocate 2.00 MiB. GPU ").index is None
+    assert recognition.read_numbers(CUDA_22).index == 1
+    assert recognition.read_numbers("CUDA out of memory. Tried to allocate 2.00 MiB. GPU ").index is None
 
 
 def test_sentinels_beyond_twice_the_capacity_are_discarded_but_a_request_never_is() -> None:
-    numbers = oom_numbers.read(ASYNC)
+    numbers = recognition.read_numbers(ASYNC)
     assert (numbers.requested, numbers.capacity) == (int(2.5 * GIB), int(7.79 * GIB))
-    full = oom_numbers.read(CUDA_OLD.replace("7.33 GiB free", "17179869184.00 GiB free"))
+    full = recognition.read_numbers(CUDA_OLD.replace("7.33 GiB free", "17179869184.00 GiB free"))
     assert full.free is None
-    huge = oom_numbers.read("X out of memory. Tried to allocate 900.00 GiB. GPU 0 has a total capacity of 4.00 GiB")
+    huge = recognition.read_numbers(
+        "X out of memory. Tried to allocate 900.00 GiB. GPU 0 has a total capacity of 4.00 GiB"
+    )
     assert huge.requested == 900 * GIB
 
 
 def test_where_only_a_cap_is_named_it_is_the_capacity() -> None:
-    numbers = oom_numbers.read(
+    numbers = recognition.read_numbers(
         "MPS backend out of memory (MPS allocated: 9.50 GiB, other allocations: 17.25 GiB, max allowed: 27.25 GiB). "
         "Tried to allocate 292.50 MiB on private pool."
     )
@@ -251,7 +253,7 @@ def test_where_only_a_cap_is_named_it_is_the_capacity() -> None:
     ],
 )
 def test_sizes_in_bytes_are_exact(text, requested) -> None:
-    numbers = oom_numbers.read(text)
+    numbers = recognition.read_numbers(text)
     assert (numbers.requested, numbers.exact) == (requested, True)
 
 
@@ -352,6 +354,6 @@ def test_the_table_has_all_the_kinds_of_the_literature() -> None:
 
 @given(mangled())
 def test_the_numbers_of_any_text_are_sizes_or_absent(text) -> None:
-    numbers = oom_numbers.read(text)
+    numbers = recognition.read_numbers(text)
     for value in (numbers.requested, numbers.capacity, numbers.free, numbers.allocated, numbers.unallocated):
         assert value is None or type(value) is int

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from gpumagic.oom.at_failure import Action
-from gpumagic.oom.report import OomReport
+from gpumagic.oom.report import Action, OomReport
 from gpumagic.report.units import size
 
 _REBINDS = re.compile(r"\s*[\w.]+\s*=[^=]")

@@ -7,24 +7,25 @@ notebook as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+import difflib
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from gpumagic.errors import GpuMagicError, OptionError
+from gpumagic.memory import allocator, host
+from gpumagic.report.units import size
 from gpumagic.transfers.log import direction
-from gpumagic.transfers.move import loads, room
 from gpumagic.transfers.move.contents import Contents, rebuilt
-from gpumagic.transfers.move.copies import Copies, Parcel, packed
-from gpumagic.transfers.move.loads import CAUSE, Load
-from gpumagic.transfers.move.owners import Changes
+from gpumagic.transfers.move.copies import Changes, Copies, Parcel, packed, state_to_move, tensors_of
 from gpumagic.transfers.report import TransferRow
 
 
-def check(names: Iterable[str], namespace: Mapping[str, Any]) -> None:
+def check_names(names: Iterable[str], namespace: Mapping[str, Any]) -> None:
     """Raise what `relocate` raises for a name that is not there or holds nothing that could move, and move nothing."""
     for name in names:
-        loads.look_up(name, namespace)
+        look_up(name, namespace)
 
 
 def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: str) -> tuple[TransferRow, ...]:
@@ -45,9 +46,9 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
     names = list(dict.fromkeys(names))
     if device == "meta" and names:
         raise OptionError(f"{CAUSE}: meta tensors have no values, so moving {', '.join(names)} there would lose them")
-    whole, found = loads.of(names, namespace, device)
+    whole, found = loads_of(names, namespace, device)
     parcels = packed(tensor for load in found for tensor in load.tensors)
-    room.check(names, sum(parcel.nbytes for parcel in parcels), device)
+    check_room(names, sum(parcel.nbytes for parcel in parcels), device)
     failure, copies = None, Copies()
     try:
         copies.make(parcels, device)
@@ -95,3 +96,106 @@ def _rows(found: list[Load], parcels: list[Parcel], copies: Copies, device: str)
         TransferRow(direction(source, device), source, device, *figures, line=None, code=None, name=name, cause=CAUSE)
         for (name, source), figures in sums.items()
     )
+
+
+def check_room(names: Sequence[str], nbytes: int, device: str) -> None:
+    """Raise `GpuMagicError` where a device has not so many bytes left; what cannot be asked is tried."""
+    free = _free(device)
+    if free is not None and nbytes > free:
+        need = f"{', '.join(names)} need{'s' if len(names) == 1 else ''} {size(nbytes)}"
+        raise GpuMagicError(f"{CAUSE}: {need} on {device}, which has {size(free)} free; nothing was moved")
+
+
+def _free(device: str) -> int | None:
+    """Return the bytes that torch can still give on a device: the driver's free ones and its own cache."""
+    if device == "cpu":
+        memory = host.memory()
+        return None if memory is None else memory[0]
+    backend, _, index = device.partition(":")
+    module = allocator.device_module(backend)
+    if module is None or not hasattr(module, "mem_get_info"):
+        return None
+    free = int(module.mem_get_info(int(index or 0))[0])
+    figures = allocator.figures(device)
+    return free + (figures.reserved - figures.allocated if figures is not None else 0)
+
+
+CAUSE = "--move"
+
+
+@dataclass
+class Load:
+    """What one variable brings along."""
+
+    name: str
+    contents: Contents = field(default_factory=Contents)
+    tensors: list[Any] = field(default_factory=list)
+
+
+def loads_of(names: list[str], namespace: Mapping[str, Any], device: str) -> tuple[Contents, list[Load]]:
+    """Return what the names hold together, and who brings which tensor that is not there yet; each only once.
+
+    Raises:
+        OptionError: a name that is not there, or holds nothing that has a device.
+    """
+    whole, taken = Contents(), set[int]()
+    loads = [look_up(name, namespace) for name in names]
+    for load in loads:
+        whole.add(namespace[load.name])
+        load.tensors = _not_there(_own_tensors(load.contents), taken, device)
+    moving = {id(each) for each in _own_tensors(whole)}
+    for name, optimizer in _followers(whole, moving, namespace):
+        kept = state_to_move(optimizer, moving)
+        loads.append(Load(name, tensors=_not_there(kept, taken, device)))
+        if all(optimizer is not each for each in whole.optimizers):
+            whole.optimizers.append(optimizer)
+    return whole, loads
+
+
+def look_up(name: str, namespace: Mapping[str, Any]) -> Load:
+    """Return what a variable brings along, as far as its value tells; raise `OptionError` where that is nothing."""
+    if name not in namespace:
+        near = difflib.get_close_matches(name, [each for each in namespace if not each.startswith("_")], n=1)
+        hint = f"did you mean {near[0]}?" if near else "write names of variables, such as --move model,x"
+        raise OptionError(f"{CAUSE}: there is no variable {name!r}; {hint}")
+    load = Load(name)
+    if not load.contents.add(namespace[name]):
+        kind = type(namespace[name]).__name__
+        hint = "; torch.from_numpy makes it a tensor" if kind == "ndarray" else ""
+        if hasattr(type(namespace[name]), "to"):
+            hint = f"; it has a .to() of its own: {name} = {name}.to(...)"
+        raise OptionError(f"{CAUSE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move{hint}")
+    return load
+
+
+def _own_tensors(contents: Contents) -> list[Any]:
+    found = [tensor for module in contents.modules for tensor in tensors_of(module)]
+    for tensor in (*contents.tensors, *contents.parameters()):
+        found.append(tensor)
+        if tensor.is_leaf and tensor.grad is not None:
+            found.append(tensor.grad)
+    return found
+
+
+def _not_there(tensors: Iterable[Any], taken: set[int], device: str) -> list[Any]:
+    found = []
+    for tensor in tensors:
+        if str(tensor.device) != device and id(tensor) not in taken:
+            taken.add(id(tensor))
+            found.append(tensor)
+    return found
+
+
+def _followers(whole: Contents, moving: set[int], namespace: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the optimizers that are asked for or that work on what is asked for, with a name of each."""
+    import torch
+
+    found: dict[int, tuple[str, Any]] = {}
+    for name, value in list(namespace.items()):
+        if issubclass(type(value), torch.optim.Optimizer) and not name.startswith("_"):
+            works_on = {id(each) for group in value.param_groups for each in group["params"]}
+            if works_on & moving:
+                found.setdefault(id(value), (name, value))
+    for optimizer in whole.optimizers:
+        found.setdefault(id(optimizer), ("optimizer", optimizer))
+    return list(found.values())

@@ -1,4 +1,4 @@
-"""The traceback of a failure that a cell goes on after, as text instead of as a failed cell's output.
+"""What a guarded cell prints beside its report: its traceback as text, and a warning about the host's memory.
 
 A front end that runs notebooks without a reader may take any output of the type `error` for a failed run, whatever
 the kernel replies: papermill 2.7 does. What `--keep-going` goes on after is therefore printed.
@@ -10,13 +10,17 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gpumagic.memory import host
+from gpumagic.report.units import size
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+
 
 _SHOW = "_showtraceback"
 
 
-def start(shell: InteractiveShell, goes_on_after: Callable[[BaseException], bool]) -> None:
+def show_as_text(shell: InteractiveShell, goes_on_after: Callable[[BaseException], bool]) -> None:
     """Have a kernel's shell print some of the tracebacks that it would send, until `stop`; a terminal's prints all.
 
     Args:
@@ -36,6 +40,27 @@ def start(shell: InteractiveShell, goes_on_after: Callable[[BaseException], bool
     vars(shell)[_SHOW] = show
 
 
-def stop(shell: InteractiveShell) -> None:
+def stop_showing_as_text(shell: InteractiveShell) -> None:
     """Undo `start`."""
     vars(shell).pop(_SHOW, None)
+
+
+_KEY = "gpumagic_host_warning"
+
+
+def warn_of_host_memory(shell: InteractiveShell) -> None:
+    """Print how little host memory is left, once until there is more again."""
+    left = host.nearly_gone()
+    if left is None:
+        off(shell)
+    elif _KEY not in shell.meta:
+        shell.meta[_KEY] = True
+        print(  # noqa: T201  # before the cell there is no report
+            f"%%oomguard: only {size(left[0])} of {size(left[1])} of host memory is left; "
+            "when it is gone, the kernel ends without an error."
+        )
+
+
+def off(shell: InteractiveShell) -> None:
+    """Forget that it was said."""
+    shell.meta.pop(_KEY, None)
