@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from gpumagic.cluster import transport
-from gpumagic.cluster.connection import Connection, connect
-from gpumagic.cluster.placement import Site, place
+from gpumagic.cluster.connection import Connection, Site, connect, place
 from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer
 from gpumagic.errors import OptionError
 
@@ -163,7 +162,7 @@ def _resolved(
 
 
 def _check(answers: Sequence[EngineAnswer]) -> None:
-    from gpumagic.cluster.view import engines
+    from gpumagic.cluster.report import engines
 
     for answer in answers:
         if answer.state != ANSWERED:

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from gpumagic.cluster import gpu_details_view
-from gpumagic.cluster.report import ClusterReport, EngineAnswer
-from gpumagic.cluster.shared_gpus import SharedGpu, shared_gpus
-from gpumagic.cluster.view import engines, numbers
-from gpumagic.gpus.report import GPUReport
+from gpumagic.cluster.report import ClusterReport, EngineAnswer, SharedGpu, engines, numbers, shared_gpus
+from gpumagic.gpus import view
+from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.gpus.view import UTIL, short
-from gpumagic.report.document import Block, Cell, Column, Fold, Paragraph, Segment, Table
+from gpumagic.report.document import Block, Cell, Column, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, pair, percent, size
+
+
+def detail_blocks(report: ClusterReport, gpus: Sequence[SharedGpu]) -> Iterator[Block]:
+    """Return what was asked for, by host."""
+    asked = [each for each in report.reports.values() if isinstance(each, GPUReport)]
+    processes, everything = any(each.show_processes for each in asked), any(each.show_all for each in asked)
+    hosts: dict[str, list[GpuRow]] = {}
+    for gpu in gpus:
+        hosts.setdefault(gpu.host, []).append(_named(gpu))
+    for host, rows in hosts.items() if processes or everything else ():
+        if len(hosts) > 1:
+            yield Heading(host, apart=True)
+        yield from view.process_blocks(rows) if processes else ()
+        yield from (view.details_table(row, rows) for row in rows if everything)
+
+
+def _named(gpu: SharedGpu) -> GpuRow:
+    """Return the GPU with the engines among its processes named, under a name that all of them would know."""
+    engines = {kernel.answer.origin.pid: kernel.answer.place for kernel in gpu.kernels}
+    shared = len({kernel.row.device for kernel in gpu.kernels}) > 1
+    named = tuple(_process(each, engines.get(each.pid)) for each in gpu.reading.processes or ())
+    row = gpu.reading
+    return replace(row, device=None if shared else row.device, processes=named if row.processes is not None else None)
+
+
+def _process(process: ProcessRow, engine: str | None) -> ProcessRow:
+    if engine is None or process.pid is None:
+        return replace(process, this_kernel=False)
+    return replace(process, this_kernel=False, name=f"engine {engine}: {process.name or 'python'}")
+
 
 MOST_ROWS = 32
 """GPUs with a row each; of more, each host has one."""
@@ -20,7 +49,7 @@ MOST_FOLDED = 128
 BAR = "Bar, from the left: tensors of all the engines on it, their caches, all else in use."
 
 
-def gpus(report: ClusterReport) -> tuple[str, list[Block]]:
+def gpu_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
     """Return the heading and the blocks."""
     gpus = shared_gpus(report)
     hosts: dict[str, list[SharedGpu]] = {}
@@ -34,7 +63,7 @@ def gpus(report: ClusterReport) -> tuple[str, list[Block]]:
     if any(_bar([gpu]) for gpu in gpus):
         blocks.append(Paragraph(BAR + (f" {UTIL}" if _utilization(gpus) is not None else ""), muted=True))
     if len(gpus) <= MOST_ROWS:
-        blocks += gpu_details_view.blocks(report, gpus)
+        blocks += detail_blocks(report, gpus)
     blocks += _causes(report)
     return _heading(gpus), blocks
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpumagic.cluster.report import ClusterReport, EngineAnswer
-from gpumagic.cluster.view import numbers
+from gpumagic.cluster.report import ClusterReport, EngineAnswer, numbers
 from gpumagic.report.document import Block, Cell, Column, Paragraph, Segment, Table
 from gpumagic.report.units import count, size
 from gpumagic.tensors.folding import Line, dims, fold, holder_text, kind_cell, sized
@@ -17,7 +16,7 @@ MOST_DEVICES = 24
 """Rows of devices, those with most in tensors first."""
 
 
-def tensors(report: ClusterReport) -> tuple[str, list[Block]]:
+def tensor_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
     """Return the heading and the blocks."""
     found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, TensorReport)]
     blocks: list[Block] = []

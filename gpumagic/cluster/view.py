@@ -1,28 +1,35 @@
-"""The view of reports of many engines: what they show together, and a line for each that has nothing to show."""
+"""The view of reports of many engines: what they show together, and each engine's own report of a cell."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 
-from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer
-from gpumagic.report.document import Block, Document, Heading, Paragraph, document_of
-from gpumagic.report.units import count
-
-_PARTS: Mapping[str, str] = {
-    "gpuinfo": "gpumagic.cluster.gpus_view.gpus",
-    "devices": "gpumagic.cluster.tensors_view.tensors",
-    "ondevice": "gpumagic.cluster.cells_view.cells",
-    "oomguard": "gpumagic.cluster.failures_view.failures",
-}
+from gpumagic.cluster.gpus_view import gpu_blocks
+from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engines, numbers
+from gpumagic.cluster.tensors_view import tensor_blocks
+from gpumagic.oom.report import OomReport
+from gpumagic.oom.view import view_failure
+from gpumagic.report.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    Fold,
+    Heading,
+    Paragraph,
+    Segment,
+    Table,
+    document_of,
+)
+from gpumagic.report.units import count, duration, size
+from gpumagic.transfers.report import TransferReport
+from gpumagic.transfers.view import view_transfers
 
 
 @document_of.register(ClusterReport)
 def view_engines(report: ClusterReport) -> Document:
     """Return the report of the engines that answered, then what is to be said of the others."""
-    home, _, name = _PARTS[report.magic].rpartition(".")
-    parts: Callable[[ClusterReport], tuple[str, list[Block]]] = getattr(import_module(home), name)
-    heading, blocks = parts(report) if report.reports else (_without(report), [])
+    heading, blocks = _PARTS[report.magic](report) if report.reports else (_without(report), [])
     blocks = [Heading(f"{heading} · {_engines(report)}"), *blocks]
     blocks += [Paragraph(text) for text in _silent(report)]
     notes = report.notes if report.magic == "oomguard" else (*report.notes, *_notes(report))  # has them in each report
@@ -57,24 +64,6 @@ def _silent(report: ClusterReport) -> Iterator[str]:
         yield f"{engines(answers)}{host}: {state}" + (f", {detail}" if detail else "")
 
 
-def engines(answers: Sequence[EngineAnswer]) -> str:
-    """Return ``"Engine 2"``, ``"Engines 0-3, 7"``."""
-    return f"{'Engine' if len(answers) == 1 else 'Engines'} {numbers(answers)}"
-
-
-def numbers(answers: Sequence[EngineAnswer]) -> str:
-    """Return engines in few words: ``"0-3, 7"``; with ranks where these are other numbers and the engines are few."""
-    if len(answers) <= 2 or not all(isinstance(answer.engine, int) for answer in answers):
-        return ", ".join(answer.place for answer in answers)
-    spans: list[list[int]] = []
-    for number in sorted({int(answer.engine) for answer in answers}):
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
-
-
 def _notes(report: ClusterReport) -> list[str]:
     """Return what the engines' own reports remark, once each, with the engines where it is not all of them."""
     said: dict[str, list[EngineAnswer]] = {}
@@ -83,3 +72,116 @@ def _notes(report: ClusterReport) -> list[str]:
             said.setdefault(note, []).append(answer)
     told = sum(answer.report is not None for answer in report.engines)
     return [note if len(who) == told else f"{engines(who)}: {note}" for note, who in said.items()]
+
+
+MOST_ROWS = 32
+MOST_REPORTS = 8
+DIRECTIONS = ("host-to-device", "device-to-host", "device-to-device")
+
+
+def cell_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
+    """Return the heading and the blocks."""
+    found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, TransferReport)]
+    blocks: list[Block] = [_table(found[:MOST_ROWS])]
+    if len(found) > MOST_ROWS:
+        blocks.append(Paragraph(f"and {count(len(found) - MOST_ROWS, 'more engine')}", muted=True))
+    blocks += [Paragraph(text) for text in _advice(found)]
+    each = [block for one in found[:MOST_REPORTS] for block in _whole(*one)]
+    return _heading(found), [*blocks, Fold("Each engine's own report; in code, report.reports[engine]", each)]
+
+
+Found = Sequence[tuple[EngineAnswer, TransferReport]]
+
+
+def _heading(found: Found) -> str:
+    devices = list(dict.fromkeys(report.device for _, report in found))
+    where = ", ".join(devices) if len(devices) <= 3 else count(len(devices), "device")
+    slowest = max(found, key=lambda each: each[1].elapsed)
+    took = duration(slowest[1].elapsed)
+    return f"on {where} for {took}" + (f" at the longest (engine {slowest[0].place})" if len(found) > 1 else "")
+
+
+def _table(found: Found) -> Table:
+    most = max(_moved(report) for _, report in found) or 1
+    columns = [
+        Column("Engine"), Column("Host", priority=3), Column("Device"), Column("Time", "right"),
+        Column("New tensors", "right", 1), Column("Moved", "right"), Column("To device", "right", 2),
+        Column("To host", "right", 2), Column("Between", "right", 3), Column("Waits", "right", 2),
+        Column("Peak", "right", 1),
+    ]  # fmt: skip
+    grid = [_row(answer, report, most) for answer, report in found]
+    one_host = len({answer.origin.host for answer, _ in found}) == 1  # which the heading names
+    shown = [
+        place
+        for place, column in enumerate(columns)
+        if any(row[place] for row in grid) and not (one_host and column.title == "Host")
+    ]
+    return Table([columns[place] for place in shown], [[row[place] for place in shown] for row in grid], "Each engine")
+
+
+def _row(answer: EngineAnswer, report: TransferReport, most: int) -> list[Cell | str]:
+    moved = _moved(report)
+    ways = [sum(row.nbytes for row in report.moves if row.direction == way) for way in DIRECTIONS]
+    created = f"{sum(number for number, _ in report.created.values()):,}"
+    bar = (Segment(moved / most),) if moved else ()
+    peak, waits = report.peak.get(report.device), sum(report.syncs.values())
+    return [
+        answer.place, answer.origin.host, report.device, duration(report.elapsed), created, Cell(size(moved), bar),
+        *(size(way) if way else "" for way in ways), f"{waits:,}" if waits else "", "" if peak is None else size(peak),
+    ]  # fmt: skip
+
+
+def _moved(report: TransferReport) -> int:
+    return sum(row.nbytes for row in report.moves)
+
+
+def _advice(found: Found) -> list[str]:
+    said: dict[str, list[EngineAnswer]] = {}
+    for answer, report in found:
+        for advice in report.advice:
+            said.setdefault(advice, []).append(answer)
+    return [
+        f"→ {advice}" + ("" if len(who) == len(found) else f" ({engines(who).lower()})") for advice, who in said.items()
+    ]
+
+
+def _whole(answer: EngineAnswer, report: TransferReport) -> list[Block]:
+    return [Heading(f"Engine {numbers([answer])}", apart=True), *view_transfers(report).blocks]
+
+
+IN_FULL = 2
+"""Reports that are shown whole; of more the headline is, and in a notebook the rest folded."""
+
+
+def failure_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
+    """Return the heading and the blocks."""
+    found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, OomReport)]
+    out = [answer for answer, own in found if not own.recovered]
+    blocks: list[Block] = []
+    for place, (answer, own) in enumerate(found):
+        blocks += _whole_failure(answer, own) if place < IN_FULL else [_folded(answer, own)]
+    if not out:
+        return ("Passed after running out of memory" if found else "%%oomguard"), blocks
+    passed = sum(answer.state == "answered" for answer in report.engines)
+    others = f"; the cell passed on {count(passed, 'other')}" if passed else ""
+    return f"Out of memory on engine {numbers(out)}{others}", blocks
+
+
+def _whole_failure(answer: EngineAnswer, report: OomReport) -> list[Block]:
+    heading, *rest = view_failure(report).blocks
+    assert isinstance(heading, Heading)
+    return [Heading(f"Engine {answer.place}: {heading.text}", apart=True), *rest]
+
+
+def _folded(answer: EngineAnswer, report: OomReport) -> Fold:
+    heading, *rest = _whole_failure(answer, report)
+    assert isinstance(heading, Heading)
+    return Fold(heading.text, rest)
+
+
+_PARTS: Mapping[str, Callable[[ClusterReport], tuple[str, list[Block]]]] = {
+    "gpuinfo": gpu_blocks,
+    "devices": tensor_blocks,
+    "ondevice": cell_blocks,
+    "oomguard": failure_blocks,
+}

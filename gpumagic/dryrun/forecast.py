@@ -1,4 +1,4 @@
-"""A rehearsal from the parent's side: what to send, and what the answer means."""
+"""A rehearsal from the parent's side: what to send, what the answer means, and its sentences."""
 
 from __future__ import annotations
 
@@ -12,10 +12,57 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumagic.dryrun import client, guesses, parcel, sendable
-from gpumagic.dryrun import sentences as advice
 from gpumagic.dryrun.report import DeviceForecast, RehearsalPoint, RehearsalReport, RehearsalRow
 from gpumagic.dryrun.targets import Target
 from gpumagic.errors import OptionError, RehearsalUnavailable
+from gpumagic.report.units import count, size
+
+
+def verdict_sentence(device: DeviceForecast, error: dict[str, Any] | None) -> str:
+    """Return one sentence with the figures of the device that decides."""
+    need = f"{size(device.peak)} at its peak"
+    if error is not None and device.fits is not False:
+        return f"It cannot be told whether the cell fits: {failure_sentence(error)}. Up to there it needs {need}."
+    if device.capacity is None:
+        return f"The cell needs {need} on {device.device}."
+    room = f"{size(device.capacity)} on {device.device}"
+    if device.fits:
+        return f"The cell fits: it needs {need}, of {room}."
+    if device.fits is False:
+        where = f", first in line {device.failure_line}" if device.failure_line is not None else ""
+        why = (
+            ": what is free lies in pieces, each too small" if device.peak + device.extra[1] <= device.capacity else ""
+        )
+        return f"The cell does not fit: it needs {need}, of {room}; it would run out of memory{where}{why}."
+    return f"It cannot be told whether the cell fits: it needs {need}, of {room}, and what is not known matters."
+
+
+def failure_sentence(error: dict[str, Any]) -> str:
+    """Return how the rehearsal ended, where not at the cell's end."""
+    where = f" in line {error['line']}" if error["line"] is not None else ""
+    if error["refused"]:
+        return f"the rehearsal stopped{where}: {error['text']}"
+    return f"the cell fails{where} with {error['kind']}: {error['text']}"
+
+
+def cut_sentence(place: str, passes: int) -> str:
+    """Return what a loop's end says that was cut short."""
+    made = count(passes, "pass", "passes")
+    return f"the loop in {place} was rehearsed for {made}, and further ones are taken to repeat them"
+
+
+def missed_sentence(place: str) -> str:
+    """Return what a branch says that was never taken."""
+    return f"{place} was not reached in the passes rehearsed, and may need more"
+
+
+def not_modelled(extra: tuple[int, int]) -> str:
+    """Return what is not modelled, as a band."""
+    return (
+        f"the context and the workspaces of kernels take another {size(extra[0])} to {size(extra[1])}, an estimate; "
+        "nothing of this was measured on a real GPU"
+    )
+
 
 TIME_LIMIT = 60.0
 CELL = "<rehearsed cell>"
@@ -156,9 +203,9 @@ def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> Rehea
         for name, found, capacity in zip(target.names, told["devices"], target.capacities, strict=True)
     )
     deciding = min(devices, key=lambda each: _room(each, target.names[target.chosen]))
-    unknown = [*told["unknown"], *parts.notes, *target.unknown, *(advice.missed(place) for place in told["missed"])]
+    unknown = [*told["unknown"], *parts.notes, *target.unknown, *(missed_sentence(place) for place in told["missed"])]
     if target.extra[1]:
-        unknown.append(advice.not_modelled(target.extra))
+        unknown.append(not_modelled(target.extra))
     return RehearsalReport(
         device=deciding.device,
         peak={each.device: each.peak for each in devices},
@@ -168,12 +215,12 @@ def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> Rehea
         breakdown=deciding.breakdown,
         fits=_together([each.fits for each in devices]),
         capacity=deciding.capacity,
-        verdict=advice.verdict(deciding, error),
+        verdict=verdict_sentence(deciding, error),
         points=tuple(RehearsalPoint(target.names[index], *found) for index, *found in told["timeline"]),
-        assumed=(*told["assumed"], *parts.assumed, *(advice.cut(place, passes) for place, passes in told["cut"])),
+        assumed=(*told["assumed"], *parts.assumed, *(cut_sentence(place, passes) for place, passes in told["cut"])),
         unknown=tuple(dict.fromkeys(unknown)),
         effects=tuple(told["effects"]),
-        error=None if error is None else advice.failure(error),
+        error=None if error is None else failure_sentence(error),
         devices=devices,
         lines=tuple(
             RehearsalRow(target.names[each["device"]], each["line"], each["code"], each["peak"], each["after"])

@@ -22,11 +22,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpumagic.dryrun import parts, shelf
-from gpumagic.dryrun.old_graphs import OldGraphs
 from gpumagic.dryrun.sendable import (  # fmt: skip
     IS_HEAP_TYPE,
     PICKLES_ITSELF,
     SPECIAL,
+    OldGraphs,
     builtin_class,
     described,
     holders,

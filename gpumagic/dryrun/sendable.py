@@ -1,4 +1,12 @@
-"""What of a notebook is sent, and how what pickle has no way for: by name, by its parts, or as a word for it."""
+"""What of a notebook is sent and how: by name, by its parts, through shared memory, or as a word for it.
+
+On Linux it is memory without a name, which is gone with the process that holds it, however that ends; elsewhere a
+temporary file, which the parent removes. The worker maps it privately, so that what a cell writes stays there.
+
+A tensor that leads to a graph is sent without it, and backward through it cannot be rehearsed; but the storages that
+its nodes saved are sent along, and live in the rehearsal for as long as the tensor does. Only where they lie in the
+allocator's segments is known: what they leave behind is gaps, and how large those are decides what fits.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gpumagic.dryrun import parts
+from gpumagic.heap.autograd import Graphs
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -84,3 +93,34 @@ def described(obj: Any) -> str:
     kind = type(obj)
     article = "an" if kind.__name__[:1].lower() in "aeiou" else "a"
     return f"{article} {kind.__module__}.{kind.__qualname__}"
+
+
+class OldGraphs:
+    """Finds what the graphs keep; a node that several share is read once.
+
+    Args:
+        are_sent: whether anything is to be found.
+    """
+
+    def __init__(self, are_sent: bool) -> None:
+        self._graphs = Graphs() if are_sent else None
+
+    def storages(self, tensor: Any) -> Iterator[Any]:
+        """Yield the storages on the tensor's device that its graph keeps."""
+        import torch
+
+        if self._graphs is None or tensor.device.type == "cpu":
+            return
+        graph = self._graphs.of(tensor.grad_fn)
+        for saved in graph.tensors if graph is not None else ():
+            if (
+                saved.device == tensor.device
+                and saved.layout == torch.strided
+                and not torch._is_functional_tensor(saved)
+            ):
+                yield saved.untyped_storage()
+
+    def note(self) -> str:
+        """Return what to say of a tensor that leads to a graph."""
+        kept = "whose memory stays in use" + ("" if self._graphs is None else " as long as the tensor")
+        return f"a tensor with a graph from an earlier cell is rehearsed without that graph, {kept}"

@@ -14,7 +14,7 @@ from gpumagic.oom import ownership, surroundings
 from gpumagic.oom.failure import Failure
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import OomReport
-from gpumagic.oom.rules import batch, law, negatives, ranking, verdict
+from gpumagic.oom.rules import batch, proposal, ranking, verdict
 from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, Work
 from gpumagic.report import origin
 from gpumagic.report.units import size
@@ -86,7 +86,7 @@ def _roundest(fit: Fit, question: OtherValues) -> int | None:
     """Return a round number near the largest that fits; in scattered memory less may not fit where more does."""
     if fit.largest is None:
         return None
-    value = law.near(fit.largest)
+    value = proposal.near_size(fit.largest)
     return value if value == fit.largest or question.fits(value) else None
 
 
@@ -230,7 +230,7 @@ def _report(facts: Facts, failure: Failure, circumstances: Circumstances, notes:
         retries=circumstances.retries,
         recovered=circumstances.recovered,
         message=failure.event.message,
-        notes=(*notes, *negatives.sentences(facts), *_notes(facts, failure, circumstances)),
+        notes=(*notes, *verdict.sentences(facts), *_notes(facts, failure, circumstances)),
         origin=origin.here(),
     )
 

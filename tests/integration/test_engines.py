@@ -17,8 +17,7 @@ from traitlets.config import Config
 
 import gpumagic
 from gpumagic.cluster.looks import Follower
-from gpumagic.cluster.report import ClusterReport
-from gpumagic.cluster.shared_gpus import shared_gpus
+from gpumagic.cluster.report import ClusterReport, shared_gpus
 
 ipyparallel = pytest.importorskip("ipyparallel")
 psutil = pytest.importorskip("psutil")

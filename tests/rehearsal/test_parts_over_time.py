@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.dryrun.stage import courses
-from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
+from gpumagic.dryrun.stage.ledger import MOST_POINTS, Account, Ledger, Place, told
 from gpumagic.report.rendering import to_html, to_text
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -100,8 +99,8 @@ def test_a_device_with_little_is_not_thinned_away_by_one_with_much() -> None:
     for key in range(2999):
         ledger.give_back(key)
     ledger.take(3000, 1, 512)
-    points = courses.told(ledger)
-    assert len(points) <= 2 * (courses.MOST_POINTS + 2)
+    points = told(ledger)
+    assert len(points) <= 2 * (MOST_POINTS + 2)
     assert max(held for device, _, _, held, _ in points if device == 0) == 3000 * 512
     assert [held for device, _, _, held, _ in points if device == 0][-1] == 512
     assert [held for device, _, _, held, _ in points if device == 1] == [0, 512]

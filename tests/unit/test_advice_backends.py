@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.oom.rules import attention, backends, elsewhere, fragments, host, law, logits, negatives
+from gpumagic.oom.rules import allocator, elsewhere, expressions, host, logits, proposal, verdict
 from gpumagic.oom.rules.facts import Facts, Loader, Model, Scene, TensorFact, Work
 from gpumagic.source import cell_code, text
 
@@ -45,7 +45,7 @@ def test_attention_has_the_same_values_fused_and_in_parts(code, fused) -> None:
     fact = TensorFact((2, 2, 300, 16), "float64", q.nbytes, "cuda:0")
     asked = 2 * 2 * 300 * 300 * 8
     facts = failing(f"out = {code}", {"q": fact, "k": fact, "v": fact}, requested=asked, fused_attention=fused)
-    advice = one(attention.fused, facts)
+    advice = one(expressions.fused, facts)
     assert ("scaled_dot_product_attention" in advice.edit) is fused
     names = {"torch": torch, "F": torch.nn.functional, "q": q, "k": k, "v": v}
     exec(advice.apply(f"out = {code}"), names)
@@ -56,7 +56,7 @@ def test_attention_has_the_same_values_fused_and_in_parts(code, fused) -> None:
 def test_what_only_looks_like_attention_is_left_alone(code) -> None:
     fact = TensorFact((2, 2, 300, 16), "float32", 4 * 2 * 2 * 300 * 16, "cuda:0")
     facts = failing(f"out = {code}", {"q": fact, "k": fact, "v": fact}, requested=4 * 2 * 2 * 300 * 300)
-    assert not list(attention.fused(facts))
+    assert not list(expressions.fused(facts))
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -82,33 +82,33 @@ def test_the_loss_in_parts_is_the_loss(trains) -> None:
 
 
 def test_a_cap_on_the_process_is_lifted_not_worked_around() -> None:
-    advice = one(backends.fraction, replace(SHORTAGE, kind="memory fraction"))
+    advice = one(allocator.fraction, replace(SHORTAGE, kind="memory fraction"))
     assert advice.first == "torch.cuda.set_per_process_memory_fraction(1.0)"
-    assert not list(backends.fraction(SHORTAGE))
+    assert not list(allocator.fraction(SHORTAGE))
 
 
 def test_cudnn_is_named_only_where_its_trials_are_on_and_a_convolution_failed() -> None:
     conv = Scene(functions=frozenset({"forward", "_conv_forward"}))
     on = {"cudnn.benchmark": True}
-    assert one(backends.benchmark, replace(SHORTAGE, scene=conv, settings=on)).first.endswith("benchmark = False")
-    assert not list(backends.benchmark(replace(SHORTAGE, scene=conv)))
-    assert not list(backends.benchmark(replace(SHORTAGE, settings=on)))
+    assert one(allocator.benchmark, replace(SHORTAGE, scene=conv, settings=on)).first.endswith("benchmark = False")
+    assert not list(allocator.benchmark(replace(SHORTAGE, scene=conv)))
+    assert not list(allocator.benchmark(replace(SHORTAGE, settings=on)))
 
 
 def test_limits_of_xpu_and_mps_name_the_variable_and_the_restart() -> None:
-    block = one(backends.large_blocks, replace(SHORTAGE, kind="xpu block limit"))
-    cap = one(backends.watermark, replace(SHORTAGE, kind="mps allocator"))
+    block = one(allocator.large_blocks, replace(SHORTAGE, kind="xpu block limit"))
+    cap = one(allocator.watermark, replace(SHORTAGE, kind="mps allocator"))
     assert (block.edit, cap.edit) == (
         "UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1", "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
     )  # fmt: skip
     assert "restart" in block.cost
     assert "restart" in cap.cost
-    assert not [*backends.large_blocks(SHORTAGE), *backends.watermark(SHORTAGE)]
+    assert not [*allocator.large_blocks(SHORTAGE), *allocator.watermark(SHORTAGE)]
 
 
 def test_pools_of_cuda_graphs_are_named_only_if_they_hold_the_request() -> None:
-    assert one(fragments.private_pools, replace(SHORTAGE, private_pools=3 * GIB)).frees == 3 * GIB
-    assert not list(fragments.private_pools(replace(SHORTAGE, private_pools=GIB)))
+    assert one(allocator.private_pools, replace(SHORTAGE, private_pools=3 * GIB)).frees == 3 * GIB
+    assert not list(allocator.private_pools(replace(SHORTAGE, private_pools=GIB)))
 
 
 def test_a_larger_device_is_named_by_its_size() -> None:
@@ -153,12 +153,12 @@ def test_an_array_of_float64_is_halved_where_numpy_was_refused() -> None:
 
 def test_a_smaller_batch_is_denied_where_the_step_failed() -> None:
     facts = replace(SHORTAGE, scene=Scene(functions=frozenset({"_single_tensor_adam"})), loaders=(Loader("l", 8),))
-    assert any("A smaller batch cannot help" in each for each in negatives.sentences(facts))
-    assert not any("A smaller batch" in each for each in negatives.sentences(SHORTAGE))
+    assert any("A smaller batch cannot help" in each for each in verdict.sentences(facts))
+    assert not any("A smaller batch" in each for each in verdict.sentences(SHORTAGE))
 
 
 @pytest.mark.parametrize(
     ("number", "value"), [(139, 128), (100, 96), (37024, 32768), (20, 20), (9.9, 8), (3, 3), (0, 1)]
 )
 def test_batch_sizes_are_rounded_down_as_people_write_them(number, value) -> None:
-    assert law.sensible(number) == value
+    assert proposal.sensible(number) == value

@@ -8,20 +8,7 @@ import pytest
 
 from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.oom.ownership import Claim
-from gpumagic.oom.rules import (
-    batch,
-    elsewhere,
-    fragments,
-    graph,
-    names,
-    negatives,
-    optimizer,
-    precision,
-    ranking,
-    recompute,
-    request,
-    verdict,
-)
+from gpumagic.oom.rules import allocator, autograd, batch, elsewhere, names, ranking, request, training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Scene
 from gpumagic.source import cell_code  # fmt: skip
 
@@ -123,13 +110,13 @@ def test_an_old_value_about_to_be_replaced_is_deleted_first() -> None:
 )  # fmt: skip
 def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, growth, edit) -> None:
     cell = cell_code.read_cell(f"for x in y:\n    {line}\n    print(x)")
-    advice = one(graph.growth, replace(SHORTAGE, cell=cell, scene=Scene(growths=(growth,))))
+    advice = one(autograd.graph_growth, replace(SHORTAGE, cell=cell, scene=Scene(growths=(growth,))))
     assert advice.edit == edit
     assert advice.apply(cell.text.source).splitlines()[1] == f"    {edit}"
 
 
 def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
-    advice = one(graph.no_grad, EVALUATING)
+    advice = one(autograd.no_grad, EVALUATING)
     assert advice.edit == "with torch.no_grad():\n    for x in data: out = net(x)"
     assert advice.apply(EVALUATING.cell.text.source) == f"net.eval()\n{advice.edit}"
 
@@ -147,7 +134,7 @@ def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
     ],
 )
 def test_no_grad_is_not_advised_where_a_graph_is_needed_or_already_off(facts) -> None:
-    assert not list(graph.no_grad(facts))
+    assert not list(autograd.no_grad(facts))
 
 
 @pytest.mark.parametrize(
@@ -185,18 +172,18 @@ def test_a_batch_is_not_blamed_for_what_does_not_depend_on_it() -> None:
 
 def test_mixed_precision_is_advised_to_float32_models_only_and_once() -> None:
     header = 'with torch.autocast("cuda", dtype=torch.bfloat16):'
-    assert one(precision.mixed, TRAINING).edit == f"{header}\n    loss = net(x)"
+    assert one(training.mixed, TRAINING).edit == f"{header}\n    loss = net(x)"
     half = Model("net", GIB, 0, training=True, checkpoints=None)
-    assert not list(precision.mixed(replace(TRAINING, models=(half,))))
-    assert not list(precision.mixed(replace(TRAINING, cell=cell_code.read_cell("with torch.autocast('cuda'): net(x)"))))
-    assert not list(precision.mixed(replace(TRAINING, scene=Scene(functions=frozenset({"step"})))))
+    assert not list(training.mixed(replace(TRAINING, models=(half,))))
+    assert not list(training.mixed(replace(TRAINING, cell=cell_code.read_cell("with torch.autocast('cuda'): net(x)"))))
+    assert not list(training.mixed(replace(TRAINING, scene=Scene(functions=frozenset({"step"})))))
 
 
 def test_checkpointing_is_advised_where_activations_came_free() -> None:
-    advice = one(recompute.checkpoint, TRAINING)
+    advice = one(training.checkpoint, TRAINING)
     assert "4.0 GiB of the 7.0 GiB" in advice.evidence
     switch = replace(TRAINING, models=(replace(TRAINING.models[0], checkpoints=False),))
-    assert one(recompute.checkpoint, switch).edit == "net.gradient_checkpointing_enable()"
+    assert one(training.checkpoint, switch).edit == "net.gradient_checkpointing_enable()"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +196,7 @@ def test_checkpointing_is_advised_where_activations_came_free() -> None:
     ],
 )
 def test_checkpointing_is_not_advised_without_gain_or_where_it_is_on(facts) -> None:
-    assert not list(recompute.checkpoint(facts))
+    assert not list(training.checkpoint(facts))
 
 
 def test_another_device_is_named_only_if_all_the_cell_needs_fits_there() -> None:
@@ -223,25 +210,25 @@ def test_another_device_is_named_only_if_all_the_cell_needs_fits_there() -> None
 
 def test_expandable_segments_are_advised_or_denied_by_what_was_unallocated() -> None:
     some = replace(SHORTAGE, segments_can_expand=True, unallocated=3 * GIB)
-    assert one(fragments.expandable_segments, some).frees == 3 * GIB
+    assert one(allocator.expandable_segments, some).frees == 3 * GIB
     none = replace(SHORTAGE, segments_can_expand=True, unallocated=200 * MIB)
-    assert not list(fragments.expandable_segments(none))
-    assert "only 200.0 MiB was reserved but unallocated, of 2.0 GiB asked for." in " ".join(negatives.sentences(none))
-    assert not list(fragments.expandable_segments(replace(some, segments_can_expand=False)))
+    assert not list(allocator.expandable_segments(none))
+    assert "only 200.0 MiB was reserved but unallocated, of 2.0 GiB asked for." in " ".join(verdict.sentences(none))
+    assert not list(allocator.expandable_segments(replace(some, segments_can_expand=False)))
 
 
 def test_emptying_the_cache_is_denied_only_where_the_allocator_did_it() -> None:
-    assert any("Emptying the cache cannot help" in each for each in negatives.sentences(SHORTAGE))
-    assert not negatives.sentences(replace(SHORTAGE, from_allocator=False))
+    assert any("Emptying the cache cannot help" in each for each in verdict.sentences(SHORTAGE))
+    assert not verdict.sentences(replace(SHORTAGE, from_allocator=False))
 
 
 def test_the_foreach_form_of_adam_is_named_by_the_function_that_failed() -> None:
     facts = replace(TRAINING, scene=Scene(functions=frozenset({"_multi_tensor_adamw"})))
-    advice = one(optimizer.one_by_one, facts)
+    advice = one(training.one_by_one, facts)
     assert (advice.edit, advice.frees, advice.estimated) == ("fused=True", GIB, True)
-    elsewhere_ = one(optimizer.one_by_one, replace(facts, device="mps:0"))
+    elsewhere_ = one(training.one_by_one, replace(facts, device="mps:0"))
     assert (elsewhere_.edit, elsewhere_.frees) == ("foreach=False", int(0.87 * GIB))
-    assert not list(optimizer.one_by_one(TRAINING))
+    assert not list(training.one_by_one(TRAINING))
 
 
 def test_a_request_beyond_the_device_is_to_be_divided() -> None:

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpumagic
-from gpumagic.cluster.report import ClusterReport, EngineAnswer
-from gpumagic.cluster.shared_gpus import shared_gpus
-from gpumagic.cluster.view import numbers
+from gpumagic.cluster.report import ClusterReport, EngineAnswer, numbers, shared_gpus
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.origin import Origin

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 
-from gpumagic.cluster.placement import Site, place
+from gpumagic.cluster.connection import Site, place
 from gpumagic.errors import OptionError
 from gpumagic.notebook.promotion import PromoteCellMagics
 from gpumagic.options import RERUNNING

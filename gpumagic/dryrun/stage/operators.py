@@ -14,7 +14,7 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from gpumagic.dryrun.parts import NotRehearsed
-from gpumagic.dryrun.stage import fused
+from gpumagic.dryrun.stage import selections
 from gpumagic.dryrun.stage.backend import DeviceModule
 from gpumagic.dryrun.stage.calls import Call
 from gpumagic.dryrun.stage.contents import Contents
@@ -65,10 +65,10 @@ class Operators:
             "aten::resize_": self._resize,
             "aten::set_": self._set_nothing,
             "aten::record_stream": lambda *_: None,
-            "aten::_fused_sdp_choice": fused.attention,
-            "aten::_thnn_fused_gru_cell": fused.gru_cell,
-            "aten::_thnn_fused_gru_cell_backward": fused.gru_cell_backward,
-            "aten::_thnn_fused_lstm_cell_backward_impl": fused.lstm_cell_backward,
+            "aten::_fused_sdp_choice": selections.attention,
+            "aten::_thnn_fused_gru_cell": selections.gru_cell,
+            "aten::_thnn_fused_gru_cell_backward": selections.gru_cell_backward,
+            "aten::_thnn_fused_lstm_cell_backward_impl": selections.lstm_cell_backward,
             "aten::nonzero": self._selections.positions,
             "aten::masked_select": self._selections.masked,
             "aten::_unique2": self._selections.unique,

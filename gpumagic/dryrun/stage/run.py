@@ -17,19 +17,18 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.stage import backend, courses, effects, source, surroundings
+from gpumagic.dryrun.stage import backend, ledger, source, surroundings
 from gpumagic.dryrun.stage.arena import Arena
 from gpumagic.dryrun.stage.autocast import Autocast
-from gpumagic.dryrun.stage.chance import Chance
 from gpumagic.dryrun.stage.contents import Contents
-from gpumagic.dryrun.stage.kinds import Kinds
+from gpumagic.dryrun.stage.items import Chance
+from gpumagic.dryrun.stage.kinds import Kinds, Lines
 from gpumagic.dryrun.stage.ledger import Account, Ledger, Peak, Place
-from gpumagic.dryrun.stage.lines import Lines
 from gpumagic.dryrun.stage.loops import Loops
-from gpumagic.dryrun.stage.magics import Magics
 from gpumagic.dryrun.stage.names import OURS, Names
 from gpumagic.dryrun.stage.operators import Operators
 from gpumagic.dryrun.stage.storages import Storages
+from gpumagic.dryrun.stage.surroundings import Magics
 
 MOST_FILLED = 64 << 20
 """Bytes of what was not sent that are filled with something."""
@@ -88,7 +87,7 @@ class Rehearsal:
 
     def run(self) -> None:
         """Run the cell and tell the account of it, as plain data."""
-        effects.block(self._effect)  # before modules of the user's are imported
+        surroundings.block(self._effect)  # before modules of the user's are imported
         scopes = self._unpack()
         self._fill()
         for device, nbytes in enumerate(self.order["base"]):
@@ -190,7 +189,7 @@ class Rehearsal:
             for use in self.ledger.lines.values() if use.place.line is not None
         ]  # fmt: skip
         return {
-            "devices": devices, "lines": lines, "timeline": courses.told(self.ledger), "error": error,
+            "devices": devices, "lines": lines, "timeline": ledger.told(self.ledger), "error": error,
             "requests": self.ledger.requests if len(self.ledger.requests) <= MOST_REQUESTS else [],
             "room": [account.arena.capacity for account in self.ledger.accounts],
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),

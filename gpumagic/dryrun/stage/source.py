@@ -12,9 +12,8 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumagic.dryrun.stage.rules import Rule, copied
+from gpumagic.dryrun.stage.rules import Branch, Rule, Site, copied, is_harmless, matters
 from gpumagic.dryrun.stage.rules import counters as counters_of
-from gpumagic.dryrun.stage.sites import Branch, Site, is_harmless, matters
 from gpumagic.dryrun.stage.turns import END, ITEM, NUMBER, TRUTH, Turn
 
 PASSES, AGAIN, ENTER, REACHED = "_rehearsed_passes", "_rehearsed_again", "_rehearsed_enter", "_rehearsed_reached"

@@ -1,13 +1,14 @@
-"""Another device of the machine, or a larger one."""
+"""Another device, a larger one, or a smaller model."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules import law
+from gpumagic.oom.rules import proposal
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import backend, propose
 from gpumagic.report.units import size
@@ -39,10 +40,10 @@ def other_device(facts: Facts) -> Iterator[Advice]:
 
 def larger(facts: Facts) -> Iterator[Advice]:
     """Name the size of a device on which the cell would have run."""
-    needs = law.estimate(facts)
+    needs = proposal.estimate(facts)
     if facts.capacity is None or facts.memory != "device" or needs is None or facts.cell is None:
         return
-    needed = int((needs.fixed + needs.batch - facts.leftover_nbytes) / law.MARGIN)
+    needed = int((needs.fixed + needs.batch - facts.leftover_nbytes) / proposal.MARGIN)
     size_ = next((each for each in SIZES if each << 30 >= needed), None)
     if size_ is None or needed <= facts.capacity or facts.requested == facts.short:
         return
@@ -55,7 +56,7 @@ def larger(facts: Facts) -> Iterator[Advice]:
 
 def divided(facts: Facts) -> Iterator[Advice]:
     """Divide each batch among the devices of the machine."""
-    needs = law.estimate(facts)
+    needs = proposal.estimate(facts)
     if not facts.trains or needs is None or backend(facts) not in ("cuda", "xpu") or facts.stage == "step":
         return
     devices = 1 + sum(free >= needs.fixed + needs.batch // 2 for free in facts.free_elsewhere.values())
@@ -73,8 +74,10 @@ def _needed(facts: Facts) -> int | None:
     if facts.requested is None or facts.at_failure is None:
         return None
     seen = facts.at_failure.allocated - facts.leftover_nbytes + facts.requested
-    needs = law.estimate(facts)
-    return max(int(seen / law.MARGIN), needs.fixed + needs.batch - facts.leftover_nbytes if needs is not None else 0)
+    needs = proposal.estimate(facts)
+    return max(
+        int(seen / proposal.MARGIN), needs.fixed + needs.batch - facts.leftover_nbytes if needs is not None else 0
+    )
 
 
 def _redirected(facts: Facts, device: str) -> dict[str, Any]:
@@ -104,3 +107,37 @@ def _renamed(facts: Facts, text: Text, device: str) -> Iterator[Change]:
             yield text.replace(node, f'"{device}"')
         elif isinstance(node, ast.Call) and called(node) == backend(facts) and not node.args:  # x.cuda()
             yield text.add_argument(node, device.partition(":")[2])
+
+
+_DEPTH = re.compile(r"^((n|num|number)_?(of_)?((hidden|encoder|decoder)_)?(layers?|blocks)|depth)$", re.IGNORECASE)
+
+
+def shallower(facts: Facts) -> Iterator[Advice]:
+    """Make fewer layers: parameters grow with them in proportion."""
+    if facts.stage != "move" or not facts.work.moving or facts.usable is None or facts.before is None:
+        return
+    room = int(facts.usable * proposal.MARGIN) - facts.before.allocated + facts.leftover_nbytes
+    for text in facts.texts:
+        for name, literal in _depths(text):
+            layers = int(literal.value)  # type: ignore[arg-type]
+            fewer = int(layers * room / facts.work.moving)
+            if not 1 <= fewer < layers:
+                continue
+            yield propose(
+                facts, f"Make the model smaller: {name} from {layers} to {fewer}",
+                frees=facts.work.moving * (layers - fewer) // layers, covers=True, estimated=True,
+                text=text, changes=[text.replace(literal, str(fewer))],
+                evidence=f"its parameters take {size(facts.work.moving)}; there is room for {size(room)}",
+                cost="a smaller model; training it takes its size again for gradients, and twice for Adam",
+            )  # fmt: skip
+            return
+
+
+def _depths(text: Text) -> Iterator[tuple[str, ast.Constant]]:
+    for node in text.nodes():
+        name = node.arg if isinstance(node, ast.keyword) else None
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+        value = node.value if isinstance(node, ast.keyword | ast.Assign) else None
+        if name is not None and _DEPTH.match(name) and isinstance(value, ast.Constant) and type(value.value) is int:
+            yield name, value

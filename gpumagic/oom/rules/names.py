@@ -1,12 +1,13 @@
-"""Names that hold memory the failed cell has no use for."""
+"""Names that hold memory the failed cell has no use for, and what can be done at once."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gpumagic.oom.report import Advice
+from gpumagic.oom.report import Action, Advice, OomReport
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import propose
 from gpumagic.report.units import count, size
@@ -14,6 +15,7 @@ from gpumagic.source.text import Text, names_in
 
 if TYPE_CHECKING:
     from gpumagic.oom.ownership import Claim
+
 
 WORTH_NAMING = 1024**2
 """Bytes below which a leftover is not worth a word."""
@@ -101,3 +103,50 @@ def _deletion(claims: list[Claim]) -> str:
     displayed = [name.replace("Out[", "_").rstrip("]") for name in names if not name.isidentifier()]
     lines = [f"del {', '.join(variables)}"] if variables else []
     return "\n".join([*lines, *(f"%xdel {each}" for each in displayed)])
+
+
+_REBINDS = re.compile(r"\s*[\w.]+\s*=[^=]")
+"""A line that gives a name another value is a change of what the user works with, not a clearing up."""
+
+WORTH_A_LINE = 1024**2
+"""Bytes below which a line is not worth typing."""
+
+
+def actions_of(report: OomReport, *, in_notebook: bool) -> tuple[Action, ...]:
+    """Return lines that give memory back now, or make more of it usable, each once.
+
+    Args:
+        report: of the failure.
+        in_notebook: whether magics can be typed.
+    """
+    return tuple(dict.fromkeys([*_from_advice(report), *_held(report, in_notebook=in_notebook)]))
+
+
+def _from_advice(report: OomReport) -> Iterator[Action]:
+    for advice in report.advice:
+        lines = [line for line in (advice.first or "").splitlines() if not _REBINDS.match(line)]
+        worth = f"frees {size(advice.frees)}" if advice.frees is not None else ""
+        for line in lines:
+            yield Action(line, worth if len(lines) == 1 else "")
+
+
+def _held(report: OomReport, *, in_notebook: bool) -> Iterator[Action]:
+    """Let the session's own places go: outputs, the last error, what nothing names."""
+    outputs = sum(holder.nbytes for holder in report.holders if holder.name.startswith("Out["))
+    named = sum(holder.nbytes for holder in report.holders)
+    nameless = (report.allocated_after or 0) - named - _told(report) if report.holders else 0
+    if outputs >= WORTH_A_LINE and in_notebook:
+        yield Action("%devices --release-held", f"outputs hold {size(outputs)}")
+    elif nameless >= WORTH_A_LINE:
+        line = "%devices --held" if in_notebook else "gpumagic.devices().held()"
+        yield Action(line, f"says what keeps the {size(nameless)} that nothing names")
+
+
+def _told(report: OomReport) -> int:
+    """Return the bytes that nothing names and of which the advice says already how to give them back."""
+    return sum(each.frees or 0 for each in report.advice if _lets_go(each.first or ""))
+
+
+def _lets_go(code: str) -> bool:
+    """Return whether code does more than to delete names."""
+    return any(not line.startswith("del ") for line in code.splitlines())

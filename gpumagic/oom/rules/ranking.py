@@ -8,27 +8,16 @@ from dataclasses import replace
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import (
-    attention,
-    backends,
+    allocator,
+    autograd,
     batch,
-    broadcast,
     elsewhere,
-    expansion,
-    fragments,
-    gradients,
-    graph,
+    expressions,
     host,
-    inplace,
-    load,
     logits,
-    model_size,
     names,
-    optimizer,
-    parts,
-    precision,
-    recompute,
     request,
-    results,
+    training,
 )
 from gpumagic.oom.rules.facts import Facts
 
@@ -36,61 +25,61 @@ Rule = Callable[[Facts], Iterable[Advice]]
 
 MISTAKES: tuple[Rule, ...] = (
     request.size_bug,
-    broadcast.squeeze,
+    request.squeeze,
     names.leftovers,
     names.stale,
-    graph.earlier,
-    graph.growth,
-    graph.no_grad,
-    graph.retained,
-    gradients.drop,
-    gradients.earlier,
-    gradients.of_an_evaluated_model,
-    load.on_the_host,
-    backends.fraction,
+    autograd.earlier_graph,
+    autograd.graph_growth,
+    autograd.no_grad,
+    autograd.retained,
+    autograd.drop_gradients,
+    autograd.earlier_gradients,
+    autograd.of_an_evaluated_model,
+    host.on_the_host,
+    allocator.fraction,
 )
 """What nobody meant: to undo it costs nothing."""
 
 SAVINGS: tuple[Rule, ...] = (
-    expansion.distances,
-    expansion.lookup,
-    expansion.expand,
-    attention.fused,
-    results.to_the_host,
+    expressions.distances,
+    expressions.lookup,
+    expressions.expand,
+    expressions.fused,
+    autograd.results_to_the_host,
     names.last_turn,
-    inplace.update,
-    precision.single,
-    fragments.expandable_segments,
-    fragments.compact,
-    fragments.private_pools,
+    expressions.update_in_place,
+    training.single,
+    allocator.expandable_segments,
+    allocator.compact,
+    allocator.private_pools,
     host.workers,
     host.unpinned,
     host.mapped,
-    optimizer.one_by_one,
+    training.one_by_one,
     elsewhere.other_device,
-    backends.benchmark,
+    allocator.benchmark,
 )
 """The same result, with less memory or in another place."""
 
 TRADES: tuple[Rule, ...] = (
     logits.in_parts,
-    parts.accumulate,
-    parts.evaluate,
+    batch.accumulate,
+    batch.evaluate,
     batch.smaller,
-    recompute.checkpoint,
-    precision.mixed,
+    training.checkpoint,
+    training.mixed,
     host.half_as_wide,
-    precision.smaller_parameters,
+    training.smaller_parameters,
     request.larger_than_the_device,
 )
 """Memory against time, precision or the shape of the work."""
 
 LAST_RESORTS: tuple[Rule, ...] = (
-    optimizer.leaner,
-    model_size.shallower,
+    training.leaner,
+    elsewhere.shallower,
     elsewhere.divided,
-    backends.large_blocks,
-    backends.watermark,
+    allocator.large_blocks,
+    allocator.watermark,
 )
 """Another model, another optimizer, another machine."""
 

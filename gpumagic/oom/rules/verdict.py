@@ -1,8 +1,8 @@
-"""What went wrong, in one sentence with its numbers, before any advice."""
+"""What went wrong, in one sentence with its numbers, and what would not help."""
 
 from __future__ import annotations
 
-from gpumagic.oom.rules import broadcast, fragments
+from gpumagic.oom.rules import allocator, request
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.report.units import shape, size
 
@@ -47,7 +47,7 @@ def _size_bug(facts: Facts) -> str | None:
 
 
 def _outer(facts: Facts) -> str | None:
-    found = broadcast.outer(facts)
+    found = request.outer(facts)
     if found is None:
         return None
     n = found.length
@@ -111,7 +111,7 @@ def _leftovers(facts: Facts) -> str | None:
 
 
 def _fragments(facts: Facts) -> str | None:
-    if not fragments.is_fragmented(facts):
+    if not allocator.is_fragmented(facts):
         return None
     return (
         f"Fragmentation: {size(facts.unallocated)} of {facts.device} was reserved but unallocated, in no piece large "
@@ -137,3 +137,21 @@ def _shortage(facts: Facts) -> str:
         f"A shortage: {size(facts.before.allocated)} was in use on {where} before the cell, the cell took "
         f"{size(facts.grown)} more, and a further {size(facts.requested)} was {size(facts.short)} too much."
     )
+
+
+def sentences(facts: Facts) -> list[str]:
+    """Return the remedies that are often named and cannot help here, with the reason."""
+    found = []
+    if facts.from_allocator and facts.kind != "size bug":
+        found.append("Emptying the cache cannot help: the allocator did that itself before it gave up.")
+    hopeless = facts.requested is not None and facts.unallocated is not None and facts.unallocated < facts.requested
+    if facts.segments_can_expand and hopeless:
+        found.append(
+            f"expandable_segments cannot help: only {size(facts.unallocated)} was reserved but unallocated, "
+            f"of {size(facts.requested)} asked for."
+        )
+    if facts.stage == "step" and (facts.batches or facts.loaders):
+        found.append("A smaller batch cannot help: it failed in the optimizer's step, whose memory no batch changes.")
+    if facts.kind in ("xpu driver", "device-side assert"):
+        found.append("The kernel has to be restarted: after this error the driver refuses further work.")
+    return found

@@ -1,0 +1,257 @@
+"""Gradients, graphs and results that are kept without need."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from gpumagic.oom.report import Advice
+from gpumagic.oom.rules.facts import Collection, Facts, Growth, TensorFact
+from gpumagic.oom.rules.proposal import prepare, propose
+from gpumagic.report.units import count, size
+from gpumagic.source.text import Change, Text, called, keyword, names_in
+
+WORTH_FREEING = 1024**2
+
+
+def drop_gradients(facts: Facts) -> Iterator[Advice]:
+    """Let `zero_grad` drop the gradients instead of filling them with zeros."""
+    if facts.stage != "forward":
+        return
+    frees = sum(model.gradients for model in facts.models)
+    for text in facts.texts:
+        kept = [node for node in text.nodes() if isinstance(node, ast.Call) and _keeps(node)]
+        if kept and frees >= WORTH_FREEING:
+            changes = [text.replace(_flag(node), "True") for node in kept]
+            yield propose(
+                facts, "Let zero_grad drop the gradients", frees=frees, text=text, changes=changes,
+                first=_clear(facts), cost="none: code that reads .grad sees None for a moment",
+                evidence=f"set_to_none=False keeps {size(frees)} of zeros through the forward pass",
+            )  # fmt: skip
+            return
+
+
+def earlier_gradients(facts: Facts) -> Iterator[Advice]:
+    """Clear the gradients before the forward pass, not between it and backward."""
+    text = _text_with_late_zero_grad(facts)
+    frees = sum(model.gradients for model in facts.models if model.training)
+    if text is None or frees < WORTH_FREEING or facts.stage != "forward":
+        return
+    step = next((node for node in text.nodes() if isinstance(node, ast.Expr) and called(node.value) == "step"), None)
+    changes = text.insert_after(step, f"{_owner(text, step)}.zero_grad()") if step is not None else ()
+    if changes:
+        yield propose(
+            facts, "Clear the gradients right after the step", frees=frees, text=text, changes=changes,
+            first=_clear(facts), evidence=f"{size(frees)} of old gradients were kept through the forward pass",
+            cost="none",
+        )  # fmt: skip
+
+
+def of_an_evaluated_model(facts: Facts) -> Iterator[Advice]:
+    """Drop the gradients of a model that is only evaluated."""
+    if facts.trains:
+        return
+    for model in facts.models:
+        if not model.training and model.gradients >= WORTH_FREEING and not model.local:
+            yield propose(
+                facts, f"Drop the gradients that {model.name} keeps from training", frees=model.gradients,
+                evidence=f"{model.name} is in eval mode and holds {size(model.gradients)} of gradients", cost="none",
+                **prepare(facts, model.name, f"{model.name}.zero_grad(set_to_none=True)"),
+            )  # fmt: skip
+
+
+def _clear(facts: Facts) -> str | None:
+    names = [model.name for model in facts.models if model.gradients and not model.local]
+    return "\n".join(f"{name}.zero_grad()" for name in names) or None
+
+
+def _keeps(call: ast.Call) -> bool:
+    flag = keyword(call, "set_to_none") if called(call) == "zero_grad" else None
+    return flag is not None and isinstance(flag.value, ast.Constant) and flag.value.value is False
+
+
+def _flag(call: ast.Call) -> ast.expr:
+    flag = keyword(call, "set_to_none")
+    assert flag is not None
+    return flag.value
+
+
+def _owner(text: Text, statement: ast.Expr) -> str:
+    call = statement.value
+    return text.code(call.func.value) if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
+
+
+def _text_with_late_zero_grad(facts: Facts) -> Text | None:
+    """Return the text with a loop whose only `zero_grad` stands between the line that failed and `backward`."""
+    for text in facts.texts:
+        lines = {name: [node.lineno for node in text.nodes() if isinstance(node, ast.Call) and called(node) == name]
+                 for name in ("zero_grad", "backward", "step")}  # fmt: skip
+        line = text.line or facts.scene.line
+        if line is None or not all(len(found) == 1 for found in lines.values()):
+            continue
+        if line < lines["zero_grad"][0] < lines["backward"][0] < lines["step"][0]:
+            return text
+    return None
+
+
+NO_GRAD = "with torch.no_grad():"
+WORTH_CUTTING = 1024**2
+
+_DIFFERENTIATES = frozenset({"grad", "requires_grad_", "requires_grad", "jacobian", "hessian", "vjp", "jvp"})
+"""What code mentions that wants a gradient without calling `backward`."""
+
+
+def graph_growth(facts: Facts) -> Iterator[Advice]:
+    """Add up numbers, not tensors that drag their graphs along."""
+    for found in facts.scene.growths:
+        method = "item" if found.scalar else "detach"
+        frees = facts.transient * (found.tensors - 1) // found.tensors if found.tensors > 1 else None
+        yield propose(
+            facts, f"Collect {found.added} without its autograd graph", frees=frees, estimated=True,
+            text=facts.text, changes=_plainly(facts.text, found, method), evidence=_graph_evidence(found),
+            cost="a wait a turn for the number" if found.scalar else "none",
+        )  # fmt: skip
+
+
+def earlier_graph(facts: Facts) -> Iterator[Advice]:
+    """Let go of the graphs that earlier cells' results keep."""
+    if facts.graphs is None or facts.graphs.nbytes < WORTH_CUTTING:
+        return
+    found = facts.graphs
+    *others, last = sorted(found.names)
+    names, keep = (f"{', '.join(others)} and {last}", "keep") if others else (last, "keeps")
+    yield propose(
+        facts, f"Let go of the autograd graphs of {names}", frees=found.nbytes, first=found.code,
+        evidence=f"{names} {keep} {size(found.nbytes)} of activations for a backward; neither this cell nor what "
+        "it calls uses them", cost="none, unless a later cell differentiates them",
+    )  # fmt: skip
+
+
+def no_grad(facts: Facts) -> Iterator[Advice]:
+    """Evaluate without recording a graph."""
+    if facts.cell is None or facts.trains or facts.cell.switches_grad_off or not facts.scene.graph_names:
+        return
+    if facts.cell.attributes & _DIFFERENTIATES or any(_is_watched(fact) for fact in facts.work.tensors.values()):
+        return
+    off = {"no_grad", "inference_mode", "decorate_context", "backward"}
+    evaluates = [model.name for model in facts.models if not model.training]
+    if facts.scene.functions & off or not evaluates:
+        return
+    frees = max(0, facts.transient - 2 * (facts.requested or 0))
+    yield propose(
+        facts, "Evaluate without an autograd graph", frees=frees or None, estimated=True,
+        evidence=f"{evaluates[0]} is in eval mode and nothing calls backward, yet {facts.scene.graph_names[0]} "
+        "has a graph", cost="none", text=facts.text, changes=_ungraphed(facts),
+    )  # fmt: skip
+
+
+def retained(facts: Facts) -> Iterator[Advice]:
+    """Let backward free the graph, where one call of it is all there is."""
+    for text in facts.texts:
+        backwards = [node for node in text.nodes() if isinstance(node, ast.Call) and called(node) == "backward"]
+        flag = keyword(backwards[0], "retain_graph") if len(backwards) == 1 else None
+        if flag is None or not isinstance(flag.value, ast.Constant) or flag.value.value is not True:
+            continue
+        function = backwards[0].func
+        owner = text.code(function.value) if isinstance(function, ast.Attribute) else ""
+        if not any(owner == name for name in facts.scene.graph_names):
+            continue
+        yield propose(
+            facts, f"Let {owner}.backward free its graph", frees=facts.transient // 2 or None, estimated=True,
+            text=text, changes=[text.replace(flag.value, "False")], cost="none: backward is called once",
+            evidence=f"retain_graph=True kept the graph of {owner} while the next was made",
+        )  # fmt: skip
+
+
+def _is_watched(fact: TensorFact) -> bool:
+    """Return whether somebody wants this tensor's own gradient: an input that is optimized or explained."""
+    return fact.requires_grad and not fact.graph
+
+
+def _plainly(text: Text | None, found: Growth, method: str) -> list[Change]:
+    """Return the change that makes a number or a plain tensor of what is added."""
+    for node in text.nodes() if text is not None else ():
+        value = _added(node, found)
+        if text is not None and value is not None and value.lineno == found.line:
+            simple = isinstance(value, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+            new = text.code(value) if simple else f"({text.code(value)})"
+            return [text.replace(value, f"{new}.{method}()")]
+    return []
+
+
+def _added(node: ast.AST, found: Growth) -> ast.expr | None:
+    if isinstance(node, ast.AugAssign) and not found.append:
+        return node.value if isinstance(node.target, ast.Name) and node.target.id == found.target else None
+    if isinstance(node, ast.Call) and found.append and called(node) == "append" and len(node.args) == 1:
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        return node.args[0] if isinstance(owner, ast.Name) and owner.id == found.target else None
+    return None
+
+
+def _ungraphed(facts: Facts) -> Sequence[Change]:
+    """Return the changes that put the statements from the first with a graph to the failed one under `no_grad`."""
+    text, line = facts.text, facts.scene.line
+    if text is None or line is None:
+        return ()
+    place = next((i for i, each in enumerate(text.tree.body) if each.lineno <= line <= (each.end_lineno or 0)), None)
+    if place is None:
+        return ()
+    failed = text.tree.body[place]
+    if isinstance(failed, ast.FunctionDef | ast.AsyncFunctionDef):
+        return text.insert(failed, "@torch.no_grad()")
+    made = [i for i, each in enumerate(text.tree.body[:place]) if _makes(each, facts.scene.graph_names)]
+    return text.wrap(text.tree.body[min([*made, place]) : place + 1], NO_GRAD)
+
+
+def _makes(statement: ast.stmt, names: Sequence[str]) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return bool(set().union(*map(names_in, targets)) & set(names)) if targets else False
+
+
+def _graph_evidence(found: Growth) -> str:
+    if found.append:
+        return f"{found.target} holds {count(found.tensors, 'tensor')} with a graph, one more with every turn"
+    return f"{found.target} has a graph that grows with every turn of the loop"
+
+
+WORTH_MOVING = 1024**2
+
+
+def results_to_the_host(facts: Facts) -> Iterator[Advice]:
+    """Collect results in the host's memory."""
+    for text in facts.texts:
+        for target, value in _collected(text):
+            held = facts.work.collections.get(target)
+            if held is None or held.nbytes < WORTH_MOVING:
+                continue
+            if any(growth.target == target for growth in facts.scene.growths):
+                continue  # its graph is the greater part, and said there
+            plain = "detach().cpu()" if held.graphs else "cpu()"
+            yield propose(
+                facts, f"Collect {target} in the host's memory", frees=held.nbytes, text=text,
+                changes=[text.append(value, f".{plain}")] if _is_simple(value)
+                else [text.replace(value, f"({text.code(value)}).{plain}")],
+                evidence=_evidence(target, held), cost=f"a copy a turn; what uses {target} finds it on the CPU",
+            )  # fmt: skip
+            return
+
+
+def _collected(text: Text) -> Iterator[tuple[str, ast.expr]]:
+    """Yield what a loop adds to a list or a dict: ``found.append(x)``, ``found[i] = x``."""
+    loops = [node for node in text.nodes() if isinstance(node, ast.For | ast.While)]
+    for node in (each for loop in loops for each in ast.walk(loop)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
+            if isinstance(node.func.value, ast.Name) and len(node.args) == 1:
+                yield node.func.value.id, node.args[0]
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            owner = node.targets[0].value
+            if isinstance(owner, ast.Name):
+                yield owner.id, node.value
+
+
+def _is_simple(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+
+
+def _evidence(target: str, held: Collection) -> str:
+    return f"{target} holds {count(held.tensors, 'tensor')} with {size(held.nbytes)}, one more with every turn"
