@@ -428,7 +428,7 @@ inline c10::DataPtr allocate(DeviceIndex index, size_t size, c10::Device seen_as
 }
 
 // Books a host storage on a card without copying it.
-inline c10::DataPtr take_over(DeviceIndex index, const c10::Storage& storage) {
+inline c10::DataPtr adopt(DeviceIndex index, const c10::Storage& storage) {
   const c10::Device device(kSimgpu, index);
   void* host = const_cast<void*>(storage.data());
   if (host == nullptr || storage.nbytes() == 0) {

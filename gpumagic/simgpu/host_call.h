@@ -135,7 +135,7 @@ class HostCall {
       return known->second;
     }
     Storage taken(
-        Storage::use_byte_size_t(), host.nbytes(), take_over(device_.index(), host), &card_allocator(),
+        Storage::use_byte_size_t(), host.nbytes(), adopt(device_.index(), host), &card_allocator(),
         /*resizable=*/true);
     card_storages_.emplace(host.unsafeGetStorageImpl(), taken);
     return taken;
@@ -217,7 +217,7 @@ class CommonDevice {
     }
   }
 
-  std::optional<Device> device() const {
+  std::optional<Device> found() const {
     return first_;
   }
 
@@ -288,14 +288,14 @@ inline Device check_operands(const c10::OperatorHandle& op, c10::ArrayRef<IValue
       asked_for = arguments[i].toDevice();
     }
   }
-  if (!common.device().has_value()) {
+  if (!common.found().has_value()) {
     return resolve(asked_for);
   }
   // A generator alone brings a call here.
   TORCH_CHECK(
-      common.device()->type() == kSimgpu, "Expected a '", common.device()->type(),
+      common.found()->type() == kSimgpu, "Expected a '", common.found()->type(),
       "' device type for generator but found 'simgpu'");
-  return *common.device();
+  return *common.found();
 }
 
 }  // namespace simgpu
