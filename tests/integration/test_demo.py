@@ -10,8 +10,7 @@ import IPython
 import nbformat
 import pytest
 
-from gpumagic import demo
-from gpumagic.__main__ import main
+from gpumagic.__main__ import execute_notebook, main
 from gpumagic.options import MAGICS
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "demo_notebooks").glob("*.ipynb"))
@@ -41,7 +40,7 @@ def test_a_notebook_runs_and_only_cells_marked_so_fail(path: Path) -> None:
     if path.stem == "many_engines" and IPython.version_info < (8,):
         pytest.skip("starting a cluster takes half a minute, and it runs with the newest IPython")
     notebook = nbformat.read(path, as_version=4)
-    assert demo.execute(notebook) is None
+    assert execute_notebook(notebook) is None
     _assert_only_cells_marked_so_failed(notebook)
 
 
