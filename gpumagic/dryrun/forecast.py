@@ -16,6 +16,7 @@ from gpumagic.dryrun.report import DeviceForecast, RehearsalPoint, RehearsalRepo
 from gpumagic.dryrun.targets import Target
 from gpumagic.errors import OptionError, RehearsalUnavailable
 from gpumagic.report.units import count, size
+from gpumagic.source.frames import is_library
 
 
 def verdict_sentence(device: DeviceForecast, error: dict[str, Any] | None) -> str:
@@ -178,7 +179,7 @@ def _order(
         for name, held, segments in zip(target.names, target.allocated, target.segments, strict=True)
     ]
     numpy = sys.modules.get("numpy")
-    sources = {name: "".join(linecache.getlines(name)) for name in parts.files if "site-packages" not in name}
+    sources = {name: "".join(linecache.getlines(name)) for name in parts.files if not is_library("", name)}
     if what.source is not None:
         sources[what.filename] = what.source
     return {

@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from gpumagic.heap import readers
 from gpumagic.heap.paths import Names, Search, spell, variable
 from gpumagic.heap.storages import Ledger, uncollected, undisturbed
+from gpumagic.source import frames
 
 TRACEBACK = "last traceback"
 
-_OURS = str(Path(__file__).parents[1])
 _variables_of: Any = vars(ModuleType)["__dict__"].__get__
 
 
@@ -121,13 +119,12 @@ def running_roots() -> Iterator[tuple[str, object]]:
 
 def module_roots(namespace: Mapping[str, object], installed: bool = False) -> Iterator[tuple[str, object]]:
     """Yield the variables of the modules that the user wrote, or of those that were installed, but for ours."""
-    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     for name, module in list(sys.modules.items()):
         own: Any = _variables_of(module) if type(module) is ModuleType else {}
         file = own.get("__file__")
-        if own is namespace or type(file) is not str or file.startswith(_OURS):
+        if own is namespace or type(file) is not str or name.partition(".")[0] == "gpumagic":
             continue
-        if file.startswith(libraries) == installed:
+        if frames.is_library(name, file) == installed:
             yield f"module {name}", SimpleNamespace(**own)
 
 

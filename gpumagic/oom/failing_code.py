@@ -20,7 +20,7 @@ from gpumagic.oom.rules.facts import Growth, Scene, TensorFact, Work
 from gpumagic.source import cell_code, frames
 from gpumagic.source import text as texts
 from gpumagic.source.cell_code import Accumulation, CellCode
-from gpumagic.source.frames import is_users
+from gpumagic.source.frames import is_user_code
 from gpumagic.source.text import Text
 
 Standing = tuple[FrameType, int]
@@ -36,7 +36,9 @@ def read_scene(error: BaseException, namespace: Mapping[str, object], outside: C
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
     stack = list(frames.frames_of(error, outside))
-    own = [each for each in stack if each[0].f_globals is namespace] or [each for each in stack if _is_users(each)]
+    own = [each for each in stack if each[0].f_globals is namespace] or [
+        each for each in stack if is_user_code(each[0])
+    ]
     if not own:
         return Scene(functions=_functions(stack))
     filename = own[0][0].f_code.co_filename
@@ -48,16 +50,12 @@ def read_scene(error: BaseException, namespace: Mapping[str, object], outside: C
         code=_code(frame, line),
         source=text or None,
         functions=_functions(stack),
-        inside=_inside([each for each in stack if _is_users(each)][-1:], frame),
+        inside=_inside([each for each in stack if is_user_code(each[0])][-1:], frame),
         calls_backward=any("backward" in frame.f_code.co_names for frame, _ in own),
         autocast=any("autocast" in frame.f_code.co_names for frame, _ in own),
         growths=tuple(_growths(cell, own)),
         graph_names=_graph_names(cell, own),
     )
-
-
-def _is_users(standing: Standing) -> bool:
-    return is_users(standing[0])
 
 
 def _functions(stack: list[Standing]) -> frozenset[str]:
@@ -136,7 +134,7 @@ def read_failing_code(
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
     stack = list(frames.frames_of(error, outside))
-    own = [each for each in stack if is_users(each[0])]
+    own = [each for each in stack if is_user_code(each[0])]
     if not own:
         return Work()
     frame, line = own[-1]

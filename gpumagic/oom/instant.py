@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from gpumagic.oom.report import Instant, Shape, Share
 from gpumagic.oom.rules.facts import Work
 from gpumagic.source import frames
-from gpumagic.source.frames import is_users
+from gpumagic.source.frames import is_user_code
 from gpumagic.tensors import scan
 from gpumagic.tensors.records import TensorRow, root_of
 from gpumagic.transfers import explain
@@ -120,7 +120,7 @@ def operation(error: BaseException, work: Work, outside: Collection[int] = ()) -
         step
         for each in frames.related_exceptions(error, outside)
         for step in frames.traceback_steps(each.__traceback__)
-        if is_users(step.tb_frame)
+        if is_user_code(step.tb_frame)
     ]
     node = explain.failing_node(steps[-1]) if steps else None
     if node is None:

@@ -7,13 +7,13 @@ the snapshot is read as its documentation describes it. Nothing is switched on h
 from __future__ import annotations
 
 import sys
-import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpumagic.memory import allocator
+from gpumagic.source.frames import is_library
 from gpumagic.tensors.records import DeviceMemoryRow, SourceRow, TensorRow
 
 GRANULE = 512
@@ -131,10 +131,9 @@ def _holds_any(block: Mapping[str, Any], addresses: Sequence[int]) -> bool:
     return last > 0 and addresses[last - 1] >= block["address"]
 
 
-def _line(frames: Sequence[Mapping[str, Any]]) -> str:
+def _line(recorded: Sequence[Mapping[str, Any]]) -> str:
     """Return the innermost line of the user's own code: ``"train.py:12 in step"``."""
-    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-    own = [each for each in frames if not each["filename"].startswith(installed)] or list(frames)
+    own = [each for each in recorded if not is_library("", each["filename"])] or list(recorded)
     if not own:
         return UNKNOWN
     return f"{own[0]['filename']}:{own[0]['line']} in {own[0]['name']}"

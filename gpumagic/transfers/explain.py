@@ -21,7 +21,7 @@ from gpumagic import _compat
 from gpumagic.heap import object_fields
 from gpumagic.memory import allocator
 from gpumagic.source import frames
-from gpumagic.source.frames import MISSING, is_a_functions, is_users
+from gpumagic.source.frames import MISSING, is_a_functions, is_user_code
 from gpumagic.transfers import device_errors
 from gpumagic.transfers.device_errors import Failure
 from gpumagic.transfers.report import Explanation, Operand
@@ -212,7 +212,7 @@ def explain(
 
 def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str) -> Failure:
     steps = list(frames.traceback_steps(error.__traceback__))
-    own = [step for step in steps if step.tb_frame.f_globals is namespace or is_users(step.tb_frame)]
+    own = [step for step in steps if step.tb_frame.f_globals is namespace or is_user_code(step.tb_frame)]
     here = (*allocator.accelerators(), "cpu", "meta")
     if not own:
         return Failure(text, device, here)

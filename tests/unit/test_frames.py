@@ -1,0 +1,102 @@
+"""Whose code a frame runs is decided once, by the name of its module and not by where this interpreter installs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import timeit
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import gpumagic
+from gpumagic.source import frames
+
+CODE = "import sys\ndef frame():\n    return sys._getframe()\n"
+
+
+def frame_in(**namespace: object) -> FrameType:
+    exec(CODE, namespace)
+    return namespace["frame"]()
+
+
+@pytest.fixture
+def target(tmp_path, monkeypatch) -> Path:
+    """Return a folder on PYTHONPATH as `pip install --target` leaves it, with a module of the user's own in it."""
+    for name in ("a_library", "own_module"):
+        package = tmp_path / name
+        package.mkdir()
+        (package / "__init__.py").write_text(CODE)
+        (package / "inner.py").write_text(CODE)
+    metadata = tmp_path / "a_library-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "RECORD").write_text("../../bin/a_library,,\na_library/__init__.py,sha256=x,9\na_library/inner.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [each for each in sys.modules if each.partition(".")[0] in ("a_library", "own_module")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("module", ["", ".inner"])
+def test_a_package_installed_into_a_folder_of_pythonpath_is_a_library(target, module) -> None:
+    assert not frames.is_user_code(importlib.import_module(f"a_library{module}").frame())
+    assert frames.is_library("", importlib.import_module(f"a_library{module}").__file__)
+
+
+@pytest.mark.parametrize("module", ["", ".inner"])
+def test_the_user_s_own_module_is_the_user_s_even_beside_installed_ones(target, module) -> None:
+    assert frames.is_user_code(importlib.import_module(f"own_module{module}").frame())
+    assert not frames.is_library("", importlib.import_module(f"own_module{module}").__file__)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("torch.nn.functional", "/opt/checkout/torch/nn/functional.py"),
+        ("IPython.core.magic", "/opt/checkout/IPython/core/magic.py"),
+        ("gpumagic.api", "/opt/checkout/gpumagic/api.py"),
+        ("transformers.trainer", "/home/me/.local/lib/python3.12/site-packages/transformers/trainer.py"),
+        ("numpy", "/usr/lib/python3/dist-packages/numpy/__init__.py"),
+        ("__main__", "/usr/lib/python3/dist-packages/ipykernel_launcher.py"),
+        ("contextlib", contextlib_file := str(importlib.import_module("contextlib").__file__)),
+        ("", contextlib_file),
+        ("", "<frozen importlib._bootstrap>"),
+        ("importlib._bootstrap", ""),
+    ],
+)
+def test_python_torch_and_what_is_installed_anywhere_are_libraries(name, file) -> None:
+    assert not frames.is_user_code(frame_in(__name__=name, __file__=file))
+
+
+@pytest.mark.parametrize(
+    "namespace",
+    [
+        {"__name__": "__main__"},
+        {"__name__": "__main__", "__file__": "/home/me/train.py"},
+        {"__name__": "model", "__file__": "/home/me/model.py"},
+        {"__name__": "code", "__file__": "/home/me/code.py"},
+        {"__name__": "torchtools.data", "__file__": "/home/me/torchtools/data.py"},
+        {"__name__": "__main__", "__file__": sys.prefix + "_of_mine/train.py"},
+        {"__name__": 3, "__file__": None},
+        {},
+    ],
+)
+def test_cells_scripts_and_modules_that_are_not_installed_are_the_user_s(namespace) -> None:
+    assert frames.is_user_code(frame_in(**namespace))
+
+
+def test_asking_again_costs_no_more_than_a_lookup() -> None:
+    frame = frame_in(__name__="model", __file__="/home/me/model.py")
+    frames.is_user_code(frame)
+    assert min(timeit.repeat(lambda: frames.is_user_code(frame), number=1000, repeat=5)) < 0.005
+
+
+def test_no_other_module_asks_where_packages_are_installed() -> None:
+    package = Path(gpumagic.__file__).parent
+    asking = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if any(word in path.read_text(encoding="utf-8") for word in ("site-packages", "purelib"))
+    ]
+    assert asking == ["source/frames.py"]
