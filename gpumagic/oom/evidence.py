@@ -14,7 +14,7 @@ from gpumagic.oom import ownership, surroundings
 from gpumagic.oom.failure import Failure
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import OomReport
-from gpumagic.oom.rules import batch, proposal, ranking, verdict
+from gpumagic.oom.rules import batch, proposal, verdict
 from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, Work
 from gpumagic.report import origin
 from gpumagic.report.units import size
@@ -225,7 +225,7 @@ def _report(facts: Facts, failure: Failure, circumstances: Circumstances, notes:
         verdict=verdict.sentence(facts),
         cause=verdict.cause(facts),
         holders=facts.holders,
-        advice=ranking.advise(facts),
+        advice=verdict.advise(facts),
         capacity=facts.capacity,
         retries=circumstances.retries,
         recovered=circumstances.recovered,

@@ -21,7 +21,7 @@ from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
 from gpumagic.oom import cell_output, instant, recognition
 from gpumagic.oom.report import Instant
-from gpumagic.oom.rules import names
+from gpumagic.oom.rules import kept
 from gpumagic.source import frames
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class OomGuard(contextlib.ContextDecorator):
             self._namespace, self._bound, self._shell, pinned, self._retries, self._recovered
         )  # fmt: skip
         report = replace(conclude(failure, circumstances), instant=self._instant, timeline=self._timeline)
-        report = replace(report, actions=names.actions_of(report, in_notebook=self._shell is not None))
+        report = replace(report, actions=kept.actions_of(report, in_notebook=self._shell is not None))
         self.publish(report)
         self._then()
         return report

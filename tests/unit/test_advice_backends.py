@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.oom.rules import allocator, elsewhere, expressions, host, logits, proposal, verdict
+from gpumagic.oom.rules import batch, expressions, limits, proposal, training, verdict
 from gpumagic.oom.rules.facts import Facts, Loader, Model, Scene, TensorFact, Work
 from gpumagic.source import cell_code, text
 
@@ -72,7 +72,7 @@ def test_the_loss_in_parts_is_the_loss(trains) -> None:
         work=replace(facts.work, function="cross_entropy",
                      operands={"input": TensorFact((24, 1200), "float64", 24 * 1200 * 8, "cuda:0")}),
     )  # fmt: skip
-    advice = one(logits.in_parts, facts)
+    advice = one(training.in_parts, facts)
     assert ("checkpoint" in advice.edit) is trains
     names = {"torch": torch, "F": torch.nn.functional, "hidden": hidden, "table": table, "labels": labels}
     exec("import torch.utils.checkpoint\n" + advice.apply(source), names)
@@ -82,73 +82,73 @@ def test_the_loss_in_parts_is_the_loss(trains) -> None:
 
 
 def test_a_cap_on_the_process_is_lifted_not_worked_around() -> None:
-    advice = one(allocator.fraction, replace(SHORTAGE, kind="memory fraction"))
+    advice = one(limits.fraction, replace(SHORTAGE, kind="memory fraction"))
     assert advice.first == "torch.cuda.set_per_process_memory_fraction(1.0)"
-    assert not list(allocator.fraction(SHORTAGE))
+    assert not list(limits.fraction(SHORTAGE))
 
 
 def test_cudnn_is_named_only_where_its_trials_are_on_and_a_convolution_failed() -> None:
     conv = Scene(functions=frozenset({"forward", "_conv_forward"}))
     on = {"cudnn.benchmark": True}
-    assert one(allocator.benchmark, replace(SHORTAGE, scene=conv, settings=on)).first.endswith("benchmark = False")
-    assert not list(allocator.benchmark(replace(SHORTAGE, scene=conv)))
-    assert not list(allocator.benchmark(replace(SHORTAGE, settings=on)))
+    assert one(limits.benchmark, replace(SHORTAGE, scene=conv, settings=on)).first.endswith("benchmark = False")
+    assert not list(limits.benchmark(replace(SHORTAGE, scene=conv)))
+    assert not list(limits.benchmark(replace(SHORTAGE, settings=on)))
 
 
 def test_limits_of_xpu_and_mps_name_the_variable_and_the_restart() -> None:
-    block = one(allocator.large_blocks, replace(SHORTAGE, kind="xpu block limit"))
-    cap = one(allocator.watermark, replace(SHORTAGE, kind="mps allocator"))
+    block = one(limits.large_blocks, replace(SHORTAGE, kind="xpu block limit"))
+    cap = one(limits.watermark, replace(SHORTAGE, kind="mps allocator"))
     assert (block.edit, cap.edit) == (
         "UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1", "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
     )  # fmt: skip
     assert "restart" in block.cost
     assert "restart" in cap.cost
-    assert not [*allocator.large_blocks(SHORTAGE), *allocator.watermark(SHORTAGE)]
+    assert not [*limits.large_blocks(SHORTAGE), *limits.watermark(SHORTAGE)]
 
 
 def test_pools_of_cuda_graphs_are_named_only_if_they_hold_the_request() -> None:
-    assert one(allocator.private_pools, replace(SHORTAGE, private_pools=3 * GIB)).frees == 3 * GIB
-    assert not list(allocator.private_pools(replace(SHORTAGE, private_pools=GIB)))
+    assert one(limits.private_pools, replace(SHORTAGE, private_pools=3 * GIB)).frees == 3 * GIB
+    assert not list(limits.private_pools(replace(SHORTAGE, private_pools=GIB)))
 
 
 def test_a_larger_device_is_named_by_its_size() -> None:
     facts = replace(SHORTAGE, cell=cell_code.read_cell("x"), fixed=GIB)
-    assert one(elsewhere.larger, facts).title == "Use a GPU with 10 GiB or more"
+    assert one(batch.larger, facts).title == "Use a GPU with 10 GiB or more"
 
 
 def test_a_batch_is_divided_only_among_devices_that_have_room() -> None:
     model = Model("net", GIB, GIB, training=True, checkpoints=None, gradients=GIB)
     facts = replace(SHORTAGE, cell=cell_code.read_cell("net(x).backward()"), models=(model,), fixed=2 * GIB,
                     scene=Scene(functions=frozenset({"forward"})))  # fmt: skip
-    advice = one(elsewhere.divided, replace(facts, free_elsewhere={"cuda:1": 20 * GIB, "cuda:2": GIB}))
+    advice = one(batch.divided, replace(facts, free_elsewhere={"cuda:1": 20 * GIB, "cuda:2": GIB}))
     assert "among 2 devices" in advice.title
-    assert not list(elsewhere.divided(replace(facts, free_elsewhere={"cuda:1": GIB})))
+    assert not list(batch.divided(replace(facts, free_elsewhere={"cuda:1": GIB})))
 
 
 def test_workers_are_blamed_only_for_what_failed_in_them() -> None:
     loader = Loader("loader", 8, workers=4, shuffles=True)
     killed = replace(SHORTAGE, kind="dataloader killed", memory="host", loaders=(loader,))
-    advice = one(host.workers, killed)
+    advice = one(limits.workers, killed)
     assert advice.first == (
         "loader = torch.utils.data.DataLoader(loader.dataset, batch_size=8, shuffle=True, num_workers=0, "
         "collate_fn=loader.collate_fn)"
     )
     own = replace(loader, shuffles=False, samples=True, drops_last=True)
-    assert one(host.workers, replace(killed, loaders=(own,))).first == (
+    assert one(limits.workers, replace(killed, loaders=(own,))).first == (
         "loader = torch.utils.data.DataLoader(loader.dataset, batch_size=8, num_workers=0, drop_last=True, "
         "sampler=loader.sampler, collate_fn=loader.collate_fn)"
     )
-    assert not list(host.workers(replace(killed, kind="numpy")))
-    assert not list(host.workers(replace(killed, loaders=(replace(loader, workers=0),))))
+    assert not list(limits.workers(replace(killed, kind="numpy")))
+    assert not list(limits.workers(replace(killed, loaders=(replace(loader, workers=0),))))
 
 
 def test_an_array_of_float64_is_halved_where_numpy_was_refused() -> None:
     source = "table = np.zeros((10**5, 10**5))"
     facts = failing(source, {}, kind="numpy", memory="host", device="cpu", requested=75 * GIB, free=40 * GIB)
-    advice = one(host.half_as_wide, facts)
+    advice = one(limits.half_as_wide, facts)
     assert (advice.edit, advice.covers) == ("table = np.zeros((10**5, 10**5), dtype=np.float32)", True)
     narrow = failing("table = np.zeros(9, dtype=np.float32)", {}, kind="numpy", memory="host", requested=GIB)
-    assert not list(host.half_as_wide(narrow))
+    assert not list(limits.half_as_wide(narrow))
 
 
 def test_a_smaller_batch_is_denied_where_the_step_failed() -> None:

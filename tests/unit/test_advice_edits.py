@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules import ranking
+from gpumagic.oom.rules import verdict
 from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Scene, TensorFact, Work
 from gpumagic.source import cell_code, text
 from gpumagic.source.text import Change
@@ -155,7 +155,7 @@ def facts(source: str, line: int, *, trains: bool) -> Facts:
 @given(CELLS, st.data(), st.booleans())
 def test_every_edit_of_every_rule_parses_and_can_be_taken_back(source, data, trains) -> None:
     line = data.draw(st.integers(1, source.count("\n") + 1))
-    for advice in ranking.advise(facts(source, line, trains=trains)):
+    for advice in verdict.advise(facts(source, line, trains=trains)):
         body = [change for change in advice.changes if not change.new.startswith("%%")]
         changed = Advice("", None, None, changes=tuple(body)).apply(source)
         assert ast.parse(changed), advice.title

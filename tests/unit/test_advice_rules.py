@@ -8,7 +8,7 @@ import pytest
 
 from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.oom.ownership import Claim
-from gpumagic.oom.rules import allocator, autograd, batch, elsewhere, names, ranking, request, training, verdict
+from gpumagic.oom.rules import batch, kept, limits, training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Scene
 from gpumagic.source import cell_code  # fmt: skip
 
@@ -80,21 +80,21 @@ def test_other_processes_that_hold_less_than_was_missing_are_not_blamed() -> Non
 
 def test_leftovers_are_deleted_together_and_priced_together() -> None:
     claims = (Claim(frozenset({"a", "b"}), GIB), Claim(frozenset({"c"}), 2 * MIB), Claim(frozenset({"d"}), 100))
-    advice = one(names.leftovers, replace(SHORTAGE, leftovers=claims))
+    advice = one(kept.leftovers, replace(SHORTAGE, leftovers=claims))
     assert (advice.edit, advice.frees, advice.covers) == ("del a, b, c", GIB + 2 * MIB, True)
 
 
 def test_a_displayed_leftover_is_deleted_by_ipythons_own_magic() -> None:
     claims = (Claim(frozenset({"Out[5]"}), GIB), Claim(frozenset({"Out[6]", "x"}), GIB), Claim(frozenset({"y"}), GIB))
-    assert one(names.leftovers, replace(SHORTAGE, leftovers=claims)).edit == "del x, y\n%xdel _5\n%xdel _6"
+    assert one(kept.leftovers, replace(SHORTAGE, leftovers=claims)).edit == "del x, y\n%xdel _5\n%xdel _6"
 
 
 def test_small_leftovers_are_not_mentioned() -> None:
-    assert not list(names.leftovers(replace(SHORTAGE, leftovers=(Claim(frozenset({"a"}), 512),))))
+    assert not list(kept.leftovers(replace(SHORTAGE, leftovers=(Claim(frozenset({"a"}), 512),))))
 
 
 def test_an_old_value_about_to_be_replaced_is_deleted_first() -> None:
-    advice = one(names.stale, replace(SHORTAGE, stale={"x": GIB}))
+    advice = one(kept.stale, replace(SHORTAGE, stale={"x": GIB}))
     assert (advice.edit, advice.frees, advice.covers) == ("del x", GIB, True)
 
 
@@ -110,13 +110,13 @@ def test_an_old_value_about_to_be_replaced_is_deleted_first() -> None:
 )  # fmt: skip
 def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, growth, edit) -> None:
     cell = cell_code.read_cell(f"for x in y:\n    {line}\n    print(x)")
-    advice = one(autograd.graph_growth, replace(SHORTAGE, cell=cell, scene=Scene(growths=(growth,))))
+    advice = one(kept.graph_growth, replace(SHORTAGE, cell=cell, scene=Scene(growths=(growth,))))
     assert advice.edit == edit
     assert advice.apply(cell.text.source).splitlines()[1] == f"    {edit}"
 
 
 def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
-    advice = one(autograd.no_grad, EVALUATING)
+    advice = one(kept.no_grad, EVALUATING)
     assert advice.edit == "with torch.no_grad():\n    for x in data: out = net(x)"
     assert advice.apply(EVALUATING.cell.text.source) == f"net.eval()\n{advice.edit}"
 
@@ -134,7 +134,7 @@ def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
     ],
 )
 def test_no_grad_is_not_advised_where_a_graph_is_needed_or_already_off(facts) -> None:
-    assert not list(autograd.no_grad(facts))
+    assert not list(kept.no_grad(facts))
 
 
 @pytest.mark.parametrize(
@@ -201,20 +201,20 @@ def test_checkpointing_is_not_advised_without_gain_or_where_it_is_on(facts) -> N
 
 def test_another_device_is_named_only_if_all_the_cell_needs_fits_there() -> None:
     room = replace(SHORTAGE, free_elsewhere={"cuda:1": 7 * GIB, "cuda:2": 10 * GIB})
-    advice = one(elsewhere.other_device, room)
+    advice = one(batch.other_device, room)
     assert (advice.edit, advice.covers, advice.frees) == ("%%ondevice cuda:2", True, None)
-    assert not list(elsewhere.other_device(replace(room, requested=3 * GIB)))
+    assert not list(batch.other_device(replace(room, requested=3 * GIB)))
     left = replace(room, requested=3 * GIB, leftovers=(Claim(frozenset({"a"}), 3 * GIB),))
-    assert one(elsewhere.other_device, left).title == "Run the cell on cuda:2"
+    assert one(batch.other_device, left).title == "Run the cell on cuda:2"
 
 
 def test_expandable_segments_are_advised_or_denied_by_what_was_unallocated() -> None:
     some = replace(SHORTAGE, segments_can_expand=True, unallocated=3 * GIB)
-    assert one(allocator.expandable_segments, some).frees == 3 * GIB
+    assert one(limits.expandable_segments, some).frees == 3 * GIB
     none = replace(SHORTAGE, segments_can_expand=True, unallocated=200 * MIB)
-    assert not list(allocator.expandable_segments(none))
+    assert not list(limits.expandable_segments(none))
     assert "only 200.0 MiB was reserved but unallocated, of 2.0 GiB asked for." in " ".join(verdict.sentences(none))
-    assert not list(allocator.expandable_segments(replace(some, segments_can_expand=False)))
+    assert not list(limits.expandable_segments(replace(some, segments_can_expand=False)))
 
 
 def test_emptying_the_cache_is_denied_only_where_the_allocator_did_it() -> None:
@@ -232,9 +232,9 @@ def test_the_foreach_form_of_adam_is_named_by_the_function_that_failed() -> None
 
 
 def test_a_request_beyond_the_device_is_to_be_divided() -> None:
-    advice = one(request.larger_than_the_device, replace(SHORTAGE, requested=9 * GIB))
+    advice = one(limits.larger_than_the_device, replace(SHORTAGE, requested=9 * GIB))
     assert "3 parts" in advice.title
-    assert not list(request.larger_than_the_device(SHORTAGE))
+    assert not list(limits.larger_than_the_device(SHORTAGE))
 
 
 def test_what_suffices_comes_first_then_the_most_bytes() -> None:
@@ -243,8 +243,8 @@ def test_what_suffices_comes_first_then_the_most_bytes() -> None:
         batches=(BatchSize("bs", 8),), free_elsewhere={"cuda:1": 20 * GIB},
         scene=Scene(functions=frozenset({"forward"})),
     )  # fmt: skip
-    assert [advice.edit for advice in ranking.advise(facts)] == ["%%ondevice cuda:1", "bs = 4", "del x", "del a"]
+    assert [advice.edit for advice in verdict.advise(facts)] == ["%%ondevice cuda:1", "bs = 4", "del x", "del a"]
 
 
 def test_nothing_is_advised_on_no_facts() -> None:
-    assert ranking.advise(Facts(kind="cublas", device="cuda:0")) == ()
+    assert verdict.advise(Facts(kind="cublas", device="cuda:0")) == ()

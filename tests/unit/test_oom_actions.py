@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpumagic.oom.report import Advice, OomReport
-from gpumagic.oom.rules import names
+from gpumagic.oom.rules import kept
 from gpumagic.report.base import Holder
 
 MIB = 2**20
@@ -14,7 +14,7 @@ def codes(*advice: Advice, holders: tuple[Holder, ...]) -> list[str]:
     report = OomReport(
         "cuda allocator", "certain", DEVICE, 64 * MIB, 0, 0, 40 * MIB, 40 * MIB, 1, "x", "full", holders, advice
     )
-    return [action.code for action in names.actions_of(report, in_notebook=True)]
+    return [action.code for action in kept.actions_of(report, in_notebook=True)]
 
 
 NET = Holder("net", DEVICE, 4 * MIB, "module")

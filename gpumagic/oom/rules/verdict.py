@@ -1,8 +1,13 @@
-"""What went wrong, in one sentence with its numbers, and what would not help."""
+"""All the rules together: what went wrong, in one sentence with its numbers, and what would help, best first."""
 
 from __future__ import annotations
 
-from gpumagic.oom.rules import allocator, request
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from gpumagic.oom.report import Advice
+from gpumagic.oom.rules import batch, expressions, kept, limits, training
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.report.units import shape, size
 
@@ -47,7 +52,7 @@ def _size_bug(facts: Facts) -> str | None:
 
 
 def _outer(facts: Facts) -> str | None:
-    found = request.outer(facts)
+    found = limits.outer(facts)
     if found is None:
         return None
     n = found.length
@@ -111,7 +116,7 @@ def _leftovers(facts: Facts) -> str | None:
 
 
 def _fragments(facts: Facts) -> str | None:
-    if not allocator.is_fragmented(facts):
+    if not limits.is_fragmented(facts):
         return None
     return (
         f"Fragmentation: {size(facts.unallocated)} of {facts.device} was reserved but unallocated, in no piece large "
@@ -155,3 +160,103 @@ def sentences(facts: Facts) -> list[str]:
     if facts.kind in ("xpu driver", "device-side assert"):
         found.append("The kernel has to be restarted: after this error the driver refuses further work.")
     return found
+
+
+Rule = Callable[[Facts], Iterable[Advice]]
+
+MISTAKES: tuple[Rule, ...] = (
+    limits.size_bug,
+    limits.squeeze,
+    kept.leftovers,
+    kept.stale,
+    kept.earlier_graph,
+    kept.graph_growth,
+    kept.no_grad,
+    kept.retained,
+    kept.drop_gradients,
+    kept.earlier_gradients,
+    kept.of_an_evaluated_model,
+    limits.on_the_host,
+    limits.fraction,
+)
+"""What nobody meant: to undo it costs nothing."""
+
+SAVINGS: tuple[Rule, ...] = (
+    expressions.distances,
+    expressions.lookup,
+    expressions.expand,
+    expressions.fused,
+    kept.results_to_the_host,
+    kept.last_turn,
+    expressions.update_in_place,
+    training.single,
+    limits.expandable_segments,
+    limits.compact,
+    limits.private_pools,
+    limits.workers,
+    limits.unpinned,
+    limits.mapped,
+    training.one_by_one,
+    batch.other_device,
+    limits.benchmark,
+)
+"""The same result, with less memory or in another place."""
+
+TRADES: tuple[Rule, ...] = (
+    training.in_parts,
+    batch.accumulate,
+    batch.evaluate,
+    batch.smaller,
+    training.checkpoint,
+    training.mixed,
+    limits.half_as_wide,
+    training.smaller_parameters,
+    limits.larger_than_the_device,
+)
+"""Memory against time, precision or the shape of the work."""
+
+LAST_RESORTS: tuple[Rule, ...] = (
+    training.leaner,
+    batch.shallower,
+    batch.divided,
+    limits.large_blocks,
+    limits.watermark,
+)
+"""Another model, another optimizer, another machine."""
+
+COSTLY, MONEY = 2, 4
+"""The tiers from which a suggestion costs something, and from which it costs money."""
+
+TIERS = (MISTAKES, SAVINGS, TRADES, LAST_RESORTS, (batch.larger,))
+
+
+def advise(facts: Facts) -> tuple[Advice, ...]:
+    """Return every suggestion the facts bear, the best first.
+
+    What suffices comes before what may, and that before what does not; among those, what costs nothing before
+    what costs something, and what frees more before what frees less. A mistake whose bytes nobody can know comes
+    before every trade.
+    """
+    found = [(tier, advice) for tier, rules in enumerate(TIERS) for rule in rules for advice in rule(facts)]
+    if any(tier < COSTLY and advice.covers for tier, advice in found):
+        found = [(tier, advice) for tier, advice in found if tier < MONEY]
+    return tuple(_cleared(facts, advice) for _, advice in sorted(found, key=lambda each: _rank(*each)))
+
+
+def _cleared(facts: Facts, advice: Advice) -> Advice:
+    """Return the advice with what the failed cell left deleted first: its next run would stand beside it."""
+    said = set(re.findall(r"\w+", advice.first or ""))
+    left = [name for name in facts.residue if name not in said]
+    if not left or not (advice.changes or advice.first):
+        return advice
+    first = "\n".join(filter(None, (f"del {', '.join(left)}", advice.first)))
+    return replace(advice, first=first, edit=advice.edit if advice.changes else first)
+
+
+def _rank(tier: int, advice: Advice) -> tuple[float, int]:
+    doubt = {True: 0.0, None: 1.5, False: 10.0}[advice.covers]
+    if tier == MONEY:
+        doubt = 20.0
+    if not (advice.changes or advice.first):
+        doubt += 0.5  # what it says is clear, where to write it is not
+    return tier + doubt, -(advice.frees or 0)
