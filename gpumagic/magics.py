@@ -184,13 +184,13 @@ class GPUMagic(Magics):
 
     def _rehearse(self, options: Namespace, cell: str | None) -> RehearsalReport:
         """Return the cell's rehearsal; where the cell is to run next, show it, and raise if the cell does not fit."""
-        from gpumagic.dryrun import before_the_cell
+        from gpumagic.dryrun import cells
 
-        report = before_the_cell.of_cell(self.shell, options, cell)
+        report = cells.rehearse_cell(self.shell, options, cell)
         if options.out is not None:
             self.shell.user_ns[options.out] = report
         if not options.rehearse_only:
-            before_the_cell.show(report)
+            cells.show(report)
         return report
 
     def _follow(self, options: Namespace) -> object:

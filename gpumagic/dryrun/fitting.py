@@ -1,17 +1,27 @@
-"""The largest value with which a cell fits: the law from two rehearsals, checked by a third."""
+"""The largest value with which a cell fits: a line through two dry runs, checked by a third.
+
+What is allocated grows along a line, but what is reserved depends on how the blocks fall into segments. The same cell
+asks for the same blocks in the same order whatever its batch, and each one's size is on a line through what it was in
+the two dry runs. So the allocator alone is replayed with scaled sizes, which takes milliseconds. Its result is a guess
+like any other: it is run before it is believed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.dryrun.report import Fit, RehearsalReport
+from gpumagic.dryrun.stage.arena import Arena, Block
+from gpumagic.dryrun.stage.ledger import EMPTIES, STARTS, Account
+from gpumagic.dryrun.targets import Target
 from gpumagic.source import settings
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.forecast import Script
     from gpumagic.dryrun.targets import Target
+
 
 Foresee = Callable[[int, int, int, int], "int | None"]
 PRECISION = 0.015
@@ -69,7 +79,7 @@ def of_script(
     Raises:
         OptionError: there is no such number.
     """
-    from gpumagic.dryrun import forecast, replay
+    from gpumagic.dryrun import forecast
 
     names = dict(namespace)
     if script.source is None:
@@ -77,7 +87,7 @@ def of_script(
     else:
         knob = settings.find_in_cell(script.source, name, names, "--fit")
 
-    recordings = replay.Recordings()
+    recordings = Recordings()
 
     def rehearse(value: int) -> RehearsalReport:
         tell(f"{name} = {value}")
@@ -202,3 +212,110 @@ def _fit(
         tried=tuple((value, max(each.peak.values(), default=0), each.fits) for value, each in sorted(tried.items())),
         reason=reason, assumed=report.assumed,
     )  # fmt: skip
+
+
+STEP = 0.015
+"""How far down each further guess is, as a share."""
+MOST_STEPS = 100
+Requests = list[tuple[int, ...]]
+"""``(number, device, bytes, address)`` where a block is asked for, ``(number,)`` where it is given back; `STARTS`..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What the allocators were asked in one rehearsal."""
+
+    target: Target
+    room: list[int | None]
+    """What each device's may reserve."""
+    requests: Requests
+
+
+class Recordings:
+    """The rehearsals of one cell with different values."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Recording] = {}
+
+    def note(self, value: int, target: Target) -> Callable[[dict[str, Any]], object]:
+        """Return what keeps the account of a rehearsal with a value."""
+
+        def keep(told: dict[str, Any]) -> None:
+            requests = [tuple(each) for each in told["requests"]]
+            self._known[value] = Recording(target, told["room"], requests)
+
+        return keep
+
+    def largest(self, one: int, other: int, too_many: int, margin: int) -> int | None:
+        """Return the largest value, to within a margin, with which no request would be refused; None if unknown.
+
+        Args:
+            one: a value that was rehearsed.
+            other: another.
+            too_many: a value that is taken not to.
+            margin: how near.
+        """
+        first, second = self._known.get(one), self._known.get(other)
+        if first is None or second is None or not _are_alike(first.requests, second.requests):
+            return None
+
+        def passes(value: int) -> bool:
+            return _passes(second, _scaled(first.requests, second.requests, (value - one) / (other - one)))
+
+        high, low = too_many, 0
+        for value in _downwards(too_many):  # from above: blocks can fall so that more fits where less does not
+            if passes(value):
+                low = value
+                break
+            high = value
+        while high - low > margin:
+            middle = (low + high) // 2
+            low, high = (middle, high) if passes(middle) else (low, middle)
+        return low
+
+
+def _downwards(high: int) -> Iterator[int]:
+    """Yield ever smaller values, down to about a fifth; below, the largest is sought by halves."""
+    for _ in range(MOST_STEPS):
+        high = min(high - 1, int(high * (1 - STEP)))
+        if high > 0:
+            yield high
+
+
+def _are_alike(one: Requests, other: Requests) -> bool:
+    return (
+        bool(one)
+        and len(one) == len(other)
+        and all(mine[:2] == yours[:2] and len(mine) == len(yours) for mine, yours in zip(one, other, strict=True))
+    )
+
+
+def _scaled(one: Requests, other: Requests, share: float) -> Requests:
+    return [
+        mine if len(mine) == 1 else (*mine[:2], max(1, round(mine[2] + share * (yours[2] - mine[2]))), mine[3])
+        for mine, yours in zip(one, other, strict=True)
+    ]
+
+
+def _passes(recording: Recording, requests: Requests) -> bool:
+    """Return whether the allocators grant all of these requests, from where the real ones stand."""
+    accounts = [Account(Arena(None, recording.target.cuts_to_size)) for _ in recording.room]
+    for account, segments in zip(accounts, recording.target.segments, strict=True):
+        account.lay_out(segments or ())
+    taken: dict[int, tuple[Account, Block]] = {}
+    for request in requests:
+        if request == STARTS:
+            for account, room in zip(accounts, recording.room, strict=True):
+                account.arena.capacity = room
+        elif request == EMPTIES:
+            for account in accounts:
+                account.arena.release_cached()
+        elif len(request) == 1:
+            account, block = taken.pop(request[0])
+            account.arena.give_back(block)
+        else:
+            number, device, nbytes, address = request
+            taken[number] = accounts[device], accounts[device].take(nbytes, address)
+            if accounts[device].arena.failed:
+                return False
+    return True

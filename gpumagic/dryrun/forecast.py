@@ -1,4 +1,9 @@
-"""A rehearsal from the parent's side: what to send, what the answer means, and its sentences."""
+"""A dry run from the parent's side: what to send to the worker, what its answer means, and the sentences about it.
+
+Some values that the host reads from the device are unknown, so the cell is run again with other values in their place.
+A loss that is printed changes nothing; a length that sizes a tensor, or a number that decides a branch, does, and then
+it is unknown whether the cell fits.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpumagic.dryrun import client, guesses, parcel, sendable
+from gpumagic.dryrun import client, parcel, sendable
 from gpumagic.dryrun.report import DeviceForecast, RehearsalPoint, RehearsalReport, RehearsalRow
 from gpumagic.dryrun.targets import Target
 from gpumagic.errors import OptionError, RehearsalUnavailable
@@ -144,7 +149,7 @@ def rehearse(
         if "ended" in told:
             return _nothing(target, told["ended"])
         if told["guessed"] and told["error"] is None:
-            told = guesses.compare(told, order)
+            told = compare(told, order)
         if note is not None:
             note(told)
         return _report(told, target, parts)
@@ -272,3 +277,71 @@ def _nothing(target: Target, sentence: str) -> RehearsalReport:
         device=target.names[target.chosen], peak={}, line=None, code=None, operator=None, breakdown={}, fits=None,
         capacity=target.capacities[target.chosen], verdict=f"{sentence[:1].upper()}{sentence[1:]}.", error=sentence,
     )  # fmt: skip
+
+
+OTHERS = (1, 2, 3)
+"""Which of `stage.contents.GUESSES` are tried besides the first."""
+_MATH = frozenset({"ValueError", "OverflowError", "ZeroDivisionError", "LinAlgError", "_LinAlgError"})
+"""What arithmetic with a made-up number, or status, may raise: it tells nothing."""
+_ALIKE = 0.01
+_NAMES = {
+    "host": "what large tensors and arrays on the CPU hold",
+    "chance": "what is drawn at random",
+    "truths": "values on the device",
+    "values": "values on the device",
+}
+
+Account = dict[str, Any]
+
+
+def compare(told: Account, order: dict[str, Any]) -> Account:
+    """Rehearse with other values; return the account with the higher peak, its verdict open where they matter.
+
+    Truth values are two: where the cell fits with either, it is said to fit.
+
+    Args:
+        told: the first account.
+        order: what it answers.
+    """
+    limit = min(order["time_limit"], 2 + 3 * told["seconds"])
+    for guess in OTHERS[:1] if told["guessed"] == ["host"] else OTHERS:
+        other = client.ask({**order, "guess": guess, "time_limit": limit})
+        why = _difference(told, other)
+        if not why:
+            continue
+        is_open = told["guessed"] != ["truths"] or not _is_seen_to_its_end(other) or _failures(told) != _failures(other)
+        if "devices" in other and not _failures(other) and _peaks(other) > _peaks(told):
+            told, other = other, told
+        on = " or ".join(_NAMES[each] for each in sorted(_NAMES) if each in told["guessed"])
+        told["unknown"].insert(0, f"what the cell does depends on {on or 'values on the device'}: {why}")
+        told["is_open"] = told["is_open"] or is_open
+        if not (_failures(told) and _failures(other)):
+            for device in told["devices"] if is_open else ():
+                device["failed"] = False  # with other values it may fit
+        return told
+    return told
+
+
+def _difference(told: Account, other: Account) -> str:
+    """Return what is different with other values, or nothing."""
+    if "ended" in other:
+        return f"with others {other['ended']}"
+    if other["error"] is not None:
+        error = other["error"]
+        return "" if error["kind"] in _MATH else f"with others it ends with {error['kind']}: {error['text']}"
+    for one, two in zip(_peaks(told), _peaks(other), strict=True):
+        if abs(one - two) > _ALIKE * one:
+            return f"it needs {size(one)} or {size(two)}, as they are"
+    return "with others it does not fit, or does" if _failures(told) != _failures(other) else ""
+
+
+def _is_seen_to_its_end(account: Account) -> bool:
+    return "devices" in account and account["error"] is None and not account["is_open"] and not account["missed"]
+
+
+def _peaks(account: Account) -> list[int]:
+    return [device["peak"] for device in account["devices"]]
+
+
+def _failures(account: Account) -> list[bool]:
+    return [device["failed"] for device in account.get("devices", ()) if device["failed"]]

@@ -21,7 +21,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpumagic.dryrun import parts, shelf
+from gpumagic.dryrun import parts
 from gpumagic.dryrun.sendable import (  # fmt: skip
     IS_HEAP_TYPE,
     PICKLES_ITSELF,
@@ -57,7 +57,7 @@ class Parcel:
     assumed: list[str]
     files: set[str]
     """The files whose code is in it: cells."""
-    shelf: shelf.Shelf
+    shelf: parts.Shelf
     """What the worker maps while it rehearses."""
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class _Packing:
         self.held: list[Any] = []  # what ids in the pickler's memo stand for must live as long as it does
         self.notes: list[str] = []
         self.files: set[str] = set()
-        self.shelf = shelf.Shelf()
+        self.shelf = parts.Shelf()
         self.zeroed = False
 
     def fill(self, names: list[str], extra: object, bad: set[str]) -> str | None:
@@ -140,7 +140,7 @@ class _Packing:
         for part in self.storages.values():
             if part.nbytes:
                 totals[part.device] = totals.get(part.device, 0) + -(-part.nbytes // 512) * 512
-        limit = f"{shelf.ROOM >> 20} MiB"
+        limit = f"{parts.ROOM >> 20} MiB"
         zeros = f"of large tensors and arrays on the CPU, those beyond {limit} in all are taken to hold zeros"
         assumed = [zeros] if self.zeroed else []
         return Parcel(self.buffer.getvalue(), len(self.scopes), totals, self.notes, assumed, self.files, self.shelf)
@@ -187,7 +187,7 @@ class _Pickler(pickle.Pickler):
 
     def _array(self, numpy: Any, array: Any) -> Any:
         slot = None
-        if array.nbytes <= shelf.ROOM:
+        if array.nbytes <= parts.ROOM:
             whole = numpy.ascontiguousarray(array)
             slot = self._packing.shelf.put(whole.ctypes.data, whole.nbytes)
         if slot is None and array.dtype.kind in "iub" and array.nbytes <= KEPT_INTEGERS:

@@ -22,7 +22,7 @@ from gpumagic.source import cell_code
 from gpumagic.source.settings import names_used
 
 if TYPE_CHECKING:
-    from gpumagic.dryrun.other_values import OtherValues
+    from gpumagic.dryrun.cells import OtherValues
     from gpumagic.dryrun.report import Fit
 
 
@@ -70,13 +70,13 @@ def _rehearsed(facts: Facts, circumstances: Circumstances) -> Facts:
     source, shell = facts.scene.source, circumstances.shell
     if found is None or found.loader or found.cell or source is None or shell is None:
         return facts
-    from gpumagic.dryrun import other_values
+    from gpumagic.dryrun import cells
     from gpumagic.source import settings
 
     with contextlib.suppress(Exception):  # our own failure must not cost the user the report
         names = dict(circumstances.namespace)
         knob = settings.find_in_cell(source, found.name, names, "advice")
-        question = other_values.of_cell(source, knob, names, REHEARSAL_SECONDS, facts.residue)
+        question = cells.with_other_values(source, knob, names, REHEARSAL_SECONDS, facts.residue)
         fit = question.largest()
         return replace(facts, rehearsed=fit, roundest=_roundest(fit, question))
     return facts

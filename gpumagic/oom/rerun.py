@@ -29,7 +29,7 @@ from gpumagic.transfers import log
 from gpumagic.transfers.run import DeviceRun
 
 if TYPE_CHECKING:
-    from gpumagic.dryrun.other_values import OtherValues
+    from gpumagic.dryrun.cells import OtherValues
     from gpumagic.dryrun.report import Fit
     from gpumagic.oom.guard import OomGuard
     from gpumagic.oom.rerun_plan import Plan
@@ -232,9 +232,9 @@ def _in_use(device: str | None) -> int | None:
 
 
 def _of_cell(source: str, knob: settings.Setting, namespace: MutableMapping[str, object]) -> OtherValues:
-    from gpumagic.dryrun import other_values
+    from gpumagic.dryrun import cells
 
-    return other_values.of_cell(source, knob, namespace)
+    return cells.with_other_values(source, knob, namespace)
 
 
 def _foretold(rehearsed: Fit, expected: int) -> str:
@@ -333,14 +333,14 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments, plan: Pla
 
 def _ask(function: Callable[..., Any], bound: inspect.BoundArguments, _: str, knob: settings.Setting) -> OtherValues:
     """Return what rehearses the call with other values of an argument."""
-    from gpumagic.dryrun import other_values
+    from gpumagic.dryrun import cells
 
     def imagine(value: int) -> tuple[Callable[[], object], dict[str, object]]:
         arguments = bound.signature.bind(*bound.args, **bound.kwargs)
         arguments.arguments[knob.name] = value
         return functools.partial(function, *arguments.args, **arguments.kwargs), {}
 
-    return other_values.OtherValues(knob, imagine, getattr(function, "__globals__", {}))
+    return cells.OtherValues(knob, imagine, getattr(function, "__globals__", {}))
 
 
 def _on(device: str, function: Callable[..., Any]) -> DeviceRun:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gpumagic
 from gpumagic.dryrun import fit, fitting
-from gpumagic.dryrun.replay import Recordings
+from gpumagic.dryrun.fitting import Recordings
 from gpumagic.dryrun.report import DeviceForecast, RehearsalReport
 from gpumagic.dryrun.stage.ledger import STARTS
 from gpumagic.dryrun.targets import Target

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.dryrun import client, shelf
+from gpumagic.dryrun import client, parts
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 CELLS = {
@@ -45,14 +45,14 @@ def test_what_a_size_is_made_of_is_known(notebook, cell) -> None:
 
 @pytest.mark.parametrize("cell", [cell for name, cell in CELLS.items() if name != "a size"])
 def test_a_size_that_depends_on_what_had_no_room_leaves_the_verdict_open(notebook, monkeypatch, cell) -> None:
-    monkeypatch.setattr(shelf, "ROOM", 1 << 20)
+    monkeypatch.setattr(parts, "ROOM", 1 << 20)
     report = gpumagic.rehearse(cell, notebook)
     assert report.fits is None, report
     assert any("depends on what large tensors and arrays on the CPU hold" in each for each in report.unknown)
 
 
 def test_what_had_no_room_and_decides_nothing_leaves_it_as_it_is(notebook, monkeypatch) -> None:
-    monkeypatch.setattr(shelf, "ROOM", 0)
+    monkeypatch.setattr(parts, "ROOM", 0)
     assert gpumagic.rehearse("y = x.to('simgpu:0') + 1", notebook).fits
 
 

@@ -363,7 +363,7 @@ def test_weights_are_loaded_onto_the_device(notebook, tmp_path) -> None:
 
 
 def test_large_data_of_the_host_without_room_are_taken_to_be_zeros_and_that_is_said(two_devices, monkeypatch) -> None:
-    monkeypatch.setattr("gpumagic.dryrun.shelf.ROOM", 0)
+    monkeypatch.setattr("gpumagic.dryrun.parts.ROOM", 0)
     data = {"torch": torch, "images": torch.rand(1 << 20), "table": np.ones((1000, 1000))}
     report = gpumagic.rehearse("x = images.to('simgpu:0')\ny = torch.from_numpy(table).to('simgpu:0')", data)
     assert needed(report) == (4 << 20) + 8_000_000

@@ -1,18 +1,19 @@
 """What runs in the worker: a device that exists for torch and has no memory, and the cell that is run on it.
 
-- `arena`: where an allocator would put each block, and when it would give up
-- `ledger`: every block's life: who asked for it, when, what it is; the peak
-- `storages`: storages of torch's with a size, a device and no bytes
-- `backend`: makes torch believe in the device; `names` lets it go by the name of CUDA's
-- `operators`: answers every operator on the device by shape; `calls` is one operator's call, `fused` and `selections`
-  are kernels that need more than that
-- `contents`: the few small values that are known all the same, and what is assumed for the others
-- `autocast`: the device's autocast
-- `surroundings`: data loaders, pinned memory, loading, compilers
-- `kinds`: tells parameters, gradients, optimizer state and activations
-- `loops`: leaves out passes that repeat: `source` (with `rules`, `sites`) is what makes a loop ask, `items` and `turns`
-  tell what a pass is made of, `passes` is one run, `endings` decides; `chance` is what the host draws at random
-- `lines`: tells the cell's running line
-- `effects`: blocks and lists what the cell would do outside; `magics` is its `get_ipython()`
-- `run`: one rehearsal, from unpacking to the account
+Start with `run.py`.
+
+    run.py           one dry run, from unpacking the notebook to the account of its memory
+    arena.py         where an allocator would put each block, and when it would give up
+    ledger.py        every block: who asked for it, when, what it is; the peak
+    storages.py      storages of torch's with a size, a device and no bytes
+    backend.py       makes torch believe in the device; `names.py` lets it go by the name of CUDA's
+    operators.py     answers every operator on the device by shape; `calls.py` is one operator's call
+    contents.py      the few small values that are known all the same, and what is assumed for the others
+    autocast.py      the device's autocast
+    surroundings.py  data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
+    kinds.py         tells parameters, gradients, optimizer state and activations, and the cell's running line
+    loops.py         leaves out passes that repeat; `passes.py` is one run of a loop
+    source.py        the changed source that makes a loop ask, with the arithmetic in `rules.py`
+    items.py         what a pass gets: the sizes in its item, and what the host draws at random
+    turns.py         what the host's numbers decide in later passes
 """

@@ -132,7 +132,7 @@ class Ledger:
     at_start: list[Life] = field(default_factory=list)
     """What was in use when the cell began."""
     requests: list[tuple[int, ...]] = field(default_factory=list)
-    """What the allocators were asked, in order: see `dryrun.replay`."""
+    """What the allocators were asked, in order: see `dryrun.fitting`."""
     time: int = 0
     operators: int = 0
     operator: str = BASE
