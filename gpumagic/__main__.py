@@ -74,7 +74,7 @@ def _gpuinfo(options: argparse.Namespace) -> int:
         raise OptionError(f"-w {options.watch:g} is too fast; it takes seconds of at least {SHORTEST_INTERVAL}")
     ask = functools.partial(api.gpuinfo, *options.devices, processes=options.processes, everything=options.all)
     if options.watch is not None:
-        live.Recorder(ask, options.watch, live.terminal_display()).run()
+        live.GpuRecorder(ask, options.watch, live.terminal_display()).run()
         return 0
     report = ask()
     if options.best:

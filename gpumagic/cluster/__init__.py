@@ -11,6 +11,6 @@ In a script:
 from __future__ import annotations
 
 from gpumagic.cluster.connection import use
-from gpumagic.cluster.looks import devices, gpuinfo
+from gpumagic.cluster.queries import devices, gpuinfo
 
 __all__ = ["devices", "gpuinfo", "use"]

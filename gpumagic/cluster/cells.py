@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from gpumagic.cluster import transport
-from gpumagic.cluster.connection import Connection, Site, connect, place
+from gpumagic.cluster.connection import Connection, EngineResources, assign_devices, connect
 from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer
 from gpumagic.errors import OptionError
 
-KEPT = "_gpumagic_report"
+REPORT_NAME = "_gpumagic_report"
 """The variable in which an engine keeps its report until it is collected."""
-_GRACE = 10.0
+_INTERRUPT_TIMEOUT = 10.0
 """Seconds that engines have to end their cells after an interrupt."""
 
 
@@ -53,7 +53,7 @@ class EngineCell:
         started = time.perf_counter()
         sent = {engine: self._send(engine, line) for engine, line in self.lines.items()}
         interrupted = False
-        with _streamed(self.connection.client, sent):
+        with _stream_output(self.connection.client, sent):
             try:
                 wait([*sent.values(), *(future.output for future in sent.values())])
             except KeyboardInterrupt:
@@ -67,7 +67,7 @@ class EngineCell:
 
     def _send(self, engine: int, line: str) -> Any:
         client = self.connection.client
-        code = f"%%{self.magic} {line} -q -o {KEPT}\n{self.body}"
+        code = f"%%{self.magic} {line} -q -o {REPORT_NAME}\n{self.body}"
         return client.send_execute_request(
             client._mux_stream, code, silent=False, ident=client._engines[engine].encode()
         )  # fmt: skip
@@ -80,13 +80,13 @@ class EngineCell:
         client = self.connection.client
         client.abort([sent[engine].msg_id for engine in alive], targets=alive, block=False)
         client.send_signal("SIGINT", targets=alive, block=False)
-        wait([sent[engine] for engine in alive], timeout=_GRACE)
+        wait([sent[engine] for engine in alive], timeout=_INTERRUPT_TIMEOUT)
 
     def _report(self, sent: Mapping[int, Any], elapsed: float) -> ClusterReport:
         """Collect the reports of the engines whose cells have ended."""
         ended = replace(self.connection, engines=tuple(engine for engine, future in sent.items() if future.done()))
-        answers = transport.ask(ended, ("collect", {"name": KEPT}), self.timeout)
-        told = {answer.engine: _told(answer, sent[int(answer.engine)].result()) for answer in answers}
+        answers = transport.ask_all(ended, ("collect", {"name": REPORT_NAME}), self.timeout)
+        told = {answer.engine: _with_outcome(answer, sent[int(answer.engine)].result()) for answer in answers}
         going_on = EngineAnswer(-1, state="interrupted", detail="but its cell goes on")
         found = [told.get(engine) or replace(going_on, engine=engine) for engine in sent]
         return ClusterReport(self.magic, tuple(found), elapsed)
@@ -133,25 +133,25 @@ def prepare(
         OptionError: an engine cannot run it, or has no such device. Then no engine has.
     """
     connection = connect(engines, gone=False)
-    ready = transport.ask(connection, ("site", {}), timeout)
+    ready = transport.ask_all(connection, ("site", {}), timeout)
     try:
         _check(ready)
         lines = dict.fromkeys(connection.engines, line)
         if device is not None:
-            places = _resolved(connection, place(device, _sites(ready)), fallback, timeout)
+            places = _resolve_devices(connection, assign_devices(device, _resources(ready)), fallback, timeout)
             lines = {engine: f"{places[engine]} {line}" for engine in places}
     except OptionError:
         able = tuple(int(answer.engine) for answer in ready if answer.state == ANSWERED)
-        transport.ask(replace(connection, engines=able), ("collect", {"name": KEPT}), timeout)
+        transport.ask_all(replace(connection, engines=able), ("collect", {"name": REPORT_NAME}), timeout)
         raise
     return EngineCell(connection, magic, lines, body, timeout, keep_going)
 
 
-def _sites(answers: Sequence[EngineAnswer]) -> dict[int, Site]:
-    return {int(answer.engine): Site(answer.origin, answer.report) for answer in answers}
+def _resources(answers: Sequence[EngineAnswer]) -> dict[int, EngineResources]:
+    return {int(answer.engine): EngineResources(answer.origin, answer.report) for answer in answers}
 
 
-def _resolved(
+def _resolve_devices(
     connection: Connection, places: Mapping[int, str], fallback: str | None, timeout: float
 ) -> dict[int, str]:
     """Return the full name of each engine's device, by what is there."""
@@ -162,23 +162,23 @@ def _resolved(
 
 
 def _check(answers: Sequence[EngineAnswer]) -> None:
-    from gpumagic.cluster.report import engines
+    from gpumagic.cluster.report import engines_label
 
     for answer in answers:
         if answer.state != ANSWERED:
             others = ",".join(str(each.engine) for each in answers if each.state == ANSWERED)
             leave = f"; without it: --engines {others}" if others else ""
             raise OptionError(
-                f"the cell ran nowhere: {engines([answer]).lower()}: {answer.state}, {answer.detail}{leave}"
+                f"the cell ran nowhere: {engines_label([answer]).lower()}: {answer.state}, {answer.detail}{leave}"
             )
 
 
-def _told(answer: EngineAnswer, result: object) -> EngineAnswer:
+def _with_outcome(answer: EngineAnswer, result: object) -> EngineAnswer:
     """Return an engine's answer with how its cell has ended."""
     if answer.state != ANSWERED:
         return answer
-    if _ran_out(answer):
-        return replace(answer, state=OUT_OF_MEMORY, detail=_where(answer.report))
+    if _is_out_of_memory(answer):
+        return replace(answer, state=OUT_OF_MEMORY, detail=_place_of_failure(answer.report))
     if not isinstance(result, BaseException):
         return answer
     name, value = getattr(result, "ename", type(result).__name__), getattr(result, "evalue", str(result))
@@ -187,23 +187,23 @@ def _told(answer: EngineAnswer, result: object) -> EngineAnswer:
     return replace(answer, state="raised", detail=f"{name}: {value}")
 
 
-def _ran_out(answer: EngineAnswer) -> bool:
+def _is_out_of_memory(answer: EngineAnswer) -> bool:
     return type(answer.report).__name__ == "OomReport" and not getattr(answer.report, "recovered", False)
 
 
-def _where(report: Any) -> str:
+def _place_of_failure(report: Any) -> str:
     place = f" in line {report.line}" if report.line is not None else ""
     return f"{report.device or 'the host'}{place}"
 
 
 @contextlib.contextmanager
-def _streamed(client: Any, sent: Mapping[int, Any]) -> Iterator[None]:
+def _stream_output(client: Any, sent: Mapping[int, Any]) -> Iterator[None]:
     """Show the outputs of engines as they come, labelled as `%%px` labels them."""
-    with _result(client, sent).stream_output():
+    with _async_result(client, sent).stream_output():
         yield
 
 
-def _result(client: Any, sent: Mapping[int, Any], name: str = "") -> Any:
+def _async_result(client: Any, sent: Mapping[int, Any], name: str = "") -> Any:
     from ipyparallel import AsyncResult
 
     return AsyncResult(client, list(sent.values()), fname=name, targets=list(sent))

@@ -11,13 +11,13 @@ from gpumagic.errors import OptionError
 from gpumagic.notebook import session
 from gpumagic.report.origin import Origin
 
-AS_PX = "px"
+PX = "px"
 """Those that `%%px` goes to, which `%pxconfig --targets` changes."""
 
-_chosen: Any = None
-_seen: MutableMapping[Any, dict[int, Origin]] = weakref.WeakKeyDictionary()
+_selected: Any = None
+_known_engines: MutableMapping[Any, dict[int, Origin]] = weakref.WeakKeyDictionary()
 """Of each client, the engines that it has had: one that is gone is still told of."""
-_waiting: MutableMapping[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+_pending: MutableMapping[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Connection:
     @property
     def seen(self) -> dict[int, Origin]:
         """Return what is known of the client's engines, those included that are gone."""
-        return _seen.setdefault(self.client, {})
+        return _known_engines.setdefault(self.client, {})
 
     @property
     def waiting(self) -> dict[int, Any]:
         """Return the last requests that engines could not answer in time."""
-        return _waiting.setdefault(self.client, {})
+        return _pending.setdefault(self.client, {})
 
 
 def use(client_or_view: Any = None) -> None:
@@ -49,13 +49,13 @@ def use(client_or_view: Any = None) -> None:
 
     Engines of it that are gone are forgotten.
     """
-    global _chosen  # noqa: PLW0603  # as `%%px`, it is one for the session
-    _chosen = client_or_view
+    global _selected  # noqa: PLW0603  # as `%%px`, it is one for the session
+    _selected = client_or_view
     if client_or_view is not None:
-        _seen.pop(getattr(client_or_view, "client", client_or_view), None)
+        _known_engines.pop(getattr(client_or_view, "client", client_or_view), None)
 
 
-def connect(targets: str = AS_PX, *, gone: bool = True) -> Connection:
+def connect(targets: str = PX, *, gone: bool = True) -> Connection:
     """Return the engines that are meant.
 
     Args:
@@ -65,7 +65,7 @@ def connect(targets: str = AS_PX, *, gone: bool = True) -> Connection:
     Raises:
         OptionError: there is no client, it is closed, it has no engines, or an engine was never there.
     """
-    source = _chosen if _chosen is not None else _view_of_px()
+    source = _selected if _selected is not None else _px_view()
     if source is None:
         raise OptionError(
             "no engines: connect an ipyparallel client (rc = ipyparallel.Cluster(n=4).start_and_connect_sync()), "
@@ -74,30 +74,30 @@ def connect(targets: str = AS_PX, *, gone: bool = True) -> Connection:
     client = getattr(source, "client", source)
     if client._closed:
         raise OptionError("the client of %px is closed: choose another with gpumagic.cluster.use(rc)")
-    known = sorted({*client.ids, *(_seen.get(client, ()) if gone else ())})
+    known = sorted({*client.ids, *(_known_engines.get(client, ()) if gone else ())})
     if not known:
         raise OptionError("the client has no engines; start some, such as with cluster.start_engines_sync(n=4)")
-    wanted = _of_view(source, known) if targets == AS_PX else _read(targets, known)
+    wanted = _view_targets(source, known) if targets == PX else _parse_targets(targets, known)
     if missing := [engine for engine in wanted if engine not in known]:
         raise OptionError(f"there is no engine {missing[0]}; there are {', '.join(map(str, known))}")
     return Connection(client, tuple(wanted))
 
 
-def _view_of_px() -> Any:
+def _px_view() -> Any:
     """Return the view that `%%px` sends cells to; None where nothing is connected."""
     shell = session.shell()
     magic = None if shell is None else shell.find_cell_magic("px")
     return getattr(getattr(magic, "__self__", None), "view", None)
 
 
-def _of_view(source: Any, known: list[int]) -> list[int]:
+def _view_targets(source: Any, known: list[int]) -> list[int]:
     targets: Any = getattr(source, "targets", "all")
     if targets is None or targets == "all":
         return known
     return [targets] if isinstance(targets, int) else list(targets)
 
 
-def _read(targets: str, known: list[int]) -> list[int]:
+def _parse_targets(targets: str, known: list[int]) -> list[int]:
     if targets == "all":
         return known
     if ":" in targets:
@@ -106,7 +106,7 @@ def _read(targets: str, known: list[int]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class EngineResources:
     """What there is where one engine runs."""
 
     origin: Origin
@@ -114,7 +114,7 @@ class Site:
     """Of each of its GPUs its name there, what tells it from all others, and its free bytes, the freest first."""
 
 
-def place(device: str, sites: Mapping[int, Site]) -> dict[int, str]:
+def assign_devices(device: str, sites: Mapping[int, EngineResources]) -> dict[int, str]:
     """Return the device of each engine.
 
     Args:
@@ -125,7 +125,7 @@ def place(device: str, sites: Mapping[int, Site]) -> dict[int, str]:
         OptionError: something else stands in braces; or ``auto`` where an engine has no GPU.
     """
     if device.lower() == "auto":
-        return _freest(sites)
+        return _assign_freest(sites)
     device = device.replace("{{", "{").replace("}}", "}")  # as IPython leaves it where it expands nothing
     ranks = _ranks(sites)
     try:
@@ -138,19 +138,19 @@ def place(device: str, sites: Mapping[int, Site]) -> dict[int, str]:
         ) from None
 
 
-def _ranks(sites: Mapping[int, Site]) -> dict[int, tuple[int, int]]:
+def _ranks(sites: Mapping[int, EngineResources]) -> dict[int, tuple[int, int]]:
     """Return each engine's rank and that within its host: the launcher's where it tells all apart, else their order."""
     origins = {engine: sites[engine].origin for engine in sorted(sites)}
-    ranks = _told_apart({engine: origin.rank for engine, origin in origins.items()})
+    ranks = _distinct_ranks({engine: origin.rank for engine, origin in origins.items()})
     order = sorted(origins, key=lambda engine: ranks[engine])
     hosts: dict[str, dict[int, int | None]] = {}
     for engine in order:
         hosts.setdefault(origins[engine].host, {})[engine] = origins[engine].local_rank
-    local = {engine: rank for of_host in hosts.values() for engine, rank in _told_apart(of_host).items()}
+    local = {engine: rank for of_host in hosts.values() for engine, rank in _distinct_ranks(of_host).items()}
     return {engine: (ranks[engine], local[engine]) for engine in order}
 
 
-def _told_apart(ranks: Mapping[int, int | None]) -> dict[int, int]:
+def _distinct_ranks(ranks: Mapping[int, int | None]) -> dict[int, int]:
     """Return the ranks as they are, or the engines' order where some have none, or have the same.
 
     Engines that a batch script starts without a launcher all inherit the script's own rank.
@@ -161,13 +161,13 @@ def _told_apart(ranks: Mapping[int, int | None]) -> dict[int, int]:
     return {engine: place for place, engine in enumerate(ranks)}
 
 
-def _freest(sites: Mapping[int, Site]) -> dict[int, str]:
+def _assign_freest(sites: Mapping[int, EngineResources]) -> dict[int, str]:
     """Give each engine a GPU, as free as can be, and no two the same while there are enough."""
     if without := [engine for engine in sorted(sites) if not sites[engine].gpus]:
         raise OptionError(f"auto: engine {without[0]} has no GPU; %gpuinfo --engines says why")
     holders: dict[str, int] = {}
     for engine in sorted(sites):
-        _claim(engine, sites, holders, set())
+        _assign(engine, sites, holders, set())
     taken = {engine: gpu for gpu, engine in holders.items()}
     chosen: dict[int, str] = {}
     crowd = dict.fromkeys(holders, 1)
@@ -182,14 +182,14 @@ def _freest(sites: Mapping[int, Site]) -> dict[int, str]:
     return chosen
 
 
-def _claim(engine: int, sites: Mapping[int, Site], holders: dict[str, int], tried: set[str]) -> bool:
+def _assign(engine: int, sites: Mapping[int, EngineResources], holders: dict[str, int], tried: set[str]) -> bool:
     """Take the freest GPU that is free, or can be made so by moving who has it to another of its own."""
     gpus: Sequence[str] = [gpu for _, gpu, _ in sites[engine].gpus]
     for gpu in sorted(gpus, key=lambda each: each in holders):  # the free ones first, each kind by free memory
         if gpu in tried:
             continue
         tried.add(gpu)
-        if gpu not in holders or _claim(holders[gpu], sites, holders, tried):
+        if gpu not in holders or _assign(holders[gpu], sites, holders, tried):
             holders[gpu] = engine
             return True
     return False

@@ -5,7 +5,7 @@ It is run by the engine's Python, whichever that is, and answers in plain data; 
 
 
 def answer(errand, arguments, version):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201  # it stands on its own
-    """Do an errand of `gpumagic.cluster.errands` here, and return the state, the report and what went wrong.
+    """Do an errand of `gpumagic.cluster.requests` here, and return the state, the report and what went wrong.
 
     Args:
         errand: the name of the function.
@@ -35,9 +35,9 @@ def answer(errand, arguments, version):  # type: ignore[no-untyped-def]  # noqa:
         here = str(gpumagic.__version__)
         if here != version:
             return {**facts, "state": "other version", "detail": here}
-        from gpumagic.cluster import errands
+        from gpumagic.cluster import requests
 
-        found = getattr(errands, errand)(**arguments)
+        found = getattr(requests, errand)(**arguments)
         facts["answer"] = zlib.compress(pickle.dumps(found, protocol=5), 1)
     except Exception as error:  # the one who asked is told
         facts.update(state="failed", detail=f"{type(error).__name__}: {error}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gpumagic.cluster.report import ClusterReport, EngineAnswer, SharedGpu, engines, numbers, shared_gpus
+from gpumagic.cluster.report import ClusterReport, EngineAnswer, SharedGpu, engine_ranges, engines_label, shared_gpus
 from gpumagic.gpus import view
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
-from gpumagic.gpus.view import UTIL, short
+from gpumagic.gpus.view import UTILIZATION_LEGEND, short_name
 from gpumagic.report.document import Block, Cell, Column, Fold, Heading, Paragraph, Segment, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, pair, percent, size
 
@@ -42,11 +42,11 @@ def _process(process: ProcessRow, engine: str | None) -> ProcessRow:
     return replace(process, this_kernel=False, name=f"engine {engine}: {process.name or 'python'}")
 
 
-MOST_ROWS = 32
+MAX_ROWS = 32
 """GPUs with a row each; of more, each host has one."""
-MOST_HOSTS = 20
-MOST_FOLDED = 128
-BAR = "Bar, from the left: tensors of all the engines on it, their caches, all else in use."
+MAX_HOSTS = 20
+MAX_FOLDED = 128
+BAR_LEGEND = "Bar, from the left: tensors of all the engines on it, their caches, all else in use."
 
 
 def gpu_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
@@ -56,13 +56,15 @@ def gpu_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
     for gpu in gpus:
         hosts.setdefault(gpu.host, []).append(gpu)
     blocks: list[Block] = [Paragraph(text) for text in _versions(report)]
-    if len(gpus) > MOST_ROWS:
+    if len(gpus) > MAX_ROWS:
         blocks += _by_host(hosts)
     elif gpus:
         blocks.append(_table(gpus))
     if any(_bar([gpu]) for gpu in gpus):
-        blocks.append(Paragraph(BAR + (f" {UTIL}" if _utilization(gpus) is not None else ""), muted=True))
-    if len(gpus) <= MOST_ROWS:
+        blocks.append(
+            Paragraph(BAR_LEGEND + (f" {UTILIZATION_LEGEND}" if _utilization(gpus) is not None else ""), muted=True)
+        )
+    if len(gpus) <= MAX_ROWS:
         blocks += detail_blocks(report, gpus)
     blocks += _causes(report)
     return _heading(gpus), blocks
@@ -85,7 +87,7 @@ def _versions(report: ClusterReport) -> list[str]:
             found.setdefault(f"torch {version}" if version else "no torch", []).append(answer)
     if len(found) < 2:
         return []
-    told = "; ".join(f"{version} on {numbers(answers)}" for version, answers in found.items())
+    told = "; ".join(f"{version} on {engine_ranges(answers)}" for version, answers in found.items())
     return [f"The engines are not alike: {told}."]
 
 
@@ -94,7 +96,7 @@ def _causes(report: ClusterReport) -> list[Block]:
     for answer in report.engines:
         if isinstance(answer.report, GPUReport) and answer.report.cause:
             causes.setdefault(answer.report.cause, []).append(answer)
-    return [Paragraph(f"{engines(who)}: {cause}") for cause, who in causes.items()]
+    return [Paragraph(f"{engines_label(who)}: {cause}") for cause, who in causes.items()]
 
 
 def _table(gpus: Sequence[SharedGpu]) -> Table:
@@ -133,7 +135,7 @@ def _row(gpu: SharedGpu) -> list[Cell | str]:
 
 def _names(gpu: SharedGpu) -> Cell:
     """Return the engines' name for a GPU, or the driver's where they have several."""
-    names = list(dict.fromkeys(short(kernel.row) for kernel in gpu.kernels))
+    names = list(dict.fromkeys(short_name(kernel.row) for kernel in gpu.kernels))
     if len(names) == 1:
         return Cell(names[0])
     index = gpu.reading.nvml_index
@@ -144,7 +146,7 @@ def _users(gpu: SharedGpu) -> Cell:
     """Return the engines that hold memory on a GPU, or else those that see it."""
     users = gpu.users or gpu.kernels
     each = ", ".join(f"{kernel.answer.place}: {size(kernel.row.kernel_reserved)}" for kernel in gpu.users)
-    text = numbers([kernel.answer for kernel in users])
+    text = engine_ranges([kernel.answer for kernel in users])
     return Cell(text if gpu.users else f"none of {text}" if len(gpu.kernels) > 1 else text, title=each)
 
 
@@ -184,7 +186,7 @@ def _utilization(gpus: Sequence[SharedGpu]) -> float | None:
 def _by_host(hosts: dict[str, list[SharedGpu]]) -> list[Block]:
     """Return a row a host, those first that have least memory left; the rest as a sum."""
     ordered = sorted(hosts, key=lambda host: (-_used(hosts[host]), host))
-    shown, rest = ordered[:MOST_HOSTS], [gpu for host in ordered[MOST_HOSTS:] for gpu in hosts[host]]
+    shown, rest = ordered[:MAX_HOSTS], [gpu for host in ordered[MAX_HOSTS:] for gpu in hosts[host]]
     columns = [
         Column("Host"), Column("GPUs", "right"), Column("Memory"), Column("Engines' part", "right", 1),
         Column("Engines", priority=3, shrinks=True), Column("Util", "right", 2), Column("Fullest", priority=1),
@@ -193,16 +195,16 @@ def _by_host(hosts: dict[str, list[SharedGpu]]) -> list[Block]:
     if rest:
         more = f"and {count(len(ordered) - len(shown), 'more host')} with {count(len(rest), 'GPU')}"
         blocks.append(Paragraph(f"{more}: {_memory(rest).text} in use", muted=True))
-    return [*blocks, _each([hosts[host] for host in shown])]
+    return [*blocks, _host_tables([hosts[host] for host in shown])]
 
 
-def _each(hosts: Sequence[Sequence[SharedGpu]]) -> Fold:
+def _host_tables(hosts: Sequence[Sequence[SharedGpu]]) -> Fold:
     """Return the GPUs of the fullest hosts, as many as a page bears."""
     tables: list[Block] = []
     number = 0
     for gpus in hosts:
         number += len(gpus)
-        if tables and number > MOST_FOLDED:
+        if tables and number > MAX_FOLDED:
             break
         tables.append(_table(gpus))
     return Fold(f"Each GPU of the fullest {count(len(tables), 'host')}; to_pandas() has all", tables)
@@ -216,6 +218,6 @@ def _host(host: str, gpus: Sequence[SharedGpu]) -> list[Cell | str]:
     answers = {kernel.answer.engine: kernel.answer for gpu in gpus for kernel in gpu.kernels}
     fullest = max(gpus, key=lambda gpu: gpu.share)
     return [
-        host, f"{len(gpus):,}", _memory(gpus), _part(gpus), numbers(list(answers.values())),
+        host, f"{len(gpus):,}", _memory(gpus), _part(gpus), engine_ranges(list(answers.values())),
         percent(_utilization(gpus)), f"{_names(fullest).text} {percent(100 * fullest.share)}",
     ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 
-from gpumagic.cluster import cells, looks
+from gpumagic.cluster import cells, queries
 from gpumagic.cluster.report import ClusterReport
 from gpumagic.errors import OptionError
 
@@ -26,11 +26,11 @@ def look(magic: str, options: Namespace) -> ClusterReport:
     """
     _check(magic, options, "%px %")
     if magic == "devices":
-        return looks.devices(
+        return queries.devices(
             *options.devices, engines=options.engines, timeout=options.timeout, minimum=options.min, sort=options.sort,
             by=options.by, limit=options.n,
         )  # fmt: skip
-    return looks.gpuinfo(
+    return queries.gpuinfo(
         *options.devices, engines=options.engines, timeout=options.timeout, processes=options.processes,
         everything=options.all,
     )  # fmt: skip
@@ -44,7 +44,7 @@ def follow(options: Namespace) -> Callable[[], ClusterReport]:
     """
     _check("gpuinfo", options, "%px %")
     timeout = min(options.timeout, max(1.0, options.watch))  # a busy engine must not hold up the others
-    return looks.Follower(*options.devices, engines=options.engines, timeout=timeout, processes=options.processes)
+    return queries.GpuPoller(*options.devices, engines=options.engines, timeout=timeout, processes=options.processes)
 
 
 def cell(magic: str, options: Namespace, body: str | None, device: str | None = None) -> cells.EngineCell:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.errors import OptionError
-from gpumagic.gpus.report import GPUReport, GpuRow, SampleRow, name_of, sample, samples
+from gpumagic.gpus.report import GPUReport, GpuRow, SampleRow, device_label, sample_row, sample_rows
 from gpumagic.oom.report import OomReport
 from gpumagic.report.base import Report, columns_of, frame
 from gpumagic.report.origin import Origin
@@ -83,7 +83,7 @@ class ClusterReport(Report[PlacedRow]):
 
     @property
     def rows(self) -> tuple[PlacedRow, ...]:
-        return tuple(placed for answer in self.engines for placed in _placed(answer))
+        return tuple(placed for answer in self.engines for placed in _placed_rows(answer))
 
     @property
     def is_worth_showing(self) -> bool:
@@ -109,7 +109,7 @@ class ClusterReport(Report[PlacedRow]):
         return frame({**places, **columns}, cells)
 
 
-def _placed(answer: EngineAnswer) -> Iterable[PlacedRow]:
+def _placed_rows(answer: EngineAnswer) -> Iterable[PlacedRow]:
     origin = answer.origin
     found = answer.report.rows if answer.report is not None else ()
     for row in found or (None,):
@@ -169,7 +169,7 @@ def _answers(name: Any, value: object) -> Iterable[EngineAnswer]:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuKernel:
+class EngineGpu:
     """What one engine has on a GPU."""
 
     answer: EngineAnswer
@@ -182,7 +182,7 @@ class SharedGpu:
     """One GPU, and the engines that see it."""
 
     host: str
-    kernels: tuple[GpuKernel, ...]
+    kernels: tuple[EngineGpu, ...]
 
     @property
     def reading(self) -> GpuRow:
@@ -190,7 +190,7 @@ class SharedGpu:
         return self.kernels[-1].row
 
     @property
-    def users(self) -> tuple[GpuKernel, ...]:
+    def users(self) -> tuple[EngineGpu, ...]:
         """Return the kernels that hold memory there."""
         return tuple(kernel for kernel in self.kernels if kernel.row.kernel_reserved)
 
@@ -217,53 +217,53 @@ class SharedGpu:
 
 def shared_gpus(report: ClusterReport) -> tuple[SharedGpu, ...]:
     """Return the GPUs of a merged `%gpuinfo`, by host and then in the order in which their engines list them."""
-    found: dict[tuple[object, ...], dict[tuple[str, int | None, int | str], GpuKernel]] = {}
-    for answer, row in _seen(report.engines):
+    found: dict[tuple[object, ...], dict[tuple[str, int | None, int | str], EngineGpu]] = {}
+    for answer, row in _gpu_rows(report.engines):
         process = (answer.origin.host, answer.origin.pid, "" if answer.origin.pid else answer.engine)
-        found.setdefault(_identity(answer, row), {})[process] = GpuKernel(answer, row)
+        found.setdefault(_gpu_key(answer, row), {})[process] = EngineGpu(answer, row)
     gpus = [SharedGpu(str(key[0]), tuple(kernels.values())) for key, kernels in found.items()]
     return tuple(sorted(gpus, key=lambda gpu: gpu.host))
 
 
-def _seen(answers: Iterable[EngineAnswer]) -> Iterable[tuple[EngineAnswer, GpuRow]]:
+def _gpu_rows(answers: Iterable[EngineAnswer]) -> Iterable[tuple[EngineAnswer, GpuRow]]:
     for answer in answers:
         if isinstance(answer.report, GPUReport):
             for row in answer.report.devices:
                 yield answer, row
 
 
-def _identity(answer: EngineAnswer, row: GpuRow) -> tuple[object, ...]:
+def _gpu_key(answer: EngineAnswer, row: GpuRow) -> tuple[object, ...]:
     """Return what tells a GPU from all others; a simulated one is its process's own."""
     if row.simulated:
         return answer.origin.host, answer.origin.pid or answer.engine, row.device
     return answer.origin.host, row.uuid or row.device or row.nvml_index
 
 
-MOST_GPUS = 32
+MAX_GPUS = 32
 """GPUs of a cluster with a row each in a recording; of more, each host has one."""
 
 
-@samples.register(ClusterReport)
-def _samples_of_engines(snapshot: ClusterReport, seconds: float) -> tuple[SampleRow, ...]:
+@sample_rows.register(ClusterReport)
+def _cluster_samples(snapshot: ClusterReport, seconds: float) -> tuple[SampleRow, ...]:
     gpus = shared_gpus(snapshot)
     hosts: dict[str, list[SharedGpu]] = {}
     for gpu in gpus:
         hosts.setdefault(gpu.host, []).append(gpu)
-    if len(gpus) > MOST_GPUS:
-        return tuple(_of_host(seconds, host, of_host) for host, of_host in hosts.items())
+    if len(gpus) > MAX_GPUS:
+        return tuple(_host_sample(seconds, host, of_host) for host, of_host in hosts.items())
     several = len(hosts) > 1
-    return tuple(sample(seconds, _label(gpu, several), gpu.reading, gpu.allocated) for gpu in gpus)
+    return tuple(sample_row(seconds, _label(gpu, several), gpu.reading, gpu.allocated) for gpu in gpus)
 
 
 def _label(gpu: SharedGpu, several_hosts: bool) -> str:
     """Return what tells a GPU from the others: its host's name before it, or its process's engine."""
-    names = {name_of(kernel.row) for kernel in gpu.kernels}
+    names = {device_label(kernel.row) for kernel in gpu.kernels}
     name = names.pop() if len(names) == 1 else f"NVML {gpu.reading.nvml_index}"
     parts = [gpu.host] * several_hosts + [f"engine {gpu.kernels[0].answer.engine}"] * gpu.reading.simulated
     return " ".join([*parts, name])
 
 
-def _of_host(seconds: float, host: str, gpus: Sequence[SharedGpu]) -> SampleRow:
+def _host_sample(seconds: float, host: str, gpus: Sequence[SharedGpu]) -> SampleRow:
     busy = [gpu.reading.utilization for gpu in gpus if gpu.reading.utilization is not None]
     return SampleRow(
         seconds=seconds, device=host, memory_used=sum(gpu.used or 0 for gpu in gpus),
@@ -272,12 +272,12 @@ def _of_host(seconds: float, host: str, gpus: Sequence[SharedGpu]) -> SampleRow:
     )  # fmt: skip
 
 
-def engines(answers: Sequence[EngineAnswer]) -> str:
+def engines_label(answers: Sequence[EngineAnswer]) -> str:
     """Return ``"Engine 2"``, ``"Engines 0-3, 7"``."""
-    return f"{'Engine' if len(answers) == 1 else 'Engines'} {numbers(answers)}"
+    return f"{'Engine' if len(answers) == 1 else 'Engines'} {engine_ranges(answers)}"
 
 
-def numbers(answers: Sequence[EngineAnswer]) -> str:
+def engine_ranges(answers: Sequence[EngineAnswer]) -> str:
     """Return engines in few words: ``"0-3, 7"``; with ranks where these are other numbers and the engines are few."""
     if len(answers) <= 2 or not all(isinstance(answer.engine, int) for answer in answers):
         return ", ".join(answer.place for answer in answers)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpumagic.cluster.report import ClusterReport, EngineAnswer, numbers
+from gpumagic.cluster.report import ClusterReport, EngineAnswer, engine_ranges
 from gpumagic.report.document import Block, Cell, Column, Paragraph, Segment, Table
 from gpumagic.report.units import count, size
 from gpumagic.tensors.folding import Line, dims, fold, holder_text, kind_cell, sized
 from gpumagic.tensors.records import DeviceMemoryRow, TensorRow
 from gpumagic.tensors.report import TensorReport
 
-MOST_DEVICES = 24
+MAX_DEVICES = 24
 """Rows of devices, those with most in tensors first."""
 
 
@@ -39,7 +39,7 @@ def _heading(found: Found) -> str:
 
 
 @dataclass(slots=True)
-class _Alike:
+class _MergedLine:
     """A line of the table: what one engine has, or several have alike, as replicas of a model do."""
 
     line: Line[TensorRow]
@@ -52,7 +52,7 @@ class _Alike:
 
 
 def _largest(found: Found, limit: int | None) -> list[Block]:
-    lines = _folded(found)
+    lines = _merged_lines(found)
     if not lines:
         return []
     shown = lines if limit is None else lines[:limit]
@@ -63,7 +63,7 @@ def _largest(found: Found, limit: int | None) -> list[Block]:
         Column("Kind", priority=1),
     ]  # fmt: skip
     largest = shown[0].line.nbytes
-    blocks: list[Block] = [Table(columns, [_cells(line, largest) for line in shown], "The largest storages")]
+    blocks: list[Block] = [Table(columns, [_line_cells(line, largest) for line in shown], "The largest storages")]
     if rest := lines[len(shown) :]:
         number = sum(len(alike.line.members) * len(alike.engines) for alike in rest)
         nbytes = size(sum(alike.nbytes for alike in rest))
@@ -71,15 +71,15 @@ def _largest(found: Found, limit: int | None) -> list[Block]:
     return blocks
 
 
-def _folded(found: Found) -> list[_Alike]:
+def _merged_lines(found: Found) -> list[_MergedLine]:
     """Return the lines of all engines, those alike as one, by the bytes that each of these engines has there."""
-    alike: dict[object, _Alike] = {}
+    alike: dict[object, _MergedLine] = {}
     for answer, report in found:
         for line in fold(report.tensors):
             key = _likeness(line)
             if line.row.name is None or (key in alike and alike[key].engines[-1] is answer):
                 key = (key, answer.engine, line.row.device)  # nothing says that it is the same thing there
-            same = alike.setdefault(key, _Alike(line, [], {}))
+            same = alike.setdefault(key, _MergedLine(line, [], {}))
             same.engines.append(answer)
             same.devices[line.row.device] = None
     return sorted(alike.values(), key=lambda each: -each.line.nbytes)
@@ -91,11 +91,11 @@ def _likeness(line: Line[TensorRow]) -> object:
     return line.text, line.nbytes, row.nbytes is None, row.shape, row.dtype, row.kind, backend
 
 
-def _cells(alike: _Alike, largest: int) -> list[Cell | str]:
+def _line_cells(alike: _MergedLine, largest: int) -> list[Cell | str]:
     line, row = alike.line, alike.line.row
     device = ", ".join(alike.devices) if len(alike.devices) <= 2 else count(len(alike.devices), "device")
     return [
-        numbers(alike.engines), Cell(line.text, muted=row.name is None, title=", ".join(row.names)), device,
+        engine_ranges(alike.engines), Cell(line.text, muted=row.name is None, title=", ".join(row.names)), device,
         sized(None if row.nbytes is None else line.nbytes, largest), dims(row.shape), row.dtype, kind_cell(row.kind),
     ]  # fmt: skip
 
@@ -118,14 +118,15 @@ def _totals(found: Found, key: str, limit: int | None) -> Table:
     ordered = sorted(sums, key=lambda name: -sum(sums[name].values()))[:limit]
     whole = sum(sum(engines.values()) for engines in sums.values())
     rows = [
-        (name, sized(sum(sums[name].values()), whole), f"{len(sums[name]):,}", _most(sums[name])) for name in ordered
+        (name, sized(sum(sums[name].values()), whole), f"{len(sums[name]):,}", _largest_share(sums[name]))
+        for name in ordered
     ]
     columns = [Column(key.capitalize(), shrinks=True), Column("Size", "right"), Column("Engines", "right"),
                Column("Most on")]  # fmt: skip
     return Table(columns, rows, f"Live tensors by {key}")
 
 
-def _most(engines: dict[str, int]) -> str:
+def _largest_share(engines: dict[str, int]) -> str:
     engine = max(engines, key=lambda each: engines[each])
     return f"{engine}: {size(engines[engine])}"
 
@@ -140,13 +141,13 @@ def _devices(found: Found) -> list[Block]:
     if not alike:
         return []
     ordered = sorted(alike.items(), key=lambda each: -(each[0].allocated or each[0].in_rows))
-    shown = ordered[:MOST_DEVICES]
+    shown = ordered[:MAX_DEVICES]
     columns = [
         Column("Engine", shrinks=True), Column("Device"), Column("Tensors", "right", 2), Column("Named", "right"),
         Column("Unnamed", "right"), Column("Unexplained", "right", 1), Column("Allocated", "right"),
         Column("Cached", "right", 1),
     ]  # fmt: skip
-    grid = [_figures(answers, row) for row, answers in shown]
+    grid = [_device_cells(answers, row) for row, answers in shown]
     blocks: list[Block] = [Table(columns, grid, "Each engine's devices")]
     if rest := ordered[len(shown) :]:
         devices = count(sum(len(answers) for _, answers in rest), "device")
@@ -154,12 +155,12 @@ def _devices(found: Found) -> list[Block]:
     return blocks
 
 
-def _figures(answers: Sequence[EngineAnswer], row: DeviceMemoryRow) -> Sequence[Cell | str]:
+def _device_cells(answers: Sequence[EngineAnswer], row: DeviceMemoryRow) -> Sequence[Cell | str]:
     reserved = (row.allocated or 0) + (row.cached or 0)
     rest = (row.graph or 0) + (row.unexplained or 0)
     bar = _bar((row.named, row.held, rest), reserved) if reserved else ()
     return (
-        numbers(answers), row.device, f"{row.tensors:,}", size(row.named), size(row.held + (row.graph or 0)),
+        engine_ranges(answers), row.device, f"{row.tensors:,}", size(row.named), size(row.held + (row.graph or 0)),
         size(row.unexplained), Cell(size(row.allocated), bar), size(row.cached),
     )  # fmt: skip
 

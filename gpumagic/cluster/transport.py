@@ -19,22 +19,24 @@ from gpumagic.cluster.connection import Connection
 from gpumagic.cluster.report import EngineAnswer
 from gpumagic.report.origin import Origin
 
-_CALL = "exec(source) or answer(*order)"
+_ENGINE_CODE = "exec(source) or answer(*order)"
 """Run by `eval` in the engine, with names of its own: neither a module nor bytecode has to be known there."""
-_PATIENCE = 1.0
+_REPLY_TIMEOUT = 1.0
 """Seconds to wait for what answers at once: the controller, and the threads of engines that take requests back."""
 
-Errand = tuple[str, Mapping[str, object]]
+Request = tuple[str, Mapping[str, object]]
 """A function of `errands`, and its arguments."""
 
 
-def ask(connection: Connection, errand: Errand, seconds: float, *, in_turn: bool = False) -> tuple[EngineAnswer, ...]:
+def ask_all(
+    connection: Connection, errand: Request, seconds: float, *, in_turn: bool = False
+) -> tuple[EngineAnswer, ...]:
     """Do one errand on every engine of a connection; see `ask_each`."""
     return ask_each(connection, dict.fromkeys(connection.engines, errand), seconds, in_turn=in_turn)
 
 
 def ask_each(
-    connection: Connection, errands: Mapping[int, Errand], seconds: float, *, in_turn: bool = False
+    connection: Connection, errands: Mapping[int, Request], seconds: float, *, in_turn: bool = False
 ) -> tuple[EngineAnswer, ...]:
     """Return what each engine answered, in the order of the engines.
 
@@ -49,14 +51,16 @@ def ask_each(
     try:
         wait(asked.values(), timeout=seconds)
     except BaseException:  # Ctrl-C
-        _take_back(connection, asked)
+        _cancel_pending(connection, asked)
         raise
     late = {engine: future for engine, future in asked.items() if not future.done()}
     connection.waiting.update(late)
     found = dict.fromkeys(waiting, EngineAnswer(0, state="busy", detail="in a cell"))
-    found.update(_take_back(connection, late, seconds) if late else {})
-    found.update((engine, _read(engine, future)) for engine, future in asked.items() if engine not in found)
-    return tuple(_placed(connection, engine, found.get(engine) or _gone(engine)) for engine in connection.engines)
+    found.update(_cancel_pending(connection, late, seconds) if late else {})
+    found.update((engine, _read_answer(engine, future)) for engine, future in asked.items() if engine not in found)
+    return tuple(
+        _with_origin(connection, engine, found.get(engine) or _gone_answer(engine)) for engine in connection.engines
+    )
 
 
 @cache
@@ -64,14 +68,16 @@ def _source() -> str:
     return importlib.resources.files("gpumagic.cluster").joinpath("engine_side.py").read_text(encoding="utf-8")
 
 
-def _send(connection: Connection, engine: int, errand: Errand) -> Any:
+def _send(connection: Connection, engine: int, errand: Request) -> Any:
     """Return the future of one engine's answer, which also knows whether it has begun."""
     import gpumagic
 
     name, arguments = errand
     client = connection.client
     names = {"source": _source(), "order": (name, dict(arguments), str(gpumagic.__version__))}
-    future = client.send_apply_request(client._mux_stream, eval, (_CALL, names), ident=client._engines[engine].encode())
+    future = client.send_apply_request(
+        client._mux_stream, eval, (_ENGINE_CODE, names), ident=client._engines[engine].encode()
+    )
     future.begun = False
     future.iopub_callbacks.append(lambda message: _hear(future, message))
     return future
@@ -82,11 +88,11 @@ def _hear(future: Any, message: Mapping[str, Any]) -> None:
         future.begun = True
 
 
-def _read(engine: int, future: Any) -> EngineAnswer:
+def _read_answer(engine: int, future: Any) -> EngineAnswer:
     """Return what an engine's reply says: what it found, or what it lacks."""
     facts = future.result()
     if isinstance(facts, BaseException):
-        return _raised(engine, facts)
+        return _raised_answer(engine, facts)
     state, detail = facts["state"], facts.get("detail", "")
     origin, found = Origin(facts["host"], facts["pid"]), None
     if "answer" in facts:
@@ -94,10 +100,10 @@ def _read(engine: int, future: Any) -> EngineAnswer:
             origin, found = pickle.loads(zlib.decompress(facts["answer"]))  # noqa: S301  # our own engines'
         except Exception as error:
             state, detail = "other version", f"{type(error).__name__}: {error}"
-    return EngineAnswer(engine, origin, state, _said(state, detail), facts.get("seconds"), found)
+    return EngineAnswer(engine, origin, state, _explain_state(state, detail), facts.get("seconds"), found)
 
 
-def _said(state: str, detail: str) -> str:
+def _explain_state(state: str, detail: str) -> str:
     import gpumagic
 
     if state == "no gpumagic":
@@ -109,18 +115,18 @@ def _said(state: str, detail: str) -> str:
     return detail
 
 
-def _raised(engine: int, error: BaseException) -> EngineAnswer:
+def _raised_answer(engine: int, error: BaseException) -> EngineAnswer:
     kind = getattr(error, "ename", type(error).__name__)
     if kind == "EngineError":
         return EngineAnswer(engine, state="dead", detail="it died while it was asked")
     return EngineAnswer(engine, state="failed", detail=f"{kind}: {getattr(error, 'evalue', error)}")
 
 
-def _gone(engine: int) -> EngineAnswer:
+def _gone_answer(engine: int) -> EngineAnswer:
     return EngineAnswer(engine, state="dead", detail="it is not there any more")
 
 
-def _placed(connection: Connection, engine: int, answer: EngineAnswer) -> EngineAnswer:
+def _with_origin(connection: Connection, engine: int, answer: EngineAnswer) -> EngineAnswer:
     """Return the answer with the place where its engine was last seen, where it does not say itself."""
     if answer.origin.host:
         connection.seen[engine] = answer.origin
@@ -128,17 +134,17 @@ def _placed(connection: Connection, engine: int, answer: EngineAnswer) -> Engine
     return replace(answer, engine=engine, origin=connection.seen.setdefault(engine, Origin()))
 
 
-def _take_back(connection: Connection, late: Mapping[int, Any], seconds: float = 0.0) -> dict[int, EngineAnswer]:
+def _cancel_pending(connection: Connection, late: Mapping[int, Any], seconds: float = 0.0) -> dict[int, EngineAnswer]:
     """Have engines drop what they have not begun, and return of each why it did not answer."""
     alive = [engine for engine in connection.alive if engine in late]
     messages = [future.msg_id for future in late.values()]
     if alive:  # a thread of theirs confirms it, in a cell too
-        wait([connection.client.abort(messages, targets=alive, block=False)], timeout=_PATIENCE)
-    queues = _queues(connection, alive)
-    return {engine: _excuse(engine, late[engine], queues.get(engine), seconds) for engine in late}
+        wait([connection.client.abort(messages, targets=alive, block=False)], timeout=_REPLY_TIMEOUT)
+    queues = _engine_queues(connection, alive)
+    return {engine: _why_no_answer(engine, late[engine], queues.get(engine), seconds) for engine in late}
 
 
-def _excuse(engine: int, future: Any, queue: Sequence[str] | None, seconds: float) -> EngineAnswer:
+def _why_no_answer(engine: int, future: Any, queue: Sequence[str] | None, seconds: float) -> EngineAnswer:
     within = f"no answer within {seconds:g} s"
     if future.begun:
         return EngineAnswer(engine, state="slow", detail=f"it began, and was not through within {seconds:g} s")
@@ -147,14 +153,14 @@ def _excuse(engine: int, future: Any, queue: Sequence[str] | None, seconds: floa
     return EngineAnswer(engine, state="no answer", detail=within)
 
 
-def _queues(connection: Connection, engines: Sequence[int]) -> dict[int, Sequence[str]]:
+def _engine_queues(connection: Connection, engines: Sequence[int]) -> dict[int, Sequence[str]]:
     """Return the messages that the controller has not seen answered, oldest first; nothing where it does not say."""
     if not engines:
         return {}
     client = connection.client
     content = {"targets": list(engines), "verbose": True}
     future = client._send(client._query_stream, "queue_request", content=content)
-    if not future.wait(_PATIENCE):
+    if not future.wait(_REPLY_TIMEOUT):
         return {}
     status: Mapping[Any, Any] = future.result()["content"]
     return {int(engine): found["queue"] for engine, found in status.items() if str(engine).isdecimal()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpumagic.cluster.gpus_view import gpu_blocks
-from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engines, numbers
+from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engine_ranges, engines_label
 from gpumagic.cluster.tensors_view import tensor_blocks
 from gpumagic.oom.report import OomReport
 from gpumagic.oom.view import view_failure
@@ -29,9 +29,9 @@ from gpumagic.transfers.view import view_transfers
 @document_of.register(ClusterReport)
 def view_engines(report: ClusterReport) -> Document:
     """Return the report of the engines that answered, then what is to be said of the others."""
-    heading, blocks = _PARTS[report.magic](report) if report.reports else (_without(report), [])
+    heading, blocks = _BODIES[report.magic](report) if report.reports else (_empty_heading(report), [])
     blocks = [Heading(f"{heading} · {_engines(report)}"), *blocks]
-    blocks += [Paragraph(text) for text in _silent(report)]
+    blocks += [Paragraph(text) for text in _engines_without_report(report)]
     notes = report.notes if report.magic == "oomguard" else (*report.notes, *_notes(report))  # has them in each report
     blocks += [Paragraph(note, muted=True) for note in notes]
     return Document(tuple(blocks))
@@ -47,12 +47,12 @@ def _engines(report: ClusterReport) -> str:
     return f"{number} on {where}" if where != "0 hosts" else number
 
 
-def _without(report: ClusterReport) -> str:
+def _empty_heading(report: ClusterReport) -> str:
     """Return the heading where no engine has a report."""
     return f"%%{report.magic}" if report.magic in {"ondevice", "oomguard"} else "No answer"
 
 
-def _silent(report: ClusterReport) -> Iterator[str]:
+def _engines_without_report(report: ClusterReport) -> Iterator[str]:
     """Tell of the engines that lack something, those of a host of which the same is to be said in one line."""
     several = len({answer.origin.host for answer in report.engines}) > 1
     alike: dict[tuple[str, str, str], list[EngineAnswer]] = {}
@@ -61,7 +61,7 @@ def _silent(report: ClusterReport) -> Iterator[str]:
             host = f" on {answer.origin.host}" if several and answer.origin.host else ""
             alike.setdefault((host, answer.state, answer.detail), []).append(answer)
     for (host, state, detail), answers in alike.items():
-        yield f"{engines(answers)}{host}: {state}" + (f", {detail}" if detail else "")
+        yield f"{engines_label(answers)}{host}: {state}" + (f", {detail}" if detail else "")
 
 
 def _notes(report: ClusterReport) -> list[str]:
@@ -71,22 +71,22 @@ def _notes(report: ClusterReport) -> list[str]:
         for note in getattr(answer.report, "notes", ()):
             said.setdefault(note, []).append(answer)
     told = sum(answer.report is not None for answer in report.engines)
-    return [note if len(who) == told else f"{engines(who)}: {note}" for note, who in said.items()]
+    return [note if len(who) == told else f"{engines_label(who)}: {note}" for note, who in said.items()]
 
 
-MOST_ROWS = 32
-MOST_REPORTS = 8
+MAX_ROWS = 32
+MAX_REPORTS = 8
 DIRECTIONS = ("host-to-device", "device-to-host", "device-to-device")
 
 
 def cell_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
     """Return the heading and the blocks."""
     found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, TransferReport)]
-    blocks: list[Block] = [_table(found[:MOST_ROWS])]
-    if len(found) > MOST_ROWS:
-        blocks.append(Paragraph(f"and {count(len(found) - MOST_ROWS, 'more engine')}", muted=True))
-    blocks += [Paragraph(text) for text in _advice(found)]
-    each = [block for one in found[:MOST_REPORTS] for block in _whole(*one)]
+    blocks: list[Block] = [_table(found[:MAX_ROWS])]
+    if len(found) > MAX_ROWS:
+        blocks.append(Paragraph(f"and {count(len(found) - MAX_ROWS, 'more engine')}", muted=True))
+    blocks += [Paragraph(text) for text in _advice_lines(found)]
+    each = [block for one in found[:MAX_REPORTS] for block in _full_transfers(*one)]
     return _heading(found), [*blocks, Fold("Each engine's own report; in code, report.reports[engine]", each)]
 
 
@@ -135,21 +135,22 @@ def _moved(report: TransferReport) -> int:
     return sum(row.nbytes for row in report.moves)
 
 
-def _advice(found: Found) -> list[str]:
+def _advice_lines(found: Found) -> list[str]:
     said: dict[str, list[EngineAnswer]] = {}
     for answer, report in found:
         for advice in report.advice:
             said.setdefault(advice, []).append(answer)
     return [
-        f"→ {advice}" + ("" if len(who) == len(found) else f" ({engines(who).lower()})") for advice, who in said.items()
+        f"→ {advice}" + ("" if len(who) == len(found) else f" ({engines_label(who).lower()})")
+        for advice, who in said.items()
     ]
 
 
-def _whole(answer: EngineAnswer, report: TransferReport) -> list[Block]:
-    return [Heading(f"Engine {numbers([answer])}", apart=True), *view_transfers(report).blocks]
+def _full_transfers(answer: EngineAnswer, report: TransferReport) -> list[Block]:
+    return [Heading(f"Engine {engine_ranges([answer])}", apart=True), *view_transfers(report).blocks]
 
 
-IN_FULL = 2
+MAX_FULL_REPORTS = 2
 """Reports that are shown whole; of more the headline is, and in a notebook the rest folded."""
 
 
@@ -159,27 +160,27 @@ def failure_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
     out = [answer for answer, own in found if not own.recovered]
     blocks: list[Block] = []
     for place, (answer, own) in enumerate(found):
-        blocks += _whole_failure(answer, own) if place < IN_FULL else [_folded(answer, own)]
+        blocks += _full_failure(answer, own) if place < MAX_FULL_REPORTS else [_folded_failure(answer, own)]
     if not out:
         return ("Passed after running out of memory" if found else "%%oomguard"), blocks
     passed = sum(answer.state == "answered" for answer in report.engines)
     others = f"; the cell passed on {count(passed, 'other')}" if passed else ""
-    return f"Out of memory on engine {numbers(out)}{others}", blocks
+    return f"Out of memory on engine {engine_ranges(out)}{others}", blocks
 
 
-def _whole_failure(answer: EngineAnswer, report: OomReport) -> list[Block]:
+def _full_failure(answer: EngineAnswer, report: OomReport) -> list[Block]:
     heading, *rest = view_failure(report).blocks
     assert isinstance(heading, Heading)
     return [Heading(f"Engine {answer.place}: {heading.text}", apart=True), *rest]
 
 
-def _folded(answer: EngineAnswer, report: OomReport) -> Fold:
-    heading, *rest = _whole_failure(answer, report)
+def _folded_failure(answer: EngineAnswer, report: OomReport) -> Fold:
+    heading, *rest = _full_failure(answer, report)
     assert isinstance(heading, Heading)
     return Fold(heading.text, rest)
 
 
-_PARTS: Mapping[str, Callable[[ClusterReport], tuple[str, list[Block]]]] = {
+_BODIES: Mapping[str, Callable[[ClusterReport], tuple[str, list[Block]]]] = {
     "gpuinfo": gpu_blocks,
     "devices": tensor_blocks,
     "ondevice": cell_blocks,

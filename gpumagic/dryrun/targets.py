@@ -72,7 +72,7 @@ def choose(device: str | None, capacity: int | None) -> Target:
     elif capacity is None or device in here or not _is_imaginable(device):
         device = device_names.resolve(device)
     backend, _, index = device.partition(":")
-    if backend in device_names.ALWAYS_THERE:
+    if backend in device_names.BUILTIN_DEVICES:
         raise OptionError(f"a rehearsal is for an accelerator, and {device} is none; name one of {', '.join(here)}")
     chosen = int(index or 0)
     count = max(chosen + 1, sum(each.startswith(f"{backend}:") for each in here))

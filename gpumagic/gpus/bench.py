@@ -17,16 +17,16 @@ from gpumagic.gpus.report import BenchReport, BenchRow
 from gpumagic.memory import allocator, host
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
-LARGEST_COPY = 256 * 1024**2
-LONG_ENOUGH = 0.02
+MIN_MATRIX, MAX_MATRIX = 256, 8192
+MAX_COPY = 256 * 1024**2
+MIN_SECONDS = 0.02
 """Seconds that one product must take to be timed well; the matrix grows until it does."""
-PATIENCE = 0.5
+MAX_SECONDS = 0.5
 """Seconds of one product beyond which no larger one is tried."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Measurement:
     """One thing to measure."""
 
     device: str
@@ -43,7 +43,7 @@ def benchmark(
     devices: Sequence[str] = (),
     *,
     seconds: float = 0.25,
-    progress: Callable[[Sequence[Step]], Iterable[Step]] = iter,
+    progress: Callable[[Sequence[Measurement]], Iterable[Measurement]] = iter,
 ) -> BenchReport:
     """Return what each device does in a second.
 
@@ -58,36 +58,38 @@ def benchmark(
     import torch
 
     names = [device_names.resolve(name) for name in devices] or [*allocator.accelerators(), "cpu"]
-    steps = [step for name in dict.fromkeys(names) if name != "meta" for step in _steps(name)]
-    rows = tuple(_measured(step, seconds) for step in progress(steps))
+    steps = [step for name in dict.fromkeys(names) if name != "meta" for step in _measurements(name)]
+    rows = tuple(_measure(step, seconds) for step in progress(steps))
     return BenchReport(
         rows, torch_version=str(torch.__version__), threads=torch.get_num_threads(),
         float32_precision=torch.get_float32_matmul_precision(),
     )  # fmt: skip
 
 
-def _steps(device: str) -> list[Step]:
+def _measurements(device: str) -> list[Measurement]:
     directions = ["within"]
     if device != "cpu":
         pinned = [f"{direction}, pinned" for direction in ("host-to-device", "device-to-host")]
         directions = ["host-to-device", "device-to-host", *pinned, *directions]
-    if _next(device) is not None:
+    if _next_device(device) is not None:
         directions.append("device-to-device")
-    return [Step(device, "matmul", each) for each in DTYPES] + [Step(device, "copy", each) for each in directions]
+    return [Measurement(device, "matmul", each) for each in DTYPES] + [
+        Measurement(device, "copy", each) for each in directions
+    ]
 
 
-def _next(device: str) -> str | None:
+def _next_device(device: str) -> str | None:
     """Return the device of the same kind that copies go to: the one after it, or the first after the last."""
     kind = [each for each in allocator.accelerators() if each.partition(":")[0] == device.partition(":")[0]]
     return kind[(kind.index(device) + 1) % len(kind)] if len(kind) > 1 else None
 
 
-def _measured(step: Step, seconds: float) -> BenchRow:
-    run = _matmul if step.measure == "matmul" else _copy
+def _measure(step: Measurement, seconds: float) -> BenchRow:
+    run = _matmul_workload if step.measure == "matmul" else _copy_workload
     simulated = step.device.startswith("simgpu")
     try:
         work, size, amount = run(step)
-        best, repeats = _repeat(work, _synchronize(step.device), seconds)
+        best, repeats = _best_time(work, _synchronizer(step.device), seconds)
     except (RuntimeError, NotImplementedError, TypeError) as error:  # a dtype or pinning that the device lacks, no room
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return BenchRow(step.device, step.measure, step.what, reason=reason, simulated=simulated)
@@ -96,23 +98,23 @@ def _measured(step: Step, seconds: float) -> BenchRow:
     )
 
 
-Work = tuple[Callable[[], object], int, float]
+Workload = tuple[Callable[[], object], int, float]
 """What to repeat, its size, and how much one go does."""
 
 
-def _matmul(step: Step) -> Work:
+def _matmul_workload(step: Measurement) -> Workload:
     import torch
 
     dtype = getattr(torch, step.what)
-    room = _free(step.device) // 8
-    size = SMALLEST_MATRIX
+    room = _free_bytes(step.device) // 8
+    size = MIN_MATRIX
     while True:
         # Not random, so that nobody's generator moves; not constant, which would spare the device power and time.
         matrix = torch.linspace(-1, 1, size * size, device=step.device).sin_().reshape(size, size).to(dtype)
         work = _product(matrix)
-        once, _ = _repeat(work, _synchronize(step.device), 0)
+        once, _ = _best_time(work, _synchronizer(step.device), 0)
         larger = 2 * size
-        if once >= LONG_ENOUGH or 8 * once > PATIENCE or larger > LARGEST_MATRIX or 20 * larger**2 > room:
+        if once >= MIN_SECONDS or 8 * once > MAX_SECONDS or larger > MAX_MATRIX or 20 * larger**2 > room:
             return work, size, 2.0 * size**3
         size = larger
 
@@ -121,14 +123,14 @@ def _product(matrix: Any) -> Callable[[], object]:
     return lambda: matrix @ matrix
 
 
-def _copy(step: Step) -> Work:
+def _copy_workload(step: Measurement) -> Workload:
     import torch
 
-    nbytes = min(LARGEST_COPY, _free(step.device) // 8, _free("cpu") // 8)
+    nbytes = min(MAX_COPY, _free_bytes(step.device) // 8, _free_bytes("cpu") // 8)
     direction, pinned = step.what.partition(",")[::2]
     there = torch.zeros(nbytes, dtype=torch.uint8, device=step.device)
     if direction in ("within", "device-to-device"):
-        here = torch.zeros_like(there, device=_next(step.device) if direction == "device-to-device" else None)
+        here = torch.zeros_like(there, device=_next_device(step.device) if direction == "device-to-device" else None)
     else:
         here = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=bool(pinned))
         if pinned and not here.is_pinned():
@@ -137,7 +139,7 @@ def _copy(step: Step) -> Work:
     return (lambda: target.copy_(source)), nbytes, float(nbytes)
 
 
-def _repeat(work: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> tuple[float, int]:
+def _best_time(work: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> tuple[float, int]:
     """Return the best time of one go, and how many there were; the first one warms up and does not count."""
     work()
     synchronize()
@@ -151,7 +153,7 @@ def _repeat(work: Callable[[], object], synchronize: Callable[[], object], secon
     return best, repeats
 
 
-def _synchronize(device: str) -> Callable[[], object]:
+def _synchronizer(device: str) -> Callable[[], object]:
     backend, _, index = device.partition(":")
     module: ModuleType | None = None if backend == "cpu" else allocator.device_module(backend)
     if module is None or not hasattr(module, "synchronize"):
@@ -162,7 +164,7 @@ def _synchronize(device: str) -> Callable[[], object]:
     return lambda: module.synchronize(int(index or 0))
 
 
-def _free(device: str) -> int:
+def _free_bytes(device: str) -> int:
     import torch
 
     if device == "cpu":

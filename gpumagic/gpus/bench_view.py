@@ -19,17 +19,17 @@ LEGEND = (
 def view_bench(report: BenchReport) -> Document:
     """Return both tables and what follows from them."""
     blocks: list[Block] = [Heading(_headline(report))]
-    for measure, title, show in (("matmul", "Products", operations), ("copy", "Copies", rate)):
+    for measure, title, show in (("matmul", "Products", flops), ("copy", "Copies", rate)):
         rows = [row for row in report.measurements if row.measure == measure]
         if any(row.rate is not None for row in rows):
             blocks.append(_table(rows, title, show))
-    blocks += [Paragraph(sentence) for sentence in _worth(report)]
+    blocks += [Paragraph(sentence) for sentence in _speedups(report)]
     notes = [LEGEND, *_notes(report)]
     blocks.append(Paragraph(" ".join(notes), muted=True))
     return Document(tuple(blocks))
 
 
-def operations(each_second: float | None) -> str:
+def flops(each_second: float | None) -> str:
     """Return floating-point operations a second as ``"12.3 TFLOP/s"``."""
     if each_second is None:
         return NOT_AVAILABLE
@@ -53,10 +53,10 @@ def _table(rows: Sequence[BenchRow], title: str, show: Callable[[float | None], 
     names = list(dict.fromkeys(row.what for row in rows if row.rate is not None))
     found = {(row.device, row.what): row for row in rows}
     grid = [
-        [_name(device, rows), *(_cell(found.get((device, name)), show) for name in names)]
+        [_device_label(device, rows), *(_cell(found.get((device, name)), show) for name in names)]
         for device in dict.fromkeys(row.device for row in rows)
     ]
-    columns = [Column(title), *(Column(_short(name), "right", _PRIORITIES.get(name, 0)) for name in names)]
+    columns = [Column(title), *(Column(_short_direction(name), "right", _PRIORITIES.get(name, 0)) for name in names)]
     return Table(columns, grid, title)
 
 
@@ -69,7 +69,7 @@ _PRIORITIES = {
 }
 
 
-def _short(name: str) -> str:
+def _short_direction(name: str) -> str:
     return (
         name.replace("host-to-device", "to device")
         .replace("device-to-host", "to host")
@@ -77,7 +77,7 @@ def _short(name: str) -> str:
     )
 
 
-def _name(device: str, rows: Sequence[BenchRow]) -> str:
+def _device_label(device: str, rows: Sequence[BenchRow]) -> str:
     return f"{device} (simulated)" if any(row.simulated for row in rows if row.device == device) else device
 
 
@@ -87,7 +87,7 @@ def _cell(row: BenchRow | None, show: Callable[[float | None], str]) -> Cell | s
     return show(row.rate)
 
 
-def _worth(report: BenchReport) -> list[str]:
+def _speedups(report: BenchReport) -> list[str]:
     """Return for each real device how it compares with the CPU, copies counted."""
     cpu = report.rate("cpu", "float32")
     sentences = []
@@ -96,12 +96,12 @@ def _worth(report: BenchReport) -> list[str]:
         if cpu and fast:
             to, back = report.rate(device, "host-to-device"), report.rate(device, "device-to-host")
             sentences.append(
-                f"{device} multiplies float32 {fast / cpu:.3g} times as fast as the CPU.{_pays(cpu, fast, to, back)}"
+                f"{device} multiplies float32 {fast / cpu:.3g} times as fast as the CPU.{_break_even(cpu, fast, to, back)}"
             )
     return sentences
 
 
-def _pays(cpu: float, fast: float, to: float | None, back: float | None) -> str:
+def _break_even(cpu: float, fast: float, to: float | None, back: float | None) -> str:
     """Return from which size on a product pays its copies: 2 n^3 operations for 8 n^2 bytes there and 4 n^2 back."""
     if not to or not back:
         return ""

@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from gpumagic.gpus import nvml, other_devices
-from gpumagic.gpus.nvml import Failure, Readings
-from gpumagic.gpus.processes import Process, listed, with_utilization
+from gpumagic.gpus.nvml import NvmlFailure, Readings
+from gpumagic.gpus.processes import DriverProcess, list_processes, with_utilization
 
 # Bits of NVML's clocks-event mask. "Idle" is left out: it holds nothing back that anyone waits for.
 THROTTLE_REASONS = {
@@ -38,8 +38,8 @@ THROTTLE_REASONS = {
 
 def read_identity(readings: Readings, binding: ModuleType, handle: Any) -> None:
     """Read what the card is called."""
-    readings.take("name", lambda: read_text(binding.nvmlDeviceGetName(handle)))
-    readings.take("uuid", lambda: read_text(binding.nvmlDeviceGetUUID(handle)))
+    readings.take("name", lambda: to_str(binding.nvmlDeviceGetName(handle)))
+    readings.take("uuid", lambda: to_str(binding.nvmlDeviceGetUUID(handle)))
 
 
 def read_memory(readings: Readings, binding: ModuleType, handle: Any) -> None:
@@ -65,7 +65,7 @@ def read_memory(readings: Readings, binding: ModuleType, handle: Any) -> None:
         readings.reasons["memory_reserved"] = "counted in memory_used by this driver"
 
 
-def read_condition(readings: Readings, binding: ModuleType, handle: Any) -> None:
+def read_state(readings: Readings, binding: ModuleType, handle: Any) -> None:
     """Read how busy, warm and fast the card is, and whether its memory is sound."""
     take, sensor, sm = readings.take, 0, 1
     rates = take("utilization", lambda: binding.nvmlDeviceGetUtilizationRates(handle))
@@ -82,15 +82,15 @@ def read_condition(readings: Readings, binding: ModuleType, handle: Any) -> None
     take("power_limit", lambda: binding.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000)
     take(
         "throttle_reasons",
-        lambda: throttle_words(binding.nvmlDeviceGetCurrentClocksEventReasons(handle)),
-        lambda: throttle_words(binding.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        lambda: decode_throttle_reasons(binding.nvmlDeviceGetCurrentClocksEventReasons(handle)),
+        lambda: decode_throttle_reasons(binding.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
     )
     take("clock_sm", lambda: int(binding.nvmlDeviceGetClockInfo(handle, sm)))
     take("clock_sm_max", lambda: int(binding.nvmlDeviceGetMaxClockInfo(handle, sm)))
     take(
         "performance_state",
-        lambda: _state(binding.nvmlDeviceGetPerformanceState(handle)),
-        lambda: _state(binding.nvmlDeviceGetPowerState(handle)),
+        lambda: _performance_state(binding.nvmlDeviceGetPerformanceState(handle)),
+        lambda: _performance_state(binding.nvmlDeviceGetPowerState(handle)),
     )
     uncorrected, volatile = 1, 0
     take("ecc_errors", lambda: int(binding.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile)))
@@ -99,7 +99,7 @@ def read_condition(readings: Readings, binding: ModuleType, handle: Any) -> None
 def read_details(readings: Readings, binding: ModuleType, handle: Any) -> None:
     """Read what is only shown on request."""
     take, memory_clock = readings.take, 2
-    take("bus_id", lambda: read_text(binding.nvmlDeviceGetPciInfo(handle).busId))
+    take("bus_id", lambda: to_str(binding.nvmlDeviceGetPciInfo(handle).busId))
     take("fan", lambda: float(binding.nvmlDeviceGetFanSpeed(handle)))
     take("clock_memory", lambda: int(binding.nvmlDeviceGetClockInfo(handle, memory_clock)))
     take("clock_memory_max", lambda: int(binding.nvmlDeviceGetMaxClockInfo(handle, memory_clock)))
@@ -112,30 +112,30 @@ def read_details(readings: Readings, binding: ModuleType, handle: Any) -> None:
     take("pcie_width_max", lambda: int(binding.nvmlDeviceGetMaxPcieLinkWidth(handle)))
 
 
-def throttle_words(mask: int) -> tuple[str, ...]:
+def decode_throttle_reasons(mask: int) -> tuple[str, ...]:
     """Return what a clocks-event mask says, in words; empty for a card that is idle or runs free."""
     words = [word for bit, word in THROTTLE_REASONS.items() if mask & bit]
     unknown = int(mask) & ~(sum(THROTTLE_REASONS) | 1)
     return (*words, f"unknown reason {unknown:#x}") if unknown else tuple(words)
 
 
-def read_text(value: Any) -> Any:
+def to_str(value: Any) -> Any:
     """Return a text of the binding as str; older bindings give bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _state(number: int) -> str:
+def _performance_state(number: int) -> str:
     if not 0 <= number <= 15:
         raise ValueError("unknown performance state")
     return f"P{number}"
 
 
-FIELDS = {"nvlink_sent": 138, "nvlink_received": 139}  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _RX: KiB so far
+NVLINK_FIELDS = {"nvlink_sent": 138, "nvlink_received": 139}  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _RX: KiB so far
 ALL_LINKS = 0xFFFFFFFF
-MOST_LINKS = 36
-SHORTEST = 0.005
+MAX_LINKS = 36
+MIN_INTERVAL = 0.005
 """Seconds: over less than that the difference of two counters is no rate."""
-LEVELS = {
+TOPOLOGY_LEVELS = {
     0: "same board",
     10: "one PCIe switch",
     20: "several PCIe switches",
@@ -146,7 +146,7 @@ LEVELS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class NvlinkCounters:
     """A card's NVLink counters at one moment, in bytes, or the reason why there are none."""
 
     moment: float
@@ -154,73 +154,73 @@ class Counters:
     reasons: Mapping[str, str]
 
 
-def counters(binding: ModuleType, handle: Any) -> Counters:
+def read_nvlink_counters(binding: ModuleType, handle: Any) -> NvlinkCounters:
     """Read how much went over all NVLinks of a card since its driver was loaded."""
     # One entry more than wanted: NVML is said to touch the one after the last in NVLink queries (nvitop's source).
-    wanted = [(number, ALL_LINKS) for number in (*FIELDS.values(), FIELDS["nvlink_received"])]
+    wanted = [(number, ALL_LINKS) for number in (*NVLINK_FIELDS.values(), NVLINK_FIELDS["nvlink_received"])]
     answers = Readings()
     fields = answers.take("fields", lambda: binding.nvmlDeviceGetFieldValues(handle, wanted))
     found = Readings()
-    for position, name in enumerate(FIELDS):
+    for position, name in enumerate(NVLINK_FIELDS):
         if fields is None:
             found.reasons[name] = answers.reasons["fields"]
         else:
-            found.take(name, lambda field=fields[position]: _kib(binding, field) * 1024)  # type: ignore[misc]
-    return Counters(time.monotonic(), found.values, found.reasons)
+            found.take(name, lambda field=fields[position]: _field_value(binding, field) * 1024)  # type: ignore[misc]
+    return NvlinkCounters(time.monotonic(), found.values, found.reasons)
 
 
-def traffic(readings: Readings, binding: ModuleType, handle: Any) -> None:
+def read_throughput(readings: Readings, binding: ModuleType, handle: Any) -> None:
     """Read what goes over PCIe and NVLink, in bytes a second, and how many NVLinks are up."""
-    before = counters(binding, handle)
+    before = read_nvlink_counters(binding, handle)
     sent, received = 0, 1
     readings.take("pcie_sent", lambda: binding.nvmlDeviceGetPcieThroughput(handle, sent) * 1024)
     readings.take("pcie_received", lambda: binding.nvmlDeviceGetPcieThroughput(handle, received) * 1024)
-    readings.take("nvlinks", lambda: _links_up(binding, handle))
-    rates(readings, before, counters(binding, handle))
+    readings.take("nvlinks", lambda: _count_nvlinks(binding, handle))
+    add_nvlink_rates(readings, before, read_nvlink_counters(binding, handle))
 
 
-def rates(readings: Readings, before: Counters, after: Counters) -> None:
+def add_nvlink_rates(readings: Readings, before: NvlinkCounters, after: NvlinkCounters) -> None:
     """Add the rates between two readings of the counters."""
     seconds = after.moment - before.moment
-    for name in FIELDS:
+    for name in NVLINK_FIELDS:
         if name not in before.values or name not in after.values:
             readings.reasons[name] = {**before.reasons, **after.reasons}[name]
-        elif seconds < SHORTEST:
+        elif seconds < MIN_INTERVAL:
             readings.reasons[name] = "measured over too short a time"
         else:
             readings.values[name] = int((after.values[name] - before.values[name]) / seconds)
 
 
-def topology(binding: ModuleType, handles: Sequence[Any], mine: int) -> dict[str, str]:
+def read_topology(binding: ModuleType, handles: Sequence[Any], mine: int) -> dict[str, str]:
     """Return how a card reaches each other one, by NVML index; a pair that cannot be read is left out."""
     found = {}
     for index, handle in enumerate(handles):
         if index == mine or handle is None or handles[mine] is None:
             continue
-        way = Readings().take("way", lambda: _way(binding, handles[mine], handle))  # noqa: B023
+        way = Readings().take("way", lambda: _connection_type(binding, handles[mine], handle))  # noqa: B023
         if way is not None:
             found[str(index)] = way
     return found
 
 
-def _way(binding: ModuleType, one: Any, other: Any) -> str:
+def _connection_type(binding: ModuleType, one: Any, other: Any) -> str:
     over_nvlink, fine = 2, 0
     if Readings().take("nvlink", lambda: int(binding.nvmlDeviceGetP2PStatus(one, other, over_nvlink))) == fine:
         return "NVLink"
-    return LEVELS[int(binding.nvmlDeviceGetTopologyCommonAncestor(one, other))]
+    return TOPOLOGY_LEVELS[int(binding.nvmlDeviceGetTopologyCommonAncestor(one, other))]
 
 
-def _links_up(binding: ModuleType, handle: Any) -> int:
+def _count_nvlinks(binding: ModuleType, handle: Any) -> int:
     up = int(binding.nvmlDeviceGetNvLinkState(handle, 0))  # refused where the card has no NVLink at all
-    for link in range(1, MOST_LINKS):
-        state, refusal = nvml.ask(partial(binding.nvmlDeviceGetNvLinkState, handle, link))
+    for link in range(1, MAX_LINKS):
+        state, refusal = nvml.query(partial(binding.nvmlDeviceGetNvLinkState, handle, link))
         if refusal:
             break  # it has no more of them
         up += int(state or 0)
     return up
 
 
-def _kib(binding: ModuleType, field: Any) -> int:
+def _field_value(binding: ModuleType, field: Any) -> int:
     if field.nvmlReturn != 0:
         raise binding.NVMLError(field.nvmlReturn)
     return int(field.value.ullVal)
@@ -235,7 +235,7 @@ class Card:
     values: Mapping[str, Any]
     """Figures by the names of `GpuRow`'s fields."""
     reasons: Mapping[str, str]
-    processes: tuple[Process, ...] | None = None
+    processes: tuple[DriverProcess, ...] | None = None
     instances: tuple[Card, ...] = ()
     mig: bool = False
     """Whether the card is in MIG mode: CUDA then uses its instances, never the card itself."""
@@ -258,7 +258,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class NvmlSnapshot:
     """All cards of the machine at one moment."""
 
     cards: tuple[Card, ...]
@@ -269,92 +269,94 @@ class Snapshot:
     """Whether the deprecated package `pynvml` stands in nvidia-ml-py's place."""
 
 
-def snapshot(*, processes: bool = False, everything: bool = False) -> Snapshot | Failure:
+def read_cards(*, processes: bool = False, everything: bool = False) -> NvmlSnapshot | NvmlFailure:
     """Read every card, whatever is wrong with some of them; or return why NVML does not answer."""
-    answer = _count()
-    if isinstance(answer, Failure):
+    answer = _connect_and_count()
+    if isinstance(answer, NvmlFailure):
         return answer
     binding, count = answer
-    driver = Readings().take("driver_version", lambda: read_text(binding.nvmlSystemGetDriverVersion()))
+    driver = Readings().take("driver_version", lambda: to_str(binding.nvmlSystemGetDriverVersion()))
     cuda = Readings().take(
         "cuda_version", binding.nvmlSystemGetCudaDriverVersion_v2, binding.nvmlSystemGetCudaDriverVersion
     )
-    handles = [nvml.ask(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
+    handles = [nvml.query(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
     asked = Asked(processes, everything)
     cards = tuple(
-        Card(index, {}, {"all": refusal}) if refusal else _card(binding, handle, index, asked)
+        Card(index, {}, {"all": refusal}) if refusal else _read_card(binding, handle, index, asked)
         for index, (handle, refusal) in enumerate(handles)
     )
     if everything:
-        cards = _connected(binding, cards, [handle for handle, _ in handles])
+        cards = _with_topology(binding, cards, [handle for handle, _ in handles])
     newest = None if cuda is None else (cuda // 1000, cuda % 1000 // 10)
-    return Snapshot(cards, driver, newest, nvml.is_shadowed(binding))
+    return NvmlSnapshot(cards, driver, newest, nvml.is_shadowed(binding))
 
 
-def _count() -> tuple[ModuleType, int] | Failure:
+def _connect_and_count() -> tuple[ModuleType, int] | NvmlFailure:
     for attempt in range(2):
         binding = nvml.connect()
-        if isinstance(binding, Failure):
+        if isinstance(binding, NvmlFailure):
             return binding
         try:
             return binding, int(binding.nvmlDeviceGetCount())
         except Exception as error:
-            if attempt or nvml.code(error) != nvml.UNINITIALIZED:
-                return nvml.failure(error)
-            nvml.forget()
+            if attempt or nvml.error_code(error) != nvml.UNINITIALIZED:
+                return nvml.failure_of(error)
+            nvml.reset()
     raise AssertionError("unreachable: the second attempt returns")
 
 
-def _card(binding: ModuleType, handle: Any, index: int, asked: Asked) -> Card:
+def _read_card(binding: ModuleType, handle: Any, index: int, asked: Asked) -> Card:
     readings = Readings()
     mode = Readings().take("mig", lambda: binding.nvmlDeviceGetMigMode(handle))
     mig = bool(mode and mode[0])
     read_identity(readings, binding, handle)
     read_memory(readings, binding, handle)
-    read_condition(readings, binding, handle)
+    read_state(readings, binding, handle)
     if asked.everything:
         read_details(readings, binding, handle)
-        traffic(readings, binding, handle)
-    processes = _processes(readings, binding, handle, asked)
+        read_throughput(readings, binding, handle)
+    processes = _read_processes(readings, binding, handle, asked)
     if other_devices.is_unified(readings, binding, handle):
-        other_devices.unified_memory(readings, processes)
+        other_devices.use_host_memory(readings, processes)
     if mig:
         readings.reasons.update(_because_of_mig(readings.reasons))
-    instances = _instances(binding, handle, index) if mig else ()
+    instances = _read_instances(binding, handle, index) if mig else ()
     return Card(index, readings.values, readings.reasons, processes, instances, mig)
 
 
-def _processes(readings: Readings, binding: ModuleType, handle: Any, asked: Asked) -> tuple[Process, ...] | None:
-    processes = listed(readings, binding, handle)
+def _read_processes(
+    readings: Readings, binding: ModuleType, handle: Any, asked: Asked
+) -> tuple[DriverProcess, ...] | None:
+    processes = list_processes(readings, binding, handle)
     if not processes or not (asked.processes or asked.everything):
         return processes
     return with_utilization(processes, binding, handle)
 
 
-def _connected(binding: ModuleType, cards: tuple[Card, ...], handles: list[Any]) -> tuple[Card, ...]:
-    ways = [topology(binding, handles, card.index) for card in cards]
+def _with_topology(binding: ModuleType, cards: tuple[Card, ...], handles: list[Any]) -> tuple[Card, ...]:
+    ways = [read_topology(binding, handles, card.index) for card in cards]
     return tuple(
         replace(card, values={**card.values, "topology": way}) if way or len(cards) == 1 else card
         for card, way in zip(cards, ways, strict=True)
     )
 
 
-def _instances(binding: ModuleType, parent: Any, index: int) -> tuple[Card, ...]:
+def _read_instances(binding: ModuleType, parent: Any, index: int) -> tuple[Card, ...]:
     limit = Readings().take("limit", lambda: int(binding.nvmlDeviceGetMaxMigDeviceCount(parent))) or 0
     found = []
     ask = binding.nvmlDeviceGetMigDeviceHandleByIndex
     for number in range(limit):
         handle = Readings().take("mig", partial(ask, parent, number))
         if handle is not None:  # places without an instance are "not found"
-            found.append(_instance(binding, handle, index))
+            found.append(_read_instance(binding, handle, index))
     return tuple(found)
 
 
-def _instance(binding: ModuleType, handle: Any, index: int) -> Card:
+def _read_instance(binding: ModuleType, handle: Any, index: int) -> Card:
     readings = Readings()
     read_identity(readings, binding, handle)
     read_memory(readings, binding, handle)
-    processes = listed(readings, binding, handle)
+    processes = list_processes(readings, binding, handle)
     # The driver keeps all else for the whole card only (nvitop#5, dcgm-exporter#216); 0 would be a lie.
     return Card(index, readings.values, {"all": "n/a (MIG)", **readings.reasons}, processes, is_instance=True)
 

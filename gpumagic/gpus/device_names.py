@@ -15,7 +15,7 @@ from gpumagic import simgpu
 from gpumagic.errors import DeviceNotFound
 from gpumagic.memory import allocator
 
-ALWAYS_THERE = ("cpu", "meta")
+BUILTIN_DEVICES = ("cpu", "meta")
 
 
 def resolve(name: str, fallback: str | None = None) -> str:
@@ -40,13 +40,13 @@ def resolve(name: str, fallback: str | None = None) -> str:
 
 def available() -> list[str]:
     """Return every device that this process can use, accelerators first. Imports torch."""
-    return [*allocator.accelerators(), *ALWAYS_THERE]
+    return [*allocator.accelerators(), *BUILTIN_DEVICES]
 
 
 def completions() -> list[str]:
     """Return names to offer on Tab, without importing torch if nothing has yet."""
     if "torch" not in sys.modules:
-        return ["cuda", "auto", *ALWAYS_THERE]
+        return ["cuda", "auto", *BUILTIN_DEVICES]
     return [*available(), "auto"]
 
 
@@ -55,17 +55,17 @@ def _resolve(name: str) -> str:
         raise DeviceNotFound(f"{name!r} was left as it is: is the variable in it defined?")
     accelerators = allocator.accelerators()
     if name.lower() == "auto":
-        return _freest(accelerators)
+        return _best(accelerators)
     match = re.fullmatch(r"([a-z]*?):?(\d+)?", name.lower())
     if match is None or not any(match.groups()):
         raise _unknown(name)
     backend, index = match[1], match[2]
-    if backend in ALWAYS_THERE and int(index or 0) == 0:
+    if backend in BUILTIN_DEVICES and int(index or 0) == 0:
         return backend
-    return _indexed(name, backend, index, accelerators)
+    return _resolve_index(name, backend, index, accelerators)
 
 
-def _indexed(name: str, backend: str, index: str | None, accelerators: list[str]) -> str:
+def _resolve_index(name: str, backend: str, index: str | None, accelerators: list[str]) -> str:
     if backend in ("", "gpu"):
         candidates = accelerators
     else:
@@ -81,7 +81,7 @@ def _indexed(name: str, backend: str, index: str | None, accelerators: list[str]
     return found[0]
 
 
-def emptiest(devices: list[str]) -> str | None:
+def most_free(devices: list[str]) -> str | None:
     """Return the device with most free memory, the first where that cannot be known; None of none."""
     from gpumagic.gpus import probe
 
@@ -89,7 +89,7 @@ def emptiest(devices: list[str]) -> str | None:
     return max(devices, key=lambda device: free.get(device, 0), default=None)
 
 
-def _freest(accelerators: list[str]) -> str:
+def _best(accelerators: list[str]) -> str:
     if not accelerators:
         raise _unknown("auto")
     from gpumagic.gpus import probe
@@ -98,7 +98,7 @@ def _freest(accelerators: list[str]) -> str:
 
 
 def _is_readable(name: str) -> bool:
-    known = ("auto", "gpu", "cuda", "mps", "xpu", "hpu", "npu", "simgpu", *ALWAYS_THERE)
+    known = ("auto", "gpu", "cuda", "mps", "xpu", "hpu", "npu", "simgpu", *BUILTIN_DEVICES)
     return name.strip().partition(":")[0].lower() in known or name.strip().isdigit()
 
 

@@ -20,7 +20,7 @@ from gpumagic.memory.timeline import MemoryTimeline
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 
-KEPT = 200
+MAX_CELLS = 200
 """Cells that the table has at most."""
 STRETCHES = 40
 """Into how many the time of each is folded."""
@@ -28,7 +28,7 @@ _KEY = "gpumagic_each_cell"
 
 
 @dataclass(frozen=True)
-class _Cell:
+class _RunningCell:
     """A cell that runs."""
 
     info: ExecutionInfo
@@ -38,13 +38,13 @@ class _Cell:
     memory: CellMemory
 
 
-class EachCell:
+class CellMonitor:
     """Reads the allocators around each cell of a shell; cells inside cells have their own line."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._open: list[_Cell] = []
-        self._done: deque[tuple[tuple[CellRow, ...], MemoryTimeline | None]] = deque(maxlen=KEPT)
+        self._open: list[_RunningCell] = []
+        self._done: deque[tuple[tuple[CellRow, ...], MemoryTimeline | None]] = deque(maxlen=MAX_CELLS)
         self.is_on = False
 
     def install(self) -> None:
@@ -71,7 +71,7 @@ class EachCell:
         before = allocator.all_figures()
         memory = CellMemory(before, self._shell.user_ns, stretches=STRETCHES)
         number = _compat.starting_number(self._shell, info)
-        self._open.append(_Cell(info, number, time.perf_counter(), before, memory))
+        self._open.append(_RunningCell(info, number, time.perf_counter(), before, memory))
         memory.start()
 
     def _ended(self, result: ExecutionResult | None) -> None:
@@ -84,7 +84,7 @@ class EachCell:
         if cell.info.silent:
             return
         after = allocator.all_figures()
-        rows, timeline = used(cell, now - cell.started, after), cell.memory.finished(after)
+        rows, timeline = cell_rows(cell, now - cell.started, after), cell.memory.finished(after)
         self._done.append((rows, timeline))
         from gpumagic.gpus.history_view import cell_line
 
@@ -97,7 +97,9 @@ class EachCell:
         del self._open[place:]
 
 
-def used(cell: _Cell, seconds: float, after: Mapping[str, allocator.AllocatorFigures]) -> tuple[CellRow, ...]:
+def cell_rows(
+    cell: _RunningCell, seconds: float, after: Mapping[str, allocator.AllocatorFigures]
+) -> tuple[CellRow, ...]:
     """Return what a cell did on each device that anything was done on.
 
     The peak is the cell's own only where its counter rose above all there was before; nobody resets it here.
@@ -129,14 +131,14 @@ def switch(shell: InteractiveShell, state: str) -> None:
             each.uninstall()
         return
     if each is None:
-        each = shell.meta[_KEY] = EachCell(shell)
+        each = shell.meta[_KEY] = CellMonitor(shell)
     if not each.is_on:
         each.install()
 
 
 def report(shell: InteractiveShell) -> CellsReport:
     """Return what the last cells did, those recorded before ``"off"`` included."""
-    return (shell.meta.get(_KEY) or EachCell(shell)).report()
+    return (shell.meta.get(_KEY) or CellMonitor(shell)).report()
 
 
 def off(shell: InteractiveShell) -> None:

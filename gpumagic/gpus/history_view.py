@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-SHOWN = 30
+MAX_SAMPLES = 30
 """Moments in a line."""
 
 
@@ -40,43 +40,47 @@ def view_history(report: HistoryReport) -> Document:
     blocks: list[Block] = list(to_document(report.latest).blocks) if report.latest else []
     devices = list(dict.fromkeys(row.device for row in report.samples))
     if devices:
-        blocks.append(_lines(report.samples, devices))
+        blocks.append(_sparklines(report.samples, devices))
         blocks.append(Paragraph("Lines reach from 0 to 100%, the newest at the right.", muted=True))
-    blocks.append(Paragraph(_state(report), muted=True))
+    blocks.append(Paragraph(_status(report), muted=True))
     return Document(tuple(blocks))
 
 
-def _lines(samples: Sequence[SampleRow], devices: Sequence[str]) -> Table:
+def _sparklines(samples: Sequence[SampleRow], devices: Sequence[str]) -> Table:
     grid = []
     for device in devices:
-        recent = [row for row in samples if row.device == device][-SHOWN:]
-        shares = (_line(recent, lambda row: row.utilization), _line(recent, _used), _line(recent, _allocated))
+        recent = [row for row in samples if row.device == device][-MAX_SAMPLES:]
+        shares = (
+            _sparkline(recent, lambda row: row.utilization),
+            _sparkline(recent, _used_percent),
+            _sparkline(recent, _allocated_percent),
+        )
         grid.append([Cell(device), *shares])
     return Table(
         [Column("History"), Column("Util"), Column("Memory"), Column("This kernel", priority=1)], grid, "History"
     )
 
 
-def _line(rows: Sequence[SampleRow], value: Callable[[SampleRow], float | None]) -> Cell:
+def _sparkline(rows: Sequence[SampleRow], value: Callable[[SampleRow], float | None]) -> Cell:
     values = [value(row) for row in rows]
     if all(each is None for each in values):
         return Cell(NOT_AVAILABLE, muted=True)
     return Cell(sparkline(values, 0, 100))
 
 
-def _used(row: SampleRow) -> float | None:
-    return _share(row.memory_used, row.memory_total)
+def _used_percent(row: SampleRow) -> float | None:
+    return _percent_of(row.memory_used, row.memory_total)
 
 
-def _allocated(row: SampleRow) -> float | None:
-    return _share(row.kernel_allocated, row.memory_total)
+def _allocated_percent(row: SampleRow) -> float | None:
+    return _percent_of(row.kernel_allocated, row.memory_total)
 
 
-def _share(part: int | None, whole: int | None) -> float | None:
+def _percent_of(part: int | None, whole: int | None) -> float | None:
     return None if part is None or not whole else 100 * part / whole
 
 
-def _state(report: HistoryReport) -> str:
+def _status(report: HistoryReport) -> str:
     every = "" if report.interval is None else f"A snapshot every {report.interval:g} s"
     if report.ended is not None:
         return f"{every}; {report.ended}." if every else f"{report.ended}."
@@ -107,15 +111,15 @@ def plot_history(report: HistoryReport) -> Figure:
     return figure
 
 
-SHOWN_CELLS = 20
-SPARKS = 12
+MAX_CELLS = 20
+TABLE_SPARKLINE = 12
 
 
 @document_of.register(CellsReport)
 def view_cells(report: CellsReport) -> Document:
     """Return the latest cells, the earlier ones folded away, under the one that grew memory most."""
     blocks: list[Block] = [Heading(_headline(report))]
-    earlier, latest = report.cells[:-SHOWN_CELLS], report.cells[-SHOWN_CELLS:]
+    earlier, latest = report.cells[:-MAX_CELLS], report.cells[-MAX_CELLS:]
     if latest:
         blocks.append(_table(latest, report, "The latest cells that touched a device's memory"))
     if earlier:
@@ -145,8 +149,8 @@ def _table(rows: Sequence[CellRow], report: CellsReport, caption: str) -> Table:
     )  # fmt: skip
     found: list[list[Cell | str]] = [
         [
-            str(row.cell), row.code, row.device, _growth(row, largest), size(row.allocated_after), size(row.peak),
-            duration(row.seconds), small_course(report.timelines.get(row.cell), row.device, SPARKS),
+            str(row.cell), row.code, row.device, _growth_cell(row, largest), size(row.allocated_after), size(row.peak),
+            duration(row.seconds), small_course(report.timelines.get(row.cell), row.device, TABLE_SPARKLINE),
             size(row.allocated_before),
         ]
         for row in rows
@@ -154,7 +158,7 @@ def _table(rows: Sequence[CellRow], report: CellsReport, caption: str) -> Table:
     return Table(columns, found, caption, elsewhere="in a wider terminal, and in .to_pandas()")
 
 
-def _growth(row: CellRow, largest: int) -> Cell:
+def _growth_cell(row: CellRow, largest: int) -> Cell:
     text = f"+{size(row.growth)}" if row.growth > 0 else size(row.growth)
     return Cell(text, (Segment(abs(row.growth) / largest, "main" if row.growth >= 0 else "other"),))
 
@@ -184,19 +188,19 @@ def plot_cells(report: CellsReport) -> Figure:
     return figure
 
 
-COLUMNS = 12
+LINE_SPARKLINE = 12
 
 
 def cell_line(seconds: float, rows: Sequence[CellRow], timeline: MemoryTimeline | None = None) -> str:
     """Return ``"1.24 s · cuda:0 ▁▃▆█▅ +1.2 GiB to 3.4 GiB, peak 5.0 GiB on line 7"``."""
-    parts = [duration(seconds), *(_part(row, timeline) for row in rows)]
+    parts = [duration(seconds), *(_device_change(row, timeline) for row in rows)]
     text = bounded(printable(" · ".join(parts if rows else [*parts, "no device memory used"])))
     return text if terminal_has_unicode() else to_ascii(text)
 
 
-def _part(row: CellRow, timeline: MemoryTimeline | None) -> str:
+def _device_change(row: CellRow, timeline: MemoryTimeline | None) -> str:
     sign = "+" if row.growth > 0 else "-" if row.growth < 0 else "±"
-    drawn = small_course(timeline, row.device, COLUMNS)
+    drawn = small_course(timeline, row.device, LINE_SPARKLINE)
     where = f"{row.device} {drawn}" if drawn else row.device
     moved = f"{where} {sign}{size(abs(row.growth))} to {size(row.allocated_after)}"
     if row.peak is None:

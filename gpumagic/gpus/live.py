@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.gpus.report import HistoryReport, SampleRow, samples
+from gpumagic.gpus.report import HistoryReport, SampleRow, sample_rows
 from gpumagic.report.base import Report
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 Snapshot = Report[Any]
 """A `GPUReport`, or of many engines a `ClusterReport`."""
-KEPT = 900
+MAX_SNAPSHOTS = 900
 """Snapshots a recorder keeps: half an hour at two seconds."""
 _KEY = "gpumagic_recorder"
-_ENDING = threading.Lock()
+_STOP_LOCK = threading.Lock()
 """Held while one ends: the next starts after that, although an interrupt between cells ends it in a thread."""
 
 
-class Recorder:
+class GpuRecorder:
     """Takes a snapshot every few seconds; `report` is its history, `stop` ends it.
 
     Args:
@@ -44,7 +44,7 @@ class Recorder:
 
     def __init__(self, ask: Callable[[], Snapshot], seconds: float, show: Callable[[HistoryReport], None]) -> None:
         self._ask, self._show, self.seconds = ask, show, seconds
-        self._samples: deque[tuple[SampleRow, ...]] = deque(maxlen=KEPT)
+        self._samples: deque[tuple[SampleRow, ...]] = deque(maxlen=MAX_SNAPSHOTS)
         self._latest: Snapshot | None = None
         self._started = time.monotonic()
         self._enough = threading.Event()
@@ -106,7 +106,7 @@ class Recorder:
         report = self._ask()
         moment = time.monotonic() - self._started
         self._latest = report
-        self._samples.append(samples(report, moment))
+        self._samples.append(sample_rows(report, moment))
         self._show(self.report)
 
     def _end(self, why: str) -> None:
@@ -122,7 +122,7 @@ class Recorder:
 # -- in a shell -------------------------------------------------------------------------------------------
 
 
-def watch(shell: InteractiveShell, ask: Callable[[], Snapshot], seconds: float) -> Recorder:
+def watch(shell: InteractiveShell, ask: Callable[[], Snapshot], seconds: float) -> GpuRecorder:
     """Show the GPUs in place until `%gpuinfo -w off`, an interrupt, or the extension's unloading.
 
     Args:
@@ -132,10 +132,10 @@ def watch(shell: InteractiveShell, ask: Callable[[], Snapshot], seconds: float) 
     """
     off(shell)
     if getattr(shell, "kernel", None) is None:
-        recorder = Recorder(ask, seconds, terminal_display())
+        recorder = GpuRecorder(ask, seconds, terminal_display())
         recorder.run()
         return recorder
-    recorder = Recorder(ask, seconds, _notebook_display())
+    recorder = GpuRecorder(ask, seconds, _notebook_display())
     shell.meta[_KEY] = (recorder, _stop_on_interrupt(shell))  # first: an interrupt may come while it starts
     try:
         recorder.start()
@@ -147,7 +147,7 @@ def watch(shell: InteractiveShell, ask: Callable[[], Snapshot], seconds: float) 
 
 def off(shell: InteractiveShell, why: str = "stopped") -> None:
     """Stop the shell's recorder, if there is one."""
-    with _ENDING:
+    with _STOP_LOCK:
         recorder, undo = shell.meta.pop(_KEY, (None, None))
         if recorder is not None:
             recorder.stop_soon(why)  # first, so that it ends whatever interrupts the rest
@@ -183,7 +183,7 @@ def terminal_display() -> Callable[[HistoryReport], None]:
             return
         lines = str(report).splitlines()
         if report.ended is None:
-            lines = _fitting(lines, shutil.get_terminal_size().lines - 1)
+            lines = _truncated(lines, shutil.get_terminal_size().lines - 1)
         up = f"\x1b[{written}F" if written else ""
         written = len(lines)
         text = "".join(f"{line}\x1b[K\n" for line in lines)  # each line erases its own rest: nothing flickers
@@ -192,7 +192,7 @@ def terminal_display() -> Callable[[HistoryReport], None]:
     return show
 
 
-def _fitting(lines: list[str], height: int) -> list[str]:
+def _truncated(lines: list[str], height: int) -> list[str]:
     """Return as many as the terminal has room for: what has scrolled off its top cannot be written over."""
     if len(lines) <= height:
         return lines
@@ -212,7 +212,7 @@ def _stop_on_interrupt(shell: Any) -> Callable[[], None]:
             off(shell, "interrupted")
 
     shell.events.register("post_run_cell", cell_has_run)
-    put_back = _on_idle_interrupt(shell)
+    put_back = _on_interrupt_between_cells(shell)
 
     def undo() -> None:
         shell.events.unregister("post_run_cell", cell_has_run)
@@ -221,7 +221,7 @@ def _stop_on_interrupt(shell: Any) -> Callable[[], None]:
     return undo
 
 
-def _on_idle_interrupt(shell: Any) -> Callable[[], None]:
+def _on_interrupt_between_cells(shell: Any) -> Callable[[], None]:
     """Hear an interrupt between cells, which ipykernel ignores by a handler that it keeps here (6.17 to 7.4)."""
     kernel = shell.kernel
     ignoring = getattr(kernel, "saved_sigint_handler", None)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 # or compared with another one: it defines __eq__ without __hash__.
 UNINITIALIZED, FUNCTION_NOT_FOUND = 1, 13
 _PROBLEMS = {4: "no permission", 9: "no driver", 12: "no library", 13: "old driver", 18: "version mismatch"}
-_WORDS = {
+_REASONS = {
     3: "not supported",
     4: "no permission",
     6: "not found",
@@ -30,15 +30,15 @@ _WORDS = {
     25: "driver too old",
     28: "lost",
 }
-TOO_OLD = "driver too old"
-FINAL = ("lost", "no permission", "needs a reset")
+DRIVER_TOO_OLD = "driver too old"
+FINAL_REASONS = ("lost", "no permission", "needs a reset")
 """Reasons that an older form of the same question cannot change, so it is not asked."""
 
 _initialised: set[int] = set()  # pids: a forked child finds its parent's here
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class NvmlFailure:
     """Why NVML does not answer at all."""
 
     problem: str
@@ -56,42 +56,42 @@ class Readings:
 
     def take(self, name: str, *questions: Callable[[], T]) -> T | None:
         """Ask the questions in turn until one is answered; keep its answer, or the most telling refusal."""
-        reason = TOO_OLD
+        reason = DRIVER_TOO_OLD
         for question in questions:
-            answer, refusal = ask(question)
+            answer, refusal = query(question)
             if refusal is None:
                 self.values[name] = answer
                 return answer
-            reason = refusal if reason == TOO_OLD else reason
-            if reason in FINAL:
+            reason = refusal if reason == DRIVER_TOO_OLD else reason
+            if reason in FINAL_REASONS:
                 break
         self.reasons[name] = reason
         return None
 
 
-def ask(question: Callable[[], T]) -> tuple[T | None, str | None]:
+def query(question: Callable[[], T]) -> tuple[T | None, str | None]:
     """Return the answer and None, or None and why there is none, whatever the binding raises."""
     try:
         return question(), None
     except Exception as error:  # besides NVMLError the binding raises TypeError, UnicodeDecodeError...
-        return None, why(error)
+        return None, reason_of(error)
 
 
-def connect() -> ModuleType | Failure:
+def connect() -> ModuleType | NvmlFailure:
     """Return the binding with NVML initialised in this process, or why that cannot be."""
-    binding = _load()
+    binding = _import_pynvml()
     if binding is None:
-        return Failure("no binding")
+        return NvmlFailure("no binding")
     if os.getpid() not in _initialised:
         try:
             binding.nvmlInit()
         except Exception as error:
-            return failure(error)
+            return failure_of(error)
         _initialised.add(os.getpid())
     return binding
 
 
-def forget() -> None:
+def reset() -> None:
     """Initialise again at the next `connect`: someone in this process has shut NVML down."""
     _initialised.clear()
 
@@ -101,12 +101,12 @@ def is_shadowed(binding: ModuleType) -> bool:
     return hasattr(binding, "__path__")
 
 
-def failure(error: Exception) -> Failure:
+def failure_of(error: Exception) -> NvmlFailure:
     """Return what an error of initialising or counting means for the whole machine."""
-    return Failure(_PROBLEMS.get(code(error), "error"), describe(error))
+    return NvmlFailure(_PROBLEMS.get(error_code(error), "error"), message_of(error))
 
 
-def code(error: Exception) -> int:
+def error_code(error: Exception) -> int:
     """Return NVML's number of an error of the binding, or -1 for an exception of another kind."""
     if type(error).__name__ == "NVMLLibraryMismatchError":  # not an NVMLError, although it wraps one
         return FUNCTION_NOT_FOUND
@@ -114,7 +114,7 @@ def code(error: Exception) -> int:
     return value if isinstance(value, int) else -1
 
 
-def why(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return in a few words why a field could not be read."""
     if isinstance(error, UnicodeDecodeError):
         return "not decodable"
@@ -122,21 +122,21 @@ def why(error: Exception) -> str:
         return "nvidia-ml-py too old"
     if isinstance(error, ValueError):
         return "unreadable"
-    number = code(error)
+    number = error_code(error)
     if number == -1:
         return f"unreadable ({type(error).__name__})"
-    return _WORDS.get(number) or f"driver error {number}"
+    return _REASONS.get(number) or f"driver error {number}"
 
 
-def describe(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return the library's own text of an error."""
     try:
         return str(error)
     except Exception:  # the text is asked of the library, which may not be there
-        return f"NVML error {code(error)}"
+        return f"NVML error {error_code(error)}"
 
 
-def _load() -> ModuleType | None:
+def _import_pynvml() -> ModuleType | None:
     try:
         with warnings.catch_warnings():
             # The deprecated PyPI package `pynvml` blames whoever imports the module of that name.

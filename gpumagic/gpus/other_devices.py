@@ -16,15 +16,15 @@ from types import ModuleType
 from typing import Any
 
 from gpumagic.gpus.nvml import Readings
-from gpumagic.gpus.processes import Process
+from gpumagic.gpus.processes import DriverProcess
 from gpumagic.gpus.report import GpuRow
 from gpumagic.gpus.torch_build import TorchBuild, bare_uuid, cuda_devices
 from gpumagic.memory import allocator, host
 
-NAMES = re.compile(r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE)
-SHARED = "the host's memory, shared"
+UNIFIED_MEMORY_NAMES = re.compile(r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE)
+HOST_MEMORY = "the host's memory, shared"
 BY_NAME = "judged by its name"
-_ATS = 2
+_ATS_MODE = 2
 """NVML_DEVICE_ADDRESSING_MODE_ATS: the GPU walks the host's page tables. GH200 does so too, and has its own memory."""
 
 
@@ -37,26 +37,28 @@ def is_unified(readings: Readings, binding: ModuleType, handle: Any) -> bool:
     refused = readings.reasons.get("memory_total") == "not supported"
     if refused and _shares_page_tables(binding, handle):
         return True
-    if not NAMES.search(readings.values.get("name") or "") or not (refused or _has_the_hosts_total(readings)):
+    if not UNIFIED_MEMORY_NAMES.search(readings.values.get("name") or "") or not (
+        refused or _reports_host_memory(readings)
+    ):
         return False
     readings.reasons["unified"] = BY_NAME
     return True
 
 
 def _shares_page_tables(binding: ModuleType, handle: Any) -> bool:
-    return Readings().take("mode", lambda: int(binding.nvmlDeviceGetAddressingMode(handle))) == _ATS
+    return Readings().take("mode", lambda: int(binding.nvmlDeviceGetAddressingMode(handle))) == _ATS_MODE
 
 
-def _has_the_hosts_total(readings: Readings) -> bool:
+def _reports_host_memory(readings: Readings) -> bool:
     of_the_host, total = host.memory(), readings.values.get("memory_total")
     return of_the_host is not None and total is not None and abs(total - of_the_host[1]) <= of_the_host[1] // 8
 
 
-def unified_memory(readings: Readings, processes: Sequence[Process] | None) -> None:
+def use_host_memory(readings: Readings, processes: Sequence[DriverProcess] | None) -> None:
     """Replace the figures: all of the host's memory, what it can still give, and what is charged to GPU processes."""
     for name in ("memory_total", "memory_used", "memory_free", "memory_reserved"):
         readings.values.pop(name, None)
-        readings.reasons[name] = SHARED
+        readings.reasons[name] = HOST_MEMORY
     readings.values["unified"] = True
     of_the_host = host.memory()
     if of_the_host is not None:
@@ -69,12 +71,12 @@ def unified_memory(readings: Readings, processes: Sequence[Process] | None) -> N
         readings.reasons["memory_used"] = "the driver does not say what the GPU's processes use"
 
 
-TORCH_TELLS = ("device", "name", "memory_total", "memory_used", "memory_free", "kernel_allocated", "kernel_reserved",
+TORCH_FIELDS = ("device", "name", "memory_total", "memory_used", "memory_free", "kernel_allocated", "kernel_reserved",
                "predicted", "simulated", "unified", "reasons")  # fmt: skip
-NVML_ONLY = tuple(field.name for field in fields(GpuRow) if field.name not in TORCH_TELLS)
+NVML_FIELDS = tuple(field.name for field in fields(GpuRow) if field.name not in TORCH_FIELDS)
 
 
-def rows(build: TorchBuild, known: Sequence[GpuRow], refusal: str) -> list[GpuRow]:
+def torch_rows(build: TorchBuild, known: Sequence[GpuRow], refusal: str) -> list[GpuRow]:
     """Return the devices that only torch reports: CUDA and ROCm in use without NVML, XPU and MPS.
 
     Empty while torch is not imported. CUDA not in use is not asked, because asking would start it.
@@ -90,9 +92,11 @@ def rows(build: TorchBuild, known: Sequence[GpuRow], refusal: str) -> list[GpuRo
     found = []
     if torch.cuda.is_initialized():
         listed = {row.device for row in known}
-        found += [_torch_row(name, torch.cuda, refusal) for name in _names("cuda", torch.cuda) if name not in listed]
+        found += [
+            _torch_row(name, torch.cuda, refusal) for name in _device_names("cuda", torch.cuda) if name not in listed
+        ]
     if build.xpu and torch.xpu.is_available():
-        found += [_torch_row(name, torch.xpu, "torch does not report it") for name in _names("xpu", torch.xpu)]
+        found += [_torch_row(name, torch.xpu, "torch does not report it") for name in _device_names("xpu", torch.xpu)]
     if sys.platform == "darwin" and torch.backends.mps.is_available():
         found.append(_mps_row(torch.mps))
     return found
@@ -109,7 +113,7 @@ def simulated_rows() -> list[GpuRow]:
     return [_simulated_row(index, module) for index in range(module.device_count())]
 
 
-def with_kernel_figures(row: GpuRow) -> GpuRow:
+def with_kernel_memory(row: GpuRow) -> GpuRow:
     """Return the row with the part of this kernel's allocator; 0 while torch has not used the device at all."""
     if row.device is None:
         reason = "torch cannot use it"
@@ -126,11 +130,11 @@ def with_kernel_figures(row: GpuRow) -> GpuRow:
 def _simulated_row(index: int, module: ModuleType) -> GpuRow:
     free, total = module.mem_get_info(index)
     uuid = getattr(module.get_device_properties(index), "uuid", None)
-    return with_kernel_figures(
+    return with_kernel_memory(
         GpuRow(
             device=f"simgpu:{index}", name=str(module.get_device_name(index)), simulated=True,
             memory_total=int(total), memory_free=int(free), memory_used=int(total) - int(free),
-            uuid=None if uuid is None else str(uuid), reasons=dict.fromkeys(NVML_ONLY, "simulated"),
+            uuid=None if uuid is None else str(uuid), reasons=dict.fromkeys(NVML_FIELDS, "simulated"),
         )
     )  # fmt: skip
 
@@ -139,10 +143,10 @@ def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
     index = int(name.partition(":")[2])
     properties = module.get_device_properties(index)
     uuid = getattr(properties, "uuid", None)
-    row = with_kernel_figures(
+    row = with_kernel_memory(
         GpuRow(
             device=name, name=str(properties.name), memory_total=int(properties.total_memory),
-            uuid=None if uuid is None else str(uuid), reasons=dict.fromkeys(NVML_ONLY, reason),
+            uuid=None if uuid is None else str(uuid), reasons=dict.fromkeys(NVML_FIELDS, reason),
             unified=bool(getattr(properties, "is_integrated", False)),
         )
     )  # fmt: skip
@@ -151,17 +155,17 @@ def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
         return replace(row, reasons={**row.reasons, "memory_free": reason, "memory_used": reason})
     free, total = allocator.capacity(name) or (None, None)
     if row.unified:
-        return replace(row, memory_free=free, reasons={**row.reasons, "memory_used": SHARED})
+        return replace(row, memory_free=free, reasons={**row.reasons, "memory_used": HOST_MEMORY})
     used = None if free is None or total is None else total - free
     return replace(row, memory_free=free, memory_used=used)
 
 
 def _mps_row(module: ModuleType) -> GpuRow:
     """Return Apple's GPU. Its memory is the machine's; ``total`` is what Metal recommends as the most to use."""
-    reasons = dict.fromkeys((*NVML_ONLY, "memory_free", "memory_used"), "torch does not report it")
+    reasons = dict.fromkeys((*NVML_FIELDS, "memory_free", "memory_used"), "torch does not report it")
     total = int(module.recommended_max_memory())
-    return with_kernel_figures(GpuRow("mps:0", name="Apple GPU", memory_total=total, unified=True, reasons=reasons))
+    return with_kernel_memory(GpuRow("mps:0", name="Apple GPU", memory_total=total, unified=True, reasons=reasons))
 
 
-def _names(backend: str, module: ModuleType) -> list[str]:
+def _device_names(backend: str, module: ModuleType) -> list[str]:
     return [f"{backend}:{index}" for index in range(module.device_count())]

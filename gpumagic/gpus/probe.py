@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.gpus import absence, cards, other_devices, torch_names
-from gpumagic.gpus.cards import Card, Snapshot
-from gpumagic.gpus.nvml import Failure
-from gpumagic.gpus.processes import attribute
+from gpumagic.gpus import cards, no_gpu, other_devices, torch_names
+from gpumagic.gpus.cards import Card, NvmlSnapshot
+from gpumagic.gpus.nvml import NvmlFailure
+from gpumagic.gpus.processes import attribute_processes
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.gpus.torch_build import TorchBuild, torch_build
-from gpumagic.gpus.torch_names import Naming, Visibility
+from gpumagic.gpus.torch_names import TorchName, Visibility
 from gpumagic.report import origin
 
-READABLE = r"auto|\d+|(gpu|cuda|mps|xpu|simgpu)(:\d+)?|(GPU|MIG)-.+"
+DEVICE_PATTERN = r"auto|\d+|(gpu|cuda|mps|xpu|simgpu)(:\d+)?|(GPU|MIG)-.+"
 """What can be asked for where there is no GPU: the answer is why, not that the name is wrong."""
 
 
@@ -31,13 +31,13 @@ def best_device(rows: Sequence[GpuRow]) -> str | None:
     A real GPU is always before a simulated one; of equals the first is taken.
     """
     usable = [row for row in rows if row.device is not None and row.memory_free is not None]
-    return max(usable, key=lambda row: (not row.simulated, _room(row)), default=_NOTHING).device
+    return max(usable, key=lambda row: (not row.simulated, _available_bytes(row)), default=_NOTHING).device
 
 
 _NOTHING = GpuRow(device=None)
 
 
-def _room(row: GpuRow) -> int:
+def _available_bytes(row: GpuRow) -> int:
     return (row.memory_free or 0) + (row.kernel_reserved or 0) - (row.kernel_allocated or 0)
 
 
@@ -49,8 +49,8 @@ def selected_rows(rows: Sequence[GpuRow], wanted: Sequence[str]) -> tuple[GpuRow
     """
     chosen: list[GpuRow] = [] if wanted else list(rows)
     for name in (each.strip() for each in wanted):
-        found = [row for row in rows if _means(name, row, rows)]
-        readable = re.fullmatch(READABLE, name, re.IGNORECASE)
+        found = [row for row in rows if _matches(name, row, rows)]
+        readable = re.fullmatch(DEVICE_PATTERN, name, re.IGNORECASE)
         if not found and (rows or not readable):
             here = ", ".join(row.device for row in rows if row.device) or "none that torch can use"
             wrong = "a GPU here" if readable or name in ("cpu", "meta") else "a device"
@@ -59,7 +59,7 @@ def selected_rows(rows: Sequence[GpuRow], wanted: Sequence[str]) -> tuple[GpuRow
     return tuple(chosen)
 
 
-def _means(name: str, row: GpuRow, rows: Sequence[GpuRow]) -> bool:
+def _matches(name: str, row: GpuRow, rows: Sequence[GpuRow]) -> bool:
     if name.startswith(("GPU-", "MIG-")):
         return row.uuid is not None and row.uuid.startswith(name)
     if row.device is None:
@@ -77,12 +77,12 @@ def ordinal(device: str | None) -> int:
     return int((device or "").partition(":")[2] or 0)
 
 
-ONLY_WITH_ALL = ("bus_id", "fan", "clock_memory", "clock_memory_max", "compute_capability", "encoder_utilization",
+DETAIL_FIELDS = ("bus_id", "fan", "clock_memory", "clock_memory_max", "compute_capability", "encoder_utilization",
                  "decoder_utilization", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max",
                  "pcie_sent", "pcie_received", "nvlinks", "nvlink_sent", "nvlink_received",
                  "topology")  # fmt: skip
 ESTIMATED = "estimated"
-FIGURES = tuple(
+NULLABLE_FIELDS = tuple(
     field.name for field in fields(GpuRow) if field.name not in ("predicted", "simulated", "unified", "reasons")
 )
 
@@ -101,11 +101,11 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
             says why instead.
     """
     build = torch_build()
-    answer = cards.snapshot(processes=processes, everything=everything)
+    answer = cards.read_cards(processes=processes, everything=everything)
     rows, notes, view = _nvidia_rows(answer, build)
-    rows += other_devices.rows(build, known=rows, refusal=_refusal(answer))
-    cause = absence.cause(answer, build, view) if not any(_is_real(row) for row in rows) else None
-    rows = [explained(row) for row in (*rows, *other_devices.simulated_rows())]
+    rows += other_devices.torch_rows(build, known=rows, refusal=_refusal(answer))
+    cause = no_gpu.explain(answer, build, view) if not any(_is_real(row) for row in rows) else None
+    rows = [with_reasons(row) for row in (*rows, *other_devices.simulated_rows())]
     if any(row.simulated for row in rows):
         notes.append("simgpu devices are simulated: host memory with a set capacity, and no GPU behind it.")
         notes += [f"No real GPU: {cause}"] if cause else []
@@ -113,42 +113,44 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
     chosen = selected_rows(rows, devices)
     return GPUReport(
         devices=chosen, torch_version=build.version, cuda_build=build.label,
-        driver_version=answer.driver_version if isinstance(answer, Snapshot) else None,
+        driver_version=answer.driver_version if isinstance(answer, NvmlSnapshot) else None,
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=best_device(chosen), cause=cause,
         show_processes=processes, show_all=everything, notes=tuple(notes), origin=origin.here(),
     )  # fmt: skip
 
 
-def _refusal(answer: Snapshot | Failure) -> str:
-    return f"NVML: {answer.problem}" if isinstance(answer, Failure) else "NVML does not list it"
+def _refusal(answer: NvmlSnapshot | NvmlFailure) -> str:
+    return f"NVML: {answer.problem}" if isinstance(answer, NvmlFailure) else "NVML does not list it"
 
 
 def _is_real(row: GpuRow) -> bool:
     return row.device is not None and not row.simulated
 
 
-def _nvidia_rows(answer: Snapshot | Failure, build: TorchBuild) -> tuple[list[GpuRow], list[str], Visibility | None]:
-    if isinstance(answer, Failure):
+def _nvidia_rows(
+    answer: NvmlSnapshot | NvmlFailure, build: TorchBuild
+) -> tuple[list[GpuRow], list[str], Visibility | None]:
+    if isinstance(answer, NvmlFailure):
         return [], [], None
     flat = [each for card in answer.cards for each in (card, *card.instances)]
-    view = torch_names.visibility(answer)
-    names = torch_names.names(answer, flat, build, view)
-    rows = [_row(each, names.get(position), build, answer) for position, each in enumerate(flat)]
+    view = torch_names.read_visibility(answer)
+    names = torch_names.torch_names(answer, flat, build, view)
+    rows = [_gpu_row(each, names.get(position), build, answer) for position, each in enumerate(flat)]
     # By torch's number, a card's instances right behind it.
-    first = {row.nvml_index: _place(row) for row in sorted(rows, key=_place, reverse=True)}
+    first = {row.nvml_index: _sort_key(row) for row in sorted(rows, key=_sort_key, reverse=True)}
     rows.sort(key=lambda row: first[row.nvml_index])
     return rows, _notes(answer, rows, view), view
 
 
-def _place(row: GpuRow) -> tuple[bool, int, int]:
+def _sort_key(row: GpuRow) -> tuple[bool, int, int]:
     return row.device is None, ordinal(row.device), row.nvml_index or 0
 
 
-def _row(card: Card, naming: Naming | None, build: TorchBuild, answer: Snapshot) -> GpuRow:
-    listed = None if card.processes is None else attribute(card.processes, _used_apart(card))
+def _gpu_row(card: Card, naming: TorchName | None, build: TorchBuild, answer: NvmlSnapshot) -> GpuRow:
+    listed = None if card.processes is None else attribute_processes(card.processes, _used_without_reserved(card))
     reasons = dict(card.reasons)
     if naming is None:
-        reasons["device"] = _unnamed(card, build, answer)
+        reasons["device"] = _why_unusable(card, build, answer)
     if listed is None:
         reasons["other_processes"] = reasons.get("processes") or reasons.get("all", "")
     elif listed.reason or listed.estimated:
@@ -159,15 +161,15 @@ def _row(card: Card, naming: Naming | None, build: TorchBuild, answer: Snapshot)
         processes=None if listed is None else listed.rows,
         other_processes=None if listed is None else listed.others,
     )  # fmt: skip
-    return other_devices.with_kernel_figures(row)
+    return other_devices.with_kernel_memory(row)
 
 
-def _used_apart(card: Card) -> int | None:
+def _used_without_reserved(card: Card) -> int | None:
     used: int | None = card.values.get("memory_used")
     return used if "memory_reserved" in card.values else None
 
 
-def _unnamed(card: Card, build: TorchBuild, answer: Snapshot) -> str:
+def _why_unusable(card: Card, build: TorchBuild, answer: NvmlSnapshot) -> str:
     if not card.values:
         return card.reasons.get("all", "not known")
     if card.mig:
@@ -181,19 +183,19 @@ def _unnamed(card: Card, build: TorchBuild, answer: Snapshot) -> str:
     return "CUDA uses one MIG instance a process" if card.is_instance else "not visible to CUDA in this process"
 
 
-def explained(row: GpuRow) -> GpuRow:
+def with_reasons(row: GpuRow) -> GpuRow:
     """Return the row with a reason for every figure it lacks, and for no other."""
-    missing = [name for name in FIGURES if getattr(row, name) is None]
+    missing = [name for name in NULLABLE_FIELDS if getattr(row, name) is None]
     return replace(row, reasons={name: _reason(name, row.reasons) for name in missing})
 
 
 def _reason(name: str, known: Mapping[str, str]) -> str:
     if known.get(name) or known.get("all"):
         return known.get(name) or known["all"]
-    return "only read with -a" if name in ONLY_WITH_ALL else "not known"
+    return "only read with -a" if name in DETAIL_FIELDS else "not known"
 
 
-def _notes(answer: Snapshot, rows: Sequence[GpuRow], view: Visibility) -> list[str]:
+def _notes(answer: NvmlSnapshot, rows: Sequence[GpuRow], view: Visibility) -> list[str]:
     estimated = any(row.reasons.get("other_processes") == ESTIMATED for row in rows)
     candidates = {
         "Names marked ? are predicted: until CUDA is in use in this process only it knows how it numbers these "

@@ -20,13 +20,13 @@ from typing import Any
 from gpumagic.gpus.nvml import Readings
 from gpumagic.gpus.report import ProcessRow
 
-LARGEST_PID = 2**22 if sys.platform != "win32" else 2**32
-RECENT = 1_000_000
+MAX_PID = 2**22 if sys.platform != "win32" else 2**32
+MAX_SAMPLE_AGE = 1_000_000
 """Microseconds: older samples say nothing of now, and without a limit the driver gives old ones (nvitop#91)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class DriverProcess:
     """A process as the driver lists it; its pid may be of another pid namespace."""
 
     pid: int
@@ -36,38 +36,42 @@ class Process:
     """Percent of the last second in which its kernels ran; None without a sample of it."""
 
 
-def listed(readings: Readings, binding: ModuleType, handle: Any) -> tuple[Process, ...] | None:
+def list_processes(readings: Readings, binding: ModuleType, handle: Any) -> tuple[DriverProcess, ...] | None:
     """Return the processes on a card, or None with the reason among the readings."""
     total = readings.values.get("memory_total")
-    found: dict[int, Process] = {}
-    kinds = [("graphics", "Graphics"), *([("compute", "MPSCompute")] if _is_shared() else []), ("compute", "Compute")]
+    found: dict[int, DriverProcess] = {}
+    kinds = [
+        ("graphics", "Graphics"),
+        *([("compute", "MPSCompute")] if _mps_is_running() else []),
+        ("compute", "Compute"),
+    ]
     for kind, name in kinds:
-        ask = partial(_list, binding, handle, f"nvmlDeviceGet{name}RunningProcesses", total)
+        ask = partial(_query_processes, binding, handle, f"nvmlDeviceGet{name}RunningProcesses", total)
         answers = Readings()
         processes = answers.take("processes", partial(ask, "_v3"), partial(ask, "_v2"))
         if processes is None and name == "Compute":
             readings.reasons["processes"] = answers.reasons["processes"]
             return None
         for process in processes or ():
-            _add(found, Process(process[0], process[1], kind))
+            _add(found, DriverProcess(process[0], process[1], kind))
     return tuple(found.values())
 
 
-def _is_shared() -> bool:
+def _mps_is_running() -> bool:
     """Return whether CUDA's Multi-Process Service runs here: the driver lists its clients apart."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps").exists()  # noqa: S108  # NVIDIA's choice
 
 
-def with_utilization(processes: Iterable[Process], binding: ModuleType, handle: Any) -> tuple[Process, ...]:
+def with_utilization(processes: Iterable[DriverProcess], binding: ModuleType, handle: Any) -> tuple[DriverProcess, ...]:
     """Return the processes with their share of the last second, where the driver has a sample."""
-    since = time.time_ns() // 1000 - RECENT
+    since = time.time_ns() // 1000 - MAX_SAMPLE_AGE
     samples = Readings().take("samples", lambda: binding.nvmlDeviceGetProcessUtilization(handle, since))
     latest = {int(each.pid): each for each in sorted(samples or (), key=lambda each: int(each.timeStamp))}
     busy = {pid: float(each.smUtil) for pid, each in latest.items() if each.smUtil <= 100}
     return tuple(replace(each, utilization=busy.get(each.pid)) for each in processes)
 
 
-def _add(found: dict[int, Process], process: Process) -> None:
+def _add(found: dict[int, DriverProcess], process: DriverProcess) -> None:
     """Keep a process that is in both lists once: the driver charges it the same memory in each."""
     known = found.get(process.pid)
     if known is not None and process.memory is None:
@@ -75,13 +79,13 @@ def _add(found: dict[int, Process], process: Process) -> None:
     found[process.pid] = process
 
 
-def _list(
+def _query_processes(
     binding: ModuleType, handle: Any, getter: str, total: int | None, version: str
 ) -> list[tuple[int, int | None]]:
     """Return (pid, bytes) pairs, or raise where the list was read by the wrong layout (nvitop#75, #88)."""
     pairs = [(int(each.pid), each.usedGpuMemory) for each in getattr(binding, getter + version)(handle)]
     for pid, memory in pairs:
-        if not 0 < pid < LARGEST_PID or (total and memory is not None and memory > total):
+        if not 0 < pid < MAX_PID or (total and memory is not None and memory > total):
             raise ValueError("a process list of another layout")
     return pairs
 
@@ -91,7 +95,7 @@ INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """Linux's fixed number of the host's own pid namespace (PROC_PID_INIT_INO)."""
 CUDA_FILES = ("/dev/nvidia-uvm", "/dev/dxg")
 """Opened by CUDA and not by NVML; the second is WSL's."""
-CONTAINED = "this container hides whose they are"
+HIDDEN_BY_CONTAINER = "this container hides whose they are"
 WSL = Path("/dev/dxg")
 
 
@@ -107,7 +111,7 @@ class Attribution:
     """True where ``others`` is what is used less this kernel's part, because the list may be incomplete."""
 
 
-def attribute(listed: Sequence[Process], used: int | None) -> Attribution:
+def attribute_processes(listed: Sequence[DriverProcess], used: int | None) -> Attribution:
     """Return the driver's list with names and users, as far as it is about processes in here.
 
     Args:
@@ -119,26 +123,26 @@ def attribute(listed: Sequence[Process], used: int | None) -> Attribution:
     rows = [_row(each) for each in listed if each.pid in local]
     outside = [each for each in listed if each.pid not in local]
     if outside:
-        rows.append(_outside(outside))
+        rows.append(_outside_row(outside))
     rows.sort(key=lambda row: (not row.this_kernel, row.pid is None, -(row.memory or 0)))
     # A list that has pids from outside is the host's, and whole; another may be cut down to this container.
     incomplete = contained and not (outside and not uses_cuda(os.getpid()))
-    others, reason = _estimate(rows, used) if incomplete else _sum(rows)
+    others, reason = _estimate_others(rows, used) if incomplete else _sum_others(rows)
     return Attribution(tuple(rows), others, reason, estimated=incomplete and others is not None)
 
 
-def _sum(rows: Sequence[ProcessRow]) -> tuple[int | None, str | None]:
+def _sum_others(rows: Sequence[ProcessRow]) -> tuple[int | None, str | None]:
     figures = [row.memory for row in rows if not row.this_kernel]
     total = _total(figures)
-    return total, unsaid() if total is None else None
+    return total, why_memory_unknown() if total is None else None
 
 
-def _estimate(rows: Sequence[ProcessRow], used: int | None) -> tuple[int | None, str | None]:
+def _estimate_others(rows: Sequence[ProcessRow], used: int | None) -> tuple[int | None, str | None]:
     own = [row.memory for row in rows if row.this_kernel]
     if used is None or (not own and uses_cuda(os.getpid())):
-        return None, CONTAINED  # this kernel is among those outside, or left out of the list
+        return None, HIDDEN_BY_CONTAINER  # this kernel is among those outside, or left out of the list
     mine = _total(own)
-    return (None, unsaid()) if mine is None else (max(0, used - mine), None)
+    return (None, why_memory_unknown()) if mine is None else (max(0, used - mine), None)
 
 
 def _total(figures: Sequence[int | None]) -> int | None:
@@ -146,7 +150,7 @@ def _total(figures: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(figures) else None
 
 
-def unsaid() -> str:
+def why_memory_unknown() -> str:
     """Return why the driver does not say what a process uses: Windows' driver model keeps it to itself."""
     return "n/a (WDDM)" if sys.platform == "win32" or WSL.exists() else "not said by the driver"
 
@@ -162,27 +166,27 @@ def in_container() -> bool:
 def uses_cuda(pid: int) -> bool:
     """Return whether a process in here has CUDA's device file open; False if that may not be looked at."""
     try:
-        return any(_target(link).startswith(CUDA_FILES) for link in (PROC / str(pid) / "fd").iterdir())
+        return any(_link_target(link).startswith(CUDA_FILES) for link in (PROC / str(pid) / "fd").iterdir())
     except OSError:
         return False
 
 
-def _target(link: Path) -> str:
+def _link_target(link: Path) -> str:
     try:
         return str(link.readlink())
     except OSError:
         return ""
 
 
-def _row(process: Process) -> ProcessRow:
+def _row(process: DriverProcess) -> ProcessRow:
     return ProcessRow(
-        pid=process.pid, name=program(process.pid), user=_user(process.pid), memory=process.memory,
+        pid=process.pid, name=program_name(process.pid), user=_user(process.pid), memory=process.memory,
         this_kernel=process.pid == os.getpid(), kind=process.kind,
         utilization=process.utilization, reason=_reason(process.memory),
     )  # fmt: skip
 
 
-def _outside(processes: Sequence[Process]) -> ProcessRow:
+def _outside_row(processes: Sequence[DriverProcess]) -> ProcessRow:
     count, memory = len(processes), _total([each.memory for each in processes])
     name = f"{count} process{'es' if count > 1 else ''} outside this container"
     return ProcessRow(
@@ -191,10 +195,10 @@ def _outside(processes: Sequence[Process]) -> ProcessRow:
 
 
 def _reason(memory: int | None) -> str | None:
-    return unsaid() if memory is None else None
+    return why_memory_unknown() if memory is None else None
 
 
-def program(pid: int) -> str | None:
+def program_name(pid: int) -> str | None:
     """Return a process's program and, of an interpreter, its script or module; never arguments."""
     try:
         raw = (PROC / str(pid) / "cmdline").read_bytes()
@@ -202,7 +206,7 @@ def program(pid: int) -> str | None:
         return None
     words = [os.fsdecode(word) for word in raw.split(b"\0") if word]
     if not words:
-        return _comm(pid)
+        return _command_name(pid)
     name = PurePath(words[0]).name
     return f"{name} {script}" if name.startswith("python") and (script := _script(words[1:])) else name
 
@@ -218,7 +222,7 @@ def _script(words: Sequence[str]) -> str | None:
     return None
 
 
-def _comm(pid: int) -> str | None:
+def _command_name(pid: int) -> str | None:
     try:
         return (PROC / str(pid) / "comm").read_text(errors="replace").strip() or None
     except OSError:

@@ -276,7 +276,7 @@ class CellsReport(Report[CellRow]):
 
 
 @functools.singledispatch
-def samples(snapshot: object, seconds: float) -> tuple[SampleRow, ...]:  # noqa: ARG001  # for those that register
+def sample_rows(snapshot: object, seconds: float) -> tuple[SampleRow, ...]:  # noqa: ARG001  # for those that register
     """Return a row per device at a moment of a recording; of many engines a row per GPU, or per host.
 
     Args:
@@ -286,17 +286,17 @@ def samples(snapshot: object, seconds: float) -> tuple[SampleRow, ...]:  # noqa:
     raise TypeError(f"{type(snapshot).__name__} is no snapshot of GPUs")
 
 
-@samples.register(GPUReport)
+@sample_rows.register(GPUReport)
 def _samples_here(snapshot: GPUReport, seconds: float) -> tuple[SampleRow, ...]:
-    return tuple(sample(seconds, name_of(row), row, row.kernel_allocated) for row in snapshot.devices)
+    return tuple(sample_row(seconds, device_label(row), row, row.kernel_allocated) for row in snapshot.devices)
 
 
-def name_of(row: GpuRow) -> str:
+def device_label(row: GpuRow) -> str:
     """Return what torch calls a GPU, or else its number in NVML."""
     return row.device or f"NVML {row.nvml_index}"
 
 
-def sample(seconds: float, device: str, row: GpuRow, allocated: int | None) -> SampleRow:
+def sample_row(seconds: float, device: str, row: GpuRow, allocated: int | None) -> SampleRow:
     """Return the row of one GPU at a moment, with the bytes that kernels have allocated on it."""
     return SampleRow(
         seconds=seconds, device=device, memory_used=row.memory_used, memory_total=row.memory_total,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpumagic.gpus.cards import Card, Snapshot
+from gpumagic.gpus.cards import Card, NvmlSnapshot
 from gpumagic.gpus.torch_build import TorchBuild, bare_uuid, cuda_devices
 
 
@@ -45,9 +45,9 @@ def visible_cards(
     if variable is None:
         return Visibility(tuple(range(len(uuids))))
     if variable.startswith("GPU-"):
-        return _by_uuid(_prefixed(variable, "GPU-"), uuids)
+        return _by_uuid(_leading_entries(variable, "GPU-"), uuids)
     if variable.startswith("MIG-"):
-        return _one_instance(_prefixed(variable, "MIG-"), instance_uuids)
+        return _by_instance(_leading_entries(variable, "MIG-"), instance_uuids)
     return _by_number(variable, len(uuids))
 
 
@@ -55,7 +55,7 @@ def _by_number(variable: str, count: int) -> Visibility:
     numbers: list[int] = []
     invalid = None
     for entry in variable.split(","):
-        number = strtoul(entry.strip())
+        number = parse_ordinal(entry.strip())
         if number in numbers:
             return Visibility(problem=f"names {number} twice, which hides every GPU")
         if number < 0:
@@ -65,7 +65,7 @@ def _by_number(variable: str, count: int) -> Visibility:
     beyond = next((position for position, number in enumerate(numbers) if number >= count), None)
     if beyond is not None:
         invalid, numbers = str(numbers[beyond]), numbers[:beyond]
-    return Visibility(tuple(numbers), problem=_ended(invalid))
+    return Visibility(tuple(numbers), problem=_ended_by(invalid))
 
 
 def _by_uuid(entries: Sequence[str], uuids: Sequence[str | None]) -> Visibility:
@@ -73,90 +73,92 @@ def _by_uuid(entries: Sequence[str], uuids: Sequence[str | None]) -> Visibility:
         return Visibility(by_uuid=True, problem="names a UUID twice, which hides every GPU")
     found: list[int] = []
     for entry in entries:
-        index = _match(entry, uuids)
+        index = _match_uuid(entry, uuids)
         if index is None:
-            return Visibility(tuple(found), by_uuid=True, problem=_ended(entry))
+            return Visibility(tuple(found), by_uuid=True, problem=_ended_by(entry))
         if index in found:
             return Visibility(by_uuid=True, problem=f"names GPU {index} twice, which hides every GPU")
         found.append(index)
     return Visibility(tuple(found), by_uuid=True)
 
 
-def _one_instance(entries: Sequence[str], uuids: Sequence[str | None]) -> Visibility:
-    index = _match(entries[0], uuids)
-    return Visibility(instance=index, by_uuid=True, problem=_ended(entries[0]) if index is None else None)
+def _by_instance(entries: Sequence[str], uuids: Sequence[str | None]) -> Visibility:
+    index = _match_uuid(entries[0], uuids)
+    return Visibility(instance=index, by_uuid=True, problem=_ended_by(entries[0]) if index is None else None)
 
 
-def _match(entry: str, uuids: Sequence[str | None]) -> int | None:
+def _match_uuid(entry: str, uuids: Sequence[str | None]) -> int | None:
     """Return the one device whose UUID begins so; an ambiguous abbreviation names none."""
     found = [index for index, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)]
     return found[0] if len(found) == 1 else None
 
 
-def _prefixed(variable: str, prefix: str) -> list[str]:
+def _leading_entries(variable: str, prefix: str) -> list[str]:
     entries = variable.split(",")
     end = next((i for i, entry in enumerate(entries) if not entry.startswith(prefix)), len(entries))
     return entries[:end]
 
 
-def strtoul(text: str) -> int:
+def parse_ordinal(text: str) -> int:
     """Return the number a text begins with, such as 1 for ``"1gpu"``; negative where it begins with none."""
     match = re.match(r"[+-]?[0-9]{1,18}", text)
     return int(match[0]) if match else -1
 
 
-def _ended(entry: str | None) -> str | None:
+def _ended_by(entry: str | None) -> str | None:
     if entry is None:
         return None
     return f"names no GPU with {entry!r}, and CUDA stops at the first such entry" if entry else "is empty"
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
+class TorchName:
     """What torch calls a card or instance, and whether that is only predicted."""
 
     ordinal: int
     predicted: bool
 
 
-def visibility(answer: Snapshot) -> Visibility:
+def read_visibility(answer: NvmlSnapshot) -> Visibility:
     """Return what CUDA_VISIBLE_DEVICES leaves visible of these cards."""
     instances = [instance.uuid for card in answer.cards for instance in card.instances]
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible_cards(variable, [card.uuid for card in answer.cards], instances)
 
 
-def names(answer: Snapshot, flat: Sequence[Card], build: TorchBuild, view: Visibility) -> dict[int, Naming]:
+def torch_names(
+    answer: NvmlSnapshot, flat: Sequence[Card], build: TorchBuild, view: Visibility
+) -> dict[int, TorchName]:
     """Return the torch ordinal of each position in ``flat`` that torch can use."""
     if build.version is None or (build.known and build.cuda is None):
         return {}
     in_use = cuda_devices()
     if in_use:
-        return _certain_names(in_use, flat)
+        return _known_names(in_use, flat)
     if driver_is_too_old(answer, build):
         return {}
     return _predicted_names(answer, flat, view)
 
 
-def driver_is_too_old(answer: Snapshot, build: TorchBuild) -> bool:
+def driver_is_too_old(answer: NvmlSnapshot, build: TorchBuild) -> bool:
     """Return whether torch was built for a CUDA of a later major version; within one, older drivers do."""
     major = (build.cuda or "").partition(".")[0]
     return answer.cuda_version is not None and major.isdigit() and int(major) > answer.cuda_version[0]
 
 
-def _certain_names(in_use: Mapping[str, tuple[int, Any]], flat: Sequence[Card]) -> dict[int, Naming]:
+def _known_names(in_use: Mapping[str, tuple[int, Any]], flat: Sequence[Card]) -> dict[int, TorchName]:
     uuids = [bare_uuid(each.uuid) for each in flat]
     return {
-        position: Naming(in_use[uuid][0], predicted=False)
+        position: TorchName(in_use[uuid][0], predicted=False)
         for position, uuid in enumerate(uuids)
         if uuid and uuid in in_use
     }
 
 
-def _predicted_names(answer: Snapshot, flat: Sequence[Card], view: Visibility) -> dict[int, Naming]:
+def _predicted_names(answer: NvmlSnapshot, flat: Sequence[Card], view: Visibility) -> dict[int, TorchName]:
     if view.instance is not None:
         instances = [position for position, each in enumerate(flat) if each.is_instance]
-        return {instances[view.instance]: Naming(0, predicted=False)}
+        return {instances[view.instance]: TorchName(0, predicted=False)}
     unsure = _order_is_unsure(answer, view)
     named = {}
     for ordinal, index in enumerate(view.cards):
@@ -165,11 +167,11 @@ def _predicted_names(answer: Snapshot, flat: Sequence[Card], view: Visibility) -
         target = card.instances[0] if card.mig and card.instances else card
         if not (card.mig and not card.instances):
             position = next(i for i, each in enumerate(flat) if each is target)
-            named[position] = Naming(ordinal, predicted=unsure)
+            named[position] = TorchName(ordinal, predicted=unsure)
     return named
 
 
-def _order_is_unsure(answer: Snapshot, view: Visibility) -> bool:
+def _order_is_unsure(answer: NvmlSnapshot, view: Visibility) -> bool:
     """Return whether CUDA may number differently: by default it puts the fastest card first, whatever its slot."""
     if any(card.mig for card in answer.cards):
         return True

@@ -10,13 +10,13 @@ from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import NOT_AVAILABLE, count, pair, percent, rate, size
 
-BAR = "Bar, from the left: tensors of this kernel, its cache, all else in use."
+BAR_LEGEND = "Bar, from the left: tensors of this kernel, its cache, all else in use."
 ELSEWHERE = "in a wider terminal, or with -a"
-UTIL = "Util: share of the last moments in which any kernel ran; 100% is not full."
+UTILIZATION_LEGEND = "Util: share of the last moments in which any kernel ran; 100% is not full."
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class FieldColumn:
     """A column of the table: where its cell comes from and which field's reason explains its absence."""
 
     column: Column
@@ -33,55 +33,57 @@ def table_blocks(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
         rows: the devices to show.
         explained: whether the report already says why torch can use none of them.
     """
-    shown = [figure for figure in FIGURES if any(_has(row, figure) for row in rows)]
+    shown = [figure for figure in FIELD_COLUMNS if any(_has_value(row, figure) for row in rows)]
     if not any(_is_renumbered(row) for row in rows):
         shown = [figure for figure in shown if figure.field != "nvml_index"]
     grid = [[_cell(row, figure) for figure in shown] for row in rows]
     found: list[Block] = [Table([figure.column for figure in shown], grid, "GPUs", elsewhere=ELSEWHERE)]
-    found += [Paragraph(sentence) for sentence in (*_throttled(rows), *_worn(rows))]
-    missing = [*([] if explained else _unusable(rows)), *_absences(rows)]
+    found += [Paragraph(sentence) for sentence in (*_throttled(rows), *_ecc_errors(rows))]
+    missing = [*([] if explained else _unusable_gpus(rows)), *_missing_fields(rows)]
     if missing:
         found.append(Paragraph(" ".join(missing), muted=True))
-    legend = [BAR] * any(_bar(row) for row in rows) + [UTIL] * any(row.utilization is not None for row in rows)
+    legend = [BAR_LEGEND] * any(_bar(row) for row in rows) + [UTILIZATION_LEGEND] * any(
+        row.utilization is not None for row in rows
+    )
     if legend:
         found.append(Paragraph(" ".join(legend), muted=True))
     return found
 
 
-def _has(row: GpuRow, figure: Figure) -> bool:
+def _has_value(row: GpuRow, figure: FieldColumn) -> bool:
     return figure.field == "device" or getattr(row, figure.field) is not None
 
 
-def _cell(row: GpuRow, figure: Figure) -> Cell | str:
-    if _has(row, figure):
+def _cell(row: GpuRow, figure: FieldColumn) -> Cell | str:
+    if _has_value(row, figure):
         return figure.cell(row)
     reason = row.reasons.get(figure.field, "")
     return Cell(reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason)
 
 
-def _unusable(rows: Sequence[GpuRow]) -> list[str]:
+def _unusable_gpus(rows: Sequence[GpuRow]) -> list[str]:
     """Return which of the driver's GPUs have no name in torch, and why."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.device is None:
-            reasons.setdefault(row.reasons.get("device", "not known"), []).append(short(row))
+            reasons.setdefault(row.reasons.get("device", "not known"), []).append(short_name(row))
     parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
     return [f"Not usable in torch here: {'; '.join(parts)}."] if parts else []
 
 
-def _absences(rows: Sequence[GpuRow]) -> list[str]:
+def _missing_fields(rows: Sequence[GpuRow]) -> list[str]:
     """Return why figures of the table are absent, in words, since a title is only seen with a mouse."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for row in rows:
-        for figure in (*FIGURES, HELD_BACK):
-            if not _has(row, figure) and not row.simulated and not _goes_without_saying(rows, row, figure):
+        for figure in (*FIELD_COLUMNS, THROTTLING):
+            if not _has_value(row, figure) and not row.simulated and not _is_implied(rows, row, figure):
                 reason = row.reasons.get(figure.field, "not known")
-                reasons.setdefault(reason, {}).setdefault(figure.column.title, []).append(short(row))
-    return [_absence(reason, where, len(rows)) for reason, where in reasons.items()]
+                reasons.setdefault(reason, {}).setdefault(figure.column.title, []).append(short_name(row))
+    return [_missing_sentence(reason, where, len(rows)) for reason, where in reasons.items()]
 
 
-def _goes_without_saying(rows: Sequence[GpuRow], row: GpuRow, figure: Figure) -> bool:
-    if any(_has(each, figure) for each in rows):
+def _is_implied(rows: Sequence[GpuRow], row: GpuRow, figure: FieldColumn) -> bool:
+    if any(_has_value(each, figure) for each in rows):
         if row.reasons.get(figure.field, "").startswith(NOT_AVAILABLE):
             return True  # the cell itself says it
     elif figure.extra:
@@ -90,7 +92,7 @@ def _goes_without_saying(rows: Sequence[GpuRow], row: GpuRow, figure: Figure) ->
     return row.device is None and (of_the_kernel or row.reasons.get(figure.field) == row.reasons.get("device"))
 
 
-def _absence(reason: str, where: Mapping[str, Sequence[str]], total: int) -> str:
+def _missing_sentence(reason: str, where: Mapping[str, Sequence[str]], total: int) -> str:
     groups: dict[tuple[str, ...], list[str]] = {}
     for title, devices in where.items():
         groups.setdefault(tuple(devices), []).append(title)
@@ -98,10 +100,10 @@ def _absence(reason: str, where: Mapping[str, Sequence[str]], total: int) -> str
         ", ".join(titles) + ("" if len(devices) == total else f" of {', '.join(devices)}")
         for devices, titles in groups.items()
     ]
-    return f"{'; '.join(parts)}: {absent(reason)}."
+    return f"{'; '.join(parts)}: {not_available(reason)}."
 
 
-def absent(reason: str | None) -> str:
+def not_available(reason: str | None) -> str:
     """Return ``"n/a (reason)"``."""
     reason = reason or "not known"
     return reason if reason.startswith(NOT_AVAILABLE) else f"{NOT_AVAILABLE} ({reason})"
@@ -111,22 +113,22 @@ def _throttled(rows: Sequence[GpuRow]) -> list[str]:
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         if row.throttle_reasons:
-            groups.setdefault(row.throttle_reasons, []).append(short(row))
+            groups.setdefault(row.throttle_reasons, []).append(short_name(row))
     return [
         f"{', '.join(devices)} {'is' if len(devices) == 1 else 'are'} held back by: {', '.join(reasons)}."
         for reasons, devices in groups.items()
     ]
 
 
-def _worn(rows: Sequence[GpuRow]) -> list[str]:
+def _ecc_errors(rows: Sequence[GpuRow]) -> list[str]:
     return [
-        f"{short(row)} has had {count(row.ecc_errors, 'uncorrected memory error')} since its driver was loaded."
+        f"{short_name(row)} has had {count(row.ecc_errors, 'uncorrected memory error')} since its driver was loaded."
         for row in rows
         if row.ecc_errors
     ]
 
 
-def short(row: GpuRow) -> str:
+def short_name(row: GpuRow) -> str:
     """Return torch's name of a device, or NVML's where torch has none."""
     if row.device is not None:
         return row.device
@@ -140,7 +142,7 @@ def _is_instance(row: GpuRow) -> bool:
 def _device(row: GpuRow) -> Cell:
     indent = "· " if _is_instance(row) else ""
     if row.device is None:
-        return Cell(indent + short(row), muted=True, title=row.reasons.get("device", ""))
+        return Cell(indent + short_name(row), muted=True, title=row.reasons.get("device", ""))
     if row.predicted:
         return Cell(f"{indent}{row.device}?", title="predicted from the environment")
     return Cell(indent + row.device)
@@ -202,23 +204,25 @@ def clock(now: int | None, most: int | None) -> str:
     return f"{now} MHz" if most is None else f"{now} / {most} MHz"
 
 
-FIGURES = (
-    Figure(Column("Device"), "device", _device),
-    Figure(Column("NVML", "right", 2), "nvml_index", lambda row: str(row.nvml_index)),
-    Figure(Column("Name", shrinks=True), "name", _name),
-    Figure(Column("Memory"), "memory_total", _memory),
-    Figure(Column("This kernel", "right", 1), "kernel_allocated", _kernel),
-    Figure(Column("Others", "right", 4), "other_processes", lambda row: size(row.other_processes)),
-    Figure(Column("Util", "right", 3), "utilization", lambda row: percent(row.utilization)),
-    Figure(Column("Temp", "right", 5), "temperature", lambda row: f"{row.temperature:.0f} C"),
-    Figure(Column("Power", "right", 6), "power", power),
-    Figure(
+FIELD_COLUMNS = (
+    FieldColumn(Column("Device"), "device", _device),
+    FieldColumn(Column("NVML", "right", 2), "nvml_index", lambda row: str(row.nvml_index)),
+    FieldColumn(Column("Name", shrinks=True), "name", _name),
+    FieldColumn(Column("Memory"), "memory_total", _memory),
+    FieldColumn(Column("This kernel", "right", 1), "kernel_allocated", _kernel),
+    FieldColumn(Column("Others", "right", 4), "other_processes", lambda row: size(row.other_processes)),
+    FieldColumn(Column("Util", "right", 3), "utilization", lambda row: percent(row.utilization)),
+    FieldColumn(Column("Temp", "right", 5), "temperature", lambda row: f"{row.temperature:.0f} C"),
+    FieldColumn(Column("Power", "right", 6), "power", power),
+    FieldColumn(
         Column("Mem busy", "right", 7), "memory_utilization", lambda row: percent(row.memory_utilization), extra=True
     ),
-    Figure(Column("SM clock", "right", 8), "clock_sm", lambda row: clock(row.clock_sm, row.clock_sm_max), extra=True),
-    Figure(Column("State", "right", 9), "performance_state", lambda row: str(row.performance_state), extra=True),
+    FieldColumn(
+        Column("SM clock", "right", 8), "clock_sm", lambda row: clock(row.clock_sm, row.clock_sm_max), extra=True
+    ),
+    FieldColumn(Column("State", "right", 9), "performance_state", lambda row: str(row.performance_state), extra=True),
 )
-HELD_BACK = Figure(Column("Throttling"), "throttle_reasons", lambda row: ", ".join(row.throttle_reasons or ()))
+THROTTLING = FieldColumn(Column("Throttling"), "throttle_reasons", lambda row: ", ".join(row.throttle_reasons or ()))
 """No column: what holds a device back is a sentence, and only where something does."""
 
 
@@ -232,7 +236,7 @@ def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
     found: list[Block] = [Heading("Processes"), Table(columns, grid, "Processes on the GPUs")] if grid else []
     unsaid = {each.reason for row in rows for each in row.processes or () if each.memory is None and each.reason}
     found += [
-        Paragraph(f"Memory: {absent(reason)}.", muted=True)
+        Paragraph(f"Memory: {not_available(reason)}.", muted=True)
         for reason in sorted(unsaid)
         if not reason.startswith(NOT_AVAILABLE)
     ]
@@ -240,7 +244,8 @@ def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
     if not grid and len(hidden) < len(rows):
         found.append(Paragraph("No process uses a GPU."))
     found += [
-        Paragraph(f"Processes of {short(row)}: {absent(row.reasons.get('processes'))}.", muted=True) for row in hidden
+        Paragraph(f"Processes of {short_name(row)}: {not_available(row.reasons.get('processes'))}.", muted=True)
+        for row in hidden
     ]
     return found
 
@@ -249,36 +254,38 @@ def _process(row: GpuRow, each: ProcessRow) -> list[Cell | str]:
     name = each.name or ("another user's or an ended process" if each.pid is not None else "unknown")
     marks = ["this kernel"] * each.this_kernel + ["graphics"] * (each.kind == "graphics")
     return [
-        short(row),
+        short_name(row),
         Cell("-", muted=True) if each.pid is None else str(each.pid),
-        _unsaid(each) if each.memory is None else size(each.memory),
+        _unknown_memory(each) if each.memory is None else size(each.memory),
         Cell("-", muted=True, title="no sample") if each.utilization is None else percent(each.utilization),
         each.user or Cell("-", muted=True),
         Cell(name + (f" ({', '.join(marks)})" if marks else ""), title=name),
     ]
 
 
-def _unsaid(process: ProcessRow) -> Cell:
+def _unknown_memory(process: ProcessRow) -> Cell:
     reason = process.reason or "the driver does not say"
     return Cell(reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason)
 
 
 def details_table(row: GpuRow, rows: Sequence[GpuRow]) -> Table:
     """Return all that is known of one of the devices, and of the rest why it is not."""
-    names = {str(each.nvml_index): short(each) for each in reversed(rows)}
+    names = {str(each.nvml_index): short_name(each) for each in reversed(rows)}
     known = {field: each for field, each in DETAILS.items() if row.reasons.get(field) != "simulated"}
     grid = [[label, _detail(row, field, show)] for field, (label, show) in known.items()]
     grid += [[f"To {names.get(index, f'NVML {index}')}", way] for index, way in (row.topology or {}).items()]
-    return Table([Column(short(row)), Column(row.name or "unknown", shrinks=True)], grid, f"All of {short(row)}")
+    return Table(
+        [Column(short_name(row)), Column(row.name or "unknown", shrinks=True)], grid, f"All of {short_name(row)}"
+    )
 
 
 def _detail(row: GpuRow, field: str, show: Callable[[GpuRow], str]) -> Cell | str:
     if getattr(row, field) is not None:
         return show(row)
-    return Cell(absent(row.reasons.get(field)), muted=True)
+    return Cell(not_available(row.reasons.get(field)), muted=True)
 
 
-def _of(now: int | None, most: int | None) -> str:
+def _of_max(now: int | None, most: int | None) -> str:
     return str(now) if most is None else f"{now} of {most}"
 
 
@@ -305,8 +312,8 @@ DETAILS: Mapping[str, tuple[str, Callable[[GpuRow], str]]] = {
     "encoder_utilization": ("Encoder", lambda row: percent(row.encoder_utilization)),
     "decoder_utilization": ("Decoder", lambda row: percent(row.decoder_utilization)),
     "ecc_errors": ("Uncorrected memory errors", lambda row: str(row.ecc_errors)),
-    "pcie_generation": ("PCIe generation", lambda row: _of(row.pcie_generation, row.pcie_generation_max)),
-    "pcie_width": ("PCIe lanes", lambda row: _of(row.pcie_width, row.pcie_width_max)),
+    "pcie_generation": ("PCIe generation", lambda row: _of_max(row.pcie_generation, row.pcie_generation_max)),
+    "pcie_width": ("PCIe lanes", lambda row: _of_max(row.pcie_width, row.pcie_width_max)),
     "pcie_sent": ("PCIe, to the host", lambda row: rate(row.pcie_sent)),
     "pcie_received": ("PCIe, from the host", lambda row: rate(row.pcie_received)),
     "nvlinks": ("NVLinks up", lambda row: str(row.nvlinks)),

@@ -165,4 +165,4 @@ def _elsewhere(name: str, failed: str | None) -> str | None:
     if failed == "cpu":
         return None  # the host's memory serves every device
     others = [each for each in allocator.accelerators() if each != failed]
-    return device_names.emptiest(others) or "cpu"
+    return device_names.most_free(others) or "cpu"

@@ -99,13 +99,13 @@ def test_after_unloading_nothing_is_offered(loaded):
 def test_devices_with_an_index_are_completed_past_the_colon(loaded, monkeypatch):
     """IPython 7 takes the colon for the end of a word."""
     loaded.run(
-        "import gpumagic.gpus.device_names as n\nold = n.ALWAYS_THERE\nn.ALWAYS_THERE = ('simgpu:0', 'simgpu:1')"
+        "import gpumagic.gpus.device_names as n\nold = n.BUILTIN_DEVICES\nn.BUILTIN_DEVICES = ('simgpu:0', 'simgpu:1')"
     )
     try:
         for line in ("%ondevice simgpu:", "%ondevice simgpu:1", "%ondevice sim", "%%ondevice simgpu:"):
             assert completed(loaded, line) >= {line.split()[0] + " simgpu:1"}
     finally:
-        loaded.run("n.ALWAYS_THERE = old")
+        loaded.run("n.BUILTIN_DEVICES = old")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from nvml_stub.machine import Machine as Driver
 from traitlets.config import Config
 
 import gpumagic
-from gpumagic.cluster.looks import Follower
+from gpumagic.cluster.queries import GpuPoller
 from gpumagic.cluster.report import ClusterReport, shared_gpus
 
 ipyparallel = pytest.importorskip("ipyparallel")
@@ -141,21 +141,21 @@ class Gate:
 
 @pytest.fixture
 def gate(here, machine, tmp_path) -> Iterator[Gate]:
-    """The first engine, kept in a cell, with a count of the errands that reached it."""
+    """The first engine, kept in a cell, with a count of the requests that reached it."""
     look(here, "devices --engines")
     view = machine.client[machine.plain[0]]
     view.execute(
         textwrap.dedent("""
-            from gpumagic.cluster import errands
-            ran, devices = [], errands.devices
-            errands.devices = lambda names, **options: ran.append(names) or devices(names, **options)
+            from gpumagic.cluster import requests
+            ran, devices = [], requests.devices
+            requests.devices = lambda names, **options: ran.append(names) or devices(names, **options)
         """),
         block=True,
     )
     gate = Gate(tmp_path / "open", view)
     yield gate
     gate.open()
-    view.execute("errands.devices = devices", block=True)
+    view.execute("requests.devices = devices", block=True)
 
 
 def test_one_report_has_the_devices_of_every_engine(here, machine) -> None:
@@ -385,15 +385,15 @@ def test_a_cell_runs_nowhere_where_one_engine_cannot_run_it(here, machine, gate,
 
 def test_watching_follows_the_gpus_of_all_engines_until_ctrl_c(here, machine, capsys, monkeypatch) -> None:
     """Pressed once all have been looked at three times."""
-    looks, look = [], Follower.__call__
+    reports, poll = [], GpuPoller.__call__
 
-    def counted(follower):
-        looks.append(look(follower))
-        if len(looks) == 3:
+    def counted(poller):
+        reports.append(poll(poller))
+        if len(reports) == 3:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        return looks[-1]
+        return reports[-1]
 
-    monkeypatch.setattr(Follower, "__call__", counted)
+    monkeypatch.setattr(GpuPoller, "__call__", counted)
     recorder = here.run_cell("%gpuinfo --engines -w 0.3").result
     assert recorder.ended == "interrupted"
     labels = {row.device for row in recorder.report}
@@ -403,7 +403,7 @@ def test_watching_follows_the_gpus_of_all_engines_until_ctrl_c(here, machine, ca
 
 def test_a_watched_engine_that_gets_busy_keeps_its_figures_and_is_not_asked_again(here, machine, tmp_path) -> None:
     busy = machine.plain[0]
-    follower = Follower(engines="px", timeout=2.0, processes=False)
+    follower = GpuPoller(engines="px", timeout=2.0, processes=False)
     assert set(states(follower()).values()) == {"answered"}
     gate = Gate(tmp_path / "open", machine.client[busy])
     found = [follower() for _ in range(3)]

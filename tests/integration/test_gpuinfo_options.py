@@ -25,9 +25,9 @@ NUMBERS = (
 @pytest.fixture
 def ask(bare_shell, two_devices, monkeypatch):
     """Return a function that runs a line and gives its value; benchmarks are short."""
-    monkeypatch.setattr(bench, "SMALLEST_MATRIX", 16)
-    monkeypatch.setattr(bench, "LARGEST_MATRIX", 16)
-    monkeypatch.setattr(bench, "LARGEST_COPY", 2**16)
+    monkeypatch.setattr(bench, "MIN_MATRIX", 16)
+    monkeypatch.setattr(bench, "MAX_MATRIX", 16)
+    monkeypatch.setattr(bench, "MAX_COPY", 2**16)
     bare_shell.run_line_magic("load_ext", "gpumagic")
     yield lambda line: bare_shell.run_cell(line).result
     bare_shell.run_line_magic("unload_ext", "gpumagic")

@@ -28,9 +28,9 @@ COPIES = [
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure little: what is tested is not how fast this machine is."""
-    monkeypatch.setattr(bench, "SMALLEST_MATRIX", 16)
-    monkeypatch.setattr(bench, "LARGEST_MATRIX", 32)
-    monkeypatch.setattr(bench, "LARGEST_COPY", 2**20)
+    monkeypatch.setattr(bench, "MIN_MATRIX", 16)
+    monkeypatch.setattr(bench, "MAX_MATRIX", 32)
+    monkeypatch.setattr(bench, "MAX_COPY", 2**20)
 
 
 def test_every_device_is_measured_and_simulated_ones_are_marked(two_devices: list[str]) -> None:
@@ -49,7 +49,7 @@ def test_copies_go_the_way_they_are_named(two_devices: list[str]) -> None:
 
     ways = {"host-to-device": ("cpu", "simgpu:1"), "device-to-host": ("simgpu:1", "cpu")}
     for name, way in {**ways, "device-to-device": ("simgpu:1", "simgpu:0")}.items():
-        work, size, _ = bench._copy(bench.Step("simgpu:1", "copy", name))
+        work, size, _ = bench._copy_workload(bench.Measurement("simgpu:1", "copy", name))
         simgpu.reset_copies()
         work()
         assert simgpu.copies() == [(name, *way, size)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpumagic
-from gpumagic.cluster.report import ClusterReport, EngineAnswer, numbers, shared_gpus
+from gpumagic.cluster.report import ClusterReport, EngineAnswer, engine_ranges, shared_gpus
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.origin import Origin
@@ -130,6 +130,6 @@ def test_tensors_alike_on_several_engines_are_one_line() -> None:
 
 @given(st.sets(st.integers(0, 40), min_size=3))
 def test_numbers_of_engines_say_exactly_which(engines: set[int]) -> None:
-    text = numbers([EngineAnswer(engine) for engine in sorted(engines)])
+    text = engine_ranges([EngineAnswer(engine) for engine in sorted(engines)])
     spans = [[int(end) for end in part.split("-")] for part in text.split(", ")]
     assert [number for span in spans for number in range(span[0], span[-1] + 1)] == sorted(engines)

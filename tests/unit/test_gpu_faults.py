@@ -63,7 +63,7 @@ def test_every_figure_is_true_or_absent_with_its_reason(
     for row in report:
         for name, truth in TRUTH.items():
             assert getattr(row, name) in (truth, None), name
-        assert set(row.reasons) == {name for name in probe.FIGURES if getattr(row, name) is None}
+        assert set(row.reasons) == {name for name in probe.NULLABLE_FIELDS if getattr(row, name) is None}
         assert all(row.reasons.values())
     json.dumps(report.to_dict())
     for flags in ({}, {"show_processes": False, "show_all": False}):
@@ -88,7 +88,7 @@ def test_an_instance_is_never_given_a_figure_of_its_card(
     report = read(FullLibrary(CARDS, faults, missing, mig), variable)
     assert len(report) >= CARDS
     for row in report:
-        assert set(row.reasons) == {name for name in probe.FIGURES if getattr(row, name) is None}
+        assert set(row.reasons) == {name for name in probe.NULLABLE_FIELDS if getattr(row, name) is None}
         if (row.uuid or "").startswith("MIG-"):
             assert (row.utilization, row.power, row.throttle_reasons) == (None, None, None)
             assert row.memory_total in (TRUTH["memory_total"], None)

@@ -11,7 +11,7 @@ import torch
 from nvml_stub.fake import GIB, FakeLibrary, install
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.gpus import absence, cards, nvml, other_devices, probe
+from gpumagic.gpus import cards, no_gpu, nvml, other_devices, probe
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.gpus.torch_build import TorchBuild, torch_build
 from gpumagic.memory import allocator
@@ -72,7 +72,7 @@ def test_cuda_devices_are_shown_by_torch_alone_where_nvml_is_missing(
 ) -> None:
     """Memory is asked only where this kernel already has a context: asking would create one."""
     monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
-    monkeypatch.setattr(nvml, "connect", lambda: nvml.Failure("no binding"))
+    monkeypatch.setattr(nvml, "connect", lambda: nvml.NvmlFailure("no binding"))
     monkeypatch.setattr(other_devices, "simulated_rows", list)
     asked: list[str] = []
     monkeypatch.setattr(allocator, "capacity", lambda device: asked.append(device) or (5 * GIB, 8 * GIB))
@@ -103,7 +103,7 @@ def test_unified_memory_that_only_torch_reports_does_not_pass_the_hosts_use_off_
 ) -> None:
     """Jetson's driver may have no NVML; what CUDA counts as used there is every program of the machine."""
     monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
-    monkeypatch.setattr(nvml, "connect", lambda: nvml.Failure("no library"))
+    monkeypatch.setattr(nvml, "connect", lambda: nvml.NvmlFailure("no library"))
     monkeypatch.setattr(other_devices, "simulated_rows", list)
     monkeypatch.setattr(allocator, "capacity", lambda _: (5 * GIB, 8 * GIB))
     cuda_in_use.get_device_properties(0).is_integrated = True
@@ -116,7 +116,7 @@ def test_every_absent_figure_has_a_reason_and_no_other(library: FakeLibrary) -> 
     """A blank says nothing."""
     library.faults["nvmlDeviceGetName"] = 3
     for row in probe.read_gpus(everything=True):
-        assert set(row.reasons) == {name for name in probe.FIGURES if getattr(row, name) is None}
+        assert set(row.reasons) == {name for name in probe.NULLABLE_FIELDS if getattr(row, name) is None}
         assert all(row.reasons.values())
 
 
@@ -203,7 +203,7 @@ def test_simulated_devices_are_rows_with_a_note(two_devices: list[str]) -> None:
 # -- why there is none ------------------------------------------------------------------------------------
 
 
-Here = absence.Surroundings
+Here = no_gpu.Environment
 CPU, CUDA = TorchBuild("2.13.0+cpu"), TorchBuild("2.13.0", "12.8")
 
 
@@ -228,9 +228,9 @@ CPU, CUDA = TorchBuild("2.13.0+cpu"), TorchBuild("2.13.0", "12.8")
         ("error", Here(), "nvidia-smi"),
     ],
 )
-def test_each_cause_has_one_sentence_with_its_remedy(problem: str, here: absence.Surroundings, words: str) -> None:
+def test_each_cause_has_one_sentence_with_its_remedy(problem: str, here: no_gpu.Environment, words: str) -> None:
     """One sentence: it ends with its only full stop."""
-    said = absence.cause(nvml.Failure(problem, "Unknown Error"), CUDA, None, here)
+    said = no_gpu.explain(nvml.NvmlFailure(problem, "Unknown Error"), CUDA, None, here)
     assert words in said
     assert said.endswith(".")
     assert "\n" not in said
@@ -238,27 +238,29 @@ def test_each_cause_has_one_sentence_with_its_remedy(problem: str, here: absence
 
 def test_a_colab_without_gpus_is_told_so_though_a_driver_answers() -> None:
     """The menu is the remedy there in any case."""
-    empty = cards.Snapshot((), "570.86")
-    assert "Runtime > Change runtime type" in absence.cause(empty, CUDA, None, Here(colab=True, container=True))
+    empty = cards.NvmlSnapshot((), "570.86")
+    assert "Runtime > Change runtime type" in no_gpu.explain(empty, CUDA, None, Here(colab=True, container=True))
 
 
 def test_a_rocm_build_is_told_how_its_gpus_appear() -> None:
     """NVML's absence explains nothing there."""
-    assert "torch.cuda.init()" in absence.cause(nvml.Failure("no library"), TorchBuild("2", hip="6.2"), None, Here())
+    assert "torch.cuda.init()" in no_gpu.explain(
+        nvml.NvmlFailure("no library"), TorchBuild("2", hip="6.2"), None, Here()
+    )
 
 
 def test_an_xpu_build_is_told_how_its_devices_appear() -> None:
     """They need no NVIDIA driver either."""
-    assert "import torch" in absence.cause(nvml.Failure("no library"), TorchBuild("2", xpu="2025.0"), None, Here())
+    assert "import torch" in no_gpu.explain(nvml.NvmlFailure("no library"), TorchBuild("2", xpu="2025.0"), None, Here())
 
 
 def test_the_surroundings_are_read_from_the_files_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A card on the PCI bus, a loaded driver and a container leave files that anyone may look at."""
-    monkeypatch.setattr(absence, "SYSTEM", tmp_path)
+    monkeypatch.setattr(no_gpu, "ROOT", tmp_path)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    bare = absence.surroundings()
+    bare = no_gpu.detect_environment()
     assert (bare.card, bare.container, bare.driver_loaded, bare.wsl) == (False, False, False, False)
     device = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
     device.mkdir(parents=True)
@@ -267,7 +269,7 @@ def test_the_surroundings_are_read_from_the_files_of_the_machine(
     (tmp_path / ".dockerenv").touch()
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
-    full = absence.surroundings()
+    full = no_gpu.detect_environment()
     assert (full.card, full.container, full.driver_loaded) == (True, True, True)
 
 

@@ -33,7 +33,7 @@ def snapshots(limit: int = 3):
     return ask
 
 
-def recorded(limit: int = 3) -> tuple[live.Recorder, list[HistoryReport]]:
+def recorded(limit: int = 3) -> tuple[live.GpuRecorder, list[HistoryReport]]:
     """Return a recorder that has ended by itself, and all it has shown."""
     shown: list[HistoryReport] = []
     over = threading.Event()
@@ -43,7 +43,7 @@ def recorded(limit: int = 3) -> tuple[live.Recorder, list[HistoryReport]]:
         if report.ended:
             over.set()
 
-    recorder = live.Recorder(snapshots(limit), 0.01, show)
+    recorder = live.GpuRecorder(snapshots(limit), 0.01, show)
     recorder.start()
     assert over.wait(30)
     recorder.stop()
@@ -68,7 +68,7 @@ def test_an_error_ends_the_recording_and_is_said(capsys: pytest.CaptureFixture[s
 
 
 def test_what_is_wrong_with_the_first_snapshot_is_raised() -> None:
-    recorder = live.Recorder(snapshots(0), 1.0, lambda report: None)
+    recorder = live.GpuRecorder(snapshots(0), 1.0, lambda report: None)
     with pytest.raises(OSError, match="the bus"):
         recorder.start()
     assert "gpumagic recorder" not in [each.name for each in threading.enumerate()]
@@ -76,7 +76,7 @@ def test_what_is_wrong_with_the_first_snapshot_is_raised() -> None:
 
 def test_the_history_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook may stay open for weeks."""
-    monkeypatch.setattr(live, "KEPT", 2)
+    monkeypatch.setattr(live, "MAX_SNAPSHOTS", 2)
     recorder, _ = recorded()
     assert [row.memory_used for row in recorder.report] == [2 * GIB, 3 * GIB]
 

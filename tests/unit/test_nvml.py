@@ -11,7 +11,7 @@ import pytest
 from nvml_stub.fake import GIB, FakeLibrary, install
 
 from gpumagic.gpus import cards, nvml
-from gpumagic.gpus.nvml import Failure, Readings
+from gpumagic.gpus.nvml import NvmlFailure, Readings
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
 
 def only_card() -> cards.Card:
     """Return what is read of the only card."""
-    snapshot = cards.snapshot()
-    assert isinstance(snapshot, cards.Snapshot)
+    snapshot = cards.read_cards()
+    assert isinstance(snapshot, cards.NvmlSnapshot)
     [card] = snapshot.cards
     return card
 
@@ -51,22 +51,22 @@ def test_a_failed_start_is_named(library: FakeLibrary, code: int, problem: str) 
     """Each cause has a remedy of its own, so they must not look alike."""
     library.faults["nvmlInitWithFlags"] = code
     answer = nvml.connect()
-    assert isinstance(answer, Failure)
+    assert isinstance(answer, NvmlFailure)
     assert answer.problem == problem
 
 
 def test_a_missing_binding_is_tolerated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without nvidia-ml-py there is an answer too."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert nvml.connect() == Failure("no binding")
+    assert nvml.connect() == NvmlFailure("no binding")
 
 
 def test_the_package_of_that_name_is_recognised(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyPI's `pynvml` 11.5 is a package that hides nvidia-ml-py's module."""
     assert not nvml.is_shadowed(pynvml)
     monkeypatch.setattr(pynvml, "__path__", ["somewhere"], raising=False)
-    snapshot = cards.snapshot()
-    assert isinstance(snapshot, cards.Snapshot)
+    snapshot = cards.read_cards()
+    assert isinstance(snapshot, cards.NvmlSnapshot)
     assert snapshot.shadowed
 
 
@@ -77,7 +77,7 @@ def test_a_warning_about_the_package_does_not_reach_the_user(
     (tmp_path / "pynvml.py").write_text("import warnings; warnings.warn('deprecated', FutureWarning)\nhere = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "pynvml")
-    binding = nvml._load()
+    binding = nvml._import_pynvml()
     assert getattr(binding, "here", None) == 1
     assert not recwarn.list
 
@@ -98,7 +98,7 @@ def test_a_warning_about_the_package_does_not_reach_the_user(
 )
 def test_refusals_have_words(error: Exception, words: str) -> None:
     """Whatever the binding raises, also what is no NVMLError."""
-    assert nvml.why(error) == words
+    assert nvml.reason_of(error) == words
 
 
 def refuse(code: int) -> None:
@@ -152,6 +152,6 @@ def test_a_driver_without_newer_functions_is_asked_the_older_ones(library: FakeL
 
 def test_throttle_masks_become_words() -> None:
     """Being idle holds back nothing; a bit nobody knows is not hidden."""
-    assert cards.throttle_words(0x1) == ()
-    assert cards.throttle_words(0x5) == ("power cap",)
-    assert cards.throttle_words(0x1000) == ("unknown reason 0x1000",)
+    assert cards.decode_throttle_reasons(0x1) == ()
+    assert cards.decode_throttle_reasons(0x5) == ("power cap",)
+    assert cards.decode_throttle_reasons(0x1000) == ("unknown reason 0x1000",)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from gpumagic.gpus.torch_names import Visibility, strtoul, visible_cards
+from gpumagic.gpus.torch_names import Visibility, parse_ordinal, visible_cards
 
 A, B, C = "GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"
 UUIDS = (A, B, C)
@@ -116,4 +116,4 @@ def test_any_text_yields_distinct_cards_that_exist(variable: str, count: int) ->
 @pytest.mark.parametrize(("text", "number"), [("12ab", 12), ("-3", -3), ("+", -1), ("", -1), ("x1", -1), ("²", -1)])
 def test_strtoul_reads_the_leading_number(text: str, number: int) -> None:
     """A text that begins with no number is negative, as an invalid ordinal is."""
-    assert strtoul(text) == number
+    assert parse_ordinal(text) == number

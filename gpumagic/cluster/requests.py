@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from gpumagic.gpus.report import GPUReport
     from gpumagic.tensors.report import TensorReport
 
-Errand = tuple[Origin, Any]
+Response = tuple[Origin, Any]
 """Where it was done, and what came of it."""
 
 
-def gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> Errand:
+def gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> Response:
     """Return the GPUs of this engine."""
     from gpumagic.gpus import probe
 
@@ -31,7 +31,7 @@ def gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> Erran
     return report.origin, report
 
 
-def devices(names: Sequence[str], *, minimum: int, sort: str) -> Errand:
+def devices(names: Sequence[str], *, minimum: int, sort: str) -> Response:
     """Return the live tensors of this engine, under the names of its notebook."""
     from gpumagic.tensors import scan
 
@@ -44,10 +44,10 @@ def devices(names: Sequence[str], *, minimum: int, sort: str) -> Errand:
     return report.origin, report
 
 
-_UNLOAD = "gpumagic_of_engine_cell"
+_LOADED_FOR_CELL = "gpumagic_of_engine_cell"
 
 
-def site() -> Errand:
+def prepare() -> Response:
     """Get ready for a cell under one of the magics, and return the GPUs here, the freest first."""
     from gpumagic import load_ipython_extension
     from gpumagic.gpus import probe
@@ -57,7 +57,7 @@ def site() -> Errand:
     if shell is None:
         raise OptionError("this engine runs no IPython")
     if shell.find_line_magic("oomguard") is None:
-        shell.meta[_UNLOAD] = True
+        shell.meta[_LOADED_FOR_CELL] = True
         load_ipython_extension(shell)
     torch_has = set(allocator.accelerators())
     report = probe.read_gpus()
@@ -75,12 +75,12 @@ def site() -> Errand:
     return report.origin, tuple(found)
 
 
-def device(name: str, fallback: str | None) -> Errand:
+def resolve_device(name: str, fallback: str | None) -> Response:
     """Return the full name of a device that is here."""
     return here(), device_names.resolve(name, fallback)
 
 
-def collect(name: str) -> Errand:
+def collect(name: str) -> Response:
     """Return the report that a cell has left in a variable, and leave things as they were before the cell."""
     from gpumagic import unload_ipython_extension
 
@@ -88,6 +88,6 @@ def collect(name: str) -> Errand:
     assert shell is not None
     report = shell.user_ns.pop(name, None)
     shell.user_ns_hidden.pop(name, None)
-    if shell.meta.pop(_UNLOAD, False):
+    if shell.meta.pop(_LOADED_FOR_CELL, False):
         unload_ipython_extension(shell)
     return here(), report

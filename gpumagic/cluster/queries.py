@@ -13,7 +13,7 @@ from gpumagic.options import LOOK
 
 
 def gpuinfo(
-    *devices: str, engines: str = connection.AS_PX, timeout: float = LOOK, processes: bool = False,
+    *devices: str, engines: str = connection.PX, timeout: float = LOOK, processes: bool = False,
     everything: bool = False,
 ) -> ClusterReport:  # fmt: skip
     """Return the GPUs of all engines; one that several of them see is one.
@@ -29,11 +29,11 @@ def gpuinfo(
         OptionError: there are no engines, or not these.
         DeviceNotFound: a device that none of them has.
     """
-    return _look(engines, timeout, "gpuinfo", {"names": devices, "processes": processes, "everything": everything})
+    return _query(engines, timeout, "gpuinfo", {"names": devices, "processes": processes, "everything": everything})
 
 
 def devices(
-    *devices: str, engines: str = connection.AS_PX, timeout: float = LOOK, minimum: int = 0, sort: str = "size",
+    *devices: str, engines: str = connection.PX, timeout: float = LOOK, minimum: int = 0, sort: str = "size",
     by: str | None = None, limit: int | None = 20,
 ) -> ClusterReport:  # fmt: skip
     """Return the live tensors of all engines, a row a storage.
@@ -52,10 +52,10 @@ def devices(
         DeviceNotFound: a device that none of them has.
     """
     wanted = {"names": devices, "minimum": minimum, "sort": sort}
-    return _look(engines, timeout, "devices", wanted, limit=limit, group_by=by)
+    return _query(engines, timeout, "devices", wanted, limit=limit, group_by=by)
 
 
-class Follower:
+class GpuPoller:
     """Looks at the GPUs of all engines again and again; of one that is busy, its last answer stays, with its age.
 
     Args:
@@ -71,7 +71,7 @@ class Follower:
         """Return the engines as they are now."""
         now = time.monotonic()
         timeout = self._timeout if self._last else LOOK  # at first engines import what they need
-        report = _look(self._engines, timeout, "gpuinfo", self._arguments, in_turn=True)
+        report = _query(self._engines, timeout, "gpuinfo", self._arguments, in_turn=True)
         self._last.update((answer.engine, (now, answer)) for answer in report.engines if answer.report is not None)
         return replace(report, engines=tuple(self._kept(answer, now) for answer in report.engines))
 
@@ -83,13 +83,13 @@ class Follower:
         return replace(answer, report=last.report, detail=detail)
 
 
-def _look(
+def _query(
     engines: str, timeout: float, errand: str, arguments: Mapping[str, object],
     limit: int | None = 20, group_by: str | None = None, in_turn: bool = False,
 ) -> ClusterReport:  # fmt: skip
     asked = connection.connect(engines)
     started = time.perf_counter()
-    answers = transport.ask(asked, (errand, arguments), timeout, in_turn=in_turn)
+    answers = transport.ask_all(asked, (errand, arguments), timeout, in_turn=in_turn)
     _check_devices(answers)
     return ClusterReport(errand, answers, time.perf_counter() - started, limit, group_by)
 

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumagic.gpus.cards import Snapshot
-from gpumagic.gpus.nvml import Failure
+from gpumagic.gpus.cards import NvmlSnapshot
+from gpumagic.gpus.nvml import NvmlFailure
 from gpumagic.gpus.torch_build import TorchBuild
 from gpumagic.gpus.torch_names import Visibility, driver_is_too_old
 
-SYSTEM = Path("/")
-NVIDIA, DISPLAY = "0x10de", "0x03"
+ROOT = Path("/")
+NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
 INSTALL_TORCH = "install a CUDA build with the command that https://pytorch.org/get-started gives"
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class Environment:
     """What the machine around this process looks like, from its files and environment alone."""
 
     platform: str = "linux"
@@ -32,21 +32,21 @@ class Surroundings:
     """Whether an NVIDIA card is on the PCI bus."""
 
 
-def surroundings() -> Surroundings:
+def detect_environment() -> Environment:
     """Look around; starts nothing and needs no rights."""
-    return Surroundings(
+    return Environment(
         platform=sys.platform,
         colab="COLAB_RELEASE_TAG" in os.environ or "google.colab" in sys.modules,
         kaggle="KAGGLE_KERNEL_RUN_TYPE" in os.environ,
         container=_exists(".dockerenv", "run/.containerenv") or "KUBERNETES_SERVICE_HOST" in os.environ,
         wsl=_exists("dev/dxg"),
         driver_loaded=_exists("proc/driver/nvidia/version", "dev/nvidiactl", "sys/module/nvidia"),
-        card=_has_card(),
+        card=_has_nvidia_card(),
     )
 
 
-def cause(
-    answer: Snapshot | Failure, build: TorchBuild, view: Visibility | None, here: Surroundings | None = None
+def explain(
+    answer: NvmlSnapshot | NvmlFailure, build: TorchBuild, view: Visibility | None, here: Environment | None = None
 ) -> str:
     """Return why torch can use no GPU, with the remedy.
 
@@ -56,21 +56,21 @@ def cause(
         view: what CUDA_VISIBLE_DEVICES leaves visible of NVML's cards; None if NVML did not answer.
         here: the machine; looked at if not given.
     """
-    here = here or surroundings()
+    here = here or detect_environment()
     if build.hip:
         return "torch is a ROCm build, whose GPUs are only shown once in use: run torch.cuda.init() and ask again."
-    if isinstance(answer, Failure):
+    if isinstance(answer, NvmlFailure):
         return _no_driver(answer, build, here)
     if not answer.cards:
-        return _hosted(here) or _none_listed(here)
+        return _on_hosted_notebook(here) or _no_gpu_listed(here)
     if build.version is None:
         return "PyTorch is not installed in this environment, so nothing here can use the GPU: pip install torch."
     if build.known and build.cuda is None:
         return f"torch {build.version} is a CPU-only build and cannot use the GPU: {INSTALL_TORCH}."
-    return _hidden(answer, build, view)
+    return _hidden_from_cuda(answer, build, view)
 
 
-def _hidden(answer: Snapshot, build: TorchBuild, view: Visibility | None) -> str:
+def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility | None) -> str:
     if driver_is_too_old(answer, build) and answer.cuda_version is not None:
         newest = "{}.{}".format(*answer.cuda_version)
         return (
@@ -89,21 +89,21 @@ def _hidden(answer: Snapshot, build: TorchBuild, view: Visibility | None) -> str
     return "CUDA started in this process and found none of the driver's GPUs: restart the kernel."
 
 
-def _no_driver(failure: Failure, build: TorchBuild, here: Surroundings) -> str:
-    hosted = _hosted(here)
+def _no_driver(failure: NvmlFailure, build: TorchBuild, here: Environment) -> str:
+    hosted = _on_hosted_notebook(here)
     if hosted is not None:
         return hosted
     if here.platform == "darwin":
         return "A Mac has no NVIDIA driver; its own GPU is shown once torch is imported and was built with MPS."
     if build.xpu:
         return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
-    known = _SENTENCES.get(failure.problem)
+    known = _EXPLANATIONS.get(failure.problem)
     if known is not None:
         return known(here)
     return f"The NVIDIA driver does not answer ({failure.detail}): see what nvidia-smi says in a terminal."
 
 
-def _hosted(here: Surroundings) -> str | None:
+def _on_hosted_notebook(here: Environment) -> str | None:
     if here.colab:
         return "This Colab runtime has no GPU: choose one in the menu Runtime > Change runtime type."
     if here.kaggle:
@@ -111,7 +111,7 @@ def _hosted(here: Surroundings) -> str | None:
     return None
 
 
-def _none_listed(here: Surroundings) -> str:
+def _no_gpu_listed(here: Environment) -> str:
     if here.container:
         return (
             "The NVIDIA driver answers but has given this container no GPU: start it with --gpus all (Docker) or ask "
@@ -120,7 +120,7 @@ def _none_listed(here: Surroundings) -> str:
     return "The NVIDIA driver runs but finds no GPU: see why in sudo dmesg (lines with NVRM), or reboot."
 
 
-def _no_library(here: Surroundings) -> str:
+def _no_library(here: Environment) -> str:
     if here.driver_loaded and here.container:
         return (
             "The driver is loaded, but its library libnvidia-ml.so.1 was not brought into this container: start "
@@ -134,7 +134,7 @@ def _no_library(here: Surroundings) -> str:
     return _no_card(here)
 
 
-def _no_card(here: Surroundings) -> str:
+def _no_card(here: Environment) -> str:
     if here.wsl:
         return "WSL shows no NVIDIA driver: install NVIDIA's driver in Windows (not in WSL), then wsl --shutdown."
     if here.card and not here.container:
@@ -152,7 +152,7 @@ def _no_card(here: Surroundings) -> str:
     return "This machine has no NVIDIA GPU and no NVIDIA driver: run where there is one."
 
 
-def _not_loaded(here: Surroundings) -> str:
+def _driver_not_loaded(here: Environment) -> str:
     if here.container and not here.driver_loaded:
         return (
             "The driver's library is in this container, but no GPU: start it with --gpus all (Docker) or ask for "
@@ -161,10 +161,10 @@ def _not_loaded(here: Surroundings) -> str:
     return "The NVIDIA driver is installed but not loaded: run sudo modprobe nvidia, or reboot."
 
 
-_SENTENCES: dict[str, Callable[[Surroundings], str]] = {
+_EXPLANATIONS: dict[str, Callable[[Environment], str]] = {
     "no binding": lambda _: "nvidia-ml-py is not installed, so the driver cannot be asked: pip install nvidia-ml-py.",
     "no library": _no_library,
-    "no driver": _not_loaded,
+    "no driver": _driver_not_loaded,
     "version mismatch": lambda _: (
         "The NVIDIA driver was updated while the old one still runs (library and kernel module differ): reboot."
     ),
@@ -177,20 +177,21 @@ _SENTENCES: dict[str, Callable[[Surroundings], str]] = {
 
 
 def _exists(*names: str) -> bool:
-    return any((SYSTEM / name).exists() for name in names)
+    return any((ROOT / name).exists() for name in names)
 
 
-def _has_card() -> bool:
+def _has_nvidia_card() -> bool:
     try:
         return any(
-            _reads(device / "vendor").startswith(NVIDIA) and _reads(device / "class").startswith(DISPLAY)
-            for device in (SYSTEM / "sys/bus/pci/devices").iterdir()
+            _read_text(device / "vendor").startswith(NVIDIA_VENDOR)
+            and _read_text(device / "class").startswith(DISPLAY_CLASS)
+            for device in (ROOT / "sys/bus/pci/devices").iterdir()
         )
     except OSError:
         return False
 
 
-def _reads(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
