@@ -133,7 +133,7 @@ def prepare(
         OptionError: an engine cannot run it, or has no such device. Then no engine has.
     """
     connection = connect(engines, gone=False)
-    ready = transport.ask_all(connection, ("site", {}), timeout)
+    ready = transport.ask_all(connection, ("prepare", {}), timeout)
     try:
         _check(ready)
         lines = dict.fromkeys(connection.engines, line)
@@ -155,7 +155,7 @@ def _resolve_devices(
     connection: Connection, places: Mapping[int, str], fallback: str | None, timeout: float
 ) -> dict[int, str]:
     """Return the full name of each engine's device, by what is there."""
-    wanted = {engine: ("device", {"name": name, "fallback": fallback}) for engine, name in places.items()}
+    wanted = {engine: ("resolve_device", {"name": name, "fallback": fallback}) for engine, name in places.items()}
     found = transport.ask_each(connection, wanted, timeout)
     _check(found)
     return {int(answer.engine): answer.report for answer in found}

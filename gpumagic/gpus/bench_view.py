@@ -94,10 +94,8 @@ def _speedups(report: BenchReport) -> list[str]:
     for device in dict.fromkeys(row.device for row in report.measurements if not row.simulated and row.device != "cpu"):
         fast = report.rate(device, "float32")
         if cpu and fast:
-            to, back = report.rate(device, "host-to-device"), report.rate(device, "device-to-host")
-            sentences.append(
-                f"{device} multiplies float32 {fast / cpu:.3g} times as fast as the CPU.{_break_even(cpu, fast, to, back)}"
-            )
+            copies = _break_even(cpu, fast, report.rate(device, "host-to-device"), report.rate(device, "device-to-host"))
+            sentences.append(f"{device} multiplies float32 {fast / cpu:.3g} times as fast as the CPU.{copies}")
     return sentences
 
 
