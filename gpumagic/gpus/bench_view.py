@@ -94,7 +94,8 @@ def _speedups(report: BenchReport) -> list[str]:
     for device in dict.fromkeys(row.device for row in report.measurements if not row.simulated and row.device != "cpu"):
         fast = report.rate(device, "float32")
         if cpu and fast:
-            copies = _break_even(cpu, fast, report.rate(device, "host-to-device"), report.rate(device, "device-to-host"))
+            to, back = report.rate(device, "host-to-device"), report.rate(device, "device-to-host")
+            copies = _break_even(cpu, fast, to, back)
             sentences.append(f"{device} multiplies float32 {fast / cpu:.3g} times as fast as the CPU.{copies}")
     return sentences
 
