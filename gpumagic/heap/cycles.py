@@ -17,6 +17,7 @@ from typing import Any
 from gpumagic import _compat
 from gpumagic.heap.kinds import subclasses
 from gpumagic.heap.storages import Ledger, undisturbed
+from gpumagic.source import frames
 
 MAX_ROUNDS = 12
 """Passes over all objects at most, some 30 ms each for a million."""
@@ -154,9 +155,4 @@ def lasting_ids() -> set[int]:
 
 
 def _running() -> list[FrameType]:
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)  # one that is its own variable would live on, and its callers with it
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+    return list(frames.stack(sys._getframe(1)))  # a frame that is its own variable would live on, with its callers

@@ -133,11 +133,9 @@ def running() -> Iterator[tuple[str, list[tuple[str, object]]]]:
     innermost_of[own] = sys._getframe(1)  # a frame that is its own variable would live on, and its callers with it
     for ident, innermost in innermost_of.items():
         where = "" if ident == own else f" in {threads.get(ident, 'a thread')}"
-        frame: FrameType | None = innermost
-        while frame is not None:
+        for frame in frames.stack(innermost):
             if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in PLUMBING:
                 yield f"running {call_of(frame.f_code)}{where}", variables_of(frame)
-            frame = frame.f_back
 
 
 def title(generator: object) -> str:

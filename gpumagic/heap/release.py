@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.memory import allocator
+from gpumagic.source import frames
 from gpumagic.source.frames import related_exceptions, traceback_steps
 
 if TYPE_CHECKING:
@@ -100,12 +101,8 @@ def _forget_in_shell(shell: InteractiveShell, tracebacks: set[int]) -> None:
 
 
 def _is_in_use(debugger: object) -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "interaction" and frame.f_locals.get("self") is debugger:
-            return True
-        frame = frame.f_back
-    return False
+    running = (each for each in frames.stack(sys._getframe()) if each.f_code.co_name == "interaction")
+    return any(each.f_locals.get("self") is debugger for each in running)
 
 
 def _forget_in_debugger(debugger: Any) -> None:

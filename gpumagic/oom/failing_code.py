@@ -36,9 +36,8 @@ def read_scene(error: BaseException, namespace: Mapping[str, object], outside: C
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
     stack = list(frames.frames_of(error, outside))
-    own = [each for each in stack if each[0].f_globals is namespace] or [
-        each for each in stack if is_user_code(each[0])
-    ]
+    users = [each for each in stack if is_user_code(each[0])]
+    own = [each for each in stack if each[0].f_globals is namespace] or users
     if not own:
         return Scene(functions=_functions(stack))
     filename = own[0][0].f_code.co_filename
@@ -47,10 +46,10 @@ def read_scene(error: BaseException, namespace: Mapping[str, object], outside: C
     cell = cell_code.read_cell(text) if text else None
     return Scene(
         line=line,
-        code=_code(frame, line),
+        code=frames.code_at(frame, line),
         source=text or None,
         functions=_functions(stack),
-        inside=_inside([each for each in stack if is_user_code(each[0])][-1:], frame),
+        inside=_inside(users[-1:], frame),
         calls_backward=any("backward" in frame.f_code.co_names for frame, _ in own),
         autocast=any("autocast" in frame.f_code.co_names for frame, _ in own),
         growths=tuple(_growths(cell, own)),
@@ -62,15 +61,11 @@ def _functions(stack: list[Standing]) -> frozenset[str]:
     return frozenset(frame.f_code.co_name for frame, _ in stack)
 
 
-def _code(frame: FrameType, line: int) -> str | None:
-    return linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip() or None
-
-
 def _inside(deepest: list[Standing], shown: FrameType) -> str | None:
     if not deepest or deepest[0][0].f_code.co_filename == shown.f_code.co_filename:
         return None
     frame, line = deepest[0]
-    code = _code(frame, line)
+    code = frames.code_at(frame, line)
     return f"{frame.f_code.co_name}(), line {line}" + (f": {code}" if code else "")
 
 

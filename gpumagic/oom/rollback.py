@@ -262,11 +262,10 @@ class Rollback:
 def _stores(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names that code binds before it reads them, and all that it binds or deletes."""
     cell = cell_code.read_cell(source)
-    if cell is None:
+    if cell is None or cell.text is None:
         return frozenset(), frozenset()
-    nodes = ast.walk(ast.parse(source))
-    stored = (node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
-    return cell.remade, frozenset(stored)
+    names = (node for node in cell.text.nodes() if isinstance(node, ast.Name))
+    return cell.remade, frozenset(node.id for node in names if not isinstance(node.ctx, ast.Load))
 
 
 def _is_optimizer(value: object) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,10 +45,10 @@ class CallSites:
 
     def find(self, subject: object = None) -> CallSite:
         """Return where the cell stands now; ``subject`` is the object moved, whose name the line may say."""
-        frames, module_frame = self._frames()
+        found, module_frame = self._frames()
         if self._is_cell:
-            self.filename = self._cell_file(frames) or self.filename
-        frame = self._innermost(frames)
+            self.filename = self._cell_file(found) or self.filename
+        frame = self._innermost(found)
         if frame is None and self._asked_by is not None:
             frame = self._innermost(self._over_namespace(sys._current_frames().get(self._asked_by))[0])
         if frame is None:
@@ -58,8 +56,8 @@ class CallSites:
         module_call = None
         if module_frame is not None:
             subject, module_call = module_frame.f_locals.get("self"), f"Module.{module_frame.f_code.co_name}"
-        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        return CallSite(frame.f_lineno, code or None, _name(frame, subject), module_call)
+        code = frames.code_at(frame, frame.f_lineno)
+        return CallSite(frame.f_lineno, code, _name(frame, subject), module_call)
 
     def _innermost(self, found: list[FrameType]) -> FrameType | None:
         return next((each for each in found if each.f_code.co_filename == self.filename), None)
@@ -69,26 +67,20 @@ class CallSites:
         is_here = get_ident() == self._thread
         return self._over_namespace(sys._getframe(2) if is_here else sys._current_frames().get(self._thread))
 
-    def _over_namespace(self, frame: FrameType | None) -> tuple[list[FrameType], FrameType | None]:
+    def _over_namespace(self, innermost: FrameType | None) -> tuple[list[FrameType], FrameType | None]:
         """Return the frames over the namespace, innermost first, and a module's move made from the innermost."""
         found: list[FrameType] = []
         module_frame = None
-        while frame is not None:
+        for frame in frames.stack(innermost):
             if frame.f_globals is self.namespace:
                 found.append(frame)
             elif not found and _is_module_move(frame):
                 module_frame = frame
-            frame = frame.f_back
         return found, module_frame
 
     @staticmethod
-    def _cell_file(frames: list[FrameType]) -> str | None:
-        return next((each.f_code.co_filename for each in frames if _is_top_level(each)), None)
-
-
-def _is_top_level(frame: FrameType) -> bool:
-    # Not by name: IPython 7.34 calls a cell's "<module>" "<cell line: 1>".
-    return not frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    def _cell_file(found: list[FrameType]) -> str | None:
+        return next((each.f_code.co_filename for each in found if not frames.is_a_functions(each)), None)
 
 
 def _is_module_move(frame: FrameType) -> bool:

@@ -235,16 +235,8 @@ class LoopCode:
 @lru_cache(maxsize=32)
 def read_loops(lines: tuple[tuple[int, str], ...]) -> LoopCode:
     """Return what numbered lines of code say, nothing if they cannot be parsed; remembered, for blocks in loops."""
-    if not lines:
-        return LoopCode()
-    first = lines[0][0]
-    text = "\n".join("" if code.lstrip().startswith(("%", "!")) else code for _, code in lines)
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return LoopCode()
-    ast.increment_lineno(tree, first - 1)
-    return LoopCode(dict(_loops(tree)), tuple(_creations(tree)))
+    tree = texts.parse_lines(dict(lines))
+    return LoopCode() if tree is None else LoopCode(dict(_loops(tree)), tuple(_creations(tree)))
 
 
 def _loops(tree: ast.AST) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ traceback, not from memory.
 from __future__ import annotations
 
 import inspect
+import linecache
 import os
 import sys
 from collections import deque
@@ -103,6 +104,18 @@ def _installed_names(folder: str) -> frozenset[str]:
 def is_a_functions(frame: FrameType) -> bool:
     """Whether the frame has variables of its own, as a cell's or a module's has not."""
     return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+
+
+def stack(innermost: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and its callers, innermost first."""
+    while innermost is not None:
+        yield innermost
+        innermost = innermost.f_back
+
+
+def code_at(frame: FrameType, line: int) -> str | None:
+    """Return the text of a line of a frame's file, if it can be read."""
+    return linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip() or None
 
 
 def related_exceptions(error: BaseException, outside: Collection[int] = ()) -> Iterator[BaseException]:

@@ -13,7 +13,6 @@ of several lines goes to and fro in them. So the answer is a span that is certai
 from __future__ import annotations
 
 import ast
-import inspect
 import linecache
 import re
 import sys
@@ -24,6 +23,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
 from gpumagic.source import frames
+from gpumagic.source.text import parse_lines, parse_tree
 
 
 class Place(Protocol):
@@ -60,12 +60,8 @@ class OfCell:
 
     def _found(self, frame: FrameType | None) -> list[FrameType]:
         """Return the frames, innermost first; not by name, as IPython 7.34 calls a cell's "<cell line: 1>"."""
-        found = []
-        while frame is not None:
-            if frame.f_globals is self._namespace and not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                found.append(frame)
-            frame = frame.f_back
-        return found
+        over = (each for each in frames.stack(frame) if each.f_globals is self._namespace)
+        return [each for each in over if not frames.is_a_functions(each)]
 
 
 class OfCode:
@@ -77,11 +73,7 @@ class OfCode:
 
     def line(self, innermost: FrameType | None) -> int | None:
         """Return the line of the code."""
-        found, frame = [], innermost
-        while frame is not None:
-            if frame.f_code is self._code:
-                found.append(frame.f_lineno)
-            frame = frame.f_back
+        found = [each.f_lineno for each in frames.stack(innermost) if each.f_code is self._code]
         return found[0] if len(found) == 1 else None
 
 
@@ -141,9 +133,8 @@ class _Block(NamedTuple):
 @lru_cache(maxsize=32)
 def _read(source: str, line: int | None) -> _Block:
     """Return what is to be known of a block; remembered, since a `with` in a loop comes here each turn."""
-    try:
-        tree: Any = ast.parse(source)
-    except (SyntaxError, ValueError):
+    tree: Any = parse_tree(source)
+    if tree is None:
         return _Block()
     block = tree if line is None else _at(tree, line)
     if block is None:
@@ -215,13 +206,9 @@ def lines_between(code: Mapping[int, str], first: int | None, last: int | None) 
 
 def _body(code: Mapping[int, str]) -> list[ast.stmt] | None:
     """Return the statements of the code with its own line numbers, those of a function alone without its head."""
-    start = min(code)
-    lines = [code.get(line, "") for line in range(start, max(code) + 1)]
-    try:
-        tree = ast.parse("\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in lines))
-    except (SyntaxError, ValueError):
+    tree = parse_lines(code)
+    if tree is None:
         return None
-    ast.increment_lineno(tree, start - 1)
     alone = tree.body[0] if len(tree.body) == 1 else None
     return alone.body if isinstance(alone, _FUNCTIONS) else tree.body
 

@@ -12,7 +12,7 @@ import itertools
 import re
 import textwrap
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 INDENT = "    "
@@ -214,10 +214,28 @@ def parse(source: str, cell: str = "", line: int | None = None) -> Text | None:
     """Return a cell's text with its tree, or None if it cannot be parsed or its lines be numbered."""
     if "\r" in source or "\f" in source:
         return None
+    tree = parse_tree(source)
+    return None if tree is None else Text(source, cell, line, tree)
+
+
+def parse_tree(source: str) -> ast.Module | None:
+    """Return the syntax tree of some code, or None if it cannot be parsed."""
     try:
-        return Text(source, cell, line, ast.parse(source))
-    except (SyntaxError, ValueError, RecursionError):
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def parse_lines(lines: Mapping[int, str]) -> ast.Module | None:
+    """Return the syntax tree of numbered lines, with their numbers and without magics; None if it cannot be parsed."""
+    if not lines:
+        return None
+    numbers = range(min(lines), max(lines) + 1)
+    code = [lines.get(number, "") for number in numbers]
+    tree = parse_tree("\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in code))
+    if tree is not None:
+        ast.increment_lineno(tree, numbers[0] - 1)
+    return tree
 
 
 def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:

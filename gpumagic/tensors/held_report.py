@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.report.base import Report
+from gpumagic.source.text import parse_tree
 from gpumagic.tensors.records import TensorRow
 
 if TYPE_CHECKING:
@@ -104,11 +104,7 @@ def command(row: TensorRow) -> str | None:
 
 def is_code(line: str) -> bool:
     """Return whether a line can be run, as one with ``step.<closure>.x`` cannot."""
-    try:
-        ast.parse(line)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return "[...]" not in line
+    return "[...]" not in line and parse_tree(line) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from gpumagic.heap import object_fields
 from gpumagic.memory import allocator
 from gpumagic.source import frames
 from gpumagic.source.frames import MISSING, is_a_functions, is_user_code
+from gpumagic.source.text import parse_tree
 from gpumagic.transfers import device_errors
 from gpumagic.transfers.device_errors import Failure
 from gpumagic.transfers.report import Explanation, Operand
@@ -218,8 +219,7 @@ def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str
         return Failure(text, device, here)
     step = own[-1]
     frame, node = step.tb_frame, failing_node(step)
-    filename = frame.f_code.co_filename
-    code = linecache.getline(filename, step.tb_lineno, frame.f_globals).strip() or None
+    code = frames.code_at(frame, step.tb_lineno)
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name) if is_a_functions(frame) else None
     seen = Failure(text, device, here, step.tb_lineno, code, function=_spoken(function))
     if node is None:
@@ -246,9 +246,8 @@ def failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
     """Return the expression that raised, where Python says which (3.11), else its statement."""
     frame = step.tb_frame
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    tree = parse_tree(source)
+    if tree is None:
         return None
     span = _span(frame.f_code, step.tb_lasti)
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]

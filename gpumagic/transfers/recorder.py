@@ -24,6 +24,7 @@ import torch
 
 from gpumagic.errors import StrayTensor
 from gpumagic.memory.sampler import CellMemory
+from gpumagic.source import frames
 from gpumagic.source.call_sites import CallSites
 from gpumagic.transfers.log import Made, TransferLog, is_host
 
@@ -224,10 +225,8 @@ class Recorder:
 
 def _is_unpickled() -> bool:
     """Return whether a new tensor is the empty one that `torch.load` makes to put what it has read into."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_ours(frame):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == "torch._utils"
+    caller = next((each for each in frames.stack(sys._getframe(2)) if not _is_ours(each)), None)
+    return caller is not None and caller.f_globals.get("__name__") == "torch._utils"
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -34,6 +34,7 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
 
 from gpumagic import _compat
+from gpumagic.source.text import parse_tree
 from gpumagic.transfers import calls, log, patches
 from gpumagic.transfers.device_mode import RecordingContext
 from gpumagic.transfers.log import TransferLog
@@ -86,9 +87,8 @@ def _overriding(*bases: type) -> Iterator[str]:
 def _of_source(source: str) -> str | None:
     if "__torch_function__" in source:
         return "the cell overrides __torch_function__"
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # a cell with magics in it
+    tree = parse_tree(source)
+    if tree is None:  # a cell with magics in it
         return None
     names = {each.name for each in calls.functions() if each.owner is not torch.autograd}
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}

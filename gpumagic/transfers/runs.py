@@ -12,6 +12,7 @@ from threading import get_ident
 
 import torch
 
+from gpumagic.source import frames
 from gpumagic.source.call_sites import CallSites
 from gpumagic.transfers.device_mode import RecordingContext, outermost
 from gpumagic.transfers.recorder import Recorder
@@ -89,8 +90,4 @@ def _sites(run: Recorder) -> CallSites:
 
 
 def _files() -> set[str]:
-    frame, files = sys._getframe(2), set()
-    while frame is not None:
-        files.add(frame.f_code.co_filename)
-        frame = frame.f_back  # type: ignore[assignment]
-    return files
+    return {frame.f_code.co_filename for frame in frames.stack(sys._getframe(2))}

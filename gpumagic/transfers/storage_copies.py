@@ -103,11 +103,11 @@ def _count(source: object, target: object, nbytes: int, start: float) -> None:
     recorder.add_copy(str(source), str(target), nbytes, time.perf_counter() - start, cause, subject)
 
 
-def _asked_for(frame: FrameType | None) -> tuple[str, object]:
+def _asked_for(innermost: FrameType) -> tuple[str, object]:
     """Return what made a copy of a storage, and what it was asked to move, as far as that is known."""
-    cause = "storage." + (frame.f_code.co_name.lstrip("_") if frame is not None else "copy_")
+    cause = "storage." + innermost.f_code.co_name.lstrip("_")
     subject: object = None
-    while frame is not None:
+    for frame in frames.stack(innermost):
         module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
         if module == "torch.serialization" and function in ("save", "load"):
             cause, subject = f"torch.{function}", frames.own(frame).get("obj")
@@ -115,5 +115,4 @@ def _asked_for(frame: FrameType | None) -> tuple[str, object]:
             cause, subject = "pickle", None
         elif module == "torch._tensor" and function == "__reduce_ex__" and cause == "pickle":
             subject = frames.own(frame).get("self")
-        frame = frame.f_back
     return cause, subject
