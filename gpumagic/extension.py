@@ -28,12 +28,12 @@ _GOING_ON = ("gpumagic.gpus.live", "gpumagic.gpus.each_cell", "gpumagic.oom.ever
 def load(shell: InteractiveShell) -> None:
     """Add the magics, the cell hooks and the completion to a shell; a second time does nothing."""
     from gpumagic.magics import GPUMagic
-    from gpumagic.options import RERUNNING
+    from gpumagic.options import needing_body
     from gpumagic.tensors.baseline import DiffBaseline
 
     if _KEY not in shell.meta:
         looks = DiffBaseline(shell)
-        attach(shell, functools.partial(GPUMagic, looks=looks), RERUNNING)
+        attach(shell, functools.partial(GPUMagic, looks=looks), needing_body())
         looks.install()
         shell.meta[_KEY].callback(looks.uninstall)
     if os.environ.get("GPUMAGIC_SIMGPU"):

@@ -17,8 +17,8 @@ from typing import NoReturn, TypeVar
 from gpumagic.errors import OptionError
 
 _T = TypeVar("_T")
-LOOK, CELL = 10.0, 30.0
-"""Seconds to wait for engines that are looked at, and for those that are to run a cell and may import torch first."""
+QUERY_TIMEOUT, CELL_TIMEOUT = 10.0, 30.0
+"""Seconds to wait for engines to answer, and for those that run a cell and may import torch first."""
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
@@ -69,7 +69,26 @@ def variable_names(text: str) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises `OptionError` with a suggestion instead of printing and exiting."""
+    """argparse that raises `OptionError` with a suggestion instead of printing and exiting.
+
+    Args:
+        prog: the magic.
+        description: what it does.
+        needs_body: the options with which it needs the cell's text, to run it more than once or to read it.
+        forwarded: the names of those that go to the engines with the cell.
+        refused: the names of those that are about one process, and so are refused with ``--engines``.
+    """
+
+    def __init__(
+        self, prog: str, description: str, *, needs_body: Sequence[str] = (), forwarded: Sequence[str] = (),
+        refused: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(
+            prog=prog, description=description, add_help=False, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        self.needs_body, self.forwarded, self.refused = needs_body, forwarded, refused
+        self.add_argument("-h", "--help", action="store_true", help="show this help; a cell does not run")
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"{message}; see {self.prog} --help")
@@ -102,15 +121,6 @@ class Parser(argparse.ArgumentParser):
         return f"{self.prog} has no option {word!r}; {hint}"
 
 
-def _parser(prog: str, description: str) -> Parser:
-    parser = Parser(
-        prog=prog, description=description, add_help=False, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("-h", "--help", action="store_true", help="show this help; a cell does not run")
-    return parser
-
-
 def _typed(read: Callable[[str], _T]) -> Callable[[str], _T]:
     """Let argparse say our error: it keeps the text of an ArgumentTypeError and drops that of a ValueError."""
 
@@ -121,12 +131,6 @@ def _typed(read: Callable[[str], _T]) -> Callable[[str], _T]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return argument
-
-
-def _add_report_options(parser: Parser) -> None:
-    parser.add_argument(
-        "-o", "--out", metavar="NAME", type=_typed(variable_name), help="also store the report in a variable"
-    )
 
 
 def engine_targets(text: str) -> str:
@@ -143,22 +147,27 @@ def seconds(text: str) -> float:
     return float(text)
 
 
-def _add_engine_options(parser: Parser, patience: float, more: str = "") -> None:
+def _add_engine_options(parser: Parser, timeout: float, more: str = "") -> None:
     parser.add_argument(
         "--engines", nargs="?", metavar="TARGETS", type=_typed(engine_targets), const="px",
         help="on the engines of the ipyparallel cluster: those of %%px, or all, 0,2, 1:3" + more,
     )  # fmt: skip
     parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=_typed(seconds),
-        default=patience,
-        help=f"wait so long for engines ({patience:g})",
+        "--timeout", metavar="SECONDS", type=_typed(seconds), default=timeout,
+        help=f"wait so long for engines ({timeout:g})",
+    )  # fmt: skip
+
+
+def _add_cell_options(parser: Parser, more: str = "") -> None:
+    parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
+    parser.add_argument(
+        "-o", "--out", metavar="NAME", type=_typed(variable_name), help="also store the report in a variable"
     )
+    _add_engine_options(parser, CELL_TIMEOUT, more)
 
 
 def _gpuinfo() -> Parser:
-    parser = _parser(
+    parser = Parser(
         "%gpuinfo",
         "Show the GPUs, who uses them, and this kernel's part; or why there is none.\n"
         "A figure that cannot be had says why. Looking never initialises CUDA.\n\n"
@@ -166,6 +175,7 @@ def _gpuinfo() -> Parser:
         "    %gpuinfo -w                 keep the table moving while other cells run\n"
         "    device = %gpuinfo --best    where most memory is free\n"
         "    r = %gpuinfo                a report: r.to_pandas(), r.cause, r.best",
+        refused=("each_cell", "best", "bench"),
     )
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these: cuda:1, 1, all are shown without")
     parser.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
@@ -183,12 +193,12 @@ def _gpuinfo() -> Parser:
     instead.add_argument("--best", action="store_true", help="only return the device with most free memory")
     instead.add_argument("--bench", action="store_true", help="measure matrix products and copies; takes some seconds")
     parser.add_argument("--json", action="store_true", help="return JSON text instead of the table")
-    _add_engine_options(parser, LOOK)
+    _add_engine_options(parser, QUERY_TIMEOUT)
     return parser
 
 
 def _devices() -> Parser:
-    parser = _parser(
+    parser = Parser(
         "%devices",
         "List the live tensors, a row a storage: where, how big, whose, what keeps them.\n"
         "Names are how to write it, such as model.fc.weight; (Out[12]) is what keeps one\n"
@@ -198,6 +208,7 @@ def _devices() -> Parser:
         "    %devices --diff                  after a cell: what it made, what it left\n"
         "    %devices --why model.fc.weight   why is it still here?\n"
         "    r = %devices                     a report: r.to_pandas(), r.since(earlier)",
+        refused=("diff", "held", "why", "release_held"),
     )
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these devices: cuda:1, cpu")
     parser.add_argument("-n", metavar="N", type=_typed(whole_number), default=20, help="show N rows (20)")
@@ -226,12 +237,12 @@ def _devices() -> Parser:
         help="have IPython forget outputs and the last error that keep such tensors, and say what came back; "
         "your variables and all other outputs stay",
     )  # fmt: skip
-    _add_engine_options(parser, LOOK)
+    _add_engine_options(parser, QUERY_TIMEOUT)
     return parser
 
 
 def _ondevice() -> Parser:
-    parser = _parser(
+    parser = Parser(
         "%%ondevice",
         "Run the cell with new tensors landing on DEVICE, then report what was created\n"
         "where and what moved. %ondevice DEVICE inside a cell does the same for the rest\n"
@@ -240,6 +251,8 @@ def _ondevice() -> Parser:
         "    %%ondevice auto --fallback cpu   the emptiest GPU; the CPU if there is none\n"
         "    %%ondevice 0 --move model,x      first move these, with their optimizer\n"
         "    %%ondevice 0 -o r                keep the report: r.to_pandas(), r.syncs",
+        needs_body=("--engines",),
+        forwarded=("move", "trace", "strict"),
     )
     parser.add_argument("device", nargs="?", metavar="DEVICE", help="cuda:1, 1, auto (most free memory), cpu, meta")
     parser.add_argument(
@@ -255,14 +268,12 @@ def _ondevice() -> Parser:
         "--strict", action="store_true",
         help="fail, with the line, where a tensor of another device is used or copied unasked; traces, too",
     )  # fmt: skip
-    parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
-    _add_report_options(parser)
-    _add_engine_options(parser, CELL, "; DEVICE may be cuda:{rank} or cuda:{local_rank}")
+    _add_cell_options(parser, "; DEVICE may be cuda:{rank} or cuda:{local_rank}")
     return parser
 
 
 def _oomguard() -> Parser:
-    parser = _parser(
+    parser = Parser(
         "%%oomguard",
         "Run the cell; if it runs out of memory, free all that the failure pins, say\n"
         "what ran out and what would help, and let the cell fail, so that Run All stops.\n"
@@ -272,6 +283,18 @@ def _oomguard() -> Parser:
         "    %%oomguard --rehearse-only       how much memory will this cell need?\n"
         "    %%oomguard --rehearse-only --fit batch_size --capacity 16GiB\n"
         "                                     the largest batch on a GPU you don't have",
+        needs_body=(
+            "--retry",
+            "--shrink",
+            "--fit",
+            "--fallback",
+            "--rehearse",
+            "--rehearse-only",
+            "--capacity",
+            "--engines",
+        ),
+        forwarded=("retry", "shrink", "fallback", "keep", "keep_going"),
+        refused=("fit", "rehearse", "rehearse_only", "capacity"),
     )
     parser.add_argument("state", nargs="?", choices=("on", "off"), help="guard every cell from the next on, or no more")
     parser.add_argument(
@@ -295,9 +318,7 @@ def _oomguard() -> Parser:
     )
     parser.add_argument("--keep", action="store_true", help="keep the failed frames for %%debug; say what they hold")
     parser.add_argument("--keep-going", action="store_true", help="let Run All go on after the report")
-    parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
-    _add_report_options(parser)
-    _add_engine_options(parser, CELL)
+    _add_cell_options(parser)
     return parser
 
 
@@ -317,22 +338,6 @@ def parser(magic: str) -> Parser:
     return _DECLARATIONS[magic]()
 
 
-def option_strings(magic: str) -> list[str]:
-    """Return the options of a magic as they are typed, for completion."""
-    return parser(magic).option_strings()
-
-
-# `%%oomguard` options that need the cell's text, because they run it more than once or look at it before.
-RERUNNING = {
-    "oomguard": (
-        "--retry",
-        "--shrink",
-        "--fit",
-        "--fallback",
-        "--rehearse",
-        "--rehearse-only",
-        "--capacity",
-        "--engines",
-    ),
-    "ondevice": ("--engines",),
-}
+def needing_body() -> dict[str, Sequence[str]]:
+    """Return the options of each cell magic with which it needs the cell's text."""
+    return {magic: parser(magic).needs_body for magic in MAGICS if parser(magic).needs_body}

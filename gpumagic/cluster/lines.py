@@ -8,14 +8,7 @@ from collections.abc import Callable
 from gpumagic.cluster import cells, queries
 from gpumagic.cluster.report import ClusterReport
 from gpumagic.errors import OptionError
-
-_ALONE = {
-    "gpuinfo": ("each_cell", "best", "bench"),
-    "devices": ("diff", "held", "why", "release_held"),
-    "ondevice": (),
-    "oomguard": ("fit", "rehearse", "rehearse_only", "capacity"),
-}
-"""Options that are about one process."""
+from gpumagic.options import parser
 
 
 def look(magic: str, options: Namespace) -> ClusterReport:
@@ -62,17 +55,12 @@ def cell(magic: str, options: Namespace, body: str | None, device: str | None = 
     if body is None:
         raise OptionError(f"--engines takes all of a cell: write %%{magic} on its first line")
     _check(magic, options, "%%px, and below it %%")
-    forwarded = _OF_ONDEVICE if magic == "ondevice" else _OF_OOMGUARD
-    line = " ".join(word for name in forwarded for word in _written(name, getattr(options, name)))
+    line = " ".join(word for name in parser(magic).forwarded for word in _written(name, getattr(options, name)))
     fallback = options.fallback if magic == "ondevice" else None
     return cells.prepare(
         magic, line, body, engines=options.engines, timeout=options.timeout, device=device, fallback=fallback,
         keep_going=magic == "oomguard" and options.keep_going,
     )  # fmt: skip
-
-
-_OF_ONDEVICE = ("move", "trace", "strict")
-_OF_OOMGUARD = ("retry", "shrink", "fallback", "keep", "keep_going")
 
 
 def _written(name: str, value: object) -> list[str]:
@@ -84,7 +72,7 @@ def _written(name: str, value: object) -> list[str]:
 
 
 def _check(magic: str, options: Namespace, there: str) -> None:
-    for name in _ALONE[magic]:
+    for name in parser(magic).refused:
         if getattr(options, name):
             option = f"--{name.replace('_', '-')}"
             raise OptionError(

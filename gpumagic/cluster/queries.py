@@ -9,11 +9,11 @@ from dataclasses import replace
 from gpumagic.cluster import connection, transport
 from gpumagic.cluster.report import ClusterReport, EngineAnswer
 from gpumagic.errors import DeviceNotFound
-from gpumagic.options import LOOK
+from gpumagic.options import QUERY_TIMEOUT
 
 
 def gpuinfo(
-    *devices: str, engines: str = connection.PX, timeout: float = LOOK, processes: bool = False,
+    *devices: str, engines: str = connection.PX, timeout: float = QUERY_TIMEOUT, processes: bool = False,
     everything: bool = False,
 ) -> ClusterReport:  # fmt: skip
     """Return the GPUs of all engines; one that several of them see is one.
@@ -33,7 +33,7 @@ def gpuinfo(
 
 
 def devices(
-    *devices: str, engines: str = connection.PX, timeout: float = LOOK, minimum: int = 0, sort: str = "size",
+    *devices: str, engines: str = connection.PX, timeout: float = QUERY_TIMEOUT, minimum: int = 0, sort: str = "size",
     by: str | None = None, limit: int | None = 20,
 ) -> ClusterReport:  # fmt: skip
     """Return the live tensors of all engines, a row a storage.
@@ -70,7 +70,7 @@ class GpuPoller:
     def __call__(self) -> ClusterReport:
         """Return the engines as they are now."""
         now = time.monotonic()
-        timeout = self._timeout if self._last else LOOK  # at first engines import what they need
+        timeout = self._timeout if self._last else QUERY_TIMEOUT  # at first engines import what they need
         report = _query(self._engines, timeout, "gpuinfo", self._arguments, in_turn=True)
         self._last.update((answer.engine, (now, answer)) for answer in report.engines if answer.report is not None)
         return replace(report, engines=tuple(self._kept(answer, now) for answer in report.engines))

@@ -56,7 +56,7 @@ def complete(
         names = _values(actions[before[-1]], namespace, tensors, devices)
         fragment = fragment.rpartition(",")[2]
     elif fragment.startswith("-"):
-        names = [name for name in options.option_strings(match[1]) if name not in before]
+        names = [name for name in parser.option_strings() if name not in before]
     else:
         positional = [action for action in parser._actions if not action.option_strings]
         asked = [action for action in positional if not _is_of_no_cell(action, line)]

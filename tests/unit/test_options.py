@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.errors import OptionError
-from gpumagic.options import MAGICS, option_strings, parse_size, parser
+from gpumagic.options import MAGICS, parse_size, parser
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_any_line_is_read_or_refused_in_one_printable_error(magic: str, line: st
 def test_help_names_every_option_and_does_not_need_the_device(magic: str) -> None:
     assert parser(magic).parse_line("--help").help
     text = parser(magic).format_help()
-    assert all(option in text for option in option_strings(magic))
+    assert all(option in text for option in parser(magic).option_strings())
     assert max(map(len, text.splitlines())) <= 120
 
 

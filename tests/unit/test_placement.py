@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from gpumagic.cluster.connection import EngineResources, assign_devices
 from gpumagic.errors import OptionError
 from gpumagic.notebook.promotion import PromoteCellMagics
-from gpumagic.options import RERUNNING
+from gpumagic.options import needing_body
 from gpumagic.report.origin import Origin
 
 
@@ -93,7 +93,7 @@ def _greedy(seen: list[list[str]]) -> set[str]:
 
 
 def test_a_rank_of_engines_is_no_variable_of_the_notebook(bare_shell: InteractiveShell) -> None:
-    promote = PromoteCellMagics(RERUNNING)
+    promote = PromoteCellMagics(needing_body())
     bare_shell.user_ns.update(rank=7, n=2)
     (line, _) = promote(["%%ondevice cuda:{rank} --engines {n}\n", "x = 1\n"])
     assert bare_shell.var_expand(line, 0) == "%%ondevice cuda:{rank} --engines 2\n"
