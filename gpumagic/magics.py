@@ -130,7 +130,8 @@ class GPUMagic(Magics):
         if options.engines is not None:
             return self._cell_of_engines("ondevice", options, cell, wanted)
         device = device_names.resolve(wanted, options.fallback)
-        move.check_names(options.move, self.shell.user_ns)
+        if options.move:
+            move.check_names(options.move, self.shell.user_ns)
         run = DeviceRun(
             device, namespace=self.shell.user_ns, move=options.move,
             trace=options.trace, strict=options.strict, show=not options.quiet, store=self._store(options.out),

@@ -1,9 +1,8 @@
-"""Which of torch's functions create, move or read tensors, and the handler of each.
+"""Which of torch's functions create, transfer or read tensors, and the handler of each.
 
-A handler stands in for one call: it gives the function the default device if it takes one, calls it, and counts
-(`placing`, `moving`, `reading`, `indexing`). How calls come to the handlers is not its business: `entry_points` puts
-them in place of the functions, `device_mode` brings them in by a function mode. Imports torch at its top, so it is
-itself imported only when a cell is run on a device.
+A handler replaces one call: it gives the function the default device if it takes one, calls it, and counts. Calls come
+to the handlers from `wrappers`, which take the place of the functions, or through the function mode in `device_mode`.
+Imports torch at its top, so it is imported only when a cell runs on a device.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def handle_move(recorder: Recorder, func: Function, args: Any, kwargs: dict[str,
 
 
 def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # The first flag by place, in every form of `to`, `cuda`, `cpu` and `copy_`.
+    # The first positional flag, in every form of `to`, `cuda`, `cpu` and `copy_`.
     return bool(kwargs.get("non_blocking", next((each for each in args if isinstance(each, bool)), False)))
 
 
@@ -48,13 +47,13 @@ def handle_copy(recorder: Recorder, func: Function, args: Any, kwargs: dict[str,
 
 
 def construct(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a constructor with the default device, unless it is told another, or a generator."""
+    """Call a constructor with the default device, unless it is given another, or a generator."""
     __tracebackhide__ = True
     recorder.is_explicit = True
     if kwargs.get("device") is None:
         generator = kwargs.get("generator")
         if generator is not None:
-            # A generator works on its own device only, so it says where; DataLoader's sampler relies on it.
+            # A generator works on its own device only, so it decides; DataLoader's sampler relies on it.
             kwargs["device"] = generator.device
         elif not recorder.is_suspended:
             kwargs["device"] = recorder.device
@@ -88,7 +87,7 @@ def create(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]
 
 
 def construct_from_host(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a constructor that copies what Python or another tensor has."""
+    """Call a constructor that copies Python data or another tensor."""
     __tracebackhide__ = True
     if kwargs.get("device") is None and not _has_device(args) and not recorder.is_suspended:
         kwargs = {**kwargs, "device": recorder.device}
@@ -97,7 +96,7 @@ def construct_from_host(recorder: Recorder, func: Function, args: Any, kwargs: d
 
 
 def _has_device(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(each, torch.device) for each in args[1:])  # as_tensor(x, dtype, device) takes it by place
+    return any(isinstance(each, torch.device) for each in args[1:])  # as_tensor(x, dtype, device) takes it by position
 
 
 def new_tensor(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -107,7 +106,7 @@ def new_tensor(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, 
 
 
 def _from_host(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any], subject: object) -> Any:
-    """Call a constructor that copies Python, numpy or tensor data, which is a move if the target is elsewhere."""
+    """Call a constructor that copies Python, numpy or tensor data, which is a transfer if the target is a device."""
     __tracebackhide__ = True
     result, seconds = recorder.call(func, args, kwargs, func.__name__, subject)
     if result is not subject:
@@ -123,7 +122,7 @@ def item(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) 
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, torch.Tensor) or is_free_to_read(tensor):
         return func(*args, **kwargs)
-    cause = _spoken(func.__name__)
+    cause = _cause_of(func.__name__)
     result, seconds = recorder.call(func, args, kwargs, cause, tensor)
     if seconds is not None:
         nbytes = 1 if func.__name__ in ("allclose", "equal") else tensor.element_size()  # they read one truth value
@@ -150,20 +149,20 @@ def numpy(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any])
 
 
 def equal(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call `equal`, which reads one truth value, unless the shapes or the memory tell (torch's cuda/Equal.cpp)."""
+    """Call `equal`, which reads one truth value, unless shapes or addresses decide (torch's cuda/Equal.cpp)."""
     __tracebackhide__ = True
     tensor, other = args[0] if args else kwargs.get("input"), args[1] if len(args) > 1 else kwargs.get("other")
     result, seconds = recorder.call(func, args, kwargs, ".equal", tensor)
     if not (isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor)) or is_free_to_read(tensor):
         return result
-    is_told = tensor.size() != other.size() or not tensor.numel() or tensor is other
-    if not (is_told or seconds is None):
+    is_decided = tensor.size() != other.size() or not tensor.numel() or tensor is other
+    if not (is_decided or seconds is None):
         recorder.add_read(tensor, 1, seconds, ".equal")
     return result
 
 
 def format_(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Write a tensor into a text: one value by a format, others as `print` does."""
+    """Format one value by a format specification, and other tensors as `print` does."""
     __tracebackhide__ = True
     if args[0].dim() == 0:
         return item(recorder, func, args, kwargs)
@@ -172,7 +171,7 @@ def format_(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any
 
 
 def print_(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Format a tensor so that the copies formatting makes are seen one by one."""
+    """Format a tensor so that each copy that formatting makes is counted."""
     __tracebackhide__ = True
     from torch._tensor_str import _str
 
@@ -180,12 +179,12 @@ def print_(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]
     if is_free_to_read(tensor) or type(tensor).__repr__ is not torch.Tensor.__repr__:
         return func(*args, **kwargs)
     # As `Tensor.__torch_function__` calls `__repr__`: the parts of a subclass's tensor are then plain ones.
-    with recorder.looking_inside("print"), torch._C.DisableTorchFunctionSubclass():
+    with recorder.handling_inner_calls("print"), torch._C.DisableTorchFunctionSubclass():
         return _str(tensor, **kwargs)
 
 
 def sync(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call what cannot know the shape of its result before the device is done."""
+    """Call a function that waits for the device to know the shape of its result."""
     __tracebackhide__ = True
     result = func(*args, **kwargs)
     tensor = args[0] if args else kwargs.get("input")
@@ -194,14 +193,14 @@ def sync(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) 
     return result
 
 
-def _spoken(name: str) -> str:
+def _cause_of(name: str) -> str:
     """Return ``"bool()"`` for ``"__bool__"`` and ``".item"`` for ``"item"``."""
     return f"{name.strip('_')}()" if name.startswith("__") else f".{name}"
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A function that is watched, and where it is looked up."""
+    """A watched function, and where it is looked up."""
 
     owner: Any
     name: str
@@ -210,7 +209,7 @@ class Watched:
 
     @property
     def is_reading(self) -> bool:
-        """Return whether it does nothing worth counting to a tensor on the host."""
+        """Whether it does nothing to a tensor on the host that needs counting."""
         return self.handler in _READING
 
 
@@ -283,11 +282,11 @@ def _found(owner: Any, names: tuple[str, ...], handler: Handler) -> list[Watched
 
 
 def _suspend(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call what runs the user's own code without torch's device context in force, but with an eye on its moves."""
+    """Call what runs the user's own code without the device context in force, and count the transfers in it."""
     __tracebackhide__ = True
     outer = recorder.is_busy, recorder.is_suspended
     recorder.is_busy, recorder.is_suspended = False, True
     try:
-        return func(*args, **kwargs)  # under the mode, torch has taken that away, and what it calls is not seen
+        return func(*args, **kwargs)  # under the mode, torch has disabled it, and inner calls are not seen
     finally:
         recorder.is_busy, recorder.is_suspended = outer

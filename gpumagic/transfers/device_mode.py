@@ -1,12 +1,12 @@
-"""The exact way to a default device: torch's own device context, with eyes.
+"""The function mode of `%%ondevice`: torch's own device context, which also records.
 
-Torch 2.4 puts a device context on top of the function modes, where whatever is left next takes it off
-(pytorch#133666); torch 2.5 puts it below them (PR#133729) and fails on leaving two; since 2.6 an inner one takes the
-outer one's place at the bottom until it is left. Imports torch at its top.
+It is a subclass of the context that `with torch.device(...)` enters, so torch treats it as one everywhere
+(`torch.get_default_device`, `torch.compile`, checkpointing, nesting). A function without a handler costs one dictionary
+lookup.
 
-It is a subclass of the context that `with torch.device(...)` enters, so torch treats it as that everywhere
-(`torch.get_default_device`, `torch.compile`, checkpointing, nesting). Functions that neither create nor move pass with
-one dictionary look-up. Imports torch at its top, so it is itself imported only when a cell is run on a device.
+Torch 2.4 puts a device context on top of the function modes, where the next exit removes it (pytorch#133666); torch 2.5
+puts it below them (PR#133729) and fails on leaving two; since 2.6 an inner one replaces the outer one at the bottom
+until it exits. Imports torch at its top, so it is imported only when a cell runs on a device.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils import _device as device_state
 from torch.utils._device import DeviceContext
 
 from gpumagic.transfers import calls
-from gpumagic.transfers.recorder import Recorder
+from gpumagic.transfers.recorder import Recorder, device_context
 
 
 class _NestingContext(device_state.DeviceContext):  # type: ignore[misc, unused-ignore]
-    """Takes the place of the device context at the bottom of the modes, and gives it back."""
+    """Replaces the device context at the bottom of the modes, and restores it on exit."""
 
     prev_mode: TorchFunctionMode | None = None
     old_device: Any = None
 
     def __enter__(self) -> _NestingContext:  # noqa: PYI034  # as torch's own
         self.old_device, device_state.CURRENT_DEVICE = device_state.CURRENT_DEVICE, self.device
-        above = _taken_off()
+        above = _pop_all()
         if above and isinstance(above[-1], device_state.DeviceContext):
             self.prev_mode = above.pop()
-        _put_on([*above, self])
+        _push_all([*above, self])
         return self
 
     def __exit__(self, *error: object) -> None:
         device_state.CURRENT_DEVICE = self.old_device
-        modes = [self.prev_mode if each is self else each for each in _taken_off()]
-        _put_on([each for each in modes if each is not None])
+        modes = [self.prev_mode if each is self else each for each in _pop_all()]
+        _push_all([each for each in modes if each is not None])
 
 
-def _taken_off() -> list[TorchFunctionMode]:
-    """Take all function modes off, the innermost first."""
+def _pop_all() -> list[TorchFunctionMode]:
+    """Pop all function modes, the innermost first."""
     return [_pop_mode() for _ in range(_len_torch_function_stack())]
 
 
-def _put_on(modes: list[TorchFunctionMode]) -> None:
+def _push_all(modes: list[TorchFunctionMode]) -> None:
     for each in reversed(modes):
         _push_mode(each)
 
@@ -59,21 +59,12 @@ NestingContext: type[device_state.DeviceContext] = (
 )
 
 
-def outermost() -> DeviceContext | None:
-    """Return the device context that is in force in this thread; torch keeps it at the bottom of its modes.
-
-    Torch 2.4 keeps it where it was entered.
-    """
-    modes = (_get_function_stack_at(each) for each in range(_len_torch_function_stack()))
-    return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
-
-
 class RecordingContext(NestingContext):
-    """Torch's own device context, with eyes: what it stands for, torch sees everywhere.
+    """Torch's own device context, which passes calls to the handlers.
 
     Args:
-        recorder: the run whose device and log these are.
-        look_only: leave it to the recorder whether new tensors go to its device at the moment.
+        recorder: the run.
+        look_only: whether the recorder decides if new tensors go to its device at the moment.
     """
 
     def __init__(self, recorder: Recorder, *, look_only: bool = False) -> None:
@@ -95,7 +86,7 @@ class RecordingContext(NestingContext):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def __enter__(self) -> RecordingContext:  # noqa: PYI034  # as in DeviceRun
-        # Checkpointing enters the context of its forward again in backward, which torch's own does not provide for.
+        # Checkpointing re-enters the context of its forward in backward, which torch's own does not support.
         self._outer.append((self.old_device, self.prev_mode, self.recorder.is_suspended))
         self.prev_mode = None
         self.recorder.is_suspended = self.recorder.is_suspended and self._look_only
@@ -106,13 +97,13 @@ class RecordingContext(NestingContext):
         later = self._entered_later()
         if later is None:
             super().__exit__(*error)
-        else:  # the cell called set_default_device: what it set stays, as what any line sets
+        else:  # the cell called set_default_device: its effect stays, like that of any line
             later.prev_mode, later.old_device = self.prev_mode, self.old_device
         self.old_device, self.prev_mode, self.recorder.is_suspended = self._outer.pop()
 
     def _entered_later(self) -> DeviceContext | None:
-        """Return the device context that was entered after this one and has not been left."""
-        mode = outermost()
+        """Return the device context that was entered after this one and is still in force."""
+        mode = device_context()
         while mode is not None and mode is not self:
             within: DeviceContext | None = getattr(mode, "prev_mode", None)
             if within is self:

@@ -1,7 +1,7 @@
-"""Indexing, which copies where an index, or what is assigned, lies on another device than the tensor.
+"""Indexing, which copies where an index or an assigned value is on another device than the tensor.
 
-What torch makes of an index is its own business, so the few calls that cross devices run under the mode that counts
-copies where they happen (`tracing`); all others cost a look at the index.
+How torch reads an index is left to torch: the few calls that cross devices run under the mode that counts copies where
+torch makes them (`tracing`), and all others cost a check of the index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLAIN = frozenset({int, slice, bool, type(None), type(...)})
 CAUSE = "indexing"
 _MASKS = (torch.bool, torch.uint8)
 _LONGEST_TUPLE = 31
-"""Items of the longest list that torch takes for a tuple of indices, if it is of such items (until 2.9, and on)."""
+"""Length of the longest list that torch may take for a tuple of indices (until 2.9, and since)."""
 
 
 def is_plain(index: Any) -> bool:
@@ -60,7 +60,7 @@ def put_at(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]
 def _call(recorder: Recorder, func: Function, args: Any, parts: list[Any], values: list[Any]) -> Any:
     __tracebackhide__ = True
     tensor = args[0]
-    for part, _ in _lists(tensor, parts) if recorder.refuses else ():
+    for part, _ in _lists(tensor, parts) if recorder.is_strict else ():
         recorder.refuse(part, f"is copied to {tensor.device} by {CAUSE}, which no line asks for")
     outer, recorder.cause = recorder.cause, recorder.cause or CAUSE
     try:
@@ -71,22 +71,23 @@ def _call(recorder: Recorder, func: Function, args: Any, parts: list[Any], value
                 result = func(*args)
         for part, nbytes in _lists(tensor, parts):
             recorder.add_copy("cpu", str(tensor.device), nbytes, None, CAUSE, part)
-        if any(_is_mask(each) and each.device == tensor.device for each in parts) and _picks(values):
-            _count_wait(recorder, tensor)
+        has_mask = any(_is_mask(each) and each.device == tensor.device for each in parts)
+        if has_mask and _must_find_elements(values) and not is_free_to_read(tensor):
+            recorder.log.add_sync()
     finally:
         recorder.cause = outer
     return result
 
 
 def _parts(index: object) -> Iterator[object]:
-    """Yield the indices of each dimension, as torch tells them apart."""
-    if isinstance(index, tuple) or _is_taken_for_a_tuple(index):
+    """Yield the indices of each dimension, as torch separates them."""
+    if isinstance(index, tuple) or _is_like_a_tuple(index):
         yield from index  # type: ignore[misc]
     else:
         yield index
 
 
-def _is_taken_for_a_tuple(index: object) -> bool:
+def _is_like_a_tuple(index: object) -> bool:
     return isinstance(index, list) and len(index) <= _LONGEST_TUPLE and any(map(_makes_a_tuple, index))
 
 
@@ -95,7 +96,7 @@ def _makes_a_tuple(item: object) -> bool:
 
 
 def _crosses(tensor: torch.Tensor, part: object) -> bool:
-    """Return whether the values of an index, or what is assigned, leave their device; a tensor of one is read."""
+    """Return whether an index or an assigned value leaves its device; a tensor with one element is read."""
     if not isinstance(part, torch.Tensor):
         return hasattr(part, "dtype") and hasattr(part, "__len__") and not is_free_to_read(tensor)  # numpy's
     return part.device != tensor.device or not (part.dim() or is_free_to_read(part))
@@ -105,18 +106,13 @@ def _is_mask(part: object) -> bool:
     return isinstance(part, torch.Tensor) and part.dtype in _MASKS
 
 
-def _picks(values: list[Any]) -> bool:
-    """Return whether the elements under a mask must be found; where one number is written to all, they need not."""
+def _must_find_elements(values: list[Any]) -> bool:
+    """Return whether the elements under a mask must be found, which writing one number to all does not need."""
     return not values or (isinstance(values[0], torch.Tensor) and values[0].numel() != 1)
 
 
-def _count_wait(recorder: Recorder, tensor: torch.Tensor) -> None:
-    if not is_free_to_read(tensor):
-        recorder.log.add_sync()
-
-
 def _lists(tensor: torch.Tensor, parts: list[Any]) -> Iterator[tuple[Any, int]]:
-    """Yield the lists among the indices of a device's tensor, of which torch makes tensors that no mode sees."""
+    """Yield the lists among the indices of a tensor on a device; torch turns them into tensors that no mode sees."""
     for part in parts:
         if not is_free_to_read(tensor) and hasattr(part, "__len__") and not hasattr(part, "dtype"):
             nbytes = _bytes_as_index(part)
@@ -125,7 +121,7 @@ def _lists(tensor: torch.Tensor, parts: list[Any]) -> Iterator[tuple[Any, int]]:
 
 
 def _bytes_as_index(values: Any) -> int:
-    """Return the bytes of the tensor that torch makes of a list: of truth values, or of int64."""
+    """Return the bytes of the tensor that torch makes of a list: of bool, or of int64."""
     leaves = list(_leaves(values))
     return len(leaves) * (1 if all(isinstance(each, bool) for each in leaves) else torch.int64.itemsize)
 

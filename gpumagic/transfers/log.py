@@ -1,158 +1,45 @@
-"""What a cell creates where, which of its lines copy what, and what it uses that stays elsewhere.
+"""What a cell creates, transfers and waits for, by line; what it uses elsewhere; and what to change about it.
 
-Known by weak references and by the counter that torch raises with every change in place, so nothing is kept alive
-and a new batch in an old one's place is not taken for it.
-
-The log is filled by the handlers of `calls` while the cell runs; it keeps numbers and names, never a
-tensor.
+The handlers of `calls` fill a log while the cell runs. It keeps numbers and names, and tensors only by weak reference.
+A tensor is recognised by the counter that torch increments with every change in place, so a new batch in the place of
+an old one is not mistaken for it. Each rule of the advice uses only what was counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumagic.memory import allocator
-from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.memory.timeline import MemoryTimeline
-from gpumagic.report import origin
 from gpumagic.report.base import Holder
+from gpumagic.report.units import count, size
+from gpumagic.source import cell_code
 from gpumagic.source.call_sites import CallSites
-from gpumagic.transfers.advice import suggestions
-from gpumagic.transfers.report import Explanation, TransferReport, TransferRow
-
-_MOST = 10_000
-"""Items of a container that are looked at."""
-
-
-def tensors_elsewhere(variables: Mapping[str, object], device: str) -> list[Holder]:
-    """Return the variables that have bytes on a device other than ``device``."""
-    found = []
-    for name, value in variables.items():
-        # A module's `parameters` is the user's code: what it raises must cost neither the report nor the cell's error.
-        with contextlib.suppress(Exception):
-            totals = _bytes_by_device(value)
-            found += [
-                Holder(name, at, nbytes) for at, nbytes in totals.items() if nbytes and at not in (device, "meta")
-            ]
-    return sorted(found, key=lambda holder: -holder.nbytes)
-
-
-def _bytes_by_device(value: object) -> dict[str, int]:
-    import torch
-
-    totals: dict[str, int] = {}
-    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
-    if issubclass(type(value), torch.Tensor):
-        tensors = [value]
-    elif issubclass(type(value), torch.nn.Module):
-        tensors = _module_tensors(value)
-    elif type(value) in (list, tuple, dict):
-        tensors = _items(value)
-    else:
-        return totals
-    with torch._C.DisableTorchFunction():
-        for tensor in tensors:
-            where = str(tensor.device)  # type: ignore[attr-defined]
-            totals[where] = totals.get(where, 0) + tensor.numel() * tensor.element_size()  # type: ignore[attr-defined]
-    return totals
-
-
-def _module_tensors(module: object) -> list[object]:
-    import torch
-
-    assert isinstance(module, torch.nn.Module)
-    return [*module.parameters(), *module.buffers()]
-
-
-def _items(container: Any) -> list[object]:
-    """Return the tensors in a container, each once; of a very long one, those at its beginning."""
-    import torch
-
-    parts = itertools.islice(container.values() if type(container) is dict else container, _MOST)
-    return list({id(part): part for part in parts if issubclass(type(part), torch.Tensor)}.values())
-
+from gpumagic.source.cell_code import LoopCode
+from gpumagic.transfers.report import TransferRow
 
 PINNABLE = frozenset({"cuda", "xpu"})
-"""Backends that copy from pinned memory without a detour, while the host goes on; MPS shares the host's memory."""
-WORTH_ASKING = 1024**2
-"""Bytes below which it is not asked whether memory is pinned: asking takes a call of the driver's."""
+"""Backends that copy from pinned memory directly, while the host continues; MPS shares the host's memory."""
+MIN_PAGEABLE_BYTES = 1024**2
+"""Bytes below which memory is not checked for being pinned, which takes a driver call."""
 _MANY = 1000
-"""Tensors remembered before those that are gone are looked for."""
+"""Tensors kept before those that are gone are removed."""
+_MAX_ITEMS = 10_000
+"""Items of a container that are read."""
+MIN_REPEATS = 2
+"""Times a line must have repeated a transfer to be reported."""
+MANY_SYNCS = 100
+"""Syncs by one line from which they are reported."""
+MIN_PINNED_BYTES = 16 * 1024**2
+"""Bytes from pageable memory from which pinning pays."""
+MIN_SECOND_COPY_BYTES = 1024**2
+"""Bytes from which a second copy is reported."""
 
-
-@dataclass
-class Moved:
-    """The tensors that the lines of one run moved.
-
-    Attributes:
-        copies: ``{(variable, source): (the tensor, its copy)}``, weakly.
-    """
-
-    copies: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
-    _before: dict[tuple[object, int], tuple[Any, int]] = field(default_factory=dict)
-    _full: int = _MANY
-
-    def is_repeat(self, place: object, subject: object) -> bool:
-        """Return whether the same tensor, unchanged, was moved at this place before."""
-        import torch
-
-        if not isinstance(subject, torch.Tensor) or subject.is_inference():  # those do not count their changes
-            return False
-        key, version = (place, id(subject)), subject._version
-        known = self._before.get(key)
-        if known is not None and known[0]() is subject:
-            self._before[key] = known[0], version
-            return bool(known[1] == version)
-        if len(self._before) > self._full:
-            self._before = {each: kept for each, kept in self._before.items() if kept[0]() is not None}
-            self._full = 2 * len(self._before) + _MANY
-        self._before[key] = weakref.ref(subject), version
-        return False
-
-    def note_copy(self, name: str | None, source: str, subject: object, result: object) -> None:
-        """Remember, weakly, a variable's tensor and its copy."""
-        import torch
-
-        if name is not None and isinstance(subject, torch.Tensor) and isinstance(result, torch.Tensor):
-            self.copies[name, source] = weakref.ref(subject), weakref.ref(result)
-
-    def still_both(self, variables: Mapping[str, object]) -> tuple[str, ...]:
-        """Return the variables that are still bound to what was moved while its copy is alive, too."""
-        return tuple(
-            name
-            for (name, _), (subject, result) in self.copies.items()
-            if result() is not None and subject() is not None and variables.get(name) is subject()
-        )
-
-
-def is_pageable(subject: object, target: str, nbytes: int) -> bool | None:
-    """Return whether a copy came from memory that is not pinned; None where that makes no difference, or little."""
-    import torch
-
-    if target.partition(":")[0] not in PINNABLE or nbytes < WORTH_ASKING or not isinstance(subject, torch.Tensor):
-        return None
-    return subject.device.type == "cpu" and not subject.is_pinned()
-
-
-SCOPE = (
-    "Counts what lines ask for, in threads that work for them and in backward through these moves too; what operators "
-    "copy by themselves is seen with --trace."
-)
-UNDER_A_MODE = (
-    "Ran under a function mode, which is slower for small operators, because {}. Counts what lines of this thread ask "
-    "for, in backward through these moves too; what operators copy by themselves is seen with --trace."
-)
-TRACE = "--trace"
-"""Why a traced run has a function mode, where there is no other reason."""
-TRACED = "Counts what this thread and its backward passes copy, and what lines ask for in other threads."
-TRACED_ALONE = "Counts what this thread and its backward passes copy; what other threads move is not seen, because {}."
+_READS = frozenset({".item", ".tolist", "float()", "int()", "complex()", "index()", "bool()", "print", "allclose"})
 
 
 def is_host(device: str) -> bool:
@@ -168,7 +55,7 @@ def direction(source: str, target: str) -> str:
 
 
 @dataclass(slots=True)
-class Made:
+class CreatedSum:
     """New tensors on one device."""
 
     count: int = 0
@@ -176,16 +63,15 @@ class Made:
 
 
 @dataclass(slots=True)
-class _Sum:
+class _TransferSum:
     count: int = 0
     nbytes: int = 0
     seconds: float | None = 0.0
-    """None where the time of one of them is not known."""
+    """None where one of them was not measured."""
     repeats: int = 0
     pageable: int | None = None
 
-    def add(self, other: _Sum) -> None:
-        """Add another sum."""
+    def add(self, other: _TransferSum) -> None:
         self.count += other.count
         self.nbytes += other.nbytes
         self.seconds = None if self.seconds is None or other.seconds is None else self.seconds + other.seconds
@@ -195,23 +81,63 @@ class _Sum:
 
 
 @dataclass
+class TransferHistory:
+    """The tensors that the lines of one run transferred, by weak references."""
+
+    copies: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
+    """``{(variable, source): (tensor, copy)}``."""
+    _before: dict[tuple[object, int], tuple[Any, int]] = field(default_factory=dict)
+    _full: int = _MANY
+
+    def is_repeat(self, place: object, subject: object) -> bool:
+        """Return whether the same tensor, unchanged, was transferred at this place before."""
+        import torch
+
+        if not isinstance(subject, torch.Tensor) or subject.is_inference():  # these do not count their changes
+            return False
+        key, version = (place, id(subject)), subject._version
+        known = self._before.get(key)
+        if known is not None and known[0]() is subject:
+            self._before[key] = known[0], version
+            return bool(known[1] == version)
+        if len(self._before) > self._full:
+            self._before = {each: kept for each, kept in self._before.items() if kept[0]() is not None}
+            self._full = 2 * len(self._before) + _MANY
+        self._before[key] = weakref.ref(subject), version
+        return False
+
+    def note_copy(self, name: str | None, source: str, subject: object, result: object) -> None:
+        import torch
+
+        if name is not None and isinstance(subject, torch.Tensor) and isinstance(result, torch.Tensor):
+            self.copies[name, source] = weakref.ref(subject), weakref.ref(result)
+
+    def still_on_both(self, variables: Mapping[str, object]) -> tuple[str, ...]:
+        """Return the variables that are still bound to what was transferred while its copy is alive too."""
+        return tuple(
+            name
+            for (name, _), (subject, result) in self.copies.items()
+            if result() is not None and subject() is not None and variables.get(name) is subject()
+        )
+
+
+@dataclass
 class TransferLog:
     """The running sums of one cell."""
 
     sites: CallSites
-    is_traced: bool = False
-    is_bystanders: bool = False
-    """Whether a thread fills it that does not work for the cell, so that only its moves are told."""
-    created: dict[object, Made] = field(default_factory=dict)
-    moves: dict[tuple[object, ...], _Sum] = field(default_factory=dict)
+    is_unrelated: bool = False
+    """Whether it is filled by a thread that does not work for the cell, so that only its transfers are reported."""
+    created: dict[object, CreatedSum] = field(default_factory=dict)
+    moves: dict[tuple[object, ...], _TransferSum] = field(default_factory=dict)
     syncs: Counter[int] = field(default_factory=Counter)
-    moved: Moved = field(default_factory=Moved)
+    history: TransferHistory = field(default_factory=TransferHistory)
 
-    def add_created(self, device: object, nbytes: int) -> Made:
-        """Count one new tensor, and return the sum it counts in; the device's name is only made for the report."""
+    def add_created(self, device: object, nbytes: int) -> CreatedSum:
+        """Count one new tensor, and return the sum for its device, which is named only in the report."""
         total = self.created.get(device)
         if total is None:
-            total = self.created[device] = Made()
+            total = self.created[device] = CreatedSum()
         total.count += 1
         total.nbytes += nbytes
         return total
@@ -226,18 +152,18 @@ class TransferLog:
         subject: object,
         result: object = None,
     ) -> None:
-        """Count one move at the line that is running now."""
+        """Count one transfer at the line that is running now."""
         __tracebackhide__ = True  # Ctrl-C may come here
         site = self.sites.find(subject)
         cause = site.module_call or cause
         key = (direction(source, target), source, target, site.line, site.code, site.name, cause)
         repeats = 0
         if site.module_call is None:  # torch cannot swap a module's tensors while there are weak references to them
-            repeats = int(self.moved.is_repeat(key, subject))
-            self.moved.note_copy(site.name, source, subject, result)
+            repeats = int(self.history.is_repeat(key, subject))
+            self.history.note_copy(site.name, source, subject, result)
         pageable = is_pageable(subject, target, nbytes)
-        one = _Sum(1, nbytes, seconds, repeats, None if pageable is None else nbytes * pageable)
-        self.moves.setdefault(key, _Sum()).add(one)
+        one = _TransferSum(1, nbytes, seconds, repeats, None if pageable is None else nbytes * pageable)
+        self.moves.setdefault(key, _TransferSum()).add(one)
 
     def add_sync(self) -> None:
         """Count one operation that made the host wait for the device, at the line that is running now."""
@@ -246,15 +172,15 @@ class TransferLog:
             self.syncs[line] += 1
 
     def absorb(self, other: TransferLog) -> None:
-        """Add what another thread's log has counted."""
-        for device, made in other.created.items() if not other.is_bystanders else ():
-            total = self.created.setdefault(device, Made())
+        """Add what another thread's log counted."""
+        for device, made in other.created.items() if not other.is_unrelated else ():
+            total = self.created.setdefault(device, CreatedSum())
             total.count += made.count
             total.nbytes += made.nbytes
         for key, moved in other.moves.items():
-            self.moves.setdefault(key, _Sum()).add(moved)
+            self.moves.setdefault(key, _TransferSum()).add(moved)
         self.syncs.update(other.syncs)
-        self.moved.copies.update(other.moved.copies)
+        self.history.copies.update(other.history.copies)
 
     def created_by_device(self) -> dict[str, tuple[int, int]]:
         """Return the count and the bytes of new tensors by device."""
@@ -262,7 +188,7 @@ class TransferLog:
         return dict(sorted(named.items()))
 
     def rows(self) -> tuple[TransferRow, ...]:
-        """Return the moves, most bytes first."""
+        """Return the transfers, most bytes first."""
         rows = [
             TransferRow(
                 way, source, target, total.count, total.nbytes, total.seconds, line, code, name, cause,  # type: ignore[arg-type]
@@ -273,86 +199,138 @@ class TransferLog:
         return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
-class Watch:
-    """The clock and the allocators' figures from the start of a cell to its end."""
+def is_pageable(subject: object, target: str, nbytes: int) -> bool | None:
+    """Return whether a copy came from memory that is not pinned; None where that makes little difference."""
+    import torch
 
-    def __init__(self) -> None:
-        self.before = allocator.all_figures()
-        self._start = time.perf_counter()
-        self._elapsed: float | None = None
-        self.after: dict[str, AllocatorFigures] = {}
-
-    def stop(self) -> None:
-        """Take the closing figures."""
-        self._elapsed = time.perf_counter() - self._start
-        self.after = allocator.all_figures()
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds from start to stop."""
-        return time.perf_counter() - self._start if self._elapsed is None else self._elapsed
-
-    def peak(self) -> dict[str, int]:
-        """Return the cell's peak by device, where it can be known without resetting the user's counter.
-
-        The counter is the highest since the process began, so it tells this cell's peak only if the cell
-        raised it.
-        """
-        earlier = {device: figures.peak or 0 for device, figures in self.before.items()}
-        return {
-            device: now.peak
-            for device, now in self.after.items()
-            if now.peak is not None and now.peak > earlier.get(device, 0)
-        }
+    if target.partition(":")[0] not in PINNABLE or nbytes < MIN_PAGEABLE_BYTES or not isinstance(subject, torch.Tensor):
+        return None
+    return subject.device.type == "cpu" and not subject.is_pinned()
 
 
-def report(
-    device: str,
-    log: TransferLog,
-    watch: Watch,
-    variables: Mapping[str, object],
-    error: BaseException | None,
-    before: tuple[TransferRow, ...] = (),
-    explanation: Explanation | None = None,
+def tensors_elsewhere(variables: Mapping[str, object], device: str) -> list[Holder]:
+    """Return the variables that have bytes on a device other than ``device``, most bytes first."""
+    found = []
+    for name, value in variables.items():
+        # A module's `parameters` is the user's code: what it raises must hide neither the report nor the cell's error.
+        with contextlib.suppress(Exception):
+            totals = _bytes_by_device(value)
+            found += [
+                Holder(name, at, nbytes) for at, nbytes in totals.items() if nbytes and at not in (device, "meta")
+            ]
+    return sorted(found, key=lambda holder: -holder.nbytes)
+
+
+def _bytes_by_device(value: Any) -> Counter[str]:
+    import torch
+
+    totals: Counter[str] = Counter()
+    tensors: list[Any] = []
+    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
+    if issubclass(type(value), torch.Tensor):
+        tensors = [value]
+    elif issubclass(type(value), torch.nn.Module):
+        tensors = [*value.parameters(), *value.buffers()]
+    elif type(value) in (list, tuple, dict):
+        tensors = _items(value)
+    with torch._C.DisableTorchFunction():
+        for tensor in tensors:
+            totals[str(tensor.device)] += tensor.numel() * tensor.element_size()
+    return totals
+
+
+def _items(container: Any) -> list[Any]:
+    """Return the tensors in a container, each once; of a very long one, those at the start."""
+    import torch
+
+    parts = itertools.islice(container.values() if type(container) is dict else container, _MAX_ITEMS)
+    return list({id(part): part for part in parts if issubclass(type(part), torch.Tensor)}.values())
+
+
+def suggestions(
+    moves: Sequence[TransferRow],
+    syncs: Mapping[int, int],
+    both: Collection[str] = (),
     lines: tuple[tuple[int, str], ...] = (),
-    hindrance: str | None = None,
-    timeline: MemoryTimeline | None = None,
-) -> TransferReport:
-    """Return the report of one finished cell.
+) -> tuple[str, ...]:
+    """Return one sentence for each change that the counts justify.
 
     Args:
-        device: the default device of the cell.
-        log: what was recorded.
-        watch: the stopped watch of the cell.
-        variables: what the cell names; those that live on another device are told.
-        error: what ended the cell, if anything did; only the name of its type is kept.
-        before: what was moved before the cell began, because it was asked for.
-        explanation: what the error means, if it is about devices.
-        lines: the cell's or the block's own, numbered.
-        hindrance: why it ran under a function mode, if it did.
-        timeline: what was allocated in its course.
+        moves: the transfers.
+        syncs: ``{line: number of syncs}``.
+        both: variables whose tensor is alive along with its copy on the device.
+        lines: the code, numbered.
     """
-    moves, syncs = (*before, *log.rows()), dict(sorted(log.syncs.items()))
-    return TransferReport(
-        device=device,
-        moves=moves,
-        created=log.created_by_device(),
-        syncs=syncs,
-        peak=watch.peak(),
-        elapsed=watch.elapsed,
-        elsewhere=tuple(tensors_elsewhere(variables, device)),
-        advice=suggestions(moves, syncs, log.moved.still_both(variables), lines),
-        error=type(error).__name__ if error is not None else None,
-        explanation=explanation,
-        lines=lines,
-        notes=(_scope(log, hindrance),),
-        origin=origin.here(),
-        timeline=timeline,
+    code = cell_code.read_loops(lines) if moves or syncs else LoopCode()
+    return (
+        *(_hoist(row, code) for row in moves if _is_repeated(row)),
+        *_waits(moves, syncs, code),
+        *_created(moves, code),
+        *(_pin(row) for row in moves if _is_pageable_stream(row)),
+        *(_rebind(row) for row in moves if _is_left_behind(row, both)),
     )
 
 
-def _scope(log: TransferLog, hindrance: str | None) -> str:
-    """Return what the report counts, and what it cannot see."""
-    if log.is_traced:
-        return TRACED if hindrance in (None, TRACE) else TRACED_ALONE.format(hindrance)
-    return SCOPE if hindrance is None else UNDER_A_MODE.format(hindrance)
+def _is_repeated(row: TransferRow) -> bool:
+    return row.repeats >= MIN_REPEATS and row.cause not in _READS and row.line is not None
+
+
+def _hoist(row: TransferRow, code: LoopCode) -> str:
+    each, what = row.nbytes // row.count, row.name or "it"
+    if row.repeats < row.count - 1:
+        again = f"{count(row.repeats, 'move')}, {size(each * row.repeats)}"
+        return f"line {row.line} moved again what it had moved before ({again}): keep the copies of the first time"
+    where = "before the loop" if row.line in code.loops else "and keep the copy"
+    return f"line {row.line} moved the same {size(each)} {row.count:,} times: move {what} once, {where}"
+
+
+def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCode) -> Iterator[str]:
+    for line, waits in syncs.items():
+        if waits < MANY_SYNCS:
+            continue
+        causes = {row.cause for row in moves if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS}
+        loop = " in the loop" if line in code.loops else ""
+        if causes == {"bool()"}:
+            yield f"line {line}: a condition{loop} was read from the device {waits:,} times, and each read waits"
+        elif causes and "print" not in causes:
+            call = min(causes) + ("()" if min(causes).startswith(".") else "")
+            yield f"line {line}: {call}{loop} made {waits:,} syncs: accumulate on the device and read once at the end"
+        else:
+            yield f"line {line} made the host wait {waits:,} times{loop}"
+
+
+def _created(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[str]:
+    for creation in code.creations:
+        for row in moves:
+            at_once = creation.name is None and row.name is None
+            named = row.name == creation.name and creation.name is not None
+            if row.line != creation.moved or row.cause in _READS or row.direction == "device-to-host":
+                continue
+            if named:
+                first = f"line {creation.created} created {row.name} on {row.source} and line {row.line} moved it"
+                yield f'{first}: create it with device="{row.target}"'
+            elif at_once:
+                yield f'line {row.line} created on {row.source} what it moved: create it with device="{row.target}"'
+
+
+def _is_pageable_stream(row: TransferRow) -> bool:
+    """Return whether a line transfers new data each time, as a loop over batches does; pinning pays only then."""
+    return (
+        row.line is not None and (row.pageable or 0) >= MIN_PINNED_BYTES and row.count - row.repeats >= MIN_REPEATS + 1
+    )
+
+
+def _pin(row: TransferRow) -> str:
+    what = f"line {row.line} copied {size(row.pageable)} in {row.count:,} moves from pageable memory"
+    return f"{what}: DataLoader(..., pin_memory=True) and .to(..., non_blocking=True) let the host go on meanwhile"
+
+
+def _is_left_behind(row: TransferRow, both: Collection[str]) -> bool:
+    is_one = row.count - row.repeats == 1 and not _is_repeated(row)
+    is_move = row.direction != "device-to-host" and not row.cause.startswith("Module.") and row.cause not in _READS
+    return is_one and is_move and row.name in both and row.nbytes >= MIN_SECOND_COPY_BYTES
+
+
+def _rebind(row: TransferRow) -> str:
+    kept = f"{row.name} is still on {row.source}, {size(row.nbytes)}, beside its copy on {row.target}"
+    return f"{kept}: rebind the name, {row.name} = {row.name}.to(...), to keep only that"

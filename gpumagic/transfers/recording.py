@@ -1,23 +1,23 @@
-"""How a cell gets its default device and its copies get seen: the choice between two ways, and why.
+"""How a cell gets its default device and its transfers are seen: by patches or a function mode, and why.
 
-`with torch.device(...)` is a function mode: torch hands it every call, also those that have nothing to do with
-devices. Measured beside each other on 2 cores, torch 2.13, as times of the bare small-operator training step and of
-10,000 additions:
+`with torch.device(...)` is a function mode: torch passes it every call, also those that have nothing to do with
+devices. Measured side by side on 2 cores, torch 2.13, as times of the bare small-operator training step and of 10,000
+additions:
 
     an empty TorchDispatchMode                2.7x
     torch.device, or a mode with handlers     1.6x   1.6x   what `RecordingContext` does, exact by construction
-    entry points exchanged for the cell       1.10x  1.12x  what `patches` does, the looks at memory included
+    functions patched for the cell            1.10x  1.12x  what `patches` does, sampling of memory included
 
-Indexing has a C slot, so its stand-in costs more beside it than others: 0.25 us, 1.4x of `x[5]`, nothing elsewhere.
-A dispatch mode around every `backward` would make the training step 1.7x; hooks on the graph's nodes of the moves that
-the run has seen cost those alone (`returning`).
+Indexing has a C slot, so its wrapper costs relatively more: 0.25 us, 1.4x of `x[5]`, nothing elsewhere. A dispatch mode
+around every `backward` would make the training step 1.7x; hooks on the graph nodes of the transfers that the run has
+seen cost only those (`recorder`).
 
-Not possible: `set_default_tensor_type` is one for all threads and knows no index; at the dispatcher a device that was
-not given cannot be told from `cpu`; a C function's slot cannot be exchanged in place, since its hash is its address.
+Not possible: `set_default_tensor_type` is one for all threads and knows no index; at the dispatcher an absent device
+cannot be told from `cpu`; a C function's slot cannot be replaced in place, since its hash is its address.
 
-So a cell runs with exchanged entry points where nothing could tell the difference, and under the mode where something
-could: `find_hindrance` looks before the cell, and a cell that compiles changes over at that moment. Imports
-torch at its top, so it is itself imported only when a cell is run on a device.
+So a cell runs with patches where nothing can tell the difference, and under the mode otherwise: `find_blocker` checks
+before the cell, and a cell that compiles switches to the mode at that moment. Imports torch at its top, so it is
+imported only when a cell runs on a device.
 """
 
 from __future__ import annotations
@@ -35,56 +35,65 @@ from torch.overrides import TorchFunctionMode
 
 from gpumagic import _compat
 from gpumagic.source.text import parse_tree
-from gpumagic.transfers import calls, log, patches
+from gpumagic.transfers import calls, patches
 from gpumagic.transfers.device_mode import RecordingContext
 from gpumagic.transfers.log import TransferLog
 from gpumagic.transfers.recorder import Recorder
 
-MOST_EXCHANGES = 400
+MAX_PATCHED_CELLS = 400
 """Of 1000 changes of a class that CPython 3.13 counts, a run makes two."""
+TRACE = "--trace"
+"""Why a traced run has a function mode, where there is no other reason."""
+_SCOPE = (
+    "Counts what lines ask for, in threads that work for them and in backward through these moves too; what operators "
+    "copy by themselves is seen with --trace."
+)
+_SCOPE_UNDER_MODE = (
+    "Ran under a function mode, which is slower for small operators, because {}. Counts what lines of this thread ask "
+    "for, in backward through these moves too; what operators copy by themselves is seen with --trace."
+)
+_SCOPE_TRACED = "Counts what this thread and its backward passes copy, and what lines ask for in other threads."
+_SCOPE_TRACED_ALONE = (
+    "Counts what this thread and its backward passes copy; what other threads move is not seen, because {}."
+)
 
 
-def find_hindrance(namespace: Mapping[str, object], source: str) -> str | None:
-    """Return why a block cannot run with exchanged entry points, or None if it can.
-
-    Args:
-        namespace: the globals in which the block runs.
-        source: the text of the block, as far as it is known.
-    """
-    return _of_process() or _of_source(source) or _of_holders(namespace)
+def find_blocker(namespace: Mapping[str, object], source: str) -> str | None:
+    """Return why a block cannot run with patches, or None if it can; ``source`` is its text where that is known."""
+    return _blocker_in_process() or _blocker_in_source(source) or _blocker_in_heap(namespace)
 
 
-def _of_process() -> str | None:
+def _blocker_in_process() -> str | None:
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "Python runs without its global lock"
-    if _compat.CLASSES_COUNT_CHANGES and patches.exchanges >= MOST_EXCHANGES:
-        return f"this process has had {MOST_EXCHANGES} such cells"
+    if _compat.CLASSES_COUNT_CHANGES and patches.times_patched >= MAX_PATCHED_CELLS:
+        return f"this process has had {MAX_PATCHED_CELLS} such cells"
     if _len_torch_function_stack():
         return "a default device or another function mode is in force"
     if _has_compiled():
         return "torch.compile has been used"
-    overriding = next(_overriding(torch.Tensor, TorchFunctionMode), None)
+    overriding = next(_overriding_classes(torch.Tensor, TorchFunctionMode), None)
     return f"{overriding} overrides __torch_function__" if overriding else None
 
 
 def _has_compiled() -> bool:
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # there as soon as there is an optimizer
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # imported as soon as there is an optimizer
     backends = getattr(compiler, "cached_backends", {0: object()})
     return compiler is not None and any(backends.values())
 
 
-def _overriding(*bases: type) -> Iterator[str]:
-    """Yield the classes outside torch that see functions of torch's by identity, as `__torch_function__` does."""
+def _overriding_classes(*bases: type) -> Iterator[str]:
+    """Yield the names of classes outside torch whose `__torch_function__` sees torch's functions by identity."""
     for base in bases:
-        heirs: list[type] = base.__subclasses__()
-        for heir in heirs:
-            if "__torch_function__" in vars(heir) and heir.__module__.partition(".")[0] not in ("torch", "gpumagic"):
-                yield heir.__name__
-            yield from _overriding(heir)
+        subclasses: list[type] = base.__subclasses__()
+        for each in subclasses:
+            if "__torch_function__" in vars(each) and each.__module__.partition(".")[0] not in ("torch", "gpumagic"):
+                yield each.__name__
+            yield from _overriding_classes(each)
 
 
 @lru_cache(32)
-def _of_source(source: str) -> str | None:
+def _blocker_in_source(source: str) -> str | None:
     if "__torch_function__" in source:
         return "the cell overrides __torch_function__"
     tree = parse_tree(source)
@@ -98,21 +107,21 @@ def _of_source(source: str) -> str | None:
     return None
 
 
-def _of_holders(namespace: Mapping[str, object]) -> str | None:
-    census = patches.census(namespace)
-    return None if census is None else census.stranger
+def _blocker_in_heap(namespace: Mapping[str, object]) -> str | None:
+    holders = patches.find_holders(namespace)
+    return None if holders is None else holders.unpatchable
 
 
 class Recording:
-    """The default device of a block, and the record of what its calls create and move.
+    """The default device of a block, and the record of what its calls create and transfer.
 
     Args:
         device: where new tensors go.
         log: where calls are counted.
         namespace: the globals in which the block runs.
         source: the text of the block, as far as it is known.
-        trace: whether to count copies where they happen, with a dispatch mode.
-        strict: whether to refuse copies and tensors of other devices that no line asks for.
+        trace: whether to count copies where torch makes them, with a dispatch mode.
+        strict: whether implicit transfers, and implicit use of tensors on other devices, are errors.
     """
 
     def __init__(
@@ -125,17 +134,17 @@ class Recording:
         trace: bool = False,
         strict: bool = False,
     ) -> None:
-        self.recorder = Recorder(torch.device(device), log, is_traced=trace or strict, refuses=strict)
+        self.recorder = Recorder(torch.device(device), log, is_traced=trace or strict, is_strict=strict)
         if self.recorder.is_traced:
             self.recorder.hooks = None
-        self.hindrance: str | None = None
+        self.blocker: str | None = None
         """Why the block runs under the function mode, if it does."""
         self._namespace = namespace
         self._source = source
         self._stack = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Begin, in the calling thread."""
+        """Start recording, in the calling thread."""
         try:
             self._open()
         except BaseException:
@@ -143,45 +152,51 @@ class Recording:
             raise
 
     def _open(self) -> None:
-        hindrance = find_hindrance(self._namespace, self._source)
+        blocker = find_blocker(self._namespace, self._source)
         if self.recorder.is_traced:
-            self.recorder.watches_threads = hindrance is None
-            self.recorder.change_over = self._leave_threads
-            self._enter_mode(hindrance or log.TRACE)
+            self.recorder.uses_patches = blocker is None
+            self.recorder.switch_to_mode = self._stop_patching
+            self._enter_mode(blocker or TRACE)
             return
-        if hindrance is not None:
-            self.recorder.watches_threads = False
-            self._enter_mode(hindrance)
+        if blocker is not None:
+            self.recorder.uses_patches = False
+            self._enter_mode(blocker)
             return
-        self.recorder.change_over = self._change_over
+        self.recorder.switch_to_mode = self._switch_to_mode
         self._stack.callback(patches.end, self.recorder)
         patches.begin(self.recorder)
 
     def close(self) -> None:
-        """End, and leave everything as it was found."""
+        """Stop recording, and restore everything."""
         try:
             self._stack.close()
-        except BaseException:  # Ctrl-C: what is exchanged is put back all the same
+        except BaseException:  # Ctrl-C: torch's functions are restored all the same
             patches.end(self.recorder)
             raise
         finally:
-            self.recorder.settle()
+            self.recorder.finish()
 
-    def _change_over(self, hindrance: str) -> None:
-        """Go on under the function mode."""
+    def scope(self) -> str:
+        """Return what the report counts, and what it cannot see."""
+        if self.recorder.is_traced:
+            return _SCOPE_TRACED if self.blocker in (None, TRACE) else _SCOPE_TRACED_ALONE.format(self.blocker)
+        return _SCOPE if self.blocker is None else _SCOPE_UNDER_MODE.format(self.blocker)
+
+    def _switch_to_mode(self, blocker: str) -> None:
+        """Continue under the function mode."""
         self._stack.close()
-        self.recorder.watches_threads = False
-        self._enter_mode(hindrance)
+        self.recorder.uses_patches = False
+        self._enter_mode(blocker)
 
-    def _leave_threads(self, hindrance: str) -> None:
-        """Go on without an eye on other threads."""
-        self.hindrance = hindrance
-        self.recorder.watches_threads = False
-        patches.withdraw(self.recorder)
+    def _stop_patching(self, blocker: str) -> None:
+        """Continue without recording other threads."""
+        self.blocker = blocker
+        self.recorder.uses_patches = False
+        patches.release(self.recorder)
 
-    def _enter_mode(self, hindrance: str) -> None:
-        self.hindrance = hindrance
-        self.recorder.inside = lambda: RecordingContext(self.recorder, look_only=True)
+    def _enter_mode(self, blocker: str) -> None:
+        self.blocker = blocker
+        self.recorder.inner_mode = lambda: RecordingContext(self.recorder, look_only=True)
         self.recorder.has_mode = True
         self._stack.callback(patches.end, self.recorder)
         patches.begin(self.recorder)

@@ -1,4 +1,4 @@
-"""`ondevice`: a block that runs with a default device, and tells afterwards what moved."""
+"""`ondevice`: run a block with a default device, and report what it created and transferred."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 import linecache
 import sys
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
@@ -14,13 +15,15 @@ from gpumagic import _compat
 from gpumagic.errors import OptionError
 from gpumagic.heap import kinds
 from gpumagic.memory import allocator
+from gpumagic.memory.allocator import AllocatorFigures
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import KeptStorages, MemoryTimeline
+from gpumagic.report import origin
 from gpumagic.source import lines
 from gpumagic.source.call_sites import CallSites
 from gpumagic.source.lines import WatchedCode
-from gpumagic.transfers import explain, log, move, storage_copies
-from gpumagic.transfers.report import Explanation, TransferReport
+from gpumagic.transfers import explain, log, move
+from gpumagic.transfers.report import TransferReport
 
 if TYPE_CHECKING:
     from gpumagic.transfers.recording import Recording
@@ -33,7 +36,7 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 
 class RunOnDevice(Protocol[Given, Result_co]):
-    """What an editor knows of a decorated function: it is called as before, and its `run` has the last report."""
+    """The type of a decorated function: it is called as before, and its `run` has the last report."""
 
     run: DeviceRun
 
@@ -45,18 +48,18 @@ class RunOnDevice(Protocol[Given, Result_co]):
 
 
 class DeviceRun:
-    """Run a block with new tensors landing on a device; `report` says what it created and moved.
+    """Run a block with new tensors created on a device; `report` says what it created and transferred.
 
     Args:
         device: a full torch name, such as ``"cuda:1"``.
-        namespace: the globals in which the block runs; the caller's, where it is a `with` block.
-        move: names in it that go to the device first.
+        namespace: the globals in which the block runs; the caller's for a `with` block.
+        move: names in it that are moved to the device first.
         filename: the file whose lines are reported; None for a notebook's cell.
         trace: whether implicit copies are counted too.
-        strict: whether they, and tensors of other devices that are used unasked, are errors; traces, too.
+        strict: whether these, and implicit use of tensors on other devices, are errors; traces too.
         show: whether the report is shown when a cell ends.
         store: called with the finished report.
-        is_running: whether the cell runs already when this opens.
+        is_running: whether the cell is already running when this opens.
 
     Attributes:
         report: the `TransferReport`, once the block has ended; None before.
@@ -92,46 +95,64 @@ class DeviceRun:
         self._frame: FrameType | None = None
 
     def open(self) -> None:
-        """Make the device the default and the current one, and start counting."""
+        """Make the device the default and the current one, and start recording."""
         from gpumagic.transfers.recording import Recording
 
-        self._watch = log.Watch()
+        self._clock = _Clock()
         self._moved = move.relocate(self._move, self._namespace, self.device) if self._move else ()
         self._sites = CallSites(self._namespace, self._filename)
-        self._sites.find()  # learns the cell's file while it is on the stack
-        self._log = log.TransferLog(self._sites, self._trace or self._strict)
+        self._sites.find()  # stores the cell's file while it is on the stack
+        self._log = log.TransferLog(self._sites)
         self._recording: Recording = Recording(
-            self.device, self._log, self._namespace, self._cell(), trace=self._trace, strict=self._strict
+            self.device, self._log, self._namespace, self._source(), trace=self._trace, strict=self._strict
         )
         self._previous = _make_current(self.device)
         try:
             self._recording.open()
-            storage_copies.begin(self._log)
             self._follow_memory(is_traced=self._recording.recorder.is_traced)
-        except BaseException:  # Ctrl-C: nobody closes what did not open
+        except BaseException:  # Ctrl-C: what did not open is not closed
             self._restore()
             raise
 
     def close(self, error: BaseException | None) -> None:
-        """Put the default and the current device back as they were, and take the closing figures."""
+        """Restore the default and the current device, and build the report."""
         try:
-            self._watch.stop()
+            self._clock.stop()
         finally:
             self._restore()
-        explanation = None if error is None else self._explain(error)
-        self.report = log.report(
-            self.device, self._log, self._watch, self._variables(), error, self._moved, explanation, self._code.lines(),
-            self._recording.hindrance,
-            self._timeline(),
-        )  # fmt: skip
+        self.report = self._report(error)
         if self._store is not None:
             self._store(self.report)
 
+    def _report(self, error: BaseException | None) -> TransferReport:
+        explanation = None
+        if error is not None:
+            explanation = explain.explain(error, self._namespace, self.device, in_cell=self._filename is None)
+        variables = self._variables()
+        moves, syncs = (*self._moved, *self._log.rows()), dict(sorted(self._log.syncs.items()))
+        lines = self._code.lines()
+        return TransferReport(
+            device=self.device,
+            moves=moves,
+            created=self._log.created_by_device(),
+            syncs=syncs,
+            peak=self._clock.peak(),
+            elapsed=self._clock.elapsed,
+            elsewhere=tuple(log.tensors_elsewhere(variables, self.device)),
+            advice=log.suggestions(moves, syncs, self._log.history.still_on_both(variables), lines),
+            error=type(error).__name__ if error is not None else None,
+            explanation=explanation,
+            lines=lines,
+            notes=(self._recording.scope(),),
+            origin=origin.here(),
+            timeline=self._timeline(),
+        )
+
     def finish(self, result: object) -> TransferReport | None:
-        """Return the report if it is to be shown."""
+        """Return the report if it should be shown."""
         return self.report if self._show else None
 
-    def __enter__(self) -> DeviceRun:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
+    def __enter__(self) -> DeviceRun:  # noqa: PYI034  # typing.Self is 3.11, and this class has no subclasses
         if self._code.line is None:
             self._code = WatchedCode(self._namespace, self._filename, sys._getframe(1).f_lineno)
             self._block = sys._getframe(1).f_code
@@ -148,7 +169,7 @@ class DeviceRun:
             _compat.add_note(error, str(self.report.explanation))
 
     def __call__(self, func: Callable[Given, Result]) -> RunOnDevice[Given, Result]:
-        """Have every call of a function be a run of its own; `func.run.report` is the last one's report.
+        """Make every call of a function a run of its own; `func.run.report` is the report of the last one.
 
         Raises:
             OptionError: a coroutine or a generator function, whose body does not run when it is called.
@@ -178,42 +199,38 @@ class DeviceRun:
 
     def _follow_memory(self, *, is_traced: bool) -> None:
         self._memory = CellMemory(
-            self._watch.before, self._namespace, self._block, self._code.line,
+            self._clock.before, self._namespace, self._block, self._code.line,
             is_running=self._is_running, by_clock=not is_traced,
         )  # fmt: skip
-        self._lasting = self._look_for_lasting() if self._watch.before else {}  # else no device has anything yet
+        self._kept = self._find_kept() if self._clock.before else {}  # else no device has tensors yet
         if is_traced:
             self._recording.recorder.memory = self._memory
         if self._moved:
-            self._memory.look()  # what the move allocated is not the next line's
+            self._memory.look()  # what the move allocated does not belong to the next line
         self._memory.start()
 
     def _timeline(self) -> MemoryTimeline | None:
         if self._memory is None:
             return None
-        at_end = self._look_for_lasting() if self._watch.after else {}
-        return self._memory.finished(self._watch.after, (self._lasting, at_end))
+        at_end = self._find_kept() if self._clock.after else {}
+        return self._memory.finished(self._clock.after, (self._kept, at_end))
 
-    def _look_for_lasting(self) -> KeptStorages:
+    def _find_kept(self) -> KeptStorages:
         return kinds.find_kept(self._namespace, None if self._recording.recorder.is_traced else kinds.MOST_TENSORS)
 
     def _restore(self) -> None:
         try:
             if self._memory is not None:
                 self._memory.stop()
-            storage_copies.end(self._log)
             self._recording.close()
         finally:
             if self._previous is not None:
                 _make_current(self._previous)
 
-    def _cell(self) -> str:
-        """Return the text of the cell; "" for a block in a file, which may be a small part of it."""
+    def _source(self) -> str:
+        """Return the text of the cell; "" for a block, which may be a small part of its file."""
         filename = self._sites.filename
         return "" if filename is None or self._filename is not None else "".join(linecache.getlines(filename))
-
-    def _explain(self, error: BaseException) -> Explanation | None:
-        return explain.explain(error, self._namespace, self.device, in_cell=self._filename is None)
 
     def _keep(self, report: TransferReport) -> None:
         self.report = report
@@ -249,8 +266,34 @@ def for_caller(
     )
 
 
+class _Clock:
+    """The time and the allocators' figures at the start and at the end of a block."""
+
+    def __init__(self) -> None:
+        self.before = allocator.all_figures()
+        self._start = time.perf_counter()
+        self.elapsed = 0.0
+        self.after: dict[str, AllocatorFigures] = {}
+
+    def stop(self) -> None:
+        self.elapsed = time.perf_counter() - self._start
+        self.after = allocator.all_figures()
+
+    def peak(self) -> dict[str, int]:
+        """Return the block's peak by device, where it is known without a reset of the user's counter.
+
+        The counter is the highest since the process began, so it is this block's peak only if the block raised it.
+        """
+        earlier = {device: figures.peak or 0 for device, figures in self.before.items()}
+        return {
+            device: now.peak
+            for device, now in self.after.items()
+            if now.peak is not None and now.peak > earlier.get(device, 0)
+        }
+
+
 def _make_current(device: str) -> str | None:
-    """Make an accelerator its backend's current device, so that `.cuda()` means it; return the one before."""
+    """Make an accelerator its backend's current device, so that `.cuda()` uses it; return the previous one."""
     backend, _, index = device.partition(":")
     module = allocator.device_module(backend)
     if module is None or not hasattr(module, "set_device"):

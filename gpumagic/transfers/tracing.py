@@ -1,8 +1,8 @@
-"""`--trace` and `--strict`: copies counted where torch makes them, also those that no line asks for.
+"""`--trace` and `--strict`: copies counted where torch makes them, including those that no line asks for.
 
-A dispatch mode sees every operator, in backward and in optimizers too. An operator that gets tensors of several devices
-is called with the mode in force inside it, so the copies that its own code makes are seen as well. What a handler of
-`calls` is doing at the moment says whose request a copy is; the others are implicit. Imports torch at its top.
+A dispatch mode sees every operator, in backward and in optimizers too. An operator with tensors of several devices is
+called with the mode in force inside it, so the copies that its own code makes are counted as well. A copy made while a
+handler of `calls` has a request is explicit; others are implicit. Imports torch at its top.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default,)
 _SYNCS = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 _UNCOUNTED = ("cpu", "meta")
-_NO_USE = ("lift_fresh", "detach")  # what torch.from_numpy and .detach() are to a dispatch mode
+_NO_USE = ("lift_fresh", "detach")  # what a dispatch mode sees of torch.from_numpy and .detach()
 
 
 class Tracer(TorchDispatchMode):
     """Counts the copies between devices that operators make.
 
     Args:
-        recorder: the run. Where it refuses, `StrayTensor` is raised for an implicit copy, and for a tensor of another
-            device that is used unasked.
+        recorder: the run. If it is strict, an implicit copy and an implicit use of a tensor on another device raise
+            `StrayTensor`.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self._strict = recorder.refuses
+        self._strict = recorder.is_strict
         self._operator = ""
-        self._asked: set[int] = set()
+        self._requested: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # which would import the compiler to keep it away from this method
+        return False  # True would import the compiler to exclude this method
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True
         kwargs = kwargs or {}
-        if _compat.can_decompose(func):  # in inference mode and inside kernels, else autograd has done it before
+        if _compat.can_decompose(func):  # in inference mode and inside kernels; elsewhere autograd has done it
             with self:
                 return func.decompose(*args, **kwargs)
         given = list(_tensors((args, kwargs)))
@@ -60,13 +60,13 @@ class Tracer(TorchDispatchMode):
         start = time.perf_counter()
         result = self._inside(func, args, kwargs) if _is_mixed(given) else func(*args, **kwargs)
         self._count(func, args, kwargs, result, time.perf_counter() - start)
-        if self._recorder.memory is not None and not (self._operator or _makes_nothing(func)):
-            self._look_at_memory(result)
+        if self._recorder.memory is not None and not (self._operator or _allocates_nothing(func)):
+            self._sample_memory(result)
         if self._strict:
-            self._note_asked(given, result)
+            self._note_requested(given, result)
         return result
 
-    def _look_at_memory(self, result: Any) -> None:
+    def _sample_memory(self, result: Any) -> None:
         memory, sites = self._recorder.memory, self._recorder.log.sites
         made = [each for each in _tensors(result) if each.device.type not in _UNCOUNTED and each.numel()]
         if memory is not None and made:
@@ -120,32 +120,34 @@ class Tracer(TorchDispatchMode):
         if self._recorder.request is not None or self._operator or func._opname in _NO_USE:
             return
         for tensor in given:
-            if self._is_elsewhere(tensor) and tensor.dim() and _number(tensor) not in self._asked:
+            if self._is_elsewhere(tensor) and tensor.dim() and _storage_number(tensor) not in self._requested:
                 self._refuse(tensor, f"is used by {func._opname}")
 
     def _refuse(self, tensor: torch.Tensor, what: str) -> None:
         __tracebackhide__ = True
         self._recorder.refuse(tensor, f"lives on {tensor.device} and {what}")
 
-    def _note_asked(self, given: list[torch.Tensor], result: Any) -> None:
-        """Remember what was asked to be elsewhere, and what is computed from it."""
+    def _note_requested(self, given: list[torch.Tensor], result: Any) -> None:
+        """Remember what a line asked to be elsewhere, and what is computed from it."""
         explicit = self._recorder.request is not None or self._recorder.is_explicit
         for tensor in _tensors(result):
-            if self._is_elsewhere(tensor) and (explicit or any(_number(each) in self._asked for each in given)):
-                self._asked.add(_number(tensor))
+            if self._is_elsewhere(tensor) and (
+                explicit or any(_storage_number(each) in self._requested for each in given)
+            ):
+                self._requested.add(_storage_number(tensor))
 
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_meta and tensor.device != self._recorder.device
 
 
 @cache
-def _makes_nothing(func: Any) -> bool:
-    """Return whether an operator returns what it was given, or a view of it, and so allocates no result."""
+def _allocates_nothing(func: Any) -> bool:
+    """Return whether an operator returns what it was given, or a view of it."""
     return bool(func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns))
 
 
-def _number(tensor: torch.Tensor) -> int:
-    """Return what tells a tensor's storage from all others, also from one that gets its address later."""
+def _storage_number(tensor: torch.Tensor) -> int:
+    """Return a number that identifies a tensor's storage, also against one that gets its address later."""
     try:
         return storages.number_of(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse, or in a layout of its own
@@ -154,7 +156,7 @@ def _number(tensor: torch.Tensor) -> int:
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
     for each in tensors:
-        with contextlib.suppress(RuntimeError):  # of one without memory of its own, sparse or fake, nobody asks
+        with contextlib.suppress(RuntimeError):  # sparse and fake tensors have no memory of their own
             yield each.data_ptr()
 
 
@@ -169,7 +171,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _reads_truth(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether comparing two tensors asks the device, which shapes and memory may tell without."""
+    """Return whether comparing two tensors needs the device; shapes and addresses may decide without it."""
     same = tensor is other or (tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride())
     return not is_free_to_read(tensor) and tensor.size() == other.size() and tensor.numel() > 0 and not same
 

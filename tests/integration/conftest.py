@@ -43,9 +43,9 @@ def unhindered(monkeypatch):
     """Run `%%ondevice` as in a fresh process: what other tests left there, and these don't use, asks for no mode."""
     from gpumagic.transfers import patches, recording
 
-    monkeypatch.setattr(recording, "_overriding", lambda *_: iter(()))
+    monkeypatch.setattr(recording, "_overriding_classes", lambda *_: iter(()))
     monkeypatch.setattr(recording, "_has_compiled", lambda: False)
-    monkeypatch.setattr(recording, "_of_holders", lambda names: patches.census(names) and None)
+    monkeypatch.setattr(recording, "_blocker_in_heap", lambda names: patches.find_holders(names) and None)
 
 
 @pytest.fixture

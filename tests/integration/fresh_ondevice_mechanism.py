@@ -23,7 +23,7 @@ from ondevice_corpus import SETUP
 from torch.overrides import TorchFunctionMode
 
 import gpumagic
-from gpumagic.transfers import calls, function_holders, patches, recording, runs
+from gpumagic.transfers import calls, patches, recorder, recording
 from gpumagic.transfers.run import DeviceRun
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -45,12 +45,12 @@ def _leaves_torch_alone() -> Iterator[None]:
     assert bindings() == before
     assert torch.get_default_device().type == "cpu"
     assert torch.utils._device.CURRENT_DEVICE is None
-    assert runs.active == runs._runs == {}
+    assert recorder.active == recorder._runs == {}
     assert torch._C._len_torch_function_stack() == 0
 
 
 def run(cell: str, setup: str = "", **names: Any) -> dict[str, Any]:
-    """Run a cell on simgpu:1 as the magic does; return its names, with the reason for the mode as `hindrance`."""
+    """Run a cell on simgpu:1 as the magic does; return its names, with the reason for the mode as `blocker`."""
     space: dict[str, Any] = {}
     exec(SETUP + setup, space)
     space.update(names)
@@ -63,12 +63,12 @@ def run(cell: str, setup: str = "", **names: Any) -> dict[str, Any]:
         exec(code, space)
     finally:
         guard.close(None)
-    return {**space, "hindrance": guard._recording.hindrance}
+    return {**space, "blocker": guard._recording.blocker}
 
 
 def test_a_plain_cell_runs_without_a_function_mode() -> None:
     names = run("modes = torch._C._len_torch_function_stack(); made = torch.zeros(2)")
-    assert names["hindrance"] is None
+    assert names["blocker"] is None
     assert names["modes"] == 0
     assert str(names["made"].device) == "simgpu:1"
 
@@ -78,7 +78,7 @@ def test_names_imported_earlier_land_on_the_device() -> None:
     exec("from torch import eye", vars(module))
     names = run("made = zeros(2), module.eye(2)", "from torch import zeros", module=module)
     assert [str(each.device) for each in names["made"]] == ["simgpu:1"] * 2
-    assert names["hindrance"] is None
+    assert names["blocker"] is None
     assert names["zeros"] is torch.zeros
     assert module.eye is torch.eye
 
@@ -95,10 +95,10 @@ def test_a_function_kept_where_it_cannot_be_exchanged_costs_the_mode_and_no_exac
     kept_object = eval(kept, space)
     del space
     names = run("pass", kept=kept_object)
-    assert "torch.zeros is kept in a" in names["hindrance"]
+    assert "torch.zeros is kept in a" in names["blocker"]
     del names, kept_object
     gc.collect()
-    assert run("pass")["hindrance"] is None
+    assert run("pass")["blocker"] is None
 
 
 def test_a_function_in_a_list_lands_on_the_device() -> None:
@@ -110,7 +110,7 @@ def test_a_running_functions_variable_costs_the_mode_and_no_exactness() -> None:
     with gpumagic.ondevice("simgpu:1"):
         made = make((2,), 3.0)
     assert str(made.device) == "simgpu:1"
-    assert function_holders.take(patches._functions(), {}).stranger == "torch.full is kept by a running function"
+    assert patches.search(patches._functions(), {}).unpatchable == "torch.full is kept by a running function"
 
 
 def test_what_a_cell_keeps_of_torch_is_torchs_own_afterwards() -> None:
@@ -128,7 +128,7 @@ def test_what_a_cell_keeps_of_torch_is_torchs_own_afterwards() -> None:
         inner = closed()
         """
     )
-    assert names["hindrance"] is None
+    assert names["blocker"] is None
     assert names["zeros"] is torch.zeros
     assert names["holder"].make is torch.eye
     assert names["many"][0] is torch.ones
@@ -138,7 +138,7 @@ def test_what_a_cell_keeps_of_torch_is_torchs_own_afterwards() -> None:
 
 
 def test_an_exchanged_function_equals_pickles_and_reads_as_torchs_own() -> None:
-    entry = patches._entries()[torch.zeros]
+    entry = patches._wrappers()[torch.zeros]
     assert entry == ZEROS
     assert (ZEROS == entry) is True  # noqa: SIM300  the other side's equality
     assert {ZEROS: 1}[entry] == {entry: 1}[ZEROS] == 1
@@ -206,7 +206,7 @@ def test_a_function_mode_of_the_cell_sees_calls_as_it_would_under_torchs_context
     names = run("with seen: made = torch.zeros(2)", seen=Seen())
     assert calls == [(torch.zeros, False)]
     assert str(names["made"].device) == "simgpu:1"
-    assert names["hindrance"] == "Seen overrides __torch_function__"
+    assert names["blocker"] == "Seen overrides __torch_function__"
     del Seen
     gc.collect()
 
@@ -225,7 +225,7 @@ def test_under_an_outer_default_the_mode_is_used_and_the_outer_one_returns() -> 
     try:
         names = run("made = torch.zeros(1)")
         assert str(names["made"].device) == "simgpu:1"
-        assert "default device" in names["hindrance"]
+        assert "default device" in names["blocker"]
         assert str(torch.zeros(1).device) == "simgpu:0"
     finally:
         torch.set_default_device(None)
@@ -272,7 +272,7 @@ def test_a_compiled_function_puts_its_tensors_on_the_device() -> None:
         """
     names = run(cell)
     assert str(names["made"]) == "simgpu:1"
-    assert names["hindrance"] == "torch.compile was called"
+    assert names["blocker"] == "torch.compile was called"
     assert names["modes"] == 1
 
 
@@ -285,7 +285,7 @@ def test_a_script_is_compiled_from_torchs_own_functions() -> None:
         the_function=for_script,
     )
     assert names["made"].shape == (2,)
-    assert names["hindrance"] == "torch.script was called"
+    assert names["blocker"] == "torch.script was called"
 
 
 def for_script(n: int) -> torch.Tensor:
@@ -304,7 +304,7 @@ def test_what_the_user_patched_in_the_cell_stays_and_a_patch_taken_back_late_hea
 @pytest.mark.parametrize("step", ["open", "close"])
 def test_an_interrupt_at_any_line_leaves_torch_as_it_was(step: str) -> None:
     """Ctrl-C before each fifteenth line of the module that exchanges and puts back."""
-    patches.census({})
+    patches.find_holders({})
     for line in range(0, 100_000, 15):
         guard = DeviceRun("simgpu:1", namespace={})
         if step == "close":
@@ -313,7 +313,7 @@ def test_an_interrupt_at_any_line_leaves_torch_as_it_was(step: str) -> None:
             guard.open() if step == "open" else guard.close(None)
         if step == "open" and not was_interrupted:
             guard.close(None)
-        assert runs._runs == {}
+        assert recorder._runs == {}
         assert torch.zeros is ZEROS
         if not was_interrupted:
             break
@@ -322,11 +322,11 @@ def test_an_interrupt_at_any_line_leaves_torch_as_it_was(step: str) -> None:
 
 @contextlib.contextmanager
 def interrupt_before(number: int) -> Iterator[list[bool]]:
-    """Raise KeyboardInterrupt before so manieth line of `patches` and `runs`; what is yielded then has True."""
+    """Raise KeyboardInterrupt before so manieth line of `patches` and `recorder`; what is yielded then has True."""
     lines, done = iter(range(10**9)), []
 
     def trace(frame: types.FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename not in (patches.__file__, runs.__file__):
+        if frame.f_code.co_filename not in (patches.__file__, recorder.__file__):
             return None
         if event == "line" and not done and next(lines) == number:
             done.append(True)
@@ -348,16 +348,16 @@ def test_an_error_in_the_cell_is_the_cells_own() -> None:
 
 def test_a_class_is_changed_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpumagic._compat.CLASSES_COUNT_CHANGES", True)
-    monkeypatch.setattr(patches, "exchanges", recording.MOST_EXCHANGES)
-    assert "400 such cells" in str(recording.find_hindrance({}, ""))
+    monkeypatch.setattr(patches, "times_patched", recording.MAX_PATCHED_CELLS)
+    assert "400 such cells" in str(recording.find_blocker({}, ""))
 
 
 def test_the_heap_is_searched_only_when_somebody_new_holds_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    patches.census({})
-    search = mock.Mock(wraps=function_holders.take)
-    monkeypatch.setattr(function_holders, "take", search)
-    patches.census({})
+    patches.find_holders({})
+    search = mock.Mock(wraps=patches.search)
+    monkeypatch.setattr(patches, "search", search)
+    patches.find_holders({})
     assert not search.called
     kept = [torch.eye]
-    assert "torch.eye is kept in a list" in patches.census({}).stranger
+    assert "torch.eye is kept in a list" in patches.find_holders({}).unpatchable
     del kept

@@ -9,7 +9,7 @@ import torch
 from ondevice_corpus import run
 
 from gpumagic.transfers import log
-from gpumagic.transfers.log import Moved, is_pageable
+from gpumagic.transfers.log import TransferHistory, is_pageable
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -72,16 +72,16 @@ def test_pageable_copies_are_counted_where_pinning_makes_a_difference(monkeypatc
 
 
 def test_what_was_moved_is_remembered_without_keeping_it() -> None:
-    seen = Moved()
+    seen = TransferHistory()
     for _ in range(5000):
         assert not seen.is_repeat("here", torch.ones(1))
     assert len(seen._before) < 1500
     x, copy = torch.ones(1), torch.ones(1)
     seen.note_copy("x", "cpu", x, copy)
-    assert seen.still_both({"x": x}) == ("x",)
+    assert seen.still_on_both({"x": x}) == ("x",)
     del copy
     gc.collect()
-    assert seen.still_both({"x": x}) == ()
+    assert seen.still_on_both({"x": x}) == ()
 
 
 def test_a_module_that_swaps_its_tensors_can_do_so() -> None:

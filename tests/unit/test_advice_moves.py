@@ -8,7 +8,7 @@ import pytest
 
 from gpumagic.source import cell_code
 from gpumagic.source.cell_code import Creation
-from gpumagic.transfers.advice import suggestions
+from gpumagic.transfers.log import suggestions
 from gpumagic.transfers.report import TransferRow
 
 MIB = 1024**2

@@ -1,8 +1,9 @@
-"""`--move`: named variables go to the device before the cell runs, all of them or none.
+"""`--move`: move named variables to the device before the cell runs, all of them or none.
 
-Everything is copied first; only then names, modules and optimizers are given the copies, and if one of them refuses,
-what was given is taken back. So a name that is missing, a module that cannot be moved, or too little memory leaves the
-notebook as it was.
+Everything is copied first; only then names, modules and optimizers get the copies, and if one of them raises, all of
+it is undone. So a missing name, a module that cannot be moved, or too little memory leaves the notebook as it was.
+
+`contents`: the tensors, modules and optimizers in a variable. `copies`: copying, and in-place changes with undo.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from gpumagic.memory import allocator, host
 from gpumagic.report.units import size
 from gpumagic.transfers.log import direction
 from gpumagic.transfers.move.contents import Contents, rebuilt
-from gpumagic.transfers.move.copies import Changes, Copies, Parcel, packed, state_to_move, tensors_of
+from gpumagic.transfers.move.copies import Changes, Copies, CopyGroup, group_by_memory, state_to_move, tensors_of
 from gpumagic.transfers.report import TransferRow
 
 
 def check_names(names: Iterable[str], namespace: Mapping[str, Any]) -> None:
-    """Raise what `relocate` raises for a name that is not there or holds nothing that could move, and move nothing."""
+    """Raise what `relocate` raises for a name that is missing or holds nothing that could move, and move nothing."""
     for name in names:
-        look_up(name, namespace)
+        load(name, namespace)
 
 
 def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: str) -> tuple[TransferRow, ...]:
-    """Move variables to a device and return what moved, one row for each variable and place it came from.
+    """Move variables to a device and return what moved, one row per variable and source device.
 
     A tensor's name is bound to its copy; a module stays the object it is and its optimizers, found in the namespace,
-    follow with their state; lists, tuples, dicts and dataclasses are made anew around what moved.
+    follow with their state; lists, tuples, dicts and dataclasses are rebuilt around what moved.
 
     Args:
         names: variables of the namespace.
@@ -40,42 +41,42 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
         device: a full torch name, such as ``"cuda:1"``.
 
     Raises:
-        OptionError: a name that is not there, or holds nothing that could move.
-        GpuMagicError: it does not fit, or something refuses to move. Nothing has changed then.
+        OptionError: a name is missing, or holds nothing that could move.
+        GpuMagicError: it does not fit, or something cannot be moved. Nothing has changed then.
     """
     names = list(dict.fromkeys(names))
     if device == "meta" and names:
         raise OptionError(f"{CAUSE}: meta tensors have no values, so moving {', '.join(names)} there would lose them")
-    whole, found = loads_of(names, namespace, device)
-    parcels = packed(tensor for load in found for tensor in load.tensors)
-    check_room(names, sum(parcel.nbytes for parcel in parcels), device)
+    combined, found = load_all(names, namespace, device)
+    groups = group_by_memory(tensor for variable in found for tensor in variable.tensors)
+    check_room(names, sum(group.nbytes for group in groups), device)
     failure, copies = None, Copies()
     try:
-        copies.make(parcels, device)
-        _hand_over(names, namespace, whole, copies, device)
-    except Exception as error:  # torch's, a module's or an optimizer's: what it says goes into ours
+        copies.make(groups, device)
+        _replace(names, namespace, combined, copies, device)
+    except Exception as error:  # from torch, a module or an optimizer: our error has its text
         failure = str(error).partition("\n")[0] or type(error).__name__
     finally:
         copies.new.clear()  # an interrupt's traceback keeps this frame
-    if failure is not None:  # out here: raised inside, our error would keep that one, its frames and their tensors
+    if failure is not None:  # out here: raised inside, it would keep that error, its frames and their tensors
         raise GpuMagicError(f"{CAUSE}: {', '.join(names)} cannot go to {device}, and nothing was moved: {failure}")
-    return _rows(found, parcels, copies, device)
+    return _rows(found, groups, copies, device)
 
 
-def _hand_over(
-    names: list[str], namespace: MutableMapping[str, Any], whole: Contents, copies: Copies, device: str
+def _replace(
+    names: list[str], namespace: MutableMapping[str, Any], combined: Contents, copies: Copies, device: str
 ) -> None:
-    """Give modules, leaves, optimizers and names their copies; on an error or an interrupt, take all of it back."""
+    """Put the copies into modules, leaves, optimizers and names; on an error or an interrupt, undo all of it."""
     changes = Changes(copies.new)
     try:
-        for module in whole.modules:
+        for module in combined.modules:
             changes.move_module(module, device)
-        for leaf in whole.leaves():
+        for leaf in combined.leaves():
             changes.move_leaf(leaf)
-        for optimizer in whole.optimizers:
+        for optimizer in combined.optimizers:
             changes.move_optimizer(optimizer)
         done: dict[int, Any] = {}
-        new = {name: rebuilt(namespace[name], changes.successor, done) for name in names}
+        new = {name: rebuilt(namespace[name], changes.replacement, done) for name in names}
         for name in names:
             changes.on_undo(partial(namespace.__setitem__, name, namespace[name]))
             namespace[name] = new[name]
@@ -84,14 +85,14 @@ def _hand_over(
         raise
 
 
-def _rows(found: list[Load], parcels: list[Parcel], copies: Copies, device: str) -> tuple[TransferRow, ...]:
-    owner = {id(tensor): number for number, load in enumerate(found) for tensor in load.tensors}
+def _rows(found: list[MovedVariable], groups: list[CopyGroup], copies: Copies, device: str) -> tuple[TransferRow, ...]:
+    owner = {id(tensor): number for number, variable in enumerate(found) for tensor in variable.tensors}
     sums: dict[tuple[str, str], tuple[int, int, float]] = {}
-    for parcel in parcels:
-        if parcel.nbytes:
-            key = found[min(owner[id(tensor)] for tensor in parcel.tensors)].name, parcel.source
+    for group in groups:
+        if group.nbytes:
+            key = found[min(owner[id(tensor)] for tensor in group.tensors)].name, group.source
             count, nbytes, seconds = sums.get(key, (0, 0, 0.0))
-            sums[key] = count + 1, nbytes + parcel.nbytes, seconds + copies.seconds[id(parcel.tensors[0])]
+            sums[key] = count + 1, nbytes + group.nbytes, seconds + copies.seconds[id(group.tensors[0])]
     return tuple(
         TransferRow(direction(source, device), source, device, *figures, line=None, code=None, name=name, cause=CAUSE)
         for (name, source), figures in sums.items()
@@ -99,7 +100,7 @@ def _rows(found: list[Load], parcels: list[Parcel], copies: Copies, device: str)
 
 
 def check_room(names: Sequence[str], nbytes: int, device: str) -> None:
-    """Raise `GpuMagicError` where a device has not so many bytes left; what cannot be asked is tried."""
+    """Raise `GpuMagicError` if a device has fewer free bytes, as far as that is known."""
     free = _free(device)
     if free is not None and nbytes > free:
         need = f"{', '.join(names)} need{'s' if len(names) == 1 else ''} {size(nbytes)}"
@@ -107,7 +108,7 @@ def check_room(names: Sequence[str], nbytes: int, device: str) -> None:
 
 
 def _free(device: str) -> int | None:
-    """Return the bytes that torch can still give on a device: the driver's free ones and its own cache."""
+    """Return the bytes that torch can still allocate on a device: the driver's free bytes and its own cache."""
     if device == "cpu":
         memory = host.memory()
         return None if memory is None else memory[0]
@@ -124,48 +125,44 @@ CAUSE = "--move"
 
 
 @dataclass
-class Load:
-    """What one variable brings along."""
+class MovedVariable:
+    """A variable, what it holds, and the tensors that it adds to the move."""
 
     name: str
     contents: Contents = field(default_factory=Contents)
     tensors: list[Any] = field(default_factory=list)
 
 
-def loads_of(names: list[str], namespace: Mapping[str, Any], device: str) -> tuple[Contents, list[Load]]:
-    """Return what the names hold together, and who brings which tensor that is not there yet; each only once.
-
-    Raises:
-        OptionError: a name that is not there, or holds nothing that has a device.
-    """
-    whole, taken = Contents(), set[int]()
-    loads = [look_up(name, namespace) for name in names]
-    for load in loads:
-        whole.add(namespace[load.name])
-        load.tensors = _not_there(_own_tensors(load.contents), taken, device)
-    moving = {id(each) for each in _own_tensors(whole)}
-    for name, optimizer in _followers(whole, moving, namespace):
+def load_all(names: list[str], namespace: Mapping[str, Any], device: str) -> tuple[Contents, list[MovedVariable]]:
+    """Return what the names hold together, and each with the tensors it adds that are not on the device yet."""
+    combined, taken = Contents(), set[int]()
+    variables = [load(name, namespace) for name in names]
+    for variable in variables:
+        combined.add(namespace[variable.name])
+        variable.tensors = _not_there(_own_tensors(variable.contents), taken, device)
+    moving = {id(each) for each in _own_tensors(combined)}
+    for name, optimizer in _followers(combined, moving, namespace):
         kept = state_to_move(optimizer, moving)
-        loads.append(Load(name, tensors=_not_there(kept, taken, device)))
-        if all(optimizer is not each for each in whole.optimizers):
-            whole.optimizers.append(optimizer)
-    return whole, loads
+        variables.append(MovedVariable(name, tensors=_not_there(kept, taken, device)))
+        if all(optimizer is not each for each in combined.optimizers):
+            combined.optimizers.append(optimizer)
+    return combined, variables
 
 
-def look_up(name: str, namespace: Mapping[str, Any]) -> Load:
-    """Return what a variable brings along, as far as its value tells; raise `OptionError` where that is nothing."""
+def load(name: str, namespace: Mapping[str, Any]) -> MovedVariable:
+    """Return a variable and what it holds; raise `OptionError` if it is missing or holds nothing with a device."""
     if name not in namespace:
         near = difflib.get_close_matches(name, [each for each in namespace if not each.startswith("_")], n=1)
         hint = f"did you mean {near[0]}?" if near else "write names of variables, such as --move model,x"
         raise OptionError(f"{CAUSE}: there is no variable {name!r}; {hint}")
-    load = Load(name)
-    if not load.contents.add(namespace[name]):
+    found = MovedVariable(name)
+    if not found.contents.add(namespace[name]):
         kind = type(namespace[name]).__name__
         hint = "; torch.from_numpy makes it a tensor" if kind == "ndarray" else ""
         if hasattr(type(namespace[name]), "to"):
             hint = f"; it has a .to() of its own: {name} = {name}.to(...)"
         raise OptionError(f"{CAUSE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move{hint}")
-    return load
+    return found
 
 
 def _own_tensors(contents: Contents) -> list[Any]:
@@ -186,8 +183,8 @@ def _not_there(tensors: Iterable[Any], taken: set[int], device: str) -> list[Any
     return found
 
 
-def _followers(whole: Contents, moving: set[int], namespace: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the optimizers that are asked for or that work on what is asked for, with a name of each."""
+def _followers(combined: Contents, moving: set[int], namespace: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the optimizers that are named or whose parameters move, each with a name."""
     import torch
 
     found: dict[int, tuple[str, Any]] = {}
@@ -196,6 +193,6 @@ def _followers(whole: Contents, moving: set[int], namespace: Mapping[str, Any]) 
             works_on = {id(each) for group in value.param_groups for each in group["params"]}
             if works_on & moving:
                 found.setdefault(id(value), (name, value))
-    for optimizer in whole.optimizers:
+    for optimizer in combined.optimizers:
         found.setdefault(id(optimizer), ("optimizer", optimizer))
     return list(found.values())

@@ -1,7 +1,7 @@
 """What a variable holds: the tensors, modules and optimizers in it, through containers and dataclasses.
 
-A container that is to hold other tensors is not changed: `rebuilt` makes one like it, so that whoever else has the
-old one keeps it, and so that a move that fails has changed nothing.
+Containers are not changed: `rebuilt` makes new ones, so that other references keep the old one, and a move that fails
+has changed nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 Step: TypeAlias = "tuple[str, Any]"
-"""How a part hangs on its container: ``("item", key)`` or ``("attribute", name)``."""
+"""How a container holds a part: ``("item", key)`` or ``("attribute", name)``."""
 
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
 @dataclass
 class Contents:
-    """What was found in the variables looked at, each object once, in the order of finding."""
+    """What variables hold, each object once, in the order found."""
 
     tensors: list[Any] = field(default_factory=list)
     modules: list[Any] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Contents:
     seen: dict[int, object] = field(default_factory=dict)
 
     def add(self, value: object) -> bool:
-        """Add what a value holds; return whether there is anything in it that has a device."""
+        """Add what a value holds; return whether anything in it has a device."""
         kind = type(value)  # not isinstance(): a proxy's __class__ may evaluate or raise
         if kind in _ATOMS:
             return False
@@ -38,7 +38,7 @@ class Contents:
         parts = parts_of(value) if known is None else []
         is_new = id(value) not in self.seen
         if known is not None or parts:
-            self.seen[id(value)] = value  # alive while its id stands for it
+            self.seen[id(value)] = value  # alive while its id is used
         if known is not None and is_new:
             known.append(value)
         inside = [self.add(part) for _, part in parts if type(part) not in _ATOMS] if is_new else [bool(parts)]
@@ -54,16 +54,16 @@ class Contents:
         return self.optimizers if issubclass(kind, torch.optim.Optimizer) else None
 
     def parameters(self) -> list[Any]:
-        """Return what the optimizers work on."""
+        """Return the parameters of the optimizers."""
         return [each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]]
 
     def leaves(self) -> list[Any]:
-        """Return the tensors that collect gradients, apart from those of modules."""
+        """Return the leaf tensors that require gradients, apart from those of modules."""
         return [each for each in (*self.tensors, *self.parameters()) if each.is_leaf and each.requires_grad]
 
 
 def parts_of(value: Any) -> list[tuple[Step, object]]:
-    """Return what a container or a dataclass consists of; nothing of anything else."""
+    """Return the parts of a container or a dataclass, and nothing for any other value."""
     from torch.nn.utils.rnn import PackedSequence
 
     kind = type(value)
@@ -72,13 +72,13 @@ def parts_of(value: Any) -> list[tuple[Step, object]]:
     parts: list[tuple[Step, object]] = []
     if issubclass(kind, dict) and not _ATOMS.issuperset(map(type, dict.values(value))):
         parts += [(("item", key), part) for key, part in dict.items(value)]
-    elif issubclass(kind, list | tuple) and not _ATOMS.issuperset(map(type, value)):  # a million numbers, at once
+    elif issubclass(kind, list | tuple) and not _ATOMS.issuperset(map(type, value)):  # a million numbers, quickly
         parts += [(("item", place), part) for place, part in enumerate(value)]
     return parts + [(("attribute", name), part) for name, part in _attributes(value, kind)]
 
 
 def _attributes(value: Any, kind: type) -> list[tuple[str, object]]:
-    """Return a dataclass's fields, and what containers of a class of their own keep beside their items."""
+    """Return a dataclass's fields, and the attributes that container subclasses have along with their items."""
     if dataclasses.is_dataclass(kind):
         return [
             (each.name, getattr(value, each.name)) for each in dataclasses.fields(kind) if hasattr(value, each.name)
@@ -87,13 +87,13 @@ def _attributes(value: Any, kind: type) -> list[tuple[str, object]]:
     return list(getattr(value, "__dict__", {}).items()) if issubclass(kind, keeps) else []
 
 
-def rebuilt(value: object, successor: Callable[[Any], object], done: dict[int, Any] | None = None) -> Any:
-    """Return a value like this one with each tensor's successor in its place, or the value itself if none differs.
+def rebuilt(value: object, replacement: Callable[[Any], object], done: dict[int, Any] | None = None) -> Any:
+    """Return a copy of a value with each tensor replaced, or the value itself if nothing differs.
 
     Args:
-        value: a tensor, a container or a dataclass; anything else is returned as it is.
-        successor: takes a tensor, returns what is to stand in its place.
-        done: ``{id: what it became}`` of containers met before, so that two names of one stay two names of one.
+        value: a tensor, a container or a dataclass; anything else is returned unchanged.
+        replacement: takes a tensor, returns what replaces it.
+        done: ``{id: result}`` for containers already rebuilt, so that two names of one stay two names of one.
 
     Raises:
         ValueError: a container that holds itself.
@@ -104,7 +104,7 @@ def rebuilt(value: object, successor: Callable[[Any], object], done: dict[int, A
         return value
     done = {} if done is None else done
     if issubclass(type(value), torch.Tensor):
-        return successor(value)
+        return replacement(value)
     parts = parts_of(value)
     if not parts:
         return value
@@ -113,7 +113,7 @@ def rebuilt(value: object, successor: Callable[[Any], object], done: dict[int, A
             raise ValueError("it holds itself")
         return done[id(value)]
     done[id(value)] = _UNFINISHED
-    new = [(step, part if type(part) in _ATOMS else rebuilt(part, successor, done)) for step, part in parts]
+    new = [(step, part if type(part) in _ATOMS else rebuilt(part, replacement, done)) for step, part in parts]
     same = all(part is old for (_, part), (_, old) in zip(new, parts, strict=True))
     done[id(value)] = value if same else _like(value, new)
     return done[id(value)]
@@ -128,7 +128,7 @@ def _like(value: Any, parts: list[tuple[Step, object]]) -> object:
     made = copy.copy(value)
     for (kind, key), part in parts:
         if kind == "attribute":
-            object.__setattr__(made, key, part)  # a frozen dataclass too: nobody has seen the new one yet
+            object.__setattr__(made, key, part)  # a frozen dataclass too: nothing else has the new one yet
         else:
             (dict if isinstance(made, dict) else list).__setitem__(made, key, part)
     return made

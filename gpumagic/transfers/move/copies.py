@@ -1,6 +1,6 @@
-"""Copies of tensors on another device, and the modules, leaves and optimizers that stay the objects they are.
+"""Copies of tensors on another device, and in-place changes of the modules, leaf tensors and optimizers that use them.
 
-Every change made here is written down first, and `Changes.undo` takes all of them back.
+Every change is recorded before it is made, so that `Changes.undo` can revert it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _ALIGNMENT = 16  # bytes; a multiple of every element's size
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """Tensors that cross together, because they lie in one stretch of memory."""
+class CopyGroup:
+    """Tensors that are copied together because their memory overlaps."""
 
     tensors: tuple[Any, ...]
     source: str
@@ -36,24 +36,24 @@ class Copies:
     new: dict[int, Any] = field(default_factory=dict)
     """``{id of a tensor: its copy}``."""
     seconds: dict[int, float] = field(default_factory=dict)
-    """``{id of a parcel's first tensor: time it took}``."""
+    """``{id of a group's first tensor: seconds}``."""
 
-    def make(self, parcels: Iterable[Parcel], device: str) -> None:
-        """Copy each parcel to a device; what raises leaves the copies made before."""
+    def make(self, groups: Iterable[CopyGroup], device: str) -> None:
+        """Copy each group to a device; on an error, the copies made before it stay in `new`."""
         import torch
 
         with torch.no_grad():
-            for parcel in parcels:
+            for group in groups:
                 start = time.perf_counter()
-                made = _copied(parcel, device)
-                self.seconds[id(parcel.tensors[0])] = time.perf_counter() - start
-                self.new.update((id(old), new) for old, new in zip(parcel.tensors, made, strict=True))
+                made = _copied(group, device)
+                self.seconds[id(group.tensors[0])] = time.perf_counter() - start
+                self.new.update((id(old), new) for old, new in zip(group.tensors, made, strict=True))
 
 
-def packed(tensors: Iterable[Any]) -> list[Parcel]:
-    """Return the tensors as parcels: those whose memory overlaps in one, every other alone."""
+def group_by_memory(tensors: Iterable[Any]) -> list[CopyGroup]:
+    """Return the tensors in groups: those with overlapping memory together, every other one alone."""
     by_storage: dict[int, list[tuple[int, int, Any]]] = {}
-    parcels = []
+    groups = []
     for tensor in tensors:
         if _is_plain(tensor):
             start = tensor.storage_offset() * tensor.element_size()
@@ -61,47 +61,47 @@ def packed(tensors: Iterable[Any]) -> list[Parcel]:
             end = start + (reach + 1) * tensor.element_size()
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((start, end, tensor))
         else:
-            parcels.append(Parcel((tensor,), str(tensor.device), 0, _nbytes(tensor), whole=True))
-    for stretches in by_storage.values():
-        parcels += _overlapping(sorted(stretches, key=lambda stretch: stretch[:2]))
-    return parcels
+            groups.append(CopyGroup((tensor,), str(tensor.device), 0, _nbytes(tensor), whole=True))
+    for spans in by_storage.values():
+        groups += _overlapping(sorted(spans, key=lambda span: span[:2]))
+    return groups
 
 
-def _overlapping(stretches: list[tuple[int, int, Any]]) -> Iterable[Parcel]:
-    """Yield the stretches of one memory, sorted by their start, as parcels of those that overlap."""
+def _overlapping(spans: list[tuple[int, int, Any]]) -> Iterable[CopyGroup]:
+    """Yield groups of overlapping spans of one storage; the spans are sorted by their start."""
     together: list[tuple[int, int, Any]] = []
     reached = 0
-    for start, end, tensor in stretches:
+    for start, end, tensor in spans:
         if together and start >= reached:
-            yield _parcel(together)
+            yield _make_group(together)
             together = []
         together.append((start, end, tensor))
         reached = max(reached, end)
-    yield _parcel(together)
+    yield _make_group(together)
 
 
-def _parcel(together: list[tuple[int, int, Any]]) -> Parcel:
+def _make_group(together: list[tuple[int, int, Any]]) -> CopyGroup:
     tensors = tuple(tensor for _, _, tensor in together)
     start = together[0][0] // _ALIGNMENT * _ALIGNMENT
     length = max(end for _, end, _ in together) - start
     own = _nbytes(tensors[0])
-    # An expanded tensor is longer than its memory: it crosses as it lies.
+    # An expanded tensor is larger than its memory, so only the memory is copied.
     whole = len(tensors) == 1 and own <= length
-    return Parcel(tensors, str(tensors[0].device), start, own if whole else length, whole)
+    return CopyGroup(tensors, str(tensors[0].device), start, own if whole else length, whole)
 
 
-def _copied(parcel: Parcel, device: str) -> list[Any]:
+def _copied(group: CopyGroup, device: str) -> list[Any]:
     import torch
 
-    first = parcel.tensors[0]
-    if parcel.whole:
+    first = group.tensors[0]
+    if group.whole:
         # A tensor that a graph made stays in the graph, as with `x = x.to(...)`.
         with torch.set_grad_enabled(first.grad_fn is not None):
             return [first.to(device)]
-    stretch = torch.empty(0, dtype=torch.uint8, device=first.device)
-    stretch.set_(first.untyped_storage(), parcel.start, (parcel.nbytes,), (1,))
-    there = stretch.to(device).untyped_storage()
-    return [_view(tensor, there, parcel.start, device) for tensor in parcel.tensors]
+    span = torch.empty(0, dtype=torch.uint8, device=first.device)
+    span.set_(first.untyped_storage(), group.start, (group.nbytes,), (1,))
+    there = span.to(device).untyped_storage()
+    return [_view(tensor, there, group.start, device) for tensor in group.tensors]
 
 
 def _view(tensor: Any, storage: Any, start: int, device: str) -> Any:
@@ -132,8 +132,8 @@ def _nbytes(tensor: Any) -> int:
 Successor = Callable[[Any], Any]
 
 
-def slots_of(module: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield where a module and those inside it keep parameters and buffers: the dict, the key, the tensor."""
+def parameter_slots(module: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the parameters and buffers of a module and its submodules: the dict that has it, the key, the tensor."""
     for part in module.modules():
         for kept in (part._parameters, part._buffers):
             yield from ((kept, key, tensor) for key, tensor in list(kept.items()) if tensor is not None)
@@ -141,12 +141,12 @@ def slots_of(module: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 def tensors_of(module: Any) -> list[Any]:
     """Return a module's parameters, their gradients and its buffers."""
-    found = [tensor for _, _, tensor in slots_of(module)]
+    found = [tensor for _, _, tensor in parameter_slots(module)]
     return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
 
 
 def state_to_move(optimizer: Any, parameters: Collection[int]) -> list[Any]:
-    """Return the tensors an optimizer keeps beside the parameters of these ids.
+    """Return an optimizer's state tensors for the parameters of these ids.
 
     A step counter stays on the host unless the optimizer says otherwise, as in `Optimizer.load_state_dict`.
     """
@@ -167,53 +167,53 @@ def _tensors_in(value: object) -> list[Any]:
 
 
 class Changes:
-    """Changes to modules, leaves and optimizers, with what takes them back."""
+    """Changes to modules, leaf tensors and optimizers, and how to undo them."""
 
     def __init__(self, copies: Mapping[int, Any]) -> None:
         self._copies = copies
         self._final: dict[int, Any] = {}
         self._undo: list[Callable[[], object]] = []
 
-    def successor(self, tensor: Any) -> Any:
-        """Return what stands for a tensor now: itself where it stayed the same object or did not move."""
+    def replacement(self, tensor: Any) -> Any:
+        """Return what replaces a tensor: the tensor itself where it stayed the same object or did not move."""
         if id(tensor) in self._final:
             return self._final[id(tensor)]
         return self._copies.get(id(tensor), tensor)
 
     def on_undo(self, act: Callable[[], object]) -> None:
-        """Add something to do when all is taken back."""
+        """Add something to do on `undo`."""
         self._undo.append(act)
 
     def undo(self) -> None:
-        """Take everything back, the last first."""
+        """Undo everything, the last change first."""
         while self._undo:
             with contextlib.suppress(Exception):
                 self._undo.pop()()
         self._final.clear()
 
     def move_module(self, module: Any, device: str) -> None:
-        """Put the copies into a module, by its own `_apply` and, where its class has its own `to`, with its consent."""
+        """Put the copies into a module by its own `_apply` and, where its class overrides it, its own `to`."""
         import torch
 
-        slots = list(slots_of(module))
+        slots = list(parameter_slots(module))
         self._undo.append(lambda: module._apply(lambda tensor: tensor))  # an RNN keeps a list of its weights
         for kept, key, tensor in slots:
             self._remember(tensor)
             self._undo.append(partial(kept.__setitem__, key, tensor))
         module._apply(lambda tensor: self._copies.get(id(tensor), tensor))
-        for kept, key, tensor in slots:  # a tied weight stays one where torch had to make new parameters
+        for kept, key, tensor in slots:  # a tied weight stays one even if torch had to make new parameters
             kept[key] = self._final.setdefault(id(tensor), kept[key])
         if type(module).to is not torch.nn.Module.to:
             module.to(device)
 
     def move_leaf(self, leaf: Any) -> None:
-        """Put its copy into a leaf that collects gradients, or make a new leaf where torch cannot."""
+        """Put the copy into a leaf that requires gradients, or make a new leaf where torch cannot."""
         import torch
 
         new = self._copies.get(id(leaf))
         if new is None or id(leaf) in self._final:
-            return  # it is there already, or a module's
-        gradient = None if leaf.grad is None else self.successor(leaf.grad)
+            return  # it is there already, or belongs to a module
+        gradient = None if leaf.grad is None else self.replacement(leaf.grad)
         if torch._has_compatible_shallow_copy_type(leaf, new):
             self._remember(leaf)
             leaf.grad = None
@@ -226,14 +226,14 @@ class Changes:
         self._final[id(leaf)] = made
 
     def move_optimizer(self, optimizer: Any) -> None:
-        """Point an optimizer at what stands for its parameters now, and put the copies of its state in."""
+        """Replace an optimizer's parameters and state by their copies."""
         state = dict(optimizer.state)
         self._undo += [partial(optimizer.state.update, state), optimizer.state.clear]
         done: dict[int, Any] = {}
-        new = {self.successor(key): rebuilt(value, self.successor, done) for key, value in state.items()}
+        new = {self.replacement(key): rebuilt(value, self.replacement, done) for key, value in state.items()}
         for parameters in [group["params"] for group in optimizer.param_groups]:
             self._undo.append(partial(parameters.__setitem__, slice(None), list(parameters)))
-            parameters[:] = [self.successor(parameter) for parameter in parameters]
+            parameters[:] = [self.replacement(parameter) for parameter in parameters]
         optimizer.state.clear()
         optimizer.state.update(new)
 
