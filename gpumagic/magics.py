@@ -215,9 +215,9 @@ class GPUMagic(Magics):
             api.gpuinfo, *options.devices, processes=options.processes, everything=options.all
         )
         if options.engines is not None:
-            from gpumagic.cluster import lines
+            from gpumagic.cluster import queries
 
-            ask = lines.follow(options)
+            ask = queries.GpuPoller(options)
         return live.watch(self.shell, ask, options.watch)
 
     def _run(self, guard: Guard, cell: str | None) -> object:
@@ -232,7 +232,7 @@ class GPUMagic(Magics):
         """Return what runs a cell on the engines and shows their report."""
         from IPython.display import display
 
-        from gpumagic.cluster import lines
+        from gpumagic.cluster import cells
 
         store = self._store(options.out)
 
@@ -242,7 +242,7 @@ class GPUMagic(Magics):
             if not options.quiet and report.is_worth_showing:
                 display(report)
 
-        ready = lines.cell(magic, options, cell, device)
+        ready = cells.prepare(magic, options, cell, device)
         return functools.partial(ready.run, show)
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
@@ -251,9 +251,9 @@ class GPUMagic(Magics):
 
 def _on_engines(magic: str, options: Namespace) -> object:
     """Return one report of all engines."""
-    from gpumagic.cluster import lines
+    from gpumagic.cluster import queries
 
-    report = lines.look(magic, options)
+    report = queries.query_of(magic, options).run()
     return _json(report) if getattr(options, "json", False) else report
 
 

@@ -1,59 +1,113 @@
 """A cell under `%%ondevice --engines` or `%%oomguard --engines`: run by the engines, reported as one.
 
-Each engine runs it under its own magic, as IPython there runs any cell, and keeps its report until it is collected.
-Outputs are shown as `%%px` shows them. No engine begins before all of them can.
+Each engine runs the cell under its own magic, as IPython there runs any cell, and keeps its report until it is
+collected. Outputs are shown as `%%px` shows them. No engine starts before all engines are ready.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from gpumagic.cluster import transport
-from gpumagic.cluster.connection import Connection, EngineResources, assign_devices, connect
-from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer
+from gpumagic.cluster.connection import Connection, EngineResources, assign_devices, check_options, connect
+from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engines_label
 from gpumagic.errors import OptionError
 
 REPORT_NAME = "_gpumagic_report"
 """The variable in which an engine keeps its report until it is collected."""
+OUT_OF_MEMORY = "out of memory"
+_FORWARDED = {"ondevice": ("move", "trace", "strict"),
+              "oomguard": ("retry", "shrink", "fallback", "keep", "keep_going")}  # fmt: skip
+"""Options that each engine's own magic is given."""
 _INTERRUPT_TIMEOUT = 10.0
 """Seconds that engines have to end their cells after an interrupt."""
 
 
-@dataclass(frozen=True)
-class EngineCell:
-    """A cell ready to run on engines.
+def prepare(magic: str, options: Namespace, body: str | None, device: str | None = None) -> EngineCell:
+    """Return a cell ready to run: all engines have answered, and each has its device.
 
     Args:
-        connection: where.
         magic: ``"ondevice"`` or ``"oomguard"``.
-        lines: the line of the magic for each engine, without its name.
-        body: the cell below it.
+        options: of its line.
+        body: the cell below; None where there is none.
+        device: the device of `%%ondevice`, as `assign_devices` takes it.
+
+    Raises:
+        OptionError: there is no cell, an option is about one process, or an engine cannot run the cell or has no such
+            device. Then it runs on no engine.
     """
+    if body is None:
+        raise OptionError(f"--engines takes all of a cell: write %%{magic} on its first line")
+    check_options(magic, options, "%%px, and below it %%")
+    line = " ".join(word for name in _FORWARDED[magic] for word in _words(name, getattr(options, name)))
+    connection = connect(options.engines, gone=False)
+    ready = transport.ask_all(connection, ("prepare", {}), options.timeout)
+    try:
+        _check(ready)
+        lines = dict.fromkeys(connection.engines, line)
+        if device is not None:
+            resources = {int(answer.engine): EngineResources(answer.origin, answer.report) for answer in ready}
+            wanted = {
+                engine: ("resolve_device", {"name": name, "fallback": options.fallback})
+                for engine, name in assign_devices(device, resources).items()
+            }
+            resolved = transport.ask_each(connection, wanted, options.timeout)
+            _check(resolved)
+            lines = {int(answer.engine): f"{answer.report} {line}" for answer in resolved}
+    except OptionError:
+        able = tuple(int(answer.engine) for answer in ready if answer.state == ANSWERED)
+        transport.ask_all(replace(connection, engines=able), ("collect", {"name": REPORT_NAME}), options.timeout)
+        raise
+    return EngineCell(connection, magic, lines, body, options.timeout, magic == "oomguard" and options.keep_going)
+
+
+def _words(name: str, value: object) -> list[str]:
+    """Return an option as it is typed; nothing where it is not given."""
+    option = f"--{name.replace('_', '-')}"
+    if value is True:
+        return [option]
+    return [option, ",".join(value) if isinstance(value, list) else str(value)] if value else []
+
+
+def _check(answers: Sequence[EngineAnswer]) -> None:
+    for answer in answers:
+        if answer.state != ANSWERED:
+            others = ",".join(str(each.engine) for each in answers if each.state == ANSWERED)
+            leave = f"; without it: --engines {others}" if others else ""
+            raise OptionError(
+                f"the cell ran nowhere: {engines_label([answer]).lower()}: {answer.state}, {answer.detail}{leave}"
+            )
+
+
+@dataclass(frozen=True)
+class EngineCell:
+    """A cell ready to run on engines."""
 
     connection: Connection
     magic: str
     lines: Mapping[int, str]
+    """The line of the magic for each engine, without its name."""
     body: str
     timeout: float
     keep_going: bool = False
 
     def run(self, show: Callable[[ClusterReport], object]) -> None:
-        """Run it, hand the report to ``show``, and raise what the engines' cells raised.
+        """Run it, pass the report to ``show``, and raise what the engines' cells raised.
 
         Raises:
-            OutOfMemory: engines ran out of memory, nothing else went wrong, and it is not to go on.
+            OutOfMemory: engines ran out of memory, nothing else went wrong, and ``keep_going`` is not set.
             KeyboardInterrupt: after the engines were interrupted.
         """
         __tracebackhide__ = True
         started = time.perf_counter()
         sent = {engine: self._send(engine, line) for engine, line in self.lines.items()}
         interrupted = False
-        with _stream_output(self.connection.client, sent):
+        with _async_result(self.connection.client, sent).stream_output():  # labelled as `%%px` labels outputs
             try:
                 wait([*sent.values(), *(future.output for future in sent.values())])
             except KeyboardInterrupt:
@@ -86,13 +140,13 @@ class EngineCell:
         """Collect the reports of the engines whose cells have ended."""
         ended = replace(self.connection, engines=tuple(engine for engine, future in sent.items() if future.done()))
         answers = transport.ask_all(ended, ("collect", {"name": REPORT_NAME}), self.timeout)
-        told = {answer.engine: _with_outcome(answer, sent[int(answer.engine)].result()) for answer in answers}
-        going_on = EngineAnswer(-1, state="interrupted", detail="but its cell goes on")
-        found = [told.get(engine) or replace(going_on, engine=engine) for engine in sent]
+        ready = {answer.engine: _with_outcome(answer, sent[int(answer.engine)].result()) for answer in answers}
+        running = EngineAnswer(-1, state="interrupted", detail="but its cell goes on")
+        found = [ready.get(engine) or replace(running, engine=engine) for engine in sent]
         return ClusterReport(self.magic, tuple(found), elapsed)
 
     def _raise(self, sent: Mapping[int, Any], report: ClusterReport) -> None:
-        """Raise what `%%px` would, or that memory ran out where nothing else went wrong."""
+        """Raise what `%%px` would, or `OutOfMemory` where nothing else went wrong."""
         __tracebackhide__ = True
         states = {answer.engine: answer.state for answer in report.engines}
         out = [engine for engine in sent if states[engine] == OUT_OF_MEMORY]
@@ -103,82 +157,14 @@ class EngineCell:
             _raise_out_of_memory(report)
 
 
-OUT_OF_MEMORY = "out of memory"
-
-
-def prepare(
-    magic: str,
-    line: str,
-    body: str,
-    *,
-    engines: str,
-    timeout: float,
-    device: str | None = None,
-    fallback: str | None = None,
-    keep_going: bool = False,
-) -> EngineCell:
-    """Return a cell ready to run: all engines have answered, and each has its device.
-
-    Args:
-        magic: ``"ondevice"`` or ``"oomguard"``.
-        line: the options that each engine's own magic gets.
-        body: the cell below.
-        engines: which.
-        timeout: seconds to wait for them to be ready.
-        device: as `placement.place` takes it; None where the magic has none.
-        fallback: the device for engines that have not that one.
-        keep_going: whether out-of-memory fails nothing.
-
-    Raises:
-        OptionError: an engine cannot run it, or has no such device. Then no engine has.
-    """
-    connection = connect(engines, gone=False)
-    ready = transport.ask_all(connection, ("prepare", {}), timeout)
-    try:
-        _check(ready)
-        lines = dict.fromkeys(connection.engines, line)
-        if device is not None:
-            places = _resolve_devices(connection, assign_devices(device, _resources(ready)), fallback, timeout)
-            lines = {engine: f"{places[engine]} {line}" for engine in places}
-    except OptionError:
-        able = tuple(int(answer.engine) for answer in ready if answer.state == ANSWERED)
-        transport.ask_all(replace(connection, engines=able), ("collect", {"name": REPORT_NAME}), timeout)
-        raise
-    return EngineCell(connection, magic, lines, body, timeout, keep_going)
-
-
-def _resources(answers: Sequence[EngineAnswer]) -> dict[int, EngineResources]:
-    return {int(answer.engine): EngineResources(answer.origin, answer.report) for answer in answers}
-
-
-def _resolve_devices(
-    connection: Connection, places: Mapping[int, str], fallback: str | None, timeout: float
-) -> dict[int, str]:
-    """Return the full name of each engine's device, by what is there."""
-    wanted = {engine: ("resolve_device", {"name": name, "fallback": fallback}) for engine, name in places.items()}
-    found = transport.ask_each(connection, wanted, timeout)
-    _check(found)
-    return {int(answer.engine): answer.report for answer in found}
-
-
-def _check(answers: Sequence[EngineAnswer]) -> None:
-    from gpumagic.cluster.report import engines_label
-
-    for answer in answers:
-        if answer.state != ANSWERED:
-            others = ",".join(str(each.engine) for each in answers if each.state == ANSWERED)
-            leave = f"; without it: --engines {others}" if others else ""
-            raise OptionError(
-                f"the cell ran nowhere: {engines_label([answer]).lower()}: {answer.state}, {answer.detail}{leave}"
-            )
-
-
 def _with_outcome(answer: EngineAnswer, result: object) -> EngineAnswer:
-    """Return an engine's answer with how its cell has ended."""
+    """Return an engine's answer with how its cell ended."""
+    report = answer.report
     if answer.state != ANSWERED:
         return answer
-    if _is_out_of_memory(answer):
-        return replace(answer, state=OUT_OF_MEMORY, detail=_place_of_failure(answer.report))
+    if type(report).__name__ == "OomReport" and not report.recovered:
+        line = f" in line {report.line}" if report.line is not None else ""
+        return replace(answer, state=OUT_OF_MEMORY, detail=f"{report.device or 'the host'}{line}")
     if not isinstance(result, BaseException):
         return answer
     name, value = getattr(result, "ename", type(result).__name__), getattr(result, "evalue", str(result))
@@ -187,30 +173,14 @@ def _with_outcome(answer: EngineAnswer, result: object) -> EngineAnswer:
     return replace(answer, state="raised", detail=f"{name}: {value}")
 
 
-def _is_out_of_memory(answer: EngineAnswer) -> bool:
-    return type(answer.report).__name__ == "OomReport" and not getattr(answer.report, "recovered", False)
-
-
-def _place_of_failure(report: Any) -> str:
-    place = f" in line {report.line}" if report.line is not None else ""
-    return f"{report.device or 'the host'}{place}"
-
-
-@contextlib.contextmanager
-def _stream_output(client: Any, sent: Mapping[int, Any]) -> Iterator[None]:
-    """Show the outputs of engines as they come, labelled as `%%px` labels them."""
-    with _async_result(client, sent).stream_output():
-        yield
-
-
-def _async_result(client: Any, sent: Mapping[int, Any], name: str = "") -> Any:
+def _async_result(client: Any, sent: Mapping[int, Any]) -> Any:
     from ipyparallel import AsyncResult
 
-    return AsyncResult(client, list(sent.values()), fname=name, targets=list(sent))
+    return AsyncResult(client, list(sent.values()), fname="", targets=list(sent))
 
 
 def _raise_as_px(futures: Sequence[Any], name: str, *, shown: bool) -> NoReturn:
-    """Raise the errors of engines, in short where the streaming has shown them; a dead engine shows nothing."""
+    """Raise the errors of engines, in short where the streaming has shown them; of a dead engine it shows nothing."""
     __tracebackhide__ = True
     from ipyparallel import error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from argparse import Namespace
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +13,22 @@ from gpumagic.notebook import session
 from gpumagic.report.origin import Origin
 
 PX = "px"
-"""Those that `%%px` goes to, which `%pxconfig --targets` changes."""
-
+"""The engines that `%%px` goes to, which `%pxconfig --targets` changes."""
+_SINGLE_PROCESS_OPTIONS = {
+    "gpuinfo": ("each_cell", "best", "bench"),
+    "devices": ("diff", "held", "why", "release_held"),
+    "ondevice": (),
+    "oomguard": ("fit", "rehearse", "rehearse_only", "capacity"),
+}
 _selected: Any = None
 _known_engines: MutableMapping[Any, dict[int, Origin]] = weakref.WeakKeyDictionary()
-"""Of each client, the engines that it has had: one that is gone is still told of."""
+"""The engines that each client has had; those that are gone are still reported."""
 _pending: MutableMapping[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A client, and the numbers of the engines that are asked."""
+    """A client, and the numbers of the engines to ask."""
 
     client: Any
     engines: tuple[int, ...]
@@ -34,33 +40,43 @@ class Connection:
         return tuple(engine for engine in self.engines if engine in registered)
 
     @property
-    def seen(self) -> dict[int, Origin]:
-        """Return what is known of the client's engines, those included that are gone."""
+    def known(self) -> dict[int, Origin]:
+        """Return where the client's engines run, including those that are gone."""
         return _known_engines.setdefault(self.client, {})
 
     @property
-    def waiting(self) -> dict[int, Any]:
-        """Return the last requests that engines could not answer in time."""
+    def pending(self) -> dict[int, Any]:
+        """Return the last requests that engines did not answer in time."""
         return _pending.setdefault(self.client, {})
 
 
+def check_options(magic: str, options: Namespace, alternative: str) -> None:
+    """Raise `OptionError` for an option that is about one process."""
+    for name in _SINGLE_PROCESS_OPTIONS[magic]:
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise OptionError(
+                f"{option} is about one process: {alternative}{magic} {option} has each engine answer for itself"
+            )
+
+
 def use(client_or_view: Any = None) -> None:
-    """Have `--engines` go to the engines of an ipyparallel client or view; without one, as `%%px` goes again.
+    """Select the ipyparallel client or view that `--engines` uses; without one, that of `%%px` again.
 
     Engines of it that are gone are forgotten.
     """
-    global _selected  # noqa: PLW0603  # as `%%px`, it is one for the session
+    global _selected  # noqa: PLW0603  # one for the session, as of `%%px`
     _selected = client_or_view
     if client_or_view is not None:
         _known_engines.pop(getattr(client_or_view, "client", client_or_view), None)
 
 
 def connect(targets: str = PX, *, gone: bool = True) -> Connection:
-    """Return the engines that are meant.
+    """Return the client and its engines for a value of `--engines`.
 
     Args:
-        gone: whether engines that were there earlier are told of, too.
         targets: ``"all"``, numbers such as ``"0,2"``, a slice such as ``"1:3"``, or ``"px"``.
+        gone: whether to include engines that are gone.
 
     Raises:
         OptionError: there is no client, it is closed, it has no engines, or an engine was never there.
@@ -84,7 +100,7 @@ def connect(targets: str = PX, *, gone: bool = True) -> Connection:
 
 
 def _px_view() -> Any:
-    """Return the view that `%%px` sends cells to; None where nothing is connected."""
+    """Return the view that `%%px` uses; None where nothing is connected."""
     shell = session.shell()
     magic = None if shell is None else shell.find_cell_magic("px")
     return getattr(getattr(magic, "__self__", None), "view", None)
@@ -107,27 +123,27 @@ def _parse_targets(targets: str, known: list[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class EngineResources:
-    """What there is where one engine runs."""
+    """Where one engine runs, and its GPUs."""
 
     origin: Origin
     gpus: tuple[tuple[str, str, int], ...] = ()
-    """Of each of its GPUs its name there, what tells it from all others, and its free bytes, the freest first."""
+    """For each GPU its name there, an identity that is unique in the cluster, and its free bytes; most free first."""
 
 
-def assign_devices(device: str, sites: Mapping[int, EngineResources]) -> dict[int, str]:
+def assign_devices(device: str, resources: Mapping[int, EngineResources]) -> dict[int, str]:
     """Return the device of each engine.
 
     Args:
-        device: ``"auto"``; or a name, in which ``{rank}`` and ``{local_rank}`` stand for numbers.
-        sites: by engine.
+        device: ``"auto"``, or a name with the placeholders ``{rank}`` and ``{local_rank}``.
+        resources: by engine.
 
     Raises:
-        OptionError: something else stands in braces; or ``auto`` where an engine has no GPU.
+        OptionError: another placeholder, or ``auto`` where an engine has no GPU.
     """
     if device.lower() == "auto":
-        return _assign_freest(sites)
+        return _assign_freest(resources)
     device = device.replace("{{", "{").replace("}}", "}")  # as IPython leaves it where it expands nothing
-    ranks = _ranks(sites)
+    ranks = _ranks(resources)
     try:
         return {
             engine: device.format_map({"rank": rank, "local_rank": local}) for engine, (rank, local) in ranks.items()
@@ -138,9 +154,9 @@ def assign_devices(device: str, sites: Mapping[int, EngineResources]) -> dict[in
         ) from None
 
 
-def _ranks(sites: Mapping[int, EngineResources]) -> dict[int, tuple[int, int]]:
-    """Return each engine's rank and that within its host: the launcher's where it tells all apart, else their order."""
-    origins = {engine: sites[engine].origin for engine in sorted(sites)}
+def _ranks(resources: Mapping[int, EngineResources]) -> dict[int, tuple[int, int]]:
+    """Return each engine's rank and local rank: the launcher's where they are distinct, else the engines' order."""
+    origins = {engine: resources[engine].origin for engine in sorted(resources)}
     ranks = _distinct_ranks({engine: origin.rank for engine, origin in origins.items()})
     order = sorted(origins, key=lambda engine: ranks[engine])
     hosts: dict[str, dict[int, int | None]] = {}
@@ -151,7 +167,7 @@ def _ranks(sites: Mapping[int, EngineResources]) -> dict[int, tuple[int, int]]:
 
 
 def _distinct_ranks(ranks: Mapping[int, int | None]) -> dict[int, int]:
-    """Return the ranks as they are, or the engines' order where some have none, or have the same.
+    """Return the ranks as they are, or the engines' order where ranks are missing or equal.
 
     Engines that a batch script starts without a launcher all inherit the script's own rank.
     """
@@ -161,18 +177,18 @@ def _distinct_ranks(ranks: Mapping[int, int | None]) -> dict[int, int]:
     return {engine: place for place, engine in enumerate(ranks)}
 
 
-def _assign_freest(sites: Mapping[int, EngineResources]) -> dict[int, str]:
-    """Give each engine a GPU, as free as can be, and no two the same while there are enough."""
-    if without := [engine for engine in sorted(sites) if not sites[engine].gpus]:
+def _assign_freest(resources: Mapping[int, EngineResources]) -> dict[int, str]:
+    """Assign the freest GPU to each engine; no two share one while there are enough."""
+    if without := [engine for engine in sorted(resources) if not resources[engine].gpus]:
         raise OptionError(f"auto: engine {without[0]} has no GPU; %gpuinfo --engines says why")
     holders: dict[str, int] = {}
-    for engine in sorted(sites):
-        _assign(engine, sites, holders, set())
+    for engine in sorted(resources):
+        _assign(engine, resources, holders, set())
     taken = {engine: gpu for gpu, engine in holders.items()}
     chosen: dict[int, str] = {}
     crowd = dict.fromkeys(holders, 1)
-    for engine in sorted(sites):
-        gpus = sites[engine].gpus
+    for engine in sorted(resources):
+        gpus = resources[engine].gpus
         mine = [name for name, gpu, _ in gpus if taken.get(engine) == gpu]
         if not mine:  # there are more engines than GPUs: the one with fewest of them
             name, gpu, _ = min(gpus, key=lambda each: crowd.get(each[1], 0))
@@ -182,14 +198,14 @@ def _assign_freest(sites: Mapping[int, EngineResources]) -> dict[int, str]:
     return chosen
 
 
-def _assign(engine: int, sites: Mapping[int, EngineResources], holders: dict[str, int], tried: set[str]) -> bool:
-    """Take the freest GPU that is free, or can be made so by moving who has it to another of its own."""
-    gpus: Sequence[str] = [gpu for _, gpu, _ in sites[engine].gpus]
-    for gpu in sorted(gpus, key=lambda each: each in holders):  # the free ones first, each kind by free memory
+def _assign(engine: int, resources: Mapping[int, EngineResources], holders: dict[str, int], tried: set[str]) -> bool:
+    """Assign the freest unassigned GPU, or one whose holder can move to another (augmenting paths)."""
+    gpus: Sequence[str] = [gpu for _, gpu, _ in resources[engine].gpus]
+    for gpu in sorted(gpus, key=lambda each: each in holders):  # unassigned ones first, each group by free memory
         if gpu in tried:
             continue
         tried.add(gpu)
-        if gpu not in holders or _assign(holders[gpu], sites, holders, tried):
+        if gpu not in holders or _assign(holders[gpu], resources, holders, tried):
             holders[gpu] = engine
             return True
     return False

@@ -1,16 +1,16 @@
-"""What is sent to an engine, as text: it stands on its own, since gpumagic may not be there, or be another one.
+"""The code that is sent to an engine as text. It stands alone: the engine may have no gpumagic, or another version.
 
-It is run by the engine's Python, whichever that is, and answers in plain data; reports travel pickled.
+It runs on whatever Python the engine has, and answers in plain data; reports travel pickled.
 """
 
 
-def answer(errand, arguments, version):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201  # it stands on its own
-    """Do an errand of `gpumagic.cluster.requests` here, and return the state, the report and what went wrong.
+def answer(request, arguments, version):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201  # it stands alone
+    """Call a function of `gpumagic.cluster.requests` here, and return the state, the report and any error.
 
     Args:
-        errand: the name of the function.
+        request: the name of the function.
         arguments: its keyword arguments, plain data.
-        version: the gpumagic that asks; another one is not tried.
+        version: the gpumagic of the client; nothing is called in another version.
     """
     import importlib.util
     import os
@@ -19,7 +19,7 @@ def answer(errand, arguments, version):  # type: ignore[no-untyped-def]  # noqa:
     import time
     import zlib
 
-    def is_there(package: str) -> bool:
+    def is_installed(package: str) -> bool:
         try:
             return importlib.util.find_spec(package) is not None
         except ImportError:
@@ -28,7 +28,7 @@ def answer(errand, arguments, version):  # type: ignore[no-untyped-def]  # noqa:
     facts = {"state": "answered", "host": socket.gethostname(), "pid": os.getpid()}
     started = time.perf_counter()
     try:
-        if not is_there("gpumagic"):
+        if not is_installed("gpumagic"):
             return {**facts, "state": "no gpumagic"}
         import gpumagic
 
@@ -37,11 +37,11 @@ def answer(errand, arguments, version):  # type: ignore[no-untyped-def]  # noqa:
             return {**facts, "state": "other version", "detail": here}
         from gpumagic.cluster import requests
 
-        found = getattr(requests, errand)(**arguments)
+        found = getattr(requests, request)(**arguments)
         facts["answer"] = zlib.compress(pickle.dumps(found, protocol=5), 1)
-    except Exception as error:  # the one who asked is told
+    except Exception as error:  # reported by the client
         facts.update(state="failed", detail=f"{type(error).__name__}: {error}")
     facts["seconds"] = time.perf_counter() - started
-    if not is_there("torch") and facts["state"] == "answered":
+    if not is_installed("torch") and facts["state"] == "answered":
         facts["state"] = "no torch"
     return facts

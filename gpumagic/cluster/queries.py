@@ -1,47 +1,51 @@
-"""`%gpuinfo --engines` and `%devices --engines`: one look at every engine, as one report."""
+"""`%gpuinfo --engines` and `%devices --engines`: one query to every engine, whose answers become one report."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from gpumagic.cluster import connection, transport
 from gpumagic.cluster.report import ClusterReport, EngineAnswer
 from gpumagic.errors import DeviceNotFound
 from gpumagic.options import QUERY_TIMEOUT
 
+_NO_DEVICE = "DeviceNotFound: "
+
 
 def gpuinfo(
     *devices: str, engines: str = connection.PX, timeout: float = QUERY_TIMEOUT, processes: bool = False,
     everything: bool = False,
 ) -> ClusterReport:  # fmt: skip
-    """Return the GPUs of all engines; one that several of them see is one.
+    """Return the GPUs of all engines; a GPU that several engines see is reported once.
 
     Args:
         devices: only these, by each engine's own names.
-        engines: ``"all"``, ``"0,2"``, ``"1:3"``; those of `%%px` without.
-        timeout: seconds to wait; engines that have not answered by then are told of.
+        engines: ``"all"``, ``"0,2"``, ``"1:3"``; by default those of `%%px`.
+        timeout: seconds to wait; engines that have not answered by then are listed as such.
         processes: also read the processes on each GPU.
         everything: also read the fan, links, topology and so on.
 
     Raises:
         OptionError: there are no engines, or not these.
-        DeviceNotFound: a device that none of them has.
+        DeviceNotFound: a device that no engine has.
     """
-    return _query(engines, timeout, "gpuinfo", {"names": devices, "processes": processes, "everything": everything})
+    arguments = {"names": devices, "processes": processes, "everything": everything}
+    return Query("gpuinfo", arguments, engines, timeout).run()
 
 
 def devices(
     *devices: str, engines: str = connection.PX, timeout: float = QUERY_TIMEOUT, minimum: int = 0, sort: str = "size",
     by: str | None = None, limit: int | None = 20,
 ) -> ClusterReport:  # fmt: skip
-    """Return the live tensors of all engines, a row a storage.
+    """Return the live tensors of all engines, one row per storage.
 
     Args:
         devices: only these, by each engine's own names.
-        engines: ``"all"``, ``"0,2"``, ``"1:3"``; those of `%%px` without.
-        timeout: seconds to wait; engines that have not answered by then are told of.
+        engines: ``"all"``, ``"0,2"``, ``"1:3"``; by default those of `%%px`.
+        timeout: seconds to wait; engines that have not answered by then are listed as such.
         minimum: only storages of at least this many bytes.
         sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
         by: show totals by ``"device"``, ``"dtype"``, ``"kind"`` or ``"holder"`` instead of rows.
@@ -49,56 +53,69 @@ def devices(
 
     Raises:
         OptionError: there are no engines, or not these.
-        DeviceNotFound: a device that none of them has.
+        DeviceNotFound: a device that no engine has.
     """
-    wanted = {"names": devices, "minimum": minimum, "sort": sort}
-    return _query(engines, timeout, "devices", wanted, limit=limit, group_by=by)
+    arguments = {"names": devices, "minimum": minimum, "sort": sort}
+    return Query("devices", arguments, engines, timeout, limit, by).run()
+
+
+@dataclass(frozen=True)
+class Query:
+    """A request to every engine, and how the report of their answers is shown."""
+
+    magic: str
+    """Also the name of the function in `requests` that answers it."""
+    arguments: Mapping[str, object]
+    engines: str
+    timeout: float
+    limit: int | None = 20
+    group_by: str | None = None
+
+    def run(self, *, skip_pending: bool = False) -> ClusterReport:
+        """Ask the engines; `transport.ask_each` explains ``skip_pending``."""
+        connected = connection.connect(self.engines)
+        started = time.perf_counter()
+        answers = transport.ask_all(connected, (self.magic, self.arguments), self.timeout, skip_pending=skip_pending)
+        refused = [answer.detail for answer in answers if answer.detail.startswith(_NO_DEVICE)]
+        if refused and len(refused) == len(answers):  # no engine has the device: the line itself is wrong
+            raise DeviceNotFound(f"on the engines: {refused[0].removeprefix(_NO_DEVICE)}")
+        return ClusterReport(self.magic, answers, time.perf_counter() - started, self.limit, self.group_by)
+
+
+def query_of(magic: str, options: Namespace) -> Query:
+    """Return the query of a line with `--engines`.
+
+    Raises:
+        OptionError: an option is about one process; `%px` has each engine answer for itself.
+    """
+    connection.check_options(magic, options, "%px %")
+    if magic == "devices":
+        arguments = {"names": options.devices, "minimum": options.min, "sort": options.sort}
+        return Query(magic, arguments, options.engines, options.timeout, options.n, options.by)
+    arguments = {"names": options.devices, "processes": options.processes, "everything": options.all}
+    return Query(magic, arguments, options.engines, options.timeout)
 
 
 class GpuPoller:
-    """Looks at the GPUs of all engines again and again; of one that is busy, its last answer stays, with its age.
+    """`%gpuinfo --engines --watch`: each call queries the GPUs again; a busy engine keeps its last answer."""
 
-    Args:
-        devices: as for `gpuinfo`, and so are the others.
-    """
-
-    def __init__(self, *devices: str, engines: str, timeout: float, processes: bool) -> None:
-        self._arguments = {"names": devices, "processes": processes, "everything": False}
-        self._engines, self._timeout = engines, timeout
+    def __init__(self, options: Namespace) -> None:
+        query = query_of("gpuinfo", options)
+        timeout = min(options.timeout, max(1.0, options.watch))  # a busy engine must not hold up the others
+        self._query = replace(query, timeout=timeout, arguments={**query.arguments, "everything": False})
         self._last: dict[int | str, tuple[float, EngineAnswer]] = {}
 
     def __call__(self) -> ClusterReport:
         """Return the engines as they are now."""
         now = time.monotonic()
-        timeout = self._timeout if self._last else QUERY_TIMEOUT  # at first engines import what they need
-        report = _query(self._engines, timeout, "gpuinfo", self._arguments, in_turn=True)
+        query = self._query if self._last else replace(self._query, timeout=QUERY_TIMEOUT)  # engines first import what they need
+        report = query.run(skip_pending=True)
         self._last.update((answer.engine, (now, answer)) for answer in report.engines if answer.report is not None)
-        return replace(report, engines=tuple(self._kept(answer, now) for answer in report.engines))
+        return replace(report, engines=tuple(self._or_last(answer, now) for answer in report.engines))
 
-    def _kept(self, answer: EngineAnswer, now: float) -> EngineAnswer:
+    def _or_last(self, answer: EngineAnswer, now: float) -> EngineAnswer:
         if answer.report is not None or answer.engine not in self._last or answer.state == "dead":
             return answer
         then, last = self._last[answer.engine]
         detail = f"{answer.detail}; its figures are from {now - then:.0f} s ago"
         return replace(answer, report=last.report, detail=detail)
-
-
-def _query(
-    engines: str, timeout: float, errand: str, arguments: Mapping[str, object],
-    limit: int | None = 20, group_by: str | None = None, in_turn: bool = False,
-) -> ClusterReport:  # fmt: skip
-    asked = connection.connect(engines)
-    started = time.perf_counter()
-    answers = transport.ask_all(asked, (errand, arguments), timeout, in_turn=in_turn)
-    _check_devices(answers)
-    return ClusterReport(errand, answers, time.perf_counter() - started, limit, group_by)
-
-
-def _check_devices(answers: Sequence[EngineAnswer]) -> None:
-    """Raise what all engines say of a device that none of them has: then it is the line that is wrong."""
-    refused = [answer.detail for answer in answers if answer.detail.startswith(_NO_DEVICE)]
-    if refused and len(refused) == len(answers):
-        raise DeviceNotFound(f"on the engines: {refused[0].removeprefix(_NO_DEVICE)}")
-
-
-_NO_DEVICE = "DeviceNotFound: "

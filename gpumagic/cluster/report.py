@@ -1,15 +1,15 @@
-"""Reports of many processes as one: what `--engines` returns, and the GPUs that several of them share."""
+"""`ClusterReport`, the reports of many processes as one; `merge`; and the GPUs that several processes share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, SampleRow, device_label, sample_row, sample_rows
 from gpumagic.oom.report import OomReport
-from gpumagic.report.base import Report, columns_of, frame
+from gpumagic.report.base import Report, columns_of, frame, grouped
 from gpumagic.report.origin import Origin
 from gpumagic.tensors.report import TensorReport
 from gpumagic.transfers.report import TransferReport
@@ -30,32 +30,32 @@ KINDS: Mapping[str, type[Report[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """One engine, and what came back from it."""
+    """One engine and its answer."""
 
     engine: int | str
     """Its number in the cluster; or the name it was merged under."""
     origin: Origin = field(default_factory=Origin)
     state: str = ANSWERED
     """``"answered"``, ``"no gpumagic"``, ``"no torch"``, ``"other version"``, ``"failed"``, ``"dead"``, ``"busy"`` (it
-    is in a cell), ``"slow"`` (it began and was not through in time) or ``"no answer"``; of a cell that it ran also
+    is in a cell), ``"slow"`` (it began but did not finish in time) or ``"no answer"``; after a cell also
     ``"out of memory"``, ``"raised"`` or ``"interrupted"``."""
     detail: str = ""
-    """What there is to say about the state, with the remedy."""
+    """More about the state, with the remedy."""
     seconds: float | None = None
-    """What the work took in the engine itself."""
+    """How long the request took in the engine."""
     report: Any = None
-    """Its report, or whatever else it was asked for."""
+    """Its report, or the result of another request."""
 
     @property
-    def place(self) -> str:
-        """Return how it is called in a table: ``"3"``, or ``"3 (rank 1)"`` where its rank is another number."""
+    def label(self) -> str:
+        """Return its name in a table: ``"3"``, or ``"3 (rank 1)"`` where its rank is another number."""
         rank = self.origin.rank
         return str(self.engine) if rank in (None, self.engine) else f"{self.engine} (rank {rank})"
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedRow:
-    """A row of one engine's report; an engine without any has one row here, whose ``row`` is None."""
+    """A row of one engine's report; an engine without rows has one whose ``row`` is None."""
 
     host: str
     engine: int | str
@@ -66,15 +66,15 @@ class PlacedRow:
 
 @dataclass(frozen=True, repr=False)
 class ClusterReport(Report[PlacedRow]):
-    """The reports of many engines, a row a row of each; `to_pandas` has their columns behind host, engine and rank."""
+    """The reports of many engines, with all their rows; `to_pandas` puts host, engine and rank before their columns."""
 
     row_type: ClassVar[type[Any]] = PlacedRow
 
     magic: str
-    """Whose reports they are: ``"gpuinfo"``, ``"devices"``, ``"ondevice"`` or ``"oomguard"``."""
+    """The magic of these reports: ``"gpuinfo"``, ``"devices"``, ``"ondevice"`` or ``"oomguard"``."""
     engines: tuple[EngineAnswer, ...] = ()
     elapsed: float | None = None
-    """Seconds from asking to the last answer that was waited for."""
+    """Seconds until the last answer."""
     limit: int | None = 20
     """How many rows to show; `rows` and `to_pandas` always have all."""
     group_by: str | None = None
@@ -87,10 +87,9 @@ class ClusterReport(Report[PlacedRow]):
 
     @property
     def is_worth_showing(self) -> bool:
-        """Tell whether it has something to say: a guarded cell that ran out of memory nowhere shows its own errors."""
-        told = (ANSWERED, "raised")
+        """Return False for a guarded cell that ran out of memory nowhere: its errors are shown already."""
         return self.magic != "oomguard" or any(
-            answer.report is not None or answer.state not in told for answer in self.engines
+            answer.report is not None or answer.state not in (ANSWERED, "raised") for answer in self.engines
         )
 
     @property
@@ -99,7 +98,7 @@ class ClusterReport(Report[PlacedRow]):
         return {answer.engine: answer.report for answer in self.engines if answer.report is not None}
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a row a row of each engine; one that has none has a row of its state, so that no engine is missing."""
+        """Return all rows of all engines; an engine without rows has one with its state, so that none is missing."""
         places = {name: kind for name, kind in columns_of(PlacedRow).items() if name != "row"}
         columns = columns_of(KINDS[self.magic].row_type)
         cells = [
@@ -122,34 +121,29 @@ def merge(reports: Mapping[Any, object] | Sequence[object]) -> ClusterReport:
     Args:
         reports: of one kind, such as what `gpumagic.gpuinfo` returned in each process; by name where it is a mapping,
             as ``client.run(gpumagic.gpuinfo)`` of dask.distributed returns it. Merged reports may be among them, and an
-            exception or None where a process has none. Of several looks at one process the last counts.
+            exception or None where a process has none. Of several reports of one process the last counts.
 
     Raises:
         OptionError: there is no report among them, or they are of several kinds.
     """
-    named = reports.items() if isinstance(reports, Mapping) else enumerate(reports)
-    answers = [answer for name, value in named for answer in _answers(name, value)]
-    magics = {_magic_of(value) for value in _values(reports)} - {None}
+    named = list(reports.items() if isinstance(reports, Mapping) else enumerate(reports))
+    magics = {_magic_of(value) for _, value in named} - {None}
     if len(magics) != 1:
         found = f"they are of {' and '.join(sorted(map(str, magics)))}" if magics else "there is none among these"
         raise OptionError(f"merge() takes reports of one kind; {found}")
-    (magic,) = magics
-    assert magic is not None
+    magic = str(magics.pop())
+    answers = [answer for name, value in named for answer in _answers(name, value)]
     return ClusterReport(magic, tuple(_last_of_each(answers) if magic in {"gpuinfo", "devices"} else answers))
 
 
 def _last_of_each(answers: Iterable[EngineAnswer]) -> Iterable[EngineAnswer]:
-    """Return what each process said last, as far as processes are known: a worker of Ray runs many tasks."""
+    """Return the last report of each process, as far as processes are known: a worker of Ray runs many tasks."""
     found: dict[object, EngineAnswer] = {}
     for place, answer in enumerate(answers):
         process = (answer.origin.host, answer.origin.pid) if answer.origin.pid is not None else place
         found.pop(process, None)
         found[process] = answer
     return found.values()
-
-
-def _values(reports: Mapping[Any, object] | Sequence[object]) -> Iterable[object]:
-    return reports.values() if isinstance(reports, Mapping) else reports
 
 
 def _magic_of(value: object) -> str | None:
@@ -168,13 +162,11 @@ def _answers(name: Any, value: object) -> Iterable[EngineAnswer]:
     return [EngineAnswer(engine, state="failed", detail=what)]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineGpu:
-    """What one engine has on a GPU."""
+class EngineGpu(NamedTuple):
+    """A GPU as one engine sees it."""
 
     answer: EngineAnswer
     row: GpuRow
-    """The GPU as this engine sees it, under its own name for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,94 +174,83 @@ class SharedGpu:
     """One GPU, and the engines that see it."""
 
     host: str
-    kernels: tuple[EngineGpu, ...]
+    engines: tuple[EngineGpu, ...]
 
     @property
-    def reading(self) -> GpuRow:
-        """Return what the last of its engines read of the driver: the readings are some milliseconds apart."""
-        return self.kernels[-1].row
+    def row(self) -> GpuRow:
+        """Return what the last of its engines read from the driver; the readings are milliseconds apart."""
+        return self.engines[-1].row
 
     @property
     def users(self) -> tuple[EngineGpu, ...]:
-        """Return the kernels that hold memory there."""
-        return tuple(kernel for kernel in self.kernels if kernel.row.kernel_reserved)
+        """Return the engines that hold memory on it."""
+        return tuple(each for each in self.engines if each.row.kernel_reserved)
 
     @property
     def allocated(self) -> int:
-        """Return the bytes in live tensors of all its kernels."""
-        return sum(kernel.row.kernel_allocated or 0 for kernel in self.kernels)
+        """Return the bytes in live tensors of all its engines."""
+        return sum(each.row.kernel_allocated or 0 for each in self.engines)
 
     @property
     def reserved(self) -> int:
-        """Return the bytes that the allocators of all its kernels hold."""
-        return sum(kernel.row.kernel_reserved or 0 for kernel in self.kernels)
+        """Return the bytes that the allocators of all its engines hold."""
+        return sum(each.row.kernel_reserved or 0 for each in self.engines)
 
     @property
-    def used(self) -> int | None:
-        """Return the bytes in use on it: the driver's figure, or None."""
-        return self.reading.memory_used
-
-    @property
-    def share(self) -> float:
+    def used_share(self) -> float:
         """Return how much of its memory is in use, from 0 to 1; 0 where that is not known."""
-        return (self.used or 0) / (self.reading.memory_total or 1)
+        return (self.row.memory_used or 0) / (self.row.memory_total or 1)
 
 
 def shared_gpus(report: ClusterReport) -> tuple[SharedGpu, ...]:
     """Return the GPUs of a merged `%gpuinfo`, by host and then in the order in which their engines list them."""
     found: dict[tuple[object, ...], dict[tuple[str, int | None, int | str], EngineGpu]] = {}
-    for answer, row in _gpu_rows(report.engines):
+    for answer in report.engines:
         process = (answer.origin.host, answer.origin.pid, "" if answer.origin.pid else answer.engine)
-        found.setdefault(_gpu_key(answer, row), {})[process] = EngineGpu(answer, row)
-    gpus = [SharedGpu(str(key[0]), tuple(kernels.values())) for key, kernels in found.items()]
+        for row in answer.report.devices if isinstance(answer.report, GPUReport) else ():
+            found.setdefault(_gpu_key(answer, row), {})[process] = EngineGpu(answer, row)
+    gpus = [SharedGpu(str(key[0]), tuple(engines.values())) for key, engines in found.items()]
     return tuple(sorted(gpus, key=lambda gpu: gpu.host))
 
 
-def _gpu_rows(answers: Iterable[EngineAnswer]) -> Iterable[tuple[EngineAnswer, GpuRow]]:
-    for answer in answers:
-        if isinstance(answer.report, GPUReport):
-            for row in answer.report.devices:
-                yield answer, row
-
-
 def _gpu_key(answer: EngineAnswer, row: GpuRow) -> tuple[object, ...]:
-    """Return what tells a GPU from all others; a simulated one is its process's own."""
+    """Return what identifies a GPU in the cluster; a simulated one is its process's own."""
     if row.simulated:
         return answer.origin.host, answer.origin.pid or answer.engine, row.device
     return answer.origin.host, row.uuid or row.device or row.nvml_index
 
 
+def pooled(gpus: Sequence[SharedGpu]) -> GpuRow:
+    """Return several GPUs as one: the sums of their bytes, unknown ones as 0, and their mean utilization."""
+    busy = [gpu.row.utilization for gpu in gpus if gpu.row.utilization is not None]
+    return GpuRow(
+        device=None, memory_used=sum(gpu.row.memory_used or 0 for gpu in gpus),
+        memory_total=sum(gpu.row.memory_total or 0 for gpu in gpus),
+        kernel_allocated=sum(gpu.allocated for gpu in gpus), kernel_reserved=sum(gpu.reserved for gpu in gpus),
+        utilization=sum(busy) / len(busy) if busy else None,
+    )  # fmt: skip
+
+
 MAX_GPUS = 32
-"""GPUs of a cluster with a row each in a recording; of more, each host has one."""
+"""GPUs of a cluster that have one row each; with more, each host has one."""
 
 
 @sample_rows.register(ClusterReport)
 def _cluster_samples(snapshot: ClusterReport, seconds: float) -> tuple[SampleRow, ...]:
     gpus = shared_gpus(snapshot)
-    hosts: dict[str, list[SharedGpu]] = {}
-    for gpu in gpus:
-        hosts.setdefault(gpu.host, []).append(gpu)
+    hosts = grouped((gpu.host, gpu) for gpu in gpus)
     if len(gpus) > MAX_GPUS:
-        return tuple(_host_sample(seconds, host, of_host) for host, of_host in hosts.items())
-    several = len(hosts) > 1
-    return tuple(sample_row(seconds, _label(gpu, several), gpu.reading, gpu.allocated) for gpu in gpus)
+        rows = {host: pooled(of_host) for host, of_host in hosts.items()}
+        return tuple(sample_row(seconds, host, row, row.kernel_allocated) for host, row in rows.items())
+    return tuple(sample_row(seconds, _label(gpu, len(hosts) > 1), gpu.row, gpu.allocated) for gpu in gpus)
 
 
 def _label(gpu: SharedGpu, several_hosts: bool) -> str:
-    """Return what tells a GPU from the others: its host's name before it, or its process's engine."""
-    names = {device_label(kernel.row) for kernel in gpu.kernels}
-    name = names.pop() if len(names) == 1 else f"NVML {gpu.reading.nvml_index}"
-    parts = [gpu.host] * several_hosts + [f"engine {gpu.kernels[0].answer.engine}"] * gpu.reading.simulated
+    """Return the name of a GPU, behind its host where there are several, and behind the engine of a simulated one."""
+    names = {device_label(each.row) for each in gpu.engines}
+    name = names.pop() if len(names) == 1 else f"NVML {gpu.row.nvml_index}"
+    parts = [gpu.host] * several_hosts + [f"engine {gpu.engines[0].answer.engine}"] * gpu.row.simulated
     return " ".join([*parts, name])
-
-
-def _host_sample(seconds: float, host: str, gpus: Sequence[SharedGpu]) -> SampleRow:
-    busy = [gpu.reading.utilization for gpu in gpus if gpu.reading.utilization is not None]
-    return SampleRow(
-        seconds=seconds, device=host, memory_used=sum(gpu.used or 0 for gpu in gpus),
-        memory_total=sum(gpu.reading.memory_total or 0 for gpu in gpus),
-        kernel_allocated=sum(gpu.allocated for gpu in gpus), utilization=sum(busy) / len(busy) if busy else None,
-    )  # fmt: skip
 
 
 def engines_label(answers: Sequence[EngineAnswer]) -> str:
@@ -278,9 +259,9 @@ def engines_label(answers: Sequence[EngineAnswer]) -> str:
 
 
 def engine_ranges(answers: Sequence[EngineAnswer]) -> str:
-    """Return engines in few words: ``"0-3, 7"``; with ranks where these are other numbers and the engines are few."""
+    """Return ``"0-3, 7"``; one or two engines with their ranks where these differ."""
     if len(answers) <= 2 or not all(isinstance(answer.engine, int) for answer in answers):
-        return ", ".join(answer.place for answer in answers)
+        return ", ".join(answer.label for answer in answers)
     spans: list[list[int]] = []
     for number in sorted({int(answer.engine) for answer in answers}):
         if spans and number == spans[-1][-1] + 1:

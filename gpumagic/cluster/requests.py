@@ -1,6 +1,6 @@
-"""What an engine does for the one who asks; called by `engine_side`, with plain data.
+"""What an engine does for the client: functions that `engine_side` calls with plain data.
 
-Whatever the engine's environment says of simulated GPUs holds here as it does when the extension is loaded.
+Simgpu is enabled here where the engine's environment asks for it, as when the extension is loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from gpumagic.tensors.report import TensorReport
 
 Response = tuple[Origin, Any]
-"""Where it was done, and what came of it."""
+"""Where the request was served, and its result."""
+_LOADED_FOR_CELL = "gpumagic_of_engine_cell"
 
 
 def gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> Response:
@@ -44,11 +45,8 @@ def devices(names: Sequence[str], *, minimum: int, sort: str) -> Response:
     return report.origin, report
 
 
-_LOADED_FOR_CELL = "gpumagic_of_engine_cell"
-
-
 def prepare() -> Response:
-    """Get ready for a cell under one of the magics, and return the GPUs here, the freest first."""
+    """Prepare for a cell under a cell magic; return `EngineResources.gpus` of this engine."""
     from gpumagic import load_ipython_extension
     from gpumagic.gpus import probe
     from gpumagic.memory import allocator
@@ -59,29 +57,25 @@ def prepare() -> Response:
     if shell.find_line_magic("oomguard") is None:
         shell.meta[_LOADED_FOR_CELL] = True
         load_ipython_extension(shell)
-    torch_has = set(allocator.accelerators())
+    accelerators = set(allocator.accelerators())
     report = probe.read_gpus()
-    usable = [row for row in report.devices if row.device in torch_has]
-    usable.sort(key=lambda row: -(row.memory_free or 0))
-    own = f"{report.origin.host}/{report.origin.pid}"
-    found = [
-        (
-            str(row.device),
-            f"{own if row.simulated else report.origin.host}/{row.uuid or row.device}",
-            row.memory_free or 0,
-        )
-        for row in usable
+    host = report.origin.host
+    own = f"{host}/{report.origin.pid}"
+    gpus = [
+        (str(row.device), f"{own if row.simulated else host}/{row.uuid or row.device}", row.memory_free or 0)
+        for row in report.devices
+        if row.device in accelerators
     ]
-    return report.origin, tuple(found)
+    return report.origin, tuple(sorted(gpus, key=lambda gpu: -gpu[2]))
 
 
 def resolve_device(name: str, fallback: str | None) -> Response:
-    """Return the full name of a device that is here."""
+    """Return the full name of a device of this engine."""
     return here(), device_names.resolve(name, fallback)
 
 
 def collect(name: str) -> Response:
-    """Return the report that a cell has left in a variable, and leave things as they were before the cell."""
+    """Return the report that a cell left in a variable, and undo `prepare`."""
     from gpumagic import unload_ipython_extension
 
     shell = session.shell()

@@ -114,7 +114,7 @@ def _totals(found: Found, key: str, limit: int | None) -> Table:
     for answer, report in found:
         for row in report.tensors:
             engines = sums.setdefault(_KEYS[key](row), {})
-            engines[answer.place] = engines.get(answer.place, 0) + (row.nbytes or 0)
+            engines[answer.label] = engines.get(answer.label, 0) + (row.nbytes or 0)
     ordered = sorted(sums, key=lambda name: -sum(sums[name].values()))[:limit]
     whole = sum(sum(engines.values()) for engines in sums.values())
     rows = [

@@ -1,7 +1,7 @@
-"""One errand on every engine, and of each engine what came back, or why nothing did.
+"""Sends a request to engines, and returns what each answered or why it did not.
 
-An engine runs one thing at a time: in a cell of its own it cannot answer. What has not begun when the time is up is
-taken back, so that it does not run later.
+An engine runs one thing at a time: in a cell of its own it cannot answer. A request that it has not begun when the
+time is up is cancelled, so that it does not run later.
 """
 
 from __future__ import annotations
@@ -19,48 +19,47 @@ from gpumagic.cluster.connection import Connection
 from gpumagic.cluster.report import EngineAnswer
 from gpumagic.report.origin import Origin
 
-_ENGINE_CODE = "exec(source) or answer(*order)"
-"""Run by `eval` in the engine, with names of its own: neither a module nor bytecode has to be known there."""
+_ENGINE_CODE = "exec(source) or answer(*request)"
+"""Run by `eval` in the engine, with names of its own, so that the engine needs neither a module nor our bytecode."""
 _REPLY_TIMEOUT = 1.0
-"""Seconds to wait for what answers at once: the controller, and the threads of engines that take requests back."""
+"""Seconds to wait for immediate replies: the controller's, and those of the engines' threads that cancel requests."""
 
 Request = tuple[str, Mapping[str, object]]
-"""A function of `errands`, and its arguments."""
+"""A function of `requests`, and its arguments."""
 
 
 def ask_all(
-    connection: Connection, errand: Request, seconds: float, *, in_turn: bool = False
+    connection: Connection, request: Request, timeout: float, *, skip_pending: bool = False
 ) -> tuple[EngineAnswer, ...]:
-    """Do one errand on every engine of a connection; see `ask_each`."""
-    return ask_each(connection, dict.fromkeys(connection.engines, errand), seconds, in_turn=in_turn)
+    """Send one request to every engine of a connection; see `ask_each`."""
+    return ask_each(connection, dict.fromkeys(connection.engines, request), timeout, skip_pending=skip_pending)
 
 
 def ask_each(
-    connection: Connection, errands: Mapping[int, Request], seconds: float, *, in_turn: bool = False
+    connection: Connection, requests: Mapping[int, Request], timeout: float, *, skip_pending: bool = False
 ) -> tuple[EngineAnswer, ...]:
     """Return what each engine answered, in the order of the engines.
 
     Args:
-        connection: where.
-        errands: what for each engine.
-        seconds: how long to wait for the slowest.
-        in_turn: pass over engines that are still in the cell in which they could not answer the last time.
+        connection: the engines.
+        requests: by engine.
+        timeout: seconds to wait for the slowest.
+        skip_pending: skip engines that are still in the cell that kept them from answering the last time.
     """
-    waiting = {engine: future for engine, future in connection.waiting.items() if not future.done()} if in_turn else {}
-    asked = {engine: _send(connection, engine, errands[engine]) for engine in connection.alive if engine not in waiting}
+    pending = {engine for engine, future in connection.pending.items() if skip_pending and not future.done()}
+    asked = {each: _send(connection, each, requests[each]) for each in connection.alive if each not in pending}
     try:
-        wait(asked.values(), timeout=seconds)
+        wait(asked.values(), timeout=timeout)
     except BaseException:  # Ctrl-C
-        _cancel_pending(connection, asked)
+        _cancel(connection, asked)
         raise
     late = {engine: future for engine, future in asked.items() if not future.done()}
-    connection.waiting.update(late)
-    found = dict.fromkeys(waiting, EngineAnswer(0, state="busy", detail="in a cell"))
-    found.update(_cancel_pending(connection, late, seconds) if late else {})
-    found.update((engine, _read_answer(engine, future)) for engine, future in asked.items() if engine not in found)
-    return tuple(
-        _with_origin(connection, engine, found.get(engine) or _gone_answer(engine)) for engine in connection.engines
-    )
+    connection.pending.update(late)
+    answers = dict.fromkeys(pending, EngineAnswer(0, state="busy", detail="in a cell"))
+    answers.update(_cancel(connection, late, timeout) if late else {})
+    answers.update((engine, _read_answer(engine, future)) for engine, future in asked.items() if engine not in answers)
+    gone = EngineAnswer(0, state="dead", detail="it is not there any more")
+    return tuple(_with_origin(connection, engine, answers.get(engine, gone)) for engine in connection.engines)
 
 
 @cache
@@ -68,13 +67,13 @@ def _source() -> str:
     return importlib.resources.files("gpumagic.cluster").joinpath("engine_side.py").read_text(encoding="utf-8")
 
 
-def _send(connection: Connection, engine: int, errand: Request) -> Any:
-    """Return the future of one engine's answer, which also knows whether it has begun."""
+def _send(connection: Connection, engine: int, request: Request) -> Any:
+    """Return the future of one engine's answer; its attribute ``begun`` is set once the engine starts on it."""
     import gpumagic
 
-    name, arguments = errand
+    name, arguments = request
     client = connection.client
-    names = {"source": _source(), "order": (name, dict(arguments), str(gpumagic.__version__))}
+    names = {"source": _source(), "request": (name, dict(arguments), str(gpumagic.__version__))}
     future = client.send_apply_request(
         client._mux_stream, eval, (_ENGINE_CODE, names), ident=client._engines[engine].encode()
     )
@@ -89,18 +88,21 @@ def _hear(future: Any, message: Mapping[str, Any]) -> None:
 
 
 def _read_answer(engine: int, future: Any) -> EngineAnswer:
-    """Return what an engine's reply says: what it found, or what it lacks."""
+    """Return the answer in an engine's reply."""
     facts = future.result()
     if isinstance(facts, BaseException):
-        return _raised_answer(engine, facts)
+        kind = getattr(facts, "ename", type(facts).__name__)
+        if kind == "EngineError":
+            return EngineAnswer(engine, state="dead", detail="it died while it was asked")
+        return EngineAnswer(engine, state="failed", detail=f"{kind}: {getattr(facts, 'evalue', facts)}")
     state, detail = facts["state"], facts.get("detail", "")
-    origin, found = Origin(facts["host"], facts["pid"]), None
+    origin, report = Origin(facts["host"], facts["pid"]), None
     if "answer" in facts:
         try:
-            origin, found = pickle.loads(zlib.decompress(facts["answer"]))  # noqa: S301  # our own engines'
+            origin, report = pickle.loads(zlib.decompress(facts["answer"]))  # noqa: S301  # our own engines'
         except Exception as error:
             state, detail = "other version", f"{type(error).__name__}: {error}"
-    return EngineAnswer(engine, origin, state, _explain_state(state, detail), facts.get("seconds"), found)
+    return EngineAnswer(engine, origin, state, _explain_state(state, detail), facts.get("seconds"), report)
 
 
 def _explain_state(state: str, detail: str) -> str:
@@ -115,30 +117,19 @@ def _explain_state(state: str, detail: str) -> str:
     return detail
 
 
-def _raised_answer(engine: int, error: BaseException) -> EngineAnswer:
-    kind = getattr(error, "ename", type(error).__name__)
-    if kind == "EngineError":
-        return EngineAnswer(engine, state="dead", detail="it died while it was asked")
-    return EngineAnswer(engine, state="failed", detail=f"{kind}: {getattr(error, 'evalue', error)}")
-
-
-def _gone_answer(engine: int) -> EngineAnswer:
-    return EngineAnswer(engine, state="dead", detail="it is not there any more")
-
-
 def _with_origin(connection: Connection, engine: int, answer: EngineAnswer) -> EngineAnswer:
-    """Return the answer with the place where its engine was last seen, where it does not say itself."""
+    """Return the answer with its engine's origin: its own, or the last known one."""
     if answer.origin.host:
-        connection.seen[engine] = answer.origin
+        connection.known[engine] = answer.origin
         return answer
-    return replace(answer, engine=engine, origin=connection.seen.setdefault(engine, Origin()))
+    return replace(answer, engine=engine, origin=connection.known.setdefault(engine, Origin()))
 
 
-def _cancel_pending(connection: Connection, late: Mapping[int, Any], seconds: float = 0.0) -> dict[int, EngineAnswer]:
-    """Have engines drop what they have not begun, and return of each why it did not answer."""
+def _cancel(connection: Connection, late: Mapping[int, Any], seconds: float = 0.0) -> dict[int, EngineAnswer]:
+    """Cancel the requests that engines have not begun, and return for each engine why it did not answer."""
     alive = [engine for engine in connection.alive if engine in late]
     messages = [future.msg_id for future in late.values()]
-    if alive:  # a thread of theirs confirms it, in a cell too
+    if alive:  # a thread of the engine confirms it, also while a cell runs
         wait([connection.client.abort(messages, targets=alive, block=False)], timeout=_REPLY_TIMEOUT)
     queues = _engine_queues(connection, alive)
     return {engine: _why_no_answer(engine, late[engine], queues.get(engine), seconds) for engine in late}
@@ -154,7 +145,7 @@ def _why_no_answer(engine: int, future: Any, queue: Sequence[str] | None, second
 
 
 def _engine_queues(connection: Connection, engines: Sequence[int]) -> dict[int, Sequence[str]]:
-    """Return the messages that the controller has not seen answered, oldest first; nothing where it does not say."""
+    """Return the messages that the controller has not seen answered, oldest first; empty where it does not reply."""
     if not engines:
         return {}
     client = connection.client

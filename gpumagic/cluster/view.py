@@ -98,7 +98,7 @@ def _heading(found: Found) -> str:
     where = ", ".join(devices) if len(devices) <= 3 else count(len(devices), "device")
     slowest = max(found, key=lambda each: each[1].elapsed)
     took = duration(slowest[1].elapsed)
-    return f"on {where} for {took}" + (f" at the longest (engine {slowest[0].place})" if len(found) > 1 else "")
+    return f"on {where} for {took}" + (f" at the longest (engine {slowest[0].label})" if len(found) > 1 else "")
 
 
 def _table(found: Found) -> Table:
@@ -126,7 +126,7 @@ def _row(answer: EngineAnswer, report: TransferReport, most: int) -> list[Cell |
     bar = (Segment(moved / most),) if moved else ()
     peak, waits = report.peak.get(report.device), sum(report.syncs.values())
     return [
-        answer.place, answer.origin.host, report.device, duration(report.elapsed), created, Cell(size(moved), bar),
+        answer.label, answer.origin.host, report.device, duration(report.elapsed), created, Cell(size(moved), bar),
         *(size(way) if way else "" for way in ways), f"{waits:,}" if waits else "", "" if peak is None else size(peak),
     ]  # fmt: skip
 
@@ -171,7 +171,7 @@ def failure_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
 def _full_failure(answer: EngineAnswer, report: OomReport) -> list[Block]:
     heading, *rest = view_failure(report).blocks
     assert isinstance(heading, Heading)
-    return [Heading(f"Engine {answer.place}: {heading.text}", apart=True), *rest]
+    return [Heading(f"Engine {answer.label}: {heading.text}", apart=True), *rest]
 
 
 def _folded_failure(answer: EngineAnswer, report: OomReport) -> Fold:

@@ -42,7 +42,7 @@ def table_blocks(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
     missing = [*([] if explained else _unusable_gpus(rows)), *_missing_fields(rows)]
     if missing:
         found.append(Paragraph(" ".join(missing), muted=True))
-    legend = [BAR_LEGEND] * any(_bar(row) for row in rows) + [UTILIZATION_LEGEND] * any(
+    legend = [BAR_LEGEND] * any(memory_bar(row) for row in rows) + [UTILIZATION_LEGEND] * any(
         row.utilization is not None for row in rows
     )
     if legend:
@@ -166,7 +166,7 @@ def _name(row: GpuRow) -> Cell:
 def _memory(row: GpuRow) -> Cell:
     if row.memory_used is None:
         return Cell(size(row.memory_total), title=row.reasons.get("memory_used", ""))
-    return Cell(pair(row.memory_used, row.memory_total), bar=_bar(row), title=_memory_title(row))
+    return Cell(pair(row.memory_used, row.memory_total), bar=memory_bar(row), title=_memory_title(row))
 
 
 def _memory_title(row: GpuRow) -> str:
@@ -176,7 +176,8 @@ def _memory_title(row: GpuRow) -> str:
     return ", ".join(parts)
 
 
-def _bar(row: GpuRow) -> tuple[Segment, ...]:
+def memory_bar(row: GpuRow) -> tuple[Segment, ...]:
+    """Return the shares of tensors, cache and other memory in use; empty where they are unknown."""
     if not row.memory_total or row.memory_used is None:
         return ()
     allocated, reserved = row.kernel_allocated or 0, row.kernel_reserved or 0

@@ -186,8 +186,8 @@ def test_a_gpu_that_two_engines_see_is_one(here, machine) -> None:
     engines = [machine.of("no torch"), machine.of("victim")]
     report = look(here, f"gpuinfo --engines {engines[0]},{engines[1]}")
     gpus = shared_gpus(report)
-    assert [gpu.reading.nvml_index for gpu in gpus] == [0, 1]
-    assert [[kernel.answer.engine for kernel in gpu.kernels] for gpu in gpus] == [engines, engines]
+    assert [gpu.row.nvml_index for gpu in gpus] == [0, 1]
+    assert [[each.answer.engine for each in gpu.engines] for gpu in gpus] == [engines, engines]
     assert text_of(report).startswith("2 GPUs · 2 engines on ")
     assert len(report.to_pandas()) == 4
 
