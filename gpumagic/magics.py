@@ -217,7 +217,7 @@ class GPUMagic(Magics):
         if options.engines is not None:
             from gpumagic.cluster import queries
 
-            ask = queries.GpuPoller(options)
+            ask = queries.poller_of(options)
         return live.watch(self.shell, ask, options.watch)
 
     def _run(self, guard: Guard, cell: str | None) -> object:

@@ -96,13 +96,18 @@ def query_of(magic: str, options: Namespace) -> Query:
     return Query(magic, arguments, options.engines, options.timeout)
 
 
-class GpuPoller:
-    """`%gpuinfo --engines --watch`: each call queries the GPUs again; a busy engine keeps its last answer."""
+def poller_of(options: Namespace) -> GpuPoller:
+    """Return what `%gpuinfo --engines --watch` calls for each snapshot."""
+    query = query_of("gpuinfo", options)
+    timeout = min(options.timeout, max(1.0, options.watch))  # a busy engine must not hold up the others
+    return GpuPoller(replace(query, timeout=timeout, arguments={**query.arguments, "everything": False}))
 
-    def __init__(self, options: Namespace) -> None:
-        query = query_of("gpuinfo", options)
-        timeout = min(options.timeout, max(1.0, options.watch))  # a busy engine must not hold up the others
-        self._query = replace(query, timeout=timeout, arguments={**query.arguments, "everything": False})
+
+class GpuPoller:
+    """Runs a query again and again; of a busy engine the last answer is kept, with its age."""
+
+    def __init__(self, query: Query) -> None:
+        self._query = query
         self._last: dict[int | str, tuple[float, EngineAnswer]] = {}
 
     def __call__(self) -> ClusterReport:

@@ -20,7 +20,7 @@ def view_tensors(report: TensorReport) -> Document:
     """Return the document of a tensor report."""
     blocks: list[Block] = [Heading(_heading(report))]
     if report.group_by is not None:
-        blocks += _totals(report, _KEYS[report.group_by], report.group_by.capitalize())
+        blocks += _totals(report, GROUP_KEYS[report.group_by], report.group_by.capitalize())
     elif report.tensors:
         blocks += _largest(report)
     if report.by_device:
@@ -110,7 +110,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
-_KEYS: dict[str, Callable[[TensorRow], str]] = {
+GROUP_KEYS: dict[str, Callable[[TensorRow], str]] = {
     "device": lambda row: row.device,
     "dtype": lambda row: row.dtype,
     "kind": lambda row: row.kind,

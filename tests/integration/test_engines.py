@@ -16,7 +16,7 @@ from nvml_stub.machine import Machine as Driver
 from traitlets.config import Config
 
 import gpumagic
-from gpumagic.cluster.queries import GpuPoller
+from gpumagic.cluster.queries import GpuPoller, Query
 from gpumagic.cluster.report import ClusterReport, shared_gpus
 
 ipyparallel = pytest.importorskip("ipyparallel")
@@ -403,18 +403,19 @@ def test_watching_follows_the_gpus_of_all_engines_until_ctrl_c(here, machine, ca
 
 def test_a_watched_engine_that_gets_busy_keeps_its_figures_and_is_not_asked_again(here, machine, tmp_path) -> None:
     busy = machine.plain[0]
-    follower = GpuPoller(engines="px", timeout=2.0, processes=False)
-    assert set(states(follower()).values()) == {"answered"}
+    arguments = {"names": (), "processes": False, "everything": False}
+    poller = GpuPoller(Query("gpuinfo", arguments, engines="px", timeout=2.0))
+    assert set(states(poller()).values()) == {"answered"}
     gate = Gate(tmp_path / "open", machine.client[busy])
-    found = [follower() for _ in range(3)]
+    found = [poller() for _ in range(3)]
     queue = machine.client.queue_status(busy, verbose=True)["queue"]
     gate.open()
     assert [states(each)[busy] for each in found] == ["busy"] * 3
     assert all(len(each.reports) == 4 for each in found)
     assert "its figures are from " in text_of(found[-1])
-    assert len(queue) == 2, "the cell, and one request that was taken back"
+    assert len(queue) == 2, "the cell, and one request that was cancelled"
     assert states(look(here, "gpuinfo --engines"))[busy] == "answered"
-    assert set(states(follower()).values()) == {"answered"}
+    assert set(states(poller()).values()) == {"answered"}
 
 
 def test_an_engine_that_dies_in_a_cell_fails_the_cell_and_is_told_of(here, machine, shown) -> None:
