@@ -17,13 +17,11 @@ from gpumagic.cluster import transport
 from gpumagic.cluster.connection import Connection, EngineResources, assign_devices, check_options, connect
 from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engines_label
 from gpumagic.errors import OptionError
+from gpumagic.options import parser
 
 REPORT_NAME = "_gpumagic_report"
 """The variable in which an engine keeps its report until it is collected."""
 OUT_OF_MEMORY = "out of memory"
-_FORWARDED = {"ondevice": ("move", "trace", "strict"),
-              "oomguard": ("retry", "shrink", "fallback", "keep", "keep_going")}  # fmt: skip
-"""Options that each engine's own magic is given."""
 _INTERRUPT_TIMEOUT = 10.0
 """Seconds that engines have to end their cells after an interrupt."""
 
@@ -44,7 +42,7 @@ def prepare(magic: str, options: Namespace, body: str | None, device: str | None
     if body is None:
         raise OptionError(f"--engines takes all of a cell: write %%{magic} on its first line")
     check_options(magic, options, "%%px, and below it %%")
-    line = " ".join(word for name in _FORWARDED[magic] for word in _words(name, getattr(options, name)))
+    line = " ".join(word for name in parser(magic).forwarded for word in _words(name, getattr(options, name)))
     connection = connect(options.engines, gone=False)
     ready = transport.ask_all(connection, ("prepare", {}), options.timeout)
     try:

@@ -10,16 +10,11 @@ from typing import Any
 
 from gpumagic.errors import OptionError
 from gpumagic.notebook import session
+from gpumagic.options import parser
 from gpumagic.report.origin import Origin
 
 PX = "px"
 """The engines that `%%px` goes to, which `%pxconfig --targets` changes."""
-_SINGLE_PROCESS_OPTIONS = {
-    "gpuinfo": ("each_cell", "best", "bench"),
-    "devices": ("diff", "held", "why", "release_held"),
-    "ondevice": (),
-    "oomguard": ("fit", "rehearse", "rehearse_only", "capacity"),
-}
 _selected: Any = None
 _known_engines: MutableMapping[Any, dict[int, Origin]] = weakref.WeakKeyDictionary()
 """The engines that each client has had; those that are gone are still reported."""
@@ -52,7 +47,7 @@ class Connection:
 
 def check_options(magic: str, options: Namespace, alternative: str) -> None:
     """Raise `OptionError` for an option that is about one process."""
-    for name in _SINGLE_PROCESS_OPTIONS[magic]:
+    for name in parser(magic).refused:
         if getattr(options, name):
             option = f"--{name.replace('_', '-')}"
             raise OptionError(

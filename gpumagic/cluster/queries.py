@@ -113,7 +113,9 @@ class GpuPoller:
     def __call__(self) -> ClusterReport:
         """Return the engines as they are now."""
         now = time.monotonic()
-        query = self._query if self._last else replace(self._query, timeout=QUERY_TIMEOUT)  # engines first import what they need
+        query = (
+            self._query if self._last else replace(self._query, timeout=QUERY_TIMEOUT)
+        )  # engines first import what they need
         report = query.run(skip_pending=True)
         self._last.update((answer.engine, (now, answer)) for answer in report.engines if answer.report is not None)
         return replace(report, engines=tuple(self._or_last(answer, now) for answer in report.engines))
