@@ -45,22 +45,22 @@ def stop_showing_as_text(shell: InteractiveShell) -> None:
     vars(shell).pop(_SHOW, None)
 
 
-_KEY = "gpumagic_host_warning"
+_WARNED = "gpumagic_host_warning"
 
 
 def warn_of_host_memory(shell: InteractiveShell) -> None:
     """Print how little host memory is left, once until there is more again."""
     left = host.nearly_gone()
     if left is None:
-        off(shell)
-    elif _KEY not in shell.meta:
-        shell.meta[_KEY] = True
+        forget_host_warning(shell)
+    elif _WARNED not in shell.meta:
+        shell.meta[_WARNED] = True
         print(  # noqa: T201  # before the cell there is no report
             f"%%oomguard: only {size(left[0])} of {size(left[1])} of host memory is left; "
             "when it is gone, the kernel ends without an error."
         )
 
 
-def off(shell: InteractiveShell) -> None:
-    """Forget that it was said."""
-    shell.meta.pop(_KEY, None)
+def forget_host_warning(shell: InteractiveShell) -> None:
+    """Warn again when there is little."""
+    shell.meta.pop(_WARNED, None)

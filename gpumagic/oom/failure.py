@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from gpumagic.memory import allocator, host
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.oom import failing_code, ownership, recognition
-from gpumagic.oom import instant as instants
+from gpumagic.oom import failing_code, operation, ownership, recognition, shares
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import Instant, Share
 from gpumagic.oom.rules.facts import Scene, Work
@@ -88,9 +87,9 @@ def instant(
     if failure.device is None or "torch" not in sys.modules:
         return found
     with contextlib.suppress(Exception):  # our own failure must not cost the user the release
-        found = instants.operation(error, failure.work, outside)
+        found = operation.operation(error, failure.work, outside)
         figures = failure.at_failure.get(failure.device)
-        found = replace(found, shares=seen or instants.shares(namespace, bound, failure.device, shell, figures))
+        found = replace(found, shares=seen or shares.shares(namespace, bound, failure.device, shell, figures))
     return found
 
 

@@ -19,7 +19,7 @@ from gpumagic.heap import release
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
-from gpumagic.oom import cell_output, instant, recognition
+from gpumagic.oom import cell_output, observing, recognition
 from gpumagic.oom.report import Instant
 from gpumagic.oom.rules import kept
 from gpumagic.source import frames
@@ -89,7 +89,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._timeline: MemoryTimeline | None = None
         self._then: Callable[[], None] = _nothing
         self._instant = Instant()
-        self._gate: instant.Gate | None = None
+        self._gate: observing.Gate | None = None
         self._seen: dict[str, Any] = {}
         self._failure: Failure | None = None
         self._retries = 0
@@ -104,7 +104,7 @@ class OomGuard(contextlib.ContextDecorator):
             self._gate.close()  # a decorated function that calls itself
         if self._memory is not None:
             self._memory.stop()
-        self._gate = instant.Gate(self._shares)
+        self._gate = observing.Gate(self._shares)
         self._gate.open()
         if not self._retries:  # a further try is measured against the state before the first
             self._read_state()
@@ -251,9 +251,9 @@ class OomGuard(contextlib.ContextDecorator):
         return failure
 
     def _shares(self, device: str) -> object:
-        from gpumagic.oom import instant
+        from gpumagic.oom import shares
 
-        return instant.shares(self._namespace, self._bound, device, self._shell, allocator.figures(device))
+        return shares.shares(self._namespace, self._bound, device, self._shell, allocator.figures(device))
 
     def _pinned(self, error: BaseException) -> int | None:
         from gpumagic.oom.failure import pinned

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.oom import instant
+from gpumagic.oom import observing
 from gpumagic.oom.guard import OomGuard
 from gpumagic.oom.report import Share
 
@@ -20,18 +20,18 @@ def observers(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", given.append, raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(instant, "_attached", [])
+    monkeypatch.setattr(observing, "_attached", [])
     return given
 
 
 @pytest.fixture
 def gate(observers):
     looks: list[str] = []
-    gate = instant.Gate(lambda device: looks.append(device) or len(looks))
+    gate = observing.Gate(lambda device: looks.append(device) or len(looks))
     gate.open()
     yield gate
     gate.close()
-    assert instant._gates == []
+    assert observing._gates == []
 
 
 def test_it_is_attached_once_and_looks_only_while_a_gate_is_open(observers, gate) -> None:
@@ -41,14 +41,14 @@ def test_it_is_attached_once_and_looks_only_while_a_gate_is_open(observers, gate
     gate.close()
     attached(1, 2**30, 2**31, 0)
     assert gate.seen == {"cuda:1": 1}
-    again = instant.Gate(str)
+    again = observing.Gate(str)
     again.open()
     again.close()
     assert len(observers) == 1
 
 
 def test_the_innermost_gate_is_told(observers, gate) -> None:
-    inner = instant.Gate(str.upper)
+    inner = observing.Gate(str.upper)
     inner.open()
     observers[0](0, 1, 2, 3)
     inner.close()
@@ -56,7 +56,7 @@ def test_the_innermost_gate_is_told(observers, gate) -> None:
 
 
 def test_what_goes_wrong_in_a_look_never_reaches_torch(observers) -> None:
-    gate = instant.Gate(lambda _: 1 / 0)
+    gate = observing.Gate(lambda _: 1 / 0)
     gate.open()
     observers[0](0, 1, 2, 3)
     gate.close()
@@ -64,7 +64,7 @@ def test_what_goes_wrong_in_a_look_never_reaches_torch(observers) -> None:
 
 
 def test_after_many_failures_that_torch_mended_none_is_taken_for_the_last(observers, gate) -> None:
-    for _ in range(instant.MAX_LOOKS + 1):
+    for _ in range(observing.MAX_LOOKS + 1):
         observers[0](0, 1, 2, 3)
     assert gate.seen == {}
 
@@ -77,10 +77,10 @@ def test_where_it_cannot_be_attached_nothing_is_tried(observers, monkeypatch, mi
         monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer")
     else:
         monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
-    gate = instant.Gate(str)
+    gate = observing.Gate(str)
     gate.open()
     assert observers == []
-    assert instant._gates == []
+    assert observing._gates == []
 
 
 def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
@@ -93,7 +93,7 @@ def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
         raise torch.OutOfMemoryError(TEXT)
     assert guard.report.device == "cuda:2"
     assert guard.report.instant.shares == (Share("parameters", 7),)
-    assert instant._gates == []
+    assert observing._gates == []
 
 
 def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
@@ -102,10 +102,10 @@ def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
         return n and countdown(n - 1)
 
     assert countdown(3) == 0
-    assert instant._gates == []
+    assert observing._gates == []
 
 
 def test_a_block_that_passes_closes_its_gate(observers) -> None:
     with gpumagic.oomguard():
-        assert len(instant._gates) == 1
-    assert instant._gates == []
+        assert len(observing._gates) == 1
+    assert observing._gates == []
