@@ -175,13 +175,13 @@ class GPUMagic(Magics):
         return self._sessions.ready_body(Rerun(plan, guard(), self.shell.user_ns, self.shell), cell)
 
     def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
-        from gpumagic.oom import every_cell
+        from gpumagic.oom import cells
 
         if cell is not None:
             raise OptionError(
                 f"{state} is for every cell, not for this one: write %oomguard {state} in a cell of its own"
             )
-        print(every_cell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
+        print(cells.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
 
     def _rehearse(self, options: Namespace, cell: str | None) -> RehearsalReport:
         """Return the cell's rehearsal; where the cell is to run next, show it, and raise if the cell does not fit."""

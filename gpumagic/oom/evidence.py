@@ -1,27 +1,34 @@
-"""What is gathered after the release, and the report that the rules make of it."""
+"""What is gathered about the notebook after the release, and the report that the rules make of it."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.oom import ownership, surroundings
-from gpumagic.oom.failure import Failure
+from gpumagic.oom import ownership
+from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import OomReport
 from gpumagic.oom.rules import batch, proposal, verdict
-from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, Work
+from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, KeptGraph, Loader, Work
 from gpumagic.report import origin
 from gpumagic.report.units import size
 from gpumagic.source import cell_code
+from gpumagic.source.cell_code import CellCode, is_batch_name
 from gpumagic.source.settings import names_used
+from gpumagic.tensors import scan
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from gpumagic.dryrun.cells import OtherValues
     from gpumagic.dryrun.report import Fit
 
@@ -39,42 +46,63 @@ NOTHING = AllocatorFigures(0, 0, 0)
 """The figures of a backend that was not in use yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What the guard knows besides the failure."""
+def conclude(
+    failure: Failure, state: GuardState, *, pinned: int | None = None, retries: int = 0, recovered: bool = False
+) -> OomReport:
+    """Return the report, from the failure and from what is alive now.
 
-    namespace: Mapping[str, object]
-    bound: Mapping[str, int] = field(default_factory=dict)
-    """``{name: id of its value}`` when the block began."""
-    shell: object | None = None
-    pinned: int | None = None
-    """Bytes that the frames kept for a debugger hold, at least."""
-    retries: int = 0
-    recovered: bool = False
-
-
-def gather(failure: Failure, circumstances: Circumstances) -> tuple[Facts, list[str]]:
-    """Return the facts, and what could not be looked at."""
+    Args:
+        failure: what was read before the release.
+        state: the guard's.
+        pinned: bytes that the frames kept for a debugger hold, at least.
+        retries: how often the code ran again.
+        recovered: whether a retry passed.
+    """
     notes = list(failure.notes)
     facts = _bare_facts(failure)
     try:
-        facts = _facts(failure, circumstances)
+        facts = _facts(failure, state)
     except Exception as fault:  # a partial report is better than the loss of it
         notes.append(f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}")
-    return _rehearsed(facts, circumstances), notes
+    facts = _rehearsed(facts, state)
+    before, at_failure, after = facts.before, facts.at_failure, facts.after
+    return OomReport(
+        kind=facts.kind,
+        certainty=failure.event.certainty,
+        device=facts.device,
+        requested=facts.requested,
+        allocated_before=before.allocated if before else None,
+        allocated_at_failure=at_failure.allocated if at_failure else None,
+        allocated_after=after.allocated if after else None,
+        reserved_before=before.reserved if before else None,
+        reserved_at_failure=at_failure.reserved if at_failure else None,
+        reserved_after=after.reserved if after else None,
+        line=facts.scene.line,
+        code=facts.scene.code,
+        verdict=verdict.sentence(facts),
+        cause=verdict.cause(facts),
+        holders=facts.holders,
+        advice=verdict.advise(facts),
+        capacity=facts.capacity,
+        retries=retries,
+        recovered=recovered,
+        message=failure.event.message,
+        notes=(*notes, *verdict.sentences(facts), *_notes(facts, failure, pinned)),
+        origin=origin.here(),
+    )
 
 
-def _rehearsed(facts: Facts, circumstances: Circumstances) -> Facts:
+def _rehearsed(facts: Facts, state: GuardState) -> Facts:
     """Return the facts with the largest batch that fits, where rehearsals can tell it in little time."""
     found = batch.at_work(facts)
-    source, shell = facts.scene.source, circumstances.shell
+    source, shell = facts.scene.source, state.shell
     if found is None or found.loader or found.cell or source is None or shell is None:
         return facts
     from gpumagic.dryrun import cells
     from gpumagic.source import settings
 
     with contextlib.suppress(Exception):  # our own failure must not cost the user the report
-        names = dict(circumstances.namespace)
+        names = dict(state.namespace)
         knob = settings.find_in_cell(source, found.name, names, "advice")
         question = cells.with_other_values(source, knob, names, REHEARSAL_SECONDS, facts.residue)
         fit = question.largest()
@@ -90,28 +118,26 @@ def _roundest(fit: Fit, question: OtherValues) -> int | None:
     return value if value == fit.largest or question.fits(value) else None
 
 
-def _facts(failure: Failure, circumstances: Circumstances) -> Facts:
+def _facts(failure: Failure, state: GuardState) -> Facts:
     facts = _bare_facts(failure)
     device, work = failure.device, failure.work
     if device is None:
         return facts
-    namespace, bound = circumstances.namespace, circumstances.bound
-    claimed = ownership.by_names(namespace, device, circumstances.shell)
+    namespace, bound = state.namespace, state.bound
+    claimed = ownership.by_names(namespace, device, state.shell)
     used = names_used(facts.cell.reads, namespace) if facts.cell is not None else set(namespace)
     fresh = facts.cell.remade if facts.cell is not None else frozenset()
     read_first = names_used(facts.cell.reads - fresh, namespace) if facts.cell is not None else set()
     old = {name for name, value in namespace.items() if bound.get(name) == id(value)}
     spare = (old | ownership.outputs(claimed)) - used - fresh
-    free_elsewhere, others = surroundings.other_devices(device)
+    free_elsewhere, others = other_devices(device)
     unnamed = facts.after.allocated - sum(claim.nbytes for claim in claimed) if facts.after is not None else 0
     return replace(
         facts,
         looked_at=True,
         holders=ownership.rows(claimed, device),
         leftovers=tuple(claim for claim in claimed if claim.names <= spare),
-        graphs=surroundings.kept_graphs(device, old - used, fresh, namespace, circumstances.shell)
-        if unnamed >= WORTH_SAYING
-        else None,
+        graphs=kept_graphs(device, old - used, fresh, namespace, state.shell) if unnamed >= WORTH_SAYING else None,
         stale={name: ownership.released(claimed, [name]) for name in (old & fresh) - read_first},
         models=tuple(model for model in work.models if model.local or model.name in used),
         optimizers=tuple(each for each in work.optimizers if each.local or each.name in used),
@@ -119,8 +145,8 @@ def _facts(failure: Failure, circumstances: Circumstances) -> Facts:
         brought=_brought(claimed, (used & old) - fresh, namespace),
         kept=_brought(claimed, set(namespace), namespace),
         residue=_residue(facts, claimed, read_first),
-        device_names=surroundings.names_of_device(device, used, namespace),
-        loaders=surroundings.loaders(used, namespace),
+        device_names=names_of_device(device, used, namespace),
+        loaders=find_loaders(used, namespace),
         batches=_batches(facts, used, namespace),
         free_elsewhere=free_elsewhere,
         other_processes=others,
@@ -148,7 +174,7 @@ def _bare_facts(failure: Failure) -> Facts:
         cell=cell_code.read_cell(source) if source else None,
         work=failure.work,
         fused_attention=(failure.device or "").partition(":")[0] in FUSED_ATTENTION,
-        settings=surroundings.settings(),
+        settings=active_switches(),
         private_pools=event.numbers.private_pools or 0,
     )
 
@@ -159,19 +185,19 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
         return ()
     text = facts.work.text
     other = cell_code.read_text(text).batches if text is not None and text.cell else ()
-    found = surroundings.batch_sizes(facts.cell, used, namespace)
+    found = batch_sizes(facts.cell, used, namespace)
     elsewhere = (BatchSize(each.name, each.value, each.line, cell=text.cell) for each in other if text is not None)
     return (*found, *elsewhere)
 
 
-def _fixed(claimed: Sequence[ownership.Claim], old: set[str], work: Work) -> int:
+def _fixed(claimed: Sequence[ownership.Ownership], old: set[str], work: Work) -> int:
     """Return the bytes that a smaller batch would not change."""
     named = sum(claim.nbytes for claim in claimed if claim.names & old or claim.kind in ("module", "optimizer"))
     local = sum(model.nbytes + model.gradients for model in work.models if model.local)
     return named + local + sum(optimizer.state for optimizer in work.optimizers if optimizer.local)
 
 
-def _residue(facts: Facts, claimed: Sequence[ownership.Claim], read_first: set[str]) -> tuple[str, ...]:
+def _residue(facts: Facts, claimed: Sequence[ownership.Ownership], read_first: set[str]) -> tuple[str, ...]:
     """Return the variables with memory, or with a graph, that the cell left and makes anew when it runs again."""
     made = facts.cell.remade - read_first if facts.cell is not None else frozenset[str]()
     large = {name for claim in claimed if claim.nbytes >= WORTH_SAYING for name in claim.names}
@@ -179,7 +205,7 @@ def _residue(facts: Facts, claimed: Sequence[ownership.Claim], read_first: set[s
 
 
 def _brought(
-    claimed: Sequence[ownership.Claim], names: set[str], namespace: Mapping[str, object]
+    claimed: Sequence[ownership.Ownership], names: set[str], namespace: Mapping[str, object]
 ) -> tuple[Brought, ...]:
     totals: dict[str, Brought] = {}
     for claim in claimed:
@@ -201,44 +227,10 @@ def _segments_can_expand(event: OomEvent) -> bool:
     return event.from_allocator and hinted and "expandable_segments:True" not in settings
 
 
-def conclude(failure: Failure, circumstances: Circumstances) -> OomReport:
-    """Return the report, from the failure and from what is alive now."""
-    facts, notes = gather(failure, circumstances)
-    return _report(facts, failure, circumstances, notes)
-
-
-def _report(facts: Facts, failure: Failure, circumstances: Circumstances, notes: list[str]) -> OomReport:
-    before, at_failure, after = facts.before, facts.at_failure, facts.after
-    return OomReport(
-        kind=facts.kind,
-        certainty=failure.event.certainty,
-        device=facts.device,
-        requested=facts.requested,
-        allocated_before=before.allocated if before else None,
-        allocated_at_failure=at_failure.allocated if at_failure else None,
-        allocated_after=after.allocated if after else None,
-        reserved_before=before.reserved if before else None,
-        reserved_at_failure=at_failure.reserved if at_failure else None,
-        reserved_after=after.reserved if after else None,
-        line=facts.scene.line,
-        code=facts.scene.code,
-        verdict=verdict.sentence(facts),
-        cause=verdict.cause(facts),
-        holders=facts.holders,
-        advice=verdict.advise(facts),
-        capacity=facts.capacity,
-        retries=circumstances.retries,
-        recovered=circumstances.recovered,
-        message=failure.event.message,
-        notes=(*notes, *verdict.sentences(facts), *_notes(facts, failure, circumstances)),
-        origin=origin.here(),
-    )
-
-
-def _notes(facts: Facts, failure: Failure, circumstances: Circumstances) -> list[str]:
+def _notes(facts: Facts, failure: Failure, pinned: int | None) -> list[str]:
     event, notes = failure.event, []
-    if circumstances.pinned is not None:
-        notes.append(f"Kept for %debug: the failed frames hold at least {size(circumstances.pinned)} of it.")
+    if pinned is not None:
+        notes.append(f"Kept for %debug: the failed frames hold at least {size(pinned)} of it.")
     if event.raised != event.message:
         notes.append(f"It arrived as {event.raised}")
     if event.memory == "device" and event.device is None and failure.device is not None:
@@ -255,3 +247,103 @@ def _nameless(facts: Facts) -> int:
     if facts.after is None or not facts.looked_at:
         return 0
     return facts.after.allocated - sum(holder.nbytes for holder in facts.holders)
+
+
+def kept_graphs(
+    device: str,
+    spare: AbstractSet[str],
+    remade: AbstractSet[str],
+    namespace: Mapping[str, object],
+    shell: InteractiveShell | None,
+) -> KeptGraph | None:
+    """Return what the autograd graphs of variables keep on a device, and what lets go of it; None if they keep nothing.
+
+    Args:
+        device: such as ``"cuda:0"``.
+        spare: names that may lose their graphs, of which one at least must keep each tensor.
+        remade: names that may as well, since the cell binds them anew.
+        namespace: the notebook's variables.
+        shell: the shell they belong to.
+    """
+    totals: Counter[str] = Counter()
+    for row in scan.scan(namespace, devices=(device,), shell=shell):
+        if row.in_graph and row.frees:
+            totals[row.frees] += row.nbytes or 0
+    nbytes, names, statements = 0, frozenset[str](), dict[str, None]()
+    for line, bytes_freed in totals.items():
+        parsed = ast.parse(line).body
+        keeping = _assigned(parsed)
+        if keeping & spare and keeping <= spare | remade:
+            nbytes, names = nbytes + bytes_freed, names | keeping
+            statements |= dict.fromkeys(map(ast.unparse, parsed))
+    return KeptGraph(names, nbytes, "\n".join(statements)) if nbytes else None
+
+
+def _assigned(statements: Iterable[ast.stmt]) -> frozenset[str]:
+    """Return the variables that assignments change, or change something in."""
+    targets = [target for each in statements if isinstance(each, ast.Assign) for target in each.targets]
+    return frozenset(node.id for each in targets for node in ast.walk(each) if isinstance(node, ast.Name))
+
+
+def batch_sizes(cell: CellCode, names: Iterable[str], namespace: Mapping[str, object]) -> tuple[BatchSize, ...]:
+    """Return the batch sizes the cell works with: its literals, then variables it uses, then DataLoaders."""
+    found = [BatchSize(literal.name, literal.value, literal.line) for literal in cell.batches]
+    written = {literal.name for literal in cell.batches}
+    for name in sorted(set(names) - written):
+        value = namespace[name]
+        if is_batch_name(name) and type(value) is int and value > 1:
+            found.append(BatchSize(name, value))
+    if not found:  # a loader says no more than the number it was made with
+        found += [BatchSize(each.name, each.batch_size, loader=True) for each in find_loaders(names, namespace)]
+    return tuple(found)
+
+
+def find_loaders(names: Iterable[str], namespace: Mapping[str, object]) -> tuple[Loader, ...]:
+    """Return the DataLoaders among these names that make batches of more than one."""
+    from torch.utils import data
+
+    found = []
+    for name in sorted(names):
+        value: Any = namespace[name]
+        if issubclass(type(value), data.DataLoader) and isinstance(value.batch_size, int) and value.batch_size > 1:
+            shuffles = type(value.sampler) is data.RandomSampler
+            found.append(
+                Loader(
+                    name, value.batch_size, value.num_workers, shuffles, bool(value.pin_memory), bool(value.drop_last),
+                    samples=type(value.sampler) not in (data.RandomSampler, data.SequentialSampler),
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def names_of_device(device: str, names: Iterable[str], namespace: Mapping[str, object]) -> tuple[str, ...]:
+    """Return which of these variables say ``"cuda:0"`` or hold that `torch.device`."""
+    import torch
+
+    first = device.partition(":")[0] if device.endswith(":0") else device
+    texts = [name for name in names if type(namespace[name]) in (str, torch.device)]
+    return tuple(sorted(name for name in texts if str(namespace[name]) in (device, first)))
+
+
+def active_switches() -> dict[str, bool]:
+    """Return torch's switches that bear on memory and are on."""
+    import torch
+
+    return {"cudnn.benchmark": True} if torch.backends.cudnn.benchmark else {}
+
+
+def other_devices(device: str) -> tuple[dict[str, int], int | None]:
+    """Return the free bytes of the other devices of the same type, and what other processes hold on this one.
+
+    Asks the driver's tools, not the devices: `mem_get_info` of a device not yet in use would create a context.
+    """
+    from gpumagic.gpus import probe
+
+    rows = {row.device: row for row in probe.read_gpus() if row.device is not None}
+    backend = device.partition(":")[0]
+    free = {
+        other: row.memory_free
+        for other, row in rows.items()
+        if other != device and other.partition(":")[0] == backend and row.memory_free is not None
+    }
+    return free, rows[device].other_processes if device in rows else None

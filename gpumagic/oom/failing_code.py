@@ -1,20 +1,19 @@
-"""What the code was working with when it failed: its text, the shapes of its tensors, its models and optimizers.
+"""What the code was working with when it failed: its text, its tensors, the failing operation, models, optimizers.
 
-Nothing found here outlives the call except the record: no frame, no tensor.
-
-Read while the frames are whole; nothing found here outlives the call except plain records.
+It is read while the frames are whole. The result is plain records: no frame and no tensor outlives the call.
 """
 
 from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpumagic.oom import learners
+from gpumagic.oom import ownership
+from gpumagic.oom.report import Instant, Shape
 from gpumagic.oom.rules.facts import Collection as Collected
 from gpumagic.oom.rules.facts import Growth, Scene, TensorFact, Work
 from gpumagic.source import cell_code, frames
@@ -22,8 +21,9 @@ from gpumagic.source import text as texts
 from gpumagic.source.cell_code import Accumulation, CellCode
 from gpumagic.source.frames import is_user_code
 from gpumagic.source.text import Text
+from gpumagic.transfers import explain
 
-Standing = tuple[FrameType, int]
+FrameLine = tuple[FrameType, int]
 """A frame and the line it stood on."""
 
 
@@ -57,11 +57,11 @@ def read_scene(error: BaseException, namespace: Mapping[str, object], outside: C
     )
 
 
-def _functions(stack: list[Standing]) -> frozenset[str]:
+def _functions(stack: list[FrameLine]) -> frozenset[str]:
     return frozenset(frame.f_code.co_name for frame, _ in stack)
 
 
-def _inside(deepest: list[Standing], shown: FrameType) -> str | None:
+def _inside(deepest: list[FrameLine], shown: FrameType) -> str | None:
     if not deepest or deepest[0][0].f_code.co_filename == shown.f_code.co_filename:
         return None
     frame, line = deepest[0]
@@ -69,7 +69,7 @@ def _inside(deepest: list[Standing], shown: FrameType) -> str | None:
     return f"{frame.f_code.co_name}(), line {line}" + (f": {code}" if code else "")
 
 
-def _growths(cell: CellCode | None, own: list[Standing]) -> Iterator[Growth]:
+def _growths(cell: CellCode | None, own: list[FrameLine]) -> Iterator[Growth]:
     for accumulation in cell.accumulations if cell is not None else ():
         for frame, _ in own:
             growth = _growth(accumulation, frame.f_locals.get(accumulation.target))
@@ -89,7 +89,7 @@ def _growth(found: Accumulation, target: object) -> Growth | None:
     )  # fmt: skip
 
 
-def _graph_names(cell: CellCode | None, own: list[Standing]) -> tuple[str, ...]:
+def _graph_names(cell: CellCode | None, own: list[FrameLine]) -> tuple[str, ...]:
     # A cell's locals are the whole notebook, of which only what it names is this failure's. IPython compiles each
     # of its statements apart, so the frame's own code names too little.
     named = cell.names if cell is not None else frozenset[str]()
@@ -138,15 +138,15 @@ def read_failing_code(
     function, operands = _functional(stack)
     return Work(
         text=text,
-        tensors=_tensors(text, frame),
+        tensors=_named_tensors(text, frame),
         numbers=_numbers(text, frame),
         collections=_collections(text, frame, device),
         moving=_moving(stack),
         function=function,
         operands=operands,
-        models=learners.models(named, device),
-        optimizers=learners.optimizers(named, device),
-        progress=learners.progress(_running_modules(stack)),
+        models=ownership.find_models(named, device),
+        optimizers=ownership.find_optimizers(named, device),
+        progress=ownership.progress(_running_modules(stack)),
     )
 
 
@@ -168,14 +168,14 @@ def _cell(filename: str, shell: object | None) -> str:
     return f"In [{number}]" if number is not None else "another cell"
 
 
-def _named(own: list[Standing], namespace: Mapping[str, object]) -> Iterator[tuple[str, object, bool]]:
+def _named(own: list[FrameLine], namespace: Mapping[str, object]) -> Iterator[tuple[str, object, bool]]:
     yield from ((name, value, False) for name, value in list(namespace.items()) if not name.startswith("_"))
     for frame, _ in own:
         if frame.f_locals is not frame.f_globals:
             yield from ((name, value, True) for name, value in list(frame.f_locals.items()))
 
 
-def _tensors(text: Text | None, frame: FrameType) -> dict[str, TensorFact]:
+def _named_tensors(text: Text | None, frame: FrameType) -> dict[str, TensorFact]:
     """Return the tensors that the code of a frame names, by the text that names them."""
     found = {}
     for code, value in _values(text, frame):
@@ -202,7 +202,7 @@ def _collections(text: Text | None, frame: FrameType, device: str) -> dict[str, 
     return found
 
 
-def _moving(stack: list[Standing]) -> int:
+def _moving(stack: list[FrameLine]) -> int:
     """Return the bytes of the module that `Module.to` or its like was moving."""
     import torch
 
@@ -231,7 +231,7 @@ def _stored(owner: object, name: str) -> object:
     return next((place[name] for place in places if isinstance(place, dict) and name in place), None)
 
 
-def _functional(stack: list[Standing]) -> tuple[str, dict[str, TensorFact]]:
+def _functional(stack: list[FrameLine]) -> tuple[str, dict[str, TensorFact]]:
     """Return the deepest function of `torch.nn.functional` on the stack with its tensors."""
     inside = [frame for frame, _ in stack if frame.f_code.co_filename.endswith(FUNCTIONAL)]
     if not inside:
@@ -241,7 +241,7 @@ def _functional(stack: list[Standing]) -> tuple[str, dict[str, TensorFact]]:
     return frame.f_code.co_name, {name: fact for name, fact in facts.items() if fact is not None}
 
 
-def _running_modules(stack: list[Standing]) -> list[Any]:
+def _running_modules(stack: list[FrameLine]) -> list[Any]:
     import torch
 
     found: list[Any] = []
@@ -271,3 +271,48 @@ def _array_fact(value: Any) -> TensorFact | None:
     if (type(value).__module__, type(value).__name__) != ("numpy", "ndarray"):
         return None
     return TensorFact(shape=value.shape, dtype=str(value.dtype), nbytes=value.nbytes, device="cpu")
+
+
+SIGNS = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.MatMult: "@", ast.Pow: "**", ast.Mod: "%",
+    ast.FloorDiv: "//",
+}  # fmt: skip
+
+
+def find_operation(error: BaseException, work: Work, outside: Collection[int] = ()) -> Instant:
+    """Return the operation that failed and its tensors: torch's own function, else what the user's line says."""
+    if work.function:
+        return Instant(work.function, _shapes(work.operands, work))
+    steps = [
+        step
+        for each in frames.related_exceptions(error, outside)
+        for step in frames.traceback_steps(each.__traceback__)
+        if is_user_code(step.tb_frame)
+    ]
+    node = explain.failing_node(steps[-1]) if steps else None
+    if node is None:
+        return Instant()
+    if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Return) and node.value is not None:
+        node = node.value  # Python 3.10 does not say which part of the statement
+    return Instant(_operator(node), _shapes({ast.unparse(each) for each in _operands(node)}, work))
+
+
+def _operator(node: ast.AST) -> str:
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func)
+    if isinstance(node, ast.BinOp | ast.AugAssign):
+        return SIGNS.get(type(node.op), "")
+    return ""
+
+
+def _operands(node: ast.AST) -> list[ast.AST]:
+    """Return the parts of an expression that may be tensors: what it applies its operator to."""
+    if isinstance(node, ast.Call):
+        owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        return [*owner, *node.args, *(keyword.value for keyword in node.keywords)]
+    return list(ast.iter_child_nodes(node))
+
+
+def _shapes(codes: Iterable[str], work: Work) -> tuple[Shape, ...]:
+    facts = {**work.tensors, **work.operands}
+    return tuple(Shape(code, facts[code].shape, facts[code].dtype) for code in sorted(codes) if code in facts)

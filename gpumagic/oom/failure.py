@@ -1,18 +1,30 @@
-"""What is read of a failure before the release, while its frames are whole."""
+"""What is read of a failure before the release: by an observer of CUDA's allocator, then from the exception's frames.
+
+By the time Python has an exception, the values that C++ and a comprehension held are gone. torch calls the observers
+of its allocator before that, without the allocator's lock (`torch._C._cuda_attach_out_of_memory_observer`, since 2.0).
+There is no way to detach one, so ours is attached once and samples only while a guard is open. It is attached only
+once CUDA is up (before, old versions crash: pytorch#107330), and only to torch's own allocator: cudaMallocAsync calls
+none. It is also called for failures that torch recovers from itself, such as cuDNN's trials, so a sample counts only
+if the guarded code fails. It follows the documented behaviour; it has not run on a real GPU.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from gpumagic.memory import allocator, host
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.oom import failing_code, operation, ownership, recognition, shares
+from gpumagic.oom import failing_code, ownership, recognition
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import Instant, Share
 from gpumagic.oom.rules.facts import Scene, Work
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
 Figures = Mapping[str, AllocatorFigures]
 
@@ -32,88 +44,84 @@ class Failure:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class GuardState:
+    """The session of a guarded block, as it was when the block began."""
+
+    namespace: Mapping[str, object]
+    """The notebook's variables, not a copy."""
+    bound: Mapping[str, int]
+    """``{name: id of its value}``."""
+    before: Figures
+    shell: InteractiveShell | None = None
+    outside: frozenset[int] = frozenset()
+    """The ids of exceptions that were being handled already."""
+
+
 def recognise(error: Exception, outside: Collection[int] = ()) -> OomEvent | None:
     """Return what the error says of itself, or None if it is not out-of-memory."""
-    return _recognise(error, _rooms(allocator.all_figures()), outside)
+    return _recognise(error, _capacities(allocator.all_figures()), outside)
 
 
-def examine(
-    error: Exception,
-    namespace: Mapping[str, object],
-    before: Figures,
-    outside: Collection[int] = (),
-    shell: object | None = None,
-) -> Failure | None:
+def examine(error: Exception, state: GuardState) -> Failure | None:
     """Return what the error and its frames tell, or None if it is not out-of-memory."""
     at_failure = allocator.all_figures()
-    rooms = _rooms(at_failure)
-    event = _recognise(error, rooms, outside)
+    capacities = _capacities(at_failure)
+    event = _recognise(error, capacities, state.outside)
     if event is None:
         return None
-    device = _device(event, rooms)
-    seen, work, notes = Scene(), Work(), []
+    device = _device(event, capacities)
+    scene, work, notes = Scene(), Work(), []
     try:
-        seen = failing_code.read_scene(error, namespace, outside)
-        work = failing_code.read_failing_code(error, namespace, device or "cpu", shell, outside)
+        scene = failing_code.read_scene(error, state.namespace, state.outside)
+        work = failing_code.read_failing_code(error, state.namespace, device or "cpu", state.shell, state.outside)
     except Exception as fault:  # our own failure must not cost the user the release
         notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
-    capacity, free = _capacity(event, rooms.get(device) if device else None)
+    capacity, free = _capacity(event, capacities.get(device) if device else None)
     if device in at_failure:
         at_failure[device] = _at_the_instant(event, at_failure[device])
-    return Failure(event, device, seen, work, before, at_failure, capacity, free, tuple(notes))
+    return Failure(event, device, scene, work, state.before, at_failure, capacity, free, tuple(notes))
 
 
-def instant(
-    error: Exception,
-    failure: Failure,
-    namespace: Mapping[str, object],
-    bound: Mapping[str, int],
-    outside: Collection[int] = (),
-    shell: object | None = None,
-    seen: tuple[Share, ...] = (),
-) -> Instant:
-    """Return what the failing operation worked on and what occupied the device, as far as that can be looked at.
+def instant(error: Exception, failure: Failure, state: GuardState, observed: tuple[Share, ...] = ()) -> Instant:
+    """Return what the failing operation worked on and what occupied the device, as far as that can be read.
 
     Args:
         error: the exception, with its frames.
-        failure: what is known of it.
-        namespace: the notebook's variables.
-        bound: ``{name: id of its value}`` when the cell began.
-        outside: ids of exceptions that were being handled before.
-        shell: the shell.
-        seen: what the allocator's observer saw occupy the device, before anything was unwound.
+        failure: what `examine` returned.
+        state: the guard's.
+        observed: what the `OomObserver` found on the device, before anything was unwound.
     """
     found = Instant()
     if failure.device is None or "torch" not in sys.modules:
         return found
     with contextlib.suppress(Exception):  # our own failure must not cost the user the release
-        found = operation.operation(error, failure.work, outside)
+        found = failing_code.find_operation(error, failure.work, state.outside)
         figures = failure.at_failure.get(failure.device)
-        found = replace(found, shares=seen or shares.shares(namespace, bound, failure.device, shell, figures))
+        shares = observed or ownership.find_shares(state.namespace, state.bound, failure.device, state.shell, figures)
+        found = replace(found, shares=shares)
     return found
 
 
-def pinned(
-    error: BaseException, namespace: Mapping[str, object], failure: Failure, outside: Collection[int] = ()
-) -> int | None:
-    """Return the bytes that the frames of an error that is to be kept hold; None where that cannot be looked at."""
+def pinned(error: BaseException, failure: Failure, state: GuardState) -> int | None:
+    """Return the bytes that the frames of an error that is to be kept hold; None where that is unknown."""
     if failure.device is None or "torch" not in sys.modules:
         return None
-    return ownership.in_frames(error, namespace, failure.device, outside)
+    return ownership.in_frames(error, state.namespace, failure.device, state.outside)
 
 
-def _rooms(figures: Figures) -> dict[str, tuple[int, int] | None]:
+def _capacities(figures: Figures) -> dict[str, tuple[int, int] | None]:
     """Return free and total bytes of each device where memory was taken.
 
     To ask the driver about an idle CUDA device would create a context on it.
     """
-    return {device: _room(device) for device, each in figures.items() if each.reserved}
+    return {device: _capacity_of(device) for device, each in figures.items() if each.reserved}
 
 
 def _recognise(
-    error: Exception, rooms: Mapping[str, tuple[int, int] | None], outside: Collection[int]
+    error: Exception, capacities: Mapping[str, tuple[int, int] | None], outside: Collection[int]
 ) -> OomEvent | None:
-    free = min((room[0] for room in rooms.values() if room is not None), default=None)
+    free = min((each[0] for each in capacities.values() if each is not None), default=None)
     return recognition.recognise(error, free, outside)
 
 
@@ -123,37 +131,103 @@ def _at_the_instant(event: OomEvent, now: AllocatorFigures) -> AllocatorFigures:
     What an unwinding frame kept on its stack, a comprehension's list say, is freed before anybody can look. The
     allocator says in its text what was allocated, to two decimals; it decides where it says clearly more.
     """
-    said = event.numbers.allocated if event.from_allocator else None
-    if said is None or said <= now.allocated * 1.01:
+    stated = event.numbers.allocated if event.from_allocator else None
+    if stated is None or stated <= now.allocated * 1.01:
         return now
-    return replace(now, allocated=said)
+    return replace(now, allocated=stated)
 
 
-def _room(device: str) -> tuple[int, int] | None:
+def _capacity_of(device: str) -> tuple[int, int] | None:
     try:
         return allocator.capacity(device)
     except RuntimeError:  # a sticky CUDA error makes every further call fail
         return None
 
 
-def _device(event: OomEvent, rooms: Mapping[str, tuple[int, int] | None]) -> str | None:
+def _device(event: OomEvent, capacities: Mapping[str, tuple[int, int] | None]) -> str | None:
     """Return the device that failed: the one the text names, else the fullest in use of its type."""
     if event.memory != "device":
         return "cpu"
     if event.device is not None:
         return event.device
     free = {
-        device: room[0] if room is not None else 0
-        for device, room in rooms.items()
+        device: now[0] if now is not None else 0
+        for device, now in capacities.items()
         if event.backend in (None, device.partition(":")[0])
     }
     return min(free, key=lambda device: free[device], default=None)
 
 
-def _capacity(event: OomEvent, room: tuple[int, int] | None) -> tuple[int | None, int | None]:
+def _capacity(event: OomEvent, now: tuple[int, int] | None) -> tuple[int | None, int | None]:
     """Return (capacity, free when it failed), the driver's capacity before the text's, the text's free before now's."""
     if event.memory == "host":
-        room = host.memory()
-    capacity = room[1] if room is not None else event.numbers.capacity
-    free = event.numbers.free if event.numbers.free is not None else (room[0] if room is not None else None)
+        now = host.memory()
+    capacity = now[1] if now is not None else event.numbers.capacity
+    free = event.numbers.free if event.numbers.free is not None else (now[0] if now is not None else None)
     return capacity, free
+
+
+MAX_SAMPLES = 4
+"""Samples at most while one guard is open: one takes tens of milliseconds."""
+
+
+class OomObserver:
+    """Samples a device at each failure of torch's CUDA allocator while it is open.
+
+    Args:
+        sample: takes a device's name and returns what is to be known; it must not allocate on the device.
+    """
+
+    def __init__(self, sample: Callable[[str], object]) -> None:
+        self._sample = sample
+        self._count = 0
+        self.samples: dict[str, object] = {}
+        """The last sample of each device."""
+
+    def open(self) -> None:
+        """Start sampling, where there is such an allocator."""
+        if _attach():
+            _open_observers.append(self)
+
+    def close(self) -> None:
+        """Stop sampling."""
+        if self in _open_observers:
+            _open_observers.remove(self)
+
+    def notify(self, device: str) -> None:
+        """Sample a device; never raises, because torch would raise that in place of its own error."""
+        self._count += 1
+        try:
+            if self._count <= MAX_SAMPLES:
+                self.samples[device] = self._sample(device)
+            else:
+                self.samples.pop(device, None)  # it is of an earlier failure
+        except BaseException:
+            self.samples.pop(device, None)
+
+
+_open_observers: list[OomObserver] = []
+"""The innermost last."""
+_attached: list[object] = []
+
+
+def _attach() -> bool:
+    """Attach the callback unless it is, and return whether it is now."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    if _attached:
+        return True
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None or torch.cuda.memory.get_allocator_backend() != "native":
+        return False
+    attach(_observe)
+    _attached.append(attach)
+    return True
+
+
+def _observe(device: int, requested: int, total: int, free: int) -> None:
+    """Called by torch's allocator."""
+    del requested, total, free
+    if _open_observers:
+        _open_observers[-1].notify(f"cuda:{device}")

@@ -19,7 +19,8 @@ from gpumagic.heap import release
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
-from gpumagic.oom import cell_output, observing, recognition
+from gpumagic.oom import cells, failure, ownership, recognition
+from gpumagic.oom.failure import Failure, GuardState, OomObserver
 from gpumagic.oom.report import Instant
 from gpumagic.oom.rules import kept
 from gpumagic.source import frames
@@ -29,9 +30,7 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from gpumagic.memory.allocator import AllocatorFigures
     from gpumagic.memory.timeline import MemoryTimeline
-    from gpumagic.oom.failure import Failure
     from gpumagic.oom.report import FitReport, OomReport
     from gpumagic.report.base import Report
 
@@ -89,48 +88,46 @@ class OomGuard(contextlib.ContextDecorator):
         self._timeline: MemoryTimeline | None = None
         self._then: Callable[[], None] = _nothing
         self._instant = Instant()
-        self._gate: observing.Gate | None = None
-        self._seen: dict[str, Any] = {}
+        self._observer: OomObserver | None = None
+        self._samples: dict[str, Any] = {}
         self._failure: Failure | None = None
         self._retries = 0
         self._recovered = False
-        self._before: dict[str, AllocatorFigures] = {}
-        self._bound: dict[str, int] = {}
-        self._outside: frozenset[int] = frozenset()
+        self._state = GuardState(self._namespace, {}, {}, shell)
 
     def open(self) -> None:
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
-        if self._gate is not None:
-            self._gate.close()  # a decorated function that calls itself
+        if self._observer is not None:
+            self._observer.close()  # a decorated function that calls itself
         if self._memory is not None:
             self._memory.stop()
-        self._gate = observing.Gate(self._shares)
-        self._gate.open()
+        self._observer = OomObserver(self._shares)
+        self._observer.open()
         if not self._retries:  # a further try is measured against the state before the first
             self._read_state()
-        before = allocator.all_figures() if self._retries else self._before
+        before = allocator.all_figures() if self._retries else self._state.before
         self._memory = CellMemory(before, self._namespace, self._block, self._line, is_running=self._is_running)
         self._memory.start()
 
     def _read_state(self) -> None:
-        self._outside = frames.being_handled()
+        outside = frames.being_handled()
         if self._shell is not None:
-            cell_output.warn_of_host_memory(self._shell)
+            cells.warn_of_host_memory(self._shell)
             if self._keep_going:
-                cell_output.show_as_text(self._shell, self._recognises)
-        self._before = allocator.all_figures()
-        self._bound = {name: id(value) for name, value in list(self._namespace.items())}
+                cells.show_as_text(self._shell, self._recognises)
+        bound = {name: id(value) for name, value in list(self._namespace.items())}
+        self._state = GuardState(self._namespace, bound, allocator.all_figures(), self._shell, outside)
 
     def close(self, error: BaseException | None) -> None:
         """Look at how the block ended; after out-of-memory, read its frames while they are whole."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.stop()
-        if self._gate is not None:
-            self._gate.close()
-            self._seen, self._gate = self._gate.seen, None
+        if self._observer is not None:
+            self._observer.close()
+            self._samples, self._observer = self._observer.samples, None
         if self._shell is not None and self._keep_going:
-            cell_output.stop_showing_as_text(self._shell)
+            cells.stop_showing_as_text(self._shell)
         self._recovered = error is None and self._failure is not None
         if error is not None:
             self._failure = self._examine(error)
@@ -156,7 +153,7 @@ class OomGuard(contextlib.ContextDecorator):
             report = self._conclude(self._pinned(result.error_in_exec))
             result.error_in_exec = None if self._keep_going else result.error_in_exec
             return report
-        release.strip(result.error_in_exec, self._shell, self._outside)
+        release.strip(result.error_in_exec, self._shell, self._state.outside)
         result.error_in_exec = None  # else the result would keep what the error's arguments hold
         release.reclaim()
         report = self._conclude()
@@ -200,7 +197,7 @@ class OomGuard(contextlib.ContextDecorator):
         elif self._keep:
             self._conclude(self._pinned(error))
         else:
-            release.strip(error, self._shell, self._outside)
+            release.strip(error, self._shell, self._state.outside)
             del error
             release.reclaim()
             report = self._conclude()
@@ -217,7 +214,7 @@ class OomGuard(contextlib.ContextDecorator):
         """Release what a run pinned, for the next; `release.reclaim` is left to the caller."""
         self._retries += 1
         if error is not None:
-            release.strip(error, self._shell, self._outside)
+            release.strip(error, self._shell, self._state.outside)
 
     def on_failure(self, then: Callable[[], None]) -> None:
         """Call something with each report."""
@@ -233,44 +230,32 @@ class OomGuard(contextlib.ContextDecorator):
         return self  # one report, of the last call that failed
 
     def _recognises(self, error: BaseException) -> bool:
-        from gpumagic.oom.failure import recognise
-
-        return isinstance(error, Exception) and recognise(error, self._outside) is not None
+        return isinstance(error, Exception) and failure.recognise(error, self._state.outside) is not None
 
     def _examine(self, error: BaseException) -> Failure | None:
         if not isinstance(error, Exception):
             return None
-        from gpumagic.oom.failure import examine, instant
-
-        failure = examine(error, self._namespace, self._before, self._outside, self._shell)
-        if failure is not None:
-            seen = self._seen.get(failure.device or "", ())
-            self._instant = instant(
-                error, failure, self._namespace, self._bound, self._outside, self._shell, seen
-            )  # fmt: skip
-        return failure
+        found = failure.examine(error, self._state)
+        if found is not None:
+            self._instant = failure.instant(error, found, self._state, self._samples.get(found.device or "", ()))
+        return found
 
     def _shares(self, device: str) -> object:
-        from gpumagic.oom import shares
-
-        return shares.shares(self._namespace, self._bound, device, self._shell, allocator.figures(device))
+        state, figures = self._state, allocator.figures(device)
+        return ownership.find_shares(state.namespace, state.bound, device, state.shell, figures)
 
     def _pinned(self, error: BaseException) -> int | None:
-        from gpumagic.oom.failure import pinned
-
         assert self._failure is not None
-        return pinned(error, self._namespace, self._failure, self._outside)
+        return failure.pinned(error, self._failure, self._state)
 
     def _conclude(self, pinned: int | None = None) -> OomReport:
         """Make the report of the last failure, from what is alive now; the failure is forgotten."""
-        from gpumagic.oom.evidence import Circumstances, conclude
+        from gpumagic.oom.evidence import conclude
 
         assert self._failure is not None
-        failure, self._failure = self._failure, None
-        circumstances = Circumstances(
-            self._namespace, self._bound, self._shell, pinned, self._retries, self._recovered
-        )  # fmt: skip
-        report = replace(conclude(failure, circumstances), instant=self._instant, timeline=self._timeline)
+        found, self._failure = self._failure, None
+        report = conclude(found, self._state, pinned=pinned, retries=self._retries, recovered=self._recovered)
+        report = replace(report, instant=self._instant, timeline=self._timeline)
         report = replace(report, actions=kept.actions_of(report, in_notebook=self._shell is not None))
         self.publish(report)
         self._then()

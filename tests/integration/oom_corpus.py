@@ -187,12 +187,12 @@ def _stranger(size: str):
     import torch
 
     from gpumagic.memory import allocator
-    from gpumagic.oom import recognition, surroundings
+    from gpumagic.oom import evidence, recognition
     from gpumagic.options import parse_size
 
     nbytes = parse_size(size)
     block = [torch.empty(nbytes, dtype=torch.uint8, device="simgpu:0")]
-    figures, read, others = allocator._figures, recognition.read_numbers, surroundings.other_devices
+    figures, read, others = allocator._figures, recognition.read_numbers, evidence.other_devices
 
     def without(backend, module, index):
         found = figures(backend, module, index)
@@ -207,7 +207,7 @@ def _stranger(size: str):
     stack.callback(block.clear)
     stack.enter_context(mock.patch.object(allocator, "_figures", without))
     stack.enter_context(mock.patch.object(recognition, "read_numbers", said))
-    stack.enter_context(mock.patch.object(surroundings, "other_devices", lambda device: (others(device)[0], nbytes)))
+    stack.enter_context(mock.patch.object(evidence, "other_devices", lambda device: (others(device)[0], nbytes)))
     return stack
 
 

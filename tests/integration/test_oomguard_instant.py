@@ -100,7 +100,7 @@ def test_a_line_is_not_shown_twice(report_of) -> None:
 
 
 def test_a_fault_in_looking_costs_neither_the_release_nor_the_report(report_of, monkeypatch) -> None:
-    monkeypatch.setattr("gpumagic.oom.shares.shares", lambda *_: 1 / 0)
+    monkeypatch.setattr("gpumagic.oom.ownership.find_shares", lambda *_: 1 / 0)
     report = report_of("fail()")
     assert report.allocated_after == 0
     assert report.instant.shares == ()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.oom.ownership import Claim
+from gpumagic.oom.ownership import Ownership
 from gpumagic.oom.rules import batch, kept, limits, training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Scene
 from gpumagic.source import cell_code  # fmt: skip
@@ -63,7 +63,7 @@ def test_a_plain_shortage_is_told_with_its_numbers() -> None:
         ({"requested": 9 * GIB}, "One request of 9.0 GiB is larger than all of cuda:0 (8.0 GiB)"),
         ({"kind": "memory fraction"}, "cuda:0 did not run out: this process is capped"),
         ({"other_processes": 4 * GIB}, "Other processes hold 4.0 GiB of the 8.0 GiB of cuda:0"),
-        ({"leftovers": (Claim(frozenset({"a"}), GIB),)}, "Earlier cells left 1.0 GiB on cuda:0"),
+        ({"leftovers": (Ownership(frozenset({"a"}), GIB),)}, "Earlier cells left 1.0 GiB on cuda:0"),
         ({"segments_can_expand": True, "unallocated": 3 * GIB}, "Fragmentation: 3.0 GiB of cuda:0"),
         ({"requested": None, "kind": "cublas"}, "cuda:0 ran out of memory in cublas: 1.0 GiB of 8.0 GiB was free"),
         ({"free": None}, "A shortage: a request of 2.0 GiB did not fit on cuda:0."),
@@ -79,18 +79,26 @@ def test_other_processes_that_hold_less_than_was_missing_are_not_blamed() -> Non
 
 
 def test_leftovers_are_deleted_together_and_priced_together() -> None:
-    claims = (Claim(frozenset({"a", "b"}), GIB), Claim(frozenset({"c"}), 2 * MIB), Claim(frozenset({"d"}), 100))
+    claims = (
+        Ownership(frozenset({"a", "b"}), GIB),
+        Ownership(frozenset({"c"}), 2 * MIB),
+        Ownership(frozenset({"d"}), 100),
+    )
     advice = one(kept.leftovers, replace(SHORTAGE, leftovers=claims))
     assert (advice.edit, advice.frees, advice.covers) == ("del a, b, c", GIB + 2 * MIB, True)
 
 
 def test_a_displayed_leftover_is_deleted_by_ipythons_own_magic() -> None:
-    claims = (Claim(frozenset({"Out[5]"}), GIB), Claim(frozenset({"Out[6]", "x"}), GIB), Claim(frozenset({"y"}), GIB))
+    claims = (
+        Ownership(frozenset({"Out[5]"}), GIB),
+        Ownership(frozenset({"Out[6]", "x"}), GIB),
+        Ownership(frozenset({"y"}), GIB),
+    )
     assert one(kept.leftovers, replace(SHORTAGE, leftovers=claims)).edit == "del x, y\n%xdel _5\n%xdel _6"
 
 
 def test_small_leftovers_are_not_mentioned() -> None:
-    assert not list(kept.leftovers(replace(SHORTAGE, leftovers=(Claim(frozenset({"a"}), 512),))))
+    assert not list(kept.leftovers(replace(SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 512),))))
 
 
 def test_an_old_value_about_to_be_replaced_is_deleted_first() -> None:
@@ -204,7 +212,7 @@ def test_another_device_is_named_only_if_all_the_cell_needs_fits_there() -> None
     advice = one(batch.other_device, room)
     assert (advice.edit, advice.covers, advice.frees) == ("%%ondevice cuda:2", True, None)
     assert not list(batch.other_device(replace(room, requested=3 * GIB)))
-    left = replace(room, requested=3 * GIB, leftovers=(Claim(frozenset({"a"}), 3 * GIB),))
+    left = replace(room, requested=3 * GIB, leftovers=(Ownership(frozenset({"a"}), 3 * GIB),))
     assert one(batch.other_device, left).title == "Run the cell on cuda:2"
 
 
@@ -239,7 +247,7 @@ def test_a_request_beyond_the_device_is_to_be_divided() -> None:
 
 def test_what_suffices_comes_first_then_the_most_bytes() -> None:
     facts = replace(
-        SHORTAGE, leftovers=(Claim(frozenset({"a"}), 500 * MIB),), stale={"x": 600 * MIB},
+        SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 500 * MIB),), stale={"x": 600 * MIB},
         batches=(BatchSize("bs", 8),), free_elsewhere={"cuda:1": 20 * GIB},
         scene=Scene(functions=frozenset({"forward"})),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.oom import observing
+from gpumagic.oom import failure
 from gpumagic.oom.guard import OomGuard
 from gpumagic.oom.report import Share
 
@@ -20,53 +20,53 @@ def observers(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", given.append, raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(observing, "_attached", [])
+    monkeypatch.setattr(failure, "_attached", [])
     return given
 
 
 @pytest.fixture
 def gate(observers):
     looks: list[str] = []
-    gate = observing.Gate(lambda device: looks.append(device) or len(looks))
+    gate = failure.OomObserver(lambda device: looks.append(device) or len(looks))
     gate.open()
     yield gate
     gate.close()
-    assert observing._gates == []
+    assert failure._open_observers == []
 
 
 def test_it_is_attached_once_and_looks_only_while_a_gate_is_open(observers, gate) -> None:
     (attached,) = observers
     attached(1, 2**30, 2**31, 0)
-    assert gate.seen == {"cuda:1": 1}
+    assert gate.samples == {"cuda:1": 1}
     gate.close()
     attached(1, 2**30, 2**31, 0)
-    assert gate.seen == {"cuda:1": 1}
-    again = observing.Gate(str)
+    assert gate.samples == {"cuda:1": 1}
+    again = failure.OomObserver(str)
     again.open()
     again.close()
     assert len(observers) == 1
 
 
 def test_the_innermost_gate_is_told(observers, gate) -> None:
-    inner = observing.Gate(str.upper)
+    inner = failure.OomObserver(str.upper)
     inner.open()
     observers[0](0, 1, 2, 3)
     inner.close()
-    assert (inner.seen, gate.seen) == ({"cuda:0": "CUDA:0"}, {})
+    assert (inner.samples, gate.samples) == ({"cuda:0": "CUDA:0"}, {})
 
 
 def test_what_goes_wrong_in_a_look_never_reaches_torch(observers) -> None:
-    gate = observing.Gate(lambda _: 1 / 0)
+    gate = failure.OomObserver(lambda _: 1 / 0)
     gate.open()
     observers[0](0, 1, 2, 3)
     gate.close()
-    assert gate.seen == {}
+    assert gate.samples == {}
 
 
 def test_after_many_failures_that_torch_mended_none_is_taken_for_the_last(observers, gate) -> None:
-    for _ in range(observing.MAX_LOOKS + 1):
+    for _ in range(failure.MAX_SAMPLES + 1):
         observers[0](0, 1, 2, 3)
-    assert gate.seen == {}
+    assert gate.samples == {}
 
 
 @pytest.mark.parametrize("missing", ["cuda", "native allocator", "entry"])
@@ -77,10 +77,10 @@ def test_where_it_cannot_be_attached_nothing_is_tried(observers, monkeypatch, mi
         monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer")
     else:
         monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
-    gate = observing.Gate(str)
+    gate = failure.OomObserver(str)
     gate.open()
     assert observers == []
-    assert observing._gates == []
+    assert failure._open_observers == []
 
 
 def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
@@ -93,7 +93,7 @@ def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
         raise torch.OutOfMemoryError(TEXT)
     assert guard.report.device == "cuda:2"
     assert guard.report.instant.shares == (Share("parameters", 7),)
-    assert observing._gates == []
+    assert failure._open_observers == []
 
 
 def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
@@ -102,10 +102,10 @@ def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
         return n and countdown(n - 1)
 
     assert countdown(3) == 0
-    assert observing._gates == []
+    assert failure._open_observers == []
 
 
 def test_a_block_that_passes_closes_its_gate(observers) -> None:
     with gpumagic.oomguard():
-        assert len(observing._gates) == 1
-    assert observing._gates == []
+        assert len(failure._open_observers) == 1
+    assert failure._open_observers == []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gpumagic.dryrun.report import Fit
     from gpumagic.memory.allocator import AllocatorFigures
-    from gpumagic.oom.ownership import Claim
+    from gpumagic.oom.ownership import Ownership
     from gpumagic.report.base import Holder
     from gpumagic.source.cell_code import CellCode
     from gpumagic.source.text import Text
@@ -220,7 +220,7 @@ class Facts:
     looked_at: bool = False
     """Whether the notebook could be looked at: without it, no holders does not mean none."""
     holders: tuple[Holder, ...] = ()
-    leftovers: tuple[Claim, ...] = ()
+    leftovers: tuple[Ownership, ...] = ()
     """What is only reached by names bound before the cell that neither it nor anything it calls uses."""
     graphs: KeptGraph | None = None
     """Those of names bound before the cell that neither it nor anything it calls uses."""

@@ -14,7 +14,7 @@ from gpumagic.report.units import count, size
 from gpumagic.source.text import Change, Text, called, keyword, names_in
 
 if TYPE_CHECKING:
-    from gpumagic.oom.ownership import Claim
+    from gpumagic.oom.ownership import Ownership
 
 
 WORTH_NAMING = 1024**2
@@ -92,7 +92,7 @@ def _remade(loop: ast.For | ast.While, text: Text, line: int) -> list[str]:
     return [name for name in remade if name not in outside | deleted]
 
 
-def _deletion(claims: list[Claim]) -> str:
+def _deletion(claims: list[Ownership]) -> str:
     """Return the code that unbinds them.
 
     A displayed value is also in six places of IPython's, all of which `%xdel _N` clears. It comes last: it also
