@@ -173,7 +173,7 @@ def oomguard(
 
     plan = Plan(retry, shrink, fit, fallback)
     plan.check()
-    again = functools.partial(rerun.decorate, plan) if plan else None
+    again = functools.partial(rerun.decorate, plan) if plan != Plan() else None
     return OomGuard(keep=keep, keep_going=keep_going, namespace=sys._getframe(1).f_globals, rerun=again)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Where a shell keeps the way back: its own place for what extensions remember.
 _KEY = "gpumagic_unload"
-_GOING_ON = ("gpumagic.gpus.live", "gpumagic.gpus.each_cell", "gpumagic.oom.cells")
+_GOING_ON = ("gpumagic.gpus.live", "gpumagic.gpus.each_cell", "gpumagic.oom.every_cell", "gpumagic.oom.guard")
 """What the user may have started in a shell, imported only then; each has an ``off``."""
 
 

@@ -155,7 +155,8 @@ class GPUMagic(Magics):
         if options.rehearse or options.capacity is not None:
             self._rehearse(options, cell)
         plan = Plan(options.retry, options.shrink, options.fit, options.fallback)
-        if plan and cell is None:
+        runs_again = plan != Plan()
+        if runs_again and cell is None:
             raise OptionError(
                 "--retry, --shrink, --fit and --fallback run the cell again, so they need all of it: "
                 "write %%oomguard on its first line"
@@ -167,7 +168,7 @@ class GPUMagic(Magics):
         if options.state:
             self._guard_every_cell(options.state, cell, guard)
             return None
-        if not plan:
+        if not runs_again:
             return self._run(guard(is_running=cell is None), cell)
         from gpumagic.oom.rerun import Rerun
 
@@ -175,13 +176,13 @@ class GPUMagic(Magics):
         return self._sessions.ready_body(Rerun(plan, guard(), self.shell.user_ns, self.shell), cell)
 
     def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
-        from gpumagic.oom import cells
+        from gpumagic.oom import every_cell
 
         if cell is not None:
             raise OptionError(
                 f"{state} is for every cell, not for this one: write %oomguard {state} in a cell of its own"
             )
-        print(cells.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
+        print(every_cell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
 
     def _rehearse(self, options: Namespace, cell: str | None) -> RehearsalReport:
         """Return the cell's rehearsal; where the cell is to run next, show it, and raise if the cell does not fit."""

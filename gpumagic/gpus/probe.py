@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 
 from gpumagic.errors import DeviceNotFound
@@ -117,6 +117,16 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=best_device(chosen), cause=cause,
         show_processes=processes, show_all=everything, notes=tuple(notes), origin=origin.here(),
     )  # fmt: skip
+
+
+def read_rows(backends: Collection[str]) -> list[GpuRow]:
+    """Return the devices of some backends, such as ``{"cuda"}``, without reasons for what they lack."""
+    simulated = other_devices.simulated_rows() if "simgpu" in backends else []
+    if set(backends) <= {"simgpu"}:
+        return simulated
+    build, answer = torch_build(), cards.read_cards()
+    rows, _, _ = _nvidia_rows(answer, build)
+    return [*rows, *other_devices.torch_rows(build, known=rows, refusal=_refusal(answer)), *simulated]
 
 
 def _refusal(answer: NvmlSnapshot | NvmlFailure) -> str:

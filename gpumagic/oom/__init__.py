@@ -1,1 +1,14 @@
-"""`%%oomguard`: out of memory: recognised, released, explained, and what would help."""
+"""`%%oomguard`: when a cell runs out of memory, release what the failure pins, say why, and rank what would help.
+
+Start with `guard.py`: `OomGuard` has the order of things after a failure.
+
+    guard.py         the guard around a block or a cell; `every_cell.py` guards all cells of a session
+    recognition.py   an exception -> whether it is out-of-memory, and the numbers in its text
+    failure.py       what is read before the release, while the frames are whole
+    failing_code.py  the line, the operation and the tensors that failed
+    ownership.py     which names, models and optimizers own the memory of a device
+    evidence.py      what is read after the release, and the report made of it
+    rules/           facts -> verdict and advice
+    rerun.py         running again: `rerun_plan.py` decides with what, `rollback.py` restores the notebook before it
+    report.py        the records; `view.py` shows them
+"""

@@ -18,7 +18,7 @@ from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import OomReport
 from gpumagic.oom.rules import batch, proposal, verdict
-from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, KeptGraph, Loader, Work
+from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, KeptGraph, Loader, Ownership, Work
 from gpumagic.report import origin
 from gpumagic.report.units import size
 from gpumagic.source import cell_code
@@ -190,23 +190,21 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
     return (*found, *elsewhere)
 
 
-def _fixed(claimed: Sequence[ownership.Ownership], old: set[str], work: Work) -> int:
+def _fixed(claimed: Sequence[Ownership], old: set[str], work: Work) -> int:
     """Return the bytes that a smaller batch would not change."""
     named = sum(claim.nbytes for claim in claimed if claim.names & old or claim.kind in ("module", "optimizer"))
     local = sum(model.nbytes + model.gradients for model in work.models if model.local)
     return named + local + sum(optimizer.state for optimizer in work.optimizers if optimizer.local)
 
 
-def _residue(facts: Facts, claimed: Sequence[ownership.Ownership], read_first: set[str]) -> tuple[str, ...]:
+def _residue(facts: Facts, claimed: Sequence[Ownership], read_first: set[str]) -> tuple[str, ...]:
     """Return the variables with memory, or with a graph, that the cell left and makes anew when it runs again."""
     made = facts.cell.remade - read_first if facts.cell is not None else frozenset[str]()
     large = {name for claim in claimed if claim.nbytes >= WORTH_SAYING for name in claim.names}
     return tuple(sorted(made & (large | set(facts.scene.graph_names))))
 
 
-def _brought(
-    claimed: Sequence[ownership.Ownership], names: set[str], namespace: Mapping[str, object]
-) -> tuple[Brought, ...]:
+def _brought(claimed: Sequence[Ownership], names: set[str], namespace: Mapping[str, object]) -> tuple[Brought, ...]:
     totals: dict[str, Brought] = {}
     for claim in claimed:
         for name in sorted(claim.names & names):
@@ -339,8 +337,8 @@ def other_devices(device: str) -> tuple[dict[str, int], int | None]:
     """
     from gpumagic.gpus import probe
 
-    rows = {row.device: row for row in probe.read_gpus() if row.device is not None}
     backend = device.partition(":")[0]
+    rows = {row.device: row for row in probe.read_rows({backend}) if row.device is not None}
     free = {
         other: row.memory_free
         for other, row in rows.items()

@@ -21,7 +21,6 @@ from gpumagic.source import text as texts
 from gpumagic.source.cell_code import Accumulation, CellCode
 from gpumagic.source.frames import is_user_code
 from gpumagic.source.text import Text
-from gpumagic.transfers import explain
 
 FrameLine = tuple[FrameType, int]
 """A frame and the line it stood on."""
@@ -289,7 +288,7 @@ def find_operation(error: BaseException, work: Work, outside: Collection[int] = 
         for step in frames.traceback_steps(each.__traceback__)
         if is_user_code(step.tb_frame)
     ]
-    node = explain.failing_node(steps[-1]) if steps else None
+    node = texts.failing_node(steps[-1]) if steps else None
     if node is None:
         return Instant()
     if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Return) and node.value is not None:

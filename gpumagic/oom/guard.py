@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from gpumagic.errors import OptionError
 from gpumagic.heap import release
-from gpumagic.memory import allocator
+from gpumagic.memory import allocator, host
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
-from gpumagic.oom import cells, failure, ownership, recognition
+from gpumagic.oom import failure, ownership, recognition
 from gpumagic.oom.failure import Failure, GuardState, OomObserver
 from gpumagic.oom.report import Instant
 from gpumagic.oom.rules import kept
+from gpumagic.report.units import size
 from gpumagic.source import frames
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ class OomGuard(contextlib.ContextDecorator):
     def _read_state(self) -> None:
         outside = frames.being_handled()
         if self._shell is not None:
-            cells.warn_of_host_memory(self._shell)
+            _warn_of_host_memory(self._shell)
             if self._keep_going:
-                cells.show_as_text(self._shell, self._recognises)
+                _show_as_text(self._shell, self._recognises)
         bound = {name: id(value) for name, value in list(self._namespace.items())}
         self._state = GuardState(self._namespace, bound, allocator.all_figures(), self._shell, outside)
 
@@ -127,7 +128,7 @@ class OomGuard(contextlib.ContextDecorator):
             self._observer.close()
             self._samples, self._observer = self._observer.samples, None
         if self._shell is not None and self._keep_going:
-            cells.stop_showing_as_text(self._shell)
+            _stop_showing_as_text(self._shell)
         self._recovered = error is None and self._failure is not None
         if error is not None:
             self._failure = self._examine(error)
@@ -282,3 +283,49 @@ def raise_alone(error: BaseException) -> NoReturn:
         error.__context__ = None
         error.__suppress_context__ = True
         del error
+
+
+_WARNED = "gpumagic_host_warning"
+_SHOW_TRACEBACK = "_showtraceback"
+
+
+def _show_as_text(shell: InteractiveShell, continues_after: Callable[[BaseException], bool]) -> None:
+    """Have a kernel's shell print the tracebacks that `--keep-going` continues after; a terminal's prints all.
+
+    A front end that runs notebooks without a reader may take any output of the type `error` for a failed run, whatever
+    the kernel replies: papermill 2.7 does.
+    """
+    if getattr(shell, "kernel", None) is None:
+        return
+    send = shell._showtraceback
+
+    def show(kind: object, error: BaseException, lines: Any) -> None:
+        if continues_after(error):
+            sys.stderr.write(shell.InteractiveTB.stb2text(lines) + "\n")
+        else:
+            send(kind, error, lines)
+
+    vars(shell)[_SHOW_TRACEBACK] = show
+
+
+def _stop_showing_as_text(shell: InteractiveShell) -> None:
+    """Undo `show_as_text`."""
+    vars(shell).pop(_SHOW_TRACEBACK, None)
+
+
+def _warn_of_host_memory(shell: InteractiveShell) -> None:
+    """Print how little host memory is left, once until there is more again."""
+    left = host.nearly_gone()
+    if left is None:
+        shell.meta.pop(_WARNED, None)
+    elif _WARNED not in shell.meta:
+        shell.meta[_WARNED] = True
+        print(  # noqa: T201  # before the cell there is no report
+            f"%%oomguard: only {size(left[0])} of {size(left[1])} of host memory is left; "
+            "when it is gone, the kernel ends without an error."
+        )
+
+
+def off(shell: InteractiveShell) -> None:
+    """Forget the warning about host memory, when the extension is unloaded."""
+    shell.meta.pop(_WARNED, None)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.heap import autograd, holders, readers
 from gpumagic.heap.storages import Ledger, Storage, undisturbed
 from gpumagic.oom.report import Share
-from gpumagic.oom.rules.facts import Model, Optimizer
+from gpumagic.oom.rules.facts import Model, Optimizer, Ownership
 from gpumagic.report.base import Holder
 from gpumagic.source import frames
 from gpumagic.tensors import reconcile, scan
@@ -28,15 +27,6 @@ if TYPE_CHECKING:
 
 FRAMES = "(failed frames)"
 """Stands among the names for the frames of an error that are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ownership:
-    """Storages that the same set of names reaches."""
-
-    names: frozenset[str]
-    nbytes: int
-    kind: str = "plain"
 
 
 def by_names(namespace: Mapping[str, object], device: str, shell: object | None = None) -> list[Ownership]:

@@ -89,9 +89,6 @@ class Plan:
     fit: str | None = None
     fallback: str | None = None
 
-    def __bool__(self) -> bool:
-        return self != Plan()
-
     @property
     def name(self) -> str | None:
         """The name of the int that goes up and down."""

@@ -9,11 +9,16 @@ from __future__ import annotations
 import ast
 import io
 import itertools
+import linecache
 import re
 import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType, TracebackType
+from typing import Any
+
+from gpumagic import _compat
 
 INDENT = "    "
 _SKIPPED = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
@@ -275,3 +280,46 @@ def keyword(call: ast.Call, name: str) -> ast.keyword | None:
 def names_in(node: ast.AST) -> set[str]:
     """Return every variable that code mentions."""
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+Span = tuple[int, int, int, int]
+"""First line, last line, first column, column after the last; columns in bytes of UTF-8, as `ast` counts them."""
+
+
+def failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
+    """Return the expression that raised, where Python says which (3.11), else its statement."""
+    frame = step.tb_frame
+    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    tree = parse_tree(source)
+    if tree is None:
+        return None
+    span = _span(frame.f_code, step.tb_lasti)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
+    if span is not None:
+        exact = [node for node in nodes if _span_of(node) == span]
+        if exact:
+            return exact[0]
+    around = [node for node in nodes if isinstance(node, ast.stmt) and _covers(node, step.tb_lineno)]
+    return _evaluated_head(max(around, key=lambda node: node.lineno)) if around else None
+
+
+def _span(code: CodeType, instruction: int) -> Span | None:
+    position: Any = next(itertools.islice(_compat.positions(code), max(instruction, 0) // 2, None), None)
+    return None if instruction < 0 or position is None or None in position else position
+
+
+def _span_of(node: ast.expr | ast.stmt) -> Span:
+    return node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0
+
+
+def _covers(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _evaluated_head(statement: ast.stmt) -> ast.expr | ast.stmt:
+    """Return what a compound statement itself evaluates, since its body are statements of their own."""
+    for name in ("test", "iter"):
+        if hasattr(statement, "body") and isinstance(getattr(statement, name, None), ast.expr):
+            head: ast.expr = getattr(statement, name)
+            return head
+    return statement

@@ -44,7 +44,7 @@ def by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
         placed.setdefault(row.device, []).append(row)
     sums.update((device, _sum(alike)) for device, alike in placed.items())
     ordered = sorted(sums.items(), key=lambda item: (item[0] not in figures, item[0]))
-    others = _other_processes() if figures else {}
+    others = _other_processes(figures)
     return tuple(_row(device, total, figures.get(device), others.get(device)) for device, total in ordered)
 
 
@@ -55,11 +55,12 @@ def _sum(rows: list[TensorRow]) -> _Sum:
     return _Sum(len(rows) + sum([row.views for row in rows]), len(rows), named, held, graph)
 
 
-def _other_processes() -> dict[str, int | None]:
+def _other_processes(devices: Iterable[str]) -> dict[str, int | None]:
     """Return what other processes hold of each device, as far as the driver's tools tell; it takes about a ms."""
     from gpumagic.gpus import probe
 
-    return {row.device: row.other_processes for row in probe.read_gpus() if row.device is not None}
+    backends = {device.partition(":")[0] for device in devices}
+    return {row.device: row.other_processes for row in probe.read_rows(backends) if row.device is not None}
 
 
 def notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list[str]:

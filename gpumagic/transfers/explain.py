@@ -9,20 +9,16 @@ Nothing of the frames outlives the call: the result is text.
 from __future__ import annotations
 
 import ast
-import itertools
-import linecache
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import CodeType, TracebackType
 from typing import Any
 
-from gpumagic import _compat
 from gpumagic.heap import object_fields
 from gpumagic.memory import allocator
 from gpumagic.source import frames
 from gpumagic.source.frames import MISSING, is_a_functions, is_user_code
-from gpumagic.source.text import parse_tree
+from gpumagic.source.text import failing_node
 from gpumagic.transfers import device_errors
 from gpumagic.transfers.device_errors import Failure
 from gpumagic.transfers.report import Explanation, Operand
@@ -185,10 +181,6 @@ def _tensors(value: Any, kind: str) -> Iterator[Any]:
         yield from (each for _, each in zip(range(_MOST), parts, strict=False) if _kind(each) == "tensor")
 
 
-Span = tuple[int, int, int, int]
-"""First line, last line, first column, column after the last; columns in bytes of UTF-8, as `ast` counts them."""
-
-
 def explain(
     error: BaseException, namespace: Mapping[str, Any], device: str, *, in_cell: bool = True
 ) -> Explanation | None:
@@ -240,42 +232,3 @@ def _text(error: Exception) -> str:
         return str(error)
     except Exception:  # a foreign __str__ must not replace the user's error
         return ""
-
-
-def failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
-    """Return the expression that raised, where Python says which (3.11), else its statement."""
-    frame = step.tb_frame
-    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-    tree = parse_tree(source)
-    if tree is None:
-        return None
-    span = _span(frame.f_code, step.tb_lasti)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
-    if span is not None:
-        exact = [node for node in nodes if _span_of(node) == span]
-        if exact:
-            return exact[0]
-    around = [node for node in nodes if isinstance(node, ast.stmt) and _covers(node, step.tb_lineno)]
-    return _head(max(around, key=lambda node: node.lineno)) if around else None
-
-
-def _span(code: CodeType, instruction: int) -> Span | None:
-    position: Any = next(itertools.islice(_compat.positions(code), max(instruction, 0) // 2, None), None)
-    return None if instruction < 0 or position is None or None in position else position
-
-
-def _span_of(node: ast.expr | ast.stmt) -> Span:
-    return node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0
-
-
-def _covers(node: ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
-
-
-def _head(statement: ast.stmt) -> ast.expr | ast.stmt:
-    """Return what a compound statement itself evaluates, since its body are statements of their own."""
-    for name in ("test", "iter"):
-        if hasattr(statement, "body") and isinstance(getattr(statement, name, None), ast.expr):
-            head: ast.expr = getattr(statement, name)
-            return head
-    return statement

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.source import frames
-from gpumagic.transfers import explain
+from gpumagic.source import frames, text
 from gpumagic.transfers.report import Explanation
 from gpumagic.transfers.run import DeviceRun
 
@@ -77,7 +76,7 @@ def test_the_failing_line_is_explained_by_its_variables(cell: str, positions: st
     """Also where Python does not say which part of the line failed, as before 3.11."""
     what, fix = CELLS[cell]
     if positions == "none":
-        monkeypatch.setattr(explain, "_span", lambda code, instruction: None)
+        monkeypatch.setattr(text, "_span", lambda code, instruction: None)
     found, error, _ = explained(cell)
     assert found is not None
     assert what in found.what

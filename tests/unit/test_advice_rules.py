@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.oom.ownership import Ownership
 from gpumagic.oom.rules import batch, kept, limits, training, verdict
-from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Scene
+from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Ownership, Scene
 from gpumagic.source import cell_code  # fmt: skip
 
 MIB, GIB = 2**20, 2**30

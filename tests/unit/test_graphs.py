@@ -260,5 +260,5 @@ def test_a_graph_lives_no_longer_for_having_been_looked_at(model) -> None:
 def test_what_other_processes_hold_of_a_device_is_the_driver_s_figure(two_devices, monkeypatch) -> None:
     kept = torch.ones(1, device=two_devices[1])
     rows = [types.SimpleNamespace(device=two_devices[1], other_processes=7 << 30)]
-    monkeypatch.setattr(gpus, "read_gpus", lambda: rows)
+    monkeypatch.setattr(gpus, "read_rows", lambda _: rows)
     assert sums(scan({"kept": kept}), two_devices[1]).other_processes == 7 << 30

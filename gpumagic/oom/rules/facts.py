@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gpumagic.dryrun.report import Fit
     from gpumagic.memory.allocator import AllocatorFigures
-    from gpumagic.oom.ownership import Ownership
     from gpumagic.report.base import Holder
     from gpumagic.source.cell_code import CellCode
     from gpumagic.source.text import Text
@@ -128,6 +127,15 @@ class Work:
     """Bytes of floating-point parameters in the module that was being moved."""
     progress: float | None = None
     """How far through the model's layers, in the order of their declaration, the forward pass had come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Storages that the same set of names reaches."""
+
+    names: frozenset[str]
+    nbytes: int
+    kind: str = "plain"
 
 
 @dataclass(frozen=True, slots=True)

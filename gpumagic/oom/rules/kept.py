@@ -14,7 +14,7 @@ from gpumagic.report.units import count, size
 from gpumagic.source.text import Change, Text, called, keyword, names_in
 
 if TYPE_CHECKING:
-    from gpumagic.oom.ownership import Ownership
+    from gpumagic.oom.rules.facts import Ownership
 
 
 WORTH_NAMING = 1024**2

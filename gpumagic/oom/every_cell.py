@@ -1,21 +1,14 @@
-"""Guards and IPython's cells: `%oomguard on` guards every cell, and a guarded cell prints text beside its report.
+"""`%oomguard on`: a guard around every cell of a session, until `%oomguard off`.
 
-`EveryCell` hangs on IPython's cell events, so the traceback shown is IPython's own and the slot for custom exception
-handlers, of which there is one and Colab uses it, stays free. A `%%oomguard` in a cell replaces this guard there.
-
-What `--keep-going` continues after is printed as text: a front end that runs notebooks without a reader may take any
-output of the type `error` for a failed run, whatever the kernel replies (papermill 2.7 does).
+It uses IPython's cell events, so the traceback shown is IPython's own and the slot for custom exception handlers,
+of which there is one and Colab uses it, stays free. A `%%oomguard` in a cell replaces this guard there.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from gpumagic.memory import host
-from gpumagic.report.units import size
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
@@ -25,7 +18,6 @@ if TYPE_CHECKING:
 
 
 _KEY = "gpumagic_every_cell"
-_WARNED = "gpumagic_host_warning"
 
 
 class EveryCell:
@@ -99,7 +91,6 @@ def switch(shell: InteractiveShell, state: str, sessions: CellSessions, make: Ca
 
 def off(shell: InteractiveShell) -> None:
     """Guard no more cells."""
-    shell.meta.pop(_WARNED, None)
     every = shell.meta.pop(_KEY, None)
     if every is not None:
         every.uninstall()
@@ -107,44 +98,3 @@ def off(shell: InteractiveShell) -> None:
 
 def _tally(every: EveryCell) -> str:
     return f"{every.cells} so far, of which {every.failures} ran out of memory."
-
-
-_SHOW = "_showtraceback"
-
-
-def show_as_text(shell: InteractiveShell, goes_on_after: Callable[[BaseException], bool]) -> None:
-    """Have a kernel's shell print some of the tracebacks that it would send, until `stop`; a terminal's prints all.
-
-    Args:
-        shell: whose next tracebacks they are.
-        goes_on_after: tells of an error whether it is to be printed.
-    """
-    if getattr(shell, "kernel", None) is None:
-        return
-    send = shell._showtraceback
-
-    def show(kind: object, error: BaseException, lines: Any) -> None:
-        if goes_on_after(error):
-            sys.stderr.write(shell.InteractiveTB.stb2text(lines) + "\n")
-        else:
-            send(kind, error, lines)
-
-    vars(shell)[_SHOW] = show
-
-
-def stop_showing_as_text(shell: InteractiveShell) -> None:
-    """Undo `start`."""
-    vars(shell).pop(_SHOW, None)
-
-
-def warn_of_host_memory(shell: InteractiveShell) -> None:
-    """Print how little host memory is left, once until there is more again."""
-    left = host.nearly_gone()
-    if left is None:
-        shell.meta.pop(_WARNED, None)
-    elif _WARNED not in shell.meta:
-        shell.meta[_WARNED] = True
-        print(  # noqa: T201  # before the cell there is no report
-            f"%%oomguard: only {size(left[0])} of {size(left[1])} of host memory is left; "
-            "when it is gone, the kernel ends without an error."
-        )
