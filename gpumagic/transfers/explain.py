@@ -1,9 +1,8 @@
-"""Why a cell failed where the reason is where its tensors are: the line, and the devices of what it names.
+"""Explain an error about devices: the line that raised it, and the devices of what it names.
 
-`x`, `self.mask`, `batch["labels"]`, `model.layers[0]` are followed through instances' own attributes and built-in
-containers; a property, a method's result or anything else that would have to be called is left out.
-
-Nothing of the frames outlives the call: the result is text.
+`x`, `self.mask`, `batch["labels"]`, `model.layers[0]` are resolved through instance attributes and built-in containers;
+properties, results of methods and anything else that would run code are left out. The result is text and keeps no
+frame.
 """
 
 from __future__ import annotations
@@ -18,31 +17,26 @@ from gpumagic.heap import object_fields
 from gpumagic.memory import allocator
 from gpumagic.source import frames
 from gpumagic.source.frames import MISSING, is_a_functions, is_user_code
-from gpumagic.source.text import failing_node
+from gpumagic.source.text import failing_node, names_in
 from gpumagic.transfers import device_errors
-from gpumagic.transfers.device_errors import Failure
+from gpumagic.transfers.device_errors import DeviceError
 from gpumagic.transfers.report import Explanation, Operand
 
-_MOST = 1000  # parts of a container that are looked at
+_MAX_ITEMS = 1000  # of a container that are read
 
 
 def operands_of(expression: ast.AST, variables: Mapping[str, Any]) -> tuple[Operand, ...]:
-    """Return what an expression names that has a device, each once, in order of appearance."""
+    """Return the operands of an expression that have a device, each once, in order of appearance."""
     found: dict[str, Operand] = {}
     for node, is_index in _paths(expression, is_index=False):
-        described = _longest(node, variables, is_index)
-        if described is not None:
-            found.setdefault(described.code, described)
+        operand = _describe_path(node, variables, is_index)
+        if operand is not None:
+            found.setdefault(operand.code, operand)
     return tuple(found.values())
 
 
-def names_in(expression: ast.AST) -> set[str]:
-    """Return the variables an expression names."""
-    return {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
-
-
 def _paths(node: ast.AST, *, is_index: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """Yield the outermost names, attributes and subscripts, and whether each picks elements of another."""
+    """Yield the outermost names, attributes and subscripts, and whether each is an index of another."""
     if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
         yield node, is_index
     if isinstance(node, ast.Subscript):
@@ -56,25 +50,25 @@ def _paths(node: ast.AST, *, is_index: bool) -> Iterator[tuple[ast.expr, bool]]:
         yield from _paths(child, is_index=is_index)
 
 
-def _longest(node: ast.expr, variables: Mapping[str, Any], is_index: bool) -> Operand | None:
-    """Describe a path, or the part of it that has a device: of ``x.T`` that is ``x``."""
+def _describe_path(node: ast.expr, variables: Mapping[str, Any], is_index: bool) -> Operand | None:
+    """Describe a path, or the part of it that has a device: for ``x.T`` that is ``x``."""
     steps: list[ast.expr] = [node]
     while isinstance(steps[-1], ast.Attribute | ast.Subscript):
         steps.append(steps[-1].value)
     value: Any = MISSING
     found = owner = None
     for step in reversed(steps):
-        owner, value = value, _follow(step, value, variables)
+        owner, value = value, _resolve_step(step, value, variables)
         if value is MISSING:
             break
-        described = _described(ast.unparse(step), value, owner, step, is_index)
-        found = described or found
+        operand = _describe(ast.unparse(step), value, owner, step, is_index)
+        found = operand or found
         if _kind(value) == "tensor":
             break
     return found
 
 
-def _follow(step: ast.expr, value: Any, variables: Mapping[str, Any]) -> Any:
+def _resolve_step(step: ast.expr, value: Any, variables: Mapping[str, Any]) -> Any:
     if isinstance(step, ast.Name):
         return variables.get(step.id, MISSING)
     if value is MISSING:
@@ -88,7 +82,7 @@ def _follow(step: ast.expr, value: Any, variables: Mapping[str, Any]) -> Any:
 
 def _attribute(value: Any, name: str) -> Any:
     own: dict[str, Any] = dict(object_fields.attributes(value, object_fields.fields_of(type(value))))
-    for inner in ("_parameters", "_buffers", "_modules"):  # where a module keeps them
+    for inner in ("_parameters", "_buffers", "_modules"):  # where a module stores them
         kept = own.get(inner)
         if isinstance(kept, dict) and name in kept:
             return kept[name]
@@ -112,7 +106,7 @@ def _item(value: Any, index: ast.expr, variables: Mapping[str, Any]) -> Any:
     return MISSING
 
 
-def _described(code: str, value: Any, owner: Any, step: ast.expr, is_index: bool) -> Operand | None:
+def _describe(code: str, value: Any, owner: Any, step: ast.expr, is_index: bool) -> Operand | None:
     import torch
 
     kind = _kind(value)
@@ -178,19 +172,19 @@ def _tensors(value: Any, kind: str) -> Iterator[Any]:
         yield from (each for key, each in kept if key != "step" and _kind(each) == "tensor")
     elif kind == "container":
         parts = dict.values(value) if isinstance(value, dict) else value
-        yield from (each for _, each in zip(range(_MOST), parts, strict=False) if _kind(each) == "tensor")
+        yield from (each for _, each in zip(range(_MAX_ITEMS), parts, strict=False) if _kind(each) == "tensor")
 
 
 def explain(
     error: BaseException, namespace: Mapping[str, Any], device: str, *, in_cell: bool = True
 ) -> Explanation | None:
-    """Return what an exception of a device's means, or None if it is of another kind or cannot be read.
+    """Return what an error about devices means, or None for any other error and for one that cannot be read.
 
     Args:
         error: with its traceback.
         namespace: the globals of the cell or block.
-        device: what it ran on.
-        in_cell: whether it was a cell, which has a magic, and not a `with` block.
+        device: the device it ran on.
+        in_cell: whether it was a cell, with a magic, rather than a `with` block.
     """
     if not isinstance(error, Exception):
         return None
@@ -199,30 +193,30 @@ def explain(
         return None
     try:
         return device_errors.explain(replace(_read(error, text, namespace, device), in_cell=in_cell))
-    except Exception:  # our own failure must not cost the user the report
+    except Exception:  # a failure here must not cost the user the report
         return None
 
 
-def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str) -> Failure:
+def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str) -> DeviceError:
     steps = list(frames.traceback_steps(error.__traceback__))
     own = [step for step in steps if step.tb_frame.f_globals is namespace or is_user_code(step.tb_frame)]
     here = (*allocator.accelerators(), "cpu", "meta")
     if not own:
-        return Failure(text, device, here)
+        return DeviceError(text, device, here)
     step = own[-1]
     frame, node = step.tb_frame, failing_node(step)
     code = frames.code_at(frame, step.tb_lineno)
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name) if is_a_functions(frame) else None
-    seen = Failure(text, device, here, step.tb_lineno, code, function=_spoken(function))
+    known = DeviceError(text, device, here, step.tb_lineno, code, function=_short_name(function))
     if node is None:
-        return seen
+        return known
     variables = frames.variables(frame, names_in(node))
     can_move = frame.f_globals is namespace and function is None
-    return replace(seen, failing=ast.unparse(node), operands=operands_of(node, variables), can_move=can_move)
+    return replace(known, expression=ast.unparse(node), operands=operands_of(node, variables), can_move=can_move)
 
 
-def _spoken(function: str | None) -> str | None:
-    """Return a function's name without where it is defined; None for a comprehension, which is its line's."""
+def _short_name(function: str | None) -> str | None:
+    """Return a function's name without the functions around it; None for a comprehension, which belongs to its line."""
     name = None if function is None else function.rpartition("<locals>.")[2]
     return None if name is None or name.startswith("<") else name
 

@@ -1,4 +1,4 @@
-"""What `%%ondevice` returns."""
+"""The report of `%%ondevice`, and its records."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Something the failing line names, and where it is."""
+    """Something that the failing line names, and its devices."""
 
     code: str
-    """How the line names it: ``"x"``, ``"self.mask"``, ``"batch['labels']"``."""
+    """Its code in the line: ``"x"``, ``"self.mask"``, ``"batch['labels']"``."""
     devices: tuple[str, ...]
-    """Where its tensors are, the most bytes first."""
+    """Devices of its tensors, most bytes first."""
     nbytes: int = 0
     kind: Literal["tensor", "module", "container", "optimizer", "generator", "device"] = "tensor"
     is_variable: bool = True
-    """Whether it is a plain name, which an assignment can bind anew."""
+    """Whether it is a plain name, which an assignment can rebind."""
     is_unregistered: bool = False
-    """Whether it is a module's tensor that is neither a parameter nor a buffer, so that `.to` leaves it behind."""
+    """Whether it is a module's tensor that is neither a parameter nor a buffer, so that `.to` does not move it."""
     is_index: bool = False
-    """Whether the line uses it to pick elements of another."""
+    """Whether the line uses it as an index of another."""
     requires_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What an exception of a device's means for the line that raised it."""
+    """What an error about devices means for the line that raised it."""
 
     what: str
-    """One sentence or two: what is where."""
+    """One or two sentences: what is on which device."""
     fix: str | None = None
-    """The line of code that mends it."""
+    """The line of code that fixes it."""
     note: str = ""
     """What else helps."""
     line: int | None = None
@@ -48,11 +48,11 @@ class Explanation:
     operands: tuple[Operand, ...] = ()
 
     function: str | None = None
-    """The function whose line it is; None for the cell's or the block's own."""
+    """The function whose line it is; None for a line of the cell or block itself."""
 
     @property
     def place(self) -> str:
-        """Where it failed: ``"line 3: "``, ``"line 7 of Net.forward(): "``, ``""`` where that is not known."""
+        """Where it failed: ``"line 3: "``, ``"line 7 of Net.forward(): "``, ``""`` if that is unknown."""
         if self.line is None:
             return ""
         return f"line {self.line} of {self.function}(): " if self.function else f"line {self.line}: "
@@ -64,7 +64,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class TransferRow:
-    """Moves from one device to another made by one line for one variable and one cause."""
+    """Transfers from one device to another by one line, for one variable and one cause."""
 
     direction: str
     """``"host-to-device"``, ``"device-to-host"`` or ``"device-to-device"``."""
@@ -73,23 +73,23 @@ class TransferRow:
     count: int
     nbytes: int
     seconds: float | None
-    """Time the calling thread spent in them; None where it was not measured."""
+    """Time the calling thread spent in them; None if not measured."""
     line: int | None
     """Line of the cell (1 is its first); None outside the cell's own code."""
     code: str | None
     name: str | None
-    """The variable moved, where the line names one."""
+    """The variable that was copied, if the line names one."""
     cause: str
-    """What did it: ``".to"``, ``".cpu"``, ``".item"``, ``"copy_"``, ``"torch.tensor"``..."""
+    """What made the copy: ``".to"``, ``".cpu"``, ``".item"``, ``"copy_"``, ``"torch.tensor"``..."""
     repeats: int = 0
-    """How many of them moved again what this line had moved before, and nobody had changed since."""
+    """How many of them copied again what this line had copied before, unchanged since."""
     pageable: int | None = None
-    """Bytes that came from memory that is not pinned; None where that makes no difference."""
+    """Bytes copied from memory that is not pinned; None where that makes no difference."""
 
 
 @dataclass(frozen=True, repr=False)
 class TransferReport(Report[TransferRow]):
-    """What a cell created where, and every move between devices that its lines asked for."""
+    """What a cell created where, and every transfer between devices that its lines asked for."""
 
     row_type: ClassVar[type[Any]] = TransferRow
 
@@ -100,21 +100,21 @@ class TransferReport(Report[TransferRow]):
     syncs: Mapping[int, int] = field(default_factory=dict)
     """``{line: count}`` of operations that made the host wait for the device."""
     peak: Mapping[str, int] = field(default_factory=dict)
-    """``{device: bytes}`` allocated at most during the cell, where the allocator's counter tells it exactly."""
+    """``{device: bytes}`` allocated at most during the cell, where the allocator's counter gives it exactly."""
     elapsed: float = 0.0
     elsewhere: tuple[Holder, ...] = ()
-    """Variables the cell or block names that live on another device at its end."""
+    """Variables that the cell or block names and that are on another device at its end."""
     advice: tuple[str, ...] = ()
     error: str | None = None
     """The type of the exception that ended the cell, if one did."""
     explanation: Explanation | None = None
-    """What it means, where it is about devices."""
+    """What the error means, if it is about devices."""
     lines: tuple[tuple[int, str], ...] = ()
     """The code that ran, as ``(line number, text)``."""
     notes: tuple[str, ...] = ()
     origin: Origin = field(default_factory=Origin)
     timeline: MemoryTimeline | None = None
-    """What was allocated in the course of it; None where no device's memory was touched."""
+    """Memory over the course of the cell; None if no device's memory was used."""
 
     @property
     def rows(self) -> tuple[TransferRow, ...]:

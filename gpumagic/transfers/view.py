@@ -1,4 +1,4 @@
-"""The view of `%%ondevice`: what went from where to where, which lines did it, why it failed, and what to change."""
+"""The view of `%%ondevice`: what was copied between which devices, by which lines, why it failed, what to change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpumagic.report.document import (
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
 from gpumagic.transfers.report import TransferReport, TransferRow
 
-SHOWN_WAYS = 6
+SHOWN_ROUTES = 6
 SHOWN_LINES = 12
 SHOWN_ADVICE = 5
 SHOWN_NAMES = 6
@@ -29,7 +29,7 @@ SHOWN_NAMES = 6
 
 @document_of.register(TransferReport)
 def view_transfers(report: TransferReport) -> Document:
-    """Return the document of one run: never more than a screen, the rest folded."""
+    """Return the document of one run: at most a screen, and the rest folded."""
     blocks: list[Block] = [Heading(_headline(report)), *_explanation(report)]
     if report.moves:
         blocks.append(_flow(report.moves))
@@ -64,23 +64,23 @@ def _explanation(report: TransferReport) -> Iterator[Block]:
 
 
 def _flow(moves: Sequence[TransferRow]) -> Table | Fold:
-    """Draw the cell as a picture: from device to device, a bar as long as the bytes."""
-    ways: dict[str, list[TransferRow]] = defaultdict(list)
+    """Return the table of device pairs, with a bar for the bytes."""
+    routes: dict[str, list[TransferRow]] = defaultdict(list)
     for row in moves:
-        ways[f"{row.source} → {row.target}"].append(row)
+        routes[f"{row.source} → {row.target}"].append(row)
     columns = (Column("From → to"), Column("Size", "right"), Column("Moves", "right"), Column("Time", "right"))
-    sums = {way: sum(row.nbytes for row in rows) for way, rows in ways.items()}
+    sums = {route: sum(row.nbytes for row in rows) for route, rows in routes.items()}
     largest = max(sums.values()) or 1
     found: list[list[Cell | str]] = [
         [
-            way,
-            Cell(size(sums[way]), (Segment(sums[way] / largest),)),
-            f"{sum(row.count for row in ways[way]):,}",
-            _time(ways[way]),
+            route,
+            Cell(size(sums[route]), (Segment(sums[route] / largest),)),
+            f"{sum(row.count for row in routes[route]):,}",
+            _time(routes[route]),
         ]
-        for way in sorted(ways, key=lambda way: -sums[way])
+        for route in sorted(routes, key=lambda route: -sums[route])
     ]
-    return Table(columns, found[:SHOWN_WAYS], "From device to device")
+    return Table(columns, found[:SHOWN_ROUTES], "From device to device")
 
 
 def _time(rows: Sequence[TransferRow]) -> str:
@@ -89,7 +89,7 @@ def _time(rows: Sequence[TransferRow]) -> str:
 
 
 def _lines(report: TransferReport) -> Iterator[Block]:
-    """Show the code with what moved beside it; a long cell only where something did, the rest behind a fold."""
+    """Show the code with what each line copied; of a long cell only the lines that did, and the rest folded."""
     by_line: dict[int, list[TransferRow]] = defaultdict(list)
     for row in report.moves:
         line = _asking_line(report) if row.cause == "--move" else row.line
@@ -110,12 +110,12 @@ def _lines(report: TransferReport) -> Iterator[Block]:
 
 
 def _asking_line(report: TransferReport) -> int | None:
-    """Return the line of the magic that asked for a move before the cell; a `with` block has none in its code."""
+    """Return the line of the magic with `--move`; a `with` block has none in its code."""
     return next((line for line, code in report.lines if code.startswith("%") and "--move" in code), None)
 
 
 def _worth_showing(code: dict[int, str], by_line: dict[int, list[TransferRow]], report: TransferReport) -> list[int]:
-    """Return the lines to show: all of a short cell, else those that moved most, with the lines above them."""
+    """Return the lines to show: all of a short cell, else those that copied most, with the lines above them."""
     if len(code) <= SHOWN_LINES:
         return sorted(line for line in code if code[line].strip())
     weight = {line: sum(row.nbytes for row in rows) for line, rows in by_line.items()}
@@ -148,18 +148,18 @@ def _code_table(
 
 
 def _what(rows: Sequence[TransferRow]) -> str:
-    """Return how often what moved by what, the largest first; what moved to several places has them named."""
+    """Return what was copied, how often and by what, the largest first; targets are named if there are several."""
     targets = {row.target for row in rows}
-    said = []
+    parts = []
     for row in sorted(rows, key=lambda row: -row.nbytes):
         times = f"{row.count:,}× " if row.count > 1 else ""
         what = f"{row.name} by {row.cause}" if row.name else row.cause
-        said.append(times + what + (f" to {row.target}" if len(targets) > 1 else ""))
-    return "; ".join(said)
+        parts.append(times + what + (f" to {row.target}" if len(targets) > 1 else ""))
+    return "; ".join(parts)
 
 
 def _are_summed(moves: Sequence[TransferRow]) -> bool:
-    """Return whether the lines shown stand for more rows than they are."""
+    """Return whether the lines shown sum up more rows."""
     lines = [row.line for row in moves]
     return len(set(lines)) < len(lines) or len(lines) > SHOWN_LINES
 

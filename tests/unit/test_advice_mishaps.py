@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumagic.transfers.device_errors import Failure, explain, is_known
+from gpumagic.transfers.device_errors import DeviceError, explain, is_known
 from gpumagic.transfers.report import Operand
 
 HERE = ("cuda:0", "cuda:1", "cpu", "meta")
@@ -22,7 +22,7 @@ MODEL = Operand("model", ("cuda:0",), 1000, "module")
 
 
 def told(text: str, *operands: Operand, device: str = "cuda:0", **more: object):
-    return explain(Failure(text, device, HERE, 3, "y = model(x)", operands=operands, **more))  # type: ignore[arg-type]
+    return explain(DeviceError(text, device, HERE, 3, "y = model(x)", operands=operands, **more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", MIXED)
@@ -93,17 +93,17 @@ def test_types_that_differ_on_one_device_are_not_taken_for_devices() -> None:
 def test_numpy_is_given_a_copy_on_the_host(failing: str, grad: bool, fix: str) -> None:
     text = "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
     x = Operand("x", ("cuda:0",), 12, requires_grad=grad)
-    assert told(text, x, Operand("y", ("cpu",)), failing=failing).fix == fix
+    assert told(text, x, Operand("y", ("cpu",)), expression=failing).fix == fix
 
 
 def test_an_ordinal_that_is_not_there_is_told_with_those_that_are() -> None:
     text = "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?"
-    found = told(text, failing="x.to('cuda:2')")
+    found = told(text, expression="x.to('cuda:2')")
     assert found.what == "There is no cuda:2 here; there are cuda:0, cuda:1."
     assert found.fix in ("x.to('cuda:0')", "x.to('cuda:1')")
-    assert "by a number that is not there" in told(text, failing="x.to(device)").what
+    assert "by a number that is not there" in told(text, expression="x.to(device)").what
     there = Operand("device", ("cuda:5",), 0, "device")
-    assert told(text, there, failing="x.to(device)").what.startswith("There is no cuda:5 here")
+    assert told(text, there, expression="x.to(device)").what.startswith("There is no cuda:5 here")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_an_ordinal_that_is_not_there_is_told_with_those_that_are() -> None:
     ],
 )
 def test_a_file_of_another_machine_is_loaded_with_map_location(text: str) -> None:
-    found = told(text, failing="model.load_state_dict(torch.load('m.pt', weights_only=True))")
+    found = told(text, expression="model.load_state_dict(torch.load('m.pt', weights_only=True))")
     assert found.fix == "model.load_state_dict(torch.load('m.pt', weights_only=True, map_location='cuda:0'))"
     assert told(text).fix == 'torch.load(..., map_location="cuda:0")'
 
