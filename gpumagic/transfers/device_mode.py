@@ -62,9 +62,7 @@ NestingContext: type[device_state.DeviceContext] = (
 class RecordingContext(NestingContext):
     """Torch's own device context, which passes calls to the handlers.
 
-    Args:
-        recorder: the run.
-        look_only: whether the recorder decides if new tensors go to its device at the moment.
+    With ``look_only``, the recorder decides whether new tensors go to its device at the moment.
     """
 
     def __init__(self, recorder: Recorder, *, look_only: bool = False) -> None:

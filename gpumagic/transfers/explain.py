@@ -178,14 +178,7 @@ def _tensors(value: Any, kind: str) -> Iterator[Any]:
 def explain(
     error: BaseException, namespace: Mapping[str, Any], device: str, *, in_cell: bool = True
 ) -> Explanation | None:
-    """Return what an error about devices means, or None for any other error and for one that cannot be read.
-
-    Args:
-        error: with its traceback.
-        namespace: the globals of the cell or block.
-        device: the device it ran on.
-        in_cell: whether it was a cell, with a magic, rather than a `with` block.
-    """
+    """Return what an error about devices means, or None for any other error and for one that cannot be read."""
     if not isinstance(error, Exception):
         return None
     text = _text(error)

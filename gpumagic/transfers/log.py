@@ -255,11 +255,7 @@ def suggestions(
 ) -> tuple[str, ...]:
     """Return one sentence for each change that the counts justify.
 
-    Args:
-        moves: the transfers.
-        syncs: ``{line: number of syncs}``.
-        both: variables whose tensor is alive along with its copy on the device.
-        lines: the code, numbered.
+    ``syncs`` is ``{line: count}``; ``both`` are variables whose tensor is alive along with its copy on the device.
     """
     code = cell_code.read_loops(lines) if moves or syncs else LoopCode()
     return (

@@ -107,10 +107,7 @@ class Recorder:
     def for_thread(self, thread: int, sites: CallSites, *, is_unrelated: bool = False) -> Recorder:
         """Return what records another thread's calls for this run; torch's default device differs there.
 
-        Args:
-            thread: its number, or the negative of it for calls that are unrelated to this run.
-            sites: finds the run's lines on that thread's stack.
-            is_unrelated: whether only transfers are reported, and not the tensors that it creates.
+        The ``thread`` is negative for calls that are unrelated to this run, of which only transfers are reported.
         """
         found = self.by_thread.get(thread)
         if found is None:

@@ -115,13 +115,7 @@ def _blocker_in_heap(namespace: Mapping[str, object]) -> str | None:
 class Recording:
     """The default device of a block, and the record of what its calls create and transfer.
 
-    Args:
-        device: where new tensors go.
-        log: where calls are counted.
-        namespace: the globals in which the block runs.
-        source: the text of the block, as far as it is known.
-        trace: whether to count copies where torch makes them, with a dispatch mode.
-        strict: whether implicit transfers, and implicit use of tensors on other devices, are errors.
+    ``namespace`` has the globals in which the block runs; ``source`` is its text, where that is known.
     """
 
     def __init__(
@@ -129,10 +123,10 @@ class Recording:
         device: str,
         log: TransferLog,
         namespace: Mapping[str, object],
-        source: str = "",
+        source: str,
         *,
-        trace: bool = False,
-        strict: bool = False,
+        trace: bool,
+        strict: bool,
     ) -> None:
         self.recorder = Recorder(torch.device(device), log, is_traced=trace or strict, is_strict=strict)
         if self.recorder.is_traced:

@@ -30,9 +30,7 @@ _NO_USE = ("lift_fresh", "detach")  # what a dispatch mode sees of torch.from_nu
 class Tracer(TorchDispatchMode):
     """Counts the copies between devices that operators make.
 
-    Args:
-        recorder: the run. If it is strict, an implicit copy and an implicit use of a tensor on another device raise
-            `StrayTensor`.
+    For a strict recorder, an implicit copy and an implicit use of a tensor on another device raise `StrayTensor`.
     """
 
     def __init__(self, recorder: Recorder) -> None:

@@ -36,7 +36,8 @@ def view_transfers(report: TransferReport) -> Document:
         blocks += _lines(report)
     blocks += [Paragraph(text) for text in _sentences(report)]
     blocks += _advice(report.advice)
-    blocks += timeline_blocks(report.timeline, "" if _is_traced(report) else "--trace finds the line.")
+    is_traced = report.timeline is not None and report.timeline.every_operator
+    blocks += timeline_blocks(report.timeline, "" if is_traced else "--trace finds the line.")
     if _are_summed(report.moves):
         blocks.append(_every_move(report.moves))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
@@ -208,10 +209,6 @@ def _sentences(report: TransferReport) -> Iterator[str]:
         rest = len(report.elsewhere) - SHOWN_NAMES
         more = f" and {count(rest, 'more name')}" if rest > 0 else ""
         yield f"Used here but living elsewhere: {', '.join(names)}{more}."
-
-
-def _is_traced(report: TransferReport) -> bool:
-    return report.timeline is not None and report.timeline.every_operator
 
 
 def _advice(advice: Sequence[str]) -> Iterator[Block]:

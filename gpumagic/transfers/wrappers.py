@@ -31,12 +31,9 @@ _active = recorders.active.get
 
 
 class FunctionWrapper:
-    """Stands in place of a torch function: passes calls of a thread that is on a device to the handler.
+    """Passes calls of a torch function to its handler, in a thread that is on a device.
 
-    Args:
-        function: the wrapped one.
-        handler: what is called instead.
-        heeds_modes: whether function modes that the cell has entered come first.
+    With ``heeds_modes``, function modes that the cell has entered come first.
     """
 
     def __init__(self, function: Function, handler: Handler, *, heeds_modes: bool = True) -> None:
@@ -184,7 +181,7 @@ def _under_modes(recorder: Recorder, func: Function, handler: Handler, args: Any
 
 
 def mode_stack(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return torch's modes with a device context, which `get_default_device` and checkpointing look for in them."""
+    """Return torch's modes and a device context, which `get_default_device` and checkpointing look for."""
     stack = func(*args, **kwargs)
     return stack if device_context() is not None or recorder.is_suspended else [RecordingContext(recorder), *stack]
 

@@ -88,15 +88,12 @@ def _attributes(value: Any, kind: type) -> list[tuple[str, object]]:
 
 
 def rebuilt(value: object, replacement: Callable[[Any], object], done: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a value with each tensor replaced, or the value itself if nothing differs.
+    """Return a copy of a tensor, container or dataclass with each tensor replaced, or itself if nothing differs.
 
-    Args:
-        value: a tensor, a container or a dataclass; anything else is returned unchanged.
-        replacement: takes a tensor, returns what replaces it.
-        done: ``{id: result}`` for containers already rebuilt, so that two names of one stay two names of one.
+    ``done`` is ``{id: result}`` for containers already rebuilt, so that two names of one stay two names of one.
 
     Raises:
-        ValueError: a container that holds itself.
+        ValueError: a container holds itself.
     """
     import torch
 

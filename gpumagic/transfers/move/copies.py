@@ -129,9 +129,6 @@ def _nbytes(tensor: Any) -> int:
     return 0 if is_lazy(tensor) else int(tensor.numel() * tensor.element_size())
 
 
-Successor = Callable[[Any], Any]
-
-
 def parameter_slots(module: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield the parameters and buffers of a module and its submodules: the dict that has it, the key, the tensor."""
     for part in module.modules():
@@ -150,20 +147,14 @@ def state_to_move(optimizer: Any, parameters: Collection[int]) -> list[Any]:
 
     A step counter stays on the host unless the optimizer says otherwise, as in `Optimizer.load_state_dict`.
     """
-    found: list[Any] = []
+    found = Contents()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter) if id(parameter) in parameters else None
             for key, value in (state or {}).items():
                 if key != "step" or group.get("capturable") or group.get("fused"):
-                    found += _tensors_in(value)
-    return found
-
-
-def _tensors_in(value: object) -> list[Any]:
-    contents = Contents()
-    contents.add(value)
-    return contents.tensors
+                    found.add(value)
+    return found.tensors
 
 
 class Changes:
