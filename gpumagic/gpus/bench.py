@@ -1,7 +1,7 @@
-"""How fast is each device here? Matrix products by dtype and copies by direction, a fraction of a second each.
+"""`%gpuinfo --bench`: times matrix products by dtype and copies by direction on each device.
 
-This is the one probe that works on the devices, because the user asked for it. It draws no random numbers, resets
-no counter and empties no cache; what it allocates is at most an eighth of what is free.
+This is the one probe that uses the devices, because the user asks for it. It draws no random numbers, resets no
+counter and empties no cache; it allocates at most an eighth of the free memory.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ MAX_COPY = 256 * 1024**2
 MIN_SECONDS = 0.02
 """Seconds that one product must take to be timed well; the matrix grows until it does."""
 MAX_SECONDS = 0.5
-"""Seconds of one product beyond which no larger one is tried."""
+"""No larger product is tried where one would take longer than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One thing to measure."""
+    """A dtype or direction to time on a device."""
 
     device: str
     measure: str
     """``"matmul"`` or ``"copy"``."""
     what: str
-    """The dtype, or the direction; ``"within"`` is from the device to itself."""
+    """The dtype, or the direction; ``"within"`` copies from the device to itself."""
 
     def __str__(self) -> str:
         return f"{self.device} {self.measure} {self.what}"
@@ -45,15 +45,15 @@ def benchmark(
     seconds: float = 0.25,
     progress: Callable[[Sequence[Measurement]], Iterable[Measurement]] = iter,
 ) -> BenchReport:
-    """Return what each device does in a second.
+    """Return how fast each device multiplies matrices and copies.
 
     Args:
-        devices: these, written as anywhere else; every accelerator and the CPU without.
-        seconds: how long each measurement is repeated; there are about ten a device.
-        progress: goes through the steps and shows how far it is.
+        devices: written as anywhere else; by default every accelerator and the CPU.
+        seconds: how long each measurement is repeated; there are about ten per device.
+        progress: wraps the measurements to show progress.
 
     Raises:
-        DeviceNotFound: a device that is not here.
+        DeviceNotFound: a device is not here.
     """
     import torch
 
@@ -79,7 +79,7 @@ def _measurements(device: str) -> list[Measurement]:
 
 
 def _next_device(device: str) -> str | None:
-    """Return the device of the same kind that copies go to: the one after it, or the first after the last."""
+    """Return the next device of the same backend, or the first after the last; None if it is the only one."""
     kind = [each for each in allocator.accelerators() if each.partition(":")[0] == device.partition(":")[0]]
     return kind[(kind.index(device) + 1) % len(kind)] if len(kind) > 1 else None
 
@@ -90,7 +90,7 @@ def _measure(step: Measurement, seconds: float) -> BenchRow:
     try:
         work, size, amount = run(step)
         best, repeats = _best_time(work, _synchronizer(step.device), seconds)
-    except (RuntimeError, NotImplementedError, TypeError) as error:  # a dtype or pinning that the device lacks, no room
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # no such dtype or pinning, or no memory
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return BenchRow(step.device, step.measure, step.what, reason=reason, simulated=simulated)
     return BenchRow(
@@ -99,7 +99,7 @@ def _measure(step: Measurement, seconds: float) -> BenchRow:
 
 
 Workload = tuple[Callable[[], object], int, float]
-"""What to repeat, its size, and how much one go does."""
+"""What to repeat, its size, and the operations or bytes of one run."""
 
 
 def _matmul_workload(step: Measurement) -> Workload:
@@ -109,7 +109,7 @@ def _matmul_workload(step: Measurement) -> Workload:
     room = _free_bytes(step.device) // 8
     size = MIN_MATRIX
     while True:
-        # Not random, so that nobody's generator moves; not constant, which would spare the device power and time.
+        # Not random, which would advance a generator; not constant, which costs a device less power and time.
         matrix = torch.linspace(-1, 1, size * size, device=step.device).sin_().reshape(size, size).to(dtype)
         work = _product(matrix)
         once, _ = _best_time(work, _synchronizer(step.device), 0)
@@ -140,7 +140,7 @@ def _copy_workload(step: Measurement) -> Workload:
 
 
 def _best_time(work: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """Return the best time of one go, and how many there were; the first one warms up and does not count."""
+    """Return the best time of one run, and the number of runs; the first warms up and does not count."""
     work()
     synchronize()
     best, repeats, end = float("inf"), 0, time.perf_counter() + seconds
@@ -170,7 +170,7 @@ def _free_bytes(device: str) -> int:
     if device == "cpu":
         found = host.memory()
         return found[0] if found else 2 * 1024**3
-    torch.empty(0, device=device)  # brings the device into use, without which its memory is not asked
+    torch.empty(0, device=device)  # initialises the device, without which its memory is not read
     room = allocator.capacity(device)
     figures = allocator.figures(device)
     if room is None:

@@ -1,4 +1,4 @@
-"""The view of `%gpuinfo --bench`: products, copies, and from which size on a device is worth its copies."""
+"""The view of `%gpuinfo --bench`: matrix products, copies, and from which size a device is worth its copies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from gpumagic.gpus.report import BenchReport, BenchRow
+from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table, document_of
 from gpumagic.report.units import NOT_AVAILABLE, count, rate
 
@@ -17,15 +18,14 @@ LEGEND = (
 
 @document_of.register(BenchReport)
 def view_bench(report: BenchReport) -> Document:
-    """Return both tables and what follows from them."""
+    """Return both tables and the conclusions."""
     blocks: list[Block] = [Heading(_headline(report))]
     for measure, title, show in (("matmul", "Products", flops), ("copy", "Copies", rate)):
         rows = [row for row in report.measurements if row.measure == measure]
         if any(row.rate is not None for row in rows):
             blocks.append(_table(rows, title, show))
     blocks += [Paragraph(sentence) for sentence in _speedups(report)]
-    notes = [LEGEND, *_notes(report)]
-    blocks.append(Paragraph(" ".join(notes), muted=True))
+    blocks.append(Paragraph(" ".join([LEGEND, *_notes(report)]), muted=True))
     return Document(tuple(blocks))
 
 
@@ -35,11 +35,8 @@ def flops(each_second: float | None) -> str:
         return NOT_AVAILABLE
     for factor, unit in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")):
         if each_second >= factor:
-            return (
-                f"{each_second / factor:.3g} {unit}"
-                if each_second < 1e3 * factor
-                else f"{each_second / factor:.0f} {unit}"
-            )
+            number = each_second / factor
+            return f"{number:.3g} {unit}" if number < 1e3 else f"{number:.0f} {unit}"
     return f"{each_second / 1e6:.3g} MFLOP/s"
 
 
@@ -60,13 +57,8 @@ def _table(rows: Sequence[BenchRow], title: str, show: Callable[[float | None], 
     return Table(columns, grid, title)
 
 
-_PRIORITIES = {
-    "float16": 1,
-    "host-to-device, pinned": 1,
-    "device-to-host, pinned": 2,
-    "float64": 2,
-    "device-to-device": 1,
-}
+_PRIORITIES = {"float16": 1, "host-to-device, pinned": 1, "device-to-device": 1, "device-to-host, pinned": 2,
+               "float64": 2}  # fmt: skip
 
 
 def _short_direction(name: str) -> str:
@@ -88,7 +80,7 @@ def _cell(row: BenchRow | None, show: Callable[[float | None], str]) -> Cell | s
 
 
 def _speedups(report: BenchReport) -> list[str]:
-    """Return for each real device how it compares with the CPU, copies counted."""
+    """Return how each real device compares with the CPU, with and without copies."""
     cpu = report.rate("cpu", "float32")
     sentences = []
     for device in dict.fromkeys(row.device for row in report.measurements if not row.simulated and row.device != "cpu"):
@@ -101,7 +93,7 @@ def _speedups(report: BenchReport) -> list[str]:
 
 
 def _break_even(cpu: float, fast: float, to: float | None, back: float | None) -> str:
-    """Return from which size on a product pays its copies: 2 n^3 operations for 8 n^2 bytes there and 4 n^2 back."""
+    """Return from which size a product is worth its copies: 2 n^3 operations, 8 n^2 bytes there and 4 n^2 back."""
     if not to or not back:
         return ""
     if fast <= cpu:
@@ -119,9 +111,6 @@ def _notes(report: BenchReport) -> list[str]:
         )
     if any(row.simulated for row in report.measurements):
         notes.append("Simulated devices compute on the CPU; their rates say nothing of a GPU.")
-    reasons: dict[str, list[str]] = {}
-    for row in report.measurements:
-        if row.reason:
-            reasons.setdefault(row.reason, []).append(f"{row.device} {row.what}")
+    reasons = grouped((row.reason, f"{row.device} {row.what}") for row in report.measurements if row.reason)
     notes += [f"{', '.join(where)}: {NOT_AVAILABLE} ({reason})." for reason, where in reasons.items()]
     return notes

@@ -1,11 +1,9 @@
-"""What NVML knows of every card and MIG instance at one moment, field by field, each with its own reason if absent.
+"""What NVML knows of every card and MIG instance at one moment, with a reason for each field that is unavailable.
 
-The newest form of a question is asked first, then the one older drivers know (those go in CUDA 14).
+The newest version of a query is tried first, then the one that older drivers know (those are removed in CUDA 14).
 
-The driver measures PCIe throughput over 20 ms and blocks for them. NVLink has counters instead; they are read
-before and after, so that the time the other questions take is what the rate is measured over.
-
-What is only shown on request (``everything``) is only asked then; some of it blocks for 20 ms a card.
+What is only shown on request (``everything``) is only read then: the driver measures PCIe throughput over 20 ms and
+blocks meanwhile. NVLink has counters instead; they are read before and after, and the rate is over the time between.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from gpumagic.gpus import nvml, other_devices
 from gpumagic.gpus.nvml import NvmlFailure, Readings
 from gpumagic.gpus.processes import DriverProcess, list_processes, with_utilization
 
-# Bits of NVML's clocks-event mask. "Idle" is left out: it holds nothing back that anyone waits for.
+# Bits of NVML's clocks-event mask. "Idle" is left out: it slows down nothing that anyone waits for.
 THROTTLE_REASONS = {
     0x2: "application clocks setting",
     0x4: "power cap",
@@ -37,19 +35,19 @@ THROTTLE_REASONS = {
 
 
 def read_identity(readings: Readings, binding: ModuleType, handle: Any) -> None:
-    """Read what the card is called."""
+    """Read the name and UUID."""
     readings.take("name", lambda: to_str(binding.nvmlDeviceGetName(handle)))
     readings.take("uuid", lambda: to_str(binding.nvmlDeviceGetUUID(handle)))
 
 
 def read_memory(readings: Readings, binding: ModuleType, handle: Any) -> None:
-    """Read the memory as the driver counts it, what it keeps for itself apart where it says so."""
+    """Read the memory as the driver counts it, with what the driver reserves apart where it says so."""
     found = Readings()
     figures = found.take(
         "memory",
         lambda: binding.nvmlDeviceGetMemoryInfo(handle, version=binding.nvmlMemory_v2),
-        # The second form after any error: v2 is refused on WSL where v1 works, and gpustat replaces the
-        # getter by one that takes no version.
+        # The old form after any error: v2 fails on WSL where v1 works, and gpustat replaces the getter by one
+        # that takes no version.
         lambda: binding.nvmlDeviceGetMemoryInfo(handle),
     )
     if figures is None:
@@ -66,7 +64,7 @@ def read_memory(readings: Readings, binding: ModuleType, handle: Any) -> None:
 
 
 def read_state(readings: Readings, binding: ModuleType, handle: Any) -> None:
-    """Read how busy, warm and fast the card is, and whether its memory is sound."""
+    """Read utilization, temperature, power, clocks and memory errors."""
     take, sensor, sm = readings.take, 0, 1
     rates = take("utilization", lambda: binding.nvmlDeviceGetUtilizationRates(handle))
     if rates is None:
@@ -113,14 +111,14 @@ def read_details(readings: Readings, binding: ModuleType, handle: Any) -> None:
 
 
 def decode_throttle_reasons(mask: int) -> tuple[str, ...]:
-    """Return what a clocks-event mask says, in words; empty for a card that is idle or runs free."""
+    """Return the reasons in a clocks-event mask, in words; empty for a card that is idle or not throttled."""
     words = [word for bit, word in THROTTLE_REASONS.items() if mask & bit]
     unknown = int(mask) & ~(sum(THROTTLE_REASONS) | 1)
     return (*words, f"unknown reason {unknown:#x}") if unknown else tuple(words)
 
 
 def to_str(value: Any) -> Any:
-    """Return a text of the binding as str; older bindings give bytes."""
+    """Return a string of the binding as str; older bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -134,7 +132,7 @@ NVLINK_FIELDS = {"nvlink_sent": 138, "nvlink_received": 139}  # NVML_FI_DEV_NVLI
 ALL_LINKS = 0xFFFFFFFF
 MAX_LINKS = 36
 MIN_INTERVAL = 0.005
-"""Seconds: over less than that the difference of two counters is no rate."""
+"""Seconds; over less, the difference of two counters is no rate."""
 TOPOLOGY_LEVELS = {
     0: "same board",
     10: "one PCIe switch",
@@ -147,30 +145,27 @@ TOPOLOGY_LEVELS = {
 
 @dataclass(frozen=True, slots=True)
 class NvlinkCounters:
-    """A card's NVLink counters at one moment, in bytes, or the reason why there are none."""
+    """A card's NVLink counters at one moment, in bytes, each with a value or a reason."""
 
     moment: float
-    values: Mapping[str, int]
-    reasons: Mapping[str, str]
+    fields: Readings
 
 
 def read_nvlink_counters(binding: ModuleType, handle: Any) -> NvlinkCounters:
     """Read how much went over all NVLinks of a card since its driver was loaded."""
     # One entry more than wanted: NVML is said to touch the one after the last in NVLink queries (nvitop's source).
     wanted = [(number, ALL_LINKS) for number in (*NVLINK_FIELDS.values(), NVLINK_FIELDS["nvlink_received"])]
-    answers = Readings()
-    fields = answers.take("fields", lambda: binding.nvmlDeviceGetFieldValues(handle, wanted))
+    fields, reason = nvml.query(lambda: binding.nvmlDeviceGetFieldValues(handle, wanted))
     found = Readings()
-    for position, name in enumerate(NVLINK_FIELDS):
-        if fields is None:
-            found.reasons[name] = answers.reasons["fields"]
-        else:
-            found.take(name, lambda field=fields[position]: _field_value(binding, field) * 1024)  # type: ignore[misc]
-    return NvlinkCounters(time.monotonic(), found.values, found.reasons)
+    if fields is None:
+        found.reasons.update(dict.fromkeys(NVLINK_FIELDS, reason or ""))
+    for name, field in zip(NVLINK_FIELDS, fields or ()):  # noqa: B905  # there is one more
+        found.take(name, lambda field=field: _field_value(binding, field) * 1024)  # type: ignore[misc]
+    return NvlinkCounters(time.monotonic(), found)
 
 
 def read_throughput(readings: Readings, binding: ModuleType, handle: Any) -> None:
-    """Read what goes over PCIe and NVLink, in bytes a second, and how many NVLinks are up."""
+    """Read the throughput of PCIe and NVLink in bytes per second, and how many NVLinks are up."""
     before = read_nvlink_counters(binding, handle)
     sent, received = 0, 1
     readings.take("pcie_sent", lambda: binding.nvmlDeviceGetPcieThroughput(handle, sent) * 1024)
@@ -183,35 +178,35 @@ def add_nvlink_rates(readings: Readings, before: NvlinkCounters, after: NvlinkCo
     """Add the rates between two readings of the counters."""
     seconds = after.moment - before.moment
     for name in NVLINK_FIELDS:
-        if name not in before.values or name not in after.values:
-            readings.reasons[name] = {**before.reasons, **after.reasons}[name]
+        if name not in before.fields.values or name not in after.fields.values:
+            readings.reasons[name] = {**before.fields.reasons, **after.fields.reasons}[name]
         elif seconds < MIN_INTERVAL:
             readings.reasons[name] = "measured over too short a time"
         else:
-            readings.values[name] = int((after.values[name] - before.values[name]) / seconds)
+            readings.values[name] = int((after.fields.values[name] - before.fields.values[name]) / seconds)
 
 
 def read_topology(binding: ModuleType, handles: Sequence[Any], mine: int) -> dict[str, str]:
-    """Return how a card reaches each other one, by NVML index; a pair that cannot be read is left out."""
+    """Return how a card is connected to each other one, by NVML index; unreadable pairs are left out."""
     found = {}
     for index, handle in enumerate(handles):
         if index == mine or handle is None or handles[mine] is None:
             continue
-        way = Readings().take("way", lambda: _connection_type(binding, handles[mine], handle))  # noqa: B023
-        if way is not None:
-            found[str(index)] = way
+        link, _ = nvml.query(partial(_connection_type, binding, handles[mine], handle))
+        if link is not None:
+            found[str(index)] = link
     return found
 
 
 def _connection_type(binding: ModuleType, one: Any, other: Any) -> str:
-    over_nvlink, fine = 2, 0
-    if Readings().take("nvlink", lambda: int(binding.nvmlDeviceGetP2PStatus(one, other, over_nvlink))) == fine:
+    over_nvlink, ok = 2, 0
+    if nvml.query(lambda: int(binding.nvmlDeviceGetP2PStatus(one, other, over_nvlink)))[0] == ok:
         return "NVLink"
     return TOPOLOGY_LEVELS[int(binding.nvmlDeviceGetTopologyCommonAncestor(one, other))]
 
 
 def _count_nvlinks(binding: ModuleType, handle: Any) -> int:
-    up = int(binding.nvmlDeviceGetNvLinkState(handle, 0))  # refused where the card has no NVLink at all
+    up = int(binding.nvmlDeviceGetNvLinkState(handle, 0))  # an error where the card has no NVLink at all
     for link in range(1, MAX_LINKS):
         state, refusal = nvml.query(partial(binding.nvmlDeviceGetNvLinkState, handle, link))
         if refusal:
@@ -249,15 +244,6 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a snapshot reads beyond the figures of the table."""
-
-    processes: bool = False
-    """How busy each process keeps its card; which processes there are is read in any case."""
-    everything: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class NvmlSnapshot:
     """All cards of the machine at one moment."""
 
@@ -266,23 +252,29 @@ class NvmlSnapshot:
     cuda_version: tuple[int, int] | None = None
     """The newest CUDA that the driver knows."""
     shadowed: bool = False
-    """Whether the deprecated package `pynvml` stands in nvidia-ml-py's place."""
+    """Whether the deprecated package `pynvml` hides nvidia-ml-py."""
 
 
 def read_cards(*, processes: bool = False, everything: bool = False) -> NvmlSnapshot | NvmlFailure:
-    """Read every card, whatever is wrong with some of them; or return why NVML does not answer."""
+    """Read every card, even if some fail; or return why NVML does not answer.
+
+    Args:
+        processes: also read how busy each process keeps its card; the processes are listed in any case.
+        everything: also read the fields that are only shown on request.
+    """
     answer = _connect_and_count()
     if isinstance(answer, NvmlFailure):
         return answer
     binding, count = answer
-    driver = Readings().take("driver_version", lambda: to_str(binding.nvmlSystemGetDriverVersion()))
+    driver, _ = nvml.query(lambda: to_str(binding.nvmlSystemGetDriverVersion()))
     cuda = Readings().take(
         "cuda_version", binding.nvmlSystemGetCudaDriverVersion_v2, binding.nvmlSystemGetCudaDriverVersion
     )
     handles = [nvml.query(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
-    asked = Asked(processes, everything)
     cards = tuple(
-        Card(index, {}, {"all": refusal}) if refusal else _read_card(binding, handle, index, asked)
+        Card(index, {}, {"all": refusal})
+        if refusal
+        else _read_card(binding, handle, index, processes or everything, everything)
         for index, (handle, refusal) in enumerate(handles)
     )
     if everything:
@@ -305,51 +297,41 @@ def _connect_and_count() -> tuple[ModuleType, int] | NvmlFailure:
     raise AssertionError("unreachable: the second attempt returns")
 
 
-def _read_card(binding: ModuleType, handle: Any, index: int, asked: Asked) -> Card:
+def _read_card(binding: ModuleType, handle: Any, index: int, utilization: bool, everything: bool) -> Card:
     readings = Readings()
-    mode = Readings().take("mig", lambda: binding.nvmlDeviceGetMigMode(handle))
+    mode, _ = nvml.query(lambda: binding.nvmlDeviceGetMigMode(handle))
     mig = bool(mode and mode[0])
     read_identity(readings, binding, handle)
     read_memory(readings, binding, handle)
     read_state(readings, binding, handle)
-    if asked.everything:
+    if everything:
         read_details(readings, binding, handle)
         read_throughput(readings, binding, handle)
-    processes = _read_processes(readings, binding, handle, asked)
+    processes = list_processes(readings, binding, handle)
+    if processes and utilization:
+        processes = with_utilization(processes, binding, handle)
     if other_devices.is_unified(readings, binding, handle):
         other_devices.use_host_memory(readings, processes)
     if mig:
-        readings.reasons.update(_because_of_mig(readings.reasons))
+        not_of_the_card = [name for name, reason in readings.reasons.items() if reason == "not supported"]
+        readings.reasons.update(dict.fromkeys(not_of_the_card, "n/a (MIG)"))
     instances = _read_instances(binding, handle, index) if mig else ()
     return Card(index, readings.values, readings.reasons, processes, instances, mig)
 
 
-def _read_processes(
-    readings: Readings, binding: ModuleType, handle: Any, asked: Asked
-) -> tuple[DriverProcess, ...] | None:
-    processes = list_processes(readings, binding, handle)
-    if not processes or not (asked.processes or asked.everything):
-        return processes
-    return with_utilization(processes, binding, handle)
-
-
 def _with_topology(binding: ModuleType, cards: tuple[Card, ...], handles: list[Any]) -> tuple[Card, ...]:
-    ways = [read_topology(binding, handles, card.index) for card in cards]
+    links = [read_topology(binding, handles, card.index) for card in cards]
     return tuple(
-        replace(card, values={**card.values, "topology": way}) if way or len(cards) == 1 else card
-        for card, way in zip(cards, ways, strict=True)
+        replace(card, values={**card.values, "topology": each}) if each or len(cards) == 1 else card
+        for card, each in zip(cards, links, strict=True)
     )
 
 
 def _read_instances(binding: ModuleType, parent: Any, index: int) -> tuple[Card, ...]:
-    limit = Readings().take("limit", lambda: int(binding.nvmlDeviceGetMaxMigDeviceCount(parent))) or 0
-    found = []
-    ask = binding.nvmlDeviceGetMigDeviceHandleByIndex
-    for number in range(limit):
-        handle = Readings().take("mig", partial(ask, parent, number))
-        if handle is not None:  # places without an instance are "not found"
-            found.append(_read_instance(binding, handle, index))
-    return tuple(found)
+    limit, _ = nvml.query(lambda: int(binding.nvmlDeviceGetMaxMigDeviceCount(parent)))
+    get = binding.nvmlDeviceGetMigDeviceHandleByIndex
+    handles = [nvml.query(partial(get, parent, number))[0] for number in range(limit or 0)]
+    return tuple(_read_instance(binding, each, index) for each in handles if each is not None)  # empty slots
 
 
 def _read_instance(binding: ModuleType, handle: Any, index: int) -> Card:
@@ -357,9 +339,5 @@ def _read_instance(binding: ModuleType, handle: Any, index: int) -> Card:
     read_identity(readings, binding, handle)
     read_memory(readings, binding, handle)
     processes = list_processes(readings, binding, handle)
-    # The driver keeps all else for the whole card only (nvitop#5, dcgm-exporter#216); 0 would be a lie.
+    # The driver has all else for the whole card only (nvitop#5, dcgm-exporter#216); 0 would be wrong.
     return Card(index, readings.values, {"all": "n/a (MIG)", **readings.reasons}, processes, is_instance=True)
-
-
-def _because_of_mig(reasons: Mapping[str, str]) -> dict[str, str]:
-    return {name: "n/a (MIG)" for name, reason in reasons.items() if reason == "not supported"}

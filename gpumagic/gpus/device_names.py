@@ -1,8 +1,7 @@
-"""Device names as people write them -> the names torch uses.
+"""Resolves device names as people write them to the names torch uses.
 
-``cuda``, ``cuda:1``, ``mps``, ``xpu:0``, ``cpu``, ``meta``, ``simgpu:1`` mean what they mean in torch; a bare
-number or ``gpu:1`` is that index of whatever accelerator the machine has; ``auto`` is the one with most free
-memory.
+``cuda``, ``cuda:1``, ``mps``, ``xpu:0``, ``cpu``, ``meta``, ``simgpu:1`` mean what they mean in torch; a bare number or
+``gpu:1`` is that index of whatever accelerator the machine has; ``auto`` is the one with most free memory.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ def resolve(name: str, fallback: str | None = None) -> str:
     """Return the full torch name, such as ``"cuda:1"``, of a device written in any of the accepted ways.
 
     Args:
-        name: what the user wrote.
-        fallback: the device to use instead where ``name`` can be read but is not on this machine.
+        name: as the user wrote it.
+        fallback: the device to use instead where ``name`` is valid but not on this machine.
 
     Raises:
-        DeviceNotFound: neither is there; the message names the nearest and those that are.
+        DeviceNotFound: neither is there; the message names the closest match and the available devices.
     """
     if fallback is not None:
         fallback = resolve(fallback)
@@ -44,7 +43,7 @@ def available() -> list[str]:
 
 
 def completions() -> list[str]:
-    """Return names to offer on Tab, without importing torch if nothing has yet."""
+    """Return names to offer on Tab, without importing torch."""
     if "torch" not in sys.modules:
         return ["cuda", "auto", *BUILTIN_DEVICES]
     return [*available(), "auto"]
@@ -55,7 +54,11 @@ def _resolve(name: str) -> str:
         raise DeviceNotFound(f"{name!r} was left as it is: is the variable in it defined?")
     accelerators = allocator.accelerators()
     if name.lower() == "auto":
-        return _best(accelerators)
+        from gpumagic.gpus import probe
+
+        if not accelerators:
+            raise _unknown("auto")
+        return probe.read_gpus().best or accelerators[0]
     match = re.fullmatch(r"([a-z]*?):?(\d+)?", name.lower())
     if match is None or not any(match.groups()):
         raise _unknown(name)
@@ -74,27 +77,18 @@ def _resolve_index(name: str, backend: str, index: str | None, accelerators: lis
         raise _unknown(name)
     if index is None:
         return allocator.current(candidates[0].partition(":")[0]) if backend != "gpu" else candidates[0]
-    wanted = f":{int(index)}"
-    found = [each for each in candidates if each.endswith(wanted)]
+    found = [each for each in candidates if each.endswith(f":{int(index)}")]
     if not found:
         raise _unknown(name)
     return found[0]
 
 
 def most_free(devices: list[str]) -> str | None:
-    """Return the device with most free memory, the first where that cannot be known; None of none."""
+    """Return the device with most free memory, the first where that is unknown; None for an empty list."""
     from gpumagic.gpus import probe
 
     free = {row.device: row.memory_free for row in probe.read_gpus() if row.memory_free is not None}
     return max(devices, key=lambda device: free.get(device, 0), default=None)
-
-
-def _best(accelerators: list[str]) -> str:
-    if not accelerators:
-        raise _unknown("auto")
-    from gpumagic.gpus import probe
-
-    return probe.read_gpus().best or accelerators[0]
 
 
 def _is_readable(name: str) -> bool:
@@ -117,7 +111,7 @@ def _unknown(name: str) -> DeviceNotFound:
 
 
 def _nearest(name: str, names: list[str]) -> str | None:
-    """Return the most similar name, the first of equals, or None if none is similar."""
+    """Return the most similar name, or None if none is similar."""
     likeness = {each: difflib.SequenceMatcher(None, name, each).ratio() for each in names}
     best = max(names, key=lambda each: likeness[each])
     return best if likeness[best] > 0.5 else None

@@ -1,6 +1,6 @@
-"""`%gpuinfo --each-cell on`: a line after every cell, from exact counters read before and after it, and their table.
+"""`%gpuinfo --each-cell`: a line after every cell, from the allocators' counters before and after it, and their table.
 
-What is kept of a cell are numbers and its first line of code; of the last `KEPT` cells, until gpumagic is unloaded.
+Of each of the last `MAX_CELLS` cells, numbers and its first line of code are kept until gpumagic is unloaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 
 MAX_CELLS = 200
-"""Cells that the table has at most."""
+"""Cells in the table, at most."""
 STRETCHES = 40
 """Into how many the time of each is folded."""
 _KEY = "gpumagic_each_cell"
@@ -29,7 +29,7 @@ _KEY = "gpumagic_each_cell"
 
 @dataclass(frozen=True)
 class _RunningCell:
-    """A cell that runs."""
+    """A cell that is running, and the counters before it."""
 
     info: ExecutionInfo
     number: int
@@ -39,7 +39,7 @@ class _RunningCell:
 
 
 class CellMonitor:
-    """Reads the allocators around each cell of a shell; cells inside cells have their own line."""
+    """Reads the allocators before and after each cell of a shell; nested cells have their own line."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
@@ -48,15 +48,15 @@ class CellMonitor:
         self.is_on = False
 
     def install(self) -> None:
-        """Follow the cells that start from now on."""
-        self._shell.events.register("pre_run_cell", self._starts)
-        self._shell.events.register("post_run_cell", self._ended)
+        """Record the cells that start from now on."""
+        self._shell.events.register("pre_run_cell", self._pre_run_cell)
+        self._shell.events.register("post_run_cell", self._post_run_cell)
         self.is_on = True
 
     def uninstall(self) -> None:
-        """Undo `install`; what is recorded stays."""
-        self._shell.events.unregister("pre_run_cell", self._starts)
-        self._shell.events.unregister("post_run_cell", self._ended)
+        """Undo `install`; recorded cells are kept."""
+        self._shell.events.unregister("pre_run_cell", self._pre_run_cell)
+        self._shell.events.unregister("post_run_cell", self._post_run_cell)
         self.is_on = False
         self._close(0)
 
@@ -67,14 +67,14 @@ class CellMonitor:
         notes = () if self.is_on else ("Nothing is recorded now; %gpuinfo --each-cell on records the cells after it.",)
         return CellsReport(rows, timelines, len(self._done), notes)
 
-    def _starts(self, info: ExecutionInfo) -> None:
+    def _pre_run_cell(self, info: ExecutionInfo) -> None:
         before = allocator.all_figures()
         memory = CellMemory(before, self._shell.user_ns, stretches=STRETCHES)
         number = _compat.starting_number(self._shell, info)
         self._open.append(_RunningCell(info, number, time.perf_counter(), before, memory))
         memory.start()
 
-    def _ended(self, result: ExecutionResult | None) -> None:
+    def _post_run_cell(self, result: ExecutionResult | None) -> None:
         now = time.perf_counter()
         places = [place for place, each in enumerate(self._open) if result is None or each.info is result.info]
         if not places:
@@ -91,7 +91,7 @@ class CellMonitor:
         print(cell_line(now - cell.started, rows, timeline))  # noqa: T201  # the line asked for
 
     def _close(self, place: int) -> None:
-        """Let go of the cells from one on: it has ended, and those inside it that never said so."""
+        """Stop a cell that has ended, and any cells inside it whose end was not reported."""
         for cell in self._open[place:]:
             cell.memory.stop()
         del self._open[place:]
@@ -100,9 +100,9 @@ class CellMonitor:
 def cell_rows(
     cell: _RunningCell, seconds: float, after: Mapping[str, allocator.AllocatorFigures]
 ) -> tuple[CellRow, ...]:
-    """Return what a cell did on each device that anything was done on.
+    """Return a row per device whose counters changed.
 
-    The peak is the cell's own only where its counter rose above all there was before; nobody resets it here.
+    The peak is the cell's own only where the counter rose above its earlier value; the counter is never reset here.
     """
     nothing = allocator.AllocatorFigures(0, 0, 0)
     code = _first_line(cell.info.raw_cell)
@@ -118,30 +118,30 @@ def cell_rows(
 
 
 def _first_line(cell: str) -> str:
-    """Return the first line that does something, rather than a comment or the name of a cell magic."""
+    """Return the first line that is neither a comment nor a cell magic."""
     lines = [line.strip() for line in cell.splitlines() if line.strip()]
     return next((line for line in lines if not line.startswith(("#", "%%"))), lines[0] if lines else "")
 
 
 def switch(shell: InteractiveShell, state: str) -> None:
-    """Turn the lines of a shell ``"on"`` or ``"off"``; doing so twice changes nothing."""
-    each = shell.meta.get(_KEY)
+    """Turn the lines of a shell ``"on"`` or ``"off"``; idempotent."""
+    monitor = shell.meta.get(_KEY)
     if state == "off":
-        if each is not None and each.is_on:
-            each.uninstall()
+        if monitor is not None and monitor.is_on:
+            monitor.uninstall()
         return
-    if each is None:
-        each = shell.meta[_KEY] = CellMonitor(shell)
-    if not each.is_on:
-        each.install()
+    if monitor is None:
+        monitor = shell.meta[_KEY] = CellMonitor(shell)
+    if not monitor.is_on:
+        monitor.install()
 
 
 def report(shell: InteractiveShell) -> CellsReport:
-    """Return what the last cells did, those recorded before ``"off"`` included."""
+    """Return what the last cells did, including those recorded before ``"off"``."""
     return (shell.meta.get(_KEY) or CellMonitor(shell)).report()
 
 
 def off(shell: InteractiveShell) -> None:
-    """Print no more lines, and forget what is recorded."""
+    """Stop, and drop the recorded cells."""
     switch(shell, "off")
     shell.meta.pop(_KEY, None)

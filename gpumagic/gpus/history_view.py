@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpumagic.errors import GpuMagicError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 MAX_SAMPLES = 30
-"""Moments in a line."""
+"""Samples in a sparkline."""
 
 
 @document_of.register(HistoryReport)
@@ -51,29 +51,19 @@ def _sparklines(samples: Sequence[SampleRow], devices: Sequence[str]) -> Table:
     for device in devices:
         recent = [row for row in samples if row.device == device][-MAX_SAMPLES:]
         shares = (
-            _sparkline(recent, lambda row: row.utilization),
-            _sparkline(recent, _used_percent),
-            _sparkline(recent, _allocated_percent),
+            [row.utilization for row in recent],
+            [_percent_of(row.memory_used, row.memory_total) for row in recent],
+            [_percent_of(row.kernel_allocated, row.memory_total) for row in recent],
         )
-        grid.append([Cell(device), *shares])
-    return Table(
-        [Column("History"), Column("Util"), Column("Memory"), Column("This kernel", priority=1)], grid, "History"
-    )
+        grid.append([Cell(device), *map(_sparkline, shares)])
+    columns = [Column("History"), Column("Util"), Column("Memory"), Column("This kernel", priority=1)]
+    return Table(columns, grid, "History")
 
 
-def _sparkline(rows: Sequence[SampleRow], value: Callable[[SampleRow], float | None]) -> Cell:
-    values = [value(row) for row in rows]
+def _sparkline(values: Sequence[float | None]) -> Cell:
     if all(each is None for each in values):
         return Cell(NOT_AVAILABLE, muted=True)
     return Cell(sparkline(values, 0, 100))
-
-
-def _used_percent(row: SampleRow) -> float | None:
-    return _percent_of(row.memory_used, row.memory_total)
-
-
-def _allocated_percent(row: SampleRow) -> float | None:
-    return _percent_of(row.kernel_allocated, row.memory_total)
 
 
 def _percent_of(part: int | None, whole: int | None) -> float | None:
@@ -82,14 +72,14 @@ def _percent_of(part: int | None, whole: int | None) -> float | None:
 
 def _status(report: HistoryReport) -> str:
     every = "" if report.interval is None else f"A snapshot every {report.interval:g} s"
-    if report.ended is not None:
-        return f"{every}; {report.ended}." if every else f"{report.ended}."
-    return f"{every}, until {report.until}."
+    if report.ended is None:
+        return f"{every}, until {report.until}."
+    return f"{every}; {report.ended}." if every else f"{report.ended}."
 
 
 @figure_of.register(HistoryReport)
 def plot_history(report: HistoryReport) -> Figure:
-    """Return a figure with utilisation above memory over time, a line a device.
+    """Return a figure with utilisation above memory over time, one line per device.
 
     Raises:
         GpuMagicError: matplotlib is not installed.
@@ -117,7 +107,7 @@ TABLE_SPARKLINE = 12
 
 @document_of.register(CellsReport)
 def view_cells(report: CellsReport) -> Document:
-    """Return the latest cells, the earlier ones folded away, under the one that grew memory most."""
+    """Return the latest cells, with the earlier ones folded."""
     blocks: list[Block] = [Heading(_headline(report))]
     earlier, latest = report.cells[:-MAX_CELLS], report.cells[-MAX_CELLS:]
     if latest:
@@ -165,7 +155,7 @@ def _growth_cell(row: CellRow, largest: int) -> Cell:
 
 @figure_of.register(CellsReport)
 def plot_cells(report: CellsReport) -> Figure:
-    """Return a figure of what was allocated after each cell, a line a device, with the cells' peaks above it.
+    """Return a figure of the memory allocated after each cell, one line per device, and of the cells' peaks.
 
     Raises:
         GpuMagicError: matplotlib is not installed, or no cell has been recorded.

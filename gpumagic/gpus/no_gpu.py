@@ -1,4 +1,4 @@
-"""Why torch can use no GPU here: one sentence that names the cause and the remedy."""
+"""Why torch can use no GPU here, in one sentence that names the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTALL_TORCH = "install a CUDA build with the command that https://pytorch.org/
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the machine around this process looks like, from its files and environment alone."""
+    """The machine around this process, from its files and environment variables alone."""
 
     platform: str = "linux"
     colab: bool = False
@@ -33,7 +33,7 @@ class Environment:
 
 
 def detect_environment() -> Environment:
-    """Look around; starts nothing and needs no rights."""
+    """Read files and variables; starts nothing and needs no privileges."""
     return Environment(
         platform=sys.platform,
         colab="COLAB_RELEASE_TAG" in os.environ or "google.colab" in sys.modules,
@@ -50,11 +50,7 @@ def explain(
 ) -> str:
     """Return why torch can use no GPU, with the remedy.
 
-    Args:
-        answer: what NVML said.
-        build: the installed torch.
-        view: what CUDA_VISIBLE_DEVICES leaves visible of NVML's cards; None if NVML did not answer.
-        here: the machine; looked at if not given.
+    ``view`` is what CUDA_VISIBLE_DEVICES leaves visible of NVML's cards, None if NVML did not answer.
     """
     here = here or detect_environment()
     if build.hip:
@@ -90,16 +86,14 @@ def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility 
 
 
 def _no_driver(failure: NvmlFailure, build: TorchBuild, here: Environment) -> str:
-    hosted = _on_hosted_notebook(here)
-    if hosted is not None:
+    if hosted := _on_hosted_notebook(here):
         return hosted
     if here.platform == "darwin":
         return "A Mac has no NVIDIA driver; its own GPU is shown once torch is imported and was built with MPS."
     if build.xpu:
         return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
-    known = _EXPLANATIONS.get(failure.problem)
-    if known is not None:
-        return known(here)
+    if failure.problem in _EXPLANATIONS:
+        return _EXPLANATIONS[failure.problem](here)
     return f"The NVIDIA driver does not answer ({failure.detail}): see what nvidia-smi says in a terminal."
 
 

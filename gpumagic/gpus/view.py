@@ -1,4 +1,4 @@
-"""The view of `%gpuinfo`: a row a device, what is absent and why, and what `-p` and `-a` add."""
+"""The view of `%gpuinfo`: one row per device, what is not available and why, and what `-p` and `-a` add."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gpumagic.gpus import bench_view, history_view  # noqa: F401  # they register their views
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
+from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import NOT_AVAILABLE, count, pair, percent, rate, size
 
@@ -15,87 +16,110 @@ ELSEWHERE = "in a wider terminal, or with -a"
 UTILIZATION_LEGEND = "Util: share of the last moments in which any kernel ran; 100% is not full."
 
 
+@document_of.register(GPUReport)
+def view_gpus(report: GPUReport) -> Document:
+    """Return the report as a table of devices, or as one paragraph where there is none."""
+    blocks: list[Block] = [Heading(_headline(report))]
+    if report.cause:
+        blocks.append(Paragraph(report.cause))
+    if report.devices:
+        blocks += table_blocks(report.devices, explained=report.cause is not None)
+    if report.show_processes and report.devices:
+        blocks += process_blocks(report.devices)
+    if report.show_all:
+        blocks += [details_table(row, report.devices) for row in report.devices]
+    blocks += [Paragraph(note, muted=True) for note in report.notes]
+    return Document(tuple(blocks))
+
+
+def _headline(report: GPUReport) -> str:
+    real = {row.device if row.nvml_index is None else row.nvml_index for row in report.devices if not row.simulated}
+    simulated = sum(row.simulated for row in report.devices)
+    parts = [count(len(real), "GPU") if real else "No GPU"]
+    if simulated:
+        parts[0] += f", {simulated} simulated"
+    if report.torch_version is None:
+        parts.append("torch is not installed")
+    else:
+        build = report.cuda_build or "CPU-only build"
+        parts.append(f"torch {report.torch_version} ({f'CUDA {build}' if build[0].isdigit() else build})")
+    if report.driver_version:
+        parts.append(f"driver {report.driver_version}")
+    if report.cuda_visible_devices is not None:
+        parts.append(f'CUDA_VISIBLE_DEVICES="{report.cuda_visible_devices}"')
+    return " · ".join(parts)
+
+
 @dataclass(frozen=True, slots=True)
 class FieldColumn:
-    """A column of the table: where its cell comes from and which field's reason explains its absence."""
+    """A column of the table, and the field of `GpuRow` whose reason explains why it is not available."""
 
     column: Column
     field: str
     cell: Callable[[GpuRow], Cell | str]
     extra: bool = False
-    """Whether nothing is said of it where no device has it; `-a` does."""
+    """Whether nothing is said where no device has it; `-a` says why."""
 
 
 def table_blocks(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
-    """Return the table and the sentences under it.
-
-    Args:
-        rows: the devices to show.
-        explained: whether the report already says why torch can use none of them.
-    """
-    shown = [figure for figure in FIELD_COLUMNS if any(_has_value(row, figure) for row in rows)]
+    """Return the table and the sentences under it; ``explained`` if the report says why torch can use no device."""
+    shown = [each for each in FIELD_COLUMNS if any(_has_value(row, each) for row in rows)]
     if not any(_is_renumbered(row) for row in rows):
-        shown = [figure for figure in shown if figure.field != "nvml_index"]
-    grid = [[_cell(row, figure) for figure in shown] for row in rows]
-    found: list[Block] = [Table([figure.column for figure in shown], grid, "GPUs", elsewhere=ELSEWHERE)]
+        shown = [each for each in shown if each.field != "nvml_index"]
+    grid = [[_cell(row, each) for each in shown] for row in rows]
+    found: list[Block] = [Table([each.column for each in shown], grid, "GPUs", elsewhere=ELSEWHERE)]
     found += [Paragraph(sentence) for sentence in (*_throttled(rows), *_ecc_errors(rows))]
+    legend = [BAR_LEGEND] * any(memory_bar(row) for row in rows)
+    legend += [UTILIZATION_LEGEND] * any(row.utilization is not None for row in rows)
     missing = [*([] if explained else _unusable_gpus(rows)), *_missing_fields(rows)]
-    if missing:
-        found.append(Paragraph(" ".join(missing), muted=True))
-    legend = [BAR_LEGEND] * any(memory_bar(row) for row in rows) + [UTILIZATION_LEGEND] * any(
-        row.utilization is not None for row in rows
-    )
-    if legend:
-        found.append(Paragraph(" ".join(legend), muted=True))
-    return found
+    return found + [Paragraph(" ".join(sentences), muted=True) for sentences in (missing, legend) if sentences]
 
 
-def _has_value(row: GpuRow, figure: FieldColumn) -> bool:
-    return figure.field == "device" or getattr(row, figure.field) is not None
+def _has_value(row: GpuRow, column: FieldColumn) -> bool:
+    return column.field == "device" or getattr(row, column.field) is not None
 
 
-def _cell(row: GpuRow, figure: FieldColumn) -> Cell | str:
-    if _has_value(row, figure):
-        return figure.cell(row)
-    reason = row.reasons.get(figure.field, "")
+def _cell(row: GpuRow, column: FieldColumn) -> Cell | str:
+    if _has_value(row, column):
+        return column.cell(row)
+    return _reason_cell(row.reasons.get(column.field, ""))
+
+
+def _reason_cell(reason: str) -> Cell:
     return Cell(reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason)
 
 
 def _unusable_gpus(rows: Sequence[GpuRow]) -> list[str]:
     """Return which of the driver's GPUs have no name in torch, and why."""
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row.device is None:
-            reasons.setdefault(row.reasons.get("device", "not known"), []).append(short_name(row))
+    unnamed = [row for row in rows if row.device is None]
+    reasons = grouped((row.reasons.get("device", "not known"), short_name(row)) for row in unnamed)
     parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
     return [f"Not usable in torch here: {'; '.join(parts)}."] if parts else []
 
 
 def _missing_fields(rows: Sequence[GpuRow]) -> list[str]:
-    """Return why figures of the table are absent, in words, since a title is only seen with a mouse."""
-    reasons: dict[str, dict[str, list[str]]] = {}
-    for row in rows:
-        for figure in (*FIELD_COLUMNS, THROTTLING):
-            if not _has_value(row, figure) and not row.simulated and not _is_implied(rows, row, figure):
-                reason = row.reasons.get(figure.field, "not known")
-                reasons.setdefault(reason, {}).setdefault(figure.column.title, []).append(short_name(row))
-    return [_missing_sentence(reason, where, len(rows)) for reason, where in reasons.items()]
+    """Return why columns lack figures, in words, since a title is only seen with a mouse."""
+    reasons = grouped(
+        (row.reasons.get(column.field, "not known"), (column.column.title, short_name(row)))
+        for row in rows
+        for column in (*FIELD_COLUMNS, THROTTLING)
+        if not _has_value(row, column) and not row.simulated and not _is_implied(rows, row, column)
+    )
+    return [_missing_sentence(reason, grouped(where), len(rows)) for reason, where in reasons.items()]
 
 
-def _is_implied(rows: Sequence[GpuRow], row: GpuRow, figure: FieldColumn) -> bool:
-    if any(_has_value(each, figure) for each in rows):
-        if row.reasons.get(figure.field, "").startswith(NOT_AVAILABLE):
+def _is_implied(rows: Sequence[GpuRow], row: GpuRow, column: FieldColumn) -> bool:
+    if any(_has_value(each, column) for each in rows):
+        if row.reasons.get(column.field, "").startswith(NOT_AVAILABLE):
             return True  # the cell itself says it
-    elif figure.extra:
+    elif column.extra:
         return True
-    of_the_kernel = figure.field in ("kernel_allocated", "nvml_index")
-    return row.device is None and (of_the_kernel or row.reasons.get(figure.field) == row.reasons.get("device"))
+    of_the_kernel = column.field in ("kernel_allocated", "nvml_index")
+    return row.device is None and (of_the_kernel or row.reasons.get(column.field) == row.reasons.get("device"))
 
 
 def _missing_sentence(reason: str, where: Mapping[str, Sequence[str]], total: int) -> str:
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for title, devices in where.items():
-        groups.setdefault(tuple(devices), []).append(title)
+    groups = grouped((tuple(devices), title) for title, devices in where.items())
     parts = [
         ", ".join(titles) + ("" if len(devices) == total else f" of {', '.join(devices)}")
         for devices, titles in groups.items()
@@ -110,10 +134,7 @@ def not_available(reason: str | None) -> str:
 
 
 def _throttled(rows: Sequence[GpuRow]) -> list[str]:
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        if row.throttle_reasons:
-            groups.setdefault(row.throttle_reasons, []).append(short_name(row))
+    groups = grouped((row.throttle_reasons, short_name(row)) for row in rows if row.throttle_reasons)
     return [
         f"{', '.join(devices)} {'is' if len(devices) == 1 else 'are'} held back by: {', '.join(reasons)}."
         for reasons, devices in groups.items()
@@ -166,14 +187,9 @@ def _name(row: GpuRow) -> Cell:
 def _memory(row: GpuRow) -> Cell:
     if row.memory_used is None:
         return Cell(size(row.memory_total), title=row.reasons.get("memory_used", ""))
-    return Cell(pair(row.memory_used, row.memory_total), bar=memory_bar(row), title=_memory_title(row))
-
-
-def _memory_title(row: GpuRow) -> str:
-    parts = [f"free {size(row.memory_free)}", f"used {size(row.memory_used)}"]
-    if row.memory_reserved is not None:
-        parts.append(f"kept by the driver {size(row.memory_reserved)}")
-    return ", ".join(parts)
+    kept = "" if row.memory_reserved is None else f", kept by the driver {size(row.memory_reserved)}"
+    title = f"free {size(row.memory_free)}, used {size(row.memory_used)}{kept}"
+    return Cell(pair(row.memory_used, row.memory_total), bar=memory_bar(row), title=title)
 
 
 def memory_bar(row: GpuRow) -> tuple[Segment, ...]:
@@ -224,30 +240,30 @@ FIELD_COLUMNS = (
     FieldColumn(Column("State", "right", 9), "performance_state", lambda row: str(row.performance_state), extra=True),
 )
 THROTTLING = FieldColumn(Column("Throttling"), "throttle_reasons", lambda row: ", ".join(row.throttle_reasons or ()))
-"""No column: what holds a device back is a sentence, and only where something does."""
+"""No column: what throttles a device is said in a sentence."""
 
 
 def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
-    """Return the processes of all devices in one table, and why there is none of some."""
+    """Return the processes of all devices in one table, and why those of some are not available."""
     columns = [Column("Device"), Column("PID", "right"), Column("Memory", "right"), Column("Util", "right", 2),
                Column("User", priority=1), Column("Process", shrinks=True)]  # fmt: skip
-    grid = [_process(row, each) for row in rows for each in row.processes or ()]
-    if not any(each.utilization is not None for row in rows for each in row.processes or ()):
+    listed = [(row, each) for row in rows for each in row.processes or ()]
+    grid = [_process(row, each) for row, each in listed]
+    if not any(each.utilization is not None for _, each in listed):
         columns, grid = columns[:3] + columns[4:], [cells[:3] + cells[4:] for cells in grid]
     found: list[Block] = [Heading("Processes"), Table(columns, grid, "Processes on the GPUs")] if grid else []
-    unsaid = {each.reason for row in rows for each in row.processes or () if each.memory is None and each.reason}
+    reasons = {each.reason for _, each in listed if each.memory is None and each.reason}
     found += [
         Paragraph(f"Memory: {not_available(reason)}.", muted=True)
-        for reason in sorted(unsaid)
+        for reason in sorted(reasons)
         if not reason.startswith(NOT_AVAILABLE)
     ]
     hidden = [row for row in rows if row.processes is None]
     if not grid and len(hidden) < len(rows):
         found.append(Paragraph("No process uses a GPU."))
-    found += [
-        Paragraph(f"Processes of {short_name(row)}: {not_available(row.reasons.get('processes'))}.", muted=True)
-        for row in hidden
-    ]
+    for row in hidden:
+        reason = not_available(row.reasons.get("processes"))
+        found.append(Paragraph(f"Processes of {short_name(row)}: {reason}.", muted=True))
     return found
 
 
@@ -257,33 +273,26 @@ def _process(row: GpuRow, each: ProcessRow) -> list[Cell | str]:
     return [
         short_name(row),
         Cell("-", muted=True) if each.pid is None else str(each.pid),
-        _unknown_memory(each) if each.memory is None else size(each.memory),
+        size(each.memory) if each.memory is not None else _reason_cell(each.reason or "the driver does not say"),
         Cell("-", muted=True, title="no sample") if each.utilization is None else percent(each.utilization),
         each.user or Cell("-", muted=True),
         Cell(name + (f" ({', '.join(marks)})" if marks else ""), title=name),
     ]
 
 
-def _unknown_memory(process: ProcessRow) -> Cell:
-    reason = process.reason or "the driver does not say"
-    return Cell(reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason)
-
-
 def details_table(row: GpuRow, rows: Sequence[GpuRow]) -> Table:
-    """Return all that is known of one of the devices, and of the rest why it is not."""
+    """Return all fields of one of the devices, each with its value or the reason why it has none."""
     names = {str(each.nvml_index): short_name(each) for each in reversed(rows)}
-    known = {field: each for field, each in DETAILS.items() if row.reasons.get(field) != "simulated"}
-    grid = [[label, _detail(row, field, show)] for field, (label, show) in known.items()]
-    grid += [[f"To {names.get(index, f'NVML {index}')}", way] for index, way in (row.topology or {}).items()]
-    return Table(
-        [Column(short_name(row)), Column(row.name or "unknown", shrinks=True)], grid, f"All of {short_name(row)}"
-    )
-
-
-def _detail(row: GpuRow, field: str, show: Callable[[GpuRow], str]) -> Cell | str:
-    if getattr(row, field) is not None:
-        return show(row)
-    return Cell(not_available(row.reasons.get(field)), muted=True)
+    grid: list[list[Cell | str]] = []
+    for field, (label, show) in DETAILS.items():
+        reason = row.reasons.get(field)
+        if getattr(row, field) is not None and reason != "simulated":
+            grid.append([label, show(row)])
+        elif reason != "simulated":
+            grid.append([label, Cell(not_available(reason), muted=True)])
+    grid += [[f"To {names.get(index, f'NVML {index}')}", link] for index, link in (row.topology or {}).items()]
+    columns = [Column(short_name(row)), Column(row.name or "unknown", shrinks=True)]
+    return Table(columns, grid, f"All of {short_name(row)}")
 
 
 def _of_max(now: int | None, most: int | None) -> str:
@@ -322,42 +331,3 @@ DETAILS: Mapping[str, tuple[str, Callable[[GpuRow], str]]] = {
     "nvlink_received": ("NVLink, received", lambda row: rate(row.nvlink_received)),
     "throttle_reasons": ("Held back by", lambda row: ", ".join(row.throttle_reasons or ()) or "nothing"),
 }
-
-
-@document_of.register(GPUReport)
-def view_gpus(report: GPUReport) -> Document:
-    """Return the report as a table of devices, or as one paragraph where there is none."""
-    blocks: list[Block] = [Heading(_headline(report))]
-    if report.cause:
-        blocks.append(Paragraph(report.cause))
-    if report.devices:
-        blocks += table_blocks(report.devices, explained=report.cause is not None)
-    if report.show_processes and report.devices:
-        blocks += process_blocks(report.devices)
-    if report.show_all:
-        blocks += [details_table(row, report.devices) for row in report.devices]
-    blocks += [Paragraph(note, muted=True) for note in report.notes]
-    return Document(tuple(blocks))
-
-
-def _headline(report: GPUReport) -> str:
-    real = {row.device if row.nvml_index is None else row.nvml_index for row in report.devices if not row.simulated}
-    simulated = sum(row.simulated for row in report.devices)
-    parts = [count(len(real), "GPU") if real else "No GPU"]
-    if simulated:
-        parts[0] += f", {simulated} simulated"
-    if report.torch_version is None:
-        parts.append("torch is not installed")
-    else:
-        parts.append(f"torch {report.torch_version} ({_build(report.cuda_build)})")
-    if report.driver_version:
-        parts.append(f"driver {report.driver_version}")
-    if report.cuda_visible_devices is not None:
-        parts.append(f'CUDA_VISIBLE_DEVICES="{report.cuda_visible_devices}"')
-    return " · ".join(parts)
-
-
-def _build(label: str | None) -> str:
-    if label is None:
-        return "CPU-only build"
-    return f"CUDA {label}" if label[:1].isdigit() else label
