@@ -35,7 +35,7 @@ def referrers(objects: Iterable[object]) -> list[Any]:
     return [each for each in gc.get_referrers(*asked) if each is not asked]
 
 
-def without_traces(snapshot: Callable[..., Any]) -> Any:
+def snapshot_without_traces(snapshot: Callable[..., Any]) -> Any:
     """Call torch's `memory_snapshot` for its segments alone: since 2.13 it can leave out the history of allocations."""
     if "include_traces" in inspect.signature(snapshot).parameters:
         return snapshot(include_traces=False)
@@ -76,7 +76,7 @@ def ends_with_semicolon(code: str) -> bool:
     return last == [";"]
 
 
-def executing(shell: InteractiveShell) -> ExecutionInfo | None:
+def running_cell(shell: InteractiveShell) -> ExecutionInfo | None:
     """Return the cell whose statements IPython runs, silent ones too, of which no event tells.
 
     `displayhook.exec_result` is public but undocumented, from 7.34 to 9.18. A nested `run_cell` resets it to
@@ -93,7 +93,7 @@ def execution_count(shell: InteractiveShell) -> int:
     return number
 
 
-def starting_number(shell: InteractiveShell, info: ExecutionInfo) -> int:
+def starting_execution_count(shell: InteractiveShell, info: ExecutionInfo) -> int:
     """Return the number of the cell that `pre_run_cell` tells of (ipython PR#15088 counts before, since 9.9)."""
     import IPython
 
@@ -147,13 +147,13 @@ def add_note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def inlined(frame: FrameType) -> dict[str, Any]:
+def inlined_variables(frame: FrameType) -> dict[str, Any]:
     """Return the variables of comprehensions in a cell's frame, which Python 3.12 runs in it (PEP 709)."""
     names = frame.f_code.co_varnames  # a module's code has no others
     variables = frame.f_locals if names else {}
     return {name: variables[name] for name in names if name in variables}
 
 
-def positions(code: CodeType) -> Iterable[tuple[int | None, int | None, int | None, int | None]]:
+def instruction_positions(code: CodeType) -> Iterable[tuple[int | None, int | None, int | None, int | None]]:
     """Return the first and last line and column of each instruction, which Python 3.10 does not know (PEP 657)."""
     return code.co_positions() if hasattr(code, "co_positions") else ()

@@ -97,7 +97,7 @@ def release_held() -> ReleaseReport:
     from gpumagic.tensors import release
 
     shell = session.shell()
-    return release.release(session.variables(shell), shell)
+    return release.release(session.user_variables(shell), shell)
 
 
 def _globals_of_caller() -> Mapping[str, object]:

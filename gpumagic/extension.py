@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Where a shell keeps the way back: its own place for what extensions remember.
 _KEY = "gpumagic_unload"
-_GOING_ON = ("gpumagic.gpus.live", "gpumagic.gpus.each_cell", "gpumagic.oom.every_cell", "gpumagic.oom.guard")
+_BACKGROUND_MODULES = ("gpumagic.gpus.live", "gpumagic.gpus.each_cell", "gpumagic.oom.every_cell", "gpumagic.oom.guard")
 """What the user may have started in a shell, imported only then; each has an ``off``."""
 
 
@@ -49,11 +49,11 @@ def unload(shell: InteractiveShell) -> None:
     """Take back all that `load` added; without it, nothing."""
     undo = shell.meta.pop(_KEY, None)
     if undo is not None:
-        for name in _GOING_ON:
+        for name in _BACKGROUND_MODULES:
             if name in sys.modules:
                 sys.modules[name].off(shell)
         if "gpumagic.report.units" in sys.modules:
-            sys.modules["gpumagic.report.units"].use("binary")  # whatever `%config GPUMagic.units` said
+            sys.modules["gpumagic.report.units"].use_system("binary")  # whatever `%config GPUMagic.units` said
         if "gpumagic.dryrun.client" in sys.modules:
             sys.modules["gpumagic.dryrun.client"].close()
         undo.close()
@@ -94,14 +94,14 @@ def _register(shell: InteractiveShell, magics: Magics) -> Callable[[], None]:
     def undo() -> None:
         for kind, ours in magics.magics.items():
             for name, method in ours.items():
-                _put_back(registered.magics[kind], name, method, before[kind])
+                _restore(registered.magics[kind], name, method, before[kind])
         registered.registry.pop(type(magics).__name__, None)
         shell.configurables.remove(magics)
 
     return undo
 
 
-def _put_back(table: dict[str, Any], name: str, ours: Any, before: dict[str, Any]) -> None:
+def _restore(table: dict[str, Any], name: str, ours: Any, before: dict[str, Any]) -> None:
     if table.get(name) != ours:  # someone took the name since
         return
     if name in before:

@@ -15,7 +15,7 @@ from gpumagic import api
 from gpumagic._compat import output_can_be_silenced
 from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.gpus import device_names
-from gpumagic.notebook.guards import Guard, Once
+from gpumagic.notebook.guards import Guard, RunOnce
 from gpumagic.options import parser
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class GPUMagic(Magics):
     def _use_units(self, change: Mapping[str, Any]) -> None:
         from gpumagic.report import units
 
-        units.use(change["new"])
+        units.use_system(change["new"])
 
     def __init__(self, shell: InteractiveShell, sessions: CellSessions, looks: DiffBaseline) -> None:
         super().__init__(shell)
@@ -225,7 +225,7 @@ class GPUMagic(Magics):
         if cell is None:
             self._sessions.start(guard)
             return None
-        return self._sessions.ready_body(Once(guard), cell)
+        return self._sessions.ready_body(RunOnce(guard), cell)
 
     def _cell_of_engines(
         self, magic: str, options: Namespace, cell: str | None, device: str | None = None

@@ -36,14 +36,14 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-def whole_number(text: str) -> int:
+def positive_int(text: str) -> int:
     """Return a count of at least 1, or raise `OptionError`."""
     if not re.fullmatch(r"\d+", text, re.ASCII) or int(text) < 1:
         raise OptionError(f"{text!r} is not a whole number of at least 1, such as 3")
     return int(text)
 
 
-def interval(text: str) -> float:
+def watch_interval(text: str) -> float:
     """Return seconds of at least 0.1, 0 for ``"off"``, or raise `OptionError`."""
     if text == "off":
         return 0.0
@@ -140,7 +140,7 @@ def engine_targets(text: str) -> str:
     return text
 
 
-def seconds(text: str) -> float:
+def positive_seconds(text: str) -> float:
     """Return a time above 0, or raise `OptionError`."""
     if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", text, re.ASCII) or float(text) == 0:
         raise OptionError(f"{text!r} is no number of seconds above 0, such as 10")
@@ -153,7 +153,7 @@ def _add_engine_options(parser: Parser, timeout: float, more: str = "") -> None:
         help="on the engines of the ipyparallel cluster: those of %%px, or all, 0,2, 1:3" + more,
     )  # fmt: skip
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=_typed(seconds), default=timeout,
+        "--timeout", metavar="SECONDS", type=_typed(positive_seconds), default=timeout,
         help=f"wait so long for engines ({timeout:g})",
     )  # fmt: skip
 
@@ -182,7 +182,7 @@ def _gpuinfo() -> Parser:
     parser.add_argument("-a", "--all", action="store_true", help="every field; PCIe and NVLink traffic take a moment")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
-        "-w", "--watch", nargs="?", metavar="SECONDS", type=_typed(interval), const=2.0,
+        "-w", "--watch", nargs="?", metavar="SECONDS", type=_typed(watch_interval), const=2.0,
         help="refresh in place every SECONDS (2) while other cells run; -w off or an interrupt stops it",
     )  # fmt: skip
     parser.add_argument(
@@ -211,7 +211,7 @@ def _devices() -> Parser:
         refused=("diff", "held", "why", "release_held"),
     )
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these devices: cuda:1, cpu")
-    parser.add_argument("-n", metavar="N", type=_typed(whole_number), default=20, help="show N rows (20)")
+    parser.add_argument("-n", metavar="N", type=_typed(positive_int), default=20, help="show N rows (20)")
     parser.add_argument(
         "--min", metavar="SIZE", type=_typed(parse_size), default=0, help="only storages of at least SIZE, such as 1MiB"
     )
@@ -298,7 +298,7 @@ def _oomguard() -> Parser:
     )
     parser.add_argument("state", nargs="?", choices=("on", "off"), help="guard every cell from the next on, or no more")
     parser.add_argument(
-        "--retry", metavar="N", type=_typed(whole_number), default=0, help="run again up to N times once freed"
+        "--retry", metavar="N", type=_typed(positive_int), default=0, help="run again up to N times once freed"
     )
     parser.add_argument(
         "--shrink", metavar="NAME", type=_typed(variable_name), help="halve this int and run again, until it fits"

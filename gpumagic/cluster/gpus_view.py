@@ -19,7 +19,7 @@ from gpumagic.gpus import view
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Fold, Heading, Paragraph, Table
-from gpumagic.report.units import NOT_AVAILABLE, count, pair, percent, size
+from gpumagic.report.units import NOT_AVAILABLE, count, percent, size, size_pair
 
 MAX_HOSTS = 20
 MAX_FOLDED = 128
@@ -139,7 +139,7 @@ def _engines_part(gpus: Sequence[SharedGpu]) -> Cell:
     row = pooled(gpus)
     if not row.kernel_reserved:
         return Cell("nothing", muted=True, title="no engine's torch holds memory there")
-    return Cell(pair(row.kernel_allocated or 0, row.kernel_reserved), title="in tensors / with the caches")
+    return Cell(size_pair(row.kernel_allocated or 0, row.kernel_reserved), title="in tensors / with the caches")
 
 
 def _has_memory(gpu: SharedGpu) -> bool:
@@ -151,7 +151,7 @@ def _memory(gpus: Sequence[SharedGpu]) -> Cell:
     if not known:
         return Cell(size(gpus[0].row.memory_total) if len(gpus) == 1 else NOT_AVAILABLE, muted=True)
     row = pooled(known)
-    return Cell(pair(row.memory_used or 0, row.memory_total), bar=view.memory_bar(row))
+    return Cell(size_pair(row.memory_used or 0, row.memory_total), bar=view.memory_bar(row))
 
 
 def _host_blocks(hosts: Mapping[str, Sequence[SharedGpu]]) -> list[Block]:

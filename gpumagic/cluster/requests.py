@@ -12,7 +12,7 @@ from gpumagic import simgpu
 from gpumagic.errors import OptionError
 from gpumagic.gpus import device_names
 from gpumagic.notebook import session
-from gpumagic.report.origin import Origin, here
+from gpumagic.report.origin import Origin, current_origin
 
 if TYPE_CHECKING:
     from gpumagic.gpus.report import GPUReport
@@ -40,7 +40,7 @@ def devices(names: Sequence[str], *, minimum: int, sort: str) -> Response:
     shell = session.shell()
     only = [device_names.resolve(name) for name in names]
     report: TensorReport = scan.scan(
-        session.variables(shell), devices=only, minimum=minimum, sort=sort, limit=None, shell=shell
+        session.user_variables(shell), devices=only, minimum=minimum, sort=sort, limit=None, shell=shell
     )
     return report.origin, report
 
@@ -71,7 +71,7 @@ def prepare() -> Response:
 
 def resolve_device(name: str, fallback: str | None) -> Response:
     """Return the full name of a device of this engine."""
-    return here(), device_names.resolve(name, fallback)
+    return current_origin(), device_names.resolve(name, fallback)
 
 
 def collect(name: str) -> Response:
@@ -84,4 +84,4 @@ def collect(name: str) -> Response:
     shell.user_ns_hidden.pop(name, None)
     if shell.meta.pop(_LOADED_FOR_CELL, False):
         unload_ipython_extension(shell)
-    return here(), report
+    return current_origin(), report

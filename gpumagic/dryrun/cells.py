@@ -48,7 +48,7 @@ def rehearse_cell(shell: InteractiveShell, options: Namespace, body: str | None)
     report = forecast.rehearse(script, shell.user_ns, target)
     if not (options.rehearse_only and options.fit):
         return report
-    with progress.tally(fitting.MOST_REHEARSALS, "rehearsal") as tell:
+    with progress.counted(fitting.MOST_REHEARSALS, "rehearsal") as tell:
         found = fitting.of_script(script, options.fit, shell.user_ns, target, tell)
     return dataclasses.replace(report, largest=found)
 
@@ -69,7 +69,7 @@ def show(report: RehearsalReport) -> None:
 
 def _lines_above(shell: InteractiveShell, body: str) -> int:
     """Return how many lines of the running cell stand above the body, so that the report counts as the cell does."""
-    info = _compat.executing(shell)
+    info = _compat.running_cell(shell)
     cell, text = ("" if info is None else info.raw_cell.rstrip()), body.rstrip()
     if not cell.endswith(text):
         return 0
@@ -133,7 +133,7 @@ class OtherValues:
     def largest(self) -> Fit:
         """Return the largest value that fits; where none is found, the reason."""
         try:
-            with progress.tally(fitting.MOST_REHEARSALS, "rehearsal") as tell:
+            with progress.counted(fitting.MOST_REHEARSALS, "rehearsal") as tell:
                 rehearse = functools.partial(self._told, tell)
                 return fitting.search(rehearse, self.knob.name, self.knob.value, self._recordings.largest)
         except GpuMagicError as error:

@@ -77,7 +77,7 @@ class Worker:
     def _wait(self, seconds: int) -> bool:
         if self._connection.poll(1.0):
             return True
-        return any(self._connection.poll(1.0) for _ in islice(progress.clock("rehearsing"), seconds))
+        return any(self._connection.poll(1.0) for _ in islice(progress.elapsed_seconds("rehearsing"), seconds))
 
 
 _worker: Worker | None = None

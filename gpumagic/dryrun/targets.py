@@ -77,7 +77,7 @@ def choose(device: str | None, capacity: int | None) -> Target:
     chosen = int(index or 0)
     count = max(chosen + 1, sum(each.startswith(f"{backend}:") for each in here))
     names = [f"{backend}:{each}" for each in range(count)]
-    figures = [allocator.figures(name) if name in here else None for name in names]
+    figures = [allocator.device_stats(name) if name in here else None for name in names]
     simulated = backend == "simgpu"
     initialised = any(figures)
     return Target(
@@ -88,10 +88,10 @@ def choose(device: str | None, capacity: int | None) -> Target:
         extra=(0, 0) if simulated else _extra(has_context=initialised and capacity is None),
         cuts_to_size=simulated,
         segments=[
-            None if each is None or capacity is not None else segments.of_device(name, each)
+            None if each is None or capacity is not None else segments.read_segments(name, each)
             for name, each in zip(names, figures)  # noqa: B905
         ],
-        unknown=(_EXPANDABLE,) if segments.may_expand() and not simulated else (),
+        unknown=(_EXPANDABLE,) if segments.may_be_expandable() and not simulated else (),
     )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def _capacity(name: str, capacity: int | None, here: list[str]) -> int | None:
     """Return what this process can have of a device: what it holds already, and what is free."""
     if capacity is not None or name not in here:
         return capacity
-    figures, driver = allocator.figures(name), allocator.capacity(name)
+    figures, driver = allocator.device_stats(name), allocator.mem_get_info(name)
     if driver is not None:
         return driver[0] + (figures.reserved if figures is not None else 0)
     from gpumagic.gpus import probe

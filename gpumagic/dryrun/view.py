@@ -12,18 +12,18 @@ from gpumagic.report.document import (
     Block,
     Cell,
     Column,
-    Course,
     Document,
     Fold,
     Heading,
     Listing,
     Paragraph,
     Segment,
+    Sparkline,
     Table,
     document_of,
     stacking_order,
 )
-from gpumagic.report.plot import figure_of, label, mark, new_figure, part_colour, unit_of
+from gpumagic.report.plot import figure_of, label, mark_point, new_figure, part_colour, unit_for
 from gpumagic.report.units import count, duration, size
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _course(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
     line = f", line {columns[mark].line}" if columns[mark].line is not None else ", before the cell"
     said = f"Memory on {device.device} over {count(report.operators, 'operator')}"
     yield Paragraph(f"{said}, each block told by what it will be at the end:")
-    yield Course(heights, mark, f"peak {size(device.peak)}{line}", f"{said}, peak {size(device.peak)}{line}", bands)
+    yield Sparkline(heights, mark, f"peak {size(device.peak)}{line}", f"{said}, peak {size(device.peak)}{line}", bands)
 
 
 def _columns(points: Sequence[RehearsalPoint]) -> list[RehearsalPoint]:
@@ -161,7 +161,7 @@ def plot_rehearsal(report: RehearsalReport) -> Figure:
 
 def _lay_out_operators(axes: Any, points: Sequence[RehearsalPoint], device: str) -> None:
     """Draw one device of a rehearsal: its parts one on the other, and the peak with its line."""
-    unit, name = unit_of(max(point.allocated for point in points))
+    unit, name = unit_for(max(point.allocated for point in points))
     steps = [point.operator for point in points]
     floor = [0.0] * len(points)
     for part in stacking_order(part for point in points for part in point.parts):
@@ -171,6 +171,6 @@ def _lay_out_operators(axes: Any, points: Sequence[RehearsalPoint], device: str)
     axes.plot(steps, floor, drawstyle="steps-post", color="0.5", lw=1, label=label(device))
     place = floor.index(max(floor))
     line = points[place].line
-    mark(axes, steps[place], floor[place], "peak before the cell" if line is None else f"peak line {line}")
+    mark_point(axes, steps[place], floor[place], "peak before the cell" if line is None else f"peak line {line}")
     axes.set(ylabel=f"Allocated, {name}", ylim=(0, None), xlim=(0, None))
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", reverse=True)

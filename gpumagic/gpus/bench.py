@@ -168,11 +168,11 @@ def _free_bytes(device: str) -> int:
     import torch
 
     if device == "cpu":
-        found = host.memory()
+        found = host.available_memory()
         return found[0] if found else 2 * 1024**3
     torch.empty(0, device=device)  # initialises the device, without which its memory is not read
-    room = allocator.capacity(device)
-    figures = allocator.figures(device)
+    room = allocator.mem_get_info(device)
+    figures = allocator.device_stats(device)
     if room is None:
         return 2 * 1024**3
     return room[0] + (figures.reserved - figures.allocated if figures else 0)

@@ -76,7 +76,7 @@ def _resolve_index(name: str, backend: str, index: str | None, accelerators: lis
     if not candidates:
         raise _unknown(name)
     if index is None:
-        return allocator.current(candidates[0].partition(":")[0]) if backend != "gpu" else candidates[0]
+        return allocator.current_device(candidates[0].partition(":")[0]) if backend != "gpu" else candidates[0]
     found = [each for each in candidates if each.endswith(f":{int(index)}")]
     if not found:
         raise _unknown(name)

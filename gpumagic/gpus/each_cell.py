@@ -34,7 +34,7 @@ class _RunningCell:
     info: ExecutionInfo
     number: int
     started: float
-    before: Mapping[str, allocator.AllocatorFigures]
+    before: Mapping[str, allocator.AllocatorStats]
     memory: CellMemory
 
 
@@ -68,9 +68,9 @@ class CellMonitor:
         return CellsReport(rows, timelines, len(self._done), notes)
 
     def _pre_run_cell(self, info: ExecutionInfo) -> None:
-        before = allocator.all_figures()
+        before = allocator.all_device_stats()
         memory = CellMemory(before, self._shell.user_ns, stretches=STRETCHES)
-        number = _compat.starting_number(self._shell, info)
+        number = _compat.starting_execution_count(self._shell, info)
         self._open.append(_RunningCell(info, number, time.perf_counter(), before, memory))
         memory.start()
 
@@ -83,7 +83,7 @@ class CellMonitor:
         self._close(places[-1])
         if cell.info.silent:
             return
-        after = allocator.all_figures()
+        after = allocator.all_device_stats()
         rows, timeline = cell_rows(cell, now - cell.started, after), cell.memory.finished(after)
         self._done.append((rows, timeline))
         from gpumagic.gpus.history_view import cell_line
@@ -97,14 +97,12 @@ class CellMonitor:
         del self._open[place:]
 
 
-def cell_rows(
-    cell: _RunningCell, seconds: float, after: Mapping[str, allocator.AllocatorFigures]
-) -> tuple[CellRow, ...]:
+def cell_rows(cell: _RunningCell, seconds: float, after: Mapping[str, allocator.AllocatorStats]) -> tuple[CellRow, ...]:
     """Return a row per device whose counters changed.
 
     The peak is the cell's own only where the counter rose above its earlier value; the counter is never reset here.
     """
-    nothing = allocator.AllocatorFigures(0, 0, 0)
+    nothing = allocator.AllocatorStats(0, 0, 0)
     code = _first_line(cell.info.raw_cell)
     pairs = {device: (cell.before.get(device, nothing), now) for device, now in after.items()}
     return tuple(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gpumagic.errors import GpuMagicError
 from gpumagic.gpus.report import CellRow, CellsReport, HistoryReport, SampleRow
 from gpumagic.memory.timeline import MemoryTimeline
-from gpumagic.memory.view import course_of, small_course
+from gpumagic.memory.view import device_sparkline, device_timeline
 from gpumagic.report.document import (
     Block,
     Cell,
@@ -21,10 +21,10 @@ from gpumagic.report.document import (
     Table,
     document_of,
 )
-from gpumagic.report.plot import GIB, figure_of, label, new_figure, or_gap, unit_of
+from gpumagic.report.plot import GIB, figure_of, label, nan_if_none, new_figure, unit_for
 from gpumagic.report.rendering import to_document
 from gpumagic.report.text import terminal_has_unicode, to_ascii
-from gpumagic.report.units import NOT_AVAILABLE, bounded, count, duration, printable, size, sparkline
+from gpumagic.report.units import NOT_AVAILABLE, count, duration, printable, size, sparkline, truncate_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,9 +89,11 @@ def plot_history(report: HistoryReport) -> Figure:
     for device in dict.fromkeys(row.device for row in report.samples):
         rows = [row for row in report.samples if row.device == device]
         moments = [row.seconds for row in rows]
-        busy.plot(moments, [or_gap(row.utilization) for row in rows], label=label(device))
-        (line,) = memory.plot(moments, [or_gap(row.memory_used, GIB) for row in rows], label=label(f"{device}, all"))
-        own = [or_gap(row.kernel_allocated, GIB) for row in rows]
+        busy.plot(moments, [nan_if_none(row.utilization) for row in rows], label=label(device))
+        (line,) = memory.plot(
+            moments, [nan_if_none(row.memory_used, GIB) for row in rows], label=label(f"{device}, all")
+        )
+        own = [nan_if_none(row.kernel_allocated, GIB) for row in rows]
         memory.plot(moments, own, "--", color=line.get_color(), label=label(f"{device}, this kernel"))
     busy.set(ylabel="Utilisation, %", ylim=(0, 100))
     memory.set(ylabel="Memory, GiB", xlabel="Seconds", ylim=(0, None))
@@ -140,7 +142,7 @@ def _table(rows: Sequence[CellRow], report: CellsReport, caption: str) -> Table:
     found: list[list[Cell | str]] = [
         [
             str(row.cell), row.code, row.device, _growth_cell(row, largest), size(row.allocated_after), size(row.peak),
-            duration(row.seconds), small_course(report.timelines.get(row.cell), row.device, TABLE_SPARKLINE),
+            duration(row.seconds), device_sparkline(report.timelines.get(row.cell), row.device, TABLE_SPARKLINE),
             size(row.allocated_before),
         ]
         for row in rows
@@ -164,14 +166,14 @@ def plot_cells(report: CellsReport) -> Figure:
         raise GpuMagicError("there is nothing to plot: no recorded cell touched a device's memory")
     figure = new_figure(3.5)
     axes = figure.subplots()
-    unit, name = unit_of(max(row.peak or row.allocated_after for row in report.cells))
+    unit, name = unit_for(max(row.peak or row.allocated_after for row in report.cells))
     for device in dict.fromkeys(row.device for row in report.cells):
         rows = [row for row in report.cells if row.device == device]
         numbers = [row.cell for row in rows]
         (line,) = axes.plot(
             numbers, [row.allocated_after / unit for row in rows], "o-", label=label(f"{device}, after")
         )
-        peaks = [or_gap(row.peak, unit) for row in rows]
+        peaks = [nan_if_none(row.peak, unit) for row in rows]
         axes.plot(numbers, peaks, "^", color=line.get_color(), label=label(f"{device}, peak"))
     axes.set(ylabel=f"Allocated, {name}", xlabel="Cell", ylim=(0, None))
     axes.legend(loc="upper left", fontsize="small")
@@ -184,17 +186,17 @@ LINE_SPARKLINE = 12
 def cell_line(seconds: float, rows: Sequence[CellRow], timeline: MemoryTimeline | None = None) -> str:
     """Return ``"1.24 s · cuda:0 ▁▃▆█▅ +1.2 GiB to 3.4 GiB, peak 5.0 GiB on line 7"``."""
     parts = [duration(seconds), *(_device_change(row, timeline) for row in rows)]
-    text = bounded(printable(" · ".join(parts if rows else [*parts, "no device memory used"])))
+    text = truncate_words(printable(" · ".join(parts if rows else [*parts, "no device memory used"])))
     return text if terminal_has_unicode() else to_ascii(text)
 
 
 def _device_change(row: CellRow, timeline: MemoryTimeline | None) -> str:
     sign = "+" if row.growth > 0 else "-" if row.growth < 0 else "±"
-    drawn = small_course(timeline, row.device, LINE_SPARKLINE)
+    drawn = device_sparkline(timeline, row.device, LINE_SPARKLINE)
     where = f"{row.device} {drawn}" if drawn else row.device
     moved = f"{where} {sign}{size(abs(row.growth))} to {size(row.allocated_after)}"
     if row.peak is None:
         return moved
-    course = course_of(timeline, row.device)
+    course = device_timeline(timeline, row.device)
     at = f" on line {course.line}" if course is not None and course.line is not None else ""
     return f"{moved}, peak {size(row.peak)}{at}"

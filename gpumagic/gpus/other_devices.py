@@ -50,7 +50,7 @@ def _shares_page_tables(binding: ModuleType, handle: Any) -> bool:
 
 
 def _reports_host_memory(readings: Readings) -> bool:
-    of_the_host, total = host.memory(), readings.values.get("memory_total")
+    of_the_host, total = host.available_memory(), readings.values.get("memory_total")
     return of_the_host is not None and total is not None and abs(total - of_the_host[1]) <= of_the_host[1] // 8
 
 
@@ -60,7 +60,7 @@ def use_host_memory(readings: Readings, processes: Sequence[DriverProcess] | Non
         readings.values.pop(name, None)
         readings.reasons[name] = HOST_MEMORY
     readings.values["unified"] = True
-    of_the_host = host.memory()
+    of_the_host = host.available_memory()
     if of_the_host is not None:
         readings.values.update(memory_free=of_the_host[0], memory_total=of_the_host[1])
     figures = [each.memory for each in processes or ()]
@@ -118,7 +118,7 @@ def with_kernel_memory(row: GpuRow) -> GpuRow:
     if row.device is None:
         reason = "torch cannot use it"
         return replace(row, reasons={**row.reasons, "kernel_allocated": reason, "kernel_reserved": reason})
-    figures = allocator.figures(row.device)
+    figures = allocator.device_stats(row.device)
     if figures is not None:
         return replace(row, kernel_allocated=figures.allocated, kernel_reserved=figures.reserved)
     if "torch" not in sys.modules or not allocator.is_initialised(row.device.partition(":")[0]):
@@ -153,7 +153,7 @@ def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
     if not row.kernel_reserved:
         reason = "asking torch would create a context there"  # pytorch#86493
         return replace(row, reasons={**row.reasons, "memory_free": reason, "memory_used": reason})
-    free, total = allocator.capacity(name) or (None, None)
+    free, total = allocator.mem_get_info(name) or (None, None)
     if row.unified:
         return replace(row, memory_free=free, reasons={**row.reasons, "memory_used": HOST_MEMORY})
     used = None if free is None or total is None else total - free

@@ -115,7 +115,7 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
         devices=chosen, torch_version=build.version, cuda_build=build.label,
         driver_version=answer.driver_version if isinstance(answer, NvmlSnapshot) else None,
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=best_device(chosen), cause=cause,
-        show_processes=processes, show_all=everything, notes=tuple(notes), origin=origin.here(),
+        show_processes=processes, show_all=everything, notes=tuple(notes), origin=origin.current_origin(),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from gpumagic.gpus import bench_view, history_view  # noqa: F401  # they registe
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
-from gpumagic.report.units import NOT_AVAILABLE, count, pair, percent, rate, size
+from gpumagic.report.units import NOT_AVAILABLE, count, percent, rate, size, size_pair
 
 BAR_LEGEND = "Bar, from the left: tensors of this kernel, its cache, all else in use."
 ELSEWHERE = "in a wider terminal, or with -a"
@@ -189,7 +189,7 @@ def _memory(row: GpuRow) -> Cell:
         return Cell(size(row.memory_total), title=row.reasons.get("memory_used", ""))
     kept = "" if row.memory_reserved is None else f", kept by the driver {size(row.memory_reserved)}"
     title = f"free {size(row.memory_free)}, used {size(row.memory_used)}{kept}"
-    return Cell(pair(row.memory_used, row.memory_total), bar=memory_bar(row), title=title)
+    return Cell(size_pair(row.memory_used, row.memory_total), bar=memory_bar(row), title=title)
 
 
 def memory_bar(row: GpuRow) -> tuple[Segment, ...]:
@@ -207,7 +207,7 @@ def memory_bar(row: GpuRow) -> tuple[Segment, ...]:
 def _kernel(row: GpuRow) -> Cell | str:
     if not row.kernel_reserved:
         return Cell("nothing", muted=True, title="torch holds no memory there in this process")
-    return Cell(pair(row.kernel_allocated or 0, row.kernel_reserved), title="in tensors / with the cache")
+    return Cell(size_pair(row.kernel_allocated or 0, row.kernel_reserved), title="in tensors / with the cache")
 
 
 def power(row: GpuRow) -> str:

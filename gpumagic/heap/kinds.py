@@ -13,7 +13,7 @@ from typing import Any
 
 from gpumagic.heap import autograd, storages
 from gpumagic.heap.object_fields import Fields, attributes, fields_of
-from gpumagic.memory.timeline import Kept, KeptStorages
+from gpumagic.memory.timeline import KeptStorage, KeptStorages
 
 
 def subclasses(*bases: type) -> set[type]:
@@ -73,7 +73,7 @@ def find_kept(namespace: Mapping[str, object], most: int | None = MOST_TENSORS) 
         return {}
     from gpumagic.heap.storages import undisturbed
 
-    found: dict[int, Kept] = {}
+    found: dict[int, KeptStorage] = {}
     with undisturbed():
         states = [state for each in optimizers for state in _values_of(_own(each).get("state"))]
         weights = [each for module in modules for each in _tensors(_own(module).get("_parameters"))]
@@ -88,7 +88,7 @@ def find_kept(namespace: Mapping[str, object], most: int | None = MOST_TENSORS) 
     return found
 
 
-def _note(found: dict[int, Kept], part: str, tensors: Iterable[Any]) -> None:
+def _note(found: dict[int, KeptStorage], part: str, tensors: Iterable[Any]) -> None:
     import torch
 
     for each in tensors:
@@ -97,7 +97,7 @@ def _note(found: dict[int, Kept], part: str, tensors: Iterable[Any]) -> None:
         if each.layout is torch.strided:
             storage = each.untyped_storage()
             found.setdefault(
-                storages.number_of(storage), Kept(str(each.device), part, storage.nbytes(), storage.data_ptr())
+                storages.number_of(storage), KeptStorage(str(each.device), part, storage.nbytes(), storage.data_ptr())
             )
 
 

@@ -110,8 +110,8 @@ SUSPENDED = tuple(_PREFIX)
 
 def variables_of(frame: FrameType) -> list[tuple[str, object]]:
     """Return the local variables of a frame; none for a module's, which are its globals."""
-    if frames.is_a_functions(frame):
-        return list(frames.own(frame).items())
+    if frames.is_function_frame(frame):
+        return list(frames.local_variables(frame).items())
     return [] if frame.f_locals is frame.f_globals else list(frame.f_locals.items())
 
 

@@ -21,7 +21,7 @@ BACKENDS = ("cuda", "xpu", "mps")
 
 
 @dataclass(frozen=True, slots=True)
-class AllocatorFigures:
+class AllocatorStats:
     """One device's allocator at one moment, in bytes."""
 
     allocated: int
@@ -47,7 +47,7 @@ def accelerators() -> list[str]:
     ]
 
 
-def current(backend: str) -> str:
+def current_device(backend: str) -> str:
     """Return the backend's current device, such as ``"cuda:0"``, without initialising it."""
     module = device_module(backend)
     if module is None or not is_initialised(backend) or not hasattr(module, "current_device"):
@@ -55,16 +55,16 @@ def current(backend: str) -> str:
     return f"{backend}:{module.current_device()}"
 
 
-def figures(device: str) -> AllocatorFigures | None:
+def device_stats(device: str) -> AllocatorStats | None:
     """Return a device's allocator figures, or None where it has no counting allocator or is not in use yet."""
     if "torch" not in sys.modules:
         return None
     backend, _, index = device.partition(":")
-    module = _counting(backend)
-    return None if module is None else _figures(backend, module, int(index or 0))
+    module = _stats_module(backend)
+    return None if module is None else _read_stats(backend, module, int(index or 0))
 
 
-def _counting(backend: str) -> ModuleType | None:
+def _stats_module(backend: str) -> ModuleType | None:
     """Return the module of a backend that is in use and whose allocator counts; XPU's does not in torch 2.4."""
     module = device_module(backend)
     if module is None or not is_initialised(backend):
@@ -72,12 +72,12 @@ def _counting(backend: str) -> ModuleType | None:
     return module if backend == "mps" or hasattr(module, "memory_stats") else None
 
 
-def _figures(backend: str, module: ModuleType, index: int) -> AllocatorFigures:
+def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
     if backend == "mps":
-        return AllocatorFigures(module.current_allocated_memory(), module.driver_allocated_memory(), None)
+        return AllocatorStats(module.current_allocated_memory(), module.driver_allocated_memory(), None)
     stats = _nested_stats(backend, module, index)
     allocated = stats["allocated_bytes"]["all"]
-    return AllocatorFigures(
+    return AllocatorStats(
         allocated=allocated["current"],
         reserved=stats["reserved_bytes"]["all"]["current"],
         peak=allocated["peak"],
@@ -85,17 +85,17 @@ def _figures(backend: str, module: ModuleType, index: int) -> AllocatorFigures:
     )
 
 
-def all_figures() -> dict[str, AllocatorFigures]:
+def all_device_stats() -> dict[str, AllocatorStats]:
     """Return the figures of every device that is in use, each read once: this stands around every guarded cell."""
     if "torch" not in sys.modules:
         return {}
-    found: dict[str, AllocatorFigures] = {}
+    found: dict[str, AllocatorStats] = {}
     for backend in _backends():
-        module = _counting(backend)
+        module = _stats_module(backend)
         if module is None:
             continue
         for index in range(module.device_count()):
-            found[f"{backend}:{index}"] = _figures(backend, module, index)
+            found[f"{backend}:{index}"] = _read_stats(backend, module, index)
     return found
 
 
@@ -108,11 +108,11 @@ def _nested_stats(backend: str, module: ModuleType, index: int) -> Mapping[str, 
     elif hasattr(torch._C, "_accelerator_getDeviceStats") and backend not in BACKENDS:
         nested = torch._C._accelerator_getDeviceStats(index)
     else:
-        nested = _nested(module.memory_stats(index))
+        nested = _unflatten(module.memory_stats(index))
     return nested or _NO_STATS
 
 
-def _nested(flat: Mapping[str, int]) -> Mapping[str, Any]:
+def _unflatten(flat: Mapping[str, int]) -> Mapping[str, Any]:
     """Return ``{"allocated_bytes": {"all": {"current": 1}}}`` for ``{"allocated_bytes.all.current": 1}``."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
@@ -129,7 +129,7 @@ _NO_STATS = {"allocated_bytes": _ZERO, "reserved_bytes": _ZERO, "allocation": _Z
 """What CUDA leaves out before its allocator is first used."""
 
 
-def capacity(device: str) -> tuple[int, int] | None:
+def mem_get_info(device: str) -> tuple[int, int] | None:
     """Return (free, total) bytes of a device in use by its driver's account, or None where it cannot be asked."""
     backend, _, index = device.partition(":")
     module = device_module(backend)

@@ -10,30 +10,30 @@ import re
 from pathlib import Path
 
 _ROOT = Path("/")
-_GROUPS = (
+_CGROUPS = (
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory.stat", "inactive_file"),
     ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes",
      "sys/fs/cgroup/memory/memory.stat", "total_inactive_file"),
 )  # fmt: skip
 """Limit, use, statistics and the name there of the file cache that is given back at need: versions 2 and 1."""
 
-NEARLY_GONE = 32
+NEARLY_EXHAUSTED = 32
 """Less than one part in so many available, and the next large allocation may be the kernel's last."""
 
 
-def memory() -> tuple[int, int] | None:
+def available_memory() -> tuple[int, int] | None:
     """Return (available, total) bytes of RAM, the container's where it has less, or None where it cannot be asked."""
-    found = [each for each in (_machine(), *map(_group, _GROUPS)) if each is not None]
+    found = [each for each in (_machine_memory(), *map(_cgroup_memory, _CGROUPS)) if each is not None]
     return min(found, default=None)
 
 
-def nearly_gone() -> tuple[int, int] | None:
+def nearly_exhausted() -> tuple[int, int] | None:
     """Return (available, total) where so little is left that the system may end this process, else None."""
-    now = memory()
-    return now if now is not None and now[0] * NEARLY_GONE < now[1] else None
+    now = available_memory()
+    return now if now is not None and now[0] * NEARLY_EXHAUSTED < now[1] else None
 
 
-def _machine() -> tuple[int, int] | None:
+def _machine_memory() -> tuple[int, int] | None:
     text = _read("proc/meminfo")
     figures = {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
     if "MemAvailable" not in figures or "MemTotal" not in figures:
@@ -41,7 +41,7 @@ def _machine() -> tuple[int, int] | None:
     return figures["MemAvailable"], figures["MemTotal"]
 
 
-def _group(files: tuple[str, str, str, str]) -> tuple[int, int] | None:
+def _cgroup_memory(files: tuple[str, str, str, str]) -> tuple[int, int] | None:
     limit, used, statistics = map(_read, files[:3])
     if not limit.strip().isdigit() or not used.strip().isdigit():  # "max": no limit
         return None

@@ -19,25 +19,25 @@ from threading import get_ident
 from types import CodeType
 
 from gpumagic.memory import allocator
-from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.memory.timeline import STRETCHES, KeptStorages, MemoryTimeline, TimelineLog, came_since, kept_by_part
-from gpumagic.source.lines import OfCell, OfCode, Place, WatchedCode
+from gpumagic.memory.allocator import AllocatorStats
+from gpumagic.memory.timeline import MAX_POINTS, KeptStorages, MemoryTimeline, TimelineLog, kept_by_part, new_storages
+from gpumagic.source.lines import CellLineFinder, CodeLineFinder, LineFinder, WatchedCode
 
-FIRST = 0.064
+FIRST_DELAY = 0.064
 """Seconds from the start of a cell to the first look; with 8 ms, a step of 45 ms took 4 % longer."""
-PAUSE = 0.1
+MIN_INTERVAL = 0.1
 """Seconds between two looks, once as many have passed."""
-LONGEST_PAUSE = 0.5
-SHARE = 400
+MAX_INTERVAL = 0.5
+INTERVAL_PER_COST = 400
 """A pause takes at least so many times as long as a look."""
 
 
 @dataclass(eq=False)
-class Sampled:
+class SampledTimeline:
     """A timeline to be looked at, and the code whose lines are told with it, in the thread that makes this."""
 
     log: TimelineLog
-    place: Place
+    place: LineFinder
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -54,7 +54,7 @@ class _Sampler(threading.Thread):
         while not self._enough.wait(self._pause()):
             start = time.thread_time()
             try:
-                _look()
+                _sample_all()
             except Exception:  # what a backend's counters raise is not for the user's stderr
                 return
             self._cost = time.thread_time() - start
@@ -68,17 +68,17 @@ class _Sampler(threading.Thread):
     def _pause(self) -> float:
         now = time.perf_counter()
         youngest = min((now - each.log.started for each in _sampled), default=0.0)
-        if youngest < PAUSE:
-            return max(FIRST, youngest)
-        return min(max(PAUSE, youngest / STRETCHES, SHARE * self._cost), LONGEST_PAUSE)
+        if youngest < MIN_INTERVAL:
+            return max(FIRST_DELAY, youngest)
+        return min(max(MIN_INTERVAL, youngest / MAX_POINTS, INTERVAL_PER_COST * self._cost), MAX_INTERVAL)
 
 
-_sampled: list[Sampled] = []
+_sampled: list[SampledTimeline] = []
 _thread: _Sampler | None = None
 _lock = threading.Lock()
 
 
-def begin(asked: Sampled) -> None:
+def start_sampling(asked: SampledTimeline) -> None:
     """Have the allocators looked at for a timeline until `end`."""
     global _thread  # noqa: PLW0603  one serves all
     with _lock:
@@ -88,7 +88,7 @@ def begin(asked: Sampled) -> None:
             _thread.start()
 
 
-def end(asked: Sampled) -> None:
+def stop_sampling(asked: SampledTimeline) -> None:
     """Undo `begin`; again does nothing."""
     global _thread
     with _lock:
@@ -99,10 +99,10 @@ def end(asked: Sampled) -> None:
         last.end()
 
 
-def _look() -> None:
-    if not _is_torch_there():
+def _sample_all() -> None:
+    if not _is_torch_imported():
         return
-    figures = allocator.all_figures()
+    figures = allocator.all_device_stats()
     if not figures:
         return
     for each in tuple(_sampled):
@@ -110,7 +110,7 @@ def _look() -> None:
         each.log.add(figures, each.place.line(sys._current_frames().get(each.thread)))
 
 
-def _is_torch_there() -> bool:
+def _is_torch_imported() -> bool:
     """Return whether torch has been imported, to its end: the cell may be importing it now."""
     torch = sys.modules.get("torch")
     spec = getattr(torch, "__spec__", None)
@@ -132,35 +132,37 @@ class CellMemory:
 
     def __init__(
         self,
-        before: Mapping[str, AllocatorFigures],
+        before: Mapping[str, AllocatorStats],
         namespace: Mapping[str, object],
         block: CodeType | None = None,
         line: int | None = None,
         *,
         is_running: bool = False,
         by_clock: bool = True,
-        stretches: int = STRETCHES,
+        stretches: int = MAX_POINTS,
     ) -> None:
-        self._place: Place = OfCode(block) if block is not None else OfCell(namespace, is_running=is_running)
+        self._place: LineFinder = (
+            CodeLineFinder(block) if block is not None else CellLineFinder(namespace, is_running=is_running)
+        )
         self._begins = (self._place.line(sys._getframe(1)) if is_running else None) or line or 1
         self._code = WatchedCode(namespace, self._place.filename, line)
         self.log = TimelineLog(before, self._begins, stretches, by_look=not by_clock)
         self._thread = get_ident()
-        self._sampled = Sampled(self.log, self._place) if by_clock else None
+        self._sampled = SampledTimeline(self.log, self._place) if by_clock else None
 
     def start(self) -> None:
         """Begin to look, where that goes by the clock."""
         if self._sampled is None:
             return
         try:
-            begin(self._sampled)
+            start_sampling(self._sampled)
         except BaseException:  # Ctrl-C: no thread is left behind
             self.stop()
             raise
 
     def look(self) -> None:
         """Note what was allocated before the first line has run."""
-        self.log.add(allocator.all_figures(), self._begins)
+        self.log.add(allocator.all_device_stats(), self._begins)
 
     def note_operator(self, device: str, addresses: Iterable[int], innermost: Callable[[], int | None]) -> None:
         """Look at a device after an operator that allocates its results there.
@@ -170,7 +172,7 @@ class CellMemory:
             addresses: of the results.
             innermost: returns the line of a function of the cell, if one runs.
         """
-        now = allocator.figures(device)
+        now = allocator.device_stats(device)
         if now is not None:
             # Autograd works for the cell in threads of its own.
             stack = sys._getframe(1) if get_ident() == self._thread else sys._current_frames().get(self._thread)
@@ -180,10 +182,10 @@ class CellMemory:
         """Look no more; again does nothing."""
         self.log.end()
         if self._sampled is not None:
-            end(self._sampled)
+            stop_sampling(self._sampled)
 
     def finished(
-        self, after: Mapping[str, AllocatorFigures], kept: tuple[KeptStorages, KeptStorages] = ({}, {})
+        self, after: Mapping[str, AllocatorStats], kept: tuple[KeptStorages, KeptStorages] = ({}, {})
     ) -> MemoryTimeline | None:
         """Return the timeline of what has stopped, or None where no device's memory was touched.
 
@@ -192,4 +194,4 @@ class CellMemory:
             kept: what modules and optimizers had at the start and at the end.
         """
         self._code.filename = self._code.filename or self._place.filename
-        return self.log.finished(after, lambda: dict(self._code.lines()), kept_by_part(*kept), came_since(*kept))
+        return self.log.finished(after, lambda: dict(self._code.lines()), kept_by_part(*kept), new_storages(*kept))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gpumagic import _compat
 from gpumagic.memory import allocator
-from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorStats
 
 _IN_USE = "active_allocated"
 _CACHED = "inactive"
@@ -21,7 +21,7 @@ _DEFAULT_POOL = (0, 0)
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-class Stretch(NamedTuple):
+class MemoryBlock(NamedTuple):
     """A block."""
 
     address: int
@@ -39,10 +39,10 @@ class Segment(NamedTuple):
     is_small: bool
     is_open: bool
     """Whether what is free in it serves a request of the default stream."""
-    blocks: list[Stretch]
+    blocks: list[MemoryBlock]
 
 
-def of_device(device: str, figures: AllocatorFigures) -> list[Segment] | None:
+def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
     """Return a device's segments by address, or None where they cannot be read or do not add up to the figures.
 
     Args:
@@ -60,10 +60,10 @@ def of_device(device: str, figures: AllocatorFigures) -> list[Segment] | None:
         segments = sorted(_segment(each) for each in mine)
     except (KeyError, TypeError, ValueError):
         return None
-    return segments if _agree(segments, figures) else None
+    return segments if _match(segments, figures) else None
 
 
-def may_expand() -> bool:
+def may_be_expandable() -> bool:
     """Return whether the environment lets segments grow: their gaps can then be filled by others' pages."""
     return any("expandable_segments:True" in os.environ.get(name, "") for name in _SETTINGS)
 
@@ -73,7 +73,7 @@ def _snapshot(module: ModuleType | None) -> Sequence[Mapping[str, Any]] | None:
     if read is None:
         return None
     try:
-        found: Sequence[Mapping[str, Any]] = _compat.without_traces(read)
+        found: Sequence[Mapping[str, Any]] = _compat.snapshot_without_traces(read)
     except RuntimeError:  # cudaMallocAsync has no snapshot
         return None
     return found
@@ -86,17 +86,17 @@ def _segment(told: Mapping[str, Any]) -> Segment:
     return Segment(told["address"], told["segment_type"] == "small", is_open, blocks)
 
 
-def _blocks(told: Mapping[str, Any], is_private: bool) -> Iterable[Stretch]:
+def _blocks(told: Mapping[str, Any], is_private: bool) -> Iterable[MemoryBlock]:
     address = told["address"]
     for each in told["blocks"]:
         state = each["state"]
-        yield Stretch(
+        yield MemoryBlock(
             each.get("address", address), each["size"], state == _CACHED and not is_private, state == _IN_USE
         )  # fmt: skip
         address += each["size"]
 
 
-def _agree(segments: Iterable[Segment], figures: AllocatorFigures) -> bool:
+def _match(segments: Iterable[Segment], figures: AllocatorStats) -> bool:
     blocks = [block for segment in segments for block in segment.blocks]
     reserved, allocated = sum(each.size for each in blocks), sum(each.size for each in blocks if each.is_owned)
     return (reserved, allocated) == (figures.reserved, figures.allocated)

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.report.rendering import to_figure
 from gpumagic.source.lines import lines_between
 
@@ -39,12 +39,12 @@ class MemoryPoint:
     look: int = 0
     """Which look that first one was; under ``--trace`` there is one after each operator."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Under ``--trace``, bytes that were surely there in all of it, by what they are for, as in `MemoryCourse.parts`:
+    """Under ``--trace``, bytes that were surely there in all of it, by what they are for, as in `DeviceTimeline.parts`:
     what had come by its begin and stayed to the end of the cell. Empty without."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryCourse:
+class DeviceTimeline:
     """One device's allocated bytes from the start of a cell to its end."""
 
     device: str
@@ -81,7 +81,7 @@ class MemoryCourse:
 class MemoryTimeline:
     """What a cell had allocated while it ran, and how that was found."""
 
-    courses: tuple[MemoryCourse, ...]
+    courses: tuple[DeviceTimeline, ...]
     """A device each, of those whose allocator did anything."""
     seconds: float
     looks: int
@@ -106,7 +106,7 @@ def plot(timeline: MemoryTimeline | None) -> Figure:
     return to_figure(timeline)
 
 
-class Kept(NamedTuple):
+class KeptStorage(NamedTuple):
     """A storage: where, what for, its bytes, and the address of the first."""
 
     device: str
@@ -115,7 +115,7 @@ class Kept(NamedTuple):
     address: int
 
 
-KeptStorages = Mapping[int, Kept]
+KeptStorages = Mapping[int, KeptStorage]
 """By the storage's number."""
 
 
@@ -129,31 +129,31 @@ def kept_by_part(before: KeptStorages, after: KeptStorages) -> dict[str, dict[st
     return {device: dict(sorted(found.items(), key=lambda each: -each[1])) for device, found in sums.items()}
 
 
-def came_since(before: KeptStorages, after: KeptStorages) -> dict[str, list[Kept]]:
+def new_storages(before: KeptStorages, after: KeptStorages) -> dict[str, list[KeptStorage]]:
     """Return by device what was there only at the later look."""
-    found: dict[str, list[Kept]] = {}
+    found: dict[str, list[KeptStorage]] = {}
     for number in after.keys() - before.keys():
         found.setdefault(after[number].device, []).append(after[number])
     return found
 
 
-STRETCHES = 200
+MAX_POINTS = 200
 """Into how many stretches the time of a cell is folded at most."""
-_FINEST = 1e-6
+_FINEST_WIDTH = 1e-6
 """Seconds of a stretch at first; they double whenever there would be too many."""
 _END = -1
 """Stands for the last line of the code, which is not read before it has run."""
-_NOTHING = AllocatorFigures(0, 0, 0)
+_NOTHING = AllocatorStats(0, 0, 0)
 """What a backend had allocated before anybody used it."""
 
 
-class _Fold:
+class _Downsampler:
     """One figure by stretches of time, or of looks, never more of them than ``most``."""
 
     def __init__(self, most: int, *, by_look: bool = False) -> None:
         self._most = most
         self._by_look = by_look
-        self._width = 1.0 if by_look else _FINEST
+        self._width = 1.0 if by_look else _FINEST_WIDTH
         self._found: dict[int, MemoryPoint] = {}
 
     def add(self, seconds: float, look: int, high: int, last: int) -> None:
@@ -177,10 +177,10 @@ class _Fold:
         )
 
 
-class _Track:
+class _DeviceLog:
     """One device."""
 
-    def __init__(self, before: AllocatorFigures, fold: _Fold) -> None:
+    def __init__(self, before: AllocatorStats, fold: _Downsampler) -> None:
         self.before, self.now = before.allocated, before.allocated
         self._allocations = before.allocations
         self.is_touched = False
@@ -194,7 +194,7 @@ class _Track:
         self.fold = fold
         self.fold.add(0.0, 0, before.allocated, before.allocated)
 
-    def add(self, seconds: float, look: int, figures: AllocatorFigures, since: int | None, line: int | None) -> bool:
+    def add(self, seconds: float, look: int, figures: AllocatorStats, since: int | None, line: int | None) -> bool:
         """Note a look by its moment and its number, and return whether there is a new maximum.
 
         The lines are those that ran at the look before and at this one.
@@ -227,13 +227,13 @@ class TimelineLog:
     """
 
     def __init__(
-        self, before: Mapping[str, AllocatorFigures], line: int | None = None, stretches: int = STRETCHES,
+        self, before: Mapping[str, AllocatorStats], line: int | None = None, stretches: int = MAX_POINTS,
         *, by_look: bool = False,
     ) -> None:  # fmt: skip
         self.started = time.perf_counter()
         self._ended: float | None = None
-        self._new_fold = partial(_Fold, stretches, by_look=by_look)
-        self._tracks = {device: _Track(figures, self._new_fold()) for device, figures in before.items()}
+        self._new_fold = partial(_Downsampler, stretches, by_look=by_look)
+        self._tracks = {device: _DeviceLog(figures, self._new_fold()) for device, figures in before.items()}
         self._line = line
         self._looks = 1
         self._seconds = 0.0
@@ -242,7 +242,7 @@ class TimelineLog:
         """At which look an operator last made a result at an address of a device: what is there at the end is that."""
         self._lock = Lock()
 
-    def add(self, figures: Mapping[str, AllocatorFigures], line: int | None) -> None:
+    def add(self, figures: Mapping[str, AllocatorStats], line: int | None) -> None:
         """Note what some devices' allocators say now, and the line that runs.
 
         A look that comes while another is being noted is left out: it may come from a finalizer that runs in there.
@@ -259,7 +259,7 @@ class TimelineLog:
             self._lock.release()
 
     def add_operator(
-        self, device: str, now: AllocatorFigures, line: int | None, addresses: Iterable[int],
+        self, device: str, now: AllocatorStats, line: int | None, addresses: Iterable[int],
         innermost: Callable[[], int | None],
     ) -> None:  # fmt: skip
         """Note what a device's allocator says right after an operator that allocates its results there.
@@ -289,10 +289,10 @@ class TimelineLog:
 
     def finished(
         self,
-        after: Mapping[str, AllocatorFigures],
+        after: Mapping[str, AllocatorStats],
         code: Callable[[], Mapping[int, str]] = dict,
         parts: Mapping[str, Mapping[str, int]] | None = None,
-        grown: Mapping[str, Sequence[Kept]] | None = None,
+        grown: Mapping[str, Sequence[KeptStorage]] | None = None,
     ) -> MemoryTimeline | None:
         """Return the timeline, with the closing figures, or None where no device's memory was touched.
 
@@ -308,12 +308,14 @@ class TimelineLog:
             return None
         lines = code()
         courses = tuple(
-            _course(device, track, lines, (parts or {}).get(device, {}), self._arrivals((grown or {}).get(device, ())))
+            _device_timeline(
+                device, track, lines, (parts or {}).get(device, {}), self._arrivals((grown or {}).get(device, ()))
+            )
             for device, track in touched.items()
         )
         return MemoryTimeline(courses, self._seconds, self._looks, self._is_every_operator)
 
-    def _arrivals(self, grown: Iterable[Kept]) -> list[_Arrival]:
+    def _arrivals(self, grown: Iterable[KeptStorage]) -> list[_Arrival]:
         return [(self._born.get((each.device, each.address)), each.part, each.nbytes) for each in grown]
 
     def end(self) -> None:
@@ -323,9 +325,9 @@ class TimelineLog:
     def _now(self) -> float:
         return (self._ended or time.perf_counter()) - self.started
 
-    def _track(self, device: str) -> _Track:
+    def _track(self, device: str) -> _DeviceLog:
         if device not in self._tracks:
-            self._tracks[device] = _Track(_NOTHING, self._new_fold())
+            self._tracks[device] = _DeviceLog(_NOTHING, self._new_fold())
         return self._tracks[device]
 
 
@@ -333,20 +335,20 @@ _Arrival = tuple[int | None, str, int]
 """At which look, if that is known; what for; how many bytes."""
 
 
-def _course(
-    device: str, track: _Track, code: Mapping[int, str], parts: Mapping[str, int], arrivals: Sequence[_Arrival]
-) -> MemoryCourse:
+def _device_timeline(
+    device: str, track: _DeviceLog, code: Mapping[int, str], parts: Mapping[str, int], arrivals: Sequence[_Arrival]
+) -> DeviceTimeline:
     first, last = (max(code, default=None) if line == _END else line for line in track.between)
     lines = lines_between(code, first, last) if track.line is None else (track.line, track.line)
     is_one = lines is not None and lines[0] == lines[1]
     text = code.get(lines[0], "").strip() if lines is not None and is_one else ""
-    return MemoryCourse(
+    return DeviceTimeline(
         device, track.before, track.now, track.peak, track.seen, lines, text or None,
-        tuple(_told(track.fold.points(), parts, arrivals)), parts, _sums(arrivals),
+        tuple(_with_parts(track.fold.points(), parts, arrivals)), parts, _sums(arrivals),
     )  # fmt: skip
 
 
-def _told(
+def _with_parts(
     points: Iterable[MemoryPoint], lasting: Mapping[str, int], arrivals: Sequence[_Arrival]
 ) -> Iterator[MemoryPoint]:
     """Yield the points with what was surely there in them, where the moment of any arrival is known."""

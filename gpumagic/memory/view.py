@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.memory.timeline import MemoryCourse, MemoryTimeline
+from gpumagic.memory.timeline import DeviceTimeline, MemoryTimeline
 from gpumagic.report import document
-from gpumagic.report.document import Block, Course, Fold, Paragraph, stacking_order
-from gpumagic.report.plot import figure_of, label, mark, new_figure, part_colour, unit_of
+from gpumagic.report.document import Block, Fold, Paragraph, Sparkline, stacking_order
+from gpumagic.report.plot import figure_of, label, mark_point, new_figure, part_colour, unit_for
 from gpumagic.report.units import count, duration, size, sparkline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 60
-ENOUGH = 4
+MIN_POINTS = 4
 """Points from which on there is something to draw."""
-SHOWN = 3
+MAX_DEVICES = 3
 TOO_SHORT = "Too short a cell to draw its memory by the clock"
 REST = "activations and others"
 
@@ -31,40 +31,40 @@ def timeline_blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterat
     """
     if timeline is None:
         return
-    drawn = sorted(drawable_courses(timeline), key=lambda each: -each.highest)
-    for course in drawn[:SHOWN]:
-        yield from _course(course, timeline)
-    if drawn[SHOWN:]:
-        names = ", ".join(each.device for each in drawn[SHOWN:])
-        inner = [block for course in drawn[SHOWN:] for block in _course(course, timeline)]
+    drawn = sorted(drawable_devices(timeline), key=lambda each: -each.highest)
+    for course in drawn[:MAX_DEVICES]:
+        yield from _device_blocks(course, timeline)
+    if drawn[MAX_DEVICES:]:
+        names = ", ".join(each.device for each in drawn[MAX_DEVICES:])
+        inner = [block for course in drawn[MAX_DEVICES:] for block in _device_blocks(course, timeline)]
         yield Fold(f"memory on {names}", inner)
     if drawn:
-        unknown = better and any(each.line is None for each in drawn[:SHOWN])
-        yield Paragraph(f"{_how(timeline, drawn)}{f' {better}' if unknown else ''}", muted=True)
+        unknown = better and any(each.line is None for each in drawn[:MAX_DEVICES])
+        yield Paragraph(f"{_method_note(timeline, drawn)}{f' {better}' if unknown else ''}", muted=True)
     elif better and not timeline.every_operator and any(each.highest for each in timeline.courses):
         yield Paragraph(f"{TOO_SHORT}: --trace does, after each operator.", muted=True)
 
 
-def drawable_courses(timeline: MemoryTimeline | None) -> tuple[MemoryCourse, ...]:
+def drawable_devices(timeline: MemoryTimeline | None) -> tuple[DeviceTimeline, ...]:
     """Return the devices of which more is known than the start and the end."""
     courses = () if timeline is None else timeline.courses
-    return tuple(each for each in courses if len(each.points) >= ENOUGH and each.highest)
+    return tuple(each for each in courses if len(each.points) >= MIN_POINTS and each.highest)
 
 
-def course_of(timeline: MemoryTimeline | None, device: str) -> MemoryCourse | None:
+def device_timeline(timeline: MemoryTimeline | None, device: str) -> DeviceTimeline | None:
     """Return one device's part of a timeline, if it has one."""
     return next((each for each in (timeline.courses if timeline is not None else ()) if each.device == device), None)
 
 
-def small_course(timeline: MemoryTimeline | None, device: str, columns: int) -> str:
+def device_sparkline(timeline: MemoryTimeline | None, device: str, columns: int) -> str:
     """Return one device's course as a few blocks, or "" where there is nothing to draw."""
-    course = next((each for each in drawable_courses(timeline) if each.device == device), None)
+    course = next((each for each in drawable_devices(timeline) if each.device == device), None)
     if course is None or timeline is None:
         return ""
     return sparkline([float(each) for each in heights(course, timeline, columns)], high=float(course.highest))
 
 
-def bands(course: MemoryCourse, timeline: MemoryTimeline, columns: int = COLUMNS) -> dict[str, list[float]]:
+def bands(course: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUMNS) -> dict[str, list[float]]:
     """Return what each column is surely made of, as shares of the highest, the rest last; nothing where that is all."""
     whole = heights(course, timeline, columns)
     certain: list[Mapping[str, int]] = [course.parts] * columns
@@ -83,7 +83,7 @@ def bands(course: MemoryCourse, timeline: MemoryTimeline, columns: int = COLUMNS
     return {**found, REST: [(top - sure) / course.highest for top, sure in zip(whole, sums, strict=True)]}
 
 
-def heights(course: MemoryCourse, timeline: MemoryTimeline, columns: int = COLUMNS) -> list[int]:
+def heights(course: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUMNS) -> list[int]:
     """Return the most bytes in each of so many equal parts of the cell; where nobody looked, what was seen last."""
     found: list[int | None] = [None] * columns
     last = [course.before] * columns
@@ -94,7 +94,7 @@ def heights(course: MemoryCourse, timeline: MemoryTimeline, columns: int = COLUM
     return [last[place] if most is None else most for place, most in enumerate(found)]
 
 
-def _course(course: MemoryCourse, timeline: MemoryTimeline) -> Iterator[Block]:
+def _device_blocks(course: DeviceTimeline, timeline: MemoryTimeline) -> Iterator[Block]:
     most = "at its peak" if course.peak is not None else "seen at most"
     said = (
         f"Memory on {course.device} over {duration(timeline.seconds)}: {size(course.before)} before, "
@@ -108,14 +108,14 @@ def _course(course: MemoryCourse, timeline: MemoryTimeline) -> Iterator[Block]:
     if course.grown:
         yield Paragraph(f"New, and there at the end: {_listed(course.grown)}.")
     shares = [each / course.highest for each in shown]
-    yield Course(shares, shown.index(max(shown)), _mark(course), said, bands(course, timeline))
+    yield Sparkline(shares, shown.index(max(shown)), _peak_note(course), said, bands(course, timeline))
 
 
 def _listed(found: Mapping[str, int]) -> str:
     return ", ".join(f"{part} {size(nbytes)}" for part, nbytes in found.items())
 
 
-def _mark(course: MemoryCourse) -> str:
+def _peak_note(course: DeviceTimeline) -> str:
     """Return what the highest column is, with its line as far as it is certain."""
     most = f"{'peak' if course.peak is not None else 'most seen'} {size(course.highest)}"
     if course.line is not None:
@@ -125,7 +125,7 @@ def _mark(course: MemoryCourse) -> str:
     return most
 
 
-def _how(timeline: MemoryTimeline, drawn: list[MemoryCourse]) -> str:
+def _method_note(timeline: MemoryTimeline, drawn: list[DeviceTimeline]) -> str:
     if timeline.every_operator:
         return "Allocated bytes after every operator."
     apart = timeline.seconds / max(1, timeline.looks - 1)
@@ -144,7 +144,7 @@ def plot_timeline(timeline: MemoryTimeline) -> Figure:
     """
     figure = new_figure(3.5)
     axes = figure.subplots()
-    unit, name = unit_of(max(course.highest for course in timeline.courses))
+    unit, name = unit_for(max(course.highest for course in timeline.courses))
     if len(timeline.courses) == 1:
         _lay_out_parts(axes, timeline.courses[0], timeline, unit)
     for course in timeline.courses:
@@ -155,7 +155,7 @@ def plot_timeline(timeline: MemoryTimeline) -> Figure:
     return figure
 
 
-def _draw(axes: Any, course: MemoryCourse, timeline: MemoryTimeline, unit: int) -> None:
+def _draw(axes: Any, course: DeviceTimeline, timeline: MemoryTimeline, unit: int) -> None:
     *moments, end = _moments(course, timeline)
     highs, lasts = ([each / unit for each in found] for found in _columns(course))
     (line,) = axes.plot(
@@ -167,17 +167,19 @@ def _draw(axes: Any, course: MemoryCourse, timeline: MemoryTimeline, unit: int) 
         where = f"line {course.line}" if course.line is not None else ""
         if not where and course.lines is not None:
             where = "lines {}-{}".format(*course.lines)
-        mark(axes, moments[top], highs[top], f"{'peak' if course.peak is not None else 'most seen'} {where}".strip())
+        mark_point(
+            axes, moments[top], highs[top], f"{'peak' if course.peak is not None else 'most seen'} {where}".strip()
+        )
 
 
-def _moments(course: MemoryCourse, timeline: MemoryTimeline) -> list[float]:
+def _moments(course: DeviceTimeline, timeline: MemoryTimeline) -> list[float]:
     """Return where each point is drawn, in seconds or operators, and the end."""
     if timeline.every_operator:
         return [*(point.look for point in course.points), timeline.looks]
     return [*(point.seconds for point in course.points), timeline.seconds]
 
 
-def _lay_out_parts(axes: Any, course: MemoryCourse, timeline: MemoryTimeline, unit: int) -> None:
+def _lay_out_parts(axes: Any, course: DeviceTimeline, timeline: MemoryTimeline, unit: int) -> None:
     """Draw what was surely there as bands under the line."""
     moments = _moments(course, timeline)
     found = [point.parts or course.parts for point in course.points]
@@ -191,5 +193,5 @@ def _lay_out_parts(axes: Any, course: MemoryCourse, timeline: MemoryTimeline, un
         floor = top
 
 
-def _columns(course: MemoryCourse) -> tuple[Sequence[int], Sequence[int]]:
+def _columns(course: DeviceTimeline) -> tuple[Sequence[int], Sequence[int]]:
     return [point.high for point in course.points], [point.last for point in course.points]

@@ -23,7 +23,7 @@ from IPython.display import display
 from gpumagic import _compat
 from gpumagic.errors import GpuMagicError
 from gpumagic.notebook.cell_body import CellBody
-from gpumagic.notebook.guards import BodyOutcome, Guard, Outcome, Runs, run
+from gpumagic.notebook.guards import BodyOutcome, BodyRuns, Guard, Outcome, run_guarded
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
@@ -44,7 +44,7 @@ class _Session:
 
 
 @dataclass
-class _Ready:
+class _FinishedGuard:
     """Stands in for a guard that is through, whose report waits for the end of its cell."""
 
     name: str
@@ -77,7 +77,7 @@ class CellSessions:
         """Follow the shell's cells, the one that runs now included."""
         for event, callback in self._events:
             self._shell.events.register(event, callback)
-        current = _compat.executing(self._shell)
+        current = _compat.running_cell(self._shell)
         if current is not None and not current.silent:
             self._cell_starts(current)
 
@@ -122,7 +122,7 @@ class CellSessions:
         """Tell whether this thread runs a cell that shows something."""
         return bool(self._cells.get(threading.get_ident()))
 
-    def ready_body(self, runs: Runs, body: str) -> Callable[[], object]:
+    def ready_body(self, runs: BodyRuns, body: str) -> Callable[[], object]:
         """Return what runs the body of a cell magic under a guard and returns its last expression's value.
 
         Called, it raises what the body raises, or what `runs.finish` put in its place.
@@ -141,11 +141,11 @@ class CellSessions:
         first = runs.begin(code.source)
         return functools.partial(self._run_body, runs, code, first, info)
 
-    def _run_body(self, runs: Runs, code: CellBody, first: str, info: ExecutionInfo | None) -> object:
+    def _run_body(self, runs: BodyRuns, code: CellBody, first: str, info: ExecutionInfo | None) -> object:
         __tracebackhide__ = True
         if info is not None and code.ends_cell:
             self._replace(runs.guard().name, info)
-        outcome = run(runs, code.run, first)
+        outcome = run_guarded(runs, code.run, first)
         for name, report in runs.finish(outcome):
             self._show(report, name, info, at_end=code.ends_cell)
         try:
@@ -162,7 +162,7 @@ class CellSessions:
         if info is None or not at_end:
             display(report)
         else:
-            self._add(_Ready(name, report), info)
+            self._add(_FinishedGuard(name, report), info)
 
     def _add(self, guard: Guard, info: ExecutionInfo) -> _Session:
         """Add a guard to a cell."""
@@ -189,7 +189,7 @@ class CellSessions:
 
     def _running(self) -> ExecutionInfo | None:
         """Return the innermost cell that runs in this thread."""
-        info = _compat.executing(self._shell)
+        info = _compat.running_cell(self._shell)
         mine = self._cells.get(threading.get_ident(), [])
         others = [each for cells in self._cells.values() if cells is not mine for each in cells]
         if info is not None and not any(info is each for each in others):
@@ -214,7 +214,7 @@ class CellSessions:
     def _cell_is_shown(self, result: ExecutionResult | None) -> None:
         """Finish the guards of the cell that has ended, and of all that ran inside it and never said so."""
         cells = self._cells.get(threading.get_ident(), [])
-        place = _place(cells, result)
+        place = _position(cells, result)
         if place is None:
             return
         del cells[place:]
@@ -238,7 +238,7 @@ def _finish(session: _Session, outcome: Outcome) -> None:
         display(report)
 
 
-def _place(cells: list[ExecutionInfo], result: ExecutionResult | None) -> int | None:
+def _position(cells: list[ExecutionInfo], result: ExecutionResult | None) -> int | None:
     """Return which of the running cells a result is of.
 
     When Ctrl-C breaks a terminal's event loop, IPython makes up a new result with a new info for the cell; when it

@@ -47,7 +47,7 @@ class Guard(Protocol):
         """
 
 
-class Runs(Protocol):
+class BodyRuns(Protocol):
     """Has one body run under guards, once or more often."""
 
     def begin(self, source: str) -> str:
@@ -73,7 +73,7 @@ class Runs(Protocol):
         """Return the reports to show, each with its magic's name; like `Guard.finish` it may change the outcome."""
 
 
-class Nested:
+class NestedGuard:
     """One guard inside another; the outer one reports."""
 
     def __init__(self, outer: Guard, inner: Guard) -> None:
@@ -96,7 +96,7 @@ class Nested:
         return self._outer.finish(result)
 
 
-class Once:
+class RunOnce:
     """One run under one guard."""
 
     def __init__(self, guard: Guard) -> None:
@@ -122,7 +122,7 @@ class Once:
         return [] if report is None else [(self._guard.name, report)]
 
 
-def run(runs: Runs, execute: Callable[[str], object], source: str) -> BodyOutcome:
+def run_guarded(runs: BodyRuns, execute: Callable[[str], object], source: str) -> BodyOutcome:
     """Run code as often as it is to be run, and return how the last run ended; `runs.finish` is the caller's to call.
 
     Args:

@@ -17,7 +17,7 @@ def shell() -> InteractiveShell | None:
     return running
 
 
-def variables(running: InteractiveShell | None) -> Mapping[str, object]:
+def user_variables(running: InteractiveShell | None) -> Mapping[str, object]:
     """Return the user's variables: the shell's, or without one those of the main module."""
     names: Mapping[str, object] = vars(sys.modules["__main__"]) if running is None else running.user_ns
     return names

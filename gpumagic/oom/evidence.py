@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.memory import allocator
-from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import ownership
 from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.recognition import OomEvent
@@ -42,7 +42,7 @@ REHEARSAL_SECONDS = 10.0
 FUSED_ATTENTION = ("cuda", "xpu", "mps")
 """Backends whose `scaled_dot_product_attention` has kernels that never make the matrix of all scores."""
 
-NOTHING = AllocatorFigures(0, 0, 0)
+NOTHING = AllocatorStats(0, 0, 0)
 """The figures of a backend that was not in use yet."""
 
 
@@ -88,7 +88,7 @@ def conclude(
         recovered=recovered,
         message=failure.event.message,
         notes=(*notes, *verdict.sentences(facts), *_notes(facts, failure, pinned)),
-        origin=origin.here(),
+        origin=origin.current_origin(),
     )
 
 
@@ -167,7 +167,7 @@ def _bare_facts(failure: Failure) -> Facts:
         unallocated=_unallocated(failure),
         before=failure.before.get(device) or (NOTHING if device in failure.at_failure else None),
         at_failure=failure.at_failure.get(device),
-        after=allocator.all_figures().get(device),
+        after=allocator.all_device_stats().get(device),
         from_allocator=event.from_allocator,
         segments_can_expand=_segments_can_expand(event),
         scene=failure.scene,

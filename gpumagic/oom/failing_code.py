@@ -20,7 +20,7 @@ from gpumagic.source import cell_code, frames
 from gpumagic.source import text as texts
 from gpumagic.source.cell_code import Accumulation, CellCode
 from gpumagic.source.frames import is_user_code
-from gpumagic.source.text import Text
+from gpumagic.source.text import CellText
 
 FrameLine = tuple[FrameType, int]
 """A frame and the line it stood on."""
@@ -34,7 +34,7 @@ def read_scene(error: BaseException, namespace: Mapping[str, object], outside: C
         namespace: the globals of the user's code; frames over them are the user's.
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
-    stack = list(frames.frames_of(error, outside))
+    stack = list(frames.frames_in(error, outside))
     users = [each for each in stack if is_user_code(each[0])]
     own = [each for each in stack if each[0].f_globals is namespace] or users
     if not own:
@@ -127,7 +127,7 @@ def read_failing_code(
         shell: the shell that knows the cells by number.
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
-    stack = list(frames.frames_of(error, outside))
+    stack = list(frames.frames_in(error, outside))
     own = [each for each in stack if is_user_code(each[0])]
     if not own:
         return Work()
@@ -149,7 +149,7 @@ def read_failing_code(
     )
 
 
-def _text(outermost: FrameType, frame: FrameType, line: int, shell: object | None) -> Text | None:
+def _text(outermost: FrameType, frame: FrameType, line: int, shell: object | None) -> CellText | None:
     filename = frame.f_code.co_filename
     if Path(filename).exists():
         return None  # a module's file is not for a cell's advice to change
@@ -174,7 +174,7 @@ def _named(own: list[FrameLine], namespace: Mapping[str, object]) -> Iterator[tu
             yield from ((name, value, True) for name, value in list(frame.f_locals.items()))
 
 
-def _named_tensors(text: Text | None, frame: FrameType) -> dict[str, TensorFact]:
+def _named_tensors(text: CellText | None, frame: FrameType) -> dict[str, TensorFact]:
     """Return the tensors that the code of a frame names, by the text that names them."""
     found = {}
     for code, value in _values(text, frame):
@@ -184,11 +184,11 @@ def _named_tensors(text: Text | None, frame: FrameType) -> dict[str, TensorFact]
     return found
 
 
-def _numbers(text: Text | None, frame: FrameType) -> dict[str, float]:
+def _numbers(text: CellText | None, frame: FrameType) -> dict[str, float]:
     return {code: value for code, value in _values(text, frame) if type(value) in (int, float)}
 
 
-def _collections(text: Text | None, frame: FrameType, device: str) -> dict[str, Collected]:
+def _collections(text: CellText | None, frame: FrameType, device: str) -> dict[str, Collected]:
     """Return the lists and dicts of tensors on the device that the code names."""
     found = {}
     for code, value in _values(text, frame):
@@ -212,7 +212,7 @@ def _moving(stack: list[FrameLine]) -> int:
     return 0
 
 
-def _values(text: Text | None, frame: FrameType) -> Iterator[tuple[str, Any]]:
+def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]]:
     variables = frame.f_locals
     for node in text.nodes() if text is not None else ():
         if isinstance(node, ast.Name) and node.id in variables:

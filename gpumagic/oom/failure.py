@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpumagic.memory import allocator, host
-from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import failing_code, ownership, recognition
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import Instant, Share
@@ -26,7 +26,7 @@ from gpumagic.oom.rules.facts import Scene, Work
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-Figures = Mapping[str, AllocatorFigures]
+Figures = Mapping[str, AllocatorStats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class GuardState:
 
 def recognise(error: Exception, outside: Collection[int] = ()) -> OomEvent | None:
     """Return what the error says of itself, or None if it is not out-of-memory."""
-    return _recognise(error, _capacities(allocator.all_figures()), outside)
+    return _recognise(error, _capacities(allocator.all_device_stats()), outside)
 
 
 def examine(error: Exception, state: GuardState) -> Failure | None:
     """Return what the error and its frames tell, or None if it is not out-of-memory."""
-    at_failure = allocator.all_figures()
+    at_failure = allocator.all_device_stats()
     capacities = _capacities(at_failure)
     event = _recognise(error, capacities, state.outside)
     if event is None:
@@ -125,7 +125,7 @@ def _recognise(
     return recognition.recognise(error, free, outside)
 
 
-def _at_the_instant(event: OomEvent, now: AllocatorFigures) -> AllocatorFigures:
+def _at_the_instant(event: OomEvent, now: AllocatorStats) -> AllocatorStats:
     """Return the figures as they were when the allocator gave up.
 
     What an unwinding frame kept on its stack, a comprehension's list say, is freed before anybody can look. The
@@ -139,7 +139,7 @@ def _at_the_instant(event: OomEvent, now: AllocatorFigures) -> AllocatorFigures:
 
 def _capacity_of(device: str) -> tuple[int, int] | None:
     try:
-        return allocator.capacity(device)
+        return allocator.mem_get_info(device)
     except RuntimeError:  # a sticky CUDA error makes every further call fail
         return None
 
@@ -161,7 +161,7 @@ def _device(event: OomEvent, capacities: Mapping[str, tuple[int, int] | None]) -
 def _capacity(event: OomEvent, now: tuple[int, int] | None) -> tuple[int | None, int | None]:
     """Return (capacity, free when it failed), the driver's capacity before the text's, the text's free before now's."""
     if event.memory == "host":
-        now = host.memory()
+        now = host.available_memory()
     capacity = now[1] if now is not None else event.numbers.capacity
     free = event.numbers.free if event.numbers.free is not None else (now[0] if now is not None else None)
     return capacity, free

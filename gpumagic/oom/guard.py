@@ -79,7 +79,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._keep = keep
         self._keep_going = keep_going
         self._store = store
-        self._namespace = namespace if namespace is not None else session.variables(shell)
+        self._namespace = namespace if namespace is not None else session.user_variables(shell)
         self._rerun = rerun
         self._is_running = is_running
         self._block: CodeType | None = None
@@ -106,18 +106,18 @@ class OomGuard(contextlib.ContextDecorator):
         self._observer.open()
         if not self._retries:  # a further try is measured against the state before the first
             self._read_state()
-        before = allocator.all_figures() if self._retries else self._state.before
+        before = allocator.all_device_stats() if self._retries else self._state.before
         self._memory = CellMemory(before, self._namespace, self._block, self._line, is_running=self._is_running)
         self._memory.start()
 
     def _read_state(self) -> None:
-        outside = frames.being_handled()
+        outside = frames.handled_exception_ids()
         if self._shell is not None:
             _warn_of_host_memory(self._shell)
             if self._keep_going:
                 _show_as_text(self._shell, self._recognises)
         bound = {name: id(value) for name, value in list(self._namespace.items())}
-        self._state = GuardState(self._namespace, bound, allocator.all_figures(), self._shell, outside)
+        self._state = GuardState(self._namespace, bound, allocator.all_device_stats(), self._shell, outside)
 
     def close(self, error: BaseException | None) -> None:
         """Look at how the block ended; after out-of-memory, read its frames while they are whole."""
@@ -242,7 +242,7 @@ class OomGuard(contextlib.ContextDecorator):
         return found
 
     def _shares(self, device: str) -> object:
-        state, figures = self._state, allocator.figures(device)
+        state, figures = self._state, allocator.device_stats(device)
         return ownership.find_shares(state.namespace, state.bound, device, state.shell, figures)
 
     def _pinned(self, error: BaseException) -> int | None:
@@ -315,7 +315,7 @@ def _stop_showing_as_text(shell: InteractiveShell) -> None:
 
 def _warn_of_host_memory(shell: InteractiveShell) -> None:
     """Print how little host memory is left, once until there is more again."""
-    left = host.nearly_gone()
+    left = host.nearly_exhausted()
     if left is None:
         shell.meta.pop(_WARNED, None)
     elif _WARNED not in shell.meta:

@@ -22,7 +22,7 @@ from gpumagic.tensors.records import TensorRow, root_of
 
 if TYPE_CHECKING:
     from gpumagic.heap.paths import Search
-    from gpumagic.memory.allocator import AllocatorFigures
+    from gpumagic.memory.allocator import AllocatorStats
 
 
 FRAMES = "(failed frames)"
@@ -37,7 +37,7 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
 
 def in_frames(error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()) -> int:
     """Return the bytes on a device that only the frames of an error reach; graphs may hold more, unseen."""
-    locals_ = [each for frame, _ in frames.frames_of(error, outside) for each in readers.locals_of(frame)]
+    locals_ = [each for frame, _ in frames.frames_in(error, outside) for each in readers.locals_of(frame)]
     roots = [*holders.variables(namespace, None), (FRAMES, locals_)]
     return released(_ownerships(roots, namespace, device, None), [FRAMES])
 
@@ -120,7 +120,7 @@ NAMES = 3
 
 def find_shares(
     namespace: Mapping[str, object], bound: Mapping[str, int], device: str, shell: object | None,
-    figures: AllocatorFigures | None,
+    figures: AllocatorStats | None,
 ) -> tuple[Share, ...]:  # fmt: skip
     """Return what the bytes of a device are for, largest first, then what the allocator kept for reuse.
 

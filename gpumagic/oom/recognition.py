@@ -312,8 +312,8 @@ def _event(kind: Kind, error: BaseException, raised: BaseException) -> OomEvent:
         device=f"{backend}:{numbers.index}" if indexed else None,
         backend=backend if kind.memory == "device" else None,
         numbers=numbers,
-        message=frames.first_line(error),
-        raised=frames.first_line(raised),
+        message=frames.summary_line(error),
+        raised=frames.summary_line(raised),
         from_allocator=kind.allocator,
         text=text,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gpumagic.memory.timeline import MemoryTimeline, plot
 from gpumagic.report.base import Holder, Report
 from gpumagic.report.origin import Origin
-from gpumagic.source.text import Change, apply
+from gpumagic.source.text import Change, apply_changes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -139,7 +139,7 @@ class Advice:
         Raises:
             ValueError: the text is not the one that the advice was made for.
         """
-        return apply(self.changes, source, cell)
+        return apply_changes(self.changes, source, cell)
 
 
 @dataclass(frozen=True, repr=False)

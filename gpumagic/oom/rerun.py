@@ -18,7 +18,7 @@ from gpumagic.errors import OptionError
 from gpumagic.heap import release
 from gpumagic.memory import allocator
 from gpumagic.notebook import guards
-from gpumagic.notebook.guards import BodyOutcome, Guard, Nested, Outcome
+from gpumagic.notebook.guards import BodyOutcome, Guard, NestedGuard, Outcome
 from gpumagic.oom.guard import raise_alone
 from gpumagic.oom.report import FitReport, OomReport, Try
 from gpumagic.oom.rerun_plan import Plan, Step, steps
@@ -97,7 +97,7 @@ class Rerun:
         if self._step.device is None:
             return self._guard
         self._elsewhere = self._on(self._step.device)
-        return Nested(self._guard, self._elsewhere)
+        return NestedGuard(self._guard, self._elsewhere)
 
     def next(self, outcome: BodyOutcome) -> str | None:
         """Return the code to run next, with everything put back and freed for it, or None to let the outcome stand."""
@@ -227,7 +227,7 @@ def _line_that_names(device: str | None, source: str) -> int | None:
 
 def _in_use(device: str | None) -> int | None:
     """Return the bytes in use on a device, or on the fullest one."""
-    now = {each: figures.allocated for each, figures in allocator.all_figures().items()}
+    now = {each: figures.allocated for each, figures in allocator.all_device_stats().items()}
     return now.get(device) if device is not None else max(now.values(), default=None)
 
 
@@ -316,7 +316,7 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments, plan: Pla
         on=functools.partial(_on, function=function), ask=functools.partial(_ask, function, bound),
     )  # fmt: skip
     runs.begin("")
-    outcome = guards.run(runs, lambda _: function(*bound.args, **bound.kwargs), "")
+    outcome = guards.run_guarded(runs, lambda _: function(*bound.args, **bound.kwargs), "")
     failed = guard.failure is not None
     runs.finish(outcome)
     result, error = outcome.result, outcome.error_in_exec

@@ -128,7 +128,7 @@ def _all(namespace: Mapping[str, object]) -> Iterator[Restore]:
 def _of_torch(torch: Any) -> Iterator[Restore]:
     state = torch.get_rng_state()
     yield lambda: torch.set_rng_state(state)
-    for device in allocator.all_figures():
+    for device in allocator.all_device_stats():
         backend, _, index = device.partition(":")
         module: Any = allocator.device_module(backend)
         if hasattr(module, "get_rng_state"):

@@ -111,7 +111,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Sparkline:
     """A figure over time as a row of heights, the highest of them marked."""
 
     heights: Sequence[float]
@@ -126,7 +126,7 @@ class Course:
     """What the heights are made of, the lowest band first: shares that add up to them."""
 
 
-Block = Heading | Paragraph | Table | Listing | Fold | Tree | Course
+Block = Heading | Paragraph | Table | Listing | Fold | Tree | Sparkline
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,20 +16,20 @@ from gpumagic.report.document import (
     Block,
     Cell,
     Column,
-    Course,
     Document,
     Fold,
     Heading,
     Listing,
     Paragraph,
+    Sparkline,
     Table,
     Tree,
 )
-from gpumagic.report.units import LONGEST, bounded, cut_middle, printable, sparkline
+from gpumagic.report.units import MAX_LENGTH, printable, sparkline, truncate_middle, truncate_words
 
 COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(230,140,30,.65)"}
 TRACK = "rgba(128,128,128,.25)"
-COURSE = "600px"
+SPARKLINE_WIDTH = "600px"
 """How wide a course is drawn at most."""
 MUTED = "opacity:.72"
 """Small text stays readable (4.5 to 1, WCAG) also where a theme's own text is a dark grey, as VS Code's is."""
@@ -55,8 +55,8 @@ def _block(block: Block, label: str) -> str:
         return _listing(block, label)
     if isinstance(block, Tree):
         return _tree(block.steps)
-    if isinstance(block, Course):
-        return _course(block)
+    if isinstance(block, Sparkline):
+        return _sparkline(block)
     if isinstance(block, Fold):
         inner = "".join(_block(each, block.summary) for each in block.blocks)
         return f"<details><summary>{_text(block.summary)}</summary>{inner}</details>"
@@ -113,9 +113,9 @@ def _cell(cell: Cell | str, column: Column, barred: bool) -> str:
         title = title or cell.text
     if cell.muted:
         style += f";{MUTED}"
-    hover = f' title="{_whole(title)}"' if title else ""
+    hover = f' title="{_uncut(title)}"' if title else ""
     bar = _bar(cell) if barred else ""
-    text = f'<code style="white-space:pre;{CODE}">{_whole(cell.text)}</code>' if column.code else _text(cell.text)
+    text = f'<code style="white-space:pre;{CODE}">{_uncut(cell.text)}</code>' if column.code else _text(cell.text)
     return f'<td style="{style}"{hover}>{text}{bar}</td>'
 
 
@@ -149,14 +149,14 @@ def _listing(listing: Listing, label: str) -> str:
     rows = "".join(
         f'<tr><td style="text-align:right;white-space:nowrap;{MUTED}">{_text(str(place))}</td>'
         f'<td style="text-align:left;white-space:pre"><code style="{CODE}">'
-        f"{escape(printable(code)) if listing.whole else _whole(code)}</code></td>"
+        f"{escape(printable(code)) if listing.whole else _uncut(code)}</code></td>"
         f'<td style="text-align:left">{_text(note)}</td></tr>'
         for place, code, note in listing.lines
     )
     return _box(f"<tbody>{rows}</tbody>", _named(label))
 
 
-def _course(course: Course) -> str:
+def _sparkline(course: Sparkline) -> str:
     """Return columns, each with the character of its height in it, which shows where styles are stripped.
 
     The arrow stands under the marked one, and its note to the side that has room.
@@ -168,7 +168,7 @@ def _course(course: Course) -> str:
         _column(100 / count, course.heights[place], spark, [(band[place], colour) for band, colour in bands])
         for place, spark in enumerate(sparks)
     )
-    ground = f"display:block;height:{72 if bands else 48}px;max-width:{COURSE};font-size:0;line-height:0"
+    ground = f"display:block;height:{72 if bands else 48}px;max-width:{SPARKLINE_WIDTH};font-size:0;line-height:0"
     stand = '<span style="display:inline-block;vertical-align:bottom;height:100%;width:0"></span>'
     note, at = _text(course.note), 100 * (course.mark + 0.5) / count
     if at <= 50:
@@ -178,7 +178,7 @@ def _course(course: Course) -> str:
     return (
         f'<div role="img" aria-label="{_text(course.label)}" '
         f'style="{ground};white-space:nowrap;background:{TRACK}">{stand}{columns}</div>'
-        f'<div style="max-width:{COURSE};margin:.1em 0 .3em 0"><div style="{arrow[0]}">{arrow[1]}</div></div>'
+        f'<div style="max-width:{SPARKLINE_WIDTH};margin:.1em 0 .3em 0"><div style="{arrow[0]}">{arrow[1]}</div></div>'
         f"{_legend(list(course.bands))}"
     )
 
@@ -221,9 +221,9 @@ def _tree(steps: Sequence[tuple[str, str]]) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(bounded(printable(text)))
+    return escape(truncate_words(printable(text)))
 
 
-def _whole(text: str) -> str:
+def _uncut(text: str) -> str:
     """Return the text of code, or of a name on hovering, whose words are not cut."""
-    return escape(cut_middle(printable(text), LONGEST))
+    return escape(truncate_middle(printable(text), MAX_LENGTH))

@@ -27,7 +27,7 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
-def here() -> Origin:
+def current_origin() -> Origin:
     """Return this process's origin. Imports nothing."""
     rank = _rank_in_torch()
     return Origin(

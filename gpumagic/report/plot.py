@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.report.document import OTHER_COLOUR, PART_COLOURS
-from gpumagic.report.units import cut_middle, printable
+from gpumagic.report.units import printable, truncate_middle
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ MIB = 1024**2
 
 def label(text: str) -> str:
     """Return a name as matplotlib may have it, which takes `$` for mathematics and no lone surrogate."""
-    return cut_middle(printable(text), 60).replace("$", r"\$")
+    return truncate_middle(printable(text), 60).replace("$", r"\$")
 
 
 def part_colour(part: str) -> tuple[float, ...]:
@@ -27,14 +27,14 @@ def part_colour(part: str) -> tuple[float, ...]:
     return tuple(each / 255 for each in PART_COLOURS.get(part, OTHER_COLOUR))
 
 
-def mark(axes: Any, x: float, y: float, text: str) -> None:
+def mark_point(axes: Any, x: float, y: float, text: str) -> None:
     """Mark a point and write a text above it."""
     axes.plot([x], [y], "v", color="tab:orange")
     axes.annotate(text, (x, y), textcoords="offset points", xytext=(0, 6), ha="center", fontsize="small")
     axes.margins(y=0.15)
 
 
-def unit_of(most: int) -> tuple[int, str]:
+def unit_for(most: int) -> tuple[int, str]:
     """Return the unit in which to write bytes of which the most are these, and its name."""
     return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
 
@@ -61,7 +61,7 @@ def new_figure(height: float) -> Figure:
     return ShownFigure(figsize=(8, height), layout="constrained")
 
 
-def or_gap(value: float | None, unit: float = 1.0) -> float:
+def nan_if_none(value: float | None, unit: float = 1.0) -> float:
     """Return a value in a unit, or a gap in the line where there is none."""
     return float("nan") if value is None else value / unit
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
-SILENT = 1.0
+DELAY = 1.0
 """Seconds that need no word."""
 
 Step = TypeVar("Step")
@@ -28,21 +28,21 @@ def bar(steps: Sequence[Step], unit: str) -> Iterator[Step]:
         steps: what is to be done; as text they say what that is.
         unit: what one of them is called.
     """
-    with tally(len(steps), unit) as tell:
+    with counted(len(steps), unit) as tell:
         for step in steps:
             tell(str(step))
             yield step
 
 
 @contextmanager
-def tally(most: int, unit: str) -> Iterator[Callable[[str], None]]:
+def counted(most: int, unit: str) -> Iterator[Callable[[str], None]]:
     """Show steps that come to light one by one: call what this gives with the name of each as it begins.
 
     Args:
         most: how many there will be, at most.
         unit: what one of them is called.
     """
-    shown = _shown(total=most, unit=unit, delay=SILENT)
+    shown = _new_bar(total=most, unit=unit, delay=DELAY)
     begun = 0
 
     def tell(step: str) -> None:
@@ -51,24 +51,24 @@ def tally(most: int, unit: str) -> Iterator[Callable[[str], None]]:
         shown.update(min(begun, 1))
         begun += 1
 
-    _tallies.append(shown)
+    _open_bars.append(shown)
     try:
         yield tell
     finally:
-        _tallies.remove(shown)
+        _open_bars.remove(shown)
         shown.close()
 
 
-def clock(what: str) -> Iterator[int]:
+def elapsed_seconds(what: str) -> Iterator[int]:
     """Yield 0, 1, 2 and so on, showing for how many of these seconds something has been going on.
 
     Within a tally that is the tally's to show: a notebook cannot write two lines over and over.
     """
-    if _tallies:
+    if _open_bars:
         for second in count():
-            _tallies[-1].refresh()
+            _open_bars[-1].refresh()
             yield second
-    shown = _shown(total=None, bar_format="{desc}")
+    shown = _new_bar(total=None, bar_format="{desc}")
     try:
         for second in count():
             shown.set_description_str(f"{what}, {second} s")  # the other one adds a colon
@@ -83,8 +83,8 @@ def waiting(what: str) -> Iterator[None]:
     done = threading.Event()
 
     def show() -> None:
-        if not done.wait(SILENT):
-            any(done.wait(1.0) for _ in clock(what))
+        if not done.wait(DELAY):
+            any(done.wait(1.0) for _ in elapsed_seconds(what))
 
     thread = threading.Thread(target=show, name="gpumagic progress", daemon=True)
     thread.start()
@@ -95,7 +95,7 @@ def waiting(what: str) -> Iterator[None]:
         thread.join()
 
 
-class _Shown(Protocol):
+class _Bar(Protocol):
     """What is used of a tqdm bar."""
 
     def set_description(self, text: str, refresh: bool = True) -> None: ...
@@ -105,20 +105,20 @@ class _Shown(Protocol):
     def close(self) -> None: ...
 
 
-_tallies: list[_Shown] = []
+_open_bars: list[_Bar] = []
 
 
-def _shown(**options: Any) -> _Shown:
+def _new_bar(**options: Any) -> _Bar:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # in a notebook without ipywidgets it says so, and then works as text
-            found: _Shown = import_module("tqdm.auto").tqdm(leave=False, **options)
+            found: _Bar = import_module("tqdm.auto").tqdm(leave=False, **options)
     except ImportError:
-        return _Line(options["total"], options.get("delay", 0.0))
+        return _TextBar(options["total"], options.get("delay", 0.0))
     return found
 
 
-class _Line:
+class _TextBar:
     """One line of text, written over and over."""
 
     def __init__(self, total: int | None, delay: float) -> None:

@@ -11,20 +11,20 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpumagic.report.document import (  # fmt: skip
+from gpumagic.report.document import (
     Block,
     Cell,
     Column,
-    Course,
     Document,
     Fold,
     Heading,
     Listing,
     Paragraph,
+    Sparkline,
     Table,
     Tree,
 )
-from gpumagic.report.units import LONGEST_WORD, bounded, cut_middle, printable, sparkline
+from gpumagic.report.units import MAX_WORD_LENGTH, printable, sparkline, truncate_middle, truncate_words
 
 NOTEBOOK_WIDTH = 100
 BAR_WIDTH = 12
@@ -77,15 +77,17 @@ def _block(block: Block, width: int) -> str:
         return _listing(block, width)
     if isinstance(block, Tree):
         return _tree(block, width)
-    if isinstance(block, Course):
-        return _course(block, width)
+    if isinstance(block, Sparkline):
+        return _sparkline(block, width)
     if isinstance(block, Fold):
         return _wrap(block.summary, width)
     raise TypeError(f"not a block: {block!r}")
 
 
 def _wrap(text: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(bounded(printable(text)), width, break_on_hyphens=False, subsequent_indent="  "))
+    return "\n".join(
+        textwrap.wrap(truncate_words(printable(text)), width, break_on_hyphens=False, subsequent_indent="  ")
+    )
 
 
 def _listing(listing: Listing, width: int) -> str:
@@ -111,25 +113,25 @@ def _broken(line: str, width: int, digits: int) -> list[str]:
     return [*pieces, line]
 
 
-def _course(course: Course, width: int) -> str:
+def _sparkline(course: Sparkline, width: int) -> str:
     """Return a line of blocks, one for each band too, and under the marked one an arrow with its note beside it."""
-    names = _telling(course)
+    names = _changing_bands(course)
     label = max((_width(name) + len(GAP) for name in names), default=0)
     columns = min(len(course.heights), max(8, width - label))
-    lines = [_pad(name, label, "left") + _sparks(course.bands[name], columns, " ") for name in names]
-    lines.append(" " * label + _sparks(course.heights, columns))
+    lines = [_pad(name, label, "left") + _spark_characters(course.bands[name], columns, " ") for name in names]
+    lines.append(" " * label + _spark_characters(course.heights, columns))
     mark = -(-(course.mark + 1) * columns // len(course.heights)) - 1
     lines.append(_under(printable(course.note), label + mark, width, label + columns // 2))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _telling(course: Course) -> list[str]:
+def _changing_bands(course: Sparkline) -> list[str]:
     """Return the bands that change, the highest first, where more than one does: a flat line says nothing."""
     changing = [name for name, band in course.bands.items() if max(band) - min(band) > 1 / 16][::-1]
     return changing if len(changing) > 1 else []
 
 
-def _sparks(heights: Sequence[float], columns: int, nothing: str = "") -> str:
+def _spark_characters(heights: Sequence[float], columns: int, nothing: str = "") -> str:
     """Return the highest of each of so many parts, as blocks; what is nothing may have a sign of its own."""
     edges = [place * len(heights) // columns for place in range(columns + 1)]
     found = [max(heights[start:end]) for start, end in itertools.pairwise(edges)]
@@ -192,7 +194,9 @@ def _fitted(table: Table, width: int, *, bars: bool) -> tuple[list[Column], list
 def _column_texts(column: Column, cells: Sequence[Cell | str], *, bars: bool) -> list[str]:
     """Return a column's title and texts; where there are bars, each stands behind its number, all aligned."""
     full = [cell if isinstance(cell, Cell) else Cell(cell) for cell in cells]
-    texts = [cut_middle(printable(text), LONGEST_WORD) for text in (column.title, *(cell.text for cell in full))]
+    texts = [
+        truncate_middle(printable(text), MAX_WORD_LENGTH) for text in (column.title, *(cell.text for cell in full))
+    ]
     if not bars or not any(cell.bar for cell in full):
         return texts
     width = max(map(_width, texts))

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Sequence
 
 NOT_AVAILABLE = "n/a"
-SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_CHARACTERS = "▁▂▃▄▅▆▇█"
 SYSTEMS = {
     "binary": (1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB")),
     "decimal": (1000, ("B", "kB", "MB", "GB", "TB", "PB")),
@@ -15,7 +15,7 @@ SYSTEMS = {
 _system = "binary"
 
 
-def use(system: str) -> None:
+def use_system(system: str) -> None:
     """Write bytes in one of `SYSTEMS` from now on: ``"binary"``, as torch and nvidia-smi do, or ``"decimal"``."""
     global _system  # noqa: PLW0603  # how a person reads bytes is one choice for the whole session
     assert system in SYSTEMS
@@ -32,7 +32,7 @@ def size(nbytes: int | None) -> str:
     return f"{nbytes / scale:.1f} {unit}"
 
 
-def pair(part: int, whole: int | None) -> str:
+def size_pair(part: int, whole: int | None) -> str:
     """Return two sizes in the unit of the larger: ``"3.1 / 15.0 GiB"``; what is not nothing is never "0.0"."""
     if whole is None:
         return size(part)
@@ -102,28 +102,28 @@ def sparkline(values: Sequence[float | None], low: float = 0.0, high: float | No
 
 
 def _block(height: float, span: float) -> str:
-    step = int(height / span * len(SPARKS)) if span > 0 else 0
-    return SPARKS[max(0, min(len(SPARKS) - 1, step))]
+    step = int(height / span * len(SPARK_CHARACTERS)) if span > 0 else 0
+    return SPARK_CHARACTERS[max(0, min(len(SPARK_CHARACTERS) - 1, step))]
 
 
-LONGEST = 2000
+MAX_LENGTH = 2000
 """Characters of a text that is read, and not typed: what is longer has come from outside."""
-LONGEST_WORD = 300
+MAX_WORD_LENGTH = 300
 
 
-def bounded(text: str) -> str:
+def truncate_words(text: str) -> str:
     """Return text with words that have no end cut in their middle, and a text that has none, too."""
-    if len(text) <= LONGEST_WORD:
+    if len(text) <= MAX_WORD_LENGTH:
         return text
-    return cut_middle(_LONG_WORDS.sub(lambda found: cut_middle(found[0], LONGEST_WORD), text), LONGEST)
+    return truncate_middle(_LONG_WORDS.sub(lambda found: truncate_middle(found[0], MAX_WORD_LENGTH), text), MAX_LENGTH)
 
 
-def cut_middle(text: str, most: int) -> str:
+def truncate_middle(text: str, most: int) -> str:
     """Return text of at most so many characters; what it loses is in its middle."""
     return text if len(text) <= most else f"{text[: most - most // 3 - 1]}…{text[-(most // 3) :]}"
 
 
-_LONG_WORDS = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
+_LONG_WORDS = re.compile(rf"\S{{{MAX_WORD_LENGTH + 1},}}")
 
 
 def printable(text: str) -> str:

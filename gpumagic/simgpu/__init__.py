@@ -113,11 +113,11 @@ def reset_copies() -> None:
 
 
 def _count_and_memory(text: str) -> tuple[int, str]:
-    from gpumagic.options import whole_number
+    from gpumagic.options import positive_int
 
     count, times, memory = text.lower().partition("x")
     if times:
-        return whole_number(count.strip()), memory
+        return positive_int(count.strip()), memory
     return (int(text), DEFAULT_MEMORY) if text.isdecimal() else (1, text)
 
 

@@ -80,7 +80,7 @@ class CallSites:
 
     @staticmethod
     def _cell_file(found: list[FrameType]) -> str | None:
-        return next((each.f_code.co_filename for each in found if not frames.is_a_functions(each)), None)
+        return next((each.f_code.co_filename for each in found if not frames.is_function_frame(each)), None)
 
 
 def _is_module_move(frame: FrameType) -> bool:
@@ -94,5 +94,5 @@ def _name(frame: FrameType, subject: object) -> str | None:
         return None
     found = next((name for name in frame.f_code.co_names if frame.f_globals.get(name) is subject), None)
     if found is None:
-        found = next((name for name, value in frames.own(frame).items() if value is subject), None)
+        found = next((name for name, value in frames.local_variables(frame).items() if value is subject), None)
     return found

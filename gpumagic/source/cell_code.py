@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from gpumagic.source import text as texts
-from gpumagic.source.text import Text
+from gpumagic.source.text import CellText
 
 _BATCH = re.compile(r"^(per_device_)?((train|eval|val|test|micro|mini)_?)?(batch(_?size)?|bs|bsz)$", re.IGNORECASE)
 _NO_GRAD = frozenset({"no_grad", "inference_mode", "set_grad_enabled"})
@@ -55,7 +55,7 @@ class CellCode:
     """Every attribute and function name the cell mentions: ``backward``, ``autocast``, ``eval``..."""
     batches: tuple[BatchLiteral, ...] = ()
     accumulations: tuple[Accumulation, ...] = ()
-    text: Text | None = field(default=None, compare=False, repr=False)
+    text: CellText | None = field(default=None, compare=False, repr=False)
 
     @property
     def trains(self) -> bool:
@@ -79,7 +79,7 @@ def read_cell(source: str) -> CellCode | None:
     return None if text is None else read_text(text)
 
 
-def read_text(text: Text) -> CellCode:
+def read_text(text: CellText) -> CellCode:
     """Return what a text says."""
     tree = text.tree
     nodes = list(ast.walk(tree))
@@ -209,7 +209,7 @@ _FACTORIES = frozenset({
 })  # fmt: skip
 _MOVES = frozenset({"to", "cuda", "xpu", "mps", "simgpu"})
 # With these the place of the creation is meant: a generator's numbers, pinned memory, a given output.
-_MEANT = frozenset({"generator", "pin_memory", "out"})
+_EXPLICIT_PLACEMENT = frozenset({"generator", "pin_memory", "out"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,4 +277,4 @@ def _creates(node: ast.expr) -> bool:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name)):
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
-    return name in _FACTORIES and not any(each.arg in _MEANT for each in node.keywords)
+    return name in _FACTORIES and not any(each.arg in _EXPLICIT_PLACEMENT for each in node.keywords)

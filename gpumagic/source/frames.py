@@ -23,24 +23,24 @@ from gpumagic import _compat
 MISSING = object()
 
 
-def variables(frame: FrameType, names: set[str]) -> dict[str, Any]:
+def resolve_names(frame: FrameType, names: set[str]) -> dict[str, Any]:
     """Return what the names are bound to in a frame: its own variables before its globals; what is unbound is left out.
 
     What a function's frame answers with is let go of again: see `own`.
     """
-    mine = own(frame) if is_a_functions(frame) else frame.f_locals
+    mine = local_variables(frame) if is_function_frame(frame) else frame.f_locals
     found = {name: mine[name] if name in mine else frame.f_globals.get(name, MISSING) for name in names}
     return {name: value for name, value in found.items() if value is not MISSING}
 
 
-def own(frame: FrameType) -> dict[str, Any]:
+def local_variables(frame: FrameType) -> dict[str, Any]:
     """Return the variables of a frame's own: a function's, or those of comprehensions that run in a cell's.
 
     Where the frame answers with a snapshot that it keeps, that is emptied again, unless somebody else has it:
     `locals()` returns the same dict.
     """
-    if not is_a_functions(frame):
-        return _compat.inlined(frame)
+    if not is_function_frame(frame):
+        return _compat.inlined_variables(frame)
     snapshot: Any = frame.f_locals
     found = dict(snapshot)
     if _compat.FRAMES_KEEP_SNAPSHOTS and sys.getrefcount(snapshot) <= 3:  # the frame's, ours, and the argument's
@@ -101,7 +101,7 @@ def _installed_names(folder: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def is_a_functions(frame: FrameType) -> bool:
+def is_function_frame(frame: FrameType) -> bool:
     """Whether the frame has variables of its own, as a cell's or a module's has not."""
     return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
 
@@ -123,7 +123,7 @@ def related_exceptions(error: BaseException, outside: Collection[int] = ()) -> I
 
     Args:
         error: where to begin.
-        outside: ids of exceptions that are not part of it, though Python chained it to them: see `being_handled`.
+        outside: ids of exceptions that are not part of it, though Python chained it: see `handled_exception_ids`.
     """
     seen = set(outside)
     waiting = deque([error])
@@ -138,13 +138,13 @@ def related_exceptions(error: BaseException, outside: Collection[int] = ()) -> I
         waiting.extend(each for each in linked if isinstance(each, BaseException))
 
 
-def being_handled() -> frozenset[int]:
+def handled_exception_ids() -> frozenset[int]:
     """Return the ids of the exceptions being handled here and now: what is raised next gets them as its context."""
     current = sys.exc_info()[1]
     return frozenset() if current is None else frozenset(id(each) for each in related_exceptions(current))
 
 
-def frames_of(error: BaseException, outside: Collection[int] = ()) -> Iterator[tuple[FrameType, int]]:
+def frames_in(error: BaseException, outside: Collection[int] = ()) -> Iterator[tuple[FrameType, int]]:
     """Yield each frame the error's whole graph holds with the line it stood on, callers before callees."""
     seen: set[int] = set()
     for each in related_exceptions(error, outside):
@@ -161,7 +161,7 @@ def traceback_steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
         traceback = traceback.tb_next
 
 
-def first_line(error: BaseException) -> str:
+def summary_line(error: BaseException) -> str:
     """Return ``"Type: the first line of its text"``, as tracebacks end, even where `str` itself fails."""
     try:
         text = str(error).strip()

@@ -26,7 +26,7 @@ from gpumagic.source import frames
 from gpumagic.source.text import parse_lines, parse_tree
 
 
-class Place(Protocol):
+class LineFinder(Protocol):
     """Tells the line of some code that a stack is in."""
 
     filename: str | None
@@ -36,7 +36,7 @@ class Place(Protocol):
         """Return the line that a stack is in, or None where the code is not on it, or more than once."""
 
 
-class OfCell:
+class CellLineFinder:
     """A cell: the outermost frame of a module's kind over its name space that was not there before the cell.
 
     Args:
@@ -61,10 +61,10 @@ class OfCell:
     def _found(self, frame: FrameType | None) -> list[FrameType]:
         """Return the frames, innermost first; not by name, as IPython 7.34 calls a cell's "<cell line: 1>"."""
         over = (each for each in frames.stack(frame) if each.f_globals is self._namespace)
-        return [each for each in over if not frames.is_a_functions(each)]
+        return [each for each in over if not frames.is_function_frame(each)]
 
 
-class OfCode:
+class CodeLineFinder:
     """A `with` block in some code, or a function's body."""
 
     def __init__(self, code: CodeType) -> None:
@@ -110,8 +110,8 @@ class WatchedCode:
 
     def look(self, frame: FrameType) -> None:
         """Note what the names are bound to in the frame of a `with` block that ends."""
-        if frames.is_a_functions(frame) and frame.f_globals is self.namespace:
-            self._variables = frames.variables(frame, set(self.names()))
+        if frames.is_function_frame(frame) and frame.f_globals is self.namespace:
+            self._variables = frames.resolve_names(frame, set(self.names()))
 
     def variables(self) -> Mapping[str, Any]:
         """Return what the names may be bound to; what `look` noted is forgotten by it."""
@@ -119,7 +119,7 @@ class WatchedCode:
         return {**{name: self.namespace[name] for name in self.names() if name in self.namespace}, **own}
 
 
-def code_of_function(code: CodeType, namespace: Mapping[str, Any]) -> WatchedCode:
+def watch_function(code: CodeType, namespace: Mapping[str, Any]) -> WatchedCode:
     """Return the code of a decorated function."""
     return WatchedCode(namespace, code.co_filename, code.co_firstlineno)
 

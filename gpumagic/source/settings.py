@@ -82,7 +82,7 @@ class Literal:
     value: int
 
 
-class Written:
+class WrittenSetting:
     """A number in the cell's text; several of one name change in proportion."""
 
     def __init__(self, source: str, name: str, found: list[Literal]) -> None:
@@ -113,7 +113,7 @@ class Written:
         return max(1, found.value * value // self.value)
 
 
-class Variable:
+class VariableSetting:
     """An int of the notebook, or of a function's arguments."""
 
     def __init__(self, namespace: MutableMapping[str, object], name: str, value: int) -> None:
@@ -152,7 +152,7 @@ def find_in_cell(source: str, name: str, namespace: MutableMapping[str, object],
     tree = ast.parse(source)
     found = [literal for written, literal in _literals(tree) if written == name]
     if found:
-        return Written(source, name, found)
+        return WrittenSetting(source, name, found)
     value = namespace.get(name)
     bound = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     line = next((node.lineno for node in bound if node.id == name), None)
@@ -166,7 +166,7 @@ def find_in_cell(source: str, name: str, namespace: MutableMapping[str, object],
         )
     if value < 1:
         raise OptionError(f"{option} {name}: {name} is {value}; it must be at least 1")
-    return Variable(namespace, name, value)
+    return VariableSetting(namespace, name, value)
 
 
 def find_in_arguments(name: str, arguments: MutableMapping[str, object], option: str) -> Setting:
@@ -174,7 +174,7 @@ def find_in_arguments(name: str, arguments: MutableMapping[str, object], option:
     value = arguments.get(name)
     if type(value) is not int or value < 1:
         raise OptionError(f"{option.strip('-')}={name!r}: {name} must be an int of at least 1, not {value!r:.40}")
-    return Variable(arguments, name, value)
+    return VariableSetting(arguments, name, value)
 
 
 def _literals(tree: ast.AST) -> Iterator[tuple[str, Literal]]:

@@ -39,7 +39,7 @@ class Change:
     """Which cell: ``"In [3]"``; empty for the one that failed."""
 
 
-def apply(changes: Iterable[Change], source: str, cell: str = "") -> str:
+def apply_changes(changes: Iterable[Change], source: str, cell: str = "") -> str:
     """Return a cell's text with changes made.
 
     Args:
@@ -62,7 +62,7 @@ def apply(changes: Iterable[Change], source: str, cell: str = "") -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class CellText:
     """The text of a cell and its tree.
 
     Attributes:
@@ -145,7 +145,7 @@ class Text:
     def after(self, changes: Iterable[Change]) -> str:
         """Return the lines that the changes touch, as they read then."""
         listed = [change for change in changes if change.cell == self.cell]
-        new = apply(listed, self.source, self.cell).split("\n")
+        new = apply_changes(listed, self.source, self.cell).split("\n")
         old = self.source.split("\n")
         same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), 0)
         rest = list(zip(reversed(old[same:]), reversed(new[same:]), strict=False))
@@ -215,12 +215,12 @@ class Text:
         return first, last
 
 
-def parse(source: str, cell: str = "", line: int | None = None) -> Text | None:
+def parse(source: str, cell: str = "", line: int | None = None) -> CellText | None:
     """Return a cell's text with its tree, or None if it cannot be parsed or its lines be numbered."""
     if "\r" in source or "\f" in source:
         return None
     tree = parse_tree(source)
-    return None if tree is None else Text(source, cell, line, tree)
+    return None if tree is None else CellText(source, cell, line, tree)
 
 
 def parse_tree(source: str) -> ast.Module | None:
@@ -264,7 +264,7 @@ def _first_column(statement: ast.stmt) -> int:
     return 0 if decorated else int(statement.col_offset)
 
 
-def called(node: ast.AST) -> str:
+def called_name(node: ast.AST) -> str:
     """Return the last name of what is called: ``"step"`` for ``opt.step()``; empty for anything else."""
     function = node.func if isinstance(node, ast.Call) else None
     if isinstance(function, ast.Attribute):
@@ -304,7 +304,7 @@ def failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
 
 
 def _span(code: CodeType, instruction: int) -> Span | None:
-    position: Any = next(itertools.islice(_compat.positions(code), max(instruction, 0) // 2, None), None)
+    position: Any = next(itertools.islice(_compat.instruction_positions(code), max(instruction, 0) // 2, None), None)
     return None if instruction < 0 or position is None or None in position else position
 
 

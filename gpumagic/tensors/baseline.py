@@ -55,7 +55,7 @@ class DiffBaseline:
             from gpumagic.tensors import scan
 
             self._last = scan.scan(self._shell.user_ns, shell=self._shell)
-            self._called = f"the start of cell {_compat.starting_number(self._shell, info)}"
+            self._called = f"the start of cell {_compat.starting_execution_count(self._shell, info)}"
 
 
 def compares_with_its_start(cell: str) -> bool:

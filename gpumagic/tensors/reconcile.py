@@ -31,13 +31,13 @@ class _Sum:
 
 def granule(device: str) -> int:
     """Return what a device's allocator rounds sizes up to; 1 where it does not round, or not in a known way."""
-    known = allocator.figures(device) is not None and not device.startswith("mps")
+    known = allocator.device_stats(device) is not None and not device.startswith("mps")
     return GRANULE if known else 1
 
 
 def by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
     """Return one row for each device that has live tensors or an allocator in use, accelerators first."""
-    figures = allocator.all_figures()
+    figures = allocator.all_device_stats()
     sums: dict[str, _Sum] = {device: _Sum() for device in figures}
     placed: dict[str, list[TensorRow]] = {}
     for row in rows:
@@ -75,7 +75,7 @@ def notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list
     return found
 
 
-def _row(device: str, total: _Sum, figures: allocator.AllocatorFigures | None, others: int | None) -> DeviceMemoryRow:
+def _row(device: str, total: _Sum, figures: allocator.AllocatorStats | None, others: int | None) -> DeviceMemoryRow:
     row = DeviceMemoryRow(device, total.tensors, total.storages, total.named, total.held, total.graph)
     if figures is None:
         return row

@@ -26,10 +26,10 @@ def release(namespace: Mapping[str, object], shell: InteractiveShell | None = No
     """
     with uncollected():  # what came back has to be what was let go of, not what a collection found
         before = scan.scan(namespace, shell=shell, thorough=True)
-        figures = allocator.all_figures()
+        figures = allocator.all_device_stats()
         wanted = {number for row in before if row.releasable for number in row.numbers}
         released = _forget(wanted, namespace, shell) if wanted else ()
-        now = allocator.all_figures()
+        now = allocator.all_device_stats()
         after = scan.scan(namespace, shell=shell, thorough=True)
     return ReleaseReport(tuple(_freed(before, after, figures, now)), released, after.held(), after.notes)
 
@@ -69,8 +69,8 @@ def _reaches(value: object, wanted: set[int], namespace: Mapping[str, object], s
 def _freed(
     before: TensorReport,
     after: TensorReport,
-    figures: Mapping[str, allocator.AllocatorFigures],
-    now: Mapping[str, allocator.AllocatorFigures],
+    figures: Mapping[str, allocator.AllocatorStats],
+    now: Mapping[str, allocator.AllocatorStats],
 ) -> Iterator[FreedRow]:
     gone = [row for row in after.since(before) if row.change == "went"]
     for device in [*figures, *dict.fromkeys(row.device for row in gone if row.device not in figures)]:

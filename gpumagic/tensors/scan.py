@@ -231,7 +231,11 @@ def scan(
     """
     if "torch" not in sys.modules:
         return TensorReport(
-            (), limit=limit, group_by=group_by, notes=("torch is not imported: no tensors",), origin=origin.here()
+            (),
+            limit=limit,
+            group_by=group_by,
+            notes=("torch is not imported: no tensors",),
+            origin=origin.current_origin(),
         )
     census = Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names, thorough)
     with uncollected():
@@ -247,7 +251,7 @@ def scan(
             process=storages.PROCESS,
             graphs=census.graphs,
             sources=census.sources,
-            origin=origin.here(),
+            origin=origin.current_origin(),
         )
         return report.narrowed(devices, minimum, sort)
 

@@ -16,7 +16,7 @@ from typing import Any
 from gpumagic.heap import object_fields
 from gpumagic.memory import allocator
 from gpumagic.source import frames
-from gpumagic.source.frames import MISSING, is_a_functions, is_user_code
+from gpumagic.source.frames import MISSING, is_function_frame, is_user_code
 from gpumagic.source.text import failing_node, names_in
 from gpumagic.transfers import device_errors
 from gpumagic.transfers.device_errors import DeviceError
@@ -199,11 +199,11 @@ def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str
     step = own[-1]
     frame, node = step.tb_frame, failing_node(step)
     code = frames.code_at(frame, step.tb_lineno)
-    function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name) if is_a_functions(frame) else None
+    function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name) if is_function_frame(frame) else None
     known = DeviceError(text, device, here, step.tb_lineno, code, function=_short_name(function))
     if node is None:
         return known
-    variables = frames.variables(frame, names_in(node))
+    variables = frames.resolve_names(frame, names_in(node))
     can_move = frame.f_globals is namespace and function is None
     return replace(known, expression=ast.unparse(node), operands=operands_of(node, variables), can_move=can_move)
 

@@ -15,7 +15,7 @@ from gpumagic import _compat
 from gpumagic.errors import OptionError
 from gpumagic.heap import kinds
 from gpumagic.memory import allocator
-from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import KeptStorages, MemoryTimeline
 from gpumagic.report import origin
@@ -144,7 +144,7 @@ class DeviceRun:
             explanation=explanation,
             lines=lines,
             notes=(self._recording.scope(),),
-            origin=origin.here(),
+            origin=origin.current_origin(),
             timeline=self._timeline(),
         )
 
@@ -193,7 +193,7 @@ class DeviceRun:
         )  # fmt: skip
         code = getattr(inspect.unwrap(func), "__code__", None)
         if code is not None:
-            run._code = lines.code_of_function(code, self._namespace)
+            run._code = lines.watch_function(code, self._namespace)
             run._block = code
         return run
 
@@ -270,14 +270,14 @@ class _Clock:
     """The time and the allocators' figures at the start and at the end of a block."""
 
     def __init__(self) -> None:
-        self.before = allocator.all_figures()
+        self.before = allocator.all_device_stats()
         self._start = time.perf_counter()
         self.elapsed = 0.0
-        self.after: dict[str, AllocatorFigures] = {}
+        self.after: dict[str, AllocatorStats] = {}
 
     def stop(self) -> None:
         self.elapsed = time.perf_counter() - self._start
-        self.after = allocator.all_figures()
+        self.after = allocator.all_device_stats()
 
     def peak(self) -> dict[str, int]:
         """Return the block's peak by device, where it is known without a reset of the user's counter.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from gpumagic.memory.view import drawable_courses, timeline_blocks
+from gpumagic.memory.view import drawable_devices, timeline_blocks
 from gpumagic.report.document import (
     Block,
     Cell,
@@ -200,7 +200,7 @@ def _sentences(report: TransferReport) -> Iterator[str]:
     if report.syncs and not any(row.line is not None for row in report.moves):
         lines = "; ".join(f"line {line}, {count(n, 'time')}" for line, n in report.syncs.items())
         yield f"The host waited for the device at {lines}."
-    drawn = {each.device for each in drawable_courses(report.timeline)}
+    drawn = {each.device for each in drawable_devices(report.timeline)}
     peaks = [f"{device} {size(n)}" for device, n in report.peak.items() if device not in drawn]
     if peaks:
         yield f"Peak: {'; '.join(peaks)}."

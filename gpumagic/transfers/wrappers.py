@@ -236,9 +236,9 @@ def _find_request(innermost: FrameType) -> tuple[str, object]:
     for frame in frames.stack(innermost):
         module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
         if module == "torch.serialization" and function in ("save", "load"):
-            cause, subject = f"torch.{function}", frames.own(frame).get("obj")
+            cause, subject = f"torch.{function}", frames.local_variables(frame).get("obj")
         elif module == "torch.storage" and function in ("__reduce__", "_load_from_bytes"):
             cause, subject = "pickle", None
         elif module == "torch._tensor" and function == "__reduce_ex__" and cause == "pickle":
-            subject = frames.own(frame).get("self")
+            subject = frames.local_variables(frame).get("self")
     return cause, subject

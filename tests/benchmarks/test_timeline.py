@@ -41,7 +41,7 @@ def test_looking_at_the_memory_of_a_cell_costs_next_to_nothing(
 ) -> None:
     """What a look costs, from cells with hundreds and with none, times how many looks a cell has."""
     looks = 0
-    look = sampler._look
+    look = sampler._sample_all
 
     def counted() -> None:
         nonlocal looks
@@ -51,13 +51,13 @@ def test_looking_at_the_memory_of_a_cell_costs_next_to_nothing(
     def spent(first: float, pause: float, share: float) -> tuple[float, int]:
         nonlocal looks
         looks = 0
-        monkeypatch.setattr(sampler, "FIRST", first)
-        monkeypatch.setattr(sampler, "PAUSE", pause)
-        monkeypatch.setattr(sampler, "SHARE", share)
+        monkeypatch.setattr(sampler, "FIRST_DELAY", first)
+        monkeypatch.setattr(sampler, "MIN_INTERVAL", pause)
+        monkeypatch.setattr(sampler, "INTERVAL_PER_COST", share)
         return seconds(magic + STEPS), looks
 
-    usual = sampler.FIRST, sampler.PAUSE, sampler.SHARE
-    monkeypatch.setattr(sampler, "_look", counted)
+    usual = sampler.FIRST_DELAY, sampler.MIN_INTERVAL, sampler.INTERVAL_PER_COST
+    monkeypatch.setattr(sampler, "_sample_all", counted)
     spent(*usual)
     rounds = [(spent(9.0, 0.4, 0), spent(0.002, 0.002, 0), spent(*usual)) for _ in range(ROUNDS)]
     none, many, some = (min(each) for each in zip(*rounds, strict=True))

@@ -74,9 +74,9 @@ def test_devices_accounts_for_every_allocated_byte() -> None:
 def test_a_rehearsal_can_begin_where_the_allocators_blocks_lie() -> None:
     kept = [torch.ones(3 * MIB, device="cuda:0") for _ in range(3)]
     del kept[1]
-    figures = allocator.figures("cuda:0")
+    figures = allocator.device_stats("cuda:0")
     assert figures is not None
-    found = segments.of_device("cuda:0", figures)
+    found = segments.read_segments("cuda:0", figures)
     assert found is not None
     lying = {block.address for segment in found for block in segment.blocks if block.is_owned}
     assert {each.data_ptr() for each in kept} <= lying

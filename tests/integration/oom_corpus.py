@@ -192,7 +192,7 @@ def _stranger(size: str):
 
     nbytes = parse_size(size)
     block = [torch.empty(nbytes, dtype=torch.uint8, device="simgpu:0")]
-    figures, read, others = allocator._figures, recognition.read_numbers, evidence.other_devices
+    figures, read, others = allocator._read_stats, recognition.read_numbers, evidence.other_devices
 
     def without(backend, module, index):
         found = figures(backend, module, index)
@@ -205,7 +205,7 @@ def _stranger(size: str):
 
     stack = ExitStack()
     stack.callback(block.clear)
-    stack.enter_context(mock.patch.object(allocator, "_figures", without))
+    stack.enter_context(mock.patch.object(allocator, "_read_stats", without))
     stack.enter_context(mock.patch.object(recognition, "read_numbers", said))
     stack.enter_context(mock.patch.object(evidence, "other_devices", lambda device: (others(device)[0], nbytes)))
     return stack

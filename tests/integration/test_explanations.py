@@ -171,7 +171,7 @@ def test_nothing_of_the_failed_line_is_kept_alive() -> None:
 def test_looking_at_a_running_functions_variables_does_not_keep_them() -> None:
     def work() -> weakref.ref[Any]:
         big = torch.ones(3)
-        seen = frames.variables(sys._getframe(), {"big", "torch", "nothing"})
+        seen = frames.resolve_names(sys._getframe(), {"big", "torch", "nothing"})
         assert seen == {"big": big, "torch": torch}
         del seen
         gone = weakref.ref(big)
@@ -185,7 +185,7 @@ def test_the_users_own_locals_are_left_as_they_are() -> None:
     def work() -> dict[str, Any]:
         here = 5
         mine = locals()
-        frames.variables(sys._getframe(), {"here"})
+        frames.resolve_names(sys._getframe(), {"here"})
         assert mine["here"] == here
         return mine
 

@@ -55,7 +55,7 @@ def test_where_there_is_no_best_device_the_cause_is_said(ask, monkeypatch, capsy
 
 
 def test_bench_returns_a_report_of_the_devices_named(ask, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "SILENT", 0.0)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
     report = ask("%gpuinfo cpu 1 --bench")
     assert isinstance(report, BenchReport)
     assert list(dict.fromkeys(row.device for row in report)) == ["cpu", "simgpu:1"]

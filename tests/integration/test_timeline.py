@@ -24,17 +24,17 @@ def make(mib: int, index: int = 0) -> torch.Tensor:
 
 
 def watched(mib: int, index: int = 0) -> torch.Tensor:
-    sampler._look()
+    sampler._sample_all()
     made = make(mib, index)
-    sampler._look()
+    sampler._sample_all()
     return made
 
 
 @pytest.fixture(autouse=True)
 def fresh_counters(two_devices, monkeypatch):
     """As a user does who wants a peak: the counters begin anew, and nobody of ours does that."""
-    monkeypatch.setattr(sampler, "FIRST", 3600.0)
-    monkeypatch.setattr(view, "ENOUGH", 1)  # these cells take no time, but for IPython's traceback
+    monkeypatch.setattr(sampler, "FIRST_DELAY", 3600.0)
+    monkeypatch.setattr(view, "MIN_POINTS", 1)  # these cells take no time, but for IPython's traceback
     for index in range(2):
         torch.simgpu.reset_peak_memory_stats(index)
     yield
@@ -45,7 +45,7 @@ def fresh_counters(two_devices, monkeypatch):
 def run(bare_shell):
     """Return a function that runs a cell and gives its stored report."""
     bare_shell.run_line_magic("load_ext", "gpumagic")
-    bare_shell.user_ns.update(torch=torch, make=make, watched=watched, look=sampler._look, MIB=MIB)
+    bare_shell.user_ns.update(torch=torch, make=make, watched=watched, look=sampler._sample_all, MIB=MIB)
 
     def run(cell):
         bare_shell.user_ns.pop("report", None)
@@ -241,15 +241,15 @@ def test_one_thread_looks_for_all_and_only_while_there_is_something_to_look_at(r
 
 def test_the_clock_looks_by_itself(run, monkeypatch) -> None:
     """Until it has seen the memory that this cell has."""
-    monkeypatch.setattr(sampler, "FIRST", 0.001)
+    monkeypatch.setattr(sampler, "FIRST_DELAY", 0.001)
     seen = threading.Event()
-    look = sampler._look
+    look = sampler._sample_all
 
     def looked() -> None:
         look()
         seen.set()
 
-    monkeypatch.setattr(sampler, "_look", looked)
+    monkeypatch.setattr(sampler, "_sample_all", looked)
     run("x = 1")
     sampler_cell = "%%ondevice 0 -q -o report\na = make(25)\nseen.clear(); ok = seen.wait(60)\ndel a"
     import IPython
@@ -264,7 +264,7 @@ def test_the_clock_looks_by_itself(run, monkeypatch) -> None:
 def test_a_short_cell_is_looked_at_soon_and_then_ever_less_often(monkeypatch) -> None:
     """After 64 ms, and from a tenth of a second on as often as the budget allows."""
     monkeypatch.undo()
-    clock, asked = [100.0], sampler.Sampled.__new__(sampler.Sampled)
+    clock, asked = [100.0], sampler.SampledTimeline.__new__(sampler.SampledTimeline)
     asked.log = TimelineLog({})
     asked.log.started = clock[0]
     monkeypatch.setattr(sampler, "_sampled", [asked])
@@ -278,14 +278,14 @@ def test_a_short_cell_is_looked_at_soon_and_then_ever_less_often(monkeypatch) ->
 
 
 def test_a_backend_whose_counters_fail_ends_the_looking_and_not_the_cell(run, monkeypatch, capfd) -> None:
-    monkeypatch.setattr(sampler, "FIRST", 0.001)
+    monkeypatch.setattr(sampler, "FIRST_DELAY", 0.001)
     failed = threading.Event()
 
     def fail() -> None:
         failed.set()
         raise RuntimeError("driver shutting down")
 
-    monkeypatch.setattr(sampler, "_look", fail)
+    monkeypatch.setattr(sampler, "_sample_all", fail)
     import IPython
 
     IPython.get_ipython().user_ns["failed"] = failed

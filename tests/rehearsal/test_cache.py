@@ -14,7 +14,7 @@ import gpumagic
 from gpumagic.dryrun import targets
 from gpumagic.dryrun.stage.arena import Arena, Pool
 from gpumagic.memory import allocator, segments
-from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorStats
 
 KIB, MIB = 1 << 10, 1 << 20
 DEVICE = "simgpu:1"
@@ -143,7 +143,7 @@ def snapshot(monkeypatch):
     def read(*found, reserved=20 * MIB, allocated=4 * MIB):
         module = SimpleNamespace(memory_snapshot=lambda mempool_id=None: list(found))
         monkeypatch.setattr(allocator, "device_module", lambda backend: module)
-        return segments.of_device("cuda:0", AllocatorFigures(allocated, reserved, None))
+        return segments.read_segments("cuda:0", AllocatorStats(allocated, reserved, None))
 
     return read
 

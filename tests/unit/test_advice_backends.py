@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom.rules import batch, expressions, limits, proposal, training, verdict
 from gpumagic.oom.rules.facts import Facts, Loader, Model, Scene, TensorFact, Work
 from gpumagic.source import cell_code, text
@@ -15,8 +15,8 @@ from gpumagic.source import cell_code, text
 MIB, GIB = 2**20, 2**30
 SHORTAGE = Facts(
     "cuda allocator", device="cuda:0", requested=2 * GIB, capacity=8 * GIB, free=GIB, from_allocator=True,
-    before=AllocatorFigures(GIB, GIB, GIB), at_failure=AllocatorFigures(7 * GIB, 7 * GIB, 7 * GIB),
-    after=AllocatorFigures(GIB, GIB, GIB),
+    before=AllocatorStats(GIB, GIB, GIB), at_failure=AllocatorStats(7 * GIB, 7 * GIB, 7 * GIB),
+    after=AllocatorStats(GIB, GIB, GIB),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import verdict
 from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Scene, TensorFact, Work
@@ -49,7 +49,7 @@ CELLS = st.recursive(
 )
 
 
-def parsed(source: str) -> text.Text:
+def parsed(source: str) -> text.CellText:
     found = text.parse(source)
     assert found is not None
     return found
@@ -128,7 +128,7 @@ def test_an_expression_is_replaced_where_it_stands(source, data) -> None:
 
 
 TENSOR = TensorFact((256, 64), "float32", 256 * 64 * 4, "cuda:0")
-FIGURES = AllocatorFigures(7 * GIB, 7 * GIB, 7 * GIB)
+FIGURES = AllocatorStats(7 * GIB, 7 * GIB, 7 * GIB)
 
 
 def facts(source: str, line: int, *, trains: bool) -> Facts:
@@ -145,7 +145,7 @@ def facts(source: str, line: int, *, trains: bool) -> Facts:
                   calls_backward=trains, graph_names=("loss", "x"))  # fmt: skip
     return Facts(
         "cuda allocator", device="cuda:0", requested=2 * GIB, capacity=8 * GIB, free=GIB, before=FIGURES,
-        at_failure=FIGURES, after=AllocatorFigures(GIB, GIB, GIB), from_allocator=True, scene=scene, cell=cell,
+        at_failure=FIGURES, after=AllocatorStats(GIB, GIB, GIB), from_allocator=True, scene=scene, cell=cell,
         models=(model,), fixed=2 * GIB, free_elsewhere={"cuda:1": 80 * GIB}, looked_at=True,
         batches=tuple(BatchSize(each.name, each.value, each.line) for each in cell.batches),
         work=Work(text=at, tensors={"x": TENSOR, "y": TENSOR}, models=(model,)),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom.rules import batch, kept, limits, training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Ownership, Scene
 from gpumagic.source import cell_code  # fmt: skip
@@ -15,7 +15,7 @@ MIB, GIB = 2**20, 2**30
 
 
 def figures(allocated, reserved=None):
-    return AllocatorFigures(allocated, reserved or allocated, allocated)
+    return AllocatorStats(allocated, reserved or allocated, allocated)
 
 
 SHORTAGE = Facts(

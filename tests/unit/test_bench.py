@@ -131,7 +131,7 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 def test_without_tqdm_one_line_is_written_over_and_removed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "SILENT", 0.0)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
     assert list(progress.bar(["first", "second"], "word")) == ["first", "second"]
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -148,7 +148,7 @@ def test_tqdm_is_used_where_it_is_and_told_what_is_counted(bars: list[dict[str, 
 
 
 def test_a_step_is_done_when_the_next_begins(bars: list[dict[str, object]]) -> None:
-    with progress.tally(12, "rehearsal") as tell:
+    with progress.counted(12, "rehearsal") as tell:
         for value in (16, 32, 64):
             tell(f"batch_size = {value}")
     assert bars[0]["done"] == 2
@@ -163,15 +163,15 @@ def test_what_takes_less_than_a_second_shows_nothing(capsys: pytest.CaptureFixtu
 
 def test_a_clock_within_a_tally_moves_that_one(bars: list[dict[str, object]]) -> None:
     """Two lines that are written over and over come out as many in a notebook."""
-    with progress.tally(12, "rehearsal") as tell:
+    with progress.counted(12, "rehearsal") as tell:
         tell("batch_size = 16")
-        assert any(second == 2 for second in progress.clock("rehearsing"))
+        assert any(second == 2 for second in progress.elapsed_seconds("rehearsing"))
     assert len(bars) == 1
     assert bars[0]["refreshed"]
 
 
 def test_what_cannot_be_counted_shows_for_how_long_it_has_been_going_on(bars: list[dict[str, object]]) -> None:
-    assert any(second == 2 for second in progress.clock("rehearsing"))
+    assert any(second == 2 for second in progress.elapsed_seconds("rehearsing"))
     assert bars[0]["said"] == ["rehearsing, 0 s", "rehearsing, 1 s", "rehearsing, 2 s"]
     assert bars[0]["closed"], "also where nobody waits to the end"
 
@@ -180,8 +180,8 @@ def test_a_wait_shows_its_clock_from_a_thread_that_ends_with_it(
     bars: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = threading.Event()
-    monkeypatch.setattr(progress, "clock", lambda what: shown.set() or iter([what]))
-    monkeypatch.setattr(progress, "SILENT", 0.0)
+    monkeypatch.setattr(progress, "elapsed_seconds", lambda what: shown.set() or iter([what]))
+    monkeypatch.setattr(progress, "DELAY", 0.0)
     with progress.waiting("compiling"):
         assert shown.wait(30)
     assert "gpumagic progress" not in [thread.name for thread in threading.enumerate()]

@@ -15,7 +15,7 @@ from gpumagic.gpus import cards, no_gpu, nvml, other_devices, probe
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.gpus.torch_build import TorchBuild, torch_build
 from gpumagic.memory import allocator
-from gpumagic.memory.allocator import AllocatorFigures
+from gpumagic.memory.allocator import AllocatorStats
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def cuda_in_use(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     properties = [SimpleNamespace(uuid=uuid, name="NVIDIA Fake", total_memory=8 * GIB) for uuid in uuids]
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
-    figures = {"cuda:0": AllocatorFigures(GIB, 2 * GIB, GIB), "cuda:1": AllocatorFigures(0, 0, 0)}
-    monkeypatch.setattr(allocator, "figures", figures.get)
+    figures = {"cuda:0": AllocatorStats(GIB, 2 * GIB, GIB), "cuda:1": AllocatorStats(0, 0, 0)}
+    monkeypatch.setattr(allocator, "device_stats", figures.get)
     return torch.cuda
 
 
@@ -75,7 +75,7 @@ def test_cuda_devices_are_shown_by_torch_alone_where_nvml_is_missing(
     monkeypatch.setattr(nvml, "connect", lambda: nvml.NvmlFailure("no binding"))
     monkeypatch.setattr(other_devices, "simulated_rows", list)
     asked: list[str] = []
-    monkeypatch.setattr(allocator, "capacity", lambda device: asked.append(device) or (5 * GIB, 8 * GIB))
+    monkeypatch.setattr(allocator, "mem_get_info", lambda device: asked.append(device) or (5 * GIB, 8 * GIB))
     first, second = probe.read_gpus()
     assert (first.device, first.memory_free, first.memory_used) == ("cuda:0", 5 * GIB, 3 * GIB)
     assert (second.memory_total, second.memory_free) == (8 * GIB, None)
@@ -105,7 +105,7 @@ def test_unified_memory_that_only_torch_reports_does_not_pass_the_hosts_use_off_
     monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
     monkeypatch.setattr(nvml, "connect", lambda: nvml.NvmlFailure("no library"))
     monkeypatch.setattr(other_devices, "simulated_rows", list)
-    monkeypatch.setattr(allocator, "capacity", lambda _: (5 * GIB, 8 * GIB))
+    monkeypatch.setattr(allocator, "mem_get_info", lambda _: (5 * GIB, 8 * GIB))
     cuda_in_use.get_device_properties(0).is_integrated = True
     row = probe.read_gpus()[0]
     assert (row.unified, row.memory_free, row.memory_used) == (True, 5 * GIB, None)

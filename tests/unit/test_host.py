@@ -27,8 +27,8 @@ def machine(monkeypatch, tmp_path):
 
 def test_without_a_limit_the_machines_memory_counts(machine) -> None:
     machine(**{"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "123\n"})
-    assert host.memory() == (8 * GIB, 16 * GIB)
-    assert host.nearly_gone() is None
+    assert host.available_memory() == (8 * GIB, 16 * GIB)
+    assert host.nearly_exhausted() is None
 
 
 def test_a_containers_limit_counts_less_what_it_uses_beside_its_file_cache(machine) -> None:
@@ -36,20 +36,20 @@ def test_a_containers_limit_counts_less_what_it_uses_beside_its_file_cache(machi
         "sys/fs/cgroup/memory.max": f"{4 * GIB}\n", "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
         "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {GIB}\nactive_file 5\n",
     })  # fmt: skip
-    assert host.memory() == (2 * GIB, 4 * GIB)
+    assert host.available_memory() == (2 * GIB, 4 * GIB)
 
 
 def test_so_does_one_of_the_older_kind(machine) -> None:
     machine(**{
         f"{V1}limit_in_bytes": str(2 * GIB), f"{V1}usage_in_bytes": str(2 * GIB - 2**20), f"{V1}stat": "cache 9\n",
     })  # fmt: skip
-    assert host.memory() == host.nearly_gone() == (2**20, 2 * GIB)
+    assert host.available_memory() == host.nearly_exhausted() == (2**20, 2 * GIB)
 
 
 def test_where_nothing_can_be_read_nothing_is_said(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(host, "_ROOT", tmp_path)
-    assert host.memory() is None
-    assert host.nearly_gone() is None
+    assert host.available_memory() is None
+    assert host.nearly_exhausted() is None
 
 
 def test_a_guarded_cell_warns_once_before_the_kernel_is_ended(guarded_shell, machine, capsys) -> None:

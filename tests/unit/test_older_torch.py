@@ -92,8 +92,8 @@ def test_a_backend_whose_allocator_keeps_no_figures_has_none(monkeypatch) -> Non
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
     for name in ("memory_stats", "memory_stats_as_nested_dict"):
         monkeypatch.delattr(torch.xpu, name, raising=False)
-    assert allocator.figures("xpu:0") is None
-    assert "xpu:0" not in allocator.all_figures()
+    assert allocator.device_stats("xpu:0") is None
+    assert "xpu:0" not in allocator.all_device_stats()
 
 
 def test_a_frame_that_has_let_go_of_a_function_keeps_none() -> None:

@@ -85,7 +85,7 @@ def test_where_it_cannot_be_attached_nothing_is_tried(observers, monkeypatch, mi
 
 def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
     monkeypatch.setattr(OomGuard, "_shares", lambda *_: (Share("parameters", 7),), raising=True)
-    monkeypatch.setattr("gpumagic.memory.allocator.all_figures", dict)
+    monkeypatch.setattr("gpumagic.memory.allocator.all_device_stats", dict)
     monkeypatch.setattr("gpumagic.heap.release.reclaim", lambda: None)  # there is no CUDA whose cache to empty
     guard = gpumagic.oomguard(keep_going=True)
     with guard:

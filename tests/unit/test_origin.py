@@ -37,7 +37,7 @@ def test_a_report_says_where_it_was_made() -> None:
 def test_the_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], ranks: object) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = origin.here()
+    found = origin.current_origin()
     assert (found.rank, found.local_rank) == ranks
 
 
@@ -47,6 +47,6 @@ def test_that_of_torch_distributed_comes_first() -> None:
         "os.environ['RANK'] = '9'\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "from gpumagic.report import origin as origin\n"
-        "print(origin.here().rank)"
+        "print(origin.current_origin().rank)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "0"

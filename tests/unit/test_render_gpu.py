@@ -10,7 +10,7 @@ import pytest
 
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.rendering import to_html, to_text
-from gpumagic.report.units import pair
+from gpumagic.report.units import size_pair
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 PROCESSES = (
@@ -226,7 +226,7 @@ def test_html_has_the_figures_beside_the_bars() -> None:
 )
 def test_pairs_share_a_unit_and_never_show_something_as_nothing(part: int, whole: int | None, text: str) -> None:
     """Comparing them takes no arithmetic."""
-    assert pair(part, whole) == text
+    assert size_pair(part, whole) == text
 
 
 def test_room_that_a_wide_column_leaves_is_given_to_the_next() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gpumagic.dryrun.report import RehearsalPoint, RehearsalReport
 from gpumagic.errors import GpuMagicError
-from gpumagic.memory.allocator import AllocatorFigures
-from gpumagic.memory.timeline import MemoryCourse, MemoryPoint, MemoryTimeline, TimelineLog
+from gpumagic.memory.allocator import AllocatorStats
+from gpumagic.memory.timeline import DeviceTimeline, MemoryPoint, MemoryTimeline, TimelineLog
 from gpumagic.memory.view import heights
 from gpumagic.oom.report import OomReport
 from gpumagic.report.rendering import to_html, to_text
@@ -22,8 +22,8 @@ MIB = 1024**2
 DEVICE = "cuda:0"
 
 
-def figures(allocated: int, peak: int | None = None) -> AllocatorFigures:
-    return AllocatorFigures(allocated, allocated, allocated if peak is None else peak)
+def figures(allocated: int, peak: int | None = None) -> AllocatorStats:
+    return AllocatorStats(allocated, allocated, allocated if peak is None else peak)
 
 
 # -- looks ------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ def figures(allocated: int, peak: int | None = None) -> AllocatorFigures:
 CODE = {1: "%%ondevice 0", 2: "a = make()", 3: "b = make()", 4: "del a"}
 
 
-def course(*looks: tuple[int, int, int], before: int = 0, peak: int = 0) -> MemoryCourse:
+def course(*looks: tuple[int, int, int], before: int = 0, peak: int = 0) -> DeviceTimeline:
     """Return the course of a cell of four lines from ``(allocated, peak, line)`` at each look."""
     log = TimelineLog({DEVICE: figures(before, peak)}, 1)
     for allocated, highest, line in looks:
@@ -83,9 +83,9 @@ def test_a_device_that_comes_to_life_in_the_cell_began_with_nothing() -> None:
 @given(st.lists(st.tuples(st.floats(0, 0.5), st.integers(0, 10**12)), min_size=1, max_size=300))
 def test_points_are_few_in_order_and_lose_neither_the_highest_nor_the_lowest(steps: list[tuple[float, int]]) -> None:
     """However many looks there are and however long they take."""
-    from gpumagic.memory.timeline import _Fold
+    from gpumagic.memory.timeline import _Downsampler
 
-    fold, now = _Fold(16), 0.0
+    fold, now = _Downsampler(16), 0.0
     for look, (pause, allocated) in enumerate(steps):
         now += pause
         fold.add(now, look, allocated, allocated)
@@ -221,7 +221,7 @@ def timeline(lines: tuple[int, int] | None = (5, 5), peak: int | None = 100 * MI
     heights = (10, 10, 40, 100, 60, 20)
     points = tuple(MemoryPoint(second, n * MIB, n * MIB, n * MIB) for second, n in enumerate(heights))
     code = "y = model(x)" if lines is not None and lines[0] == lines[1] else None
-    found = MemoryCourse(DEVICE, 10 * MIB, 20 * MIB, peak, 100 * MIB, lines, code, points)
+    found = DeviceTimeline(DEVICE, 10 * MIB, 20 * MIB, peak, 100 * MIB, lines, code, points)
     return MemoryTimeline((found,), 6.0, 7, **more)
 
 
@@ -277,7 +277,7 @@ def test_in_html_the_columns_carry_the_characters_that_show_where_styles_are_str
 
 
 def test_hostile_code_cannot_leave_the_mark() -> None:
-    found = MemoryCourse(
+    found = DeviceTimeline(
         DEVICE, 0, MIB, MIB, MIB, (1, 1), "<img src=x onerror=alert(1)>\x1b[2J",
         tuple(MemoryPoint(second, 0, MIB, MIB) for second in range(5)),
     )  # fmt: skip
@@ -288,7 +288,7 @@ def test_hostile_code_cannot_leave_the_mark() -> None:
 
 def test_two_points_are_not_drawn() -> None:
     points = (MemoryPoint(0, 0, 0, 0), MemoryPoint(0.01, MIB, MIB, MIB))
-    quick = MemoryCourse(DEVICE, 0, MIB, MIB, MIB, None, None, points)
+    quick = DeviceTimeline(DEVICE, 0, MIB, MIB, MIB, None, None, points)
     report = TransferReport(DEVICE, (), timeline=MemoryTimeline((quick,), 0.01, 2), peak={DEVICE: MIB})
     assert "Peak: cuda:0 1.0 MiB." in to_text(report, 80)
     assert "▁" not in to_text(report, 80)
@@ -298,7 +298,7 @@ def test_two_points_are_not_drawn() -> None:
 @given(st.lists(st.tuples(st.floats(0, 9.9), st.integers(0, 10**9)), min_size=1, max_size=50), st.integers(1, 60))
 def test_no_column_hides_the_highest(found: list[tuple[float, int]], columns: int) -> None:
     points = tuple(MemoryPoint(second, n, n, n) for second, n in sorted(found))
-    course = MemoryCourse(DEVICE, 0, points[-1].last, None, 0, None, None, points)
+    course = DeviceTimeline(DEVICE, 0, points[-1].last, None, 0, None, None, points)
     found_heights = heights(course, MemoryTimeline((course,), 10.0, 2), columns)
     assert len(found_heights) == columns
     assert max(found_heights) == max(n for _, n in found)

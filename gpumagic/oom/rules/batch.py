@@ -14,7 +14,7 @@ from gpumagic.oom.rules.facts import BatchSize, Facts, Loader
 from gpumagic.oom.rules.proposal import Region, backend, called_models, find, propose, read_tensors
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import defaults
-from gpumagic.source.text import Change, Text, called, names_in
+from gpumagic.source.text import CellText, Change, called_name, names_in
 
 
 def smaller(facts: Facts) -> Iterator[Advice]:
@@ -76,7 +76,7 @@ def _is_at_work(facts: Facts, found: BatchSize) -> bool:
     return any(found.name in names_in(node) for text in facts.texts for node in _running(text))
 
 
-def _running(text: Text) -> Iterator[ast.AST]:
+def _running(text: CellText) -> Iterator[ast.AST]:
     """Yield the statement that failed, and what the loops around it go over."""
     statement = text.statement_at(text.line)
     if statement is None:
@@ -102,7 +102,7 @@ def _edit(facts: Facts, found: BatchSize, value: int, steps: int) -> dict[str, A
     return {"first": f"{found.name} = {value}"}
 
 
-def _changes(text: Text, found: BatchSize, value: int, steps: int) -> Iterator[Change]:
+def _changes(text: CellText, found: BatchSize, value: int, steps: int) -> Iterator[Change]:
     if text.cell != found.cell:
         return
     for node in text.nodes():
@@ -209,7 +209,7 @@ def _mixes_rows(node: ast.AST) -> bool:
         return isinstance(node.op, ast.MatMult)
     if isinstance(node, ast.Attribute):
         return node.attr in ("T", "mT")
-    return called(node) in ("t", "transpose", "matmul", "mm", "bmm", "einsum", "cdist", "zero_grad", "step")
+    return called_name(node) in ("t", "transpose", "matmul", "mm", "bmm", "einsum", "cdist", "zero_grad", "step")
 
 
 def _divisible(facts: Facts, region: Region) -> list[str]:
@@ -342,12 +342,12 @@ def _move(name: str, kind: str, device: str) -> str:
     return f'{name}.to("{device}")' if kind == "module" else f'{name} = {name}.to("{device}")'
 
 
-def _renamed(facts: Facts, text: Text, device: str) -> Iterator[Change]:
+def _renamed(facts: Facts, text: CellText, device: str) -> Iterator[Change]:
     own = {facts.device, backend(facts) if (facts.device or "").endswith(":0") else facts.device}
     for node in text.nodes():
         if isinstance(node, ast.Constant) and node.value in own and isinstance(node.value, str):
             yield text.replace(node, f'"{device}"')
-        elif isinstance(node, ast.Call) and called(node) == backend(facts) and not node.args:  # x.cuda()
+        elif isinstance(node, ast.Call) and called_name(node) == backend(facts) and not node.args:  # x.cuda()
             yield text.add_argument(node, device.partition(":")[2])
 
 
@@ -375,7 +375,7 @@ def shallower(facts: Facts) -> Iterator[Advice]:
             return
 
 
-def _depths(text: Text) -> Iterator[tuple[str, ast.Constant]]:
+def _depths(text: CellText) -> Iterator[tuple[str, ast.Constant]]:
     for node in text.nodes():
         name = node.arg if isinstance(node, ast.keyword) else None
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

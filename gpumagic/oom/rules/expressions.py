@@ -11,7 +11,7 @@ from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, TensorFact
 from gpumagic.oom.rules.proposal import propose
 from gpumagic.report.units import shape, size
-from gpumagic.source.text import Change, Text, called
+from gpumagic.source.text import CellText, Change, called_name
 
 ROWS = 128
 """Queries at a time, where the device has no fused attention."""
@@ -55,7 +55,7 @@ def fused(facts: Facts) -> Iterator[Advice]:
     )  # fmt: skip
 
 
-def _attention(text: Text | None, node: ast.AST) -> Attention | None:
+def _attention(text: CellText | None, node: ast.AST) -> Attention | None:
     if text is None or not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.MatMult):
         return None
     scores = _under_softmax(node.left)
@@ -72,7 +72,7 @@ def _attention(text: Text | None, node: ast.AST) -> Attention | None:
 
 def _under_softmax(node: ast.expr) -> ast.expr | None:
     """Return what softmax over the last dimension is taken of."""
-    if not isinstance(node, ast.Call) or called(node) != "softmax" or not isinstance(node.func, ast.Attribute):
+    if not isinstance(node, ast.Call) or called_name(node) != "softmax" or not isinstance(node.func, ast.Attribute):
         return None
     function = isinstance(node.func.value, ast.Name | ast.Attribute) and ast.unparse(node.func.value).endswith(
         ("F", "torch", "functional")
@@ -84,7 +84,7 @@ def _under_softmax(node: ast.expr) -> ast.expr | None:
     return node.args[0] if function and node.args else None if function else node.func.value
 
 
-def _scaled(text: Text, node: ast.expr) -> tuple[ast.expr, str]:
+def _scaled(text: CellText, node: ast.expr) -> tuple[ast.expr, str]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return node.left, text.code(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
@@ -95,18 +95,18 @@ def _scaled(text: Text, node: ast.expr) -> tuple[ast.expr, str]:
 def _transposed(node: ast.expr) -> ast.expr | None:
     if isinstance(node, ast.Attribute) and node.attr == "mT":
         return node.value
-    if isinstance(node, ast.Call) and called(node) == "transpose" and isinstance(node.func, ast.Attribute):
+    if isinstance(node, ast.Call) and called_name(node) == "transpose" and isinstance(node.func, ast.Attribute):
         last = {ast.unparse(each) for each in node.args} == {"-1", "-2"}
         return node.func.value if last else None
     return None
 
 
-def _call(text: Text, found: Attention) -> str:
+def _call(text: CellText, found: Attention) -> str:
     operands = f"{found.query.id}, {found.key.id}, {text.code(found.value)}"
     return f"torch.nn.functional.scaled_dot_product_attention({operands}, scale={found.scale})"
 
 
-def _in_parts(text: Text, found: Attention) -> str:
+def _in_parts(text: CellText, found: Attention) -> str:
     """Return the same expression over parts of the queries, put together again."""
     changed, code = text.code(found.whole), text.code(found.query)
     # The query is the first variable of the scores: everything before it is brackets and the name of softmax.
@@ -164,7 +164,7 @@ def expand(facts: Facts) -> Iterator[Advice]:
     """Repeat without copies what has one element in the repeated dimension."""
     text = facts.failing
     for node in _expressions(facts):
-        if text is None or not isinstance(node, ast.Call) or called(node) != "repeat" or node.keywords:
+        if text is None or not isinstance(node, ast.Call) or called_name(node) != "repeat" or node.keywords:
             continue
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
         fact = facts.work.tensors.get(text.code(owner)) if owner is not None else None
@@ -194,7 +194,7 @@ def _fits(facts: Facts, nbytes: int) -> bool | None:
 
 def _pairs(node: ast.expr) -> tuple[ast.expr, ast.expr] | None:
     """Return the two operands of ``((a[:, None] - b[None]) ** 2).sum(-1)``."""
-    if not isinstance(node, ast.Call) or called(node) != "sum" or not isinstance(node.func, ast.Attribute):
+    if not isinstance(node, ast.Call) or called_name(node) != "sum" or not isinstance(node.func, ast.Attribute):
         return None
     if [ast.unparse(each) for each in (*node.args, *(each.value for each in node.keywords))] not in (["-1"], ["2"]):
         return None
@@ -228,13 +228,13 @@ def _stretched(node: ast.expr, dimension: int) -> ast.expr | None:
 
 def _one_hot(node: ast.expr) -> ast.expr | None:
     """Return the numbers in ``one_hot(ids, n).float()``."""
-    if isinstance(node, ast.Call) and called(node) in ("float", "to", "half", "bfloat16"):
+    if isinstance(node, ast.Call) and called_name(node) in ("float", "to", "half", "bfloat16"):
         inner = node.func.value if isinstance(node.func, ast.Attribute) else None
         return _one_hot(inner) if inner is not None else None
-    return node.args[0] if isinstance(node, ast.Call) and called(node) == "one_hot" and node.args else None
+    return node.args[0] if isinstance(node, ast.Call) and called_name(node) == "one_hot" and node.args else None
 
 
-def _expanded(text: Text, call: ast.Call, fact: TensorFact) -> str | None:
+def _expanded(text: CellText, call: ast.Call, fact: TensorFact) -> str | None:
     """Return the arguments for `expand`, or None where a dimension of more than one is repeated."""
     counts = call.args
     sizes = (*(1 for _ in range(len(counts) - len(fact.shape))), *fact.shape)
@@ -276,24 +276,24 @@ def update_in_place(facts: Facts) -> Iterator[Advice]:
     )  # fmt: skip
 
 
-def _steps(facts: Facts, text: Text, name: str, value: ast.expr) -> list[str]:
+def _steps(facts: Facts, text: CellText, name: str, value: ast.expr) -> list[str]:
     """Return the statements in place for ``(name * 2 + other).relu()``, or none where it is not such a chain."""
     if isinstance(value, ast.Name):
         return [""] if value.id == name else []
     if isinstance(value, ast.BinOp) and type(value.op) in _SIGNS and _fits_in_place(facts, text, name, value.right):
         before = _steps(facts, text, name, value.left)
         return [*before, f"{name} {_SIGNS[type(value.op)]} {text.code(value.right)}"] if before else []
-    if not isinstance(value, ast.Call) or called(value) not in UNARY or not isinstance(value.func, ast.Attribute):
+    if not isinstance(value, ast.Call) or called_name(value) not in UNARY or not isinstance(value.func, ast.Attribute):
         return []
     owner, arguments = value.func.value, [text.code(each) for each in value.args]
     arguments += [f"{each.arg}={text.code(each.value)}" for each in value.keywords]
     if isinstance(owner, ast.Name) and owner.id == "torch" and value.args:
         owner, arguments = value.args[0], arguments[1:]
     before = _steps(facts, text, name, owner)
-    return [*before, f"{name}.{called(value)}_({', '.join(arguments)})"] if before else []
+    return [*before, f"{name}.{called_name(value)}_({', '.join(arguments)})"] if before else []
 
 
-def _fits_in_place(facts: Facts, text: Text, name: str, other: ast.expr) -> bool:
+def _fits_in_place(facts: Facts, text: CellText, name: str, other: ast.expr) -> bool:
     """Return whether an operand leaves the shape and type as they are: a number, or a tensor of the same."""
     if isinstance(other, ast.Constant):
         return isinstance(other.value, int | float)
@@ -307,13 +307,13 @@ def _is_shared(facts: Facts, name: str) -> bool:
     return any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders)
 
 
-def _is_in_function(text: Text, statement: ast.stmt) -> bool:
+def _is_in_function(text: CellText, statement: ast.stmt) -> bool:
     """Return whether the statement is a function's, whose argument may be somebody else's tensor."""
     functions = [node for node in text.nodes() if isinstance(node, ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef)]
     return text.cell != "" or any(each is statement for function in functions for each in ast.walk(function))
 
 
-def _replaced(text: Text, statement: ast.Assign, lines: list[str]) -> Change:
+def _replaced(text: CellText, statement: ast.Assign, lines: list[str]) -> Change:
     start = text.replace(statement.targets[0], "")
     new = f"\n{' ' * start.column}".join(line for line in lines if line)
     return Change(start.line, start.column, text.code(statement), new, text.cell)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.report import Fit
-    from gpumagic.memory.allocator import AllocatorFigures
+    from gpumagic.memory.allocator import AllocatorStats
     from gpumagic.report.base import Holder
     from gpumagic.source.cell_code import CellCode
-    from gpumagic.source.text import Text
+    from gpumagic.source.text import CellText
 
 _STEPS = ("_multi_tensor_", "_single_tensor_", "_fused_adam", "_fused_sgd", "_init_group")
 _STAGES = {
@@ -111,7 +111,7 @@ class Optimizer:
 class Work:
     """What the code was working with when it failed, read from live frames."""
 
-    text: Text | None = None
+    text: CellText | None = None
     """The text of the deepest code of the user's own, with the line that ran."""
     tensors: Mapping[str, TensorFact] = field(default_factory=dict)
     """By what that code calls them, attributes such as ``"self.weight"`` included."""
@@ -217,9 +217,9 @@ class Facts:
     """Bytes of the device that nobody had taken when it failed, by the error's text or the driver."""
     unallocated: int | None = None
     """Bytes torch had reserved but not allocated then."""
-    before: AllocatorFigures | None = None
-    at_failure: AllocatorFigures | None = None
-    after: AllocatorFigures | None = None
+    before: AllocatorStats | None = None
+    at_failure: AllocatorStats | None = None
+    after: AllocatorStats | None = None
     from_allocator: bool = False
     segments_can_expand: bool = False
     """True where the allocator knows expandable segments and does not use them."""
@@ -264,18 +264,18 @@ class Facts:
     """Bytes in CUDA graphs' own pools, by the error's text."""
 
     @property
-    def text(self) -> Text | None:
+    def text(self) -> CellText | None:
         """The text of the cell that failed."""
         return self.cell.text if self.cell is not None else None
 
     @property
-    def texts(self) -> tuple[Text, ...]:
+    def texts(self) -> tuple[CellText, ...]:
         """The texts that an edit may change: the cell's, then that of the function in another cell that failed."""
         found = [each for each in (self.text, self.work.text) if each is not None]
         return tuple(found[:1] if len(found) == 2 and found[0].cell == found[1].cell else found)
 
     @property
-    def failing(self) -> Text | None:
+    def failing(self) -> CellText | None:
         """The text with the line that ran, the cell's or another's."""
         return self.work.text
 

@@ -11,7 +11,7 @@ from gpumagic.oom.report import Action, Advice, OomReport
 from gpumagic.oom.rules.facts import Collection, Facts, Growth, TensorFact
 from gpumagic.oom.rules.proposal import prepare, propose
 from gpumagic.report.units import count, size
-from gpumagic.source.text import Change, Text, called, keyword, names_in
+from gpumagic.source.text import CellText, Change, called_name, keyword, names_in
 
 if TYPE_CHECKING:
     from gpumagic.oom.rules.facts import Ownership
@@ -69,13 +69,13 @@ def _worth(facts: Facts, name: str) -> bool:
     return fact is not None and fact.nbytes >= WORTH_NAMING and fact.device == facts.device and not fact.requires_grad
 
 
-def _loop_around(text: Text, line: int | None) -> ast.For | ast.While | None:
+def _loop_around(text: CellText, line: int | None) -> ast.For | ast.While | None:
     loops = [node for node in text.nodes() if isinstance(node, ast.For | ast.While)]
     around = [loop for loop in loops if line is not None and loop.lineno < line <= (loop.end_lineno or 0)]
     return max(around, key=lambda loop: loop.lineno, default=None)
 
 
-def _remade(loop: ast.For | ast.While, text: Text, line: int) -> list[str]:
+def _remade(loop: ast.For | ast.While, text: CellText, line: int) -> list[str]:
     """Return the names that a turn of a loop binds anew from a line on, unread till then, and not read outside it."""
     seen: set[str] = set()
     remade = []
@@ -178,7 +178,9 @@ def earlier_gradients(facts: Facts) -> Iterator[Advice]:
     frees = sum(model.gradients for model in facts.models if model.training)
     if text is None or frees < WORTH_FREEING or facts.stage != "forward":
         return
-    step = next((node for node in text.nodes() if isinstance(node, ast.Expr) and called(node.value) == "step"), None)
+    step = next(
+        (node for node in text.nodes() if isinstance(node, ast.Expr) and called_name(node.value) == "step"), None
+    )
     changes = text.insert_after(step, f"{_owner(text, step)}.zero_grad()") if step is not None else ()
     if changes:
         yield propose(
@@ -207,7 +209,7 @@ def _clear(facts: Facts) -> str | None:
 
 
 def _keeps(call: ast.Call) -> bool:
-    flag = keyword(call, "set_to_none") if called(call) == "zero_grad" else None
+    flag = keyword(call, "set_to_none") if called_name(call) == "zero_grad" else None
     return flag is not None and isinstance(flag.value, ast.Constant) and flag.value.value is False
 
 
@@ -217,15 +219,16 @@ def _flag(call: ast.Call) -> ast.expr:
     return flag.value
 
 
-def _owner(text: Text, statement: ast.Expr) -> str:
+def _owner(text: CellText, statement: ast.Expr) -> str:
     call = statement.value
     return text.code(call.func.value) if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
 
 
-def _text_with_late_zero_grad(facts: Facts) -> Text | None:
+def _text_with_late_zero_grad(facts: Facts) -> CellText | None:
     """Return the text with a loop whose only `zero_grad` stands between the line that failed and `backward`."""
     for text in facts.texts:
-        lines = {name: [node.lineno for node in text.nodes() if isinstance(node, ast.Call) and called(node) == name]
+        calls = [node for node in text.nodes() if isinstance(node, ast.Call)]
+        lines = {name: [call.lineno for call in calls if called_name(call) == name]
                  for name in ("zero_grad", "backward", "step")}  # fmt: skip
         line = text.line or facts.scene.line
         if line is None or not all(len(found) == 1 for found in lines.values()):
@@ -289,7 +292,7 @@ def no_grad(facts: Facts) -> Iterator[Advice]:
 def retained(facts: Facts) -> Iterator[Advice]:
     """Let backward free the graph, where one call of it is all there is."""
     for text in facts.texts:
-        backwards = [node for node in text.nodes() if isinstance(node, ast.Call) and called(node) == "backward"]
+        backwards = [node for node in text.nodes() if isinstance(node, ast.Call) and called_name(node) == "backward"]
         flag = keyword(backwards[0], "retain_graph") if len(backwards) == 1 else None
         if flag is None or not isinstance(flag.value, ast.Constant) or flag.value.value is not True:
             continue
@@ -309,7 +312,7 @@ def _is_watched(fact: TensorFact) -> bool:
     return fact.requires_grad and not fact.graph
 
 
-def _plainly(text: Text | None, found: Growth, method: str) -> list[Change]:
+def _plainly(text: CellText | None, found: Growth, method: str) -> list[Change]:
     """Return the change that makes a number or a plain tensor of what is added."""
     for node in text.nodes() if text is not None else ():
         value = _added(node, found)
@@ -323,7 +326,7 @@ def _plainly(text: Text | None, found: Growth, method: str) -> list[Change]:
 def _added(node: ast.AST, found: Growth) -> ast.expr | None:
     if isinstance(node, ast.AugAssign) and not found.append:
         return node.value if isinstance(node.target, ast.Name) and node.target.id == found.target else None
-    if isinstance(node, ast.Call) and found.append and called(node) == "append" and len(node.args) == 1:
+    if isinstance(node, ast.Call) and found.append and called_name(node) == "append" and len(node.args) == 1:
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
         return node.args[0] if isinstance(owner, ast.Name) and owner.id == found.target else None
     return None
@@ -377,7 +380,7 @@ def results_to_the_host(facts: Facts) -> Iterator[Advice]:
             return
 
 
-def _collected(text: Text) -> Iterator[tuple[str, ast.expr]]:
+def _collected(text: CellText) -> Iterator[tuple[str, ast.expr]]:
     """Yield what a loop adds to a list or a dict: ``found.append(x)``, ``found[i] = x``."""
     loops = [node for node in text.nodes() if isinstance(node, ast.For | ast.While)]
     for node in (each for loop in loops for each in ast.walk(loop)):

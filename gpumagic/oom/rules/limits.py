@@ -13,7 +13,7 @@ from gpumagic.oom.rules.batch import remake
 from gpumagic.oom.rules.facts import Facts, TensorFact
 from gpumagic.oom.rules.proposal import backend, propose
 from gpumagic.report.units import count, shape, size
-from gpumagic.source.text import Text, called, keyword
+from gpumagic.source.text import CellText, called_name, keyword
 
 LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"})
 
@@ -62,7 +62,7 @@ def squeeze(facts: Facts) -> Iterator[Advice]:
     )  # fmt: skip
 
 
-def _in_operation(facts: Facts, text: Text, node: ast.AST) -> Outer | None:
+def _in_operation(facts: Facts, text: CellText, node: ast.AST) -> Outer | None:
     if not isinstance(node, ast.BinOp) or isinstance(node.op, ast.MatMult):
         return None
     left, right = facts.work.tensors.get(text.code(node.left)), facts.work.tensors.get(text.code(node.right))
@@ -73,7 +73,7 @@ def _in_loss(facts: Facts, node: ast.AST) -> Outer | None:
     if not isinstance(node, ast.Call) or len(node.args) != 2 or facts.work.function not in LOSSES:
         return None
     given, target = facts.work.operands.get("input"), facts.work.operands.get("target")
-    if called(node) in ("backward", "item"):
+    if called_name(node) in ("backward", "item"):
         return None
     return _pair(node.args[0], given, node.args[1], target) or _pair(node.args[1], target, node.args[0], given)
 
@@ -266,7 +266,7 @@ def half_as_wide(facts: Facts) -> Iterator[Advice]:
         return
     statement = text.statement_at(text.line)
     for node in ast.walk(statement) if statement is not None else ():
-        if not isinstance(node, ast.Call) or called(node) not in _MAKERS or not node.args:
+        if not isinstance(node, ast.Call) or called_name(node) not in _MAKERS or not node.args:
             continue
         flag = keyword(node, "dtype")
         owner = ast.unparse(node.func).partition(".")[0]
@@ -274,7 +274,7 @@ def half_as_wide(facts: Facts) -> Iterator[Advice]:
             continue
         if flag is not None and "64" not in ast.unparse(flag.value):
             continue
-        if called(node) in ("rand", "randn", "random", "standard_normal") and flag is None:
+        if called_name(node) in ("rand", "randn", "random", "standard_normal") and flag is None:
             continue
         narrow = f"{owner}.float32"
         changes = [text.replace(flag.value, narrow) if flag else text.add_argument(node, f"dtype={narrow}")]
@@ -327,7 +327,7 @@ def _literal(node: ast.AST) -> ast.Constant | None:
     return value if is_number and isinstance(value, ast.Constant) else None
 
 
-def _without(text: Text, name: str, value: str) -> list[Any]:
+def _without(text: CellText, name: str, value: str) -> list[Any]:
     calls = [node for node in text.nodes() if isinstance(node, ast.Call) and keyword(node, "num_workers")]
     flags = [keyword(node, name) for node in calls]
     return [text.replace(flag.value, value) for flag in flags if flag is not None]

@@ -14,14 +14,14 @@ from typing import Any
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.source.text import Change, Text, called, names_in
+from gpumagic.source.text import CellText, Change, called_name, names_in
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """The statements of a forward pass and what follows them in the same block."""
 
-    text: Text
+    text: CellText
     forward: list[ast.stmt]
     backward: ast.stmt | None
     """The statement that calls `backward`; it is the last of `forward` too where one statement does both."""
@@ -44,7 +44,7 @@ def find(facts: Facts) -> Region | None:
     return None
 
 
-def _around(facts: Facts, text: Text, line: int) -> Region | None:
+def _around(facts: Facts, text: CellText, line: int) -> Region | None:
     statement = text.statement_at(line)
     block = text.block_of(statement) if statement is not None else []
     if statement is None or not block:
@@ -63,7 +63,7 @@ def _around(facts: Facts, text: Text, line: int) -> Region | None:
 
 def calls(statement: ast.stmt, name: str) -> bool:
     """Return whether a statement calls something of this name."""
-    return any(called(node) == name for node in ast.walk(statement))
+    return any(called_name(node) == name for node in ast.walk(statement))
 
 
 def called_models(facts: Facts, node: ast.AST) -> Iterator[ast.Call]:
@@ -165,7 +165,7 @@ def propose(
     title: str,
     *,
     frees: int | None = None,
-    text: Text | None = None,
+    text: CellText | None = None,
     changes: Sequence[Change] = (),
     first: str | None = None,
     **more: Any,

@@ -13,7 +13,7 @@ from gpumagic.oom.rules import proposal
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer, TensorFact
 from gpumagic.oom.rules.proposal import backend, find, prepare, propose
 from gpumagic.report.units import shape, size
-from gpumagic.source.text import Change, Text, called, keyword
+from gpumagic.source.text import CellText, Change, called_name, keyword
 
 FOREACH_EXTRA = 0.87
 """Parameters' worth of temporaries that AdamW's foreach form adds to its loop (measured: 5.00 against 4.13)."""
@@ -113,10 +113,10 @@ def _model_of(facts: Facts, found: Optimizer) -> Model | None:
     return same[0] if len(same) == 1 else None
 
 
-def _constructors(facts: Facts, found: Optimizer) -> Iterator[tuple[Text, ast.Call]]:
+def _constructors(facts: Facts, found: Optimizer) -> Iterator[tuple[CellText, ast.Call]]:
     for text in facts.texts:
         for node in text.nodes():
-            if isinstance(node, ast.Call) and called(node) == found.kind:
+            if isinstance(node, ast.Call) and called_name(node) == found.kind:
                 yield text, node
 
 
@@ -195,16 +195,16 @@ def _is_wide(facts: Facts, name: str) -> bool:
     return fact is not None and fact.dtype == "float64" and fact.device == "cpu" and facts.asked_for(fact.nbytes)
 
 
-def _moves(text: Text) -> Iterator[ast.Call]:
+def _moves(text: CellText) -> Iterator[ast.Call]:
     """Yield the calls in the failed statement that move something and say no dtype."""
     statement = text.statement_at(text.line)
     for node in ast.walk(statement) if statement is not None else ():
-        is_move = isinstance(node, ast.Call) and called(node) in ("to", "cuda", "tensor", "as_tensor")
+        is_move = isinstance(node, ast.Call) and called_name(node) in ("to", "cuda", "tensor", "as_tensor")
         if is_move and isinstance(node, ast.Call) and not re.search("dtype|float|half", text.code(node)):
             yield node
 
 
-def _with_dtype(text: Text, call: ast.Call, dtype: str) -> Change:
+def _with_dtype(text: CellText, call: ast.Call, dtype: str) -> Change:
     return text.add_argument(call, f"dtype={dtype}")
 
 
@@ -287,7 +287,7 @@ def in_parts(facts: Facts) -> Iterator[Advice]:
     )  # fmt: skip
 
 
-def _logits(facts: Facts, text: Text | None, loss: Loss | None) -> TensorFact | None:
+def _logits(facts: Facts, text: CellText | None, loss: Loss | None) -> TensorFact | None:
     """Return the logits of the loss that failed, or whose backward asked for their gradients."""
     if facts.work.function in ("cross_entropy", "log_softmax", "nll_loss"):
         return facts.work.operands.get("input")
@@ -297,8 +297,8 @@ def _logits(facts: Facts, text: Text | None, loss: Loss | None) -> TensorFact | 
     return next((fact for fact in named if fact is not None and facts.asked_for(fact.nbytes)), None)
 
 
-def _loss(text: Text, node: ast.AST) -> Loss | None:
-    if not isinstance(node, ast.Call) or called(node) != "cross_entropy" or len(node.args) != 2 or node.keywords:
+def _loss(text: CellText, node: ast.AST) -> Loss | None:
+    if not isinstance(node, ast.Call) or called_name(node) != "cross_entropy" or len(node.args) != 2 or node.keywords:
         return None
     labels, logits = node.args[1], _without_upcast(node.args[0])
     if not isinstance(labels, ast.Name):
@@ -309,7 +309,7 @@ def _loss(text: Text, node: ast.AST) -> Loss | None:
     return Loss(node, logits, hidden, labels) if hidden is not None else None
 
 
-def _from_line_before(text: Text, call: ast.Call, logits: ast.Name, labels: ast.Name) -> Loss | None:
+def _from_line_before(text: CellText, call: ast.Call, logits: ast.Name, labels: ast.Name) -> Loss | None:
     """Return the loss whose logits a line of their own makes, if nothing else reads them."""
     uses = [node for node in text.nodes() if isinstance(node, ast.Name) and node.id == logits.id]
     if len(uses) != 2:
@@ -324,7 +324,7 @@ def _from_line_before(text: Text, call: ast.Call, logits: ast.Name, labels: ast.
 
 
 def _without_upcast(node: ast.expr) -> ast.expr:
-    if isinstance(node, ast.Call) and called(node) == "float" and isinstance(node.func, ast.Attribute):
+    if isinstance(node, ast.Call) and called_name(node) == "float" and isinstance(node.func, ast.Attribute):
         return node.func.value
     return node
 
@@ -338,7 +338,7 @@ def _hidden(node: ast.expr) -> ast.Name | None:
     return None
 
 
-def _divided(facts: Facts, text: Text, loss: Loss) -> Sequence[Change]:
+def _divided(facts: Facts, text: CellText, loss: Loss) -> Sequence[Change]:
     states, labels = loss.hidden.id, loss.labels.id
     fact: TensorFact | None = facts.work.tensors.get(states)
     if fact is None or len(fact.shape) != 2:
@@ -356,7 +356,7 @@ def _divided(facts: Facts, text: Text, loss: Loss) -> Sequence[Change]:
     return changes
 
 
-def _renamed(text: Text, loss: Loss) -> str:
+def _renamed(text: CellText, loss: Loss) -> str:
     """Return the code of the logits with the states' part in the states' place."""
     code = text.code(loss.made)
     if isinstance(loss.made, ast.BinOp):
@@ -365,7 +365,7 @@ def _renamed(text: Text, loss: Loss) -> str:
     return f"{text.code(loss.made.func)}(h_part)"
 
 
-def _removed(text: Text, line: ast.Assign) -> Change:
+def _removed(text: CellText, line: ast.Assign) -> Change:
     """Return the change that leaves `pass` of a statement, which keeps the number of every other line."""
     start = text.replace(line.targets[0], "pass")
     return Change(start.line, start.column, text.code(line), "pass", text.cell)

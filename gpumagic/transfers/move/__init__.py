@@ -110,14 +110,14 @@ def check_room(names: Sequence[str], nbytes: int, device: str) -> None:
 def _free(device: str) -> int | None:
     """Return the bytes that torch can still allocate on a device: the driver's free bytes and its own cache."""
     if device == "cpu":
-        memory = host.memory()
+        memory = host.available_memory()
         return None if memory is None else memory[0]
     backend, _, index = device.partition(":")
     module = allocator.device_module(backend)
     if module is None or not hasattr(module, "mem_get_info"):
         return None
     free = int(module.mem_get_info(int(index or 0))[0])
-    figures = allocator.figures(device)
+    figures = allocator.device_stats(device)
     return free + (figures.reserved - figures.allocated if figures is not None else 0)
 
 
