@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.recognition import OutOfMemory
     from gpumagic.oom.report import FitReport, OomReport
-    from gpumagic.tensors.held_report import HeldReport, ReleaseReport, WhyReport
-    from gpumagic.tensors.report import DiffReport, TensorReport
+    from gpumagic.tensors.held_report import ReleaseReport, WhyReport
+    from gpumagic.tensors.report import DiffReport, HeldReport, TensorReport
     from gpumagic.transfers.report import TransferReport
 
     __version__: str
@@ -75,8 +75,8 @@ _HOMES = {
     "gpumagic.gpus.report": ("GPUReport",),
     "gpumagic.oom.recognition": ("OutOfMemory",),
     "gpumagic.oom.report": ("FitReport", "OomReport"),
-    "gpumagic.tensors.held_report": ("HeldReport", "ReleaseReport", "WhyReport"),
-    "gpumagic.tensors.report": ("DiffReport", "TensorReport"),
+    "gpumagic.tensors.held_report": ("ReleaseReport", "WhyReport"),
+    "gpumagic.tensors.report": ("DiffReport", "HeldReport", "TensorReport"),
     "gpumagic.transfers.report": ("TransferReport",),
 }
 

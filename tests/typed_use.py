@@ -10,9 +10,8 @@ from gpumagic.cluster.report import PlacedRow
 from gpumagic.dryrun.report import RehearsalRow
 from gpumagic.gpus.report import GpuRow, ProcessRow
 from gpumagic.oom.report import Advice, FitReport, OomReport
-from gpumagic.tensors.held_report import FreedRow, HeldRow, WayRow
-from gpumagic.tensors.records import DeviceMemoryRow, TensorRow
-from gpumagic.tensors.report import DiffRow
+from gpumagic.tensors.held_report import FreedRow, WayRow
+from gpumagic.tensors.report import DeviceMemoryRow, DiffRow, HeldRow, TensorRow
 from gpumagic.transfers.report import TransferReport, TransferRow
 from gpumagic.transfers.run import DeviceRun
 

@@ -9,10 +9,8 @@ from gpumagic.cluster.report import ClusterReport, EngineAnswer, engine_ranges
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Paragraph, Segment, Table
 from gpumagic.report.units import count, size
-from gpumagic.tensors.folding import Line, dims, fold, kind_cell, sized
-from gpumagic.tensors.records import DeviceMemoryRow, TensorRow
-from gpumagic.tensors.report import TensorReport
-from gpumagic.tensors.view import GROUP_KEYS
+from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
+from gpumagic.tensors.view import GROUP_KEYS, Line, fold, kind_cell, shape_text, size_cell
 
 MAX_DEVICES = 24
 """Rows of devices, those with most in tensors first."""
@@ -78,7 +76,8 @@ def _line_cells(merged: _MergedLine, largest: int) -> list[Cell | str]:
     device = ", ".join(merged.devices) if len(merged.devices) <= 2 else count(len(merged.devices), "device")
     return [
         engine_ranges(merged.engines), Cell(line.text, muted=row.name is None, title=", ".join(row.names)), device,
-        sized(None if row.nbytes is None else line.nbytes, largest), dims(row.shape), row.dtype, kind_cell(row.kind),
+        size_cell(None if row.nbytes is None else line.nbytes, largest), shape_text(row.shape), row.dtype,
+        kind_cell(row.kind),
     ]  # fmt: skip
 
 
@@ -95,7 +94,7 @@ def _totals(found: Found, report: ClusterReport) -> Table:
     rows = []
     for name in sorted(totals, key=lambda name: -totals[name])[: report.limit]:
         engine, most = max(sums[name].items(), key=lambda each: each[1])
-        rows.append((name, sized(totals[name], whole), f"{len(sums[name]):,}", f"{engine}: {size(most)}"))
+        rows.append((name, size_cell(totals[name], whole), f"{len(sums[name]):,}", f"{engine}: {size(most)}"))
     columns = [Column(key.capitalize(), shrinks=True), Column("Size", "right"), Column("Engines", "right"),
                Column("Most on")]  # fmt: skip
     return Table(columns, rows, f"Live tensors by {key}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gpumagic.dryrun import parts
-from gpumagic.heap.autograd import Graphs
+from gpumagic.heap.kinds import Graphs
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -111,7 +111,7 @@ class OldGraphs:
 
         if self._graphs is None or tensor.device.type == "cpu":
             return
-        graph = self._graphs.of(tensor.grad_fn)
+        graph = self._graphs.walk(tensor.grad_fn)
         for saved in graph.tensors if graph is not None else ():
             if (
                 saved.device == tensor.device

@@ -1,19 +1,33 @@
-"""What tensors are for: parameters, gradients, optimizer state, buffers.
+"""What tensors are for: parameters, buffers, optimizer state, gradients, and what autograd graphs keep for backward.
 
-Read from the modules and optimizers that have a name, without running their code. What is on the device at both ends
-was there at the peak too; the rest of the peak is activations, and whatever else came and went. What is there only at
-the end came at some time, which `--trace` knows by its address.
+Modules and optimizers are read without running their code.
+
+Reading ``p.grad`` makes a Python object that lives as long as the gradient, and from then on the gradient is
+one more live tensor of the gc. TorchScript's interpreter can read the field and return a detached alias instead: the
+alias dies, the gradient stays as invisible as before, and no hook, no function and no kernel of the user runs.
+
+A node of a graph shows handles of what it saved (``_raw_saved_*``). A handle gives its tensor, or what a pack hook
+made of it, without running an unpack hook or recomputing a checkpoint; an older torch has no such handles. One trace
+is left: a saved tensor that Python had not seen gets its Python object, which lives as long as the tensor does. The
+scan counts such objects as the graph's, before and after.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from gpumagic.heap import autograd, storages
-from gpumagic.heap.object_fields import Fields, attributes, fields_of
+from gpumagic.heap import storages
+from gpumagic.heap.readers import Fields, attributes, attributes_of, fields_of
+from gpumagic.heap.storages import undisturbed
 from gpumagic.memory.timeline import KeptStorage, KeptStorages
+
+if TYPE_CHECKING:
+    import torch
 
 
 def subclasses(*bases: type) -> set[type]:
@@ -28,7 +42,7 @@ def subclasses(*bases: type) -> set[type]:
     return found
 
 
-def roles(owners: Iterable[object]) -> dict[int, str]:
+def kinds_of(owners: Iterable[object]) -> dict[int, str]:
     """Return the kind of each tensor that a module or an optimizer among ``owners`` holds, by the tensor's `id`."""
     import torch
 
@@ -48,21 +62,12 @@ def roles(owners: Iterable[object]) -> dict[int, str]:
     return found
 
 
-def _values(mapping: Any) -> list[object]:
-    return list(dict.values(mapping)) if isinstance(mapping, dict) else []
-
-
 MOST_TENSORS = 400
-"""Tensors beyond which a cell that is not traced does not look: each takes five microseconds."""
+"""The limit for a cell that is not traced: each takes five microseconds."""
 
 
 def find_kept(namespace: Mapping[str, object], most: int | None = MOST_TENSORS) -> KeptStorages:
-    """Return the storages of the modules and optimizers in a name space, those in host memory left out.
-
-    Args:
-        namespace: whose values are looked at.
-        most: return nothing where there are more tensors than that.
-    """
+    """Return the device storages of the modules and optimizers in a namespace; none above ``most`` tensors."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "optim"):
         return {}
@@ -71,20 +76,19 @@ def find_kept(namespace: Mapping[str, object], most: int | None = MOST_TENSORS) 
     optimizers = [each for each in values if issubclass(type(each), torch.optim.Optimizer)]
     if not modules and not optimizers:
         return {}
-    from gpumagic.heap.storages import undisturbed
-
     found: dict[int, KeptStorage] = {}
     with undisturbed():
-        states = [state for each in optimizers for state in _values_of(_own(each).get("state"))]
-        weights = [each for module in modules for each in _tensors(_own(module).get("_parameters"))]
+        states = [state for each in optimizers for state in _values(attributes_of(each).get("state"))]
+        weights = [each for module in modules for each in _tensors(attributes_of(module).get("_parameters"))]
         if most is not None and len(weights) + sum(map(len, states)) > most:
             return {}
         _note(found, "parameters", weights)
-        _note(found, "buffers", (each for module in modules for each in _tensors(_own(module).get("_buffers"))))
-        seen = autograd.peek(autograd.leaves(weights)) or []
-        _note(found, "gradients", (alias for _, alias in seen))
+        _note(
+            found, "buffers", (each for module in modules for each in _tensors(attributes_of(module).get("_buffers")))
+        )
+        _note(found, "gradients", gradients_of(weights))
         _note(found, "optimizer state", (each for state in states for each in _tensors(state)))
-    storages.forget_the_dead()
+    storages.forget_expired()
     return found
 
 
@@ -109,16 +113,176 @@ def _modules(roots: Iterable[object]) -> Iterator[object]:
         if module is not None and id(module) not in seen:
             seen.add(id(module))
             yield module
-            waiting += _values_of(_own(module).get("_modules"))
-
-
-def _own(owner: object) -> dict[object, Any]:
-    return dict(attributes(owner, fields_of(type(owner))))
+            waiting += _values(attributes_of(module).get("_modules"))
 
 
 def _tensors(mapping: Any) -> list[Any]:
-    return [each for each in _values_of(mapping) if each is not None]
+    return [each for each in _values(mapping) if each is not None]
 
 
-def _values_of(mapping: Any) -> list[Any]:
+def _values(mapping: Any) -> list[Any]:
     return list(dict.values(mapping)) if isinstance(mapping, dict) else []
+
+
+# In the result, a leaf without a gradient is in its own place.
+_PEEK = """
+graph(%leaves : Tensor[]):
+  %go : bool = prim::Constant[value=1]()
+  %length : int = aten::len(%leaves)
+  %found : Tensor[] = prim::ListConstruct()
+  prim::Loop(%length, %go)
+    block0(%i : int):
+      %leaf : Tensor = aten::__getitem__(%leaves, %i)
+      %gradient : Tensor = prim::grad(%leaf)
+      %there : bool = prim::AutogradAnyNonZero(%gradient)
+      prim::If(%there)
+        block0():
+          %alias : Tensor = aten::detach(%gradient)
+          %one : Tensor[] = aten::append(%found, %alias)
+          -> ()
+        block1():
+          %other : Tensor[] = aten::append(%found, %leaf)
+          -> ()
+      -> (%go)
+  return (%found)
+"""
+
+
+def leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that can have a gradient of their own; call it `undisturbed`."""
+    import torch
+
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return [each for each in tensors if type(each) in plain and each.requires_grad and each.is_leaf]
+
+
+def non_leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that an operation made which autograd recorded; call it `undisturbed`."""
+    import torch
+
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return [each for each in tensors if type(each) in plain and each.requires_grad and not each.is_leaf]
+
+
+def peek_gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]] | None:
+    """Return ``(position, alias of its gradient)`` for the leaves that have one, or None if this torch cannot tell."""
+    import torch
+
+    if not leaves:
+        return []
+    try:
+        with torch._C._DisableTorchDispatch():
+            found = torch._C._jit_interpret_graph(_peek_graph(), (list(leaves),))
+    except Exception:  # a torch without this interpreter; only the gradients that Python has seen are listed then
+        return None
+    return [(i, alias) for i, alias in enumerate(found) if alias is not leaves[i]]
+
+
+def gradients_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return aliases of the gradients of some tensors; call it `undisturbed`."""
+    return [alias for _, alias in peek_gradients(leaves(tensors)) or ()]
+
+
+@cache
+def _peek_graph() -> Any:
+    import torch
+
+    return torch._C.parse_ir(_PEEK)
+
+
+MAX_NODES = 100_000
+"""Nodes read, of all graphs together: about 0.3 s."""
+_SAVED = "_raw_saved_"
+_HIDING_NODES = frozenset({"CopySlices", "CppFunction"})
+"""Nodes that save tensors and show none: of an assignment to a view, of an extension in C++."""
+
+
+@dataclass(slots=True)
+class Graph:
+    """What one tensor's `grad_fn` keeps."""
+
+    tensors: list[Any] = field(default_factory=list)
+    """What its nodes saved, and the leaves it leads to."""
+    is_whole: bool = True
+    """Whether every node showed what it saved."""
+
+
+class Graphs:
+    """Walks graphs; a node that several share is read once."""
+
+    def __init__(self, limit: int = MAX_NODES) -> None:
+        self._left = limit
+        self._nodes: dict[int, tuple[Any, list[Any], list[Any]]] = {}
+        """By the `id` of a node: itself, so that the `id` stays its own, what it saved, and the next nodes."""
+        self._handles: dict[type, list[str]] = {}
+        self._fields: dict[type, Fields | None] = {}
+        self.hiding: set[str] = set()
+        """The nodes met that do not show what they saved."""
+        self.are_readable = True
+        self.gave_up = False
+
+    def walk(self, node: Any) -> Graph | None:
+        """Return what a tensor's ``grad_fn`` keeps, or None if this torch cannot tell or there is too much of it."""
+        found, seen, waiting = Graph(), {id(node)}, [node]
+        while waiting:
+            if self._left <= 0:
+                self.gave_up = True
+                return None
+            self._left -= 1
+            node = waiting.pop()
+            _, saved, following = self._nodes.get(id(node)) or self._read(node)
+            found.tensors += saved
+            found.is_whole &= type(node).__name__ not in _HIDING_NODES
+            for each in following:
+                if id(each) not in seen:
+                    seen.add(id(each))
+                    waiting.append(each)
+        return found if self.are_readable else None
+
+    def release(self) -> None:
+        """Release every node."""
+        self._nodes.clear()
+
+    def _read(self, node: Any) -> tuple[Any, list[Any], list[Any]]:
+        saved = [tensor for handle in self._handles_of(node) for tensor in self._kept_by(handle)]
+        kind = type(node)
+        if kind.__name__ in _HIDING_NODES:
+            self.hiding.add(kind.__name__)
+        if kind.__name__ == "AccumulateGrad":
+            saved.append(node.variable)
+        if kind not in self._fields:
+            self._fields[kind] = fields_of(kind)
+        for _, value in attributes(node, self._fields[kind]):  # what a Function keeps in its ctx
+            saved += _tensors_in(value)
+        entry = self._nodes[id(node)] = (node, saved, [each for each, _ in node.next_functions if each is not None])
+        return entry
+
+    def _handles_of(self, node: Any) -> Iterator[Any]:
+        kind = type(node)
+        if kind not in self._handles:
+            self._handles[kind] = [name for name in dir(kind) if name.startswith(_SAVED)]
+        for name in self._handles[kind]:
+            handle: Any = ()
+            with contextlib.suppress(Exception):  # freed by backward
+                handle = getattr(node, name)
+            yield from handle if type(handle) in (tuple, list) else (handle,)
+
+    def _kept_by(self, handle: Any) -> Iterable[Any]:
+        try:
+            return _tensors_in(handle.data)
+        except AttributeError:
+            self.are_readable = False
+        except Exception:  # freed by backward
+            pass
+        return ()
+
+
+def _tensors_in(value: Any, depth: int = 2) -> list[Any]:
+    import torch
+
+    if issubclass(type(value), torch.Tensor):
+        return [value]
+    if depth and type(value) in (tuple, list, dict):
+        items = dict.values(value) if type(value) is dict else value
+        return [tensor for item in items for tensor in _tensors_in(item, depth - 1)]
+    return []

@@ -32,7 +32,7 @@ INSPECTOR_PERIOD = 0.25
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
-def strip(error: BaseException, shell: InteractiveShell | None = None, outside: Collection[int] = ()) -> None:
+def clear_exception(error: BaseException, shell: InteractiveShell | None = None, outside: Collection[int] = ()) -> None:
     """Empty the frames of a failure, take its tracebacks away and have Python and IPython forget it.
 
     Frames that still run are left alone. What the exception itself holds, in its arguments, goes when the
@@ -53,7 +53,7 @@ def strip(error: BaseException, shell: InteractiveShell | None = None, outside: 
         each.__traceback__ = None
     del family, tracebacks
     while frames:
-        empty(frames.pop())
+        clear_frame(frames.pop())
 
 
 def reclaim() -> None:
@@ -73,7 +73,7 @@ def _collect() -> None:
     _empty_host_cache()
 
 
-def empty(frame: FrameType) -> None:
+def clear_frame(frame: FrameType) -> None:
     """Let a frame forget its variables, unless it still runs."""
     try:
         frame.clear()

@@ -52,7 +52,7 @@ def number_of_tensor(tensor: object) -> int:
     return number
 
 
-def forget_the_dead() -> None:
+def forget_expired() -> None:
     """Let go of the records of storages that are gone; their numbers are not given again."""
     if not _storages and not _tensors:
         return
@@ -78,8 +78,8 @@ _PARTS = {
 }
 
 
-class Look(NamedTuple):
-    """One tensor's look into a storage."""
+class View(NamedTuple):
+    """One tensor's view of a storage."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -87,7 +87,7 @@ class Look(NamedTuple):
     start: int
     end: int
     nbytes: int
-    """Bytes looked at between start and end: fewer where the tensor strides."""
+    """Bytes viewed between start and end: fewer where the tensor strides."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +103,7 @@ class Storage:
     number: int = 0
     """Its own for as long as the process lives: see `identity`."""
     note: str | None = None
-    looks: list[tuple[int, Look]] = field(default_factory=list)
+    views: list[tuple[int, View]] = field(default_factory=list)
     """Of each live tensor over it, by its `id`."""
     requires_grad: bool = False
     from_graph: bool = False
@@ -115,7 +115,7 @@ class Storage:
         return self.is_parameter or self.from_graph
 
 
-class Ledger:
+class StorageTable:
     """The storages met so far, by identity."""
 
     def __init__(self) -> None:
@@ -131,8 +131,8 @@ class Ledger:
         self._requires_grad, self._is_leaf = base.requires_grad.__get__, base.is_leaf.__get__
         self._devices: dict[object, str] = {}
         self._dtypes: dict[object, tuple[str, int]] = {}
-        self._wholes: dict[object, tuple[Look, str]] = {}
-        """The look of a tensor over all of its storage, and its device: many tensors are alike."""
+        self._wholes: dict[object, tuple[View, str]] = {}
+        """The view of a tensor over all of its storage, and its device: many tensors are alike."""
         self.storages: dict[object, Storage] = {}
         self.joined: list[list[Storage]] = []
         """Storages that belong to one tensor: the parts of a sparse one."""
@@ -156,10 +156,10 @@ class Ledger:
             if whole is None or not address:
                 self.add(tensor)
                 continue
-            look, place = whole
+            view, place = whole
             requires_grad = requires_grad_of(tensor)
             storages[key] = Storage(
-                place, nbytes, address, key, number_of(storage), None, [(id(tensor), look)],
+                place, nbytes, address, key, number_of(storage), None, [(id(tensor), view)],
                 requires_grad, requires_grad and not self._is_leaf(tensor), type(tensor) is parameter,
             )  # fmt: skip
 
@@ -167,15 +167,15 @@ class Ledger:
         """Enter one live tensor; the caller keeps it alive for as long as its `id` is used."""
         try:
             storage, parts = self.find(tensor)
-            look = self._look(storage, tensor)
+            view = self._view(storage, tensor)
             requires_grad = self._requires_grad(tensor)
             from_graph = requires_grad and not self._is_leaf(tensor)
         except Exception as error:  # a subclass that answers for its own metadata, and fails at it
             storage, parts = self._unknown(tensor, f"it cannot be read ({type(error).__name__})"), []
-            look, requires_grad, from_graph = Look((), "?", 0, 0, 0, 0), False, False
+            view, requires_grad, from_graph = View((), "?", 0, 0, 0, 0), False, False
         if parts:
             self.joined.append(parts)
-        storage.looks.append((id(tensor), look))
+        storage.views.append((id(tensor), view))
         storage.is_parameter |= issubclass(type(tensor), self._parameter)
         storage.requires_grad |= requires_grad
         storage.from_graph |= from_graph
@@ -217,13 +217,13 @@ class Ledger:
         emptied = nbytes == 0 and prod(self._shape(tensor)) > 0
         return Storage(device, nbytes, address, note="its storage was emptied" if emptied else None)
 
-    def _look(self, storage: Storage, tensor: torch.Tensor) -> Look:
+    def _view(self, storage: Storage, tensor: torch.Tensor) -> View:
         shape = self._shape(tensor)
         elements = prod(shape)
         dtype = self._dtype(tensor)
-        name, itemsize = self._dtypes.get(dtype) or self._dtypes.setdefault(dtype, (_short(dtype), dtype.itemsize))
+        name, itemsize = self._dtypes.get(dtype) or self._dtypes.setdefault(dtype, (_dtype_name(dtype), dtype.itemsize))
         nbytes = storage.nbytes or 0
-        whole = Look(shape, name, elements, 0, nbytes, nbytes)
+        whole = View(shape, name, elements, 0, nbytes, nbytes)
         try:
             if nbytes == 0:
                 return whole
@@ -238,7 +238,7 @@ class Ledger:
             return whole
         reach = sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 1 if elements else 0
         distinct = prod(size for size, step in zip(shape, strides, strict=True) if step)
-        return Look(shape, name, elements, start, start + reach * itemsize, min(reach, distinct) * itemsize)
+        return View(shape, name, elements, start, start + reach * itemsize, min(reach, distinct) * itemsize)
 
     def _without_storage(self, tensor: torch.Tensor) -> tuple[Storage, list[Storage]]:
         layout = self._layout(tensor)
@@ -285,7 +285,7 @@ def _why_weightless(tensor: torch.Tensor, device: str) -> str:
     return "a wrapper: its parts have rows of their own"
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -299,7 +299,7 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Let no collection set in: the many records made inside would bring one on, which frees what is being counted."""
     collects = gc.isenabled()
     gc.disable()

@@ -85,6 +85,15 @@ def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
     )
 
 
+GRANULE = 512
+"""Bytes: the caching allocators of torch hand out multiples of it (kMinBlockSize)."""
+
+
+def granule(device: str) -> int:
+    """Return what a device's allocator rounds sizes up to; 1 where it does not round, or not in a known way."""
+    return GRANULE if device_stats(device) is not None and not device.startswith("mps") else 1
+
+
 def all_device_stats() -> dict[str, AllocatorStats]:
     """Return the figures of every device that is in use, each read once: this stands around every guarded cell."""
     if "torch" not in sys.modules:

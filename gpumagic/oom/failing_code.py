@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from gpumagic.heap.readers import stored_attribute
 from gpumagic.oom import ownership
 from gpumagic.oom.report import Instant, Shape
 from gpumagic.oom.rules.facts import Collection as Collected
@@ -218,16 +219,7 @@ def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]
         if isinstance(node, ast.Name) and node.id in variables:
             yield node.id, variables[node.id]
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in variables:
-            yield f"{node.value.id}.{node.attr}", _stored(variables[node.value.id], node.attr)
-
-
-def _stored(owner: object, name: str) -> object:
-    """Return an attribute without running any code of its owner's class."""
-    own = getattr(owner, "__dict__", None)
-    if not isinstance(own, dict):
-        return None
-    places = (own, own.get("_parameters"), own.get("_buffers"))
-    return next((place[name] for place in places if isinstance(place, dict) and name in place), None)
+            yield f"{node.value.id}.{node.attr}", stored_attribute(variables[node.value.id], node.attr)
 
 
 def _functional(stack: list[FrameLine]) -> tuple[str, dict[str, TensorFact]]:

@@ -154,7 +154,7 @@ class OomGuard(contextlib.ContextDecorator):
             report = self._conclude(self._pinned(result.error_in_exec))
             result.error_in_exec = None if self._keep_going else result.error_in_exec
             return report
-        release.strip(result.error_in_exec, self._shell, self._state.outside)
+        release.clear_exception(result.error_in_exec, self._shell, self._state.outside)
         result.error_in_exec = None  # else the result would keep what the error's arguments hold
         release.reclaim()
         report = self._conclude()
@@ -198,7 +198,7 @@ class OomGuard(contextlib.ContextDecorator):
         elif self._keep:
             self._conclude(self._pinned(error))
         else:
-            release.strip(error, self._shell, self._state.outside)
+            release.clear_exception(error, self._shell, self._state.outside)
             del error
             release.reclaim()
             report = self._conclude()
@@ -215,7 +215,7 @@ class OomGuard(contextlib.ContextDecorator):
         """Release what a run pinned, for the next; `release.reclaim` is left to the caller."""
         self._retries += 1
         if error is not None:
-            release.strip(error, self._shell, self._state.outside)
+            release.clear_exception(error, self._shell, self._state.outside)
 
     def on_failure(self, then: Callable[[], None]) -> None:
         """Call something with each report."""

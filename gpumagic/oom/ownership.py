@@ -11,17 +11,19 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.heap import autograd, holders, readers
-from gpumagic.heap.storages import Ledger, Storage, undisturbed
+from gpumagic.heap import holders, readers
+from gpumagic.heap.kinds import gradients_of
+from gpumagic.heap.storages import Storage, StorageTable, undisturbed
+from gpumagic.memory import allocator
 from gpumagic.oom.report import Share
 from gpumagic.oom.rules.facts import Model, Optimizer, Ownership
 from gpumagic.report.base import Holder
 from gpumagic.source import frames
-from gpumagic.tensors import reconcile, scan
-from gpumagic.tensors.records import TensorRow, root_of
+from gpumagic.tensors import scan
+from gpumagic.tensors.report import TensorRow, root_of
 
 if TYPE_CHECKING:
-    from gpumagic.heap.paths import Search
+    from gpumagic.heap.holders import Search
     from gpumagic.memory.allocator import AllocatorStats
 
 
@@ -37,7 +39,7 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
 
 def in_frames(error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()) -> int:
     """Return the bytes on a device that only the frames of an error reach; graphs may hold more, unseen."""
-    locals_ = [each for frame, _ in frames.frames_in(error, outside) for each in readers.locals_of(frame)]
+    locals_ = [each for frame, _ in frames.frames_in(error, outside) for _, each in readers.variables_of(frame)]
     roots = [*holders.variables(namespace, None), (FRAMES, locals_)]
     return released(_ownerships(roots, namespace, device, None), [FRAMES])
 
@@ -70,17 +72,17 @@ def _outputs(namespace: Mapping[str, object], shell: object | None) -> Iterator[
 def _ownerships(
     roots: Iterable[tuple[str, object]], namespace: Mapping[str, object], device: str, shell: object | None
 ) -> list[Ownership]:
-    ledger, reached, kinds = Ledger(), dict[Storage, set[str]](), dict[str, str]()
+    table, reached, kinds = StorageTable(), dict[Storage, set[str]](), dict[str, str]()
     for name, value in roots:
-        search = holders.search_for(namespace, shell)
+        search = holders.tensor_search(namespace, shell)
         try:
             with undisturbed():
-                for storage in _storages(search, name, value, ledger):
+                for storage in _storages(search, name, value, table):
                     reached.setdefault(storage, set()).add(name)
                     kinds[name] = kind_of(value)
         finally:
             search.release()
-    grain = reconcile.granule(device)
+    grain = allocator.granule(device)
     totals: dict[frozenset[str], int] = {}
     for storage, names in reached.items():
         if storage.device == device and storage.nbytes:
@@ -90,11 +92,11 @@ def _ownerships(
     return sorted(found, key=lambda claim: (-claim.nbytes, sorted(claim.names)))
 
 
-def _storages(search: Search, name: str, value: object, ledger: Ledger) -> Iterator[Storage]:
+def _storages(search: Search, name: str, value: object, table: StorageTable) -> Iterator[Storage]:
     search.run([(name, value)])
     tensors = list(search.tensors.values())
-    for tensor in (*tensors, *(gradient for _, gradient in autograd.peek(autograd.leaves(tensors)) or ())):
-        storage, parts = ledger.find(tensor)
+    for tensor in (*tensors, *gradients_of(tensors)):
+        storage, parts = table.find(tensor)
         yield from parts or [storage]
 
 
@@ -213,7 +215,7 @@ def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Mod
         float32_nbytes=sum(each.nbytes for each in parameters if each.dtype == torch.float32),
         training=module.training,
         checkpoints=_checkpoints(module),
-        gradients=sum(alias.nbytes for _, alias in autograd.peek(autograd.leaves(parameters)) or ()),
+        gradients=sum(each.nbytes for each in gradients_of(parameters)),
         blocks=blocks,
         depth=depth,
         leaves_in_block=leaves,

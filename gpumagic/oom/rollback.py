@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
-from gpumagic.heap import autograd, holders
+from gpumagic.heap import holders, kinds
 from gpumagic.heap.storages import undisturbed
 from gpumagic.memory import allocator
 from gpumagic.source import cell_code
@@ -67,7 +67,7 @@ class WrittenTensors:
 
 def reached_by(variables: Iterable[tuple[str, object]], namespace: Mapping[str, object], shell: object | None) -> Any:
     """Return the tensors that each variable reaches, ``{name: [tensor, ...]}``; the caller lets go of them."""
-    search = holders.search_for(namespace, shell)
+    search = holders.tensor_search(namespace, shell)
     reached: dict[str, list[Any]] = {}
     try:
         with undisturbed():
@@ -95,8 +95,8 @@ def is_on_accelerator(tensor: Any) -> bool:
 def _gradients(tensors: list[Any]) -> dict[int, tuple[int, int]]:
     """Return where each tensor's gradient lies and its version, by the tensor's `id`."""
     with undisturbed():
-        leaves = autograd.leaves(tensors)
-        found = autograd.peek(leaves) or ()
+        leaves = kinds.leaves(tensors)
+        found = kinds.peek_gradients(leaves) or ()
         return {id(leaves[i]): (alias.data_ptr(), version(alias)) for i, alias in found}
 
 

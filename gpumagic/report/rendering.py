@@ -26,7 +26,8 @@ def to_html(report: object) -> str:
 def to_document(report: object) -> Document:
     """Return the neutral document of a report.
 
-    How a report looks is registered with `document_of` by the module `view` of the folder it is defined in.
+    How a report looks is registered with `document_of` by the module `view` of the folder it is defined in, or by the
+    one that its class names as its ``view_module``.
     """
     _import_view(report)
     return document_of(report)
@@ -43,4 +44,5 @@ def to_figure(record: object) -> Figure:
 
 
 def _import_view(record: object) -> None:
-    import_module(f"{type(record).__module__.rpartition('.')[0]}.view")
+    folder = type(record).__module__.rpartition(".")[0]
+    import_module(f"{folder}.{getattr(record, 'view_module', 'view')}")

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import count, size
-from gpumagic.tensors.folding import Line, dims, fold, kind_cell
 from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow
+from gpumagic.tensors.view import STORAGE_COLUMNS, Line, fold, storage_cells
 
 _WORDS = {"came": "new", "went": "gone", "resized": "resized", "lost its name": "unnamed"}
 
 
 @document_of.register(DiffReport)
 def view_diff(report: DiffReport) -> Document:
-    """Return the document of the difference between two looks."""
+    """Return the document of the difference between two reports."""
     blocks: list[Block] = [Heading(_heading(report))]
     if report.changes:
         blocks += _largest(report)
@@ -47,15 +47,7 @@ def _largest(report: DiffReport) -> list[Block]:
     lines = fold(report.changes)
     shown = lines if report.limit is None else lines[: report.limit]
     largest = max((_weight(line) for line in lines), default=0)
-    columns = [
-        Column("Change"),
-        Column("Name", shrinks=True, cut="middle"),
-        Column("Device"),
-        Column("Size", "right"),
-        Column("Shape", shrinks=True),
-        Column("Dtype", priority=2),
-        Column("Kind", priority=1),
-    ]
+    columns = [Column("Change"), Column("Name", shrinks=True, cut="middle"), *STORAGE_COLUMNS]
     rows = [_cells(line, largest) for line in shown]
     blocks: list[Block] = [Table(columns, rows, caption="The largest changes")]
     if len(lines) > len(shown):
@@ -70,15 +62,8 @@ def _cells(line: Line[DiffRow], largest: int) -> list[Cell]:
     lost = row.change == "lost its name"
     text = size(_weight(line)) if lost or row.nbytes is None else _signed(line.nbytes)
     share = _weight(line) / largest if largest else 0.0
-    return [
-        Cell(_WORDS[row.change]),
-        Cell(line.text, muted=row.name is None),
-        Cell(row.device),
-        Cell(size(None) if row.nbytes is None else text, (Segment(share, "other" if line.nbytes < 0 else "main"),)),
-        Cell(dims(row.shape)),
-        Cell(row.dtype),
-        kind_cell(row.kind),
-    ]
+    nbytes = Cell(size(None) if row.nbytes is None else text, (Segment(share, "other" if line.nbytes < 0 else "main"),))
+    return [Cell(_WORDS[row.change]), Cell(line.text, muted=row.name is None), *storage_cells(row, nbytes)]
 
 
 def _weight(line: Line[DiffRow]) -> int:

@@ -1,62 +1,19 @@
-"""What `%devices --held`, `--release-held` and `--why` return."""
+"""What `%devices --release-held` and `--why` return."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from gpumagic.report.base import Report
-from gpumagic.source.text import parse_tree
-from gpumagic.tensors.records import TensorRow
+from gpumagic.tensors.report import HeldReport, TensorRow
 
-if TYPE_CHECKING:
-    from gpumagic.tensors.records import TensorRow
-
-
-RELEASE = "%devices --release-held"
-COLLECT = "import gc; gc.collect()"
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRow:
-    """One storage that lives although no variable of the notebook reaches it."""
-
-    number: int
-    """For ``%devices --why NUMBER``; the same for as long as the storage lives."""
-    device: str
-    nbytes: int | None
-    shape: tuple[int, ...]
-    dtype: str
-    kind: str
-    holder: str | None
-    """``"Out[12]"``, ``"last traceback"``...; None where it cannot be told, as for what C++ keeps."""
-    place: str | None
-    """Where in its holder it is: ``"last traceback.<step()>.hidden"``."""
-    command: str | None
-    """The line to type that lets go of it; None where none is known."""
-    views: int = 0
-
-
-@dataclass(frozen=True, repr=False)
-class HeldReport(Report[HeldRow]):
-    """The live tensors that nothing in the notebook names, a row a storage, with what keeps and what frees each."""
-
-    row_type: ClassVar[type[Any]] = HeldRow
-
-    held: tuple[HeldRow, ...]
-    limit: int | None = None
-    """How many rows to show; `rows` and `to_pandas` always have all."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def rows(self) -> tuple[HeldRow, ...]:
-        return self.held
+_NOTHING_HELD = HeldReport(())
 
 
 @dataclass(frozen=True, slots=True)
 class FreedRow:
-    """What came back on one device, in bytes."""
+    """What was freed on one device, in bytes."""
 
     device: str
     freed: int
@@ -69,14 +26,15 @@ class FreedRow:
 
 @dataclass(frozen=True, repr=False)
 class ReleaseReport(Report[FreedRow]):
-    """What IPython and Python were made to forget, what came back on each device, and what is still held."""
+    """What IPython and Python were made to forget, what that freed on each device, and what is still held."""
 
     row_type: ClassVar[type[Any]] = FreedRow
+    view_module: ClassVar[str] = "held_view"
 
     freed: tuple[FreedRow, ...]
     released: tuple[str, ...] = ()
     """What was forgotten: ``"Out[12]"``, ``"last traceback"``."""
-    left: HeldReport = HeldReport(())
+    left: HeldReport = _NOTHING_HELD
     """What is still held, and what would free that."""
     notes: tuple[str, ...] = ()
 
@@ -85,47 +43,26 @@ class ReleaseReport(Report[FreedRow]):
         return self.freed
 
 
-def held_rows(rows: Iterable[TensorRow]) -> Iterator[HeldRow]:
-    """Yield those of a tensor report's rows that nothing names."""
-    for row in rows:
-        if row.name is None:
-            yield HeldRow(
-                row.numbers[0] if row.numbers else 0, row.device, row.nbytes, row.shape, row.dtype, row.kind,
-                row.holder, row.place, command(row), row.views,
-            )  # fmt: skip
-
-
-def command(row: TensorRow) -> str | None:
-    """Return the line that lets go of a storage that no variable reaches, or None where none is known."""
-    if row.releasable:
-        return RELEASE
-    return row.frees or (COLLECT if "cycle" in (row.holder or "") else None)
-
-
-def is_code(line: str) -> bool:
-    """Return whether a line can be run, as one with ``step.<closure>.x`` cannot."""
-    return "[...]" not in line and parse_tree(line) is not None
-
-
 @dataclass(frozen=True, slots=True)
 class WayRow:
-    """The shortest way to a tensor from one of its holders."""
+    """The shortest path to a tensor from one of its holders."""
 
     root: str
     """``"model"``, ``"Out[12]"``, ``"last traceback"``..."""
     expression: str
-    """The whole way, as one would type it where that is possible: ``"model.fc.weight"``."""
+    """The whole path, as code where code can reach it: ``"model.fc.weight"``."""
     steps: tuple[tuple[str, str], ...]
     """From the root to the tensor: what is typed, ``".fc"``, and the class of what it leads to, ``"Linear"``."""
     command: str | None
-    """The line that makes this holder let go; None where none is known."""
+    """The line that makes this holder release it; None where none is known."""
 
 
 @dataclass(frozen=True, repr=False)
 class WhyReport(Report[WayRow]):
-    """Every holder of one tensor, the nearest first: it is freed when all of them let go."""
+    """Every holder of one tensor, the nearest first: it is freed when none of them keeps it."""
 
     row_type: ClassVar[type[Any]] = WayRow
+    view_module: ClassVar[str] = "held_view"
 
     tensor: TensorRow
     ways: tuple[WayRow, ...]

@@ -6,12 +6,22 @@ from collections.abc import Iterator, Sequence
 
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table, Tree, document_of
 from gpumagic.report.units import count, size
-from gpumagic.tensors.folding import Line, dims, fold, holder_text, kind_cell, pattern, shared, sized
-from gpumagic.tensors.held_report import FreedRow, HeldReport, HeldRow, ReleaseReport, WhyReport
-from gpumagic.tensors.records import TensorRow
+from gpumagic.tensors.held_report import FreedRow, ReleaseReport, WhyReport
+from gpumagic.tensors.report import HeldReport, HeldRow, TensorRow
+from gpumagic.tensors.view import (
+    STORAGE_COLUMNS,
+    Line,
+    fold,
+    graph_pattern,
+    holder_text,
+    name_pattern,
+    shape_text,
+    size_cell,
+    storage_cells,
+)
 
 _SEVERAL = 4
-"""Holders in a sentence, and lines to type, before the rest is counted."""
+"""Holders in a sentence, and commands, before the rest is counted."""
 
 
 @document_of.register(HeldReport)
@@ -41,15 +51,7 @@ def _largest(report: HeldReport) -> Iterator[Block]:
     lines = fold(report.held)
     shown = lines if report.limit is None else lines[: report.limit]
     wholes = _sums(report.held)
-    columns = [
-        Column("No.", "right"),
-        Column("Held by", shrinks=True, cut="middle"),
-        Column("Device"),
-        Column("Size", "right"),
-        Column("Shape", shrinks=True),
-        Column("Dtype", priority=2),
-        Column("Kind", priority=1),
-    ]
+    columns = [Column("No.", "right"), Column("Held by", shrinks=True, cut="middle"), *STORAGE_COLUMNS]
     yield Table(columns, [_cells(line, wholes[line.row.device]) for line in shown], caption="Held tensors")
     rest = lines[len(shown) :]
     if rest:
@@ -62,22 +64,16 @@ def _cells(line: Line[HeldRow], whole: int) -> list[Cell]:
     row = line.row
     times = f" × {len(line.members):,}" if len(line.members) > 1 else ""
     by = (line.name.strip("()") if times and row.holder else row.place) or row.holder or "unknown"
-    return [
-        Cell(str(row.number)),
-        Cell(f"{by}{times}", muted=row.holder is None),
-        Cell(row.device),
-        sized(None if row.nbytes is None else line.nbytes, whole),
-        Cell(dims(row.shape)),
-        Cell(row.dtype),
-        kind_cell(row.kind),
-    ]
+    held_by = Cell(f"{by}{times}", muted=row.holder is None)
+    nbytes = size_cell(None if row.nbytes is None else line.nbytes, whole)
+    return [Cell(str(row.number)), held_by, *storage_cells(row, nbytes)]
 
 
 def _commands(rows: Sequence[HeldRow]) -> Iterator[Block]:
-    """Yield a sentence for each line that frees some of it, the one that frees most first."""
+    """Yield a sentence for each command that frees some of it, the one that frees most first."""
     by: dict[str | None, list[HeldRow]] = {}
     for row in rows:
-        by.setdefault(row.command and pattern(row.command), []).append(row)
+        by.setdefault(row.command and name_pattern(row.command), []).append(row)
     ordered = sorted(by.items(), key=lambda each: (each[0] is None, -sum(row.nbytes or 0 for row in each[1])))
     lines = [each for each in ordered if each[0] is not None]
     for command, freed in [*lines[:_SEVERAL], *ordered[len(lines) :]]:
@@ -95,7 +91,7 @@ def _commands(rows: Sequence[HeldRow]) -> Iterator[Block]:
 
 
 def _holders(rows: Sequence[HeldRow]) -> str:
-    names = list(dict.fromkeys(shared(row.holder) or "C++ or what was not followed" for row in rows))
+    names = list(dict.fromkeys(graph_pattern(row.holder) or "C++ or what was not followed" for row in rows))
     rest = len(names) - _SEVERAL
     return ", ".join(names[:_SEVERAL]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -125,7 +121,7 @@ def _freed(rows: Sequence[FreedRow]) -> Table:
     return Table(columns, cells, caption="Allocated before and after, by the allocator's own figures")
 
 
-SHOWN = 8
+_MAX_PATHS = 8
 
 
 @document_of.register(WhyReport)
@@ -134,9 +130,9 @@ def view_why(report: WhyReport) -> Document:
     blocks: list[Block] = [Heading(_heading(report.tensor))]
     if report.ways:
         blocks.append(Paragraph(f"kept by {count(len(report.ways), 'holder')}:"))
-    blocks += [Tree(way.steps) for way in report.ways[:SHOWN]]
-    if len(report.ways) > SHOWN:
-        blocks.append(Paragraph(f"and {count(len(report.ways) - SHOWN, 'more holder')}", muted=True))
+    blocks += [Tree(way.steps) for way in report.ways[:_MAX_PATHS]]
+    if len(report.ways) > _MAX_PATHS:
+        blocks.append(Paragraph(f"and {count(len(report.ways) - _MAX_PATHS, 'more holder')}", muted=True))
     blocks += _remedies(report)
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
@@ -144,7 +140,7 @@ def view_why(report: WhyReport) -> Document:
 
 def _heading(row: TensorRow) -> str:
     name = row.name or holder_text(row.place or row.holder)
-    return f"{name}: {size(row.nbytes)} on {row.device}, {dims(row.shape)} {row.dtype}, {row.kind}"
+    return f"{name}: {size(row.nbytes)} on {row.device}, {shape_text(row.shape)} {row.dtype}, {row.kind}"
 
 
 def _remedies(report: WhyReport) -> Iterator[Block]:

@@ -1,13 +1,13 @@
-"""Letting go of what only the session keeps: outputs, the display hook, the last error; nothing of the user's."""
+"""Releases what only the session keeps: outputs, the display hook, the last error; nothing of the user's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from gpumagic.heap import autograd, hidden_holders, holders
-from gpumagic.heap.autograd import Graphs
-from gpumagic.heap.storages import Ledger, uncollected, undisturbed
+from gpumagic.heap import holders, outputs
+from gpumagic.heap.kinds import Graphs, non_leaves
+from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator
 from gpumagic.tensors import scan
 from gpumagic.tensors.held_report import FreedRow, ReleaseReport
@@ -24,7 +24,7 @@ def release(namespace: Mapping[str, object], shell: InteractiveShell | None = No
         namespace: the notebook's variables; none of them changes.
         shell: the shell they belong to; without one only Python's own last error is looked at.
     """
-    with uncollected():  # what came back has to be what was let go of, not what a collection found
+    with gc_disabled():  # what is freed has to be what was released, not what a collection found
         before = scan.scan(namespace, shell=shell, thorough=True)
         figures = allocator.all_device_stats()
         wanted = {number for row in before if row.releasable for number in row.numbers}
@@ -38,29 +38,29 @@ def _forget(wanted: set[int], namespace: Mapping[str, object], shell: Interactiv
     labels: list[str] = []
     if shell is not None:
         values = {}
-        for label, value in hidden_holders.shown_outputs(shell):
+        for label, value in outputs.shown_outputs(shell):
             if id(value) not in values and _reaches(value, wanted, namespace, shell):
                 values[id(value)] = value
                 labels.append(label)
-        hidden_holders.forget_outputs(shell, values)
+        outputs.forget_outputs(shell, values)
         values.clear()
-    if any(_reaches(each, wanted, namespace, shell) for each in hidden_holders.remembered_errors(shell)):
-        hidden_holders.forget_last_error(namespace, shell)
+    if any(_reaches(each, wanted, namespace, shell) for each in outputs.remembered_errors(shell)):
+        outputs.forget_last_error(namespace, shell)
         labels.append(holders.TRACEBACK)
     return tuple(labels)
 
 
 def _reaches(value: object, wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None) -> bool:
     """Tell whether a value keeps one of the storages with these numbers, itself or by an autograd graph."""
-    search, ledger, graphs = holders.search_for(namespace, shell), Ledger(), Graphs()
+    search, table, graphs = holders.tensor_search(namespace, shell), StorageTable(), Graphs()
     try:
         with undisturbed():
             search.run([("it", value)])
             tensors = list(search.tensors.values())
-            for result in autograd.results(tensors):
-                graph = graphs.of(result.grad_fn)
+            for result in non_leaves(tensors):
+                graph = graphs.walk(result.grad_fn)
                 tensors += graph.tensors if graph is not None else ()
-            return any(not wanted.isdisjoint(ledger.numbers(tensor)) for tensor in tensors)
+            return any(not wanted.isdisjoint(table.numbers(tensor)) for tensor in tensors)
     finally:
         graphs.release()
         search.release()

@@ -1,21 +1,117 @@
-"""What `%devices` and `%devices --diff` return: the live tensors, and the difference between two looks at them."""
+"""What `%devices`, `--diff` and `--held` return: the live tensors, what changed, and what no variable reaches.
+
+Reports are plain data: none keeps a tensor alive.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.report.base import Report
 from gpumagic.report.origin import Origin
-from gpumagic.tensors.held_report import HeldReport, held_rows
-from gpumagic.tensors.records import ORDERS, DeviceMemoryRow, GraphRow, SourceRow, TensorRow, is_on
+
+KINDS = ("parameter", "buffer", "gradient", "optimizer state", "activation", "plain")
+"""What a storage can be; one that is several of these is the first of them."""
+
+
+class TensorRow(NamedTuple):
+    """One storage, with every tensor that views it folded under it.
+
+    There may be a hundred thousand of them, and a named tuple is made in a sixth of a frozen dataclass's time.
+    """
+
+    device: str
+    nbytes: int | None
+    """Bytes the storage occupies, rounded as its allocator rounds; 0 for meta and fake tensors; None if unknown."""
+    shape: tuple[int, ...]
+    """Of the largest live tensor over the storage."""
+    dtype: str
+    kind: str
+    """One of `KINDS`."""
+    name: str | None
+    """The best name it has in the notebook, such as ``"model.fc.weight"``; None if no variable reaches it."""
+    names: tuple[str, ...] = ()
+    holder: str | None = None
+    """What keeps it alive where no variable does: ``"Out[12]"``, ``"last traceback"``..."""
+    place: str | None = None
+    """Where in its holder it is: ``"Out[12]['k'][0]"``, ``"last traceback.<step()>.hidden"``."""
+    releasable: bool = False
+    """Whether ``--release-held`` frees it: only outputs, the display hook or the last error keep it alive."""
+    in_graph: bool = False
+    """Whether only autograd graphs keep it; ``holder`` says whose."""
+    frees: str | None = None
+    """The line after which those graphs release it: ``"loss = loss.detach()"``; None where there is none."""
+    views: int = 0
+    """Further live tensors over the same storage."""
+    requires_grad: bool = False
+    graph_nbytes: int | None = None
+    """Bytes its autograd graph keeps for backward and nothing else does; None if it has none or it is not known."""
+    viewed_nbytes: int | None = None
+    """Bytes the live tensors view; far below ``nbytes`` when a small view keeps a large storage."""
+    note: str | None = None
+    numbers: tuple[int, ...] = ()
+    """The numbers of its storages in every report of this process; never given to another storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemoryRow:
+    """One device's memory, from the tensors Python can see up to the whole card."""
+
+    device: str
+    tensors: int
+    storages: int
+    named: int
+    """Bytes in storages that a notebook name reaches."""
+    held: int
+    """Bytes in other storages that Python can see."""
+    graph: int | None = None
+    """Bytes that only autograd graphs keep, as far as they can be seen."""
+    unexplained: int | None = None
+    """Allocated bytes that none of these account for (C++, nodes that do not show what they save)."""
+    allocated: int | None = None
+    """Bytes the allocator has handed out; None where there is no counting allocator (cpu, meta)."""
+    cached: int | None = None
+    """Bytes the allocator keeps for reuse."""
+    other_processes: int | None = None
+
+    @property
+    def in_rows(self) -> int:
+        """Bytes that the report's rows sum to."""
+        return self.named + self.held + (self.graph or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRow:
+    """What the autograd graphs of one variable's tensors keep on a device, and nothing else does."""
+
+    name: str
+    """The variable: ``"losses"``."""
+    device: str
+    nbytes: int
+    tensors: int
+    """How many of its tensors have a graph."""
+    example: str
+    """The first of them: ``"losses[0]"``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """Blocks that no tensor accounts for, by the line that allocated them, where allocations are recorded."""
+
+    device: str
+    line: str
+    """``"train.py:12 in step"``."""
+    nbytes: int
+    blocks: int
 
 
 @dataclass(frozen=True, repr=False)
 class TensorReport(Report[TensorRow]):
-    """The live tensors of this process, a row a storage, largest first."""
+    """The live tensors of this process, one row per storage, largest first."""
 
     row_type: ClassVar[type[Any]] = TensorRow
 
@@ -27,7 +123,7 @@ class TensorReport(Report[TensorRow]):
     """Show totals by this key instead of rows: ``"device"``, ``"dtype"``, ``"kind"`` or ``"holder"``."""
     notes: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
-    """The devices it was narrowed to; all without."""
+    """The devices it was narrowed to; empty for all."""
     minimum: int = 0
     """Smaller storages are left out."""
     graphs: tuple[GraphRow, ...] = ()
@@ -35,7 +131,7 @@ class TensorReport(Report[TensorRow]):
     sources: tuple[SourceRow, ...] = ()
     """The lines that allocated what is unexplained; only under ``torch.cuda.memory._record_memory_history()``."""
     process: str = ""
-    """Stands for the process it was made in, whose storages `TensorRow.numbers` tell apart."""
+    """Identifies the process it was made in: only there do `TensorRow.numbers` mean the same storages."""
     origin: Origin = field(default_factory=Origin)
 
     @property
@@ -43,7 +139,9 @@ class TensorReport(Report[TensorRow]):
         return self.tensors
 
     def since(self, earlier: TensorReport, called: str = "the earlier report") -> DiffReport:
-        """Return what came and what went since an earlier report of this process.
+        """Return what was created and what was freed since an earlier report of this process.
+
+        Where the two cover different devices or sizes, only what both would list is compared.
 
         Args:
             earlier: what to compare with; it keeps nothing alive.
@@ -52,17 +150,28 @@ class TensorReport(Report[TensorRow]):
         Raises:
             GpuMagicError: it is a report of another process.
         """
-        return between(earlier, self, called)
+        if earlier.process and self.process and earlier.process != self.process:
+            raise GpuMagicError("the earlier report is of another process: only reports of one kernel can be compared")
+        minimum = max(earlier.minimum, self.minimum)
+        found = [
+            row
+            for row in _changes(earlier, self)
+            if is_on(row.device, earlier.only)
+            and is_on(row.device, self.only)
+            and max(row.size or 0, abs(row.nbytes or 0)) >= minimum
+        ]
+        found.sort(key=lambda row: (-abs(row.nbytes or 0), -(row.size or 0), *_by_name(row), row.device))
+        return DiffReport(tuple(found), tuple(_device_changes(found, earlier, self)), called, self.limit)
 
     def held(self) -> HeldReport:
         """Return what no variable reaches, with what keeps each tensor and the line that frees it."""
-        return HeldReport(tuple(held_rows(self.tensors)), self.limit, self.notes)
+        return HeldReport(tuple(_held_row(row) for row in self.tensors if row.name is None), self.limit, self.notes)
 
     def narrowed(self, only: Sequence[str] = (), minimum: int = 0, sort: str = "size") -> TensorReport:
-        """Return the report of some devices and of storages from some size on.
+        """Return the report of some devices and of storages of at least some size.
 
         Args:
-            only: devices such as ``"cuda:1"``, or ``"cuda"`` for all of a backend; all without.
+            only: devices such as ``"cuda:1"``, or ``"cuda"`` for all of a backend; empty for all.
             minimum: bytes.
             sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
         """
@@ -71,11 +180,40 @@ class TensorReport(Report[TensorRow]):
             found = [row for row in found if is_on(row.device, only) and (row.nbytes or 0) >= minimum]
         return replace(
             self,
-            tensors=tuple(sorted(found, key=ORDERS[sort])),
+            tensors=tuple(sorted(found, key=_ORDERS[sort])),
             by_device=tuple(row for row in self.by_device if is_on(row.device, only)),
             only=tuple(only),
             minimum=minimum,
         )
+
+
+def is_on(device: str, only: Sequence[str]) -> bool:
+    """Tell whether a device is among those named, where ``"cuda"`` means all of a backend and no name means all."""
+    return not only or any(device == each or device.startswith(f"{each}:") for each in only)
+
+
+def _by_name(row: TensorRow | DiffRow) -> tuple[bool, str]:
+    return row.name is None, row.name or ""
+
+
+def _by_size(row: TensorRow) -> tuple[object, ...]:
+    return -(row.nbytes or 0), row.name is None, row.name or "", row.device
+
+
+_ORDERS: dict[str, Callable[[TensorRow], Any]] = {
+    "size": _by_size,
+    "name": lambda row: (*_by_name(row), *_by_size(row)),
+    "device": lambda row: (row.device, *_by_size(row)),
+    "dtype": lambda row: (row.dtype, *_by_size(row)),
+    "kind": lambda row: (KINDS.index(row.kind), *_by_size(row)),
+}
+
+_ROOT = re.compile(r"globals\(\)\[.*?\](?=[.\[{]|$)|.[^.\[{]*|", re.DOTALL)
+
+
+def root_of(name: str) -> str:
+    """Return the variable a name starts from: ``"model"`` for ``"model.fc.weight"``."""
+    return _ROOT.match(name)[0]  # type: ignore[index]  # it matches everything
 
 
 CHANGES = ("came", "went", "resized", "lost its name")
@@ -84,7 +222,7 @@ CHANGES = ("came", "went", "resized", "lost its name")
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """One storage that is new, gone, of another size, or without a name since."""
+    """One storage that is new, gone, of another size, or without a name since the earlier report."""
 
     change: str
     """One of `CHANGES`."""
@@ -120,14 +258,15 @@ class DeviceChange:
 
 @dataclass(frozen=True, repr=False)
 class DiffReport(Report[DiffRow]):
-    """What came and what went between two looks at the live tensors, a row a storage, largest change first."""
+    """What came and what went between two reports of the live tensors, one row per storage, largest change first."""
 
     row_type: ClassVar[type[Any]] = DiffRow
+    view_module: ClassVar[str] = "diff_view"
 
     changes: tuple[DiffRow, ...]
     by_device: tuple[DeviceChange, ...] = ()
     since: str = ""
-    """What the earlier look was: ``"%devices in cell 3"``, ``"this cell started"``."""
+    """What the earlier report was: ``"%devices in cell 3"``, ``"this cell started"``."""
     limit: int | None = None
     """How many rows to show; `rows` and `to_pandas` always have all."""
     notes: tuple[str, ...] = ()
@@ -137,60 +276,30 @@ class DiffReport(Report[DiffRow]):
         return self.changes
 
 
-def between(earlier: TensorReport, later: TensorReport, since: str) -> DiffReport:
-    """Return what changed from one report to a later one of the same process.
-
-    Where the two look at different devices or sizes, only what both would list is compared.
-
-    Raises:
-        GpuMagicError: they are reports of different processes.
-    """
-    if earlier.process and later.process and earlier.process != later.process:
-        raise GpuMagicError("the earlier report is of another process: only reports of one kernel can be compared")
-    minimum = max(earlier.minimum, later.minimum)
-    found = [
-        row
-        for row in _changes(earlier, later)
-        if is_on(row.device, earlier.only)
-        and is_on(row.device, later.only)
-        and max(row.size or 0, abs(row.nbytes or 0)) >= minimum
-    ]
-    return DiffReport(
-        changes=tuple(sorted(found, key=_by_weight)),
-        by_device=tuple(_sums(found, earlier, later)),
-        since=since,
-        limit=later.limit,
-    )
-
-
 def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
     before = {number: row for row in earlier for number in row.numbers}
     now = {number for row in later for number in row.numbers}
     for row in later:
         old = next((before[number] for number in row.numbers if number in before), None)
         if old is None:
-            yield _row("came", row, row.nbytes)
+            yield _diff_row("came", row, row.nbytes)
         elif old.nbytes != row.nbytes and old.nbytes is not None and row.nbytes is not None:
-            yield _row("resized", row, row.nbytes - old.nbytes, old.name)
+            yield _diff_row("resized", row, row.nbytes - old.nbytes, old.name)
         elif old.name is not None and row.name is None:
-            yield _row("lost its name", row, 0, old.name)
+            yield _diff_row("lost its name", row, 0, old.name)
     for row in earlier:
         if now.isdisjoint(row.numbers):
-            yield _row("went", row, None if row.nbytes is None else -row.nbytes)
+            yield _diff_row("went", row, None if row.nbytes is None else -row.nbytes)
 
 
-def _row(change: str, row: TensorRow, nbytes: int | None, name: str | None = None) -> DiffRow:
+def _diff_row(change: str, row: TensorRow, nbytes: int | None, name: str | None = None) -> DiffRow:
     return DiffRow(
         change, row.device, nbytes, row.shape, row.dtype, row.kind, row.name or name, row.holder,
         row.nbytes, row.views, row.numbers,
     )  # fmt: skip
 
 
-def _by_weight(row: DiffRow) -> tuple[object, ...]:
-    return -abs(row.nbytes or 0), -(row.size or 0), row.name is None, row.name or "", row.device
-
-
-def _sums(rows: Iterable[DiffRow], earlier: TensorReport, later: TensorReport) -> Iterator[DeviceChange]:
+def _device_changes(rows: Iterable[DiffRow], earlier: TensorReport, later: TensorReport) -> Iterator[DeviceChange]:
     totals: dict[str, dict[str, int]] = {}
     for row in rows:
         total = totals.setdefault(row.device, dict.fromkeys(CHANGES, 0))
@@ -204,3 +313,58 @@ def _sums(rows: Iterable[DiffRow], earlier: TensorReport, later: TensorReport) -
         if any(total.values()) or allocated:
             came, went, resized = total["came"], -total["went"], total["resized"]
             yield DeviceChange(device, came, went, resized, came - went + resized, allocated)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRow:
+    """One storage that lives although no variable of the notebook reaches it."""
+
+    number: int
+    """For ``%devices --why NUMBER``; the same for as long as the storage lives."""
+    device: str
+    nbytes: int | None
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    holder: str | None
+    """``"Out[12]"``, ``"last traceback"``...; None where it is unknown, as for what C++ keeps."""
+    place: str | None
+    """Where in its holder it is: ``"last traceback.<step()>.hidden"``."""
+    command: str | None
+    """The line that frees it; None where none is known."""
+    views: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class HeldReport(Report[HeldRow]):
+    """The live tensors that no variable reaches, one row per storage, with what keeps and what frees each."""
+
+    row_type: ClassVar[type[Any]] = HeldRow
+    view_module: ClassVar[str] = "held_view"
+
+    held: tuple[HeldRow, ...]
+    limit: int | None = None
+    """How many rows to show; `rows` and `to_pandas` always have all."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[HeldRow, ...]:
+        return self.held
+
+
+RELEASE = "%devices --release-held"
+COLLECT = "import gc; gc.collect()"
+
+
+def _held_row(row: TensorRow) -> HeldRow:
+    return HeldRow(
+        row.numbers[0] if row.numbers else 0, row.device, row.nbytes, row.shape, row.dtype, row.kind,
+        row.holder, row.place, release_command(row), row.views,
+    )  # fmt: skip
+
+
+def release_command(row: TensorRow) -> str | None:
+    """Return the line that frees a storage that no variable reaches, or None where none is known."""
+    if row.releasable:
+        return RELEASE
+    return row.frees or (COLLECT if "cycle" in (row.holder or "") else None)

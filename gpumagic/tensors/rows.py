@@ -1,98 +1,27 @@
-"""Storages and what was found about their tensors -> blocks of memory -> the rows of the report."""
+"""The rows of the report: storages are grouped into blocks of memory, and each block gets what is known of its tensors.
+
+For blocks that only autograd graphs keep, a row also has the line that releases them, where there is one: a tensor
+in a tuple cannot be replaced, and one that an output keeps besides its name still keeps its graph.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gpumagic.heap import holders
-from gpumagic.heap.paths import Names
-from gpumagic.heap.storages import Ledger, Look, Storage
-from gpumagic.tensors import reconcile
-from gpumagic.tensors.detaching import Detaching
-from gpumagic.tensors.records import KINDS, GraphRow, TensorRow, root_of
-
-_ADDRESS = attrgetter("address")
-
-
-def group_by_memory(ledger: Ledger) -> list[list[Storage]]:
-    """Return the storages by block of memory: alone, or with what overlaps it, or as parts of a sparse tensor.
-
-    Two `torch.from_numpy` of one array are two storages over the same bytes (also dlpack and CUDA arrays).
-    """
-    leader: dict[Storage, Storage] = {}
-
-    def lead(storage: Storage) -> Storage:
-        while (above := leader.get(storage, storage)) is not storage:
-            storage = above
-        return storage
-
-    for parts in [*ledger.joined, *_overlapping(ledger)]:
-        for part in parts[1:]:
-            if lead(part) is not lead(parts[0]):
-                leader[lead(part)] = lead(parts[0])
-    if not leader:
-        return [[storage] for storage in ledger.storages.values()]
-    members: dict[Storage, list[Storage]] = {}
-    for storage in ledger.storages.values():
-        members.setdefault(lead(storage), []).append(storage)
-    return list(members.values())
-
-
-def occupied(block: Sequence[Storage], granule: int) -> int | None:
-    """Return the bytes that a block takes from its allocator, which hands out multiples of ``granule``."""
-    if len(block) == 1:
-        nbytes = block[0].nbytes
-        return nbytes if granule == 1 or nbytes is None else -(-nbytes // granule) * granule
-    spans = []
-    for storage in block:
-        if storage.nbytes is None:
-            return None
-        spans.append((storage.address, storage.address + -(-storage.nbytes // granule) * granule))
-    return _union(spans)
-
-
-def looked_at(block: Sequence[Storage], looks: Sequence[Look]) -> int | None:
-    """Return the bytes of a block that some tensors look at; None where their strides cannot tell."""
-    storage = block[0]
-    if len(block) > 1 or storage.nbytes is None:
-        return None
-    if len(looks) == 1:
-        return looks[0].nbytes
-    return min(_union([(look.start, look.end) for look in looks]), sum(look.nbytes for look in looks))
-
-
-def _union(spans: Sequence[tuple[int, int]]) -> int:
-    if len(spans) == 1:
-        return spans[0][1] - spans[0][0]
-    total, reached = 0, 0
-    for start, end in sorted(spans):
-        total += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
-def _overlapping(ledger: Ledger) -> Iterator[list[Storage]]:
-    placed: dict[str, list[Storage]] = {}
-    for storage in ledger.storages.values():
-        if storage.address and storage.nbytes:
-            placed.setdefault(storage.device, []).append(storage)
-    for alike in placed.values():
-        alike.sort(key=_ADDRESS)
-        reached, furthest = 0, alike[0]
-        for storage in alike:
-            if storage.address < reached:
-                yield [furthest, storage]
-            end = storage.address + (storage.nbytes or 0)
-            if end > reached:
-                reached, furthest = end, storage
-
+from gpumagic.heap.holders import Held, Names, Path, is_code, is_typeable, spell
+from gpumagic.heap.kinds import subclasses
+from gpumagic.heap.storages import Storage, StorageTable, View
+from gpumagic.memory import allocator
+from gpumagic.tensors.report import KINDS, GraphRow, TensorRow, root_of
 
 MAX_NAMES = 16
 """Names kept of one storage; views of one tensor may have thousands."""
-_NOBODY = "autograd graph"
+_MAX_STATEMENTS = 3
+"""Statements in the line that releases a graph."""
+_GRAPH = "autograd graph"
 _NO_HOLDER = (None, None, False)
 
 
@@ -100,12 +29,12 @@ class Findings(NamedTuple):
     """What is known of tensors, by their `id`, and of storages."""
 
     names: Names
-    roles: Mapping[int, str]
+    kinds: Mapping[int, str]
     gradient_of: Mapping[Storage, int]
     """The tensor that a storage is the gradient of."""
     graph_of: Mapping[int, frozenset[Storage]]
     """The storages that the graph of a tensor keeps."""
-    detaching: Detaching
+    detaching: DetachCommands
 
 
 @dataclass(slots=True, eq=False)
@@ -115,9 +44,9 @@ class _Block:
     storages: list[Storage]
     nbytes: int | None
     names: tuple[str, ...] = ()
-    named: Sequence[Look] = ()
-    """What the tensors with a name look at: a view's hidden base says nothing about what is in use."""
-    held: holders.Held | None = None
+    named: Sequence[View] = ()
+    """Of the tensors with a name: a view's unnamed base says nothing about what is in use."""
+    held: Held | None = None
     roots: list[int] = field(default_factory=list)
     """The tensors whose graphs keep it, by their `id`."""
 
@@ -125,24 +54,24 @@ class _Block:
         return bool(self.roots) and not self.names and self.held is None
 
     def is_lone(self) -> bool:
-        return len(self.storages) == 1 and len(self.storages[0].looks) == 1
+        return len(self.storages) == 1 and len(self.storages[0].views) == 1
 
     def tensors(self) -> list[int]:
-        return [tensor for storage in self.storages for tensor, _ in storage.looks]
+        return [tensor for storage in self.storages for tensor, _ in storage.views]
 
 
-class Rows:
-    """Puts the rows together."""
+class RowBuilder:
+    """Builds the rows of a report from the blocks of memory and what was found."""
 
     def __init__(self, found: Findings, groups: Iterable[list[Storage]]) -> None:
         self._found = found
         self._granules: dict[str, int] = {}
         self._is_nameless = found.names.are_none()
-        self._any_is_special = bool(found.roles or found.gradient_of)
+        self._any_is_special = bool(found.kinds or found.gradient_of)
         self._blocks = [self._block(storages) for storages in groups]
         self._block_of: dict[Storage, _Block] = {}
-        self._held: dict[int, holders.Held] = {}
-        self._keepers: dict[tuple[int, ...], tuple[holders.Held, str | None]] = {}
+        self._held: dict[int, Held] = {}
+        self._keepers: dict[tuple[int, ...], tuple[Held, str | None]] = {}
         if found.graph_of:
             self._block_of = {storage: block for block in self._blocks for storage in block.storages}
             for root, storages in found.graph_of.items():
@@ -153,15 +82,15 @@ class Rows:
         """Return whether a variable reaches every block."""
         return all(block.names for block in self._blocks)
 
-    def find_holders(self, held: Mapping[int, holders.Held]) -> None:
-        """Enter what keeps tensors beside variables, by the tensors' `id`."""
+    def find_holders(self, held: Mapping[int, Held]) -> None:
+        """Add what keeps tensors beside variables, by the tensors' `id`."""
         self._held.update(held)
         for block in self._blocks:
             if not block.names:
                 tensors = block.tensors()
                 tensors += [self._found.gradient_of[each] for each in block.storages if each in self._found.gradient_of]
                 found = [held[tensor] for tensor in tensors if tensor in held]
-                # A storage goes when all that look into it have let go.
+                # A storage is freed when all that view it are.
                 block.held = min(found, key=lambda each: each.releasable, default=None)
                 if block.held is not None:
                     self._held.update((tensor, block.held) for tensor in block.tensors())
@@ -197,44 +126,44 @@ class Rows:
         if self._is_nameless:
             return block
         found: list[str] = []
-        named: list[Look] = []
+        named: list[View] = []
         names, gradient_of = self._found.names, self._found.gradient_of
         for storage in storages:
             owner = gradient_of.get(storage) if gradient_of else None
             through = [f"{name}.grad" for name in names.of(owner)] if owner is not None else []
-            for tensor, look in storage.looks:
+            for tensor, view in storage.views:
                 own = names.of(tensor)
                 if own or through:
                     found += own
-                    named.append(look)
+                    named.append(view)
             found += through
         if found:
-            block.names, block.named = _few(found), named
+            block.names, block.named = _bounded(found), named
         return block
 
     def _lone_row(self, block: _Block) -> TensorRow:
         """Return the row of a storage of one tensor: of these there may be thousands, and few are special."""
         (storage,) = block.storages
-        ((_, look),) = storage.looks
+        ((_, view),) = storage.views
         held, names, nbytes = block.held, block.names, storage.nbytes
-        viewed = None if nbytes is None else look.nbytes
+        viewed = None if nbytes is None else view.nbytes
         note = storage.note
         if viewed is not None and viewed != nbytes:
             note = note or _small_view(viewed, nbytes)
         label, place, releasable = held or _NO_HOLDER
         kind = self._kind(block) if self._any_is_special or storage.is_special() else "plain"
         return TensorRow(
-            storage.device, block.nbytes, look.shape, look.dtype, kind, names[0] if names else None, names,
+            storage.device, block.nbytes, view.shape, view.dtype, kind, names[0] if names else None, names,
             label, place, releasable, False, None, 0, storage.requires_grad, None, viewed, note, (storage.number,),
         )  # fmt: skip
 
     def _shared_row(self, block: _Block) -> TensorRow:
         storages, names = block.storages, block.names
         first = storages[0]
-        looks = [look for storage in storages for _, look in storage.looks]
-        named = block.named or looks
-        shown = named[0] if len(named) == 1 else max(named, key=_elements)
-        viewed = looked_at(storages, named)
+        views = [view for storage in storages for _, view in storage.views]
+        named = block.named or views
+        shown = named[0] if len(named) == 1 else max(named, key=attrgetter("elements"))
+        viewed = viewed_nbytes(storages, named)
         held = block.held
         in_graph = held is None and bool(block.roots) and not names
         frees = None
@@ -254,7 +183,7 @@ class Rows:
             releasable=held is not None and held.releasable,
             in_graph=in_graph,
             frees=frees,
-            views=len(looks) - 1,
+            views=len(views) - 1,
             requires_grad=any(storage.requires_grad for storage in storages),
             graph_nbytes=None if in_graph or not self._found.graph_of else self._graph_nbytes(block),
             viewed_nbytes=viewed,
@@ -263,14 +192,14 @@ class Rows:
         )
 
     def _granule(self, device: str) -> int:
-        return self._granules.setdefault(device, reconcile.granule(device))
+        return self._granules.setdefault(device, allocator.granule(device))
 
     def _kind(self, block: _Block) -> str:
-        roles, gradient_of = self._found.roles, self._found.gradient_of
+        kinds, gradient_of = self._found.kinds, self._found.gradient_of
         found: set[str] = set()
         for storage in block.storages:
-            if roles:
-                found.update([roles[tensor] for tensor, _ in storage.looks if tensor in roles])
+            if kinds:
+                found.update([kinds[tensor] for tensor, _ in storage.views if tensor in kinds])
             if gradient_of and storage in gradient_of:
                 found.add("gradient")
             if storage.is_parameter:
@@ -290,25 +219,25 @@ class Rows:
         kept = self._kept(storage for root in roots for storage in self._found.graph_of[root])
         return sum(each.nbytes or 0 for each in kept if each is not block and each.only_graphs_keep())
 
-    def _graph_holder(self, outer: Sequence[int]) -> tuple[holders.Held, str | None]:
-        """Return whose graphs keep a block, and the line that lets go of it."""
+    def _graph_holder(self, outer: Sequence[int]) -> tuple[Held, str | None]:
+        """Return whose graphs keep a block, and the line that releases it."""
         key = tuple(outer)
         if key not in self._keepers:
             self._keepers[key] = self._keeper(outer)
         return self._keepers[key]
 
-    def _keeper(self, outer: Sequence[int]) -> tuple[holders.Held, str | None]:
+    def _keeper(self, outer: Sequence[int]) -> tuple[Held, str | None]:
         named = [names[0] for root in outer if (names := self._found.names.of(root))]
         others = [self._held[root] for root in outer if root in self._held]
         if not named and not others:
-            return holders.Held(_NOBODY, _NOBODY, releasable=False), None
+            return Held(_GRAPH, _GRAPH, releasable=False), None
         label = f"graph of {named[0] if named else others[0].place}"
         also = [each.label for each in others if each.releasable]  # what the user can do something about
         if named and also:
             label += f" and {also[0]}"
         is_releasable = not named and all(each.releasable for each in others)
         frees = self._found.detaching.line(outer) if self._only_names_keep(outer) else None
-        return holders.Held(label, label, is_releasable), frees
+        return Held(label, label, is_releasable), frees
 
     def _only_names_keep(self, roots: Iterable[int]) -> bool:
         return all(self._found.names.of(root) and root not in self._held for root in roots)
@@ -318,12 +247,8 @@ class Rows:
         return [root for root in roots if self._found.names.of(root) or root in self._held]
 
 
-def _elements(look: Look) -> int:
-    return look.elements
-
-
-def _few(found: Sequence[str]) -> tuple[str, ...]:
-    """Return the first of many names, and one for every further variable that reaches the storage."""
+def _bounded(found: Sequence[str]) -> tuple[str, ...]:
+    """Return the first of many names, and one for each further variable that reaches the storage."""
     if len(found) == 1:
         return tuple(found)
     names = list(dict.fromkeys(found))
@@ -339,3 +264,131 @@ def _small_view(viewed: int | None, nbytes: int | None) -> str | None:
     if viewed is None or not nbytes or 2 * viewed > nbytes:
         return None
     return "kept by a small view"
+
+
+def group_by_memory(table: StorageTable) -> list[list[Storage]]:
+    """Return the storages by block of memory: alone, or with what overlaps it, or as parts of a sparse tensor.
+
+    Two `torch.from_numpy` of one array are two storages over the same bytes (also dlpack and CUDA arrays).
+    """
+    leader: dict[Storage, Storage] = {}
+
+    def lead(storage: Storage) -> Storage:
+        while (above := leader.get(storage, storage)) is not storage:
+            storage = above
+        return storage
+
+    for parts in [*table.joined, *_overlapping(table)]:
+        for part in parts[1:]:
+            if lead(part) is not lead(parts[0]):
+                leader[lead(part)] = lead(parts[0])
+    if not leader:
+        return [[storage] for storage in table.storages.values()]
+    members: dict[Storage, list[Storage]] = {}
+    for storage in table.storages.values():
+        members.setdefault(lead(storage), []).append(storage)
+    return list(members.values())
+
+
+def occupied(block: Sequence[Storage], granule: int) -> int | None:
+    """Return the bytes that a block takes from its allocator, which hands out multiples of ``granule``."""
+    if len(block) == 1:
+        nbytes = block[0].nbytes
+        return nbytes if granule == 1 or nbytes is None else -(-nbytes // granule) * granule
+    spans = []
+    for storage in block:
+        if storage.nbytes is None:
+            return None
+        spans.append((storage.address, storage.address + -(-storage.nbytes // granule) * granule))
+    return _union(spans)
+
+
+def viewed_nbytes(block: Sequence[Storage], views: Sequence[View]) -> int | None:
+    """Return the bytes of a block that some tensors view; None where their strides cannot tell."""
+    storage = block[0]
+    if len(block) > 1 or storage.nbytes is None:
+        return None
+    if len(views) == 1:
+        return views[0].nbytes
+    return min(_union([(view.start, view.end) for view in views]), sum(view.nbytes for view in views))
+
+
+def _union(spans: Sequence[tuple[int, int]]) -> int:
+    if len(spans) == 1:
+        return spans[0][1] - spans[0][0]
+    total, reached = 0, 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _overlapping(table: StorageTable) -> Iterator[list[Storage]]:
+    placed: dict[str, list[Storage]] = {}
+    for storage in table.storages.values():
+        if storage.address and storage.nbytes:
+            placed.setdefault(storage.device, []).append(storage)
+    for alike in placed.values():
+        alike.sort(key=attrgetter("address"))
+        reached, furthest = 0, alike[0]
+        for storage in alike:
+            if storage.address < reached:
+                yield [furthest, storage]
+            end = storage.address + (storage.nbytes or 0)
+            if end > reached:
+                reached, furthest = end, storage
+
+
+class DetachCommands:
+    """Finds the line that makes tensors release their autograd graphs: it rebinds every name of theirs."""
+
+    def __init__(self, namespace: Mapping[str, object], names: Names) -> None:
+        self._namespace, self._names = namespace, names
+        self._lists: dict[int, str | None] = {}
+        """By the `id` of the path to a list: the statement that detaches all of its items, if there is one."""
+
+    def line(self, roots: Iterable[int]) -> str | None:
+        """Return the line after which none of the tensors with these `id`s keeps its graph, or None."""
+        statements = {self._statement(path): None for root in roots for path in self._names.paths(root)}
+        found = [each for each in statements if each is not None]
+        return "; ".join(found) if len(found) == len(statements) <= _MAX_STATEMENTS and found else None
+
+    def _statement(self, path: Path) -> str | None:
+        if path.style == "[" and path.parent is not None and path.parent.kind is list:
+            whole = self._of_list(path.parent)
+            if whole is not None:
+                return whole
+        name = spell(path, self._names.best)
+        return f"{name} = {name}.detach()" if _can_be_assigned(path) and is_code(f"{name} = 0") else None
+
+    def _of_list(self, path: Path) -> str | None:
+        if id(path) not in self._lists:
+            name = spell(path, self._names.best)
+            alike = _are_tensors(_reached(path, self._namespace)) and is_code(f"{name}[:] = 0")
+            self._lists[id(path)] = f"{name}[:] = [each.detach() for each in {name}]" if alike else None
+        return self._lists[id(path)]
+
+
+def _can_be_assigned(path: Path) -> bool:
+    owner = None if path.parent is None else path.parent.kind
+    if owner is not None and issubclass(owner, tuple):
+        return False
+    return path.style in ("name", "[", "state") or (path.style == "." and is_typeable(str(path.key)))
+
+
+def _reached(path: Path, namespace: Mapping[str, object]) -> Any:
+    """Return what a path leads to through plain lists and dicts; None through anything else."""
+    first, *steps = path.steps()
+    value: Any = namespace.get(first.key)
+    for step in steps:
+        if step.style != "[" or type(value) not in (list, dict):
+            return None
+        value = value[step.key]
+    return value
+
+
+def _are_tensors(value: Any) -> bool:
+    import torch
+
+    kinds = subclasses(torch.Tensor)
+    return type(value) is list and len(value) > 1 and all(type(each) in kinds for each in value)

@@ -1,9 +1,10 @@
-"""The live tensors of this process -> one row a storage, and each device's sum against its allocator.
+"""The live tensors of this process: one row per storage, and each device's sum against its allocator.
 
 Tensors are found by the exact type of every object the gc tracks: an `isinstance` would wake lazy objects and
-trip over dead proxies.
+trip over dead proxies. Every object is released before this returns, also when it fails.
 
-Every object is let go before this returns, also when it fails.
+Where ``torch.cuda.memory._record_memory_history()`` is on, the allocator keeps the Python stack of every block it
+hands out; the snapshot is read as its documentation describes it. Nothing is switched on here.
 """
 
 from __future__ import annotations
@@ -11,66 +12,113 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gpumagic.heap import autograd, cycles, hidden_holders, holders, readers, storages
-from gpumagic.heap.autograd import Graphs
-from gpumagic.heap.kinds import roles, subclasses
-from gpumagic.heap.paths import MAX_STEPS, Names
-from gpumagic.heap.storages import Ledger, Storage, uncollected, undisturbed
+from gpumagic.heap import cycles, holders, outputs, readers, storages
+from gpumagic.heap.holders import MAX_STEPS, Names
+from gpumagic.heap.kinds import Graphs, kinds_of, leaves, non_leaves, peek_gradients, subclasses
+from gpumagic.heap.storages import Storage, StorageTable, gc_disabled, undisturbed
+from gpumagic.memory import allocator
+from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.report import origin
-from gpumagic.tensors import reconcile
-from gpumagic.tensors.detaching import Detaching
-from gpumagic.tensors.records import GraphRow, SourceRow, TensorRow
-from gpumagic.tensors.report import TensorReport
-from gpumagic.tensors.rows import Findings, Rows, group_by_memory
+from gpumagic.source.frames import is_library
+from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, SourceRow, TensorReport, TensorRow
+from gpumagic.tensors.rows import DetachCommands, Findings, RowBuilder, group_by_memory
 
 WORTH_LOOKING = 1 << 20
-"""Bytes without a holder that are worth a look where nobody asked: it takes some 0.2 s for a million objects."""
+"""Bytes without a holder from which on cycles are looked for unasked: it takes about 0.2 s for a million objects."""
 LARGEST = 16
-"""Storages looked at."""
+"""Storages for which cycles are looked for."""
+
+
+def scan(
+    namespace: Mapping[str, object] | None = None,
+    *,
+    devices: Sequence[str] = (),
+    minimum: int = 0,
+    sort: str = "size",
+    group_by: str | None = None,
+    limit: int | None = 20,
+    shell: object | None = None,
+    names: bool = True,
+    thorough: bool = False,
+) -> TensorReport:
+    """Return every live tensor of this process, one row per storage. Never imports torch, runs no gc.
+
+    Args:
+        namespace: where names are looked up; the main module's globals by default.
+        devices: only these, such as ``"cuda:1"``, or ``"cuda"`` for all of a backend; empty for all.
+        minimum: only storages of at least this many bytes.
+        sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
+        group_by: the key to show totals by instead of rows.
+        limit: how many rows to show; the report has all.
+        shell: the IPython shell, whose outputs and last error may keep tensors alive.
+        names: whether to look for names, holders and graphs; without, only what there is and how big it is.
+        thorough: whether to look for reference cycles however little they may keep, which takes passes over all
+            objects, and for installed modules that keep what the session keeps.
+    """
+    if "torch" not in sys.modules:
+        notes: tuple[str, ...] = ("torch is not imported: no tensors",)
+        return TensorReport((), limit=limit, group_by=group_by, notes=notes, origin=origin.current_origin())
+    found = TensorScan(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names, thorough)
+    with gc_disabled():
+        rows = _rows_of(found)
+        rows = name_cycles(rows, 0 if thorough else WORTH_LOOKING) if names else rows
+        summary = memory_by_device(rows)
+        notes = (*found.notes, *_memory_notes(rows, summary))
+        report = TensorReport(
+            tuple(rows), summary, limit, group_by, notes, graphs=found.graphs, sources=found.sources,
+            process=storages.PROCESS, origin=origin.current_origin(),
+        )  # fmt: skip
+        return report.narrowed(devices, minimum, sort)
+
+
+def _rows_of(found: TensorScan) -> list[TensorRow]:
+    try:
+        with undisturbed():
+            return found.run()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # or it would keep every tensor of the process
+        raise
+    finally:
+        found.release()
 
 
 def name_cycles(rows: Sequence[TensorRow], least: int = 0) -> list[TensorRow]:
-    """Return the rows; those that nothing else was found to keep say which ring of objects does, if one does.
+    """Return the rows; those without a holder name the reference cycle that keeps them, if one does.
 
     Args:
-        rows: all of a census.
-        least: the bytes of such rows together from which on it looks for rings.
+        rows: all of a scan.
+        least: the bytes of such rows together from which on it looks for cycles.
     """
     unexplained = [row for row in rows if row.name is None and row.holder is None]
-    if not unexplained or sum(map(_nbytes, unexplained)) < least:
+    if not unexplained or sum(row.nbytes or 0 for row in unexplained) < least:
         return list(rows)
-    largest = sorted(unexplained, key=_nbytes, reverse=True)[:LARGEST]
+    largest = sorted(unexplained, key=lambda row: row.nbytes or 0, reverse=True)[:LARGEST]
     found = cycles.find_cycles(
         {number for row in unexplained for number in row.numbers}, {row.numbers[0] for row in largest}
     )
     return [row._replace(holder=by, place=by) if (by := found.get(row.numbers[0])) else row for row in rows]
 
 
-def _nbytes(row: TensorRow) -> int:
-    return row.nbytes or 0
-
-
-class Census:
-    """Finds the tensors and what is known of them; holds them until it is released.
+class TensorScan:
+    """Finds the tensors and what is known of them; keeps them alive until it is released.
 
     Args:
         namespace: the notebook's variables.
         shell: the shell they belong to.
         names: whether to look for names, holders and graphs.
-        libraries: whether to look into installed modules too, before anything is said to be the session's alone.
+        libraries: whether to look into installed modules before saying that only the session keeps a tensor.
     """
 
-    def __init__(
-        self, namespace: Mapping[str, object], shell: object | None, names: bool = True, libraries: bool = False
-    ) -> None:
+    def __init__(self, namespace: Mapping[str, object], shell: object | None, names: bool, libraries: bool) -> None:
         self._namespace, self._shell = namespace, shell
         self._looks_for_names, self._looks_into_libraries = names, libraries
-        self._search = holders.search_for(namespace, shell)
+        self._search = holders.tensor_search(namespace, shell)
         self._graphs = Graphs()
-        self._ledger = Ledger()
+        self._table = StorageTable()
         self._tensors: list[Any] = []
         self._owners: list[object] = []
         self._suspended: list[object] = []
@@ -79,38 +127,37 @@ class Census:
         self.sources: tuple[SourceRow, ...] = ()
         self.notes: list[str] = []
 
-    def take(self) -> list[TensorRow]:
-        """Find the tensors, name them, measure what is under them."""
+    def run(self) -> list[TensorRow]:
+        """Find the tensors, name them, measure their storages; return the rows."""
         self._find()
         names = self._named() if self._looks_for_names else Names({})
         saved_for = self._walk_graphs() if self._looks_for_names else {}
         saved = self._saved
-        self._ledger.add_all(
+        self._table.add_all(
             [each for each in self._tensors if not saved or id(each) not in saved or names.of(id(each))]
         )
         gradient_of = self._find_gradients()
         self._add_saved()
         graph_of = {root: frozenset(self._storages(tensors)) for root, tensors in saved_for.items()}
-        detaching = Detaching(self._namespace, names)
-        rows = Rows(
-            Findings(names, roles(self._owners), gradient_of, graph_of, detaching), group_by_memory(self._ledger)
-        )
-        storages.forget_the_dead()
+        commands = DetachCommands(self._namespace, names)
+        findings = Findings(names, kinds_of(self._owners), gradient_of, graph_of, commands)
+        rows = RowBuilder(findings, group_by_memory(self._table))
+        storages.forget_expired()
         if self._looks_for_names and not rows.are_all_named():
-            self._note_limits()
+            if self._search.gave_up:
+                self.notes.append(f"names were only looked for in the first {MAX_STEPS:,} objects of the variables")
             rows.find_holders(self._holders())
         found = rows.all()
         if self._saved:  # which are found last the first time, and by the gc the next
             found.sort(key=lambda row: row.numbers)
         self.graphs = rows.graphs()
-        if recorded := reconcile.recorded_segments():
-            self.sources = reconcile.allocation_sources(
-                recorded, ((each.device, each.address) for each in self._ledger.storages.values())
-            )
+        if recorded := recorded_segments():
+            known = ((each.device, each.address) for each in self._table.storages.values())
+            self.sources = allocation_sources(recorded, known)
         return found
 
     def release(self) -> None:
-        """Let go of every object."""
+        """Release every object."""
         self._tensors.clear()
         self._owners.clear()
         self._suspended.clear()
@@ -145,8 +192,8 @@ class Census:
     def _walk_graphs(self) -> dict[int, list[Any]]:
         """Return what the graph of each tensor that has one keeps, by the tensor's `id`."""
         found: dict[int, list[Any]] = {}
-        for tensor in autograd.results(self._tensors):
-            graph = self._graphs.of(tensor.grad_fn)
+        for tensor in non_leaves(self._tensors):
+            graph = self._graphs.walk(tensor.grad_fn)
             if graph is None:
                 break
             found[id(tensor)] = graph.tensors
@@ -162,106 +209,143 @@ class Census:
 
     def _add_saved(self) -> None:
         for each in self._saved.values():
-            storage, _ = self._ledger.find(each)
-            if not storage.looks:
-                self._ledger.add(each)
+            storage, _ = self._table.find(each)
+            if not storage.views:
+                self._table.add(each)
 
     def _storages(self, tensors: Iterable[Any]) -> Iterable[Storage]:
         for each in tensors:
-            storage, parts = self._ledger.find(each)
+            storage, parts = self._table.find(each)
             yield from parts or [storage]
 
     def _find_gradients(self) -> dict[Storage, int]:
-        """Return whose gradient a storage is, by the `id` of the tensor it is the gradient of."""
-        leaves = autograd.leaves(self._tensors)
-        found = autograd.peek(leaves)
+        """Return the leaf whose gradient a storage is, by its `id`."""
+        with_gradient = leaves(self._tensors)
+        found = peek_gradients(with_gradient)
         if found is None:
             self.notes.append("this torch does not show gradients that Python has not read; they are not listed")
         owners: dict[Storage, int] = {}
         for position, alias in found or ():
-            storage, _ = self._ledger.find(alias)
-            if not storage.looks:  # no Python object stands for this gradient: the alias does, then
-                storage = self._ledger.add(alias)
-            owners[storage] = id(leaves[position])
+            storage, _ = self._table.find(alias)
+            if not storage.views:  # no Python object represents this gradient: the alias does, then
+                storage = self._table.add(alias)
+            owners[storage] = id(with_gradient[position])
         return owners
 
     def _holders(self) -> dict[int, holders.Held]:
-        others = [(readers.title(each), each) for each in self._suspended]
-        found = holders.hidden_holders(self._search, self._namespace, self._shell, others)
+        others = [(readers.generator_label(each), each) for each in self._suspended]
+        found = holders.unnamed_holders(self._search, self._namespace, self._shell, others)
         if self._looks_into_libraries:
             releasable = [each for each in self._tensors if id(each) in found and found[id(each)].releasable]
             ours = (self._tensors, self._search.tensors, self._saved)
-            kept, is_whole = hidden_holders.kept_by_modules(releasable, self._namespace, self._shell, ours)
+            kept, is_whole = outputs.kept_by_modules(releasable, self._namespace, self._shell, ours)
             releasable.clear()
             found.update(kept)
             if not is_whole:
                 self.notes.append("installed modules were only looked at in part: they may keep some of it too")
         return found
 
-    def _note_limits(self) -> None:
-        if self._search.gave_up:
-            self.notes.append(f"names were only looked for in the first {MAX_STEPS:,} objects of the variables")
+
+def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
+    """Return one row for each device that has live tensors or an allocator in use, accelerators first."""
+    figures = allocator.all_device_stats()
+    placed: dict[str, list[TensorRow]] = {device: [] for device in figures}
+    for row in rows:
+        placed.setdefault(row.device, []).append(row)
+    others = _other_processes(figures)
+    return tuple(
+        _device_row(device, placed[device], figures.get(device), others.get(device))
+        for device in sorted(placed, key=lambda each: (each not in figures, each))
+    )
 
 
-def scan(
-    namespace: Mapping[str, object] | None = None,
-    *,
-    devices: Sequence[str] = (),
-    minimum: int = 0,
-    sort: str = "size",
-    group_by: str | None = None,
-    limit: int | None = 20,
-    shell: object | None = None,
-    names: bool = True,
-    thorough: bool = False,
-) -> TensorReport:
-    """Return every live tensor of this process, one row a storage. Never imports torch, runs no gc.
+def _device_row(
+    device: str, rows: Sequence[TensorRow], figures: AllocatorStats | None, others: int | None
+) -> DeviceMemoryRow:
+    named = sum([row.nbytes or 0 for row in rows if row.name is not None])
+    graph = sum([row.nbytes or 0 for row in rows if row.in_graph])
+    held = sum([row.nbytes or 0 for row in rows]) - named - graph
+    tensors = len(rows) + sum([row.views for row in rows])
+    if figures is None:
+        return DeviceMemoryRow(device, tensors, len(rows), named, held, graph)
+    return DeviceMemoryRow(
+        device, tensors, len(rows), named, held, graph,
+        unexplained=figures.allocated - named - held - graph,
+        allocated=figures.allocated,
+        cached=figures.reserved - figures.allocated,
+        other_processes=others,
+    )  # fmt: skip
+
+
+def _other_processes(devices: Iterable[str]) -> dict[str, int | None]:
+    """Return what other processes hold of each device, as far as the driver reports it; it takes about a ms."""
+    if not any(device.startswith("cuda") for device in devices):  # of other devices no driver reports it
+        return {}
+    from gpumagic.gpus import probe
+
+    backends = {device.partition(":")[0] for device in devices}
+    return {row.device: row.other_processes for row in probe.read_rows(backends) if row.device is not None}
+
+
+def _memory_notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list[str]:
+    """Return what a reader of the sums has to know to believe them."""
+    found = [
+        f"{row.device}: tensors sum to more than its allocator handed out; some of their memory came from elsewhere"
+        for row in devices
+        if row.unexplained is not None and row.unexplained < 0
+    ]
+    if unknown := len([row for row in rows if row.nbytes is None]):
+        found.append(f"storages of unknown size, in no sum: {unknown:,}")
+    return found
+
+
+UNRECORDED_LINE = "a line that was not recorded"
+_IN_USE = "active_allocated"
+
+
+def recorded_segments() -> Sequence[Mapping[str, Any]]:
+    """Return the allocator's segments with the stacks of their blocks; none unless history is recorded."""
+    torch = sys.modules.get("torch")
+    is_recording = getattr(getattr(torch, "_C", None), "_cuda_isHistoryEnabled", None)
+    if torch is None or is_recording is None or not torch.cuda.is_initialized() or not is_recording():
+        return ()
+    found: Sequence[Mapping[str, Any]] = torch.cuda.memory._snapshot()["segments"]
+    return found
+
+
+def allocation_sources(
+    recorded: Iterable[Mapping[str, Any]], known: Iterable[tuple[str, int]], backend: str = "cuda"
+) -> tuple[SourceRow, ...]:
+    """Return, most bytes first, the lines that allocated the blocks in which no known storage lies.
 
     Args:
-        namespace: where names are looked up; the main module's globals by default.
-        devices: only these, such as ``"cuda:1"``, or ``"cuda"`` for all of a backend; all without.
-        minimum: only storages of at least this many bytes.
-        sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
-        group_by: the key to show totals by instead of rows.
-        limit: how many rows to show; the report has all.
-        shell: the IPython shell, whose outputs and last error may keep tensors alive.
-        names: whether to look for names, holders and graphs; without, only what there is and how big it is.
-        thorough: whether to look for reference cycles behind whatever nothing else keeps, not only behind what is worth
-            the passes over all objects that it takes; and for installed modules that keep what the session keeps.
+        recorded: the segments of a snapshot.
+        known: device and address of each storage that a tensor has.
+        backend: whose allocator it is.
     """
-    if "torch" not in sys.modules:
-        return TensorReport(
-            (),
-            limit=limit,
-            group_by=group_by,
-            notes=("torch is not imported: no tensors",),
-            origin=origin.current_origin(),
-        )
-    census = Census(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names, thorough)
-    with uncollected():
-        rows = _taken(census)
-        rows = name_cycles(rows, 0 if thorough else WORTH_LOOKING) if names else rows
-        summary = reconcile.by_device(rows)
-        report = TensorReport(
-            tensors=tuple(rows),
-            by_device=summary,
-            limit=limit,
-            group_by=group_by,
-            notes=(*census.notes, *reconcile.notes(rows, summary)),
-            process=storages.PROCESS,
-            graphs=census.graphs,
-            sources=census.sources,
-            origin=origin.current_origin(),
-        )
-        return report.narrowed(devices, minimum, sort)
+    addresses: dict[str, list[int]] = {}
+    for device, address in sorted(known):
+        addresses.setdefault(device, []).append(address)
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for segment in recorded:
+        device = f"{backend}:{segment['device']}"
+        for block in segment["blocks"]:
+            if block["state"] == _IN_USE and not _holds_any(block, addresses.get(device, ())):
+                key = (device, _users_line(block.get("frames", ())))
+                nbytes, number = totals.get(key, (0, 0))
+                totals[key] = (nbytes + block["size"], number + 1)
+    rows = (SourceRow(device, line, nbytes, number) for (device, line), (nbytes, number) in totals.items())
+    return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
-def _taken(census: Census) -> list[TensorRow]:
-    try:
-        with undisturbed():
-            return census.take()
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # or it would keep every tensor of the process
-        raise
-    finally:
-        census.release()
+def _holds_any(block: Mapping[str, Any], addresses: Sequence[int]) -> bool:
+    last = bisect_right(addresses, block["address"] + block["size"] - 1)
+    return last > 0 and addresses[last - 1] >= block["address"]
+
+
+def _users_line(recorded: Sequence[Mapping[str, Any]]) -> str:
+    """Return the innermost line of the user's own code: ``"train.py:12 in step"``."""
+    own = [each for each in recorded if not is_library("", each["filename"])] or list(recorded)
+    if not own:
+        return UNRECORDED_LINE
+    return f"{own[0]['filename']}:{own[0]['line']} in {own[0]['name']}"

@@ -1,18 +1,25 @@
-"""`%devices` as a document: the largest storages, or totals by a key, then each device against its allocator."""
+"""`%devices` as a document: the largest storages, or totals by a key, then each device against its allocator.
+
+The second half is what all tables of storages share: rows that are alike folded into one line, and the cells.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
 
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
-from gpumagic.report.units import count, size
-from gpumagic.tensors import diff_view, held_view  # noqa: F401  # they register their views
-from gpumagic.tensors.folding import Line, dims, fold, holder_text, kind_cell, sized
-from gpumagic.tensors.records import DeviceMemoryRow, GraphRow, TensorRow, root_of
-from gpumagic.tensors.report import TensorReport
+from gpumagic.report.units import count, shape, size
+from gpumagic.tensors.report import DeviceMemoryRow, DiffRow, GraphRow, HeldRow, TensorReport, TensorRow, root_of
 
-ROLES: tuple[Literal["main", "second", "other"], ...] = ("main", "second", "other")
+Row = TypeVar("Row", TensorRow, HeldRow, DiffRow)
+
+_FEW_ROWS = 3
+"""Up to this many rows under names such as ``batch[0]`` keep lines of their own."""
+_ROLES: tuple[Literal["main", "second", "other"], ...] = ("main", "second", "other")
 
 
 @document_of.register(TensorReport)
@@ -35,7 +42,7 @@ def view_tensors(report: TensorReport) -> Document:
 
 
 _WORTH_A_SENTENCE = 1 << 20
-"""Bytes that a graph keeps before it is said how to let go of them."""
+"""Bytes that a graph keeps before the report says how to release them."""
 
 
 def _graph(row: GraphRow) -> str:
@@ -58,14 +65,7 @@ def _largest(report: TensorReport) -> list[Block]:
     lines = fold(report.tensors)
     shown = lines if report.limit is None else lines[: report.limit]
     wholes = {row.device: row.in_rows for row in report.by_device}
-    columns = [
-        Column("Name", shrinks=True, cut="middle", least=20),
-        Column("Device"),
-        Column("Size", "right"),
-        Column("Shape", shrinks=True),
-        Column("Dtype", priority=2),
-        Column("Kind", priority=1),
-    ]
+    columns = [Column("Name", shrinks=True, cut="middle", least=20), *STORAGE_COLUMNS]
     rows = [_cells(line, wholes.get(line.row.device, 0)) for line in shown]
     return [Table(columns, rows, caption="The largest storages"), *_rest(report, shown), *_notes(shown)]
 
@@ -80,14 +80,8 @@ def _rest(report: TensorReport, shown: Sequence[Line[TensorRow]]) -> list[Block]
 
 def _cells(line: Line[TensorRow], whole: int) -> list[Cell]:
     row = line.row
-    return [
-        Cell(line.text, muted=row.name is None, title=", ".join(row.names)),
-        Cell(row.device),
-        sized(None if row.nbytes is None else line.nbytes, whole),
-        Cell(dims(row.shape)),
-        Cell(row.dtype),
-        kind_cell(row.kind),
-    ]
+    name = Cell(line.text, muted=row.name is None, title=", ".join(row.names))
+    return [name, *storage_cells(row, size_cell(None if row.nbytes is None else line.nbytes, whole))]
 
 
 def _notes(lines: Sequence[Line[TensorRow]]) -> list[Block]:
@@ -128,7 +122,7 @@ def _totals(report: TensorReport, key: Callable[[TensorRow], str], title: str) -
     ordered = sorted(alike, key=lambda name: (-(sizes[name] or 0), name))
     shown = ordered if report.limit is None else ordered[: report.limit]
     rows = [
-        (name, sized(sizes[name], whole), f"{sum(row.views + 1 for row in alike[name]):,}", f"{len(alike[name]):,}")
+        (name, size_cell(sizes[name], whole), f"{sum(row.views + 1 for row in alike[name]):,}", f"{len(alike[name]):,}")
         for name in shown
     ]
     blocks: list[Block] = [Table(columns, rows, caption=f"Live tensors by {title.lower()}")]
@@ -144,7 +138,7 @@ def _sum(rows: Sequence[TensorRow]) -> int | None:
 
 
 _LEAST = {"Storages": 3, "Tensors": 2, "Cached": 1, "Others": 1}
-"""What a narrow terminal can do without, the highest first: the rest is the sum that has to add up."""
+"""What a narrow terminal drops, the highest first: the rest is the sum that has to add up."""
 
 
 def _devices(rows: Iterable[DeviceMemoryRow]) -> list[Block]:
@@ -169,7 +163,7 @@ def _titles(rows: Sequence[DeviceMemoryRow]) -> list[str]:
 
 def _figures(row: DeviceMemoryRow, titles: Sequence[str]) -> list[Cell | str]:
     reserved = (row.allocated or 0) + (row.cached or 0)
-    parts = zip((row.named, row.held, (row.graph or 0) + (row.unexplained or 0)), ROLES, strict=True)
+    parts = zip((row.named, row.held, (row.graph or 0) + (row.unexplained or 0)), _ROLES, strict=True)
     bar = tuple(Segment(part / reserved, role) for part, role in parts) if reserved else ()
     cells: dict[str, Cell | str] = {
         "Tensors": f"{row.tensors:,}",
@@ -183,3 +177,95 @@ def _figures(row: DeviceMemoryRow, titles: Sequence[str]) -> list[Cell | str]:
         "Others": size(row.other_processes),
     }
     return [row.device, *(cells[title] for title in titles)]
+
+
+@dataclass(slots=True)
+class Line(Generic[Row]):
+    """A line of a table: one storage, or several alike."""
+
+    row: Row
+    """The first of them."""
+    name: str
+    nbytes: int = 0
+    """Of all of them together."""
+    members: list[Row] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The name, and how many storages share it."""
+        return f"{self.name} × {len(self.members):,}" if len(self.members) > 1 else self.name
+
+
+def fold(rows: Sequence[Row]) -> list[Line[Row]]:
+    """Return the rows as lines, in their order; where rows come by size, lines are ordered by their sums."""
+    keys = [_fold_key(row) for row in rows]
+    alike = Counter(keys)
+    lines: dict[object, Line[Row]] = {}
+    for position, (key, row) in enumerate(zip(keys, rows, strict=True)):
+        named = getattr(row, "name", None)
+        folds = named is None or (alike[key] > _FEW_ROWS and name_pattern(named) != named)
+        name = holder_text(graph_pattern(row.holder)) if named is None else name_pattern(named) if folds else named
+        line = lines.setdefault(key if folds else position, Line(row, name))
+        line.members.append(row)
+        line.nbytes += row.nbytes or 0
+    sizes = [abs(row.nbytes or 0) for row in rows]
+    if sizes == sorted(sizes, reverse=True):
+        return sorted(lines.values(), key=lambda line: -abs(line.nbytes))
+    return list(lines.values())
+
+
+def _fold_key(row: TensorRow | HeldRow | DiffRow) -> object:
+    name = getattr(row, "name", None)
+    more = (getattr(row, "note", None), getattr(row, "change", None))
+    return (
+        name and name_pattern(name), row.device, row.shape, row.dtype, row.kind,
+        graph_pattern(row.holder), row.nbytes is None, more,
+    )  # fmt: skip
+
+
+def name_pattern(name: str) -> str:
+    """Return a name with its indices left open: ``"batch[…]"`` for ``"batch[17]"``."""
+    return re.sub(r"\[\d+\]", "[…]", name)
+
+
+def graph_pattern(holder: str | None) -> str | None:
+    """Return a holder; the graphs of all tensors of one list are one."""
+    return name_pattern(holder) if holder is not None and holder.startswith("graph of ") else holder
+
+
+def holder_text(holder: str | None) -> str:
+    """Return what is shown in place of a name."""
+    return "(no name)" if holder is None else f"({holder})"
+
+
+STORAGE_COLUMNS = (
+    Column("Device"),
+    Column("Size", "right"),
+    Column("Shape", shrinks=True),
+    Column("Dtype", priority=2),
+    Column("Kind", priority=1),
+)
+"""What every table of storages has, after the columns that identify a storage."""
+
+
+def storage_cells(row: TensorRow | HeldRow | DiffRow, size_: Cell) -> list[Cell]:
+    """Return the cells of a row under `STORAGE_COLUMNS`."""
+    return [Cell(row.device), size_, Cell(shape_text(row.shape)), Cell(row.dtype), kind_cell(row.kind)]
+
+
+def size_cell(nbytes: int | None, whole: int) -> Cell:
+    """Return a size with a bar: its share of the whole."""
+    return Cell(size(nbytes), bar=(Segment((nbytes or 0) / whole if whole else 0.0),))
+
+
+def shape_text(sizes: tuple[int, ...]) -> str:
+    """Return a shape as torch prints it, ``?`` for a size that torch knows only by a symbol."""
+    return shape(sizes).replace("-1", "?")
+
+
+def kind_cell(kind: str) -> Cell:
+    """Return what a tensor is for, abbreviated."""
+    return Cell(_SHORT_KINDS.get(kind, kind), muted=kind == "plain", title=kind)
+
+
+_SHORT_KINDS = {"parameter": "param", "gradient": "grad", "optimizer state": "optim", "activation": "activ."}

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpumagic.heap import object_fields
+from gpumagic.heap.readers import stored_attribute
 from gpumagic.memory import allocator
 from gpumagic.source import frames
 from gpumagic.source.frames import MISSING, is_function_frame, is_user_code
@@ -74,19 +74,10 @@ def _resolve_step(step: ast.expr, value: Any, variables: Mapping[str, Any]) -> A
     if value is MISSING:
         return MISSING
     if isinstance(step, ast.Attribute):
-        return _attribute(value, step.attr)
+        return stored_attribute(value, step.attr, MISSING)
     if isinstance(step, ast.Subscript):
         return _item(value, step.slice, variables)
     return MISSING
-
-
-def _attribute(value: Any, name: str) -> Any:
-    own: dict[str, Any] = dict(object_fields.attributes(value, object_fields.fields_of(type(value))))
-    for inner in ("_parameters", "_buffers", "_modules"):  # where a module stores them
-        kept = own.get(inner)
-        if isinstance(kept, dict) and name in kept:
-            return kept[name]
-    return own.get(name, MISSING)
 
 
 def _item(value: Any, index: ast.expr, variables: Mapping[str, Any]) -> Any:

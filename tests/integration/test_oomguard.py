@@ -74,7 +74,7 @@ def test_debug_itself_is_no_obstacle(guarded, bare_shell, monkeypatch) -> None:
     error = bare_shell.run_cell("fail()", store_history=True).error_in_exec
     bare_shell.run_cell("%debug", store_history=True)
     assert allocated() > before
-    release.strip(error, bare_shell)
+    release.clear_exception(error, bare_shell)
     release.reclaim()
     assert allocated() == before
 

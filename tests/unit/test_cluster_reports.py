@@ -16,8 +16,7 @@ from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.origin import Origin
 from gpumagic.report.rendering import to_html, to_text
-from gpumagic.tensors.records import TensorRow
-from gpumagic.tensors.report import TensorReport
+from gpumagic.tensors.report import TensorReport, TensorRow
 
 GIB = 1 << 30
 

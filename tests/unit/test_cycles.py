@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpumagic.heap import references
-from gpumagic.tensors.held_report import COLLECT
+from gpumagic.tensors.report import COLLECT
 from gpumagic.tensors.scan import scan
 from gpumagic.tensors.why import find_holders as why
 

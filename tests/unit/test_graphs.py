@@ -11,7 +11,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from gpumagic.gpus import probe as gpus
-from gpumagic.heap import autograd
+from gpumagic.heap import kinds
+from gpumagic.memory import allocator
 from gpumagic.tensors.scan import scan
 
 
@@ -228,8 +229,8 @@ def test_a_node_that_hides_what_it_saved_is_named_in_a_note(model) -> None:
 
 
 def test_a_torch_without_handles_says_so(model, monkeypatch) -> None:
-    monkeypatch.setattr(autograd, "_SAVED", "_none_such")
-    monkeypatch.setattr(autograd.Graphs, "_handles_of", lambda *_: [object()])
+    monkeypatch.setattr(kinds, "_SAVED", "_none_such")
+    monkeypatch.setattr(kinds.Graphs, "_handles_of", lambda *_: [object()])
     report = scan({"model": model, "loss": model(batch()).sum()})
     assert named(report, "loss").graph_nbytes is None
     assert any("does not show what autograd graphs keep" in note for note in report.notes)
@@ -237,8 +238,8 @@ def test_a_torch_without_handles_says_so(model, monkeypatch) -> None:
 
 
 def test_a_graph_too_large_to_follow_is_not_known(model, monkeypatch) -> None:
-    monkeypatch.setattr(autograd, "MAX_NODES", 3)
-    monkeypatch.setattr(autograd.Graphs.__init__, "__defaults__", (3,))
+    monkeypatch.setattr(kinds, "MAX_NODES", 3)
+    monkeypatch.setattr(kinds.Graphs.__init__, "__defaults__", (3,))
     report = scan({"model": model, "loss": model(batch()).sum()})
     assert named(report, "loss").graph_nbytes is None
     assert any("large" in note for note in report.notes)
@@ -257,8 +258,9 @@ def test_a_graph_lives_no_longer_for_having_been_looked_at(model) -> None:
         gc.enable()
 
 
-def test_what_other_processes_hold_of_a_device_is_the_driver_s_figure(two_devices, monkeypatch) -> None:
-    kept = torch.ones(1, device=two_devices[1])
-    rows = [types.SimpleNamespace(device=two_devices[1], other_processes=7 << 30)]
+def test_what_other_processes_hold_of_a_device_is_the_driver_s_figure(monkeypatch) -> None:
+    figures = {"cuda:0": allocator.AllocatorStats(512, 1024, None)}
+    monkeypatch.setattr(allocator, "all_device_stats", lambda: figures)
+    rows = [types.SimpleNamespace(device="cuda:0", other_processes=7 << 30)]
     monkeypatch.setattr(gpus, "read_rows", lambda _: rows)
-    assert sums(scan({"kept": kept}), two_devices[1]).other_processes == 7 << 30
+    assert sums(scan({}), "cuda:0").other_processes == 7 << 30

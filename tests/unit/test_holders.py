@@ -22,10 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumagic.heap import holders
-from gpumagic.heap.holders import name_storages
-from gpumagic.heap.paths import Search
-from gpumagic.tensors.records import root_of
-from gpumagic.tensors.report import TensorReport
+from gpumagic.heap.holders import Search, name_storages
+from gpumagic.tensors.report import TensorReport, root_of
 from gpumagic.tensors.scan import scan
 
 

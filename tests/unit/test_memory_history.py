@@ -6,8 +6,8 @@ import sysconfig
 
 import torch
 
-from gpumagic.tensors import reconcile
-from gpumagic.tensors.records import SourceRow
+from gpumagic.tensors import scan as scan_
+from gpumagic.tensors.report import SourceRow
 from gpumagic.tensors.scan import scan
 
 TORCH = {"filename": f"{sysconfig.get_path('purelib')}/torch/nn/functional.py", "line": 5, "name": "relu"}
@@ -26,29 +26,29 @@ def segment(*blocks, device=0):
 
 def test_blocks_without_a_tensor_are_summed_by_the_user_s_line() -> None:
     recorded = [segment(block(0, 512), block(512, 1024), block(1536, 512), block(2048, 512, frames=()))]
-    assert reconcile.allocation_sources(recorded, [("cuda:0", 1536)]) == (
+    assert scan_.allocation_sources(recorded, [("cuda:0", 1536)]) == (
         SourceRow("cuda:0", "train.py:12 in step", 1536, 2),
-        SourceRow("cuda:0", reconcile.UNKNOWN, 512, 1),
+        SourceRow("cuda:0", scan_.UNRECORDED_LINE, 512, 1),
     )
 
 
 def test_free_blocks_and_those_in_which_a_storage_lies_are_accounted_for() -> None:
     recorded = [segment(block(0, 512, state="inactive"), block(512, 1024))]
-    assert reconcile.allocation_sources(recorded, [("cuda:0", 1024)]) == ()
+    assert scan_.allocation_sources(recorded, [("cuda:0", 1024)]) == ()
 
 
 def test_each_device_has_addresses_of_its_own() -> None:
-    (row,) = reconcile.allocation_sources([segment(block(0, 512), device=1)], [("cuda:0", 0)])
+    (row,) = scan_.allocation_sources([segment(block(0, 512), device=1)], [("cuda:0", 0)])
     assert row.device == "cuda:1"
 
 
 def test_nothing_is_asked_while_nothing_is_recorded(monkeypatch) -> None:
     monkeypatch.delattr(torch.cuda.memory, "_snapshot", raising=False)
-    assert reconcile.recorded_segments() == ()
+    assert scan_.recorded_segments() == ()
 
 
 def test_the_report_has_the_lines(monkeypatch) -> None:
-    monkeypatch.setattr(reconcile, "recorded_segments", lambda: [segment(block(1, 2 << 20))])
+    monkeypatch.setattr(scan_, "recorded_segments", lambda: [segment(block(1, 2 << 20))])
     report = scan({})
     assert [row.line for row in report.sources] == ["train.py:12 in step"]
     assert "Unexplained on cuda:0: 2.0 MiB in 1 block from train.py:12 in step" in " ".join(str(report).split())

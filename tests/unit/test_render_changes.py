@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from gpumagic.report.rendering import to_html, to_text
-from gpumagic.tensors.held_report import FreedRow, HeldReport, HeldRow, ReleaseReport, WayRow, WhyReport
-from gpumagic.tensors.records import TensorRow
-from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow
+from gpumagic.tensors.held_report import FreedRow, ReleaseReport, WayRow, WhyReport
+from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow, HeldReport, HeldRow, TensorRow
 
 KIB, MIB = 1024, 1024**2
 RELEASE, COLLECT = "%devices --release-held", "import gc; gc.collect()"

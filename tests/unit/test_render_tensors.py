@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from gpumagic.report.rendering import to_html, to_text
-from gpumagic.tensors.records import DeviceMemoryRow, TensorRow
-from gpumagic.tensors.report import TensorReport
+from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
 
 KIB, MIB = 1024, 1024**2
 

@@ -370,7 +370,7 @@ def test_garbage_that_awaits_the_gc_is_counted_not_collected() -> None:
 
 def test_no_collection_sets_in_meanwhile(monkeypatch) -> None:
     enabled = []
-    monkeypatch.setattr("gpumagic.tensors.scan.roles", lambda owners: enabled.append(gc.isenabled()) or {})
+    monkeypatch.setattr("gpumagic.tensors.scan.kinds_of", lambda owners: enabled.append(gc.isenabled()) or {})
     scan({})
     assert (enabled, gc.isenabled()) == ([False], True)
 
@@ -384,7 +384,7 @@ def test_no_tensor_lives_longer_for_having_been_listed() -> None:
     assert len(report) >= 10
 
 
-@pytest.mark.parametrize("broken", ["group_by_memory", "roles", "Rows"])
+@pytest.mark.parametrize("broken", ["group_by_memory", "kinds_of", "RowBuilder"])
 def test_its_own_failure_keeps_no_tensor(monkeypatch, broken) -> None:
     def fail(*_args, **_options):
         raise ZeroDivisionError

@@ -1,13 +1,12 @@
 """What keeps tensors beside variables: IPython's outputs, the last error, and installed modules.
 
-One value lies in up to seven places, and only when all let go of it does it die: `del Out[12]` alone frees
-nothing (ipython#10082, #14129).
+One output is referred to from up to seven places, and only when all of them forget it is it freed: `del Out[12]`
+alone frees nothing (ipython#10082, #14129). The last error has three roots, each on its own: `sys.last_traceback` and
+its kin, the formatter's `tb`, and the result of the last cell. Clearing the frames as well ends the cycles that frames
+and errors are in.
 
-Three roots keep it, each on its own: `sys.last_traceback` with its kin, the formatter's `tb`, and the result of
-the last cell. Emptying the frames as well ends the cycles that frames and errors are in.
-
-Looking through a million objects of libraries takes most of a second, so the gc is asked first, in a few passes,
-whether anything but the session refers to the tensors, or to the lists and dicts they are in.
+Searching a million objects of libraries takes most of a second, so the gc is asked first, in a few passes, whether
+anything but the session refers to the tensors, or to the lists and dicts they are in.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic import _compat
 from gpumagic.heap import cycles, holders, release
-from gpumagic.heap.holders import Held
-from gpumagic.heap.paths import Names, Search, spell
+from gpumagic.heap.holders import Held, Names, Search, spell
 from gpumagic.heap.references import MAX_STEPS, References
 from gpumagic.source.frames import related_exceptions, traceback_steps
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
-LAST = ("_", "__", "___")
+_LAST = ("_", "__", "___")
 _NUMBERED = re.compile(r"_\d+")
 _NOTHING = ""  # what IPython itself binds `_` to before anything was shown
 
@@ -43,9 +41,9 @@ def shown_outputs(shell: InteractiveShell) -> Iterator[tuple[str, object]]:
     for number, value in list(dict.items(_outputs(shell))):
         yield f"Out[{number}]", value
     for name, value in list(shell.user_ns_hidden.items()):
-        if _is_ours(name):
+        if _is_output_name(name):
             yield name, value
-    for name in LAST:
+    for name in _LAST:
         yield name, getattr(shell.displayhook, name, _NOTHING)
     yield "last result", getattr(shell.last_execution_result, "result", None)
 
@@ -60,7 +58,7 @@ def forget_outputs(shell: InteractiveShell, values: Collection[int]) -> None:
         dict.pop(outputs, number)
     for namespace in (shell.user_ns, shell.user_ns_hidden):
         _forget_in(namespace, values, shell.user_ns_hidden)
-    for name in LAST:
+    for name in _LAST:
         if id(getattr(shell.displayhook, name, None)) in values:
             setattr(shell.displayhook, name, _NOTHING)
     result = shell.last_execution_result
@@ -70,16 +68,16 @@ def forget_outputs(shell: InteractiveShell, values: Collection[int]) -> None:
 
 def _forget_in(namespace: dict[str, Any], values: Collection[int], hidden: Mapping[str, object]) -> None:
     for name, value in list(namespace.items()):
-        if id(value) not in values or not _is_ours(name) or hidden.get(name) is not value:
+        if id(value) not in values or not _is_output_name(name) or hidden.get(name) is not value:
             continue
-        if name in LAST:
+        if name in _LAST:
             namespace[name] = _NOTHING
         else:
             del namespace[name]
 
 
-def _is_ours(name: object) -> bool:
-    return type(name) is str and (name in LAST or _NUMBERED.fullmatch(name) is not None)
+def _is_output_name(name: object) -> bool:
+    return type(name) is str and (name in _LAST or _NUMBERED.fullmatch(name) is not None)
 
 
 def _outputs(shell: InteractiveShell) -> dict[int, object]:
@@ -94,13 +92,13 @@ def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell |
     it keeps.
     """
     errors, tracebacks = _errors(shell), _tracebacks(shell)
-    _let_go(shell)
+    _forget_references(shell)
     if _is_kept_by_user(_parts(errors, tracebacks), namespace, shell):
         return
     while errors:
-        release.strip(errors.pop(), shell)
+        release.clear_exception(errors.pop(), shell)
     while tracebacks:
-        release.empty(tracebacks.pop().tb_frame)
+        release.clear_frame(tracebacks.pop().tb_frame)
 
 
 def remembered_errors(shell: InteractiveShell | None) -> list[object]:
@@ -132,7 +130,7 @@ def _tracebacks(shell: InteractiveShell | None) -> list[TracebackType]:
     return list(unique.values())
 
 
-def _let_go(shell: InteractiveShell | None) -> None:
+def _forget_references(shell: InteractiveShell | None) -> None:
     for name in release.LAST_ERROR:
         vars(sys).pop(name, None)
     formatter: Any = getattr(shell, "InteractiveTB", None)
@@ -145,10 +143,10 @@ def _let_go(shell: InteractiveShell | None) -> None:
 
 def _is_kept_by_user(parts: list[object], namespace: Mapping[str, object], shell: InteractiveShell | None) -> bool:
     """Tell whether a variable leads to a part of an error."""
-    graph = References(holders.never_opened(namespace, shell), MAX_STEPS)
+    graph = References(holders.excluded_objects(namespace, shell), MAX_STEPS)
     try:
         graph.explore(holders.variables(namespace, shell), wanted=set(map(id, parts)))
-        return any(True for _ in graph.ways(map(id, parts)))
+        return any(True for _ in graph.paths(map(id, parts)))
     finally:
         graph.release()
 
@@ -183,7 +181,7 @@ def kept_by_modules(
         return {}, True
     if _are_the_session_s_alone(tensors, {id(tensors), *map(id, ours), *map(id, _of_the_session(namespace, shell))}):
         return {}, True
-    search = Search(holders.never_opened(namespace, shell), MAX_STEPS_OF_MODULES)
+    search = Search(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_MODULES)
     try:
         ways_to = search.run(holders.module_roots(namespace, installed=True))
         names, found = Names(ways_to), dict[int, Held]()
@@ -197,7 +195,7 @@ def kept_by_modules(
 
 def _are_the_session_s_alone(tensors: list[Any], known: set[int]) -> bool:
     """Tell whether all that refers to some tensors, or to what has them, is known; False where it is not soon told."""
-    waiting, lasting = list(tensors), cycles.lasting_ids()
+    waiting, lasting = list(tensors), cycles.module_dict_ids()
     for _ in range(ROUNDS):
         if len(waiting) > FEW:
             break
@@ -206,7 +204,7 @@ def _are_the_session_s_alone(tensors: list[Any], known: set[int]) -> bool:
         waiting = [each for each in found if id(each) not in known]
         if not waiting:
             return True
-        if any(id(each) in lasting or cycles.lasts(each) for each in waiting):
+        if any(id(each) in lasting or cycles.is_module_or_class(each) for each in waiting):
             return False
         known.update(map(id, waiting), [id(found)])
     return False
@@ -214,7 +212,7 @@ def _are_the_session_s_alone(tensors: list[Any], known: set[int]) -> bool:
 
 def _of_the_session(namespace: Mapping[str, object], shell: InteractiveShell | None) -> Iterator[object]:
     """Yield what refers to outputs and to the variables of a failed call, and is forgotten with them."""
-    yield from holders.never_opened(namespace, shell)
+    yield from holders.excluded_objects(namespace, shell)
     for owner in (getattr(shell, "displayhook", None), getattr(shell, "last_execution_result", None)):
         yield owner
         yield getattr(owner, "__dict__", None)
