@@ -258,9 +258,7 @@ def handlers() -> dict[Function, Handler]:
     return {each.function: each.handler for each in (*functions(), *methods())}
 
 
-_READING = (
-    item, tolist, numpy, equal, print_, format_, sync
-)  # fmt: skip
+_READING = (item, tolist, numpy, equal, print_, format_, sync)
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
 _CREATORS = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "normal")
 _METHOD_CREATORS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
