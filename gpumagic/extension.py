@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpumagic.errors import GpuMagicError
 from gpumagic.gpus import device_names
 from gpumagic.notebook import completion
-from gpumagic.notebook.cells import CellSessions
-from gpumagic.notebook.promotion import PromoteCellMagics
+from gpumagic.notebook.cells import CellSessions, PromoteCellMagics
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

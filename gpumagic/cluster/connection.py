@@ -11,7 +11,7 @@ from typing import Any
 from gpumagic.errors import OptionError
 from gpumagic.notebook import session
 from gpumagic.options import parser
-from gpumagic.report.origin import Origin
+from gpumagic.report.base import Origin
 
 PX = "px"
 """The engines that `%%px` goes to, which `%pxconfig --targets` changes."""

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, SampleRow, device_label, sample_row, sample_rows
 from gpumagic.oom.report import OomReport
-from gpumagic.report.base import Report, columns_of, frame, grouped
-from gpumagic.report.origin import Origin
+from gpumagic.report.base import Origin, Report, columns_of, frame, grouped
 from gpumagic.tensors.report import TensorReport
 from gpumagic.transfers.report import TransferReport
 

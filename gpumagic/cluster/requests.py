@@ -12,7 +12,7 @@ from gpumagic import simgpu
 from gpumagic.errors import OptionError
 from gpumagic.gpus import device_names
 from gpumagic.notebook import session
-from gpumagic.report.origin import Origin, current_origin
+from gpumagic.report.base import Origin, current_origin
 
 if TYPE_CHECKING:
     from gpumagic.gpus.report import GPUReport

@@ -17,7 +17,7 @@ from typing import Any
 
 from gpumagic.cluster.connection import Connection
 from gpumagic.cluster.report import EngineAnswer
-from gpumagic.report.origin import Origin
+from gpumagic.report.base import Origin
 
 _ENGINE_CODE = "exec(source) or answer(*request)"
 """Run by `eval` in the engine, with names of its own, so that the engine needs neither a module nor our bytecode."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpumagic.report.base import Report
-from gpumagic.report.rendering import to_figure
+from gpumagic.report.base import Report, to_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,6 +9,7 @@ from gpumagic.errors import GpuMagicError
 from gpumagic.gpus.report import CellRow, CellsReport, HistoryReport, SampleRow
 from gpumagic.memory.timeline import MemoryTimeline
 from gpumagic.memory.view import device_sparkline, device_timeline
+from gpumagic.report.base import to_document
 from gpumagic.report.document import (
     Block,
     Cell,
@@ -22,7 +23,6 @@ from gpumagic.report.document import (
     document_of,
 )
 from gpumagic.report.plot import GIB, figure_of, label, nan_if_none, new_figure, unit_for
-from gpumagic.report.rendering import to_document
 from gpumagic.report.text import terminal_has_unicode, to_ascii
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, printable, size, sparkline, truncate_words
 

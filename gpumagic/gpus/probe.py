@@ -19,7 +19,7 @@ from gpumagic.gpus.processes import attribute_processes
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.gpus.torch_build import TorchBuild, torch_build
 from gpumagic.gpus.torch_names import TorchName, Visibility
-from gpumagic.report import origin
+from gpumagic.report import base
 
 DEVICE_PATTERN = r"auto|\d+|(gpu|cuda|mps|xpu|simgpu)(:\d+)?|(GPU|MIG)-.+"
 """What can be asked for where there is no GPU: the answer is why, not that the name is wrong."""
@@ -115,7 +115,7 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
         devices=chosen, torch_version=build.version, cuda_build=build.label,
         driver_version=answer.driver_version if isinstance(answer, NvmlSnapshot) else None,
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=best_device(chosen), cause=cause,
-        show_processes=processes, show_all=everything, notes=tuple(notes), origin=origin.current_origin(),
+        show_processes=processes, show_all=everything, notes=tuple(notes), origin=base.current_origin(),
     )  # fmt: skip
 
 

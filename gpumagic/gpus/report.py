@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.memory.timeline import MemoryTimeline, plot
-from gpumagic.report.base import Report
-from gpumagic.report.origin import Origin
-from gpumagic.report.rendering import to_figure
+from gpumagic.report.base import Origin, Report, to_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.report.rendering import to_figure
+from gpumagic.report.base import to_figure
 from gpumagic.source.lines import lines_between
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import OomReport
 from gpumagic.oom.rules import batch, proposal, verdict
 from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, KeptGraph, Loader, Ownership, Work
-from gpumagic.report import origin
+from gpumagic.report import base
 from gpumagic.report.units import size
 from gpumagic.source import cell_code
 from gpumagic.source.cell_code import CellCode, is_batch_name
@@ -88,7 +88,7 @@ def conclude(
         recovered=recovered,
         message=failure.event.message,
         notes=(*notes, *verdict.sentences(facts), *_notes(facts, failure, pinned)),
-        origin=origin.current_origin(),
+        origin=base.current_origin(),
     )
 
 

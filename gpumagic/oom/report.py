@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.memory.timeline import MemoryTimeline, plot
-from gpumagic.report.base import Holder, Report
-from gpumagic.report.origin import Origin
+from gpumagic.report.base import Holder, Origin, Report
 from gpumagic.source.text import Change, apply_changes
 
 if TYPE_CHECKING:

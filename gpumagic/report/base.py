@@ -1,17 +1,27 @@
-"""What every report is: rows, a DataFrame, JSON-ready data, and a picture of itself."""
+"""What every report is: rows, a DataFrame, JSON-ready data, the process it is about, and how it is shown.
+
+A report becomes a neutral document, which `text` and `html` render. Nothing here measures or imports torch or IPython.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import socket
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report import html, text
+from gpumagic.report.document import Document, document_of
+from gpumagic.report.plot import figure_of
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 
 Row = TypeVar("Row")
@@ -122,3 +132,78 @@ class Holder:
     device: str
     nbytes: int
     kind: str = "plain"
+
+
+def to_text(report: object, width: int | None = None, unicode: bool | None = None) -> str:
+    """Return a report as plain text of at most ``width`` columns (default: the terminal's, 100 in notebooks)."""
+    return text.render(to_document(report), width, unicode)
+
+
+def to_html(report: object) -> str:
+    """Return a report as one HTML `<div>` that needs neither styles nor scripts of its own."""
+    return html.render(to_document(report))
+
+
+def to_document(report: object) -> Document:
+    """Return the neutral document of a report.
+
+    How a report looks is registered with `document_of` by the module `view` of the folder it is defined in, or by the
+    one that its class names as its ``view_module``.
+    """
+    _import_view(report)
+    return document_of(report)
+
+
+def to_figure(record: object) -> Figure:
+    """Return a report or a timeline as a matplotlib figure.
+
+    Raises:
+        GpuMagicError: matplotlib is not installed, or there is nothing to draw.
+    """
+    _import_view(record)
+    return figure_of(record)
+
+
+def _import_view(record: object) -> None:
+    folder = type(record).__module__.rpartition(".")[0]
+    import_module(f"{folder}.{getattr(record, 'view_module', 'view')}")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The process that a report is about."""
+
+    host: str = ""
+    """The machine's name; empty where it is not known."""
+    pid: int | None = None
+    rank: int | None = None
+    """Its number among the processes of a distributed run (torch.distributed's, else MPI's); None outside one."""
+    local_rank: int | None = None
+    """Its number among those of its machine."""
+
+
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+"""torchrun's, Open MPI's, PMIx's, MPICH's and Slurm's; Slurm's also stands in a batch script, so it comes last."""
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+def current_origin() -> Origin:
+    """Return this process's origin. Imports nothing."""
+    rank = _rank_in_torch()
+    return Origin(
+        host=socket.gethostname(), pid=os.getpid(),
+        rank=_number(RANKS) if rank is None else rank, local_rank=_number(LOCAL_RANKS),
+    )  # fmt: skip
+
+
+def _rank_in_torch() -> int | None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    rank: int = distributed.get_rank()
+    return rank
+
+
+def _number(names: Sequence[str]) -> int | None:
+    found = (os.environ.get(name, "") for name in names)
+    return next((int(text) for text in found if text.isdecimal()), None)

@@ -191,7 +191,7 @@ def lines_between(code: Mapping[int, str], first: int | None, last: int | None) 
         return None
     assert first is not None
     assert last is not None
-    body = _body(code)
+    body = _body(tuple(code.items()))
     if body is None:
         return None
     low, high = min(first, last), max(first, last)
@@ -204,9 +204,10 @@ def lines_between(code: Mapping[int, str], first: int | None, last: int | None) 
     return None if low != high and low <= begins and high >= ends else (low, high)
 
 
-def _body(code: Mapping[int, str]) -> list[ast.stmt] | None:
+@lru_cache(maxsize=32)  # a cell that runs again, or a `with` in a loop, asks about the same code
+def _body(code: tuple[tuple[int, str], ...]) -> list[ast.stmt] | None:
     """Return the statements of the code with its own line numbers, those of a function alone without its head."""
-    tree = parse_lines(code)
+    tree = parse_lines(dict(code))
     if tree is None:
         return None
     alone = tree.body[0] if len(tree.body) == 1 else None

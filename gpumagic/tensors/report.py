@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.report.base import Report
-from gpumagic.report.origin import Origin
+from gpumagic.report.base import Origin, Report
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer state", "activation", "plain")
 """What a storage can be; one that is several of these is the first of them."""

@@ -22,7 +22,7 @@ from gpumagic.heap.kinds import Graphs, kinds_of, leaves, non_leaves, peek_gradi
 from gpumagic.heap.storages import Storage, StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.report import origin
+from gpumagic.report import base
 from gpumagic.source.frames import is_library
 from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, SourceRow, TensorReport, TensorRow
 from gpumagic.tensors.rows import DetachCommands, Findings, RowBuilder, group_by_memory
@@ -61,7 +61,7 @@ def scan(
     """
     if "torch" not in sys.modules:
         notes: tuple[str, ...] = ("torch is not imported: no tensors",)
-        return TensorReport((), limit=limit, group_by=group_by, notes=notes, origin=origin.current_origin())
+        return TensorReport((), limit=limit, group_by=group_by, notes=notes, origin=base.current_origin())
     found = TensorScan(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names, thorough)
     with gc_disabled():
         rows = _rows_of(found)
@@ -70,7 +70,7 @@ def scan(
         notes = (*found.notes, *_memory_notes(rows, summary))
         report = TensorReport(
             tuple(rows), summary, limit, group_by, notes, graphs=found.graphs, sources=found.sources,
-            process=storages.PROCESS, origin=origin.current_origin(),
+            process=storages.PROCESS, origin=base.current_origin(),
         )  # fmt: skip
         return report.narrowed(devices, minimum, sort)
 

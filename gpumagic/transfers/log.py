@@ -18,8 +18,8 @@ from typing import Any
 from gpumagic.report.base import Holder
 from gpumagic.report.units import count, size
 from gpumagic.source import cell_code
-from gpumagic.source.call_sites import CallSites
 from gpumagic.source.cell_code import LoopCode
+from gpumagic.source.frames import CallSites
 from gpumagic.transfers.report import TransferRow
 
 PINNABLE = frozenset({"cuda", "xpu"})

@@ -27,7 +27,7 @@ from torch.utils._device import DeviceContext
 from gpumagic.errors import StrayTensor
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.source import frames
-from gpumagic.source.call_sites import CallSites
+from gpumagic.source.frames import CallSites
 from gpumagic.transfers.log import CreatedSum, TransferLog, is_host
 
 _MANY = 1000

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from gpumagic.memory.timeline import MemoryTimeline, plot
-from gpumagic.report.base import Holder, Report
-from gpumagic.report.origin import Origin
+from gpumagic.report.base import Holder, Origin, Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,9 +18,9 @@ from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import KeptStorages, MemoryTimeline
-from gpumagic.report import origin
+from gpumagic.report import base
 from gpumagic.source import lines
-from gpumagic.source.call_sites import CallSites
+from gpumagic.source.frames import CallSites
 from gpumagic.source.lines import WatchedCode
 from gpumagic.transfers import explain, log, move
 from gpumagic.transfers.report import TransferReport
@@ -144,7 +144,7 @@ class DeviceRun:
             explanation=explanation,
             lines=lines,
             notes=(self._recording.scope(),),
-            origin=origin.current_origin(),
+            origin=base.current_origin(),
             timeline=self._timeline(),
         )
 

@@ -12,8 +12,7 @@ import pytest
 
 import gpumagic
 from gpumagic.gpus.report import GPUReport, GpuRow
-from gpumagic.report.origin import Origin
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import Origin, to_html, to_text
 
 pytestmark = pytest.mark.benchmark
 GIB = 1 << 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import every_report
 import pytest
 
-from gpumagic.report.rendering import to_html
+from gpumagic.report.base import to_html
 
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <style>body {{ margin: 8px; font: 13px sans-serif }} td, th {{ padding: .4em .5em }}

@@ -129,7 +129,7 @@ def _on_a_fuller_device(shell, cell: str, memory: str) -> list[str]:
 
 
 def report_text(report) -> str:
-    from gpumagic.report.rendering import to_text
+    from gpumagic.report.base import to_text
 
     return to_text(report, width=80, unicode=True)
 

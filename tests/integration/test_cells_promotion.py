@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
-from gpumagic.notebook.promotion import PromoteCellMagics
+from gpumagic.notebook.cells import PromoteCellMagics
 
 pytestmark = pytest.mark.ipython
 

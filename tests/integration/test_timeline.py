@@ -412,7 +412,7 @@ def test_the_table_says_which_cell_grew_memory_by_how_much(table) -> None:
 
 
 def test_the_table_fits_a_terminal_and_names_what_it_leaves_out(table) -> None:
-    from gpumagic.report.rendering import to_text
+    from gpumagic.report.base import to_text
 
     report = table("first_of_a_rather_long_line_of_code_that_goes_on_and_on = make(10); second = make(2, 1)")
     text = to_text(report, 80)

@@ -10,7 +10,7 @@ import torch
 
 import gpumagic
 from gpumagic.dryrun.stage.ledger import MOST_POINTS, Account, Ledger, Place, told
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import to_html, to_text
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

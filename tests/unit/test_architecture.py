@@ -137,7 +137,7 @@ def test_no_view_and_no_record_measures() -> None:
 def test_importing_every_report_and_view_needs_neither_torch_nor_ipython() -> None:
     views = ", ".join(f"gpumagic.{feature}.view" for feature in (*FEATURES, "cluster"))
     code = (
-        f"import sys, gpumagic.report.rendering, gpumagic.options, gpumagic.gpus.device_names, {views}\n"
+        f"import sys, gpumagic.report.base, gpumagic.options, gpumagic.gpus.device_names, {views}\n"
         f"print(sorted(({HEAVY!r} | {{'IPython'}}) & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -13,7 +13,7 @@ from gpumagic.errors import DeviceNotFound
 from gpumagic.gpus import bench
 from gpumagic.gpus.report import BenchReport, BenchRow
 from gpumagic.report import progress
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import to_html, to_text
 
 COPIES = [
     "host-to-device",

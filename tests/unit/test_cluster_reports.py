@@ -14,8 +14,7 @@ import gpumagic
 from gpumagic.cluster.report import ClusterReport, EngineAnswer, engine_ranges, shared_gpus
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
-from gpumagic.report.origin import Origin
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import Origin, to_html, to_text
 from gpumagic.tensors.report import TensorReport, TensorRow
 
 GIB = 1 << 30

@@ -13,7 +13,7 @@ from nvml_stub.full_fake import SYMBOLS, TRUTH, FullLibrary
 
 from gpumagic.gpus import other_devices, probe, processes
 from gpumagic.gpus.torch_build import TorchBuild
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import to_html, to_text
 
 CARDS = 3
 CODES = st.sampled_from([1, 2, 3, 4, 6, 10, 13, 15, 16, 17, 25, 28, 999])

@@ -14,7 +14,7 @@ import pytest
 from gpumagic.errors import GpuMagicError
 from gpumagic.gpus import live
 from gpumagic.gpus.report import GPUReport, GpuRow, HistoryReport, SampleRow
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import to_html, to_text
 
 GIB = 1024**3
 

@@ -9,8 +9,7 @@ import every_report
 import pytest
 
 from gpumagic.gpus.history_view import cell_line
-from gpumagic.report.base import Report
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import Report, to_html, to_text
 
 HOSTILE = {
     "markup": '<img src=x onerror="window.broken = 1">',

@@ -10,12 +10,12 @@ import sys
 import pytest
 
 import gpumagic
-from gpumagic.report import origin
+from gpumagic.report import base
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*origin.RANKS, *origin.LOCAL_RANKS):
+    for name in (*base.RANKS, *base.LOCAL_RANKS):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -37,7 +37,7 @@ def test_a_report_says_where_it_was_made() -> None:
 def test_the_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], ranks: object) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = origin.current_origin()
+    found = base.current_origin()
     assert (found.rank, found.local_rank) == ranks
 
 
@@ -46,7 +46,7 @@ def test_that_of_torch_distributed_comes_first() -> None:
         "import os, tempfile, torch.distributed as dist\n"
         "os.environ['RANK'] = '9'\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "from gpumagic.report import origin as origin\n"
+        "from gpumagic.report import base as origin\n"
         "print(origin.current_origin().rank)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "0"

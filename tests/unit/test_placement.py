@@ -11,9 +11,9 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from gpumagic.cluster.connection import EngineResources, assign_devices
 from gpumagic.errors import OptionError
-from gpumagic.notebook.promotion import PromoteCellMagics
+from gpumagic.notebook.cells import PromoteCellMagics
 from gpumagic.options import needing_body
-from gpumagic.report.origin import Origin
+from gpumagic.report.base import Origin
 
 
 def site(host: str = "a", *gpus: str, rank: int | None = None, local_rank: int | None = None) -> EngineResources:

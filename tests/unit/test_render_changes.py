@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import to_html, to_text
 from gpumagic.tensors.held_report import FreedRow, ReleaseReport, WayRow, WhyReport
 from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow, HeldReport, HeldRow, TensorRow
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import to_html, to_text
 from gpumagic.report.units import size_pair
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3

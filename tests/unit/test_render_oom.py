@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpumagic.oom.report import Advice, OomReport
-from gpumagic.report.base import Holder
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import Holder, to_html, to_text
 from gpumagic.source.text import Change
 
 MIB, GIB = 2**20, 2**30

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import to_html, to_text
 from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
 
 KIB, MIB = 1024, 1024**2

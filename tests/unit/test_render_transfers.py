@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from gpumagic.report.base import Holder
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import Holder, to_html, to_text
 from gpumagic.transfers.report import Explanation, TransferReport, TransferRow
 
 

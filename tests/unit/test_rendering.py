@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.report import html, text
+from gpumagic.report.base import to_text
 from gpumagic.report.document import Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
-from gpumagic.report.rendering import to_text
 
 TABLE = Table(
     (Column("Device"), Column("Name", shrinks=True), Column("Used", "right"), Column("Bus", priority=1)),

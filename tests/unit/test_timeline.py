@@ -14,7 +14,7 @@ from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.timeline import DeviceTimeline, MemoryPoint, MemoryTimeline, TimelineLog
 from gpumagic.memory.view import heights
 from gpumagic.oom.report import OomReport
-from gpumagic.report.rendering import to_html, to_text
+from gpumagic.report.base import to_html, to_text
 from gpumagic.source import lines
 from gpumagic.transfers.report import TransferReport
 
