@@ -1,4 +1,4 @@
-"""Where versions differ: IPython 7.34 (Colab, Kaggle) and 9, Python 3.10 to 3.14, torch 2.4 to 2.13."""
+"""Differences between versions: IPython 7.34 (Colab, Kaggle) to 9, Python 3.10 to 3.14, torch 2.4 to 2.13."""
 
 from __future__ import annotations
 
@@ -103,12 +103,9 @@ def starting_execution_count(shell: InteractiveShell, info: ExecutionInfo) -> in
 
 
 def add_completer(shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete) -> Callable[[], None]:
-    """Complete lines that match a pattern, and return what takes that back (ipython PR#13745, since 8.6).
+    """Complete lines that match a pattern from their start, and return what undoes it (ipython PR#13745, since 8.6).
 
-    Args:
-        shell: where.
-        pattern: what a line must match from its start.
-        complete: takes the line up to the cursor; returns its last fragment, and what may stand in its place.
+    ``complete`` takes the line up to the cursor and returns its last fragment and the completions of that.
     """
     try:
         from IPython.core.completer import context_matcher

@@ -1,4 +1,4 @@
-"""What `%load_ext gpumagic` adds to a shell, and how all of it is taken back."""
+"""What `%load_ext gpumagic` adds to a shell, and its exact inverse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BACKGROUND_MODULES = ("gpumagic.gpus.live", "gpumagic.gpus.each_cell", "gpumagi
 
 
 def load(shell: InteractiveShell) -> None:
-    """Add the magics, the cell hooks and the completion to a shell; a second time does nothing."""
+    """Add the magics, the cell hooks and the completion to a shell; idempotent."""
     from gpumagic.magics import GPUMagic
     from gpumagic.options import needing_body
     from gpumagic.tensors.baseline import DiffBaseline
@@ -45,7 +45,7 @@ def is_loaded(shell: InteractiveShell) -> bool:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Take back all that `load` added; without it, nothing."""
+    """Undo `load`; idempotent."""
     undo = shell.meta.pop(_KEY, None)
     if undo is not None:
         for name in _BACKGROUND_MODULES:
@@ -63,12 +63,12 @@ def attach(
     magics: Callable[[InteractiveShell, CellSessions], Magics],
     needs_body: Mapping[str, Collection[str]],
 ) -> None:
-    """Wire a class of magics into a shell, unless something is wired already.
+    """Wire a class of magics into a shell, unless one is wired already.
 
     Args:
         shell: where.
         magics: makes the magics for a shell and its cell sessions.
-        needs_body: the cell magics to promote, each with the options for which it needs the body itself.
+        needs_body: the cell magics to promote, each with the options for which it needs the cell's text.
     """
     if _KEY in shell.meta:
         return
@@ -85,7 +85,7 @@ def attach(
 
 
 def _register(shell: InteractiveShell, magics: Magics) -> Callable[[], None]:
-    """Register magics, and return what puts back whatever had their names before."""
+    """Register magics, and return what restores those that had their names before."""
     registered = shell.magics_manager
     before = {kind: dict(registered.magics[kind]) for kind in magics.magics}
     registered.register(magics)

@@ -1,4 +1,4 @@
-"""The magics: four thin methods. Line -> options -> probe -> report; showing is the report's own work."""
+"""The magics: one thin method each. Line -> options -> probe -> report; a report shows itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _magic(method: Callable[..., object]) -> Callable[..., object]:
-    """Make a method that takes options into a magic: parse the line, answer --help, say errors in one line.
+    """Make a method that takes options into a magic: parse the line, answer --help, report errors in one line.
 
     This is the only place where our errors become IPython's `UsageError`.
     """

@@ -1,7 +1,7 @@
-"""The host's own memory, for failures that have nothing to do with a GPU, and for those that raise nothing.
+"""The host's memory, for failures that have nothing to do with a GPU, and for those that raise nothing.
 
-When it runs out, Linux ends the process: a notebook's kernel is gone without an exception. A container has a limit of
-its own, its control group's, mostly far below the machine's memory.
+When it runs out, Linux kills the process: a notebook's kernel is gone without an exception. A container has a limit of
+its own, that of its control group, mostly far below the machine's memory.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The memory of one cell or block over time: read now and then by one thread for all that ask.
+"""Sample the allocators while a cell runs, from one thread that serves all timelines.
 
-The thread starts with the first timeline and has ended when the last one has. It only reads: counters that torch keeps
-anyway, and the stack of the thread that runs the cell. It looks for the first time after `FIRST`, and then each time as
-long after as the cell has run: a short cell has some looks, and none has many. From `PAUSE` on it sleeps that long,
-longer in long cells, and at least `SHARE` times what a look takes. A look at two simulated devices costs a busy cell
-0.2 to 0.4 ms of processor time, the change of threads included, and so about one percent;
+The thread starts with the first timeline and ends with the last. It only reads: counters that torch keeps anyway, and
+the stack of the thread that runs the cell. The first sample is taken after `FIRST_DELAY`; the interval then grows with
+the age of the cell up to `MIN_INTERVAL`, so that a short cell has some samples and none has many. In long cells it
+grows further, and it is at least `INTERVAL_PER_COST` times the cost of a sample. A sample of two simulated devices
+costs a busy cell 0.2 to 0.4 ms of processor time, the switch of threads included, and so about one percent;
 `tests/benchmarks/test_timeline.py` measures it.
 """
 
@@ -34,7 +34,7 @@ INTERVAL_PER_COST = 400
 
 @dataclass(eq=False)
 class SampledTimeline:
-    """A timeline to be looked at, and the code whose lines are told with it, in the thread that makes this."""
+    """A timeline to add samples to, and the code whose line goes with each, run by the thread that makes this."""
 
     log: TimelineLog
     place: LineFinder
@@ -42,7 +42,7 @@ class SampledTimeline:
 
 
 class _Sampler(threading.Thread):
-    """Looks until nobody asks any more."""
+    """Samples until no timeline is left."""
 
     def __init__(self) -> None:
         super().__init__(name="gpumagic memory", daemon=True)
@@ -50,7 +50,7 @@ class _Sampler(threading.Thread):
         self._cost = 0.0
 
     def run(self) -> None:
-        """Look, and sleep."""
+        """Sample and sleep."""
         while not self._enough.wait(self._pause()):
             start = time.thread_time()
             try:
@@ -60,7 +60,7 @@ class _Sampler(threading.Thread):
             self._cost = time.thread_time() - start
 
     def end(self) -> None:
-        """Stop, and wait for it; a Ctrl-C that comes meanwhile only means not to wait."""
+        """Stop and join; a Ctrl-C meanwhile only ends the wait."""
         self._enough.set()  # also where Ctrl-C came while it was starting
         if self.is_alive():
             self.join()
@@ -79,7 +79,7 @@ _lock = threading.Lock()
 
 
 def start_sampling(asked: SampledTimeline) -> None:
-    """Have the allocators looked at for a timeline until `end`."""
+    """Sample the allocators for a timeline until `stop_sampling`."""
     global _thread  # noqa: PLW0603  one serves all
     with _lock:
         _sampled.append(asked)
@@ -89,7 +89,7 @@ def start_sampling(asked: SampledTimeline) -> None:
 
 
 def stop_sampling(asked: SampledTimeline) -> None:
-    """Undo `begin`; again does nothing."""
+    """Undo `start_sampling`; idempotent."""
     global _thread
     with _lock:
         if asked in _sampled:
@@ -118,16 +118,16 @@ def _is_torch_imported() -> bool:
 
 
 class CellMemory:
-    """Follows what is allocated from `start` to `stop`.
+    """Records what is allocated from `start` to `stop`.
 
     Args:
-        before: the allocators' figures as it begins.
+        before: the allocators' statistics as the code begins.
         namespace: the globals of the code.
-        block: the code with the `with` block, or of the function; None for a cell.
-        line: of the `with` statement or the function; None for a cell.
-        is_running: of a cell, whether it runs already and is not only about to.
-        by_clock: whether to look every now and then; without, `log` is for others to fill.
-        stretches: into how many it is folded at most.
+        block: the code of the `with` block or function; None for a cell.
+        line: the line of the `with` statement or function; None for a cell.
+        is_running: whether the cell runs already; else it is about to.
+        by_clock: whether to sample over time; without, others fill `log`.
+        stretches: the most points to keep.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class CellMemory:
         self._sampled = SampledTimeline(self.log, self._place) if by_clock else None
 
     def start(self) -> None:
-        """Begin to look, where that goes by the clock."""
+        """Start to sample, if by the clock."""
         if self._sampled is None:
             return
         try:
@@ -161,17 +161,11 @@ class CellMemory:
             raise
 
     def look(self) -> None:
-        """Note what was allocated before the first line has run."""
+        """Sample once, before the first line runs."""
         self.log.add(allocator.all_device_stats(), self._begins)
 
     def note_operator(self, device: str, addresses: Iterable[int], innermost: Callable[[], int | None]) -> None:
-        """Look at a device after an operator that allocates its results there.
-
-        Args:
-            device: which one.
-            addresses: of the results.
-            innermost: returns the line of a function of the cell, if one runs.
-        """
+        """Sample a device right after an operator; ``innermost`` returns the line of the cell's innermost function."""
         now = allocator.device_stats(device)
         if now is not None:
             # Autograd works for the cell in threads of its own.
@@ -179,7 +173,7 @@ class CellMemory:
             self.log.add_operator(device, now, self._place.line(stack), addresses, innermost)
 
     def stop(self) -> None:
-        """Look no more; again does nothing."""
+        """Stop sampling; idempotent."""
         self.log.end()
         if self._sampled is not None:
             stop_sampling(self._sampled)
@@ -187,11 +181,9 @@ class CellMemory:
     def finished(
         self, after: Mapping[str, AllocatorStats], kept: tuple[KeptStorages, KeptStorages] = ({}, {})
     ) -> MemoryTimeline | None:
-        """Return the timeline of what has stopped, or None where no device's memory was touched.
+        """Return the timeline, or None where no device's memory changed.
 
-        Args:
-            after: the allocators' figures at its end.
-            kept: what modules and optimizers had at the start and at the end.
+        ``kept`` are the storages of modules and optimizers at the start and at the end.
         """
         self._code.filename = self._code.filename or self._place.filename
         return self.log.finished(after, lambda: dict(self._code.lines()), kept_by_part(*kept), new_storages(*kept))

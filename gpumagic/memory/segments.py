@@ -1,7 +1,6 @@
-"""Where the allocator's blocks lie: its segments, and what of each is in use, read without changing anything.
+"""The allocator's segments and blocks, from `memory_snapshot`, read without changing anything.
 
-`torch.cuda.memory_snapshot` tells it as torch's documentation describes; XPU and simgpu do likewise. What cannot
-be read, or does not agree with the allocator's own figures, is not guessed.
+CUDA, XPU and simgpu have one. What cannot be read, or does not match the allocator's own statistics, is not guessed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 class MemoryBlock(NamedTuple):
-    """A block."""
+    """A block of a segment."""
 
     address: int
     """What a storage that lies there says."""
@@ -43,12 +42,7 @@ class Segment(NamedTuple):
 
 
 def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
-    """Return a device's segments by address, or None where they cannot be read or do not add up to the figures.
-
-    Args:
-        device: such as ``"cuda:0"``; in use already.
-        figures: the allocator's, of the same moment.
-    """
+    """Return an initialised device's segments by address; None if they cannot be read or do not match its statistics."""
     backend, _, index = device.partition(":")
     found = _snapshot(allocator.device_module(backend))
     if found is None:

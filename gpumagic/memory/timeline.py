@@ -1,9 +1,8 @@
-"""Allocated memory over the course of a cell, device by device: the records, and the log they are made from.
+"""Allocated memory over a cell, device by device: the records, and the log that they are made from.
 
-A look is what the allocators' counters say at one moment. What lies between two looks shows in the peak counter, which
-nobody resets: where that has risen, so much was allocated in between, and the line that did it is one of those that
-ran from the one look to the other (`line_spans`). Who looks is not the business of this module: `sampler` does by the
-clock, `tracing` after every operator.
+A sample is what the allocators' counters say at one moment. An excursion between two samples shows in the peak counter,
+which is never reset: where that has risen, the line responsible is one of those that ran between the two samples
+(`lines_between`). `sampler` samples by the clock, the tracing of transfers after every operator.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ KeptStorages = Mapping[int, KeptStorage]
 
 
 def kept_by_part(before: KeptStorages, after: KeptStorages) -> dict[str, dict[str, int]]:
-    """Return by device what each part of what was there at both looks occupies, in bytes, the largest first."""
+    """Return by device the bytes of each part of what both samples have, the largest first."""
     sums: dict[str, dict[str, int]] = {}
     for number in before.keys() & after.keys():
         device, part, nbytes, _ = after[number]
@@ -130,7 +129,7 @@ def kept_by_part(before: KeptStorages, after: KeptStorages) -> dict[str, dict[st
 
 
 def new_storages(before: KeptStorages, after: KeptStorages) -> dict[str, list[KeptStorage]]:
-    """Return by device what was there only at the later look."""
+    """Return by device the storages that only the later sample has."""
     found: dict[str, list[KeptStorage]] = {}
     for number in after.keys() - before.keys():
         found.setdefault(after[number].device, []).append(after[number])
@@ -148,7 +147,7 @@ _NOTHING = AllocatorStats(0, 0, 0)
 
 
 class _Downsampler:
-    """One figure by stretches of time, or of looks, never more of them than ``most``."""
+    """One figure over time, or over samples, in at most so many points."""
 
     def __init__(self, most: int, *, by_look: bool = False) -> None:
         self._most = most
@@ -217,13 +216,13 @@ class _DeviceLog:
 
 
 class TimelineLog:
-    """What is seen of the allocators in the course of one cell.
+    """The samples of one cell.
 
     Args:
-        before: their figures as the cell began.
-        line: the line that ran then.
-        stretches: into how many it is folded at most.
-        by_look: whether these are so many looks each, as of operators, and not so much time.
+        before: the allocators' statistics as the cell begins.
+        line: the line that runs then.
+        stretches: the most points to keep.
+        by_look: whether a point stands for a number of samples, as of operators, rather than for a time.
     """
 
     def __init__(
@@ -262,14 +261,9 @@ class TimelineLog:
         self, device: str, now: AllocatorStats, line: int | None, addresses: Iterable[int],
         innermost: Callable[[], int | None],
     ) -> None:  # fmt: skip
-        """Note what a device's allocator says right after an operator that allocates its results there.
+        """Add a sample taken right after an operator that allocated results at the addresses.
 
-        Args:
-            device: where.
-            now: its figures.
-            line: the line that runs.
-            addresses: of the results.
-            innermost: returns the line of a function of the cell, if one runs.
+        ``innermost`` returns the line of the innermost function of the cell, if one runs.
         """
         if not self._lock.acquire(blocking=False):
             return
@@ -294,13 +288,13 @@ class TimelineLog:
         parts: Mapping[str, Mapping[str, int]] | None = None,
         grown: Mapping[str, Sequence[KeptStorage]] | None = None,
     ) -> MemoryTimeline | None:
-        """Return the timeline, with the closing figures, or None where no device's memory was touched.
+        """Return the timeline with the final statistics, or None where no device's memory changed.
 
         Args:
-            after: the figures at the end.
+            after: the final statistics.
             code: returns the code's lines by number.
-            parts: by device, what was there all the time, and for what.
-            grown: by device, what was there at the end and not at the start.
+            parts: by device, the bytes that were there throughout, by what for.
+            grown: by device, the storages that only the end has.
         """
         self.add(after, _END)
         touched = {device: track for device, track in sorted(self._tracks.items()) if track.is_touched}
@@ -319,7 +313,7 @@ class TimelineLog:
         return [(self._born.get((each.device, each.address)), each.part, each.nbytes) for each in grown]
 
     def end(self) -> None:
-        """Let the time stand still: what follows is no part of the cell."""
+        """Stop the clock: what follows is not part of the cell."""
         self._ended = self._ended or time.perf_counter()
 
     def _now(self) -> float:

@@ -23,12 +23,7 @@ REST = "activations and others"
 
 
 def timeline_blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterator[Block]:
-    """Yield what is to be shown of a timeline: the devices with the most, the others folded away.
-
-    Args:
-        timeline: the timeline.
-        better: what to do to learn the line of a peak, where it is not certain.
-    """
+    """Yield the devices with most memory, the others folded; ``better`` says how to learn the line of a peak."""
     if timeline is None:
         return
     drawn = sorted(drawable_devices(timeline), key=lambda each: -each.highest)
@@ -46,7 +41,7 @@ def timeline_blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterat
 
 
 def drawable_devices(timeline: MemoryTimeline | None) -> tuple[DeviceTimeline, ...]:
-    """Return the devices of which more is known than the start and the end."""
+    """Return the devices with enough points to draw."""
     courses = () if timeline is None else timeline.courses
     return tuple(each for each in courses if len(each.points) >= MIN_POINTS and each.highest)
 
@@ -57,7 +52,7 @@ def device_timeline(timeline: MemoryTimeline | None, device: str) -> DeviceTimel
 
 
 def device_sparkline(timeline: MemoryTimeline | None, device: str, columns: int) -> str:
-    """Return one device's course as a few blocks, or "" where there is nothing to draw."""
+    """Return one device's memory as a few block characters, or "" where there is nothing to draw."""
     course = next((each for each in drawable_devices(timeline) if each.device == device), None)
     if course is None or timeline is None:
         return ""
@@ -84,7 +79,7 @@ def bands(course: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUM
 
 
 def heights(course: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUMNS) -> list[int]:
-    """Return the most bytes in each of so many equal parts of the cell; where nobody looked, what was seen last."""
+    """Return the most bytes in each of so many equal parts of the cell; without a sample, the last value seen."""
     found: list[int | None] = [None] * columns
     last = [course.before] * columns
     for point in course.points:

@@ -1,1 +1,11 @@
-"""How a cell runs under a guard, and when its report shows."""
+"""How a cell runs under a guard, and when the guard's report is shown.
+
+Start with `cells.CellSessions`. It knows nothing of devices and memory: those are the guards' business.
+
+    guards.py      the protocol of a guard, and what runs a body under guards
+    cells.py       the guards of the running cells, opened and closed with IPython's events
+    promotion.py   `%%magic` -> `%magic`, so that IPython runs the cell as its own
+    cell_body.py   the body of a cell magic as code, to run it more than once
+    completion.py  completion of the magics' options, devices and variables
+    session.py     the running IPython shell and its variables
+"""

@@ -50,11 +50,7 @@ class CellBody:
             )
 
     def run(self, source: str) -> object:
-        """Run the body and return the value of its last expression, or None.
-
-        Args:
-            source: `source`, or that text with something in its lines changed.
-        """
+        """Run ``source``, the body or an edit of it, and return the value of its last expression, or None."""
         __tracebackhide__ = True
         if source != self._compiled[0]:
             self._compiled = source, self._compile(source)

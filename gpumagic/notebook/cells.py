@@ -48,7 +48,7 @@ class _Session:
 
 @dataclass
 class _FinishedGuard:
-    """Stands in for a guard that is through, whose report waits for the end of its cell."""
+    """Stands in for a guard that is closed, whose report waits for the end of its cell."""
 
     name: str
     report: object
@@ -77,7 +77,7 @@ class CellSessions:
         )
 
     def install(self) -> None:
-        """Follow the shell's cells, the one that runs now included."""
+        """Follow the shell's cells, the running one included."""
         for event, callback in self._events:
             self._shell.events.register(event, callback)
         current = _compat.running_cell(self._shell)
@@ -93,14 +93,14 @@ class CellSessions:
         _in_reverse(mine, lambda session: session.close(None))
 
     def start(self, guard: Guard, info: ExecutionInfo | None = None) -> None:
-        """Put a guard around the rest of a cell.
+        """Put a guard around the rest of a cell; it replaces an earlier one of its name.
 
         Args:
-            guard: takes the place of an earlier one of its name.
-            info: the cell, where it is about to start; the running one without.
+            guard: what to open.
+            info: a cell that is about to start; by default the running one.
 
         Raises:
-            GpuMagicError: no cell is running in this thread; or what `guard.open` raises.
+            GpuMagicError: no cell runs in this thread; or whatever `guard.open` raises.
         """
         info = info or self._running()
         if info is None:
@@ -116,7 +116,7 @@ class CellSessions:
             raise
 
     def drop(self, guard: Guard) -> None:
-        """Take a guard away from its cell; it is closed, and shows nothing."""
+        """Remove a guard from its cell: it is closed and shows nothing."""
         for session in [each for each in self._sessions if each.guard is guard]:
             self._forget([session])
             session.close(None)
@@ -126,18 +126,13 @@ class CellSessions:
         return bool(self._cells.get(threading.get_ident()))
 
     def ready_body(self, runs: BodyRuns, body: str) -> Callable[[], object]:
-        """Return what runs the body of a cell magic under a guard and returns its last expression's value.
+        """Return a function that runs the body of a cell magic under a guard and returns its last expression's value.
 
-        Called, it raises what the body raises, or what `runs.finish` put in its place.
-
-        Args:
-            runs: has the body run, once or more often.
-            body: the text under the magic's line.
+        The function raises what the body raises, or what `runs.finish` puts in its place.
 
         Raises:
-            GpuMagicError: the body awaits while an event loop runs, as one does in a notebook; or what `runs.begin`
-                raises.
-            SyntaxError: it cannot be compiled.
+            GpuMagicError: the body awaits while an event loop runs, as in a notebook; or what `runs.begin` raises.
+            SyntaxError: the body cannot be compiled.
         """
         info = self._running()
         code = CellBody(self._shell, body, "" if info is None else info.raw_cell)

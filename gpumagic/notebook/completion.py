@@ -21,12 +21,7 @@ Names = Callable[[], Collection[str]]
 
 
 def install(shell: InteractiveShell, devices: Names) -> Callable[[], None]:
-    """Complete the lines of our magics in a shell, and return what takes that back.
-
-    Args:
-        shell: where.
-        devices: returns the names of devices that are offered.
-    """
+    """Complete the lines of our magics in a shell, with names of devices; return what undoes it."""
     return _compat.add_completer(
         shell, _LINE, lambda line: complete(line, shell.user_ns, lambda: _tensors(shell), devices)
     )
@@ -35,13 +30,9 @@ def install(shell: InteractiveShell, devices: Names) -> Callable[[], None]:
 def complete(
     line: str, namespace: dict[str, object], tensors: Names = tuple, devices: Names = tuple
 ) -> tuple[str, list[str]]:
-    """Return the last fragment of a magic's line, and what may stand in its place.
+    """Return the last fragment of a magic's line up to the cursor, and its completions.
 
-    Args:
-        line: the text up to the cursor, from the start of the line.
-        namespace: whose names are offered where an option takes a variable.
-        tensors: returns the names that are offered where an option takes a tensor.
-        devices: returns those that are offered where it takes a device.
+    Variables are those of the namespace; the callables return the names offered for tensors and for devices.
     """
     match = _LINE.match(line)
     assert match is not None

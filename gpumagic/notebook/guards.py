@@ -1,4 +1,4 @@
-"""What a magic puts around a cell: the protocol between `cells`, which runs it, and those who watch it."""
+"""The protocol of guards, which a magic puts around a cell, and what runs a body under them once or more."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Guard(Protocol):
 
 
 class BodyRuns(Protocol):
-    """Has one body run under guards, once or more often."""
+    """Decides how often a body runs, and guards each run."""
 
     def begin(self, source: str) -> str:
         """Get ready for the first run, and return its code, as many lines long.
@@ -123,13 +123,7 @@ class RunOnce:
 
 
 def run_guarded(runs: BodyRuns, execute: Callable[[str], object], source: str) -> BodyOutcome:
-    """Run code as often as it is to be run, and return how the last run ended; `runs.finish` is the caller's to call.
-
-    Args:
-        runs: decides, and guards.
-        execute: runs the code it is given.
-        source: the code of the first run.
-    """
+    """Run code as often as ``runs`` decides and return how the last run ended; the caller calls `runs.finish`."""
     __tracebackhide__ = True
     try:
         outcome = _attempt(runs.guard(), execute, source)

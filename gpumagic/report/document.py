@@ -138,11 +138,7 @@ class Document:
 
 @functools.singledispatch
 def document_of(report: object) -> Document:
-    """Return what a report shows; the views of each feature register themselves here.
-
-    Args:
-        report: of a kind whose view has been imported; `rendering.to_document` sees to that.
-    """
+    """Return what a report shows; each view registers its own here, and `rendering.to_document` imports the views."""
     raise TypeError(f"no view is registered for {type(report).__name__}")
 
 

@@ -1,6 +1,6 @@
-"""How far something is that takes more than a second: tqdm's bar where it is installed, one plain line where not.
+"""Progress of whatever takes more than a second: tqdm's bar where it is installed, else one plain line.
 
-All of it goes to stderr, and nothing of it stays behind.
+All of it goes to stderr and is removed at the end.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ Step = TypeVar("Step")
 
 
 def bar(steps: Sequence[Step], unit: str) -> Iterator[Step]:
-    """Yield the steps, showing how many are done and what the next one is.
-
-    Args:
-        steps: what is to be done; as text they say what that is.
-        unit: what one of them is called.
-    """
+    """Yield the steps, showing how many are done and the name of the next one."""
     with counted(len(steps), unit) as tell:
         for step in steps:
             tell(str(step))
@@ -36,12 +31,7 @@ def bar(steps: Sequence[Step], unit: str) -> Iterator[Step]:
 
 @contextmanager
 def counted(most: int, unit: str) -> Iterator[Callable[[str], None]]:
-    """Show steps that come to light one by one: call what this gives with the name of each as it begins.
-
-    Args:
-        most: how many there will be, at most.
-        unit: what one of them is called.
-    """
+    """Show steps whose number is not known before: call the result with the name of each as it begins."""
     shown = _new_bar(total=most, unit=unit, delay=DELAY)
     begun = 0
 
@@ -60,9 +50,9 @@ def counted(most: int, unit: str) -> Iterator[Callable[[str], None]]:
 
 
 def elapsed_seconds(what: str) -> Iterator[int]:
-    """Yield 0, 1, 2 and so on, showing for how many of these seconds something has been going on.
+    """Yield 0, 1, 2 and so on, showing for how many seconds something has been running.
 
-    Within a tally that is the tally's to show: a notebook cannot write two lines over and over.
+    Inside `counted` that bar shows it: a notebook cannot rewrite two lines.
     """
     if _open_bars:
         for second in count():
@@ -79,7 +69,7 @@ def elapsed_seconds(what: str) -> Iterator[int]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show `clock` while a call is at work that cannot be asked how far it is."""
+    """Show `elapsed_seconds` during a call that reports no progress of its own."""
     done = threading.Event()
 
     def show() -> None:
@@ -119,7 +109,7 @@ def _new_bar(**options: Any) -> _Bar:
 
 
 class _TextBar:
-    """One line of text, written over and over."""
+    """One line of text that is rewritten."""
 
     def __init__(self, total: int | None, delay: float) -> None:
         self._total = total

@@ -89,13 +89,7 @@ def rate(nbytes: float | None) -> str:
 
 
 def sparkline(values: Sequence[float | None], low: float = 0.0, high: float | None = None) -> str:
-    """Return a line of blocks as high as the values between ``low`` and ``high``; what is not known is a dot.
-
-    Args:
-        values: oldest first.
-        low: what is drawn as the lowest block, and all below it.
-        high: what is drawn as the full block, and all above it; the largest value if not given.
-    """
+    """Return values as blocks between ``low`` and ``high`` (default: the largest), unknown ones as dots."""
     top = max((value for value in values if value is not None), default=low) if high is None else high
     span = top - low
     return "".join("·" if value is None else _block(value - low, span) for value in values)

@@ -1,9 +1,7 @@
-"""What a cell's text says about its loops, its batches and its copies. Pure: text in, frozen records out.
+"""Facts in a cell's text: its loops, batch sizes, accumulations and copies. Pure: text in, frozen records out.
 
-Nothing here is advice yet: a literal called ``batch_size`` or a ``total += loss`` becomes a suggestion only
-where live objects confirm it.
-
-Pure: text in, a frozen record out. Nothing here is advice yet: it becomes one where the counts confirm it.
+Nothing here is advice yet: a literal called ``batch_size`` or a ``total += loss`` becomes a suggestion only where live
+objects or counts confirm it.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class BatchLiteral:
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """A line in a loop that adds to something that outlives the turn: ``total += loss``, ``losses.append(loss)``."""
+    """A line in a loop that adds to something that outlives the pass: ``total += loss``, ``losses.append(loss)``."""
 
     target: str
     """What is added to."""

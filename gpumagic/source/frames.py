@@ -1,7 +1,7 @@
 """Frames and exceptions: whose code a frame runs, its variables, the cell's running line, and chained exceptions.
 
-An out-of-memory error rarely arrives alone: a wrapper raised ``from`` it, an ``except`` block failed in turn,
-a DataLoader told of a killed worker only in its cause. ``raise ... from None`` hides a context from the
+An out-of-memory error rarely comes alone: a wrapper raised ``from`` it, an ``except`` block failed in turn,
+a DataLoader names a killed worker only in its cause. ``raise ... from None`` hides a context from the
 traceback, not from memory.
 """
 
@@ -26,9 +26,9 @@ MISSING = object()
 
 
 def resolve_names(frame: FrameType, names: set[str]) -> dict[str, Any]:
-    """Return what the names are bound to in a frame: its own variables before its globals; what is unbound is left out.
+    """Return what names are bound to in a frame, its locals before its globals; unbound ones are left out.
 
-    What a function's frame answers with is let go of again: see `own`.
+    The snapshot of a function's locals is released: see `local_variables`.
     """
     mine = local_variables(frame) if is_function_frame(frame) else frame.f_locals
     found = {name: mine[name] if name in mine else frame.f_globals.get(name, MISSING) for name in names}
@@ -36,9 +36,9 @@ def resolve_names(frame: FrameType, names: set[str]) -> dict[str, Any]:
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return the variables of a frame's own: a function's, or those of comprehensions that run in a cell's.
+    """Return a frame's locals: a function's, or those of comprehensions that run in a cell's frame.
 
-    Where the frame answers with a snapshot that it keeps, that is emptied again, unless somebody else has it:
+    Where the frame keeps the snapshot that it returns, the snapshot is emptied, unless somebody else has it:
     `locals()` returns the same dict.
     """
     if not is_function_frame(frame):
@@ -104,7 +104,7 @@ def _installed_names(folder: str) -> frozenset[str]:
 
 
 def is_function_frame(frame: FrameType) -> bool:
-    """Whether the frame has variables of its own, as a cell's or a module's has not."""
+    """Whether the frame has locals of its own, unlike that of a cell or module."""
     return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
 
 
@@ -141,7 +141,7 @@ def related_exceptions(error: BaseException, outside: Collection[int] = ()) -> I
 
 
 def handled_exception_ids() -> frozenset[int]:
-    """Return the ids of the exceptions being handled here and now: what is raised next gets them as its context."""
+    """Return the ids of the exceptions being handled: the context of what is raised next."""
     current = sys.exc_info()[1]
     return frozenset() if current is None else frozenset(id(each) for each in related_exceptions(current))
 

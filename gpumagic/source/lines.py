@@ -27,7 +27,7 @@ from gpumagic.source.text import parse_lines, parse_tree
 
 
 class LineFinder(Protocol):
-    """Tells the line of some code that a stack is in."""
+    """Finds the line of some code that a stack is in."""
 
     filename: str | None
     """The file of the code, once it has been seen to run."""
@@ -37,11 +37,11 @@ class LineFinder(Protocol):
 
 
 class CellLineFinder:
-    """A cell: the outermost frame of a module's kind over its name space that was not there before the cell.
+    """A cell: the outermost module-level frame over its globals that was not there before the cell.
 
     Args:
         namespace: the globals in which the cell runs.
-        is_running: whether the cell itself makes this, and is not only about to start.
+        is_running: whether the cell runs already; else it is about to.
     """
 
     def __init__(self, namespace: Mapping[str, object], *, is_running: bool) -> None:
@@ -109,7 +109,7 @@ class WatchedCode:
         return linecache.getlines(self.filename or "")
 
     def look(self, frame: FrameType) -> None:
-        """Note what the names are bound to in the frame of a `with` block that ends."""
+        """Keep what the names are bound to in the frame of a `with` block that ends."""
         if frames.is_function_frame(frame) and frame.f_globals is self.namespace:
             self._variables = frames.resolve_names(frame, set(self.names()))
 
@@ -177,15 +177,10 @@ _TRIES = (ast.Try, *([ast.TryStar] if hasattr(ast, "TryStar") else []))
 
 
 def lines_between(code: Mapping[int, str], first: int | None, last: int | None) -> tuple[int, int] | None:
-    """Return the first and the last line that can have run between two, these included.
+    """Return the first and last line that can have run between two, both included.
 
-    None where one of the two is not a line of the code, the code cannot be read, or the span is all of it, which
-    says nothing.
-
-    Args:
-        code: the lines by number, magics as they are written; of a function, with its head.
-        first: the line that ran at the earlier moment.
-        last: the one that ran at the later.
+    None where one of the two is not a line of the code, the code cannot be parsed, or the span is all of it. ``code``
+    has the lines by number, magics as written, a function with its head.
     """
     if first not in code or last not in code:
         return None

@@ -52,7 +52,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 class Setting(Protocol):
-    """An int that can be turned."""
+    """An int that can be changed."""
 
     name: str
     value: int
@@ -138,13 +138,7 @@ class VariableSetting:
 
 
 def find_in_cell(source: str, name: str, namespace: MutableMapping[str, object], option: str) -> Setting:
-    """Return the int of a name that a cell uses.
-
-    Args:
-        source: the cell's text, as Python.
-        name: as in ``batch_size = 256``, ``batch_size=256`` or ``{"batch_size": 256}``; else the notebook's variable.
-        namespace: the notebook's variables.
-        option: who asks, for the error.
+    """Return the int of a name in a cell's text, else the notebook's variable; ``option`` is named in the error.
 
     Raises:
         OptionError: there is no such int, or the cell does not use it.

@@ -1,7 +1,7 @@
-"""The text of a cell beside its syntax tree, and changes of it that keep every other character.
+"""The text of a cell with its syntax tree, and edits that keep every other character.
 
-A change is made of nodes, never of searched words, so it lands where Python saw them. What cannot be changed
-safely, a statement that shares its line with another say, yields no change.
+An edit is made of nodes, never of searched words, so it lands where Python saw them. What cannot be edited safely, a
+statement that shares its line with another say, yields no edit.
 """
 
 from __future__ import annotations
@@ -40,12 +40,7 @@ class Change:
 
 
 def apply_changes(changes: Iterable[Change], source: str, cell: str = "") -> str:
-    """Return a cell's text with changes made.
-
-    Args:
-        changes: of this and of other cells.
-        source: the text of the cell, with the magic on its first line as it was run.
-        cell: which cell that is, as in `Change.cell`.
+    """Return the text of a cell with those of the changes made that are for it.
 
     Raises:
         ValueError: the text is not the one that the changes were made for.
