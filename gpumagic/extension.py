@@ -31,10 +31,10 @@ def load(shell: InteractiveShell) -> None:
     from gpumagic.tensors.baseline import DiffBaseline
 
     if _KEY not in shell.meta:
-        looks = DiffBaseline(shell)
-        attach(shell, functools.partial(GPUMagic, looks=looks), needing_body())
-        looks.install()
-        shell.meta[_KEY].callback(looks.uninstall)
+        baseline = DiffBaseline(shell)
+        attach(shell, functools.partial(GPUMagic, baseline=baseline), needing_body())
+        baseline.install()
+        shell.meta[_KEY].callback(baseline.uninstall)
     if os.environ.get("GPUMAGIC_SIMGPU"):
         _enable_simgpu()
 

@@ -73,10 +73,10 @@ class GPUMagic(Magics):
 
         units.use_system(change["new"])
 
-    def __init__(self, shell: InteractiveShell, sessions: CellSessions, looks: DiffBaseline) -> None:
+    def __init__(self, shell: InteractiveShell, sessions: CellSessions, baseline: DiffBaseline) -> None:
         super().__init__(shell)
         self._sessions = sessions
-        self._looks = looks
+        self._baseline = baseline
 
     @line_magic
     @_magic
@@ -113,8 +113,8 @@ class GPUMagic(Magics):
             self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell, thorough=options.held
         )  # fmt: skip
         report = everything.narrowed(only, options.min, options.sort)
-        difference = self._looks.difference(report) if options.diff else None
-        self._looks.remember(everything)
+        difference = self._baseline.difference(report) if options.diff else None
+        self._baseline.remember(everything)
         return difference or (report.held() if options.held else report)
 
     @line_cell_magic

@@ -159,7 +159,7 @@ def with_other_values(
     before = f"del {', '.join(unbound)}\n" if unbound else ""
 
     def imagine(value: int) -> tuple[What, Mapping[str, object]]:
-        text, values = knob.imagined(value)
+        text, values = knob.with_value(value)
         return before + (source if text is None else text), values
 
     return OtherValues(knob, imagine, namespace, seconds)

@@ -91,7 +91,7 @@ def of_script(
 
     def rehearse(value: int) -> RehearsalReport:
         tell(f"{name} = {value}")
-        text, values = knob.imagined(value)
+        text, values = knob.with_value(value)
         changed = script if text is None else replace(script, source=text)
         return forecast.rehearse(changed, namespace, target, values=values, note=recordings.note(value, target))
 

@@ -69,7 +69,7 @@ class CellMonitor:
 
     def _pre_run_cell(self, info: ExecutionInfo) -> None:
         before = allocator.all_device_stats()
-        memory = CellMemory(before, self._shell.user_ns, stretches=STRETCHES)
+        memory = CellMemory(before, self._shell.user_ns, max_points=STRETCHES)
         number = _compat.starting_execution_count(self._shell, info)
         self._open.append(_RunningCell(info, number, time.perf_counter(), before, memory))
         memory.start()

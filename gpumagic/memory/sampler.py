@@ -37,7 +37,7 @@ class SampledTimeline:
     """A timeline to add samples to, and the code whose line goes with each, run by the thread that makes this."""
 
     log: TimelineLog
-    place: LineFinder
+    finder: LineFinder
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -107,7 +107,7 @@ def _sample_all() -> None:
         return
     for each in tuple(_sampled):
         # No name for these: this frame is among them, and the cycle would keep every frame with its tensors alive.
-        each.log.add(figures, each.place.line(sys._current_frames().get(each.thread)))
+        each.log.add(figures, each.finder.line(sys._current_frames().get(each.thread)))
 
 
 def _is_torch_imported() -> bool:
@@ -127,7 +127,7 @@ class CellMemory:
         line: the line of the `with` statement or function; None for a cell.
         is_running: whether the cell runs already; else it is about to.
         by_clock: whether to sample over time; without, others fill `log`.
-        stretches: the most points to keep.
+        max_points: the most points to keep.
     """
 
     def __init__(
@@ -139,16 +139,16 @@ class CellMemory:
         *,
         is_running: bool = False,
         by_clock: bool = True,
-        stretches: int = MAX_POINTS,
+        max_points: int = MAX_POINTS,
     ) -> None:
-        self._place: LineFinder = (
+        self._finder: LineFinder = (
             CodeLineFinder(block) if block is not None else CellLineFinder(namespace, is_running=is_running)
         )
-        self._begins = (self._place.line(sys._getframe(1)) if is_running else None) or line or 1
-        self._code = WatchedCode(namespace, self._place.filename, line)
-        self.log = TimelineLog(before, self._begins, stretches, by_look=not by_clock)
+        self._first_line = (self._finder.line(sys._getframe(1)) if is_running else None) or line or 1
+        self._code = WatchedCode(namespace, self._finder.filename, line)
+        self.log = TimelineLog(before, self._first_line, max_points, by_sample=not by_clock)
         self._thread = get_ident()
-        self._sampled = SampledTimeline(self.log, self._place) if by_clock else None
+        self._sampled = SampledTimeline(self.log, self._finder) if by_clock else None
 
     def start(self) -> None:
         """Start to sample, if by the clock."""
@@ -160,17 +160,17 @@ class CellMemory:
             self.stop()
             raise
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Sample once, before the first line runs."""
-        self.log.add(allocator.all_device_stats(), self._begins)
+        self.log.add(allocator.all_device_stats(), self._first_line)
 
-    def note_operator(self, device: str, addresses: Iterable[int], innermost: Callable[[], int | None]) -> None:
+    def sample_after_operator(self, device: str, addresses: Iterable[int], innermost: Callable[[], int | None]) -> None:
         """Sample a device right after an operator; ``innermost`` returns the line of the cell's innermost function."""
         now = allocator.device_stats(device)
         if now is not None:
             # Autograd works for the cell in threads of its own.
             stack = sys._getframe(1) if get_ident() == self._thread else sys._current_frames().get(self._thread)
-            self.log.add_operator(device, now, self._place.line(stack), addresses, innermost)
+            self.log.add_operator(device, now, self._finder.line(stack), addresses, innermost)
 
     def stop(self) -> None:
         """Stop sampling; idempotent."""
@@ -185,5 +185,5 @@ class CellMemory:
 
         ``kept`` are the storages of modules and optimizers at the start and at the end.
         """
-        self._code.filename = self._code.filename or self._place.filename
+        self._code.filename = self._code.filename or self._finder.filename
         return self.log.finished(after, lambda: dict(self._code.lines()), kept_by_part(*kept), new_storages(*kept))

@@ -42,7 +42,7 @@ class Segment(NamedTuple):
 
 
 def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
-    """Return an initialised device's segments by address; None if they cannot be read or do not match its statistics."""
+    """Return a device's segments by address; None if they cannot be read or do not match its statistics."""
     backend, _, index = device.partition(":")
     found = _snapshot(allocator.device_module(backend))
     if found is None:

@@ -137,7 +137,7 @@ def new_storages(before: KeptStorages, after: KeptStorages) -> dict[str, list[Ke
 
 
 MAX_POINTS = 200
-"""Into how many stretches the time of a cell is folded at most."""
+"""Into how many max_points the time of a cell is folded at most."""
 _FINEST_WIDTH = 1e-6
 """Seconds of a stretch at first; they double whenever there would be too many."""
 _END = -1
@@ -149,10 +149,10 @@ _NOTHING = AllocatorStats(0, 0, 0)
 class _Downsampler:
     """One figure over time, or over samples, in at most so many points."""
 
-    def __init__(self, most: int, *, by_look: bool = False) -> None:
+    def __init__(self, most: int, *, by_sample: bool = False) -> None:
         self._most = most
-        self._by_look = by_look
-        self._width = 1.0 if by_look else _FINEST_WIDTH
+        self._by_look = by_sample
+        self._width = 1.0 if by_sample else _FINEST_WIDTH
         self._found: dict[int, MemoryPoint] = {}
 
     def add(self, seconds: float, look: int, high: int, last: int) -> None:
@@ -221,20 +221,20 @@ class TimelineLog:
     Args:
         before: the allocators' statistics as the cell begins.
         line: the line that runs then.
-        stretches: the most points to keep.
-        by_look: whether a point stands for a number of samples, as of operators, rather than for a time.
+        max_points: the most points to keep.
+        by_sample: whether a point stands for a number of samples, as of operators, rather than for a time.
     """
 
     def __init__(
-        self, before: Mapping[str, AllocatorStats], line: int | None = None, stretches: int = MAX_POINTS,
-        *, by_look: bool = False,
+        self, before: Mapping[str, AllocatorStats], line: int | None = None, max_points: int = MAX_POINTS,
+        *, by_sample: bool = False,
     ) -> None:  # fmt: skip
         self.started = time.perf_counter()
         self._ended: float | None = None
-        self._new_fold = partial(_Downsampler, stretches, by_look=by_look)
+        self._new_fold = partial(_Downsampler, max_points, by_sample=by_sample)
         self._tracks = {device: _DeviceLog(figures, self._new_fold()) for device, figures in before.items()}
         self._line = line
-        self._looks = 1
+        self._samples = 1
         self._seconds = 0.0
         self._is_every_operator = False
         self._born: dict[tuple[str, int], int] = {}
@@ -251,8 +251,8 @@ class TimelineLog:
         try:
             self._seconds = self._now()
             for device, now in figures.items():
-                self._track(device).add(self._seconds, self._looks, now, self._line, line)
-            self._looks += 1
+                self._track(device).add(self._seconds, self._samples, now, self._line, line)
+            self._samples += 1
             self._line = line
         finally:
             self._lock.release()
@@ -270,11 +270,11 @@ class TimelineLog:
         try:
             self._is_every_operator = True
             self._seconds = self._now()
-            self._born.update(((device, address), self._looks) for address in addresses)
+            self._born.update(((device, address), self._samples) for address in addresses)
             track = self._track(device)
             # What the operator took for itself only, and what no operator took, may be from another line.
-            is_new = track.add(self._seconds, self._looks, now, self._line, line)
-            self._looks += 1
+            is_new = track.add(self._seconds, self._samples, now, self._line, line)
+            self._samples += 1
             if is_new and (track.peak is None or track.peak == now.allocated):
                 track.line = innermost()
             self._line = line
@@ -307,7 +307,7 @@ class TimelineLog:
             )
             for device, track in touched.items()
         )
-        return MemoryTimeline(courses, self._seconds, self._looks, self._is_every_operator)
+        return MemoryTimeline(courses, self._seconds, self._samples, self._is_every_operator)
 
     def _arrivals(self, grown: Iterable[KeptStorage]) -> list[_Arrival]:
         return [(self._born.get((each.device, each.address)), each.part, each.nbytes) for each in grown]

@@ -126,7 +126,7 @@ def _facts(failure: Failure, state: GuardState) -> Facts:
     namespace, bound = state.namespace, state.bound
     claimed = ownership.by_names(namespace, device, state.shell)
     used = names_used(facts.cell.reads, namespace) if facts.cell is not None else set(namespace)
-    fresh = facts.cell.remade if facts.cell is not None else frozenset()
+    fresh = facts.cell.bound_first if facts.cell is not None else frozenset()
     read_first = names_used(facts.cell.reads - fresh, namespace) if facts.cell is not None else set()
     old = {name for name, value in namespace.items() if bound.get(name) == id(value)}
     spare = (old | ownership.outputs(claimed)) - used - fresh
@@ -199,7 +199,7 @@ def _fixed(claimed: Sequence[Ownership], old: set[str], work: Work) -> int:
 
 def _residue(facts: Facts, claimed: Sequence[Ownership], read_first: set[str]) -> tuple[str, ...]:
     """Return the variables with memory, or with a graph, that the cell left and makes anew when it runs again."""
-    made = facts.cell.remade - read_first if facts.cell is not None else frozenset[str]()
+    made = facts.cell.bound_first - read_first if facts.cell is not None else frozenset[str]()
     large = {name for claim in claimed if claim.nbytes >= WORTH_SAYING for name in claim.names}
     return tuple(sorted(made & (large | set(facts.scene.graph_names))))
 

@@ -216,7 +216,7 @@ class Rerun:
 def _names_read(source: str) -> frozenset[str]:
     """Return the variables that code reads before it binds them anew."""
     cell = cell_code.read_cell(source)
-    return cell.reads - cell.remade if cell is not None else frozenset()
+    return cell.reads - cell.bound_first if cell is not None else frozenset()
 
 
 def _line_that_names(device: str | None, source: str) -> int | None:

@@ -265,7 +265,7 @@ def _stores(source: str) -> tuple[frozenset[str], frozenset[str]]:
     if cell is None or cell.text is None:
         return frozenset(), frozenset()
     names = (node for node in cell.text.nodes() if isinstance(node, ast.Name))
-    return cell.remade, frozenset(node.id for node in names if not isinstance(node.ctx, ast.Load))
+    return cell.bound_first, frozenset(node.id for node in names if not isinstance(node.ctx, ast.Load))
 
 
 def _is_optimizer(value: object) -> bool:

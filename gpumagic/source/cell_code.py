@@ -47,7 +47,7 @@ class CellCode:
 
     names: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
-    remade: frozenset[str] = frozenset()
+    bound_first: frozenset[str] = frozenset()
     """Names whose first use is to be bound anew, so that the old value only takes up room meanwhile."""
     attributes: frozenset[str] = frozenset()
     """Every attribute and function name the cell mentions: ``backward``, ``autocast``, ``eval``..."""
@@ -85,7 +85,7 @@ def read_text(text: CellText) -> CellCode:
     return CellCode(
         names=frozenset(node.id for node in names),
         reads=frozenset(node.id for node in names if isinstance(node.ctx, ast.Load)),
-        remade=_remade(tree),
+        bound_first=_names_bound_first(tree),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
         | frozenset(node.id for node in names),
         batches=tuple(_batches(nodes)),
@@ -149,7 +149,7 @@ class _FirstUses(ast.NodeVisitor):
         self._doubtful -= 1
 
 
-def _remade(tree: ast.Module) -> frozenset[str]:
+def _names_bound_first(tree: ast.Module) -> frozenset[str]:
     visitor = _FirstUses()
     visitor.visit(tree)
     return frozenset(visitor.bound)

@@ -194,17 +194,17 @@ class CallSites:
         namespace: the globals in which the cell runs (the notebook's ``user_ns``, a script's ``globals()``).
         filename: the file of the code being watched; None for a cell, whose file is that of the nearest
             module-level frame over ``namespace``.
-        asked_by: the thread that waits for this one, whose line it is where this one has none.
+        waiting_thread: the thread that waits for this one, whose line it is where this one has none.
     """
 
     def __init__(
-        self, namespace: Mapping[str, object], filename: str | None = None, asked_by: int | None = None
+        self, namespace: Mapping[str, object], filename: str | None = None, waiting_thread: int | None = None
     ) -> None:
         self.namespace = namespace
         self._is_cell = filename is None
         self.filename = filename
         self._thread = get_ident()
-        self._asked_by = asked_by
+        self._asked_by = waiting_thread
 
     def find(self, subject: object = None) -> CallSite:
         """Return where the cell stands now; ``subject`` is the object moved, whose name the line may say."""

@@ -108,13 +108,13 @@ class WatchedCode:
     def _text(self) -> list[str]:
         return linecache.getlines(self.filename or "")
 
-    def look(self, frame: FrameType) -> None:
+    def keep_variables(self, frame: FrameType) -> None:
         """Keep what the names are bound to in the frame of a `with` block that ends."""
         if frames.is_function_frame(frame) and frame.f_globals is self.namespace:
             self._variables = frames.resolve_names(frame, set(self.names()))
 
     def variables(self) -> Mapping[str, Any]:
-        """Return what the names may be bound to; what `look` noted is forgotten by it."""
+        """Return what the names may be bound to; those that `keep_variables` kept are released."""
         own, self._variables = self._variables, {}
         return {**{name: self.namespace[name] for name in self.names() if name in self.namespace}, **own}
 

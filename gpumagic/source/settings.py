@@ -67,7 +67,7 @@ class Setting(Protocol):
     def place(self, value: int) -> str:
         """Return where it stands and how one writes it: ``"line 3: batch_size = 64"``."""
 
-    def imagined(self, value: int) -> tuple[str | None, dict[str, object]]:
+    def with_value(self, value: int) -> tuple[str | None, dict[str, object]]:
         """Return the code, where it is in it, and the variables that a value would come with; nothing is changed."""
 
 
@@ -105,7 +105,7 @@ class WrittenSetting:
         """Return the lines and their new numbers."""
         return "; ".join(f"line {each.line}: {self.name} = {self._scaled(each, value)}" for each in self._found)
 
-    def imagined(self, value: int) -> tuple[str | None, dict[str, object]]:
+    def with_value(self, value: int) -> tuple[str | None, dict[str, object]]:
         """Return the cell's text with the number changed."""
         return self.apply(value), {}
 
@@ -132,7 +132,7 @@ class VariableSetting:
         """Return the assignment."""
         return f"{self.name} = {value}"
 
-    def imagined(self, value: int) -> tuple[str | None, dict[str, object]]:
+    def with_value(self, value: int) -> tuple[str | None, dict[str, object]]:
         """Return the variable with the value."""
         return None, {self.name: value}
 

@@ -206,7 +206,7 @@ class DeviceRun:
         if is_traced:
             self._recording.recorder.memory = self._memory
         if self._moved:
-            self._memory.look()  # what the move allocated does not belong to the next line
+            self._memory.sample()  # what the move allocated does not belong to the next line
         self._memory.start()
 
     def _timeline(self) -> MemoryTimeline | None:
@@ -240,7 +240,7 @@ class DeviceRun:
     def _variables(self) -> Mapping[str, object]:
         self._code.filename = self._code.filename or self._sites.filename
         if self._frame is not None:
-            self._code.look(self._frame)
+            self._code.keep_variables(self._frame)
         return self._code.variables()
 
 

@@ -68,7 +68,7 @@ class Tracer(TorchDispatchMode):
         memory, sites = self._recorder.memory, self._recorder.log.sites
         made = [each for each in _tensors(result) if each.device.type not in _UNCOUNTED and each.numel()]
         if memory is not None and made:
-            memory.note_operator(str(made[0].device), _addresses(made), lambda: sites.find().line)
+            memory.sample_after_operator(str(made[0].device), _addresses(made), lambda: sites.find().line)
 
     def _inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator's kernel for the accelerator with this mode still in force."""

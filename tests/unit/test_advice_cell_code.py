@@ -68,7 +68,7 @@ def test_sums_outside_loops_do_not_grow() -> None:
     ],
 )
 def test_a_name_is_made_anew_if_nothing_read_it_before(code, remade) -> None:
-    assert read(code).remade == remade
+    assert read(code).bound_first == remade
 
 
 def test_training_autocast_and_no_grad_are_seen_however_they_are_imported() -> None:
