@@ -6,9 +6,9 @@ is a plain Python API:
     gpumagic.gpuinfo()                      the GPUs, who uses them, or why there is none
     gpumagic.devices()                      the live tensors and what holds them
     gpumagic.why("model.fc.weight")         every holder of one tensor
-    gpumagic.release_held()                 outputs and the last error let go of tensors that no variable reaches
-    with gpumagic.ondevice("cuda:1") as run: ...     new tensors land there; run.report tells what moved
-    with gpumagic.oomguard() as guard: ...           out-of-memory is freed and explained; guard.report
+    gpumagic.release_held()                 release tensors that only outputs or the last error hold
+    with gpumagic.ondevice("cuda:1") as run: ...     new tensors land there; run.report has the copies
+    with gpumagic.oomguard() as guard: ...           out-of-memory is explained, its memory freed; guard.report
     gpumagic.rehearse("...code...")         the peak memory that code would need, without running it
     gpumagic.cluster                        the same on the engines of an ipyparallel cluster, as one report
     gpumagic.merge([...])                   reports of several processes as one
@@ -89,7 +89,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Take everything back that loading added; called by `%unload_ext gpumagic`."""
+    """Undo `load_ipython_extension`; called by `%unload_ext gpumagic`."""
     from gpumagic import extension
 
     extension.unload(shell)

@@ -21,7 +21,7 @@ Complete = Callable[[str], "tuple[str, list[str]]"]
 FRAMES_KEEP_SNAPSHOTS = sys.version_info < (3, 13)
 """Whether a function's frame keeps what `f_locals` returned, and so its variables, until it ends (gh-113939)."""
 CLASSES_COUNT_CHANGES = sys.version_info >= (3, 13)
-"""Whether a class that was changed 1000 times has its attributes cached no more (MAX_VERSIONS_PER_CLASS, gh-113462)."""
+"""Whether attributes of a class are not cached once it was changed 1000 times (MAX_VERSIONS_PER_CLASS, gh-113462)."""
 _NO_CODE = {tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.DEDENT}
 
 
@@ -50,7 +50,7 @@ def is_mps_available() -> bool:
 
 
 def can_decompose(operator: Any) -> bool:
-    """Return whether an operator is made of others only; torch 2.4 has `decompose`, but not this question."""
+    """Return whether an operator has a decomposition; torch 2.4 has `decompose`, but not this."""
     import torch
 
     if hasattr(operator, "_can_decompose"):
@@ -70,14 +70,14 @@ def output_can_be_silenced(magic: Magic) -> Magic:
 
 
 def ends_with_semicolon(code: str) -> bool:
-    """Tell whether Python code ends in a `;`, which IPython 7.34 asks only of a whole cell (ipython PR#13841)."""
+    """Return whether Python code ends in a `;`; IPython 7.34 can tell only for a whole cell (ipython PR#13841)."""
     tokens = tokenize.generate_tokens(io.StringIO(code).readline)
     last = [token.string for token in tokens if token.type not in _NO_CODE][-1:]
     return last == [";"]
 
 
 def running_cell(shell: InteractiveShell) -> ExecutionInfo | None:
-    """Return the cell whose statements IPython runs, silent ones too, of which no event tells.
+    """Return the running cell, silent ones included, for which there is no event.
 
     `displayhook.exec_result` is public but undocumented, from 7.34 to 9.18. A nested `run_cell` resets it to
     None, and the threads of subshells share it.
@@ -94,7 +94,7 @@ def execution_count(shell: InteractiveShell) -> int:
 
 
 def starting_execution_count(shell: InteractiveShell, info: ExecutionInfo) -> int:
-    """Return the number of the cell that `pre_run_cell` tells of (ipython PR#15088 counts before, since 9.9)."""
+    """Return the number of the cell of a `pre_run_cell` event (since 9.9 it is counted before, ipython PR#15088)."""
     import IPython
 
     counted = IPython.version_info >= (9, 9) and info.store_history
@@ -139,7 +139,7 @@ def _add_hook(shell: InteractiveShell, pattern: re.Pattern[str], complete: Compl
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Have a traceback end with a text, once; Python 3.10 has no notes, so there it does not (PEP 678)."""
+    """Add a note to an exception, once; Python 3.10 has none (PEP 678)."""
     if text not in getattr(error, "__notes__", ()) and hasattr(error, "add_note"):
         error.add_note(text)
 
@@ -152,5 +152,5 @@ def inlined_variables(frame: FrameType) -> dict[str, Any]:
 
 
 def instruction_positions(code: CodeType) -> Iterable[tuple[int | None, int | None, int | None, int | None]]:
-    """Return the first and last line and column of each instruction, which Python 3.10 does not know (PEP 657)."""
+    """Return the lines and columns of each instruction; Python 3.10 has none (PEP 657)."""
     return code.co_positions() if hasattr(code, "co_positions") else ()

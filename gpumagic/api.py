@@ -27,7 +27,7 @@ def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) ->
     Args:
         devices: only these, such as ``"cuda:1"``; all without.
         processes: also show the processes on each GPU.
-        everything: also read and show the fan, links, topology and so on; PCIe traffic takes 40 ms a GPU.
+        everything: also read and show the fan, links, topology and so on; PCIe traffic takes 40 ms per GPU.
 
     Raises:
         DeviceNotFound: a device that is not here.
@@ -46,9 +46,9 @@ def devices(
     limit: int | None = 20,
     namespace: Mapping[str, object] | None = None,
 ) -> TensorReport:
-    """Return the live tensors of this process, one row a storage.
+    """Return the live tensors of this process, one row per storage.
 
-    ``report.since(earlier)`` is what came and what went between two reports, ``report.held()`` what no variable
+    ``report.since(earlier)`` is the difference between two reports, ``report.held()`` what no variable
     reaches; no report keeps a tensor alive.
 
     Args:
@@ -73,7 +73,7 @@ def devices(
 
 
 def why(name: str, *, namespace: Mapping[str, object] | None = None) -> WhyReport:
-    """Return every holder of one tensor, with the shortest way from each and the line that makes it let go.
+    """Return every holder of one tensor, with the shortest way from each and the line that releases it.
 
     Args:
         name: the tensor's, such as ``"model.fc.weight"``; or ``"Out[12]"``, or its number in a `HeldReport`.
@@ -89,7 +89,7 @@ def why(name: str, *, namespace: Mapping[str, object] | None = None) -> WhyRepor
 
 
 def release_held() -> ReleaseReport:
-    """Have IPython and Python forget outputs and the last error that keep tensors which no variable reaches.
+    """Have IPython and Python release outputs and the last error that hold tensors which no variable reaches.
 
     Variables, and outputs without such tensors, stay as they are. Variables are those of the running IPython, or
     of the main module.
@@ -119,14 +119,14 @@ def ondevice(
     trace: bool = False,
     strict: bool = False,
 ) -> DeviceRun:
-    """Return a context manager in which new tensors land on ``device``; its ``report`` tells what moved.
+    """Return a context manager in which new tensors land on ``device``; its ``report`` has the copies.
 
     Args:
         device: ``"cuda:1"``, ``"1"``, ``"auto"`` (most free memory), ``"cpu"``, ``"meta"``...
         move: variables of the caller's module or notebook that go there first, ``"model,x"`` or ``["model", "x"]``:
             all of them or, with an error, none.
         fallback: the device to use where ``device`` is not on this machine.
-        trace: count implicit copies too; small operators then take some five times their time.
+        trace: count implicit copies too; small operators then take about five times as long.
         strict: raise `StrayTensor` where a tensor of another device is used or copied unasked; traces as well.
 
     Raises:
@@ -195,7 +195,7 @@ def rehearse(
         namespace: the names that the code sees; the caller's globals by default.
         device: the device asked about, such as ``"cuda:1"``; the first accelerator by default.
         capacity: what a device is to have, in bytes or as ``"16GiB"``; what is free and this process's own without.
-        time_limit: seconds after which the rehearsal is given up.
+        time_limit: seconds after which the rehearsal is cancelled.
 
     Raises:
         DeviceNotFound: a device that is not here.

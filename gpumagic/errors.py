@@ -18,7 +18,7 @@ from __future__ import annotations
 
 
 class GpuMagicError(Exception):
-    """Base of the errors that a user of gpumagic can cause and mend."""
+    """Base of the errors that a user of gpumagic can cause and fix."""
 
 
 class OptionError(GpuMagicError, ValueError):
@@ -34,7 +34,7 @@ class RehearsalUnavailable(GpuMagicError, RuntimeError):
 
 
 class SimgpuUnavailable(GpuMagicError, RuntimeError):
-    """The simulated accelerator cannot be built here, or not be changed any more."""
+    """The simulated accelerator cannot be built here, or can no longer be changed."""
 
 
 class StrayTensor(GpuMagicError, RuntimeError):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.core.magic import Magics
 
-# Where a shell keeps the way back: its own place for what extensions remember.
+# In `shell.meta`, the place for the state of extensions.
 _KEY = "gpumagic_unload"
 _BACKGROUND_MODULES = ("gpumagic.gpus.live", "gpumagic.gpus.each_cell", "gpumagic.oom.every_cell", "gpumagic.oom.guard")
 """What the user may have started in a shell, imported only then; each has an ``off``."""
@@ -40,7 +40,7 @@ def load(shell: InteractiveShell) -> None:
 
 
 def is_loaded(shell: InteractiveShell) -> bool:
-    """Tell whether a shell has the magics."""
+    """Return whether a shell has the magics."""
     return _KEY in shell.meta
 
 

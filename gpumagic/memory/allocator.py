@@ -1,9 +1,9 @@
-"""The torch allocator's own figures, for any backend, without bringing a backend to life.
+"""The torch allocator's own statistics, for any backend, without initialising one.
 
 "Allocated" are bytes in live tensors, "reserved" what the allocator took from the driver for them and for
 reuse, "peak" the highest "allocated" since the process began or the user last reset it. Asking a backend that
-nobody has used yet would create a context of some hundred MiB (pytorch#86493), so figures are only read of
-backends that are initialised.
+nobody has used yet would create a context of some hundred MiB (pytorch#86493), so only
+initialised backends are read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def current_device(backend: str) -> str:
 
 
 def device_stats(device: str) -> AllocatorStats | None:
-    """Return a device's allocator figures, or None where it has no counting allocator or is not in use yet."""
+    """Return a device's allocator statistics, or None where it has no counting allocator or is not in use yet."""
     if "torch" not in sys.modules:
         return None
     backend, _, index = device.partition(":")
@@ -95,7 +95,7 @@ def granule(device: str) -> int:
 
 
 def all_device_stats() -> dict[str, AllocatorStats]:
-    """Return the figures of every device that is in use, each read once: this stands around every guarded cell."""
+    """Return the statistics of every device in use, each read once: this runs around every guarded cell."""
     if "torch" not in sys.modules:
         return {}
     found: dict[str, AllocatorStats] = {}
@@ -109,7 +109,7 @@ def all_device_stats() -> dict[str, AllocatorStats]:
 
 
 def _nested_stats(backend: str, module: ModuleType, index: int) -> Mapping[str, Any]:
-    """Return the allocator's statistics as it gives them; flattening and sorting them takes torch far longer."""
+    """Return the allocator's statistics unflattened; torch takes far longer to flatten and sort them."""
     import torch
 
     if hasattr(module, "memory_stats_as_nested_dict"):  # CUDA and XPU
@@ -139,7 +139,7 @@ _NO_STATS = {"allocated_bytes": _ZERO, "reserved_bytes": _ZERO, "allocation": _Z
 
 
 def mem_get_info(device: str) -> tuple[int, int] | None:
-    """Return (free, total) bytes of a device in use by its driver's account, or None where it cannot be asked."""
+    """Return a device's free and total bytes as its driver reports them, or None where it is not in use or cannot."""
     backend, _, index = device.partition(":")
     module = device_module(backend)
     if module is None or not is_initialised(backend) or not hasattr(module, "mem_get_info"):
@@ -149,7 +149,7 @@ def mem_get_info(device: str) -> tuple[int, int] | None:
 
 
 def empty_caches() -> None:
-    """Give the cached blocks of every backend in use back to its driver."""
+    """Empty the cache of every backend in use."""
     for backend in _backends():
         module = device_module(backend)
         if module is not None and is_initialised(backend) and hasattr(module, "empty_cache"):

@@ -24,12 +24,12 @@ from gpumagic.memory.timeline import MAX_POINTS, KeptStorages, MemoryTimeline, T
 from gpumagic.source.lines import CellLineFinder, CodeLineFinder, LineFinder, WatchedCode
 
 FIRST_DELAY = 0.064
-"""Seconds from the start of a cell to the first look; with 8 ms, a step of 45 ms took 4 % longer."""
+"""Seconds from the start of a cell to the first sample; with 8 ms, a step of 45 ms took 4 % longer."""
 MIN_INTERVAL = 0.1
-"""Seconds between two looks, once as many have passed."""
+"""Seconds between two samples, once the cell has run as long."""
 MAX_INTERVAL = 0.5
 INTERVAL_PER_COST = 400
-"""A pause takes at least so many times as long as a look."""
+"""The interval is at least so many times the cost of a sample."""
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class _Sampler(threading.Thread):
             start = time.thread_time()
             try:
                 _sample_all()
-            except Exception:  # what a backend's counters raise is not for the user's stderr
+            except Exception:  # errors of a backend's counters do not belong on the user's stderr
                 return
             self._cost = time.thread_time() - start
 
@@ -106,7 +106,7 @@ def _sample_all() -> None:
     if not figures:
         return
     for each in tuple(_sampled):
-        # No name for these: this frame is among them, and the cycle would keep every frame with its tensors alive.
+        # Not kept in a variable: this frame is among them, and the cycle would keep every frame and its tensors alive.
         each.log.add(figures, each.finder.line(sys._current_frames().get(each.thread)))
 
 

@@ -50,7 +50,7 @@ def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
     try:
         mine = [each for each in found if each["device"] == int(index or 0)]
         if any(each.get("is_expandable", False) for each in mine):
-            return None  # what such a segment can still grow by is not told
+            return None  # how far such a segment can still grow is not in the snapshot
         segments = sorted(_segment(each) for each in mine)
     except (KeyError, TypeError, ValueError):
         return None
@@ -73,16 +73,16 @@ def _snapshot(module: ModuleType | None) -> Sequence[Mapping[str, Any]] | None:
     return found
 
 
-def _segment(told: Mapping[str, Any]) -> Segment:
-    is_private = tuple(told.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL
-    is_open = not is_private and not told.get("stream", 0)
-    blocks = list(_blocks(told, is_private))
-    return Segment(told["address"], told["segment_type"] == "small", is_open, blocks)
+def _segment(recorded: Mapping[str, Any]) -> Segment:
+    is_private = tuple(recorded.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL
+    is_open = not is_private and not recorded.get("stream", 0)
+    blocks = list(_blocks(recorded, is_private))
+    return Segment(recorded["address"], recorded["segment_type"] == "small", is_open, blocks)
 
 
-def _blocks(told: Mapping[str, Any], is_private: bool) -> Iterable[MemoryBlock]:
-    address = told["address"]
-    for each in told["blocks"]:
+def _blocks(recorded: Mapping[str, Any], is_private: bool) -> Iterable[MemoryBlock]:
+    address = recorded["address"]
+    for each in recorded["blocks"]:
         state = each["state"]
         yield MemoryBlock(
             each.get("address", address), each["size"], state == _CACHED and not is_private, state == _IN_USE

@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """A stretch of the time of a cell; under ``--trace``, of its operators."""
+    """A stretch of the time of a cell; with ``--trace``, of its operators."""
 
     seconds: float
-    """When its first look was, counted from the start of the cell."""
+    """When its first sample was taken, from the start of the cell."""
     low: int
-    """Fewest bytes allocated at any look in it."""
+    """Fewest bytes allocated at any sample in it."""
     high: int
-    """Most of them; where the allocator's counter tells of more between two looks, that."""
+    """Most of them; or the allocator's peak between two samples, where that is higher."""
     last: int
-    """Bytes at the last look in it."""
+    """Bytes at the last sample in it."""
     look: int = 0
-    """Which look that first one was; under ``--trace`` there is one after each operator."""
+    """The number of that first sample; with ``--trace`` there is one after each operator."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Under ``--trace``, bytes that were surely there in all of it, by what they are for, as in `DeviceTimeline.parts`:
+    """With ``--trace``, bytes that were certainly there throughout, by what they are for, as in `DeviceTimeline.parts`:
     what had come by its begin and stayed to the end of the cell. Empty without."""
 
 
@@ -52,7 +52,7 @@ class DeviceTimeline:
     peak: int | None
     """The cell's own by the allocator's counter; None where the cell did not raise that, and `seen` is all we know."""
     seen: int
-    """Most bytes at any look; the true peak may be higher."""
+    """Most bytes at any sample; the true peak may be higher."""
     lines: tuple[int, int] | None
     """The first and the last line between which `peak`, or without it `seen`, was reached; None if that is unknown."""
     code: str | None
@@ -81,7 +81,7 @@ class MemoryTimeline:
     """What a cell had allocated while it ran, and how that was found."""
 
     courses: tuple[DeviceTimeline, ...]
-    """A device each, of those whose allocator did anything."""
+    """One per device whose allocator did anything."""
     seconds: float
     looks: int
     """How often the allocators' figures were read, the start and the end included."""
@@ -137,7 +137,7 @@ def new_storages(before: KeptStorages, after: KeptStorages) -> dict[str, list[Ke
 
 
 MAX_POINTS = 200
-"""Into how many max_points the time of a cell is folded at most."""
+"""The most points of a timeline."""
 _FINEST_WIDTH = 1e-6
 """Seconds of a stretch at first; they double whenever there would be too many."""
 _END = -1
@@ -151,12 +151,12 @@ class _Downsampler:
 
     def __init__(self, most: int, *, by_sample: bool = False) -> None:
         self._most = most
-        self._by_look = by_sample
+        self._by_sample = by_sample
         self._width = 1.0 if by_sample else _FINEST_WIDTH
         self._found: dict[int, MemoryPoint] = {}
 
     def add(self, seconds: float, look: int, high: int, last: int) -> None:
-        at = look if self._by_look else seconds
+        at = look if self._by_sample else seconds
         while at >= self._most * self._width:
             self._halve()
         self._put(int(at / self._width), MemoryPoint(seconds, last, high, last, look))
@@ -189,14 +189,14 @@ class _DeviceLog:
         self.line: int | None = None
         """The line of the highest, where it is certain."""
         self.between: tuple[int | None, int | None] = (None, None)
-        """Else the lines at the looks before and after it."""
+        """Else the lines at the samples before and after it."""
         self.fold = fold
         self.fold.add(0.0, 0, before.allocated, before.allocated)
 
     def add(self, seconds: float, look: int, figures: AllocatorStats, since: int | None, line: int | None) -> bool:
-        """Note a look by its moment and its number, and return whether there is a new maximum.
+        """Add a sample with its time and number; return whether there is a new maximum.
 
-        The lines are those that ran at the look before and at this one.
+        The lines are those that ran at the previous sample and at this one.
         """
         self.now = high = figures.allocated
         self.is_touched |= (figures.allocated, figures.allocations) != (self.before, self._allocations)
@@ -238,13 +238,13 @@ class TimelineLog:
         self._seconds = 0.0
         self._is_every_operator = False
         self._born: dict[tuple[str, int], int] = {}
-        """At which look an operator last made a result at an address of a device: what is there at the end is that."""
+        """The sample at which an operator last made a result at an address of a device: it is there at the end."""
         self._lock = Lock()
 
     def add(self, figures: Mapping[str, AllocatorStats], line: int | None) -> None:
-        """Note what some devices' allocators say now, and the line that runs.
+        """Add a sample of some devices, and the line that runs.
 
-        A look that comes while another is being noted is left out: it may come from a finalizer that runs in there.
+        A sample taken while another is being added is dropped: it may come from a finalizer that runs meanwhile.
         """
         if not self._lock.acquire(blocking=False):
             return
@@ -326,7 +326,7 @@ class TimelineLog:
 
 
 _Arrival = tuple[int | None, str, int]
-"""At which look, if that is known; what for; how many bytes."""
+"""At which sample, if that is known; what for; how many bytes."""
 
 
 def _device_timeline(
@@ -345,7 +345,7 @@ def _device_timeline(
 def _with_parts(
     points: Iterable[MemoryPoint], lasting: Mapping[str, int], arrivals: Sequence[_Arrival]
 ) -> Iterator[MemoryPoint]:
-    """Yield the points with what was surely there in them, where the moment of any arrival is known."""
+    """Yield the points with what was certainly there, where it is known when any of it came."""
     timed = [each for each in arrivals if each[0] is not None]
     always: list[_Arrival] = [(0, part, nbytes) for part, nbytes in lasting.items()]
     for point in points:

@@ -60,7 +60,7 @@ def device_sparkline(timeline: MemoryTimeline | None, device: str, columns: int)
 
 
 def bands(course: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUMNS) -> dict[str, list[float]]:
-    """Return what each column is surely made of, as shares of the highest, the rest last; nothing where that is all."""
+    """Return what each column certainly consists of, as shares of the highest, the rest last; empty if unknown."""
     whole = heights(course, timeline, columns)
     certain: list[Mapping[str, int]] = [course.parts] * columns
     highest = [-1] * columns
@@ -111,7 +111,7 @@ def _listed(found: Mapping[str, int]) -> str:
 
 
 def _peak_note(course: DeviceTimeline) -> str:
-    """Return what the highest column is, with its line as far as it is certain."""
+    """Return the note at the highest column, with its line as far as that is certain."""
     most = f"{'peak' if course.peak is not None else 'most seen'} {size(course.highest)}"
     if course.line is not None:
         return f"{most}, line {course.line}" + (f": {course.code}" if course.code else "")
@@ -132,7 +132,7 @@ def _method_note(timeline: MemoryTimeline, drawn: list[DeviceTimeline]) -> str:
 
 @figure_of.register(MemoryTimeline)
 def plot_timeline(timeline: MemoryTimeline) -> Figure:
-    """Return a figure of the memory over a cell, a line a device, each marked where it was highest.
+    """Return a figure of the memory over a cell, one line per device, its highest point marked.
 
     Raises:
         GpuMagicError: matplotlib is not installed.
@@ -175,7 +175,7 @@ def _moments(course: DeviceTimeline, timeline: MemoryTimeline) -> list[float]:
 
 
 def _lay_out_parts(axes: Any, course: DeviceTimeline, timeline: MemoryTimeline, unit: int) -> None:
-    """Draw what was surely there as bands under the line."""
+    """Draw what was certainly there as bands under the line."""
     moments = _moments(course, timeline)
     found = [point.parts or course.parts for point in course.points]
     found.append(found[-1] if found else course.parts)

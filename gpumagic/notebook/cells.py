@@ -122,7 +122,7 @@ class CellSessions:
             session.close(None)
 
     def is_any_running(self) -> bool:
-        """Tell whether this thread runs a cell that shows something."""
+        """Return whether this thread runs a cell that is not silent."""
         return bool(self._cells.get(threading.get_ident()))
 
     def ready_body(self, runs: BodyRuns, body: str) -> Callable[[], object]:
@@ -154,7 +154,7 @@ class CellSessions:
             del outcome  # its error's traceback holds this frame, and so itself
 
     def _show(self, report: object, name: str, info: ExecutionInfo | None, *, at_end: bool) -> None:
-        """Show a body's report: when its cell is through where the body is the cell's, else now."""
+        """Show a body's report: at the end of its cell if the body is all of it, else now."""
         if info is not None and info.silent:
             return
         if info is None or not at_end:
@@ -210,7 +210,7 @@ class CellSessions:
             self._shell.last_execution_succeeded = result.success
 
     def _cell_is_shown(self, result: ExecutionResult | None) -> None:
-        """Finish the guards of the cell that has ended, and of all that ran inside it and never said so."""
+        """Finish the guards of the cell that has ended, and of cells inside it whose end had no event."""
         cells = self._cells.get(threading.get_ident(), [])
         place = _position(cells, result)
         if place is None:

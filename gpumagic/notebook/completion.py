@@ -79,7 +79,7 @@ def _tensors(shell: InteractiveShell) -> Collection[str]:
 
 
 def _is_of_no_cell(action: Action, line: str) -> bool:
-    """Tell whether a word such as `on` makes no sense where the magic has a cell below it."""
+    """Return whether a word such as `on` makes no sense where the magic has a cell below it."""
     return action.choices is not None and line.lstrip().startswith("%%")
 
 

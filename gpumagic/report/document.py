@@ -28,7 +28,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of a table: its text, and optionally a bar of parts before it and a muted look."""
+    """One cell of a table: its text, and optionally a bar and muted style."""
 
     text: str
     bar: tuple[Segment, ...] = ()
@@ -104,7 +104,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Steps that lead from one to the next, each a level deeper, with a note beside each."""
+    """Steps, each a level deeper than the one before, with a note beside each."""
 
     steps: Sequence[tuple[str, str]]
     """``(what is typed, note)``."""

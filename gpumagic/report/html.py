@@ -132,13 +132,13 @@ def _bar(cell: Cell) -> str:
     return _track(drawn, f"background:{TRACK}" if cell.bar else "")
 
 
-def _track(drawn: str, look: str) -> str:
-    """Return the ground of a bar; without a look it only keeps the place, so that numbers line up."""
+def _track(drawn: str, background: str) -> str:
+    """Return the ground of a bar; without one it only keeps the place, so that numbers line up."""
     style = (
         "display:inline-block;text-align:left;width:9em;width:min(9em,14vw);height:.8em;line-height:.8em;"
         "font-size:1em;margin-left:.6em"
     )
-    return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden;{look}">{drawn}</span>'
+    return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden;{background}">{drawn}</span>'
 
 
 def _named(label: str) -> str:

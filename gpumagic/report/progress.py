@@ -23,9 +23,9 @@ Step = TypeVar("Step")
 
 def bar(steps: Sequence[Step], unit: str) -> Iterator[Step]:
     """Yield the steps, showing how many are done and the name of the next one."""
-    with counted(len(steps), unit) as tell:
+    with counted(len(steps), unit) as advance:
         for step in steps:
-            tell(str(step))
+            advance(str(step))
             yield step
 
 
@@ -35,7 +35,7 @@ def counted(most: int, unit: str) -> Iterator[Callable[[str], None]]:
     shown = _new_bar(total=most, unit=unit, delay=DELAY)
     begun = 0
 
-    def tell(step: str) -> None:
+    def advance(step: str) -> None:
         nonlocal begun
         shown.set_description(step, refresh=False)
         shown.update(min(begun, 1))
@@ -43,7 +43,7 @@ def counted(most: int, unit: str) -> Iterator[Callable[[str], None]]:
 
     _open_bars.append(shown)
     try:
-        yield tell
+        yield advance
     finally:
         _open_bars.remove(shown)
         shown.close()

@@ -38,7 +38,7 @@ _shape: _Shape | None = None
 
 
 def enable(devices: int = DEFAULT_DEVICES, memory: str | int = DEFAULT_MEMORY) -> None:
-    """Give torch simulated GPUs, `simgpu:0` and so on; again with the same arguments does nothing.
+    """Give torch simulated GPUs, `simgpu:0` and so on; idempotent with the same arguments.
 
     Args:
         devices: how many, 1 to 64.

@@ -55,7 +55,7 @@ def is_initialized() -> bool:
 
 
 def init() -> None:
-    """Do nothing; a device needs no bringing up."""
+    """Do nothing: a device needs no initialisation."""
 
 
 def device_count() -> int:

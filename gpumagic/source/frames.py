@@ -60,8 +60,8 @@ def is_user_code(frame: FrameType) -> bool:
 def is_library(module: str, file: str) -> bool:
     """Whether a module is Python's, torch's, IPython's, ours, or of an installed package.
 
-    Some names decide alone, since torch may be a checkout on PYTHONPATH. Where packages are installed is not asked of
-    this interpreter: `pip --user`, the packages of the system and `pip --target` put them elsewhere.
+    Some names decide alone, since torch may be a checkout on PYTHONPATH. This interpreter does not
+    know where packages are: `pip --user`, the system and `pip --target` install them elsewhere.
 
     Args:
         module: its dotted name; empty where only the file is known.

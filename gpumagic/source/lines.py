@@ -7,7 +7,7 @@ What the code names is looked up when the run ends: in a cell among the notebook
 among the function's own, too.
 
 Lines run downwards, except that a loop comes back to its first line, a `with` to its own as it is left, and a statement
-of several lines goes to and fro in them. So the answer is a span that is certain, and only sometimes a single line.
+of several lines may run them in any order. So the answer is a span that is certain, and only sometimes a single line.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Block(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _read(source: str, line: int | None) -> _Block:
-    """Return what is to be known of a block; remembered, since a `with` in a loop comes here each turn."""
+    """Parse a block; cached, since a `with` in a loop comes here on every pass."""
     tree: Any = parse_tree(source)
     if tree is None:
         return _Block()
