@@ -1,7 +1,7 @@
 """`%gpuinfo -w`: the GPUs over time, shown in place.
 
-A recorder takes a snapshot every few seconds and keeps a short history. In a notebook it does so in a thread, so
-that other cells run meanwhile; a terminal has one place to write to, so there it runs until Ctrl-C.
+`GpuRecorder` takes a snapshot every few seconds and keeps a short history. In a notebook it runs in a thread, so that
+other cells can run meanwhile; in a terminal, which has one place to write to, it runs until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,31 +24,29 @@ from gpumagic.report.base import Report
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
-Snapshot = Report[Any]
-"""A `GPUReport`, or of many engines a `ClusterReport`."""
 MAX_SNAPSHOTS = 900
-"""Snapshots a recorder keeps: half an hour at two seconds."""
+"""Snapshots to keep: half an hour at two seconds."""
 _KEY = "gpumagic_recorder"
 _STOP_LOCK = threading.Lock()
-"""Held while one ends: the next starts after that, although an interrupt between cells ends it in a thread."""
+"""Held while a recorder stops, which an interrupt between cells does in a thread: the next starts after that."""
 
 
 class GpuRecorder:
     """Takes a snapshot every few seconds; `report` is its history, `stop` ends it.
 
     Args:
-        ask: takes one snapshot.
-        seconds: from one to the next.
-        show: called with the history after each, and once more at the end.
+        read: returns a `GPUReport`, or the `ClusterReport` of many engines.
+        seconds: from one snapshot to the next.
+        show: called with the history after each snapshot, and once more at the end.
     """
 
-    def __init__(self, ask: Callable[[], Snapshot], seconds: float, show: Callable[[HistoryReport], None]) -> None:
-        self._ask, self._show, self.seconds = ask, show, seconds
+    def __init__(self, read: Callable[[], Report[Any]], seconds: float, show: Callable[[HistoryReport], None]) -> None:
+        self._read, self._show, self.seconds = read, show, seconds
         self._samples: deque[tuple[SampleRow, ...]] = deque(maxlen=MAX_SNAPSHOTS)
-        self._latest: Snapshot | None = None
+        self._latest: Report[Any] | None = None
         self._started = time.monotonic()
-        self._enough = threading.Event()
-        self._why, self._until = "stopped", "interrupted or %gpuinfo -w off"
+        self._stopping = threading.Event()
+        self._reason, self._until = "stopped", "interrupted or %gpuinfo -w off"
         self._thread: threading.Thread | None = None
         self.ended: str | None = None
         """Why it has stopped; None while it runs."""
@@ -57,16 +55,14 @@ class GpuRecorder:
     def report(self) -> HistoryReport:
         """Return the history so far."""
         samples = tuple(row for rows in self._samples for row in rows)
-        return HistoryReport(
-            samples, latest=self._latest, interval=self.seconds, ended=self.ended, until=self._until
-        )  # fmt: skip
+        return HistoryReport(samples, self._latest, self.seconds, self.ended, self._until)
 
     def plot(self) -> Any:
         """Return a matplotlib figure of the history."""
         return self.report.plot()
 
     def start(self) -> None:
-        """Record in a thread. The first snapshot is taken here, so that what is wrong with it is raised here."""
+        """Record in a thread. The first snapshot is taken in this one, so that its errors are raised here."""
         self._take()
         self._thread = threading.Thread(target=self._record, name="gpumagic recorder", daemon=True)
         atexit.register(self.stop)
@@ -81,61 +77,55 @@ class GpuRecorder:
         except KeyboardInterrupt:
             self._end("interrupted")
 
-    def stop(self, why: str = "stopped") -> None:
-        """End the recording and wait for its thread: NVML must not be asked while the process ends (nvitop#222)."""
-        self.stop_soon(why)
+    def stop(self, reason: str = "stopped") -> None:
+        """Stop and wait for the thread: NVML must not be queried while the process exits (nvitop#222)."""
+        self.stop_soon(reason)
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
         atexit.unregister(self.stop)
 
-    def stop_soon(self, why: str = "stopped") -> None:
-        """Take no further snapshot, without waiting for the thread, which shows the end by itself."""
-        if not self._enough.is_set():
-            self._why = why
-            self._enough.set()
+    def stop_soon(self, reason: str = "stopped") -> None:
+        """Stop without waiting for the thread, which shows the end itself."""
+        if not self._stopping.is_set():
+            self._reason = reason
+            self._stopping.set()
 
     def _record(self) -> None:
         try:
-            while not self._enough.wait(self.seconds):
+            while not self._stopping.wait(self.seconds):
                 self._take()
-            self._end(self._why)
-        except Exception as error:  # a thread has nobody to raise to
+            self._end(self._reason)
+        except Exception as error:  # nobody would see what a thread raises
             self._end(f"stopped by {type(error).__name__}: {error}")
 
     def _take(self) -> None:
-        report = self._ask()
-        moment = time.monotonic() - self._started
-        self._latest = report
-        self._samples.append(sample_rows(report, moment))
+        self._latest = self._read()
+        self._samples.append(sample_rows(self._latest, time.monotonic() - self._started))
         self._show(self.report)
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         if self.ended is None:
-            self.ended = why
+            self.ended = reason
             self._show(self.report)
 
     def __repr__(self) -> str:
-        how = "stop it with %gpuinfo -w off" if self.ended is None else self.ended
-        return f"<recorder of the GPUs every {self.seconds:g} s; {how}>"
+        return f"<recorder of the GPUs every {self.seconds:g} s; {self.ended or 'stop it with %gpuinfo -w off'}>"
 
 
-# -- in a shell -------------------------------------------------------------------------------------------
-
-
-def watch(shell: InteractiveShell, ask: Callable[[], Snapshot], seconds: float) -> GpuRecorder:
+def watch(shell: InteractiveShell, read: Callable[[], Report[Any]], seconds: float) -> GpuRecorder:
     """Show the GPUs in place until `%gpuinfo -w off`, an interrupt, or the extension's unloading.
 
     Args:
-        shell: one that belongs to a kernel goes on with other cells meanwhile; another waits for Ctrl-C.
-        ask: takes one snapshot.
-        seconds: from one to the next.
+        shell: in a kernel's, other cells can run meanwhile; another waits for Ctrl-C.
+        read: as for `GpuRecorder`.
+        seconds: from one snapshot to the next.
     """
     off(shell)
     if getattr(shell, "kernel", None) is None:
-        recorder = GpuRecorder(ask, seconds, terminal_display())
+        recorder = GpuRecorder(read, seconds, terminal_display())
         recorder.run()
         return recorder
-    recorder = GpuRecorder(ask, seconds, _notebook_display())
+    recorder = GpuRecorder(read, seconds, _notebook_display())
     shell.meta[_KEY] = (recorder, _stop_on_interrupt(shell))  # first: an interrupt may come while it starts
     try:
         recorder.start()
@@ -145,12 +135,12 @@ def watch(shell: InteractiveShell, ask: Callable[[], Snapshot], seconds: float) 
     return recorder
 
 
-def off(shell: InteractiveShell, why: str = "stopped") -> None:
+def off(shell: InteractiveShell, reason: str = "stopped") -> None:
     """Stop the shell's recorder, if there is one."""
     with _STOP_LOCK:
         recorder, undo = shell.meta.pop(_KEY, (None, None))
         if recorder is not None:
-            recorder.stop_soon(why)  # first, so that it ends whatever interrupts the rest
+            recorder.stop_soon(reason)  # first, so that it stops even if the rest is interrupted
             undo()
             recorder.stop()
 
@@ -169,9 +159,9 @@ def _notebook_display() -> Callable[[HistoryReport], None]:
 
 
 def terminal_display() -> Callable[[HistoryReport], None]:
-    """Return what writes each report over the one before where stdout is a terminal that can, and below it elsewhere.
+    """Return a function that writes each report over the last one, or below it where stdout is no capable terminal.
 
-    Emacs' shell, and whatever else says that it is `dumb`, shows escape sequences as letters.
+    Terminals that call themselves `dumb`, as Emacs' shell does, show escape sequences as letters.
     """
     in_place = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     written = 0
@@ -186,43 +176,43 @@ def terminal_display() -> Callable[[HistoryReport], None]:
             lines = _truncated(lines, shutil.get_terminal_size().lines - 1)
         up = f"\x1b[{written}F" if written else ""
         written = len(lines)
-        text = "".join(f"{line}\x1b[K\n" for line in lines)  # each line erases its own rest: nothing flickers
+        text = "".join(f"{line}\x1b[K\n" for line in lines)  # erasing line by line does not flicker
         print(f"{up}{text}\x1b[J", end="", flush=True)  # noqa: T201
 
     return show
 
 
 def _truncated(lines: list[str], height: int) -> list[str]:
-    """Return as many as the terminal has room for: what has scrolled off its top cannot be written over."""
+    """Return as many lines as fit: those that have scrolled off the top cannot be written over."""
     if len(lines) <= height:
         return lines
     return [*lines[: height - 1], f"... {len(lines) - height + 1} more lines in a higher terminal; Ctrl-C ends it"]
 
 
 _INTERRUPTS = (KeyboardInterrupt, CancelledError)
-"""What an interrupt raises in a cell, and in one that awaits. IPython (7.34 to 9) takes it for an error "before
-execution" where it comes between two statements, while the next is compiled."""
+"""What an interrupt raises in a cell, and in one that awaits. Between two statements, while the next is compiled,
+IPython (7.34 to 9) reports it as an error "before execution"."""
 
 
 def _stop_on_interrupt(shell: Any) -> Callable[[], None]:
-    """Stop the recorder at Ctrl-C, in a cell or between cells, and return what takes that back."""
+    """Stop the recorder at Ctrl-C, in a cell or between cells; return what undoes this."""
 
     def cell_has_run(result: ExecutionResult | None) -> None:
         if result is None or isinstance(result.error_in_exec or result.error_before_exec, _INTERRUPTS):
             off(shell, "interrupted")
 
     shell.events.register("post_run_cell", cell_has_run)
-    put_back = _on_interrupt_between_cells(shell)
+    restore = _on_interrupt_between_cells(shell)
 
     def undo() -> None:
         shell.events.unregister("post_run_cell", cell_has_run)
-        put_back()
+        restore()
 
     return undo
 
 
 def _on_interrupt_between_cells(shell: Any) -> Callable[[], None]:
-    """Hear an interrupt between cells, which ipykernel ignores by a handler that it keeps here (6.17 to 7.4)."""
+    """Handle an interrupt between cells, which ipykernel ignores by a handler that it stores (6.17 to 7.4)."""
     kernel = shell.kernel
     ignoring = getattr(kernel, "saved_sigint_handler", None)
     if ignoring is None:
@@ -230,13 +220,13 @@ def _on_interrupt_between_cells(shell: Any) -> Callable[[], None]:
 
     def interrupted(*_: object) -> None:
         signal.signal(signal.SIGINT, ignoring)
-        # In a thread: this stands between two instructions of the main thread, which may hold any lock.
+        # In a thread: this runs between two instructions of the main thread, which may hold any lock.
         threading.Thread(target=off, args=(shell, "interrupted"), name="gpumagic stop", daemon=True).start()
 
     kernel.saved_sigint_handler = interrupted
 
-    def put_back() -> None:
+    def restore() -> None:
         if kernel.saved_sigint_handler is interrupted:
             kernel.saved_sigint_handler = ignoring
 
-    return put_back
+    return restore

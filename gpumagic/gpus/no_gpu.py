@@ -58,7 +58,7 @@ def explain(
     if isinstance(answer, NvmlFailure):
         return _no_driver(answer, build, here)
     if not answer.cards:
-        return _on_hosted_notebook(here) or _no_gpu_listed(here)
+        return _on_hosted_notebook(here) or _NOT_LISTED[here.container]
     if build.version is None:
         return "PyTorch is not installed in this environment, so nothing here can use the GPU: pip install torch."
     if build.known and build.cuda is None:
@@ -105,13 +105,11 @@ def _on_hosted_notebook(here: Environment) -> str | None:
     return None
 
 
-def _no_gpu_listed(here: Environment) -> str:
-    if here.container:
-        return (
-            "The NVIDIA driver answers but has given this container no GPU: start it with --gpus all (Docker) or ask "
-            "for nvidia.com/gpu (Kubernetes)."
-        )
-    return "The NVIDIA driver runs but finds no GPU: see why in sudo dmesg (lines with NVRM), or reboot."
+_NOT_LISTED = {
+    False: "The NVIDIA driver runs but finds no GPU: see why in sudo dmesg (lines with NVRM), or reboot.",
+    True: "The NVIDIA driver answers but has given this container no GPU: start it with --gpus all (Docker) or ask "
+    "for nvidia.com/gpu (Kubernetes).",
+}
 
 
 def _no_library(here: Environment) -> str:

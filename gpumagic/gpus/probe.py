@@ -1,14 +1,14 @@
-"""The GPUs of this machine as one report: NVML's cards joined with what torch calls them and holds on them.
+"""The GPUs of this machine as one report: NVML's cards joined with torch's names and this kernel's memory.
 
-Nothing here initialises CUDA, imports torch or starts a process. While CUDA is not in use the torch names are
-predicted from the environment; once it is, card and name are matched by UUID, the only certain key.
+Nothing here initialises CUDA, imports torch or starts a process. While CUDA is not in use, torch's names are predicted
+from the environment; once it is, cards and names are matched by UUID, the only certain key.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 
 from gpumagic.errors import DeviceNotFound
@@ -22,30 +22,27 @@ from gpumagic.gpus.torch_names import TorchName, Visibility
 from gpumagic.report import base
 
 DEVICE_PATTERN = r"auto|\d+|(gpu|cuda|mps|xpu|simgpu)(:\d+)?|(GPU|MIG)-.+"
-"""What can be asked for where there is no GPU: the answer is why, not that the name is wrong."""
+"""Valid names where there is no GPU: the answer is why there is none, not that the name is wrong."""
 
 
 def best_device(rows: Sequence[GpuRow]) -> str | None:
-    """Return the torch device with most room: free by its driver, or cached by this kernel and so reusable.
+    """Return the torch device with most memory that is free, or cached by this kernel and so reusable.
 
-    A real GPU is always before a simulated one; of equals the first is taken.
+    Any real GPU comes before a simulated one; of equal ones the first is returned.
     """
     usable = [row for row in rows if row.device is not None and row.memory_free is not None]
-    return max(usable, key=lambda row: (not row.simulated, _available_bytes(row)), default=_NOTHING).device
 
+    def room(row: GpuRow) -> tuple[bool, int]:
+        return not row.simulated, (row.memory_free or 0) + (row.kernel_reserved or 0) - (row.kernel_allocated or 0)
 
-_NOTHING = GpuRow(device=None)
-
-
-def _available_bytes(row: GpuRow) -> int:
-    return (row.memory_free or 0) + (row.kernel_reserved or 0) - (row.kernel_allocated or 0)
+    return max(usable, key=room).device if usable else None
 
 
 def selected_rows(rows: Sequence[GpuRow], wanted: Sequence[str]) -> tuple[GpuRow, ...]:
-    """Return the rows asked for, each once and in that order; all if none is.
+    """Return the wanted rows, each once and in that order; all if none is given.
 
     Raises:
-        DeviceNotFound: one of them is not here, or names no GPU at all; where there is none, a good name is no error.
+        DeviceNotFound: one of them is not here, or names no GPU; where there is no GPU, a valid name is no error.
     """
     chosen: list[GpuRow] = [] if wanted else list(rows)
     for name in (each.strip() for each in wanted):
@@ -91,20 +88,19 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
     """Return the state of every GPU, or why there is none.
 
     Args:
-        devices: show only these, written as anywhere else (``"cuda:1"``, ``"1"``, ``"cuda"``, ``"auto"``) or
-            as the beginning of a UUID; all if empty.
+        devices: only these, written as anywhere else (``"cuda:1"``, ``"1"``, ``"cuda"``, ``"auto"``) or as the
+            beginning of a UUID; by default all.
         processes: whether the report shows the processes; they are read in any case.
         everything: whether to read and show every field: clocks, fan, bus...
 
     Raises:
-        DeviceNotFound: one of ``devices`` is not here, or names no GPU at all. Where there is no GPU the report
-            says why instead.
+        DeviceNotFound: one of ``devices`` is not here, or names no GPU; where there is no GPU, the report says why.
     """
     build = torch_build()
     answer = cards.read_cards(processes=processes, everything=everything)
     rows, notes, view = _nvidia_rows(answer, build)
-    rows += other_devices.torch_rows(build, known=rows, refusal=_refusal(answer))
-    cause = no_gpu.explain(answer, build, view) if not any(_is_real(row) for row in rows) else None
+    rows += other_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
+    cause = no_gpu.explain(answer, build, view) if not any(row.device is not None for row in rows) else None
     rows = [with_reasons(row) for row in (*rows, *other_devices.simulated_rows())]
     if any(row.simulated for row in rows):
         notes.append("simgpu devices are simulated: host memory with a set capacity, and no GPU behind it.")
@@ -126,15 +122,11 @@ def read_rows(backends: Collection[str]) -> list[GpuRow]:
         return simulated
     build, answer = torch_build(), cards.read_cards()
     rows, _, _ = _nvidia_rows(answer, build)
-    return [*rows, *other_devices.torch_rows(build, known=rows, refusal=_refusal(answer)), *simulated]
+    return [*rows, *other_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer)), *simulated]
 
 
-def _refusal(answer: NvmlSnapshot | NvmlFailure) -> str:
+def _why_not_listed(answer: NvmlSnapshot | NvmlFailure) -> str:
     return f"NVML: {answer.problem}" if isinstance(answer, NvmlFailure) else "NVML does not list it"
-
-
-def _is_real(row: GpuRow) -> bool:
-    return row.device is not None and not row.simulated
 
 
 def _nvidia_rows(
@@ -146,7 +138,7 @@ def _nvidia_rows(
     view = torch_names.read_visibility(answer)
     names = torch_names.torch_names(answer, flat, build, view)
     rows = [_gpu_row(each, names.get(position), build, answer) for position, each in enumerate(flat)]
-    # By torch's number, a card's instances right behind it.
+    # By torch's index; instances follow their card.
     first = {row.nvml_index: _sort_key(row) for row in sorted(rows, key=_sort_key, reverse=True)}
     rows.sort(key=lambda row: first[row.nvml_index])
     return rows, _notes(answer, rows, view), view
@@ -156,27 +148,23 @@ def _sort_key(row: GpuRow) -> tuple[bool, int, int]:
     return row.device is None, ordinal(row.device), row.nvml_index or 0
 
 
-def _gpu_row(card: Card, naming: TorchName | None, build: TorchBuild, answer: NvmlSnapshot) -> GpuRow:
-    listed = None if card.processes is None else attribute_processes(card.processes, _used_without_reserved(card))
+def _gpu_row(card: Card, name: TorchName | None, build: TorchBuild, answer: NvmlSnapshot) -> GpuRow:
+    used = card.values.get("memory_used") if "memory_reserved" in card.values else None
+    listed = None if card.processes is None else attribute_processes(card.processes, used)
     reasons = dict(card.reasons)
-    if naming is None:
+    if name is None:
         reasons["device"] = _why_unusable(card, build, answer)
     if listed is None:
         reasons["other_processes"] = reasons.get("processes") or reasons.get("all", "")
     elif listed.reason or listed.estimated:
         reasons["other_processes"] = listed.reason or ESTIMATED
     row = GpuRow(
-        device=f"cuda:{naming.ordinal}" if naming else None, nvml_index=card.index,
-        predicted=naming is not None and naming.predicted, **card.values, reasons=reasons,
+        device=f"cuda:{name.ordinal}" if name else None, nvml_index=card.index,
+        predicted=name is not None and name.predicted, **card.values, reasons=reasons,
         processes=None if listed is None else listed.rows,
         other_processes=None if listed is None else listed.others,
     )  # fmt: skip
     return other_devices.with_kernel_memory(row)
-
-
-def _used_without_reserved(card: Card) -> int | None:
-    used: int | None = card.values.get("memory_used")
-    return used if "memory_reserved" in card.values else None
 
 
 def _why_unusable(card: Card, build: TorchBuild, answer: NvmlSnapshot) -> str:
@@ -194,15 +182,11 @@ def _why_unusable(card: Card, build: TorchBuild, answer: NvmlSnapshot) -> str:
 
 
 def with_reasons(row: GpuRow) -> GpuRow:
-    """Return the row with a reason for every figure it lacks, and for no other."""
+    """Return the row with a reason for exactly those fields that are None."""
     missing = [name for name in NULLABLE_FIELDS if getattr(row, name) is None]
-    return replace(row, reasons={name: _reason(name, row.reasons) for name in missing})
-
-
-def _reason(name: str, known: Mapping[str, str]) -> str:
-    if known.get(name) or known.get("all"):
-        return known.get(name) or known["all"]
-    return "only read with -a" if name in DETAIL_FIELDS else "not known"
+    default = dict.fromkeys(DETAIL_FIELDS, "only read with -a")
+    known, every = row.reasons, row.reasons.get("all")
+    return replace(row, reasons={each: known.get(each) or every or default.get(each, "not known") for each in missing})
 
 
 def _notes(answer: NvmlSnapshot, rows: Sequence[GpuRow], view: Visibility) -> list[str]:

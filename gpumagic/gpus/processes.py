@@ -1,8 +1,8 @@
-"""The processes on each card: the driver's pids, told apart where they are another pid namespace's.
+"""The processes on each card: those that the driver lists, matched with the processes of this pid namespace.
 
-In a container the driver may list the host's pids (nvidia-docker#1483), its own view of this namespace's, or
-none at all, depending on its version. A host pid can equal a pid in here by chance, so a number alone proves
-nothing there: only a process that holds CUDA's device file open is taken for the one the driver means.
+In a container the driver may list the host's pids (nvidia-docker#1483), its own view of this namespace's, or none,
+depending on its version. A host pid can equal a pid in here by chance, so only a process that has CUDA's device file
+open is taken for the one that the driver means.
 """
 
 from __future__ import annotations
@@ -22,44 +22,37 @@ from gpumagic.gpus.report import ProcessRow
 
 MAX_PID = 2**22 if sys.platform != "win32" else 2**32
 MAX_SAMPLE_AGE = 1_000_000
-"""Microseconds: older samples say nothing of now, and without a limit the driver gives old ones (nvitop#91)."""
+"""Microseconds; without a limit the driver returns outdated samples (nvitop#91)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverProcess:
-    """A process as the driver lists it; its pid may be of another pid namespace."""
+    """A process as the driver lists it; its pid may belong to another pid namespace."""
 
     pid: int
     memory: int | None
     kind: str
     utilization: float | None = None
-    """Percent of the last second in which its kernels ran; None without a sample of it."""
+    """Percent of the last second in which its kernels ran; None without a sample."""
 
 
 def list_processes(readings: Readings, binding: ModuleType, handle: Any) -> tuple[DriverProcess, ...] | None:
-    """Return the processes on a card, or None with the reason among the readings."""
+    """Return the processes on a card, or None and add the reason to the readings."""
     total = readings.values.get("memory_total")
     found: dict[int, DriverProcess] = {}
-    kinds = [
-        ("graphics", "Graphics"),
-        *([("compute", "MPSCompute")] if _mps_is_running() else []),
-        ("compute", "Compute"),
-    ]
-    for kind, name in kinds:
+    mps = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps").exists()  # noqa: S108  # NVIDIA's choice
+    # Clients of the Multi-Process Service (MPS) are listed separately.
+    for name in ("Graphics", *["MPSCompute"] * mps, "Compute"):
         ask = partial(_query_processes, binding, handle, f"nvmlDeviceGet{name}RunningProcesses", total)
         answers = Readings()
         processes = answers.take("processes", partial(ask, "_v3"), partial(ask, "_v2"))
         if processes is None and name == "Compute":
             readings.reasons["processes"] = answers.reasons["processes"]
             return None
-        for process in processes or ():
-            _add(found, DriverProcess(process[0], process[1], kind))
+        for pid, memory in processes or ():  # one that is in several lists is charged the same memory in each
+            known = found[pid].memory if memory is None and pid in found else memory
+            found[pid] = DriverProcess(pid, known, "graphics" if name == "Graphics" else "compute")
     return tuple(found.values())
-
-
-def _mps_is_running() -> bool:
-    """Return whether CUDA's Multi-Process Service runs here: the driver lists its clients apart."""
-    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps").exists()  # noqa: S108  # NVIDIA's choice
 
 
 def with_utilization(processes: Iterable[DriverProcess], binding: ModuleType, handle: Any) -> tuple[DriverProcess, ...]:
@@ -71,18 +64,10 @@ def with_utilization(processes: Iterable[DriverProcess], binding: ModuleType, ha
     return tuple(replace(each, utilization=busy.get(each.pid)) for each in processes)
 
 
-def _add(found: dict[int, DriverProcess], process: DriverProcess) -> None:
-    """Keep a process that is in both lists once: the driver charges it the same memory in each."""
-    known = found.get(process.pid)
-    if known is not None and process.memory is None:
-        process = replace(process, memory=known.memory)
-    found[process.pid] = process
-
-
 def _query_processes(
     binding: ModuleType, handle: Any, getter: str, total: int | None, version: str
 ) -> list[tuple[int, int | None]]:
-    """Return (pid, bytes) pairs, or raise where the list was read by the wrong layout (nvitop#75, #88)."""
+    """Return (pid, bytes) pairs, or raise where the list was read with the wrong layout (nvitop#75, #88)."""
     pairs = [(int(each.pid), each.usedGpuMemory) for each in getattr(binding, getter + version)(handle)]
     for pid, memory in pairs:
         if not 0 < pid < MAX_PID or (total and memory is not None and memory > total):
@@ -101,7 +86,7 @@ WSL = Path("/dev/dxg")
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """The processes on one card, and what those other than this kernel use."""
+    """The processes on one card, and the memory of those other than this kernel."""
 
     rows: tuple[ProcessRow, ...]
     others: int | None
@@ -112,11 +97,9 @@ class Attribution:
 
 
 def attribute_processes(listed: Sequence[DriverProcess], used: int | None) -> Attribution:
-    """Return the driver's list with names and users, as far as it is about processes in here.
+    """Return the driver's list for one card with names and users, as far as they are processes of this namespace.
 
-    Args:
-        listed: the driver's list for one card.
-        used: bytes in use on it, without what the driver reserves; None if that is not known apart.
+    ``used`` are the bytes in use on the card without those that the driver reserves, None if not known.
     """
     contained = in_container()
     local = {each.pid for each in listed if not contained or uses_cuda(each.pid)}
@@ -125,38 +108,33 @@ def attribute_processes(listed: Sequence[DriverProcess], used: int | None) -> At
     if outside:
         rows.append(_outside_row(outside))
     rows.sort(key=lambda row: (not row.this_kernel, row.pid is None, -(row.memory or 0)))
-    # A list that has pids from outside is the host's, and whole; another may be cut down to this container.
+    # A list with pids from outside is the host's, and complete; any other may be limited to this container.
     incomplete = contained and not (outside and not uses_cuda(os.getpid()))
-    others, reason = _estimate_others(rows, used) if incomplete else _sum_others(rows)
+    own = [row.memory for row in rows if row.this_kernel]
+    others, reason = total_memory([row.memory for row in rows if not row.this_kernel]), None
+    if incomplete and (used is None or (not own and uses_cuda(os.getpid()))):
+        others, reason = None, HIDDEN_BY_CONTAINER  # this kernel is among those outside, or left out of the list
+    elif incomplete:
+        mine = total_memory(own)
+        others = None if mine is None or used is None else max(0, used - mine)
+    if others is None and reason is None:
+        reason = why_memory_unknown()
     return Attribution(tuple(rows), others, reason, estimated=incomplete and others is not None)
 
 
-def _sum_others(rows: Sequence[ProcessRow]) -> tuple[int | None, str | None]:
-    figures = [row.memory for row in rows if not row.this_kernel]
-    total = _total(figures)
-    return total, why_memory_unknown() if total is None else None
-
-
-def _estimate_others(rows: Sequence[ProcessRow], used: int | None) -> tuple[int | None, str | None]:
-    own = [row.memory for row in rows if row.this_kernel]
-    if used is None or (not own and uses_cuda(os.getpid())):
-        return None, HIDDEN_BY_CONTAINER  # this kernel is among those outside, or left out of the list
-    mine = _total(own)
-    return (None, why_memory_unknown()) if mine is None else (max(0, used - mine), None)
-
-
-def _total(figures: Sequence[int | None]) -> int | None:
+def total_memory(figures: Sequence[int | None]) -> int | None:
+    """Return the sum, None if any figure is unknown."""
     known = [figure for figure in figures if figure is not None]
     return sum(known) if len(known) == len(figures) else None
 
 
 def why_memory_unknown() -> str:
-    """Return why the driver does not say what a process uses: Windows' driver model keeps it to itself."""
+    """Return why the driver does not say what a process uses: Windows' driver model hides it."""
     return "n/a (WDDM)" if sys.platform == "win32" or WSL.exists() else "not said by the driver"
 
 
 def in_container() -> bool:
-    """Return whether this process lives in a pid namespace of its own, where the driver's pids may not be ours."""
+    """Return whether this process is in its own pid namespace, where the driver's pids may be others."""
     try:
         return str((PROC / "self/ns/pid").readlink()) != INITIAL_PID_NAMESPACE
     except OSError:
@@ -164,7 +142,7 @@ def in_container() -> bool:
 
 
 def uses_cuda(pid: int) -> bool:
-    """Return whether a process in here has CUDA's device file open; False if that may not be looked at."""
+    """Return whether a process in here has CUDA's device file open; False without the permission to see it."""
     try:
         return any(_link_target(link).startswith(CUDA_FILES) for link in (PROC / str(pid) / "fd").iterdir())
     except OSError:
@@ -182,20 +160,17 @@ def _row(process: DriverProcess) -> ProcessRow:
     return ProcessRow(
         pid=process.pid, name=program_name(process.pid), user=_user(process.pid), memory=process.memory,
         this_kernel=process.pid == os.getpid(), kind=process.kind,
-        utilization=process.utilization, reason=_reason(process.memory),
+        utilization=process.utilization, reason=why_memory_unknown() if process.memory is None else None,
     )  # fmt: skip
 
 
 def _outside_row(processes: Sequence[DriverProcess]) -> ProcessRow:
-    count, memory = len(processes), _total([each.memory for each in processes])
+    count, memory = len(processes), total_memory([each.memory for each in processes])
     name = f"{count} process{'es' if count > 1 else ''} outside this container"
     return ProcessRow(
-        pid=None, name=name, user=None, memory=memory, kind=processes[0].kind, reason=_reason(memory)
+        pid=None, name=name, user=None, memory=memory, kind=processes[0].kind,
+        reason=why_memory_unknown() if memory is None else None,
     )  # fmt: skip
-
-
-def _reason(memory: int | None) -> str | None:
-    return why_memory_unknown() if memory is None else None
 
 
 def program_name(pid: int) -> str | None:

@@ -1,4 +1,4 @@
-"""What `%gpuinfo` returns, `-w`, `--bench` and `--each-cell` included."""
+"""The reports of `%gpuinfo`, including those of `-w`, `--bench` and `--each-cell`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProcessRow:
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One device: what the driver knows of it, joined with what this kernel's torch holds on it."""
+    """One device: the driver's figures, joined with this kernel's memory on it."""
 
     device: str | None
     """Torch's name in this process, such as ``"cuda:1"``; None if torch cannot use it."""
@@ -62,7 +62,7 @@ class GpuRow:
     power_limit: float | None = None
     """Watts."""
     throttle_reasons: tuple[str, ...] | None = None
-    """Why the clocks are held down, in words; empty when they are not."""
+    """Why the clocks are throttled, in words; empty if they are not."""
     processes: tuple[ProcessRow, ...] | None = None
     bus_id: str | None = None
     performance_state: str | None = None
@@ -87,22 +87,22 @@ class GpuRow:
     """Lanes."""
     pcie_width_max: int | None = None
     pcie_sent: int | None = None
-    """Bytes a second from the device to the host, over 20 ms."""
+    """Bytes per second from the device to the host, over 20 ms."""
     pcie_received: int | None = None
     nvlinks: int | None = None
     """NVLinks that are up."""
     nvlink_sent: int | None = None
-    """Bytes a second over all NVLinks while the report was made."""
+    """Bytes per second over all NVLinks while the report was made."""
     nvlink_received: int | None = None
     topology: Mapping[str, str] | None = None
-    """How each other GPU is reached, such as ``"NVLink"``, by NVML index."""
+    """The connection to each other GPU, such as ``"NVLink"``, by NVML index."""
     unified: bool = False
     """True where the device has no memory of its own: ``memory_total`` and ``memory_free`` are then the host's, and
     ``memory_used`` is what the driver charges to processes on it."""
     predicted: bool = False
     """True where ``device`` was inferred from the environment and CUDA may number differently."""
     simulated: bool = False
-    """True for a simgpu device: host memory that plays a GPU."""
+    """True for a simgpu device."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why a field is None, by field name."""
 
@@ -137,7 +137,7 @@ class GPUReport(Report[GpuRow]):
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One device at one moment of a recording."""
+    """One device in one sample of a recording."""
 
     seconds: float
     """Since the recording began."""
@@ -152,7 +152,7 @@ class SampleRow:
 
 @dataclass(frozen=True, repr=False)
 class HistoryReport(Report[SampleRow]):
-    """The GPUs over time, a row a device and moment, oldest first."""
+    """The GPUs over time, one row per device and sample, oldest first."""
 
     row_type: ClassVar[type[Any]] = SampleRow
 
@@ -162,7 +162,7 @@ class HistoryReport(Report[SampleRow]):
     interval: float | None = None
     """Seconds from one snapshot to the next."""
     ended: str | None = None
-    """Why the recording has ended; None while it goes on."""
+    """Why the recording has ended; None while it runs."""
     until: str = "stopped"
     """What ends it."""
 
@@ -171,7 +171,7 @@ class HistoryReport(Report[SampleRow]):
         return self.samples
 
     def plot(self) -> Figure:
-        """Return a matplotlib figure of utilisation and memory over time, a line a device.
+        """Return a matplotlib figure of utilisation and memory over time, one line per device.
 
         Raises:
             GpuMagicError: matplotlib is not installed.
@@ -181,7 +181,7 @@ class HistoryReport(Report[SampleRow]):
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """How fast one device did one thing."""
+    """One measurement of one device."""
 
     device: str
     measure: str
@@ -192,7 +192,7 @@ class BenchRow:
     ``"within"`` is a copy from the device to itself, ``"device-to-device"`` one to the next device of its kind.
     """
     rate: float | None = None
-    """Floating-point operations a second of a product, bytes a second of a copy; the best go of all."""
+    """Floating-point operations per second of a product, bytes per second of a copy; the best of all runs."""
     size: int | None = None
     """Rows of the square matrices, or bytes copied."""
     repeats: int | None = None
@@ -204,7 +204,7 @@ class BenchRow:
 
 @dataclass(frozen=True, repr=False)
 class BenchReport(Report[BenchRow]):
-    """What each device does in a second, a row a device and measurement."""
+    """How fast each device is, one row per device and measurement."""
 
     row_type: ClassVar[type[Any]] = BenchRow
 
@@ -213,7 +213,7 @@ class BenchReport(Report[BenchRow]):
     threads: int | None = None
     """Threads torch used on the CPU."""
     float32_precision: str | None = None
-    """``"highest"`` is true float32; less lets products of float32 be made in TF32 or bfloat16."""
+    """``"highest"`` is true float32; otherwise products of float32 may use TF32 or bfloat16."""
 
     @property
     def rows(self) -> tuple[BenchRow, ...]:
@@ -226,7 +226,7 @@ class BenchReport(Report[BenchRow]):
 
 @dataclass(frozen=True, slots=True)
 class CellRow:
-    """What one cell did on one device, by the allocator's own counters."""
+    """What one cell did on one device, by the allocator's counters."""
 
     cell: int
     """Its number: ``In [12]``."""
@@ -239,20 +239,20 @@ class CellRow:
     growth: int
     """After less before; negative where it freed."""
     peak: int | None
-    """Bytes allocated at most during the cell; None where the counter did not rise and so does not tell."""
+    """Peak bytes during the cell; None where the allocator's counter did not rise, and so does not tell."""
 
 
 @dataclass(frozen=True, repr=False)
 class CellsReport(Report[CellRow]):
-    """The last cells that touched a device's memory, a row a cell and device, oldest first."""
+    """The last cells that changed a device's memory, one row per cell and device, oldest first."""
 
     row_type: ClassVar[type[Any]] = CellRow
 
     cells: tuple[CellRow, ...]
     timelines: Mapping[int, MemoryTimeline] = field(default_factory=dict)
-    """By the cell's number, what was allocated in its course."""
+    """The memory allocated during each cell, by its number."""
     recorded: int = 0
-    """How many cells there were, those that touched nothing included."""
+    """How many cells there were, including those that changed nothing."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -260,7 +260,7 @@ class CellsReport(Report[CellRow]):
         return self.cells
 
     def plot(self, cell: int | None = None) -> Figure:
-        """Return a matplotlib figure of the memory after each cell, or in the course of one.
+        """Return a matplotlib figure of the memory after each cell, or during one.
 
         Args:
             cell: the number of a cell.
@@ -275,12 +275,7 @@ class CellsReport(Report[CellRow]):
 
 @functools.singledispatch
 def sample_rows(snapshot: object, seconds: float) -> tuple[SampleRow, ...]:  # noqa: ARG001  # for those that register
-    """Return a row per device at a moment of a recording; of many engines a row per GPU, or per host.
-
-    Args:
-        snapshot: a `GPUReport`, or what else registers itself here.
-        seconds: when it was taken, since the recording began.
-    """
+    """Return the rows of a snapshot taken ``seconds`` after the recording began: one per device, or per host."""
     raise TypeError(f"{type(snapshot).__name__} is no snapshot of GPUs")
 
 
@@ -290,12 +285,12 @@ def _samples_here(snapshot: GPUReport, seconds: float) -> tuple[SampleRow, ...]:
 
 
 def device_label(row: GpuRow) -> str:
-    """Return what torch calls a GPU, or else its number in NVML."""
+    """Return torch's name of a GPU, or else its NVML index."""
     return row.device or f"NVML {row.nvml_index}"
 
 
 def sample_row(seconds: float, device: str, row: GpuRow, allocated: int | None) -> SampleRow:
-    """Return the row of one GPU at a moment, with the bytes that kernels have allocated on it."""
+    """Return the row of one GPU, with the bytes that kernels have allocated on it."""
     return SampleRow(
         seconds=seconds, device=device, memory_used=row.memory_used, memory_total=row.memory_total,
         kernel_allocated=allocated, utilization=row.utilization, temperature=row.temperature, power=row.power,

@@ -1,4 +1,4 @@
-"""Which torch is installed and what it was built for, and what CUDA says of its devices once it is in use."""
+"""The installed torch and what it was built for, and CUDA's devices once CUDA is in use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TorchBuild:
     hip: str | None = None
     xpu: str | None = None
     known: bool = True
-    """False if torch is there but what it was built for could not be read."""
+    """False if torch is installed but its build could not be read."""
 
     @property
     def label(self) -> str | None:
@@ -31,12 +31,11 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild:
-    """Return the torch of this process if it is imported, else the one an import would find."""
+    """Return the imported torch, else the one that an import would find."""
     torch = sys.modules.get("torch")
     if torch is None:
         return _installed()
-    version = getattr(torch, "version", None)
-    cuda, hip, xpu = (getattr(version, name, None) for name in ("cuda", "hip", "xpu"))
+    cuda, hip, xpu = (getattr(getattr(torch, "version", None), name, None) for name in ("cuda", "hip", "xpu"))
     return TorchBuild(str(torch.__version__), cuda, hip, xpu)
 
 
@@ -71,7 +70,7 @@ def _distribution() -> str | None:
 
 
 def cuda_devices() -> dict[str, tuple[int, Any]]:
-    """Return the torch ordinal and the properties of each device by its bare UUID; none while CUDA is not in use."""
+    """Return each device's index and properties by its bare UUID; empty while CUDA is not in use."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}

@@ -1,18 +1,19 @@
-"""What torch calls each card: certain by UUID once CUDA is in use, until then predicted from the environment.
+"""Torch's name of each card: certain by UUID once CUDA is in use, until then predicted from the environment.
 
-NVML ignores the variable and always counts in PCI order; CUDA reads it once, when it starts. Until then the
-mapping can only be predicted. The rules are CUDA's own, as torch repeats them (`_parse_visible_devices`):
-numbers are read as C's strtoul reads them, the first entry that names nothing ends the list, an entry named
-twice makes it empty, UUIDs may be abbreviated, and no more than one MIG instance is used.
+NVML ignores CUDA_VISIBLE_DEVICES and numbers cards in PCI order; CUDA reads it once, when it starts. The prediction
+follows CUDA's rules, as torch repeats them (`_parse_visible_devices`): numbers are read as by C's strtoul, the first
+entry that names nothing ends the list, a duplicate makes it empty, UUIDs may be abbreviated, and at most one MIG
+instance is used.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import takewhile
+from typing import NamedTuple
 
 from gpumagic.gpus.cards import Card, NvmlSnapshot
 from gpumagic.gpus.torch_build import TorchBuild, bare_uuid, cuda_devices
@@ -20,16 +21,16 @@ from gpumagic.gpus.torch_build import TorchBuild, bare_uuid, cuda_devices
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """The cards or MIG instances that CUDA will number 0, 1, ... in this process."""
+    """The cards or the MIG instance that CUDA will number 0, 1, ... in this process."""
 
     cards: tuple[int, ...] = ()
     """NVML indices in CUDA's order."""
     instance: int | None = None
-    """Index of the one MIG instance asked for, among all instances; then ``cards`` is empty."""
+    """Index of the requested MIG instance among all instances; ``cards`` is empty then."""
     by_uuid: bool = False
-    """True if the variable names UUIDs, so that the order of the cards does not matter."""
+    """Whether the variable names UUIDs, so that the order of the cards does not matter."""
     problem: str | None = None
-    """Why fewer devices are visible than were asked for, as part of a sentence."""
+    """Why fewer devices are visible than requested, as part of a sentence."""
 
 
 def visible_cards(
@@ -45,9 +46,11 @@ def visible_cards(
     if variable is None:
         return Visibility(tuple(range(len(uuids))))
     if variable.startswith("GPU-"):
-        return _by_uuid(_leading_entries(variable, "GPU-"), uuids)
+        return _by_uuid(list(takewhile(lambda entry: entry.startswith("GPU-"), variable.split(","))), uuids)
     if variable.startswith("MIG-"):
-        return _by_instance(_leading_entries(variable, "MIG-"), instance_uuids)
+        entry = variable.split(",")[0]
+        index = _match_uuid(entry, instance_uuids)
+        return Visibility(instance=index, by_uuid=True, problem=_ended_by(entry) if index is None else None)
     return _by_number(variable, len(uuids))
 
 
@@ -82,25 +85,14 @@ def _by_uuid(entries: Sequence[str], uuids: Sequence[str | None]) -> Visibility:
     return Visibility(tuple(found), by_uuid=True)
 
 
-def _by_instance(entries: Sequence[str], uuids: Sequence[str | None]) -> Visibility:
-    index = _match_uuid(entries[0], uuids)
-    return Visibility(instance=index, by_uuid=True, problem=_ended_by(entries[0]) if index is None else None)
-
-
 def _match_uuid(entry: str, uuids: Sequence[str | None]) -> int | None:
-    """Return the one device whose UUID begins so; an ambiguous abbreviation names none."""
+    """Return the one device whose UUID starts with the entry, None if there are several."""
     found = [index for index, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)]
     return found[0] if len(found) == 1 else None
 
 
-def _leading_entries(variable: str, prefix: str) -> list[str]:
-    entries = variable.split(",")
-    end = next((i for i, entry in enumerate(entries) if not entry.startswith(prefix)), len(entries))
-    return entries[:end]
-
-
 def parse_ordinal(text: str) -> int:
-    """Return the number a text begins with, such as 1 for ``"1gpu"``; negative where it begins with none."""
+    """Return the leading number of a text, such as 1 for ``"1gpu"``; -1 if there is none."""
     match = re.match(r"[+-]?[0-9]{1,18}", text)
     return int(match[0]) if match else -1
 
@@ -111,9 +103,8 @@ def _ended_by(entry: str | None) -> str | None:
     return f"names no GPU with {entry!r}, and CUDA stops at the first such entry" if entry else "is empty"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchName:
-    """What torch calls a card or instance, and whether that is only predicted."""
+class TorchName(NamedTuple):
+    """Torch's index of a card or instance, and whether it is only predicted."""
 
     ordinal: int
     predicted: bool
@@ -129,30 +120,22 @@ def read_visibility(answer: NvmlSnapshot) -> Visibility:
 def torch_names(
     answer: NvmlSnapshot, flat: Sequence[Card], build: TorchBuild, view: Visibility
 ) -> dict[int, TorchName]:
-    """Return the torch ordinal of each position in ``flat`` that torch can use."""
+    """Return the names of those positions in ``flat`` that torch can use."""
     if build.version is None or (build.known and build.cuda is None):
         return {}
     in_use = cuda_devices()
     if in_use:
-        return _known_names(in_use, flat)
+        found = {i: in_use.get(bare_uuid(each.uuid)) for i, each in enumerate(flat) if each.uuid}
+        return {i: TorchName(device[0], predicted=False) for i, device in found.items() if device is not None}
     if driver_is_too_old(answer, build):
         return {}
     return _predicted_names(answer, flat, view)
 
 
 def driver_is_too_old(answer: NvmlSnapshot, build: TorchBuild) -> bool:
-    """Return whether torch was built for a CUDA of a later major version; within one, older drivers do."""
+    """Return whether torch was built for a later major version of CUDA; within one, older drivers work."""
     major = (build.cuda or "").partition(".")[0]
     return answer.cuda_version is not None and major.isdigit() and int(major) > answer.cuda_version[0]
-
-
-def _known_names(in_use: Mapping[str, tuple[int, Any]], flat: Sequence[Card]) -> dict[int, TorchName]:
-    uuids = [bare_uuid(each.uuid) for each in flat]
-    return {
-        position: TorchName(in_use[uuid][0], predicted=False)
-        for position, uuid in enumerate(uuids)
-        if uuid and uuid in in_use
-    }
 
 
 def _predicted_names(answer: NvmlSnapshot, flat: Sequence[Card], view: Visibility) -> dict[int, TorchName]:
@@ -164,10 +147,9 @@ def _predicted_names(answer: NvmlSnapshot, flat: Sequence[Card], view: Visibilit
     for ordinal, index in enumerate(view.cards):
         card = answer.cards[index]
         # CUDA never uses a card in MIG mode itself, but its first instance.
-        target = card.instances[0] if card.mig and card.instances else card
-        if not (card.mig and not card.instances):
-            position = next(i for i, each in enumerate(flat) if each is target)
-            named[position] = TorchName(ordinal, predicted=unsure)
+        if not card.mig or card.instances:
+            target = card.instances[0] if card.mig else card
+            named[next(i for i, each in enumerate(flat) if each is target)] = TorchName(ordinal, predicted=unsure)
     return named
 
 

@@ -181,7 +181,7 @@ def test_its_thread_is_gone_before_the_process_ends(stub, tmp_path):
         "import gpumagic\nfrom gpumagic.gpus import live\n"
         "seen = threading.Event()\n"
         "def show(report):\n    if len(report.samples) > 2: seen.set()\n"
-        "live.Recorder(gpumagic.gpuinfo, 0.01, show).start()\n"
+        "live.GpuRecorder(gpumagic.gpuinfo, 0.01, show).start()\n"
         "assert seen.wait(30)\n"
     )
     result = subprocess.run(
