@@ -21,13 +21,7 @@ _KEY = "gpumagic_every_cell"
 
 
 class EveryCell:
-    """Guards the cells of a shell that start from now on.
-
-    Args:
-        shell: whose cells.
-        sessions: runs the guards.
-        make: makes a guard for one cell.
-    """
+    """Guards the cells of a shell that start from now on, each with a guard that `make` returns."""
 
     def __init__(self, shell: InteractiveShell, sessions: CellSessions, make: Callable[[], OomGuard]) -> None:
         self._shell, self._sessions, self._make = shell, sessions, make
@@ -55,7 +49,7 @@ class EveryCell:
         self._sessions.start(guard, info)
 
     def _ended(self) -> None:
-        """Free what a silent cell pins that no other cell runs: no event tells of its start."""
+        """Release what a silent cell pins that no other cell runs: it has no start event."""
         result = self._shell.last_execution_result
         if result is None or not result.info.silent or result.error_in_exec is None or self._sessions.is_any_running():
             return
@@ -69,20 +63,13 @@ class EveryCell:
 
 
 def switch(shell: InteractiveShell, state: str, sessions: CellSessions, make: Callable[[], OomGuard]) -> str:
-    """Turn the guard of a shell's cells ``"on"`` or ``"off"``, and return a line that says how it stands.
-
-    Args:
-        shell: whose cells.
-        state: what is asked for; asking twice changes nothing.
-        sessions: runs the guards.
-        make: makes a guard for one cell.
-    """
+    """Turn the guard of a shell's cells ``"on"`` or ``"off"``, and return a line with the result."""
     every = shell.meta.get(_KEY)
     if state == "off":
         off(shell)
-        return f"Cells are no longer guarded. {_tally(every)}" if every is not None else "Cells are not guarded."
+        return f"Cells are no longer guarded. {_counts(every)}" if every is not None else "Cells are not guarded."
     if every is not None:
-        return f"Every cell is guarded already. {_tally(every)} %oomguard off ends it."
+        return f"Every cell is guarded already. {_counts(every)} %oomguard off ends it."
     every = EveryCell(shell, sessions, make)
     every.install()
     shell.meta[_KEY] = every
@@ -96,5 +83,5 @@ def off(shell: InteractiveShell) -> None:
         every.uninstall()
 
 
-def _tally(every: EveryCell) -> str:
+def _counts(every: EveryCell) -> str:
     return f"{every.cells} so far, of which {every.failures} ran out of memory."

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from gpumagic.dryrun.report import Fit
 
 
-WORTH_SAYING = 1024**2
-"""Bytes below which a difference is not worth a word."""
+MIN_REPORTED = 1024**2
+"""Bytes below which a difference is not reported."""
 
 REHEARSAL_SECONDS = 10.0
-"""How long rehearsals for an advice may take."""
+"""How long the dry runs for an advice may take."""
 
 FUSED_ATTENTION = ("cuda", "xpu", "mps")
 """Backends whose `scaled_dot_product_attention` has kernels that never make the matrix of all scores."""
 
-NOTHING = AllocatorStats(0, 0, 0)
+NOT_IN_USE = AllocatorStats(0, 0, 0)
 """The figures of a backend that was not in use yet."""
 
 
@@ -93,7 +93,7 @@ def conclude(
 
 
 def _rehearsed(facts: Facts, state: GuardState) -> Facts:
-    """Return the facts with the largest batch that fits, where rehearsals can tell it in little time."""
+    """Return the facts with the largest batch that fits, where dry runs find it in little time."""
     found = batch.at_work(facts)
     source, shell = facts.scene.source, state.shell
     if found is None or found.loader or found.cell or source is None or shell is None:
@@ -103,19 +103,19 @@ def _rehearsed(facts: Facts, state: GuardState) -> Facts:
 
     with contextlib.suppress(Exception):  # our own failure must not cost the user the report
         names = dict(state.namespace)
-        knob = settings.find_in_cell(source, found.name, names, "advice")
-        question = cells.with_other_values(source, knob, names, REHEARSAL_SECONDS, facts.residue)
-        fit = question.largest()
-        return replace(facts, rehearsed=fit, roundest=_roundest(fit, question))
+        setting = settings.find_in_cell(source, found.name, names, "advice")
+        dry_runs = cells.with_other_values(source, setting, names, REHEARSAL_SECONDS, facts.residue)
+        fit = dry_runs.largest()
+        return replace(facts, rehearsed=fit, roundest=_roundest(fit, dry_runs))
     return facts
 
 
-def _roundest(fit: Fit, question: OtherValues) -> int | None:
-    """Return a round number near the largest that fits; in scattered memory less may not fit where more does."""
+def _roundest(fit: Fit, dry_runs: OtherValues) -> int | None:
+    """Return a round number near the largest that fits; in fragmented memory a smaller one may not fit."""
     if fit.largest is None:
         return None
     value = proposal.near_size(fit.largest)
-    return value if value == fit.largest or question.fits(value) else None
+    return value if value == fit.largest or dry_runs.fits(value) else None
 
 
 def _facts(failure: Failure, state: GuardState) -> Facts:
@@ -124,27 +124,29 @@ def _facts(failure: Failure, state: GuardState) -> Facts:
     if device is None:
         return facts
     namespace, bound = state.namespace, state.bound
-    claimed = ownership.by_names(namespace, device, state.shell)
+    owned = ownership.by_names(namespace, device, state.shell)
     used = names_used(facts.cell.reads, namespace) if facts.cell is not None else set(namespace)
-    fresh = facts.cell.bound_first if facts.cell is not None else frozenset()
-    read_first = names_used(facts.cell.reads - fresh, namespace) if facts.cell is not None else set()
-    old = {name for name, value in namespace.items() if bound.get(name) == id(value)}
-    spare = (old | ownership.outputs(claimed)) - used - fresh
+    bound_first = facts.cell.bound_first if facts.cell is not None else frozenset()
+    read_first = names_used(facts.cell.reads - bound_first, namespace) if facts.cell is not None else set()
+    unchanged = {name for name, value in namespace.items() if bound.get(name) == id(value)}
+    removable = (unchanged | ownership.outputs(owned)) - used - bound_first
     free_elsewhere, others = other_devices(device)
-    unnamed = facts.after.allocated - sum(claim.nbytes for claim in claimed) if facts.after is not None else 0
+    unnamed = facts.after.allocated - sum(part.nbytes for part in owned) if facts.after is not None else 0
     return replace(
         facts,
         looked_at=True,
-        holders=ownership.rows(claimed, device),
-        leftovers=tuple(claim for claim in claimed if claim.names <= spare),
-        graphs=kept_graphs(device, old - used, fresh, namespace, state.shell) if unnamed >= WORTH_SAYING else None,
-        stale={name: ownership.released(claimed, [name]) for name in (old & fresh) - read_first},
+        holders=ownership.rows(owned, device),
+        leftovers=tuple(part for part in owned if part.names <= removable),
+        graphs=kept_graphs(device, unchanged - used, bound_first, namespace, state.shell)
+        if unnamed >= MIN_REPORTED
+        else None,
+        stale={name: ownership.released(owned, [name]) for name in (unchanged & bound_first) - read_first},
         models=tuple(model for model in work.models if model.local or model.name in used),
         optimizers=tuple(each for each in work.optimizers if each.local or each.name in used),
-        fixed=_fixed(claimed, old, work),
-        brought=_brought(claimed, (used & old) - fresh, namespace),
-        kept=_brought(claimed, set(namespace), namespace),
-        residue=_residue(facts, claimed, read_first),
+        fixed=_fixed(owned, unchanged, work),
+        brought=_brought(owned, (used & unchanged) - bound_first, namespace),
+        kept=_brought(owned, set(namespace), namespace),
+        residue=_residue(facts, owned, read_first),
         device_names=names_of_device(device, used, namespace),
         loaders=find_loaders(used, namespace),
         batches=_batches(facts, used, namespace),
@@ -154,7 +156,7 @@ def _facts(failure: Failure, state: GuardState) -> Facts:
 
 
 def _bare_facts(failure: Failure) -> Facts:
-    """Return the facts that need no look at the notebook."""
+    """Return the facts that do not depend on the notebook's variables."""
     event, device = failure.event, failure.device or ""
     source = failure.scene.source
     return Facts(
@@ -165,7 +167,7 @@ def _bare_facts(failure: Failure) -> Facts:
         capacity=failure.capacity,
         free=failure.free,
         unallocated=_unallocated(failure),
-        before=failure.before.get(device) or (NOTHING if device in failure.at_failure else None),
+        before=failure.before.get(device) or (NOT_IN_USE if device in failure.at_failure else None),
         at_failure=failure.at_failure.get(device),
         after=allocator.all_device_stats().get(device),
         from_allocator=event.from_allocator,
@@ -190,26 +192,26 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
     return (*found, *elsewhere)
 
 
-def _fixed(claimed: Sequence[Ownership], old: set[str], work: Work) -> int:
+def _fixed(owned: Sequence[Ownership], unchanged: set[str], work: Work) -> int:
     """Return the bytes that a smaller batch would not change."""
-    named = sum(claim.nbytes for claim in claimed if claim.names & old or claim.kind in ("module", "optimizer"))
+    named = sum(part.nbytes for part in owned if part.names & unchanged or part.kind in ("module", "optimizer"))
     local = sum(model.nbytes + model.gradients for model in work.models if model.local)
     return named + local + sum(optimizer.state for optimizer in work.optimizers if optimizer.local)
 
 
-def _residue(facts: Facts, claimed: Sequence[Ownership], read_first: set[str]) -> tuple[str, ...]:
-    """Return the variables with memory, or with a graph, that the cell left and makes anew when it runs again."""
+def _residue(facts: Facts, owned: Sequence[Ownership], read_first: set[str]) -> tuple[str, ...]:
+    """Return the variables with memory or a graph that the cell binds anew when it runs again."""
     made = facts.cell.bound_first - read_first if facts.cell is not None else frozenset[str]()
-    large = {name for claim in claimed if claim.nbytes >= WORTH_SAYING for name in claim.names}
+    large = {name for part in owned if part.nbytes >= MIN_REPORTED for name in part.names}
     return tuple(sorted(made & (large | set(facts.scene.graph_names))))
 
 
-def _brought(claimed: Sequence[Ownership], names: set[str], namespace: Mapping[str, object]) -> tuple[Brought, ...]:
+def _brought(owned: Sequence[Ownership], names: set[str], namespace: Mapping[str, object]) -> tuple[Brought, ...]:
     totals: dict[str, Brought] = {}
-    for claim in claimed:
-        for name in sorted(claim.names & names):
+    for part in owned:
+        for name in sorted(part.names & names):
             known = totals.get(name, Brought(name, 0, ownership.kind_of(namespace[name])))
-            totals[name] = replace(known, nbytes=known.nbytes + claim.nbytes)
+            totals[name] = replace(known, nbytes=known.nbytes + part.nbytes)
     return tuple(totals.values())
 
 
@@ -236,7 +238,7 @@ def _notes(facts: Facts, failure: Failure, pinned: int | None) -> list[str]:
     if failure.scene.inside is not None:
         notes.append(f"It failed inside {failure.scene.inside}")
     nameless = _nameless(facts)
-    if nameless >= WORTH_SAYING:
+    if nameless >= MIN_REPORTED:
         notes.append(f"{size(nameless)} of what is allocated now has no name here: %devices says what keeps it.")
     return notes
 
@@ -249,19 +251,14 @@ def _nameless(facts: Facts) -> int:
 
 def kept_graphs(
     device: str,
-    spare: AbstractSet[str],
+    removable: AbstractSet[str],
     remade: AbstractSet[str],
     namespace: Mapping[str, object],
     shell: InteractiveShell | None,
 ) -> KeptGraph | None:
-    """Return what the autograd graphs of variables keep on a device, and what lets go of it; None if they keep nothing.
+    """Return what autograd graphs keep on a device and the code that releases it; None if they keep nothing.
 
-    Args:
-        device: such as ``"cuda:0"``.
-        spare: names that may lose their graphs, of which one at least must keep each tensor.
-        remade: names that may as well, since the cell binds them anew.
-        namespace: the notebook's variables.
-        shell: the shell they belong to.
+    A graph counts if each of its tensors is kept by a removable name, and otherwise only by names the cell binds first.
     """
     totals: Counter[str] = Counter()
     for row in scan.scan(namespace, devices=(device,), shell=shell):
@@ -271,7 +268,7 @@ def kept_graphs(
     for line, bytes_freed in totals.items():
         parsed = ast.parse(line).body
         keeping = _assigned(parsed)
-        if keeping & spare and keeping <= spare | remade:
+        if keeping & removable and keeping <= removable | remade:
             nbytes, names = nbytes + bytes_freed, names | keeping
             statements |= dict.fromkeys(map(ast.unparse, parsed))
     return KeptGraph(names, nbytes, "\n".join(statements)) if nbytes else None
@@ -324,7 +321,7 @@ def names_of_device(device: str, names: Iterable[str], namespace: Mapping[str, o
 
 
 def active_switches() -> dict[str, bool]:
-    """Return torch's switches that bear on memory and are on."""
+    """Return torch's switches that affect memory and are on."""
     import torch
 
     return {"cudnn.benchmark": True} if torch.backends.cudnn.benchmark else {}
@@ -333,7 +330,7 @@ def active_switches() -> dict[str, bool]:
 def other_devices(device: str) -> tuple[dict[str, int], int | None]:
     """Return the free bytes of the other devices of the same type, and what other processes hold on this one.
 
-    Asks the driver's tools, not the devices: `mem_get_info` of a device not yet in use would create a context.
+    It asks the driver's tools, not the devices: `mem_get_info` of a device not yet in use would create a context.
     """
     from gpumagic.gpus import probe
 

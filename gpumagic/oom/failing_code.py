@@ -28,12 +28,9 @@ FrameLine = tuple[FrameType, int]
 
 
 def read_scene(error: BaseException, namespace: Mapping[str, object], outside: Collection[int] = ()) -> Scene:
-    """Return where the error happened and what its frames' variables confirm.
+    """Return where the error happened, and what the variables of its frames confirm.
 
-    Args:
-        error: the exception, with its tracebacks still on.
-        namespace: the globals of the user's code; frames over them are the user's.
-        outside: ids of exceptions that were being handled before, and are none of this one's.
+    Frames over `namespace` are the user's; `outside` are the ids of exceptions that were being handled before.
     """
     stack = list(frames.frames_in(error, outside))
     users = [each for each in stack if is_user_code(each[0])]
@@ -90,8 +87,8 @@ def _growth(found: Accumulation, target: object) -> Growth | None:
 
 
 def _graph_names(cell: CellCode | None, own: list[FrameLine]) -> tuple[str, ...]:
-    # A cell's locals are the whole notebook, of which only what it names is this failure's. IPython compiles each
-    # of its statements apart, so the frame's own code names too little.
+    # A cell's locals are the whole notebook, of which only the names in its text concern this failure. IPython
+    # compiles each statement separately, so the frame's own code has too few of them.
     named = cell.names if cell is not None else frozenset[str]()
     found = {}
     for frame, _ in own:
@@ -111,7 +108,7 @@ def has_graph(value: object) -> bool:
 
 
 FIRST = 8
-"""How many members of a list tell whether it is one of tensors."""
+"""How many members of a list are checked to see whether it holds tensors."""
 
 FUNCTIONAL = str(Path("torch", "nn", "functional.py"))
 
@@ -119,15 +116,7 @@ FUNCTIONAL = str(Path("torch", "nn", "functional.py"))
 def read_failing_code(
     error: BaseException, namespace: Mapping[str, object], device: str, shell: object | None, outside: Collection[int]
 ) -> Work:
-    """Return what the user's own frames of an error were working with.
-
-    Args:
-        error: the exception, with its tracebacks still on.
-        namespace: the globals of the user's code.
-        device: whose models and optimizers are looked for.
-        shell: the shell that knows the cells by number.
-        outside: ids of exceptions that were being handled before, and are none of this one's.
-    """
+    """Return what the user's own frames of an error worked with, and the models and optimizers on the device."""
     stack = list(frames.frames_in(error, outside))
     own = [each for each in stack if is_user_code(each[0])]
     if not own:
@@ -195,7 +184,7 @@ def _collections(text: CellText | None, frame: FrameType, device: str) -> dict[s
     for code, value in _values(text, frame):
         members = value if type(value) is list else list(value.values()) if type(value) is dict else []
         if not any(_fact(each) for each in members[:FIRST]):
-            continue  # a long list of numbers is not gone through
+            continue  # do not read all of a long list of numbers
         facts = [fact for fact in map(_fact, members) if fact is not None and fact.device == device]
         if facts:
             found[code] = Collected(len(facts), sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts))

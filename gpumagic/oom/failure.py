@@ -31,7 +31,7 @@ Figures = Mapping[str, AllocatorStats]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is known of a failure while its frames are whole. Holds none of them."""
+    """What is known of a failure while its frames are whole; it holds none of them."""
 
     event: OomEvent
     device: str | None
@@ -84,13 +84,9 @@ def examine(error: Exception, state: GuardState) -> Failure | None:
 
 
 def instant(error: Exception, failure: Failure, state: GuardState, observed: tuple[Share, ...] = ()) -> Instant:
-    """Return what the failing operation worked on and what occupied the device, as far as that can be read.
+    """Return what the failing operation worked on and what occupied the device.
 
-    Args:
-        error: the exception, with its frames.
-        failure: what `examine` returned.
-        state: the guard's.
-        observed: what the `OomObserver` found on the device, before anything was unwound.
+    `observed` is what the `OomObserver` found there before anything was unwound, and is preferred.
     """
     found = Instant()
     if failure.device is None or "torch" not in sys.modules:
@@ -113,7 +109,7 @@ def pinned(error: BaseException, failure: Failure, state: GuardState) -> int | N
 def _capacities(figures: Figures) -> dict[str, tuple[int, int] | None]:
     """Return free and total bytes of each device where memory was taken.
 
-    To ask the driver about an idle CUDA device would create a context on it.
+    Asking the driver about an idle CUDA device would create a context on it.
     """
     return {device: _capacity_of(device) for device, each in figures.items() if each.reserved}
 
@@ -128,8 +124,8 @@ def _recognise(
 def _at_the_instant(event: OomEvent, now: AllocatorStats) -> AllocatorStats:
     """Return the figures as they were when the allocator gave up.
 
-    What an unwinding frame kept on its stack, a comprehension's list say, is freed before anybody can look. The
-    allocator says in its text what was allocated, to two decimals; it decides where it says clearly more.
+    What an unwinding frame kept on its stack, such as a comprehension's list, is freed before it can be read. The
+    allocator's text has what was allocated, to two decimals; it is used where it is clearly more.
     """
     stated = event.numbers.allocated if event.from_allocator else None
     if stated is None or stated <= now.allocated * 1.01:
@@ -172,11 +168,7 @@ MAX_SAMPLES = 4
 
 
 class OomObserver:
-    """Samples a device at each failure of torch's CUDA allocator while it is open.
-
-    Args:
-        sample: takes a device's name and returns what is to be known; it must not allocate on the device.
-    """
+    """Samples a device at each failure of torch's CUDA allocator while it is open; `sample` must not allocate there."""
 
     def __init__(self, sample: Callable[[str], object]) -> None:
         self._sample = sample

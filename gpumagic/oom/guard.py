@@ -1,7 +1,7 @@
-"""`oomguard`: a block that, when it runs out of memory, gives the memory back and says why and what helps.
+"""`oomguard`: guards a block, and when it runs out of memory, releases the memory and reports why and what helps.
 
 While nothing goes wrong it reads the allocator's figures once and does nothing else. The order after a failure:
-recognise it, read its frames, let whoever handles the exception finish, empty the frames, then look at what
+recognise it, read its frames, let whoever handles the exception finish, empty the frames, then read what
 is left. See `heap/release.py` for why not earlier.
 """
 
@@ -87,7 +87,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._is_of_function = False
         self._memory: CellMemory | None = None
         self._timeline: MemoryTimeline | None = None
-        self._then: Callable[[], None] = _nothing
+        self._on_report: Callable[[], None] = _nothing
         self._instant = Instant()
         self._observer: OomObserver | None = None
         self._samples: dict[str, Any] = {}
@@ -120,7 +120,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._state = GuardState(self._namespace, bound, allocator.all_device_stats(), self._shell, outside)
 
     def close(self, error: BaseException | None) -> None:
-        """Look at how the block ended; after out-of-memory, read its frames while they are whole."""
+        """Record how the block ended; after out-of-memory, read its frames while they are whole."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.stop()
@@ -162,7 +162,7 @@ class OomGuard(contextlib.ContextDecorator):
         return report
 
     def __call__(self, function: Function) -> Function:
-        """Return the function guarded, and called again as the guard was told to."""
+        """Return the function guarded, and run again as the options say."""
         self._block = getattr(inspect.unwrap(function), "__code__", None)
         self._is_of_function = True
         self._line = self._block.co_firstlineno if self._block is not None else None
@@ -172,7 +172,7 @@ class OomGuard(contextlib.ContextDecorator):
         return cast("Function", self._rerun(function, self))
 
     def reset(self) -> None:
-        """Forget what was, before another block."""
+        """Forget the last failure, before another block."""
         self.report, self._failure, self._retries = None, None, 0
 
     def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
@@ -211,18 +211,18 @@ class OomGuard(contextlib.ContextDecorator):
         """What is known of the last run that ran out of memory, until it is reported; None if none did."""
         return self._failure
 
-    def let_go(self, error: BaseException | None) -> None:
-        """Release what a run pinned, for the next; `release.reclaim` is left to the caller."""
+    def release_failure(self, error: BaseException | None) -> None:
+        """Release what a run pinned, before the next; `release.reclaim` is left to the caller."""
         self._retries += 1
         if error is not None:
             release.clear_exception(error, self._shell, self._state.outside)
 
-    def on_failure(self, then: Callable[[], None]) -> None:
+    def on_failure(self, callback: Callable[[], None]) -> None:
         """Call something with each report."""
-        self._then = then
+        self._on_report = callback
 
     def publish(self, report: OomReport | FitReport) -> None:
-        """Make something the guard's report, and store it."""
+        """Set and store the guard's report."""
         self.report = report
         if self._store is not None:
             self._store(report)
@@ -250,7 +250,7 @@ class OomGuard(contextlib.ContextDecorator):
         return failure.pinned(error, self._failure, self._state)
 
     def _conclude(self, pinned: int | None = None) -> OomReport:
-        """Make the report of the last failure, from what is alive now; the failure is forgotten."""
+        """Publish and return the report of the last failure, from what is alive now; forget the failure."""
         from gpumagic.oom.evidence import conclude
 
         assert self._failure is not None
@@ -259,7 +259,7 @@ class OomGuard(contextlib.ContextDecorator):
         report = replace(report, instant=self._instant, timeline=self._timeline)
         report = replace(report, actions=kept.actions_of(report, in_notebook=self._shell is not None))
         self.publish(report)
-        self._then()
+        self._on_report()
         return report
 
 
@@ -268,7 +268,7 @@ def _nothing() -> None:
 
 
 def out_of_memory(report: OomReport) -> BaseException:
-    """Return the one-line error a guarded cell fails with: it says what happened and holds on to nothing."""
+    """Return the one-line error a guarded cell fails with; it keeps nothing alive."""
     where = f" in line {report.line}" if report.line is not None else ""
     what = f"{report.device} ran out of memory{where}" if report.device else f"out of memory{where}"
     error: BaseException = recognition.OutOfMemory(f"{what} ({report.message})")
@@ -276,7 +276,7 @@ def out_of_memory(report: OomReport) -> BaseException:
 
 
 def raise_alone(error: BaseException) -> NoReturn:
-    """Raise without the exception being handled as context: that one keeps its arguments alive."""
+    """Raise without the exception being handled as context, which keeps its arguments alive."""
     try:
         raise error
     finally:

@@ -32,7 +32,7 @@ FRAMES = "(failed frames)"
 
 
 def by_names(namespace: Mapping[str, object], device: str, shell: object | None = None) -> list[Ownership]:
-    """Return the claims of the notebook's variables and displayed values on a device, largest first."""
+    """Return the ownerships of the notebook's variables and displayed values on a device, largest first."""
     roots = [*holders.variables(namespace, shell), *_outputs(namespace, shell)]
     return _ownerships(roots, namespace, device, shell)
 
@@ -44,20 +44,20 @@ def in_frames(error: BaseException, namespace: Mapping[str, object], device: str
     return released(_ownerships(roots, namespace, device, None), [FRAMES])
 
 
-def released(claims: Iterable[Ownership], names: Iterable[str]) -> int:
+def released(ownerships: Iterable[Ownership], names: Iterable[str]) -> int:
     """Return the bytes that unbinding all these names together releases."""
     gone = frozenset(names)
-    return sum(claim.nbytes for claim in claims if claim.names <= gone)
+    return sum(each.nbytes for each in ownerships if each.names <= gone)
 
 
-def outputs(claims: Iterable[Ownership]) -> set[str]:
-    """Return the entries of the output cache among the claims, such as ``"Out[3]"``."""
-    return {name for claim in claims for name in claim.names if name.startswith("Out[")}
+def outputs(ownerships: Iterable[Ownership]) -> set[str]:
+    """Return the entries of the output cache among the ownerships, such as ``"Out[3]"``."""
+    return {name for each in ownerships for name in each.names if name.startswith("Out[")}
 
 
-def rows(claims: Iterable[Ownership], device: str) -> tuple[Holder, ...]:
-    """Return the claims as rows of a report; names that share storages stand in one row."""
-    return tuple(Holder(", ".join(sorted(claim.names)), device, claim.nbytes, claim.kind) for claim in claims)
+def rows(ownerships: Iterable[Ownership], device: str) -> tuple[Holder, ...]:
+    """Return the ownerships as rows of a report; names that share storages stand in one row."""
+    return tuple(Holder(", ".join(sorted(each.names)), device, each.nbytes, each.kind) for each in ownerships)
 
 
 def _outputs(namespace: Mapping[str, object], shell: object | None) -> Iterator[tuple[str, object]]:
@@ -89,7 +89,7 @@ def _ownerships(
             key = frozenset(names)
             totals[key] = totals.get(key, 0) + -(-storage.nbytes // grain) * grain
     found = [Ownership(names, nbytes, kinds[min(names)]) for names, nbytes in totals.items()]
-    return sorted(found, key=lambda claim: (-claim.nbytes, sorted(claim.names)))
+    return sorted(found, key=lambda each: (-each.nbytes, sorted(each.names)))
 
 
 def _storages(search: Search, name: str, value: object, table: StorageTable) -> Iterator[Storage]:
@@ -126,12 +126,7 @@ def find_shares(
 ) -> tuple[Share, ...]:  # fmt: skip
     """Return what the bytes of a device are for, largest first, then what the allocator kept for reuse.
 
-    Args:
-        namespace: the notebook's variables.
-        bound: ``{name: id of its value}`` when the cell began.
-        device: which one.
-        shell: the shell, whose outputs count apart.
-        figures: of the device's allocator, at the failure; None where it has no allocator that counts.
+    `bound` is ``{name: id of its value}`` when the cell began; `figures` is None for an allocator that does not count.
     """
     rows = [row for row in scan.scan(namespace, shell=shell) if row.device == device and row.nbytes]
     parts: dict[str, list[TensorRow]] = {}

@@ -4,10 +4,10 @@ Texts are those of PyTorch 0.3 to 2.13 (CUDA, ROCm, XPU, MPS, CPU), CUDA's libra
 JAX and TensorFlow. The first row that matches wins, so a row stands before the more general ones.
 
 Texts round to two decimals, print the device's index as a raw byte (torch 2.2 and 2.3, pytorch#126766) and
-print 16 EiB where the driver knew nothing (microsoft/WSL#11050). A number here is a fallback for
-what the allocator cannot be asked any more, and the size of the request, which stands nowhere else.
+print 16 EiB where the driver knew nothing (microsoft/WSL#11050). Their numbers are a fallback for what the
+allocator no longer knows; the size of the request is found nowhere else.
 
-Works on text and class names alone, over the whole graph of the exception, so it needs no torch and knows
+It uses text and class names alone, over the whole graph of the exception, so it needs no torch and recognises
 the errors of libraries that are not installed. `OutOfMemory`, the one-line error a guarded cell fails with,
 is made here on first use, because it is a subclass of torch's own.
 """
@@ -37,7 +37,7 @@ class Kind:
     text: str
     """Regular expression searched in the exception's text."""
     certainty: str = "certain"
-    """``"certain"``; ``"probable"``: other faults read the same; ``"not-oom"``: reads like it and is not."""
+    """``"certain"``; ``"probable"``: other faults have the same text; ``"not-oom"``: reads like it and is not."""
     memory: str = "device"
     """What ran out: ``"device"``, ``"host"`` or ``"shared"`` (/dev/shm) memory."""
     backend: str | None = None
@@ -55,7 +55,7 @@ class Kind:
 _LOW = {"certainty": "probable", "needs_low_free": True, "backend": "cuda"}
 
 KINDS: tuple[Kind, ...] = (
-    # Faults that speak of memory or resources and need another remedy.
+    # Faults whose text mentions memory or resources, and that need another remedy.
     Kind("device-side assert", r"device-side assert triggered", "not-oom"),
     Kind("triton shared memory", r"out of resource: (shared memory|tensor memory|threads)", "not-oom"),
     Kind("size overflow", r"Storage size calculation overflowed", "not-oom"),
@@ -111,7 +111,7 @@ BY_CLASS: dict[str, Kind] = {
     "OutOfMemoryError": Kind("accelerator allocator", "", allocator=True),
     "MemoryError": Kind("python", "", memory="host"),
 }
-"""What is left to say of an exception whose text no row knows, by the name of one of its classes."""
+"""The kind of an exception whose text matches no row, by the name of one of its classes."""
 
 HOST_ENOMEM = Kind("operating system", "", memory="host")
 """``OSError`` with errno ENOMEM: fork, mmap."""
@@ -122,7 +122,7 @@ _SIZE = r"(\d[\d,]*(?:\.\d+)?)\s*([KMGTP]i?B|bytes?|B)\b"
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What an error's text says, in bytes; None where it says nothing credible."""
+    """The numbers in an error's text, in bytes; None where there is no credible one."""
 
     requested: int | None = None
     exact: bool = False
@@ -224,7 +224,7 @@ def _credible(value: int | None, capacity: int | None) -> int | None:
 
 
 NEARLY_FULL = 1024**3
-"""Free bytes below which a library's vague failure is believed to be a shortage."""
+"""Free bytes below which a library's vague failure is taken for out-of-memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +250,10 @@ class OomEvent:
 
 
 def recognise(error: BaseException, free: int | None = None, outside: Collection[int] = ()) -> OomEvent | None:
-    """Return what ran out, or None for any other exception.
+    """Return what ran out, or None for any other exception; causes, contexts and group members are read too.
 
     Args:
-        error: the exception that ended the cell; causes, contexts and group members are looked at too.
+        error: the exception that ended the cell.
         free: bytes free on the fullest device in use; settles texts that mean several things.
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
@@ -270,7 +270,7 @@ def recognise(error: BaseException, free: int | None = None, outside: Collection
 
 
 def _kind_of(error: BaseException) -> Kind | None:
-    if _is_of_another_trade(error):
+    if _is_no_allocators_error(error):
         return None
     text = _text(error)
     for kind in KINDS:
@@ -282,8 +282,8 @@ def _kind_of(error: BaseException) -> Kind | None:
     return next((BY_CLASS[name] for name in names if name in BY_CLASS), None)
 
 
-def _is_of_another_trade(error: BaseException) -> bool:
-    """Whether it is a built-in error that no allocator raises, so that its text is someone's prose."""
+def _is_no_allocators_error(error: BaseException) -> bool:
+    """Return whether it is a built-in error that no allocator raises, whatever its text says."""
     cls = type(error)
     if getattr(builtins, cls.__name__, None) is not cls:
         return False

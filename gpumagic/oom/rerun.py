@@ -1,6 +1,6 @@
-"""Running a cell or a function again after it ran out of memory: as it was, smaller, at the largest size, elsewhere.
+"""Runs a cell or a function again after it ran out of memory: unchanged, smaller, at the largest size, or elsewhere.
 
-Before each further run the guard frees what the one before pinned, `oom.rollback` puts the notebook back, and one
+Before each further run the guard releases what the previous one pinned, `oom.rollback` restores the notebook, and one
 printed line says what comes next and what cannot be undone. The cell is left as its last run left it.
 """
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from gpumagic.oom.rerun_plan import Plan
 
 
-FindKnob = Callable[[str, str, MutableMapping[str, object], str], settings.Setting]
+FindSetting = Callable[[str, str, MutableMapping[str, object], str], settings.Setting]
 Ask = Callable[[str, settings.Setting], "OtherValues"]
 
 
 class Rerun:
-    """The runs of one piece of code under one guard.
+    """The runs of one piece of code under one guard, whose report is of the last failure.
 
     Args:
         plan: what to do when memory runs out.
-        guard: goes around every run; its report is of the last failure.
+        guard: goes around every run.
         namespace: the variables the code works with.
-        shell: the shell it runs in, if one.
-        find: finds the int of the plan; see `knobs`.
+        shell: the shell it runs in, if any.
+        find: finds the setting that the plan names.
         on: makes a run on another device.
         say: prints a line.
-        ask: returns what rehearses the code with other values of the int.
+        ask: returns the dry runs of the code with other values of the setting.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Rerun:
         guard: OomGuard,
         namespace: MutableMapping[str, object],
         shell: object | None = None,
-        find: FindKnob = settings.find_in_cell,
+        find: FindSetting = settings.find_in_cell,
         on: Callable[[str], DeviceRun] | None = None,
         say: Callable[[str], None] = print,
         ask: Ask | None = None,
@@ -67,29 +67,29 @@ class Rerun:
         plan.check()
         self._plan, self._guard, self._namespace, self._shell = plan, guard, namespace, shell
         self._find, self._say = find, say
-        self._ask = ask or functools.partial(_of_cell, namespace=namespace)
+        self._ask = ask or functools.partial(_ask_for_cell, namespace=namespace)
         self._on = on or functools.partial(DeviceRun, namespace=namespace)
-        self._knob: settings.Setting | None = None
+        self._setting: settings.Setting | None = None
         self._tries: list[Try] = []
         self._elsewhere: DeviceRun | None = None
         self._fits = False
         self._rehearsed: Fit | None = None
 
     def begin(self, source: str) -> str:
-        """Find the int and remember the state; raises `OptionError` where there is no such int."""
+        """Find the setting and remember the state; raises `OptionError` where there is no such int."""
         self._source = source
         if self._plan.name:
             option = "--fit" if self._plan.fit else "--shrink"
-            self._knob = self._find(source, self._plan.name, self._namespace, option)
-        if self._plan.fit and self._knob is not None:
-            self._rehearsed = self._ask(source, self._knob).largest()
+            self._setting = self._find(source, self._plan.name, self._namespace, option)
+        if self._plan.fit and self._setting is not None:
+            self._rehearsed = self._ask(source, self._setting).largest()
         self._rollback = Rollback(self._namespace, source, self._shell)
-        size = self._knob.value if self._knob is not None else None
+        size = self._setting.value if self._setting is not None else None
         expected = self._rehearsed.expected if self._rehearsed is not None else None
         self._steps = steps(self._plan, size, self._failed_device, expected)
         self._step = next(self._steps)
         if expected is not None and self._rehearsed is not None:
-            self._say(_foretold(self._rehearsed, expected))
+            self._say(_prediction(self._rehearsed, expected))
         return self._start()
 
     def guard(self) -> Guard:
@@ -100,7 +100,7 @@ class Rerun:
         return NestedGuard(self._guard, self._elsewhere)
 
     def next(self, outcome: BodyOutcome) -> str | None:
-        """Return the code to run next, with everything put back and freed for it, or None to let the outcome stand."""
+        """Return the code to run next, once state and memory are restored; None if the outcome stands."""
         self._fits = outcome.error_in_exec is None
         if not self._fits and self._guard.failure is None:
             return None  # another error, or Ctrl-C
@@ -110,15 +110,15 @@ class Rerun:
         except StopIteration:
             return None
         self._put_back(outcome)
-        step, passed_over = self._first_that_may_fit(step)
-        self._say(self._announcement(step, passed_over))
+        step, skipped = self._first_that_may_fit(step)
+        self._say(self._announcement(step, skipped))
         self._step, self._fits = step, False
         return self._start()
 
     def end(self) -> None:
-        """Leave the int as it was, unless the code passed with another."""
-        if self._knob is not None and not self._fits:
-            self._knob.restore()
+        """Restore the setting, unless the code passed with another value."""
+        if self._setting is not None and not self._fits:
+            self._setting.restore()
         del self._rollback
 
     def finish(self, outcome: Outcome) -> list[tuple[str, object]]:
@@ -129,8 +129,8 @@ class Rerun:
             report = failure = replace(
                 failure, tries=tuple(self._tries), shrunk=self._plan.name or "", place=self._new_place()
             )  # fmt: skip
-        if self._plan.fit and self._knob is not None and self._tries:
-            report = _fit_report(self._knob, self._tries, failure, self._rehearsed)
+        if self._plan.fit and self._setting is not None and self._tries:
+            report = _fit_report(self._setting, self._tries, failure, self._rehearsed)
         if report is None:
             return []
         self._guard.publish(report)
@@ -140,42 +140,45 @@ class Rerun:
         return [(self._guard.name, report), *([] if elsewhere is None else [(DeviceRun.name, elsewhere)])]
 
     def _start(self) -> str:
-        """Give the int the value of the coming run, and return the code to run."""
+        """Set the value for the coming run, and return the code to run."""
         self._started = time.perf_counter()
         size = self._step.size
-        changed = self._knob.apply(size) if self._knob is not None and size not in (None, self._knob.value) else None
+        if self._setting is None or size is None or size == self._setting.value:
+            return self._source
+        changed = self._setting.apply(size)
         return self._source if changed is None else changed
 
     def _first_that_may_fit(self, step: Step) -> tuple[Step, list[int]]:
-        """Return the step, or where the int is being halved the first that a rehearsal does not say no to."""
-        passed_over: list[int] = []
-        if not self._plan.shrink or self._knob is None or step.device is not None:
-            return step, passed_over
-        ask = self._ask(self._source, self._knob)
-        while step.size is not None and 1 < step.size < self._knob.value and ask.fits(step.size) is False:
-            passed_over.append(step.size)
+        """Return the step, or while halving the first that a dry run does not rule out."""
+        skipped: list[int] = []
+        if not self._plan.shrink or self._setting is None or step.device is not None:
+            return step, skipped
+        ask = self._ask(self._source, self._setting)
+        while step.size is not None and 1 < step.size < self._setting.value and ask.fits(step.size) is False:
+            skipped.append(step.size)
             step = self._steps.send(False)
-        return step, passed_over
+        return step, skipped
 
     def _put_back(self, outcome: BodyOutcome) -> None:
         error, outcome.error_in_exec, outcome.result = outcome.error_in_exec, None, None
-        self._guard.let_go(error)
+        self._guard.release_failure(error)
         del error
         lost = self._rollback.undo()
         release.reclaim()
         self._tries[-1] = replace(self._tries[-1], lost=lost)
 
     def _new_place(self) -> str:
-        """Return how to write the int with which the code passed, where that is not what it was."""
-        size = self._step.size
-        changed = self._fits and self._knob is not None and size is not None and size != self._knob.value
-        return self._knob.place(size) if changed and self._knob is not None and size is not None else ""
+        """Return how to write the value with which the code passed, where that is not the original."""
+        size, setting = self._step.size, self._setting
+        if not self._fits or setting is None or size is None or size == setting.value:
+            return ""
+        return setting.place(size)
 
     def _failed_device(self) -> str | None:
         return self._guard.failure.device if self._guard.failure is not None else None
 
     def _result(self) -> Try:
-        """Return what the run that ended came to."""
+        """Return the record of the run that ended."""
         ran = Try(
             len(self._tries) + 1, self._step.size, self._step.device, fits=self._fits,
             seconds=time.perf_counter() - self._started, allocated=_in_use(self._failed_device()),
@@ -189,13 +192,13 @@ class Rerun:
             ran, allocated=in_use, requested=failure.event.numbers.requested, line=failure.scene.line
         )  # fmt: skip
 
-    def _announcement(self, step: Step, passed_over: list[int]) -> str:
+    def _announcement(self, step: Step, skipped: list[int]) -> str:
         last = self._tries[-1]
         what = f"{self._plan.name} = {last.size}" if last.size is not None else "the cell"
         where = f" in line {last.line}" if last.line is not None else ""
         became = "fits" if last.fits else f"ran out of memory{where}"
         undone = f" Cannot be undone: {', '.join(last.lost)}." if last.lost else ""
-        no = f" Rehearsed: {' and '.join(map(str, passed_over))} would not fit." if passed_over else ""
+        no = f" Rehearsed: {' and '.join(map(str, skipped))} would not fit." if skipped else ""
         return f"%%oomguard: {what} {became}; now {self._described(step)}.{undone}{no}"
 
     def _described(self, step: Step) -> str:
@@ -214,13 +217,13 @@ class Rerun:
 
 
 def _names_read(source: str) -> frozenset[str]:
-    """Return the variables that code reads before it binds them anew."""
+    """Return the variables that code reads before it rebinds them."""
     cell = cell_code.read_cell(source)
     return cell.reads - cell.bound_first if cell is not None else frozenset()
 
 
 def _line_that_names(device: str | None, source: str) -> int | None:
-    """Return the first line of some code with a device's name in quotes: a default device does not change that one."""
+    """Return the first line with a device's name in quotes, which a default device does not change."""
     nodes = ast.walk(ast.parse(source))
     return min((node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value == device), default=None)
 
@@ -231,14 +234,14 @@ def _in_use(device: str | None) -> int | None:
     return now.get(device) if device is not None else max(now.values(), default=None)
 
 
-def _of_cell(source: str, knob: settings.Setting, namespace: MutableMapping[str, object]) -> OtherValues:
+def _ask_for_cell(source: str, setting: settings.Setting, namespace: MutableMapping[str, object]) -> OtherValues:
     from gpumagic.dryrun import cells
 
-    return cells.with_other_values(source, knob, namespace)
+    return cells.with_other_values(source, setting, namespace)
 
 
-def _foretold(rehearsed: Fit, expected: int) -> str:
-    """Return the line before the first run of a search that rehearsals have done already."""
+def _prediction(rehearsed: Fit, expected: int) -> str:
+    """Return the line printed before the first run, where dry runs have predicted the size."""
     asked = count(len(rehearsed.tried), "size")
     if rehearsed.largest is None:
         return f"%%oomguard: rehearsed with {asked}: {rehearsed.reason}; now {rehearsed.name} = {expected}."
@@ -250,25 +253,25 @@ def _foretold(rehearsed: Fit, expected: int) -> str:
 
 
 def _fit_report(
-    knob: settings.Setting, tries: list[Try], failure: OomReport | None, rehearsed: Fit | None
+    setting: settings.Setting, tries: list[Try], failure: OomReport | None, rehearsed: Fit | None
 ) -> FitReport:
     sized = [(each.size, each.fits) for each in tries if each.device is None and each.size is not None]
     best = max((size for size, fits in sized if fits), default=None)
     ceiling = min((size for size, fits in sized if not fits), default=None)
     notes = []
-    foretold = rehearsed is not None and rehearsed.expected is not None
-    if rehearsed is not None and not foretold:
+    is_predicted = rehearsed is not None and rehearsed.expected is not None
+    if rehearsed is not None and not is_predicted:
         notes.append(f"The sizes were run, not rehearsed: {rehearsed.reason}.")
     elif rehearsed is not None and ceiling is None:
         ceiling = rehearsed.ceiling
-        notes += _of_rehearsal(rehearsed)
-    if best is not None and ceiling is None and not foretold:
+        notes += _dry_run_notes(rehearsed)
+    if best is not None and ceiling is None and not is_predicted:
         notes.append(f"Nothing up to {best} failed, and there the search ended: the cell's memory may not go with it.")
-    place = knob.place(best) if best is not None else ""
-    return FitReport(knob.name, best, ceiling, tuple(tries), place, failure, tuple(notes), rehearsed)
+    place = setting.place(best) if best is not None else ""
+    return FitReport(setting.name, best, ceiling, tuple(tries), place, failure, tuple(notes), rehearsed)
 
 
-def _of_rehearsal(rehearsed: Fit) -> list[str]:
+def _dry_run_notes(rehearsed: Fit) -> list[str]:
     if rehearsed.largest is None:
         return [f"Rehearsed: {rehearsed.reason}."]
     law = f"{size(rehearsed.base)} and {size(round(rehearsed.each))} for each 1"
@@ -282,11 +285,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def decorate(plan: Plan, function: Function, guard: OomGuard) -> Function:
     """Return a function that is called under a guard, and again as the plan says.
-
-    Args:
-        plan: what to do when memory runs out.
-        function: has a parameter of the plan's name, if the plan has one.
-        guard: its `report` is of the last call.
 
     Raises:
         OptionError: the function has no such parameter, or only starts when it is called.
@@ -313,7 +311,7 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments, plan: Pla
     guard.reset()
     runs = Rerun(
         plan, guard, bound.arguments, find=lambda _, *wanted: settings.find_in_arguments(*wanted),
-        on=functools.partial(_on, function=function), ask=functools.partial(_ask, function, bound),
+        on=functools.partial(_device_run, function=function), ask=functools.partial(_ask_for_call, function, bound),
     )  # fmt: skip
     runs.begin("")
     outcome = guards.run_guarded(runs, lambda _: function(*bound.args, **bound.kwargs), "")
@@ -331,18 +329,20 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments, plan: Pla
         del error
 
 
-def _ask(function: Callable[..., Any], bound: inspect.BoundArguments, _: str, knob: settings.Setting) -> OtherValues:
-    """Return what rehearses the call with other values of an argument."""
+def _ask_for_call(
+    function: Callable[..., Any], bound: inspect.BoundArguments, _: str, setting: settings.Setting
+) -> OtherValues:
+    """Return the dry runs of the call with other values of an argument."""
     from gpumagic.dryrun import cells
 
     def imagine(value: int) -> tuple[Callable[[], object], dict[str, object]]:
         arguments = bound.signature.bind(*bound.args, **bound.kwargs)
-        arguments.arguments[knob.name] = value
+        arguments.arguments[setting.name] = value
         return functools.partial(function, *arguments.args, **arguments.kwargs), {}
 
-    return cells.OtherValues(knob, imagine, getattr(function, "__globals__", {}))
+    return cells.OtherValues(setting, imagine, getattr(function, "__globals__", {}))
 
 
-def _on(device: str, function: Callable[..., Any]) -> DeviceRun:
+def _device_run(device: str, function: Callable[..., Any]) -> DeviceRun:
     code = getattr(function, "__code__", None)
     return DeviceRun(device, namespace=getattr(function, "__globals__", {}), filename=code and code.co_filename)

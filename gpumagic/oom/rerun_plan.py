@@ -1,7 +1,6 @@
-"""What to do when a cell runs out of memory, which sizes to try, and the runs that follow from it.
+"""What to do when a cell runs out of memory: which sizes to try, and the runs that follow.
 
-A search is a generator: it yields a size and is sent whether that size fitted. What tries a size, a real run of the
-cell or a prediction, is nothing to it.
+A search is a generator: it yields a size and is sent whether that size fitted, in a real run or in a dry run.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from gpumagic.memory import allocator
 Search = Generator[int, bool, None]
 
 NEAR = 0.01
-"""How near the largest size is sought, as a share of it: every further try is a run of the cell."""
+"""The relative precision of the largest size: every further try is a run of the cell."""
 MAX_TRIES = 24
-"""Sizes that `largest` tries at most, the repetition of the best one not counted."""
+"""Sizes that `largest` tries at most, not counting the repetition of the best one."""
 MAX_DOUBLINGS = 10
-"""How often it doubles a size that goes on fitting: a cell that a thousand times of it fits does not depend on it."""
+"""How often it doubles a size that fits: a cell that fits with a thousand times the size does not depend on it."""
 
 
 def halving(size: int) -> Search:
@@ -32,14 +31,12 @@ def halving(size: int) -> Search:
 
 
 def largest(size: int, fails: int | None = None) -> Search:
-    """Yield sizes until the largest that fits is known to within a percent; if any fits, it is the last yielded.
+    """Yield sizes, from `size` on, until the largest that fits is known to within a percent; it is yielded last.
 
-    Args:
-        size: where to begin, at least 1.
-        fails: a size that is known not to fit.
+    `fails` is a size that is known not to fit.
     """
     fits, tried, last = 0, 0, 0
-    while tried < MAX_TRIES and not _is_settled(fits, fails, size):
+    while tried < MAX_TRIES and not _is_done(fits, fails, size):
         last, tried = _next(fits, fails, size), tried + 1
         if (yield last):
             fits = last
@@ -50,16 +47,12 @@ def largest(size: int, fails: int | None = None) -> Search:
 
 
 def confirmed(size: int) -> Search:
-    """Yield a size that should be the largest that fits; only if it does not fit, search for the one that does.
-
-    Args:
-        size: at least 1.
-    """
+    """Yield the predicted largest size; search for a smaller one only if it does not fit."""
     if not (yield size) and size > 1:
         yield from largest(max(1, size - max(1, size // 32)), size)
 
 
-def _is_settled(fits: int, fails: int | None, start: int) -> bool:
+def _is_done(fits: int, fails: int | None, start: int) -> bool:
     if fails is None:
         return fits >= start << MAX_DOUBLINGS
     return fails - fits <= max(1, int(fits * NEAR))
@@ -75,13 +68,13 @@ def _next(fits: int, fails: int | None, start: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do when memory runs out; every part may be left out.
+    """What to do when memory runs out; every part is optional.
 
     Attributes:
-        retries: how often to run again as it was, first of all.
+        retries: how often to run it again unchanged, first of all.
         shrink: the name of an int to halve until the cell fits.
         fit: the name of an int of which to find the largest value that fits.
-        fallback: the device to run on at last, ``"auto"`` for the emptiest other one.
+        fallback: the device to run on last, ``"auto"`` for the one with most free memory.
     """
 
     retries: int = 0
@@ -91,11 +84,11 @@ class Plan:
 
     @property
     def name(self) -> str | None:
-        """The name of the int that goes up and down."""
+        """The name of the int that varies."""
         return self.fit or self.shrink
 
     def check(self) -> None:
-        """Raise `GpuMagicError` where the parts contradict each other or the device is not here."""
+        """Raise `GpuMagicError` where the parts contradict each other or the device does not exist."""
         if self.fit and (self.shrink or self.retries):
             raise OptionError("fit tries sizes up and down by itself; leave out shrink and retry")
         if self.fallback not in (None, "auto"):
@@ -107,7 +100,7 @@ class Step:
     """One run."""
 
     size: int | None
-    """The value of the int that goes up and down."""
+    """The value of the int that varies."""
     device: str | None = None
     """Where to run, if elsewhere."""
 
@@ -115,13 +108,9 @@ class Step:
 def steps(
     plan: Plan, size: int | None, failed: Callable[[], str | None], expected: int | None = None
 ) -> Generator[Step, bool, None]:
-    """Yield the runs, each sent whether it fitted: first as the cell is, then as the plan says.
+    """Yield the runs, each sent whether it fitted: first the cell unchanged, then as the plan says.
 
-    Args:
-        plan: what to do.
-        size: the int's first value.
-        failed: says which device ran out of memory last.
-        expected: what should be the largest value that fits, where that is known.
+    `failed` returns the device that ran out last; `expected` is the predicted largest value, if known.
     """
     if plan.fit and size is not None:
         fits = yield from _sized(largest(size) if expected is None else confirmed(expected))

@@ -1,13 +1,11 @@
-"""What a run of some code changed, put back so that it can run again from where it began, as far as that can be known.
+"""Undoes what a run of some code changed, as far as possible, so that the code can run again from where it began.
 
-No tensor is kept alive for it and none is copied, so what was written cannot be put back: it can be said. What can be
-put back is a gradient that was not there: it is taken away, because a second backward would add to it.
+No tensor is kept alive or copied. Restored: names that the run bound or replaced, entries added to lists, dicts and
+sets, first gradients (removed, because a second backward would add to them), and random states. Reported but not
+restored: tensors changed in place, hence an optimizer's steps. Not seen: numpy arrays, files, and the attributes of
+other objects.
 
-Put back: names that the run bound or replaced, what came into lists, dicts and sets, first gradients, and random
-states. Not put back, but said: tensors changed in place, hence an optimizer's steps. Not seen: numpy arrays, files,
-and the insides of other objects.
-
-Nothing on an accelerator is kept for it: the run would have had that memory back when it bound the name anew.
+Nothing on an accelerator is kept: the run would have got that memory back when it rebound the name.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from gpumagic.heap import holders, kinds
@@ -25,28 +24,26 @@ from gpumagic.memory import allocator
 from gpumagic.source import cell_code
 
 
-class _Mark(NamedTuple):
+class _TensorState(NamedTuple):
     tensor: weakref.ref[Any]
     version: int
     gradient: tuple[int, int] | None
-    """Where its gradient lay, and its version; None where it had none."""
+    """The address and version of its gradient; None if it had none."""
 
 
 class WrittenTensors:
-    """The tensors that some variables reach, as they are now.
-
-    Args:
-        reached: the tensors by variable; they are not kept.
-    """
+    """The versions of the tensors that some variables reach; the tensors are not kept alive."""
 
     def __init__(self, reached: Mapping[str, Iterable[Any]]) -> None:
         self._names = {name: [id(each) for each in tensors] for name, tensors in reached.items()}
         unique = {id(each): each for tensors in reached.values() for each in tensors}
         own = _gradients(list(unique.values()))
-        self._marks = {key: _Mark(weakref.ref(each), version(each), own.get(key)) for key, each in unique.items()}
+        self._marks = {
+            key: _TensorState(weakref.ref(each), version(each), own.get(key)) for key, each in unique.items()
+        }
 
     def changed(self) -> dict[str, set[int]]:
-        """Return the tensors written to, by variable, as numbers that tell them apart."""
+        """Return the ids of the tensors written to, by variable."""
         alive = {key: mark.tensor() for key, mark in self._marks.items()}
         own = _gradients([each for each in alive.values() if each is not None])
         written = {
@@ -58,29 +55,15 @@ class WrittenTensors:
         return {name: written & set(keys) for name, keys in self._names.items() if written & set(keys)}
 
     def drop_new_gradients(self) -> None:
-        """Take away the gradients that were not there."""
+        """Remove the gradients that are new."""
         for mark in self._marks.values():
             tensor = mark.tensor()
             if tensor is not None and mark.gradient is None and tensor.is_leaf and tensor.grad is not None:
                 tensor.grad = None
 
 
-def reached_by(variables: Iterable[tuple[str, object]], namespace: Mapping[str, object], shell: object | None) -> Any:
-    """Return the tensors that each variable reaches, ``{name: [tensor, ...]}``; the caller lets go of them."""
-    search = holders.tensor_search(namespace, shell)
-    reached: dict[str, list[Any]] = {}
-    try:
-        with undisturbed():
-            for key, ways in search.run(variables).items():
-                for name in dict.fromkeys(way.root() for way in ways):
-                    reached.setdefault(name, []).append(search.tensors[key])
-    finally:
-        search.release()
-    return reached
-
-
 def version(tensor: Any) -> int:
-    """Return how often a tensor has been changed in place; 0 for one of inference mode, which counts nothing."""
+    """Return how often a tensor has been changed in place; 0 for an inference tensor, which has no count."""
     try:
         return int(tensor._version)
     except Exception:
@@ -88,100 +71,60 @@ def version(tensor: Any) -> int:
 
 
 def is_on_accelerator(tensor: Any) -> bool:
-    """Tell whether a tensor occupies memory of a device."""
+    """Return whether a tensor occupies memory of a device."""
     return tensor.device.type not in ("cpu", "meta")
 
 
 def _gradients(tensors: list[Any]) -> dict[int, tuple[int, int]]:
-    """Return where each tensor's gradient lies and its version, by the tensor's `id`."""
+    """Return the address and version of each tensor's gradient, by the tensor's `id`."""
     with undisturbed():
         leaves = kinds.leaves(tensors)
         found = kinds.peek_gradients(leaves) or ()
         return {id(leaves[i]): (alias.data_ptr(), version(alias)) for i, alias in found}
 
 
-Restore = Callable[[], None]
+def random_states(namespace: Mapping[str, object]) -> Iterator[Callable[[], object]]:
+    """Yield what restores the random states of Python, numpy, torch and the variables, any number of times.
 
-
-def remember_random_states(namespace: Mapping[str, object]) -> list[Restore]:
-    """Return what sets the generators of Python, numpy, torch and the variables back; may be called again and again.
-
-    Only devices in use are asked: any other has drawn nothing yet, and asking would bring it to life.
+    Only devices in use are asked: any other has drawn nothing yet, and asking would initialise it.
     """
-    return list(_all(namespace))
-
-
-def _all(namespace: Mapping[str, object]) -> Iterator[Restore]:
-    state = random.getstate()
-    yield lambda: random.setstate(state)
+    yield partial(random.setstate, random.getstate())
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
-        legacy = numpy.get_state()
-        yield lambda: numpy.set_state(legacy)
+        yield partial(numpy.set_state, numpy.get_state())
     torch: Any = sys.modules.get("torch")
     if torch is not None:
-        yield from _of_torch(torch)
+        yield partial(torch.set_rng_state, torch.get_rng_state())
+        for device in allocator.all_device_stats():
+            backend, _, index = device.partition(":")
+            module: Any = allocator.device_module(backend)
+            if hasattr(module, "get_rng_state"):
+                place = () if backend == "mps" else (int(index),)
+                yield partial(module.set_rng_state, module.get_rng_state(*place), *place)
     for value in list(namespace.values()):
-        yield from _of_variable(value, numpy, torch)
-
-
-def _of_torch(torch: Any) -> Iterator[Restore]:
-    state = torch.get_rng_state()
-    yield lambda: torch.set_rng_state(state)
-    for device in allocator.all_device_stats():
-        backend, _, index = device.partition(":")
-        module: Any = allocator.device_module(backend)
-        if hasattr(module, "get_rng_state"):
-            yield _of_device(module, () if backend == "mps" else (int(index),))
-
-
-def _of_device(module: Any, place: tuple[int, ...]) -> Restore:
-    state = module.get_rng_state(*place)
-
-    def restore() -> None:
-        module.set_rng_state(state, *place)
-
-    return restore
-
-
-def _of_variable(value: Any, numpy: Any, torch: Any) -> Iterator[Restore]:
-    """Yield the same for a generator that a variable is."""
-    if type(value) is random.Random:
-        state = value.getstate()
-        yield lambda: value.setstate(state)
-    elif numpy is not None and type(value) is numpy.Generator:
-        bits = value.bit_generator
-        inside = bits.state
-        yield lambda: setattr(bits, "state", inside)
-    elif torch is not None and type(value) is torch.Generator:
-        saved = value.get_state()
-        yield lambda: _set(value, saved)
-
-
-def _set(generator: Any, state: Any) -> None:
-    generator.set_state(state)
+        generator: Any = value
+        if type(value) is random.Random:
+            yield partial(generator.setstate, generator.getstate())
+        elif numpy is not None and type(value) is numpy.Generator:
+            yield partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+        elif torch is not None and type(value) is torch.Generator:
+            yield partial(generator.set_state, generator.get_state())
 
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 MAX_LENGTH = 100_000
-"""Entries above which a container's own are not remembered."""
+"""The size above which a container's entries are not remembered."""
 
 Entries = Mapping[int, int] | tuple[int, ...]
-"""The ids of what a container holds, of a dict by those of its keys."""
+"""The ids of a container's entries; of a dict, by the ids of its keys."""
 
 
 class Rollback:
-    """The state before a run; `undo` goes back to it, any number of times.
-
-    Args:
-        namespace: the variables that the run may bind.
-        source: the code that runs, "" where it binds none of them.
-        shell: the shell, whose own names are left alone.
-    """
+    """The state before a run of `source`, which may bind variables of `namespace`; `undo` restores it, repeatedly."""
 
     def __init__(self, namespace: MutableMapping[str, object], source: str = "", shell: object | None = None) -> None:
         self._namespace, self._shell = namespace, shell
-        self._remade, self._rebound = _stores(source)
+        self._remade, self._rebound = _bound_names(source)
         mine = self._mine()
         self._bound = {name: id(value) for name, value in mine.items()}
         self._kept: dict[str, object] = {}
@@ -192,10 +135,10 @@ class Rollback:
             self._keep(name, value, any(map(is_on_accelerator, reached.get(name, ()))))
         self._steps = {name: _steps(value) for name, value in mine.items() if _is_optimizer(value)}
         self._contents = {name: _entries(value) for name, value in mine.items() if _is_container(value)}
-        self._random = remember_random_states(mine)
+        self._random = list(random_states(mine))
 
     def undo(self) -> tuple[str, ...]:
-        """Put back what can be, and return what cannot, in words."""
+        """Restore what can be restored, and return what cannot, in words."""
         self._tensors.drop_new_gradients()
         lost = [*self._written(), *self._restore_contents(), *self._restore_names()]
         for restore in self._random:
@@ -203,18 +146,26 @@ class Rollback:
         return tuple(lost)
 
     def _mine(self) -> dict[str, object]:
-        """Return the variables but for the shell's own."""
+        """Return the variables except the shell's own."""
         own = getattr(self._shell, "user_ns_hidden", {})
         return {name: value for name, value in list(self._namespace.items()) if name not in own}
 
     def _reached(self, *names: str) -> dict[str, list[Any]]:
+        """Return the tensors that each variable reaches, all variables without names; the caller releases them."""
         if "torch" not in sys.modules:
             return {}
-        variables = [(name, self._namespace[name]) for name in names]
-        found: dict[str, list[Any]] = reached_by(
-            variables or holders.variables(self._namespace, self._shell), self._namespace, self._shell
-        )  # fmt: skip
-        return found
+        named = [(name, self._namespace[name]) for name in names]
+        search = holders.tensor_search(self._namespace, self._shell)
+        reached: dict[str, list[Any]] = {}
+        try:
+            with undisturbed():
+                found = search.run(named or holders.variables(self._namespace, self._shell))
+                for key, ways in found.items():
+                    for name in dict.fromkeys(way.root() for way in ways):
+                        reached.setdefault(name, []).append(search.tensors[key])
+        finally:
+            search.release()
+        return reached
 
     def _keep(self, name: str, value: object, on_accelerator: bool) -> None:
         if type(value) in SCALARS or (name in self._rebound and name not in self._remade and not on_accelerator):
@@ -230,14 +181,14 @@ class Rollback:
         for name, taken in stepped.items():
             if taken > 0:
                 yield f"{taken} step{'s' if taken > 1 else ''} of {name}"
-        told: set[int] = set()
+        listed: set[int] = set()
         for name in sorted(changed, key=lambda each: each in stepped):  # a model before its optimizer
-            if not changed[name] <= told and stepped.get(name, 0) <= 0:
-                told |= changed[name]
+            if not changed[name] <= listed and stepped.get(name, 0) <= 0:
+                listed |= changed[name]
                 yield f"changes in place of {name}"
 
     def _has(self, name: str) -> bool:
-        """Tell whether a name is bound to what it was."""
+        """Return whether a name is bound to the same object as before."""
         return name in self._namespace and id(self._namespace[name]) == self._bound[name]
 
     def _restore_contents(self) -> Iterator[str]:
@@ -256,11 +207,11 @@ class Rollback:
             elif name not in self._remade:
                 yield f"the new value of {name}" if name in self._namespace else f"the deletion of {name}"
             elif name in self._namespace and any(map(is_on_accelerator, self._reached(name).get(name, ()))):
-                del self._namespace[name]  # the run makes it anew; both alive at once would not fit either
+                del self._namespace[name]  # the run makes a new one; both at once would not fit either
 
 
-def _stores(source: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that code binds before it reads them, and all that it binds or deletes."""
+def _bound_names(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that code binds before it reads them, and all names that it binds or deletes."""
     cell = cell_code.read_cell(source)
     if cell is None or cell.text is None:
         return frozenset(), frozenset()
@@ -274,7 +225,7 @@ def _is_optimizer(value: object) -> bool:
 
 
 def _steps(optimizer: Any) -> int:
-    """Return how many steps an optimizer has taken, from how often its counters were changed: no device is read."""
+    """Return how many steps an optimizer has taken, from the versions of its counters: no device is read."""
     states = [state for state in list(optimizer.state.values()) if isinstance(state, dict)]
     counters = [state["step"] for state in states if "step" in state]
     return max((each if isinstance(each, int) else version(each) for each in counters), default=0)
@@ -291,7 +242,7 @@ def _entries(value: Any) -> Entries:
 
 
 def _restore_entries(value: Any, before: Entries) -> bool:
-    """Take out of a container what came in, and tell whether it holds again what it held."""
+    """Remove the new entries of a container, and return whether it holds what it held."""
     if type(value) is list:
         if tuple(map(id, value[: len(before)])) == before:
             del value[len(before) :]

@@ -37,12 +37,7 @@ def view_fit(report: FitReport) -> Document:
 
 
 def tries_table(tries: Sequence[Try], name: str) -> Table:
-    """Return the runs of a cell, in order.
-
-    Args:
-        tries: the runs.
-        name: what the int is called that went up and down; "" where none did.
-    """
+    """Return the runs of a cell, in order; `name` is the int that varied, "" for none."""
     lost = any(each.lost for each in tries)
     columns = [
         Column("run", "right"), *([Column(name, "right")] if name else []), Column("ended"), Column("in use", "right"),
