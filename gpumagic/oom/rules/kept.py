@@ -5,17 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from gpumagic.oom.report import Action, Advice, OomReport
-from gpumagic.oom.rules.facts import Collection, Facts, Growth, TensorFact
+from gpumagic.oom.rules.facts import Collection, Facts, Growth, Ownership, TensorFact
 from gpumagic.oom.rules.proposal import prepare, propose
 from gpumagic.report.units import count, size
 from gpumagic.source.text import CellText, Change, called_name, keyword, names_in
-
-if TYPE_CHECKING:
-    from gpumagic.oom.rules.facts import Ownership
-
 
 WORTH_NAMING = 1024**2
 """Bytes below which a leftover is not worth a word."""
