@@ -147,12 +147,16 @@ class EngineCell:
         """Raise what `%%px` would, or `OutOfMemory` where nothing else went wrong."""
         __tracebackhide__ = True
         states = {answer.engine: answer.state for answer in report.engines}
-        out = [engine for engine in sent if states[engine] == OUT_OF_MEMORY]
+        out = [answer for answer in report.engines if answer.state == OUT_OF_MEMORY]
         others = [future for engine, future in sent.items() if states[engine] not in (ANSWERED, OUT_OF_MEMORY)]
         if others:
             _raise_as_px(others, f"%%{self.magic}", shown="dead" not in states.values())
         if out and not self.keep_going:
-            _raise_out_of_memory(report)
+            from gpumagic.oom.guard import raise_alone
+            from gpumagic.oom.recognition import OutOfMemory
+
+            parts = [f"engine {answer.engine} ran out of memory: {answer.detail}" for answer in out]
+            raise_alone(OutOfMemory("; ".join(parts)))
 
 
 def _with_outcome(answer: EngineAnswer, result: object) -> EngineAnswer:
@@ -189,12 +193,3 @@ def _raise_as_px(futures: Sequence[Any], name: str, *, shown: bool) -> NoReturn:
             raise error.AlreadyDisplayedError(several) from None
         raise
     raise AssertionError("none of them failed")
-
-
-def _raise_out_of_memory(report: ClusterReport) -> NoReturn:
-    __tracebackhide__ = True
-    from gpumagic.oom.guard import raise_alone
-    from gpumagic.oom.recognition import OutOfMemory
-
-    out = [answer for answer in report.engines if answer.state == OUT_OF_MEMORY]
-    raise_alone(OutOfMemory("; ".join(f"engine {answer.engine} ran out of memory: {answer.detail}" for answer in out)))

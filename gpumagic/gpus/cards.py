@@ -208,8 +208,8 @@ def _connection_type(binding: ModuleType, one: Any, other: Any) -> str:
 def _count_nvlinks(binding: ModuleType, handle: Any) -> int:
     up = int(binding.nvmlDeviceGetNvLinkState(handle, 0))  # an error where the card has no NVLink at all
     for link in range(1, MAX_LINKS):
-        state, refusal = nvml.query(partial(binding.nvmlDeviceGetNvLinkState, handle, link))
-        if refusal:
+        state, reason = nvml.query(partial(binding.nvmlDeviceGetNvLinkState, handle, link))
+        if reason:
             break  # it has no more of them
         up += int(state or 0)
     return up
@@ -272,10 +272,10 @@ def read_cards(*, processes: bool = False, everything: bool = False) -> NvmlSnap
     )
     handles = [nvml.query(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
     cards = tuple(
-        Card(index, {}, {"all": refusal})
-        if refusal
-        else _read_card(binding, handle, index, processes or everything, everything)
-        for index, (handle, refusal) in enumerate(handles)
+        _read_card(binding, handle, index, processes or everything, everything)
+        if reason is None
+        else Card(index, {}, {"all": reason})
+        for index, (handle, reason) in enumerate(handles)
     )
     if everything:
         cards = _with_topology(binding, cards, [handle for handle, _ in handles])

@@ -125,11 +125,11 @@ def _headline(report: CellsReport) -> str:
     if not report.recorded:
         return "No cell has been recorded yet"
     touched = len({row.cell for row in report.cells})
-    said = f"{count(report.recorded, 'cell')}, {touched} of which touched a device's memory"
+    text = f"{count(report.recorded, 'cell')}, {touched} of which touched a device's memory"
     most = max(report.cells, key=lambda row: row.growth, default=None)
     if most is None or most.growth <= 0:
-        return said
-    return f"{said}; cell {most.cell} grew it most: {most.device} by {size(most.growth)}"
+        return text
+    return f"{text}; cell {most.cell} grew it most: {most.device} by {size(most.growth)}"
 
 
 def _table(rows: Sequence[CellRow], report: CellsReport, caption: str) -> Table:

@@ -15,7 +15,7 @@ from gpumagic.cluster.report import ClusterReport, EngineAnswer, engine_ranges, 
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.base import Origin, to_html, to_text
-from gpumagic.tensors.report import TensorReport, TensorRow
+from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
 
 GIB = 1 << 30
 
@@ -124,6 +124,34 @@ def test_tensors_alike_on_several_engines_are_one_line() -> None:
     found = [TensorReport((weight,)), TensorReport((hoard, weight)), TensorReport((weight._replace(device="cuda:1"),))]
     lines = to_text(gpumagic.merge(found), 100).splitlines()
     assert [line.split()[:2] for line in lines[3:]] == [["1", "hoard"], ["0-2", "net.weight"]]
+
+
+def test_totals_and_devices_say_which_engine_has_most() -> None:
+    weight = TensorRow("cuda:0", 4096, (32, 32), "float32", "parameter", "net.weight")
+    hoard = TensorRow("cuda:1", 1 << 20, (1 << 18,), "float32", "plain", "hoard")
+    memory = DeviceMemoryRow("cuda:0", 1, 1, 4096, 0, 0, 512, 4608, 3584)
+    other = DeviceMemoryRow("cuda:1", 1, 1, 1 << 20, 0)
+    merged = gpumagic.merge([TensorReport((weight,), (memory,)), TensorReport((hoard, weight), (memory, other))])
+    assert to_text(replace(merged, group_by="holder"), 100).splitlines() == [
+        "3 tensors, 1.0 MiB · 2 engines",
+        "Holder     Size               Engines  Most on",
+        "──────  ────────────────────  ───────  ──────────",
+        "hoard   1.0 MiB ████████████        1  1: 1.0 MiB",
+        "net     8.0 KiB █░░░░░░░░░░░        2  0: 4.0 KiB",
+        "Engine  Device  Tensors    Named  Unnamed  Unexplained  Allocated                Cached",
+        "──────  ──────  ───────  ───────  ───────  ───────────  ──────────────────────  ───────",
+        "1       cuda:1        1  1.0 MiB      0 B          n/a        n/a                   n/a",
+        "0, 1    cuda:0        1  4.0 KiB      0 B        512 B    4.5 KiB ██████▒░░░░░  3.5 KiB",
+    ]
+
+
+def test_a_host_of_many_is_one_row_with_the_sums_of_its_gpus() -> None:
+    assert to_text(cluster(33, 1, 1), 100).splitlines()[:4] == [
+        "33 GPUs · 33 engines on 33 hosts",
+        "Host     GPUs  Memory                        Engines' part  Engines  Util  Fullest",
+        "───────  ────  ────────────────────────────  ─────────────  ───────  ────  ──────────",
+        "node032     1  32.0 / 80.0 GiB ▒▒▒▒▒░░░░░░░        nothing  32        40%  cuda:0 40%",
+    ]
 
 
 @given(st.sets(st.integers(0, 40), min_size=3))
