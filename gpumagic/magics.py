@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from gpumagic.cluster.report import ClusterReport
     from gpumagic.dryrun.report import RehearsalReport
+    from gpumagic.gpus.report import GPUReport
     from gpumagic.notebook.cells import CellSessions
     from gpumagic.tensors.baseline import DiffBaseline
 
@@ -89,7 +90,7 @@ class GPUMagic(Magics):
         if options.bench:
             report = _bench(options.devices)
             return _json(report) if options.json else report
-        report = api.gpuinfo(*options.devices, processes=options.processes, everything=options.all)
+        report = _ask_gpus(options)
         if options.best:
             if report.best is None and report.cause:
                 print(report.cause)  # noqa: T201  # None alone would show as nothing
@@ -212,9 +213,7 @@ class GPUMagic(Magics):
         if options.watch == 0:
             live.off(self.shell)
             return None
-        ask: Callable[[], Any] = functools.partial(
-            api.gpuinfo, *options.devices, processes=options.processes, everything=options.all
-        )
+        ask: Callable[[], Any] = functools.partial(_ask_gpus, options)
         if options.engines is not None:
             from gpumagic.cluster import queries
 
@@ -248,6 +247,10 @@ class GPUMagic(Magics):
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
         return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)
+
+
+def _ask_gpus(options: Namespace) -> GPUReport:
+    return api.gpuinfo(*options.devices, processes=options.processes, everything=options.all)
 
 
 def _on_engines(magic: str, options: Namespace) -> object:

@@ -322,12 +322,7 @@ def _oomguard() -> Parser:
     return parser
 
 
-_DECLARATIONS: dict[str, Callable[[], Parser]] = {
-    "gpuinfo": _gpuinfo,
-    "devices": _devices,
-    "ondevice": _ondevice,
-    "oomguard": _oomguard,
-}
+_DECLARATIONS = {"gpuinfo": _gpuinfo, "devices": _devices, "ondevice": _ondevice, "oomguard": _oomguard}
 
 MAGICS: Sequence[str] = tuple(_DECLARATIONS)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.report.base import to_figure
+from gpumagic.report.base import grouped, to_figure
 from gpumagic.source.lines import lines_between
 
 if TYPE_CHECKING:
@@ -130,10 +130,7 @@ def kept_by_part(before: KeptStorages, after: KeptStorages) -> dict[str, dict[st
 
 def new_storages(before: KeptStorages, after: KeptStorages) -> dict[str, list[KeptStorage]]:
     """Return by device the storages that only the later sample has."""
-    found: dict[str, list[KeptStorage]] = {}
-    for number in after.keys() - before.keys():
-        found.setdefault(after[number].device, []).append(after[number])
-    return found
+    return grouped((after[number].device, after[number]) for number in after.keys() - before.keys())
 
 
 MAX_POINTS = 200

@@ -23,7 +23,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
 from gpumagic.source import frames
-from gpumagic.source.text import parse_lines, parse_tree
+from gpumagic.source.text import first_line, parse_lines, parse_tree
 
 
 class LineFinder(Protocol):
@@ -141,7 +141,7 @@ def _read(source: str, line: int | None) -> _Block:
         return _Block()
     names = (node.id for statement in block.body for node in ast.walk(statement) if isinstance(node, ast.Name))
     found = tuple(dict.fromkeys(names))
-    return _Block(found) if line is None else _Block(found, _first_line(block), block.end_lineno)
+    return _Block(found) if line is None else _Block(found, first_line(block), block.end_lineno)
 
 
 def _at(tree: ast.AST, line: int) -> Any:
@@ -151,14 +151,9 @@ def _at(tree: ast.AST, line: int) -> Any:
         if isinstance(node, ast.With | ast.AsyncWith):
             if node.lineno <= line <= max(item.context_expr.end_lineno or 0 for item in node.items):
                 found = node
-        elif isinstance(node, ast.FunctionDef) and _first_line(node) == line:
+        elif isinstance(node, ast.FunctionDef) and first_line(node) == line:
             found = node
     return found
-
-
-def _first_line(node: Any) -> int:
-    decorators = getattr(node, "decorator_list", [])
-    return min([int(node.lineno), *(int(each.lineno) for each in decorators)])
 
 
 def _as_written(code: str, number: int) -> str:

@@ -14,6 +14,8 @@ from types import CodeType, FunctionType
 from typing import Protocol
 
 from gpumagic.errors import OptionError
+from gpumagic.source.cell_code import defaults
+from gpumagic.source.text import names_in
 
 
 def names_used(reads: Iterable[str], namespace: Mapping[str, object]) -> set[str]:
@@ -154,7 +156,7 @@ def find_in_cell(source: str, name: str, namespace: MutableMapping[str, object],
         raise OptionError(f"{option} {name}: line {line} computes {name}; write it as a number there: {name} = 64")
     if type(value) is not int:
         raise OptionError(_no_such_int(option, name, tree, namespace))
-    if name not in names_used(_names(tree), namespace):
+    if name not in names_used(names_in(tree), namespace):
         raise OptionError(
             f"{option} {name}: the cell does not use {name}; it must read the variable, itself or in what it calls"
         )
@@ -189,9 +191,7 @@ def _pairs(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     elif isinstance(node, ast.keyword) and node.arg is not None:
         yield node.arg, node.value
     elif isinstance(node, ast.arguments):
-        positional = [*node.posonlyargs, *node.args]
-        yield from zip((each.arg for each in positional[::-1]), node.defaults[::-1], strict=False)
-        yield from ((each.arg, value) for each, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value)
+        yield from defaults(node)
     elif isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
@@ -208,15 +208,11 @@ def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr
             yield from _assigned(each, part)
 
 
-def _names(tree: ast.AST) -> Iterable[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-
-
 def _no_such_int(option: str, name: str, tree: ast.AST, namespace: Mapping[str, object]) -> str:
     if name in namespace:
         kind = type(namespace[name]).__name__
         return f"{option} {name}: {name} is a {kind}, not an int; name the number that its size goes with"
-    used = names_used(_names(tree), namespace)
+    used = names_used(names_in(tree), namespace)
     there = {written for written, _ in _literals(tree)} | {each for each in used if type(namespace[each]) is int}
     near = difflib.get_close_matches(name, sorted(there), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(there))}" if there else "it has none"
