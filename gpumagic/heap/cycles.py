@@ -11,7 +11,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from gpumagic import _compat
@@ -24,7 +24,7 @@ MAX_ROUNDS = 12
 MAX_BELOW = 20_000
 """Objects that a cycle leads to, at most."""
 MAX_OBJECTS = 300
-"""What has more objects than that referrers it is not followed: it is most likely no cycle."""
+"""Objects that are gathered, at most: what more objects lead to is most likely no cycle."""
 CYCLE = "cycle of "
 """How the holder of a tensor in a cycle begins."""
 
@@ -73,7 +73,8 @@ class _Referrers:
         self._referrers: dict[int, list[int]] = {}
         self._open: set[int] = set()
         """Objects of which it is not known what refers to them; among them what lives as long as the process."""
-        self._ours = {id(self.objects), *map(id, ours), *map(id, _running())}
+        running = frames.stack(sys._getframe(1))  # a frame that is its own variable would live on, with its callers
+        self._ours = {id(self.objects), id(sys._getframe()), *map(id, ours), *map(id, running)}
         self._follow(tensors)
 
     def _follow(self, tensors: list[Any]) -> None:
@@ -152,7 +153,3 @@ def is_module_or_class(value: object) -> bool:
 def module_dict_ids() -> set[int]:
     """Return the `id`s of the variables of all modules."""
     return {id(vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType}
-
-
-def _running() -> list[FrameType]:
-    return list(frames.stack(sys._getframe(1)))  # a frame that is its own variable would live on, with its callers

@@ -34,9 +34,9 @@ _NOTHING = ""  # what IPython itself binds `_` to before anything was shown
 
 
 def shown_outputs(shell: InteractiveShell) -> Iterator[tuple[str, object]]:
-    """Yield each value that IPython keeps because it showed it, with the place: ``"Out[12]"``, ``"_"``...
+    """Yield each value that IPython keeps because it displayed it, with the place: ``"Out[12]"``, ``"_"``...
 
-    What the user has bound to one of these names is the user's, and is not among them.
+    What the user has bound to one of these names is left out.
     """
     for number, value in list(dict.items(_outputs(shell))):
         yield f"Out[{number}]", value
@@ -51,7 +51,7 @@ def shown_outputs(shell: InteractiveShell) -> Iterator[tuple[str, object]]:
 def forget_outputs(shell: InteractiveShell, values: Collection[int]) -> None:
     """Make IPython forget the values with these ids, which the caller keeps alive meanwhile.
 
-    No binding of the user's changes: `_` is only reset where it still is what IPython made it.
+    No binding of the user's changes: `_` is only reset where IPython has set it last.
     """
     outputs = _outputs(shell)
     for number in [number for number, value in dict.items(outputs) if id(value) in values]:
@@ -88,8 +88,8 @@ def _outputs(shell: InteractiveShell) -> dict[int, object]:
 def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell | None) -> None:
     """Make Python and IPython forget the last error.
 
-    Its frames are emptied, unless a variable leads to a part of it: then the error stays whole, and so does what
-    it keeps.
+    Its frames are cleared, unless a variable leads to a part of it: then the error stays whole, and so does what it
+    keeps.
     """
     errors, tracebacks = _errors(shell), _tracebacks(shell)
     _forget_references(shell)
@@ -102,7 +102,7 @@ def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell |
 
 
 def remembered_errors(shell: InteractiveShell | None) -> list[object]:
-    """Return the errors and tracebacks that Python and IPython keep for a look at the last failure."""
+    """Return the errors and tracebacks that Python and IPython keep of the last failure."""
     return [*_errors(shell), *_tracebacks(shell)]
 
 
@@ -159,45 +159,45 @@ def _parts(errors: Iterable[BaseException], tracebacks: Iterable[TracebackType])
 
 
 MAX_STEPS_OF_MODULES = 1_500_000
-"""Children looked at: about a second for torch, pandas and what they import."""
-FEW = 32
-"""Objects of which the gc is asked who refers to them: it compares each reference there is with each of them."""
-ROUNDS = 4
-"""Passes of the gc, some 20 ms each."""
+"""Children read: about a second for torch, pandas and what they import."""
+_MAX_OBJECTS = 32
+"""Objects whose referrers the gc is asked for: it compares each reference there is with each of them."""
+_MAX_ROUNDS = 4
+"""Passes of the gc, about 20 ms each."""
 
 
 def kept_by_modules(
     tensors: list[Any], namespace: Mapping[str, object], shell: InteractiveShell | None, ours: Iterable[object]
 ) -> tuple[dict[int, Held], bool]:
-    """Return which of some tensors an installed module keeps, by their `id`, and whether it looked at all there is.
+    """Return which of some tensors an installed module keeps, by their `id`, and whether all modules were searched.
 
     Args:
         tensors: what the session's outputs or its last error keep.
         namespace: the notebook's variables.
         shell: the shell they belong to.
-        ours: lists of the caller's that have the tensors too.
+        ours: lists of the caller's that contain the tensors too.
     """
     if not tensors:
         return {}, True
-    if _are_the_session_s_alone(tensors, {id(tensors), *map(id, ours), *map(id, _of_the_session(namespace, shell))}):
+    if _only_session_refers_to(tensors, {id(tensors), *map(id, ours), *map(id, _of_the_session(namespace, shell))}):
         return {}, True
     search = Search(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_MODULES)
     try:
-        ways_to = search.run(holders.module_roots(namespace, installed=True))
-        names, found = Names(ways_to), dict[int, Held]()
-        for tensor in {id(each) for each in tensors}.intersection(ways_to):
-            first = min(ways_to[tensor], key=lambda way: way.depth)
+        paths_to = search.run(holders.module_roots(namespace, installed=True))
+        names, found = Names(paths_to), dict[int, Held]()
+        for tensor in {id(each) for each in tensors}.intersection(paths_to):
+            first = min(paths_to[tensor], key=lambda path: path.depth)
             found[tensor] = Held(first.root(), spell(first, names.best), releasable=False)
         return found, not search.gave_up
     finally:
         search.release()
 
 
-def _are_the_session_s_alone(tensors: list[Any], known: set[int]) -> bool:
-    """Tell whether all that refers to some tensors, or to what has them, is known; False where it is not soon told."""
+def _only_session_refers_to(tensors: list[Any], known: set[int]) -> bool:
+    """Tell whether all that refers to some tensors, or to what contains them, is known; False if that takes long."""
     waiting, lasting = list(tensors), cycles.module_dict_ids()
-    for _ in range(ROUNDS):
-        if len(waiting) > FEW:
+    for _ in range(_MAX_ROUNDS):
+        if len(waiting) > _MAX_OBJECTS:
             break
         known.add(id(waiting))
         found = _compat.referrers(waiting)
@@ -211,7 +211,7 @@ def _are_the_session_s_alone(tensors: list[Any], known: set[int]) -> bool:
 
 
 def _of_the_session(namespace: Mapping[str, object], shell: InteractiveShell | None) -> Iterator[object]:
-    """Yield what refers to outputs and to the variables of a failed call, and is forgotten with them."""
+    """Yield what refers to outputs and to the variables of failed calls, and is forgotten with them."""
     yield from holders.excluded_objects(namespace, shell)
     for owner in (getattr(shell, "displayhook", None), getattr(shell, "last_execution_result", None)):
         yield owner

@@ -1,4 +1,4 @@
-"""Give back the memory that a failure pins: frames of the traceback, and every place that keeps the exception.
+"""Release the memory that a failure pins: frames of the traceback, and every place that keeps the exception.
 
 The order matters. Frames are cleared and their locals read once more, because `frame.clear` leaves the
 snapshot that an earlier read of `f_locals` made (IPython reads it for each frame it prints; gh-113939, fixed in
@@ -25,22 +25,22 @@ DEBUGGER_FRAMES = ("curframe", "curframe_locals", "botframe", "stopframe", "retu
 """Where the debugger that `%debug` leaves behind keeps frames, beside its `stack`."""
 
 INSPECTOR = "google.colab._variable_inspector"
-"""Colab's Variables pane: a thread of it copies the notebook's variables, and so keeps those that are gone."""
+"""Colab's Variables pane: its thread copies the notebook's variables, and so keeps deleted ones alive."""
 INSPECTOR_PERIOD = 0.25
-"""Seconds after which that copy has been made anew."""
+"""Seconds after which that copy has been renewed."""
 
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
 def clear_exception(error: BaseException, shell: InteractiveShell | None = None, outside: Collection[int] = ()) -> None:
-    """Empty the frames of a failure, take its tracebacks away and have Python and IPython forget it.
+    """Clear the frames of a failure, remove its tracebacks and have Python and IPython forget it.
 
-    Frames that still run are left alone. What the exception itself holds, in its arguments, goes when the
-    caller lets go of it.
+    Frames that still run are left alone. What the exception itself holds, in its arguments, is freed when the
+    caller releases it.
 
     Args:
-        error: the exception; its causes, contexts and group members are stripped with it.
-        shell: the shell that showed it, whose copies are to be forgotten.
+        error: the exception; its causes, contexts and group members are cleared with it.
+        shell: the shell that showed it, whose references are removed.
         outside: ids of exceptions that were being handled before, and are left alone.
     """
     family = list(related_exceptions(error, outside))
@@ -57,9 +57,9 @@ def clear_exception(error: BaseException, shell: InteractiveShell | None = None,
 
 
 def reclaim() -> None:
-    """Collect garbage and give the cached memory of every backend back to its driver.
+    """Collect garbage and return the cached memory of every backend to its driver.
 
-    Call it after `strip`, outside any `except` block: the exception being handled keeps what it holds.
+    Call it after `clear_exception`, outside any `except` block: the exception being handled keeps what it holds.
     """
     _collect()
     if INSPECTOR in sys.modules:
@@ -74,12 +74,12 @@ def _collect() -> None:
 
 
 def clear_frame(frame: FrameType) -> None:
-    """Let a frame forget its variables, unless it still runs."""
+    """Clear a frame's variables, unless it still runs."""
     try:
         frame.clear()
     except RuntimeError:  # it still runs
         return
-    frame.f_locals  # noqa: B018  # reading it renews, hence empties, the snapshot of an earlier read
+    frame.f_locals  # noqa: B018  # reading it renews, hence clears, the snapshot of an earlier read
 
 
 def _forget_in_python(family: list[BaseException]) -> None:
@@ -114,7 +114,7 @@ def _forget_in_debugger(debugger: Any) -> None:
 
 
 def _empty_host_cache() -> None:
-    """Give back cached pinned host memory, where this torch can and a backend that pins is in use."""
+    """Return cached pinned host memory, where this torch can and a backend that pins is in use."""
     accelerator: Any = getattr(sys.modules.get("torch"), "accelerator", None)
     in_use = accelerator is not None and any(map(allocator.is_initialised, ("cuda", "xpu")))
     if in_use and hasattr(accelerator, "empty_host_cache"):

@@ -1,11 +1,11 @@
-"""Tensors -> the storages under them: which share one, how many bytes it occupies, how much of it is looked at.
+"""The storages under tensors: which tensors share one, how many bytes it occupies, how much of it they view.
 
-An address alone says nothing, since the next storage may get it. A weak reference of torch's own keeps a dead
-storage's record, about a hundred bytes, and with it the address, until the next census forgets it; its memory
-goes back to the allocator as ever (`c10::StorageImpl::release_resources`).
+An address alone does not identify a storage, since the next one may get it. A weak reference of torch's own keeps an
+expired storage's record, about a hundred bytes, and with it the address, until `forget_expired`; its memory
+returns to the allocator as usual (`c10::StorageImpl::release_resources`).
 
 A tensor is only read through torch's own descriptors, so that no subclass, mode or property of the user's runs.
-Whatever cannot be read becomes an entry of unknown size, never an error.
+What cannot be read becomes an entry of unknown size, never an error.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 PROCESS = uuid4().hex[:12]
-"""Tells this process's numbers from those of any other."""
+"""Distinguishes the numbers of this process from those of others."""
 _numbers = count(1)
 _storages: dict[int, int] = {}
-"""Numbers by the storage's address, which is also what torch gives for a weak reference to it."""
+"""Numbers by the storage's address, which is also the value of a weak reference to it."""
 _tensors: dict[int, tuple[weakref.ref[Any], int]] = {}
-"""By the `id` of a tensor that shows no storage."""
+"""By the `id` of a tensor that has no storage to show."""
 
 
 def number_of(storage: torch.UntypedStorage) -> int:
-    """Return the number of a live storage, a new one if it was never seen."""
+    """Return the number of a live storage; storages are numbered as they are first seen."""
     key = storage._cdata
     number = _storages.get(key)
     if number is None:  # nor can another storage have the address of one that is known: it stays taken
@@ -53,7 +53,7 @@ def number_of_tensor(tensor: object) -> int:
 
 
 def forget_expired() -> None:
-    """Let go of the records of storages that are gone; their numbers are not given again."""
+    """Free the records of storages that are gone; their numbers are not used again."""
     if not _storages and not _tensors:
         return
     import torch
@@ -67,7 +67,7 @@ def forget_expired() -> None:
 
 
 UNKNOWN_DIMENSION = -1
-"""Stands for a size that torch only knows by a symbol, such as the ragged one of a nested tensor."""
+"""The size of a dimension that torch only knows by a symbol, such as the ragged one of a nested tensor."""
 
 _PARTS = {
     "torch.sparse_coo": ("_indices", "_values"),
@@ -92,16 +92,16 @@ class View(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """One storage and what the tensors over it say together; it keeps none of them alive."""
+    """One storage and what its tensors have in common; it keeps none of them alive."""
 
     device: str
     nbytes: int | None
     address: int = 0
     """Of its first byte; 0 for what occupies nothing."""
     key: int = 0
-    """What torch calls ``untyped_storage()._cdata``; 0 where there is none."""
+    """``untyped_storage()._cdata``; 0 where there is none."""
     number: int = 0
-    """Its own for as long as the process lives: see `identity`."""
+    """Never given to another storage of the process: see `number_of`."""
     note: str | None = None
     views: list[tuple[int, View]] = field(default_factory=list)
     """Of each live tensor over it, by its `id`."""
@@ -111,7 +111,7 @@ class Storage:
     is_parameter: bool = False
 
     def is_special(self) -> bool:
-        """Return whether its tensors alone say what it is for."""
+        """Return whether its own tensors show what it is for."""
         return self.is_parameter or self.from_graph
 
 
@@ -138,12 +138,12 @@ class StorageTable:
         """Storages that belong to one tensor: the parts of a sparse one."""
 
     def add_all(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Enter live tensors; the caller keeps them alive for as long as their `id` is used."""
+        """Add live tensors; the caller keeps them alive for as long as their `id` is used."""
         untyped_storage, is_contiguous, address_of = self._base.untyped_storage, self._base.is_contiguous, self._address
         size, dtype, device = self._size, self._dtype, self._device_of
         requires_grad_of = self._requires_grad
         storages, wholes, plain, parameter = self.storages, self._wholes, self._plain, self._parameter
-        for tensor in tensors:  # all that is common is done here, as calls are most of what it would cost
+        for tensor in tensors:  # the common case is inlined here, as calls are most of its cost
             address = 0
             try:
                 storage = untyped_storage(tensor)
@@ -164,13 +164,13 @@ class StorageTable:
             )  # fmt: skip
 
     def add(self, tensor: torch.Tensor) -> Storage:
-        """Enter one live tensor; the caller keeps it alive for as long as its `id` is used."""
+        """Add one live tensor; the caller keeps it alive for as long as its `id` is used."""
         try:
             storage, parts = self.find(tensor)
             view = self._view(storage, tensor)
             requires_grad = self._requires_grad(tensor)
             from_graph = requires_grad and not self._is_leaf(tensor)
-        except Exception as error:  # a subclass that answers for its own metadata, and fails at it
+        except Exception as error:  # a subclass that computes its own metadata, and fails
             storage, parts = self._unknown(tensor, f"it cannot be read ({type(error).__name__})"), []
             view, requires_grad, from_graph = View((), "?", 0, 0, 0, 0), False, False
         if parts:
@@ -291,7 +291,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hide what is read inside from `__torch_function__`, of subclasses and modes, and from autograd."""
+    """Disable `__torch_function__`, of subclasses and modes, and autograd for what is read inside."""
     import torch
 
     with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -300,7 +300,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Let no collection set in: the many records made inside would bring one on, which frees what is being counted."""
+    """Disable the gc: the many records made inside would trigger a collection, which frees what is being counted."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""The last look at the live tensors of a session: what `%devices --diff` compares with.
+"""The last report of a session's live tensors: what `%devices --diff` compares with.
 
-A look is a plain report: it keeps no tensor. One is taken by every `%devices` that lists tensors, and at the
-start of a cell whose first `%devices` has `--diff` and comes after other code, which asks what this code did.
+A report is made by every `%devices` that lists tensors, and at the start of a cell whose first `%devices` has
+`--diff` and comes after other code: that asks what this code did. It keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMPARES = re.compile(r"[^#]*\s--diff(?![\w-])")
 
 
 class DiffBaseline:
-    """Remembers how a shell's tensors were when it last looked."""
+    """Keeps the last report of a shell's tensors."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
@@ -31,7 +31,7 @@ class DiffBaseline:
         self._called = ""
 
     def install(self) -> None:
-        """Follow the shell's cells."""
+        """Watch the shell's cells."""
         self._shell.events.register("pre_run_cell", self._cell_starts)
 
     def uninstall(self) -> None:
@@ -40,11 +40,11 @@ class DiffBaseline:
         self._last = None
 
     def remember(self, report: TensorReport) -> None:
-        """Let the next difference be one from this report; it must list everything."""
+        """Make the next difference one from this report; it must list everything."""
         self._last, self._called = report, f"%devices in cell {_compat.execution_count(self._shell)}"
 
     def difference(self, report: TensorReport) -> DiffReport:
-        """Return what changed since the last look."""
+        """Return what changed since the last report."""
         if self._last is None:
             note = "no %devices came before this one; the next --diff compares with it"
             return DiffReport((), notes=(note,))
