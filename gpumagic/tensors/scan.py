@@ -62,8 +62,8 @@ def scan(
     if "torch" not in sys.modules:
         notes: tuple[str, ...] = ("torch is not imported: no tensors",)
         return TensorReport((), limit=limit, group_by=group_by, notes=notes, origin=base.current_origin())
-    found = TensorScan(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names, thorough)
     with gc_disabled():
+        found = TensorScan(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names, thorough)
         rows = _rows_of(found)
         rows = name_cycles(rows, 0 if thorough else WORTH_LOOKING) if names else rows
         summary = memory_by_device(rows)
