@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 MAX_CELLS = 200
 """Cells in the table, at most."""
-STRETCHES = 40
-"""Into how many the time of each is folded."""
+MAX_POINTS = 40
+"""Points in the timeline of each."""
 _KEY = "gpumagic_each_cell"
 
 
@@ -69,7 +69,7 @@ class CellMonitor:
 
     def _pre_run_cell(self, info: ExecutionInfo) -> None:
         before = allocator.all_device_stats()
-        memory = CellMemory(before, self._shell.user_ns, max_points=STRETCHES)
+        memory = CellMemory(before, self._shell.user_ns, max_points=MAX_POINTS)
         number = _compat.starting_execution_count(self._shell, info)
         self._open.append(_RunningCell(info, number, time.perf_counter(), before, memory))
         memory.start()

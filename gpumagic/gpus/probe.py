@@ -190,21 +190,18 @@ def with_reasons(row: GpuRow) -> GpuRow:
 
 
 def _notes(answer: NvmlSnapshot, rows: Sequence[GpuRow], view: Visibility) -> list[str]:
-    estimated = any(row.reasons.get("other_processes") == ESTIMATED for row in rows)
+    predicted, unified = any(row.predicted for row in rows), any(row.unified for row in rows)
+    by_name = any(row.reasons.get("unified") == other_devices.BY_NAME for row in rows)
     candidates = {
         "Names marked ? are predicted: until CUDA is in use in this process only it knows how it numbers these "
-        "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID makes it number them as nvidia-smi does.": any(
-            row.predicted for row in rows
-        ),
+        "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID makes it number them as nvidia-smi does.": predicted,
         f"CUDA_VISIBLE_DEVICES {view.problem}.": view.problem and any(row.device for row in rows),
         "The old package `pynvml` hides nvidia-ml-py; repair with: pip uninstall -y pynvml; pip install "
         "--force-reinstall nvidia-ml-py": answer.shadowed,
         "Unified memory is the host's: total is all of it, free is what the host can still give, used is what the "
-        "driver charges to processes on the GPU.": any(row.unified for row in rows),
-        "That a GPU has unified memory is judged by its name until CUDA, which knows, is in use here.": any(
-            row.reasons.get("unified") == other_devices.BY_NAME for row in rows
-        ),
+        "driver charges to processes on the GPU.": unified,
+        "That a GPU has unified memory is judged by its name until CUDA, which knows, is in use here.": by_name,
         "In this container the driver may hide others' processes: what they use is estimated, as memory used "
-        "less this kernel's.": estimated,
+        "less this kernel's.": any(row.reasons.get("other_processes") == ESTIMATED for row in rows),
     }
     return [note for note, applies in candidates.items() if applies]

@@ -93,7 +93,7 @@ class Attribution:
     reason: str | None = None
     """Why ``others`` is None."""
     estimated: bool = False
-    """True where ``others`` is what is used less this kernel's part, because the list may be incomplete."""
+    """Whether ``others`` is the used memory less this kernel's, because the list may be incomplete."""
 
 
 def attribute_processes(listed: Sequence[DriverProcess], used: int | None) -> Attribution:

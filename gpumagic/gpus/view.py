@@ -64,11 +64,19 @@ class FieldColumn:
 def table_blocks(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
     """Return the table and the sentences under it; ``explained`` if the report says why torch can use no device."""
     shown = [each for each in FIELD_COLUMNS if any(_has_value(row, each) for row in rows)]
-    if not any(_is_renumbered(row) for row in rows):
+    indices = [(row.device, row.nvml_index) for row in rows if row.device is not None and row.nvml_index is not None]
+    if all(device.endswith(f":{index}") for device, index in indices):
         shown = [each for each in shown if each.field != "nvml_index"]
     grid = [[_cell(row, each) for each in shown] for row in rows]
     found: list[Block] = [Table([each.column for each in shown], grid, "GPUs", elsewhere=ELSEWHERE)]
-    found += [Paragraph(sentence) for sentence in (*_throttled(rows), *_ecc_errors(rows))]
+    throttled = grouped((row.throttle_reasons, short_name(row)) for row in rows if row.throttle_reasons)
+    for reasons, names in throttled.items():
+        verb = "is" if len(names) == 1 else "are"
+        found.append(Paragraph(f"{', '.join(names)} {verb} held back by: {', '.join(reasons)}."))
+    for row in rows:
+        if row.ecc_errors:
+            errors = count(row.ecc_errors, "uncorrected memory error")
+            found.append(Paragraph(f"{short_name(row)} has had {errors} since its driver was loaded."))
     legend = [BAR_LEGEND] * any(memory_bar(row) for row in rows)
     legend += [UTILIZATION_LEGEND] * any(row.utilization is not None for row in rows)
     missing = [*([] if explained else _unusable_gpus(rows)), *_missing_fields(rows)]
@@ -80,9 +88,7 @@ def _has_value(row: GpuRow, column: FieldColumn) -> bool:
 
 
 def _cell(row: GpuRow, column: FieldColumn) -> Cell | str:
-    if _has_value(row, column):
-        return column.cell(row)
-    return _reason_cell(row.reasons.get(column.field, ""))
+    return column.cell(row) if _has_value(row, column) else _reason_cell(row.reasons.get(column.field, ""))
 
 
 def _reason_cell(reason: str) -> Cell:
@@ -105,7 +111,12 @@ def _missing_fields(rows: Sequence[GpuRow]) -> list[str]:
         for column in (*FIELD_COLUMNS, THROTTLING)
         if not _has_value(row, column) and not row.simulated and not _is_implied(rows, row, column)
     )
-    return [_missing_sentence(reason, grouped(where), len(rows)) for reason, where in reasons.items()]
+    sentences = []
+    for reason, where in reasons.items():
+        titles = grouped((tuple(names), title) for title, names in grouped(where).items())
+        parts = [", ".join(t) + ("" if len(n) == len(rows) else f" of {', '.join(n)}") for n, t in titles.items()]
+        sentences.append(f"{'; '.join(parts)}: {not_available(reason)}.")
+    return sentences
 
 
 def _is_implied(rows: Sequence[GpuRow], row: GpuRow, column: FieldColumn) -> bool:
@@ -118,35 +129,10 @@ def _is_implied(rows: Sequence[GpuRow], row: GpuRow, column: FieldColumn) -> boo
     return row.device is None and (of_the_kernel or row.reasons.get(column.field) == row.reasons.get("device"))
 
 
-def _missing_sentence(reason: str, where: Mapping[str, Sequence[str]], total: int) -> str:
-    groups = grouped((tuple(devices), title) for title, devices in where.items())
-    parts = [
-        ", ".join(titles) + ("" if len(devices) == total else f" of {', '.join(devices)}")
-        for devices, titles in groups.items()
-    ]
-    return f"{'; '.join(parts)}: {not_available(reason)}."
-
-
 def not_available(reason: str | None) -> str:
     """Return ``"n/a (reason)"``."""
     reason = reason or "not known"
     return reason if reason.startswith(NOT_AVAILABLE) else f"{NOT_AVAILABLE} ({reason})"
-
-
-def _throttled(rows: Sequence[GpuRow]) -> list[str]:
-    groups = grouped((row.throttle_reasons, short_name(row)) for row in rows if row.throttle_reasons)
-    return [
-        f"{', '.join(devices)} {'is' if len(devices) == 1 else 'are'} held back by: {', '.join(reasons)}."
-        for reasons, devices in groups.items()
-    ]
-
-
-def _ecc_errors(rows: Sequence[GpuRow]) -> list[str]:
-    return [
-        f"{short_name(row)} has had {count(row.ecc_errors, 'uncorrected memory error')} since its driver was loaded."
-        for row in rows
-        if row.ecc_errors
-    ]
 
 
 def short_name(row: GpuRow) -> str:
@@ -167,10 +153,6 @@ def _device(row: GpuRow) -> Cell:
     if row.predicted:
         return Cell(f"{indent}{row.device}?", title="predicted from the environment")
     return Cell(indent + row.device)
-
-
-def _is_renumbered(row: GpuRow) -> bool:
-    return row.device is not None and row.nvml_index is not None and not row.device.endswith(f":{row.nvml_index}")
 
 
 def _name(row: GpuRow) -> Cell:
