@@ -51,12 +51,7 @@ def conclude(
 ) -> OomReport:
     """Return the report, from the failure and from what is alive now.
 
-    Args:
-        failure: what was read before the release.
-        state: the guard's.
-        pinned: bytes that the frames kept for a debugger hold, at least.
-        retries: how often the code ran again.
-        recovered: whether a retry passed.
+    `pinned` are the bytes that frames kept for a debugger hold, at least.
     """
     notes = list(failure.notes)
     facts = _bare_facts(failure)
@@ -237,16 +232,11 @@ def _notes(facts: Facts, failure: Failure, pinned: int | None) -> list[str]:
         notes.append(f"The error does not name the device; {failure.device} is the fullest of its kind in use.")
     if failure.scene.inside is not None:
         notes.append(f"It failed inside {failure.scene.inside}")
-    nameless = _nameless(facts)
+    named = sum(holder.nbytes for holder in facts.holders)
+    nameless = facts.after.allocated - named if facts.after is not None and facts.looked_at else 0
     if nameless >= MIN_REPORTED:
         notes.append(f"{size(nameless)} of what is allocated now has no name here: %devices says what keeps it.")
     return notes
-
-
-def _nameless(facts: Facts) -> int:
-    if facts.after is None or not facts.looked_at:
-        return 0
-    return facts.after.allocated - sum(holder.nbytes for holder in facts.holders)
 
 
 def kept_graphs(

@@ -123,13 +123,14 @@ def read_failing_code(
         return Work()
     frame, line = own[-1]
     text = _text(own[0][0], frame, line, shell)
+    values = dict(_values(text, frame))
     named = list(_named(own, namespace))
     function, operands = _functional(stack)
     return Work(
         text=text,
-        tensors=_named_tensors(text, frame),
-        numbers=_numbers(text, frame),
-        collections=_collections(text, frame, device),
+        tensors=_tensor_facts(values),
+        numbers={code: value for code, value in values.items() if type(value) in (int, float)},
+        collections=_collections(values, device),
         moving=_moving(stack),
         function=function,
         operands=operands,
@@ -164,24 +165,15 @@ def _named(own: list[FrameLine], namespace: Mapping[str, object]) -> Iterator[tu
             yield from ((name, value, True) for name, value in list(frame.f_locals.items()))
 
 
-def _named_tensors(text: CellText | None, frame: FrameType) -> dict[str, TensorFact]:
-    """Return the tensors that the code of a frame names, by the text that names them."""
+def _tensor_facts(values: Mapping[str, object]) -> dict[str, TensorFact]:
+    facts = {code: _fact(value) for code, value in values.items()}
+    return {code: fact for code, fact in facts.items() if fact is not None}
+
+
+def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collected]:
+    """Return the lists and dicts of tensors on the device among some values."""
     found = {}
-    for code, value in _values(text, frame):
-        fact = _fact(value)
-        if fact is not None:
-            found[code] = fact
-    return found
-
-
-def _numbers(text: CellText | None, frame: FrameType) -> dict[str, float]:
-    return {code: value for code, value in _values(text, frame) if type(value) in (int, float)}
-
-
-def _collections(text: CellText | None, frame: FrameType, device: str) -> dict[str, Collected]:
-    """Return the lists and dicts of tensors on the device that the code names."""
-    found = {}
-    for code, value in _values(text, frame):
+    for code, value in values.items():
         members = value if type(value) is list else list(value.values()) if type(value) is dict else []
         if not any(_fact(each) for each in members[:FIRST]):
             continue  # do not read all of a long list of numbers
@@ -203,6 +195,7 @@ def _moving(stack: list[FrameLine]) -> int:
 
 
 def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of a frame, and their stored attributes, by the text that names them."""
     variables = frame.f_locals
     for node in text.nodes() if text is not None else ():
         if isinstance(node, ast.Name) and node.id in variables:
@@ -217,8 +210,7 @@ def _functional(stack: list[FrameLine]) -> tuple[str, dict[str, TensorFact]]:
     if not inside:
         return "", {}
     frame = inside[-1]
-    facts = {name: _fact(value) for name, value in frame.f_locals.items()}
-    return frame.f_code.co_name, {name: fact for name, fact in facts.items() if fact is not None}
+    return frame.f_code.co_name, _tensor_facts(frame.f_locals)
 
 
 def _running_modules(stack: list[FrameLine]) -> list[Any]:

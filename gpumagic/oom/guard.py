@@ -87,7 +87,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._is_of_function = False
         self._memory: CellMemory | None = None
         self._timeline: MemoryTimeline | None = None
-        self._on_report: Callable[[], None] = _nothing
+        self._on_report: Callable[[], None] = lambda: None
         self._instant = Instant()
         self._observer: OomObserver | None = None
         self._samples: dict[str, Any] = {}
@@ -263,10 +263,6 @@ class OomGuard(contextlib.ContextDecorator):
         return report
 
 
-def _nothing() -> None:
-    pass
-
-
 def out_of_memory(report: OomReport) -> BaseException:
     """Return the one-line error a guarded cell fails with; it keeps nothing alive."""
     where = f" in line {report.line}" if report.line is not None else ""
@@ -309,7 +305,7 @@ def _show_as_text(shell: InteractiveShell, continues_after: Callable[[BaseExcept
 
 
 def _stop_showing_as_text(shell: InteractiveShell) -> None:
-    """Undo `show_as_text`."""
+    """Undo `_show_as_text`."""
     vars(shell).pop(_SHOW_TRACEBACK, None)
 
 
