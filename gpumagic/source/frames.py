@@ -204,7 +204,7 @@ class CallSites:
         self._is_cell = filename is None
         self.filename = filename
         self._thread = get_ident()
-        self._asked_by = waiting_thread
+        self._waiting_thread = waiting_thread
 
     def find(self, subject: object = None) -> CallSite:
         """Return where the cell stands now; ``subject`` is the object moved, whose name the line may say."""
@@ -212,8 +212,8 @@ class CallSites:
         if self._is_cell:
             self.filename = self._cell_file(found) or self.filename
         frame = self._innermost(found)
-        if frame is None and self._asked_by is not None:
-            frame = self._innermost(self._over_namespace(sys._current_frames().get(self._asked_by))[0])
+        if frame is None and self._waiting_thread is not None:
+            frame = self._innermost(self._over_namespace(sys._current_frames().get(self._waiting_thread))[0])
         if frame is None:
             return CallSite()
         module_call = None
