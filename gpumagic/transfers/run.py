@@ -26,7 +26,7 @@ from gpumagic.transfers import explain, log, move
 from gpumagic.transfers.report import TransferReport
 
 if TYPE_CHECKING:
-    from gpumagic.transfers.recording import Recording
+    from gpumagic.transfers.patches import Recording
 
 
 Given = ParamSpec("Given")
@@ -96,7 +96,7 @@ class DeviceRun:
 
     def open(self) -> None:
         """Make the device the default and the current one, and start recording."""
-        from gpumagic.transfers.recording import Recording
+        from gpumagic.transfers.patches import Recording
 
         self._clock = _Clock()
         self._moved = move.relocate(self._move, self._namespace, self.device) if self._move else ()
@@ -223,6 +223,9 @@ class DeviceRun:
             if self._memory is not None:
                 self._memory.stop()
             self._recording.close()
+        except BaseException:  # Ctrl-C: torch's functions are restored all the same
+            self._recording.close()
+            raise
         finally:
             if self._previous is not None:
                 _make_current(self._previous)

@@ -41,11 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def unhindered(monkeypatch):
     """Run `%%ondevice` as in a fresh process: what other tests left there, and these don't use, asks for no mode."""
-    from gpumagic.transfers import patches, recording
+    from gpumagic.transfers import patches
 
-    monkeypatch.setattr(recording, "_overriding_classes", lambda *_: iter(()))
-    monkeypatch.setattr(recording, "_has_compiled", lambda: False)
-    monkeypatch.setattr(recording, "_blocker_in_heap", lambda names: patches.find_holders(names) and None)
+    monkeypatch.setattr(patches, "_overriding_classes", lambda *_: iter(()))
+    monkeypatch.setattr(patches, "_has_compiled", lambda: False)
+    monkeypatch.setattr(patches, "_blocker_in_heap", lambda names: patches.find_holders(names) and None)
 
 
 @pytest.fixture

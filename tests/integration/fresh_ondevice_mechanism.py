@@ -23,7 +23,7 @@ from ondevice_corpus import SETUP
 from torch.overrides import TorchFunctionMode
 
 import gpumagic
-from gpumagic.transfers import calls, patches, recorder, recording
+from gpumagic.transfers import calls, function_holders, patches, recorder
 from gpumagic.transfers.run import DeviceRun
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -110,7 +110,7 @@ def test_a_running_functions_variable_costs_the_mode_and_no_exactness() -> None:
     with gpumagic.ondevice("simgpu:1"):
         made = make((2,), 3.0)
     assert str(made.device) == "simgpu:1"
-    assert patches.search(patches._functions(), {}).unpatchable == "torch.full is kept by a running function"
+    assert function_holders.search(patches._functions(), {})[1] == "torch.full is kept by a running function"
 
 
 def test_what_a_cell_keeps_of_torch_is_torchs_own_afterwards() -> None:
@@ -348,14 +348,14 @@ def test_an_error_in_the_cell_is_the_cells_own() -> None:
 
 def test_a_class_is_changed_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpumagic._compat.CLASSES_COUNT_CHANGES", True)
-    monkeypatch.setattr(patches, "times_patched", recording.MAX_PATCHED_CELLS)
-    assert "400 such cells" in str(recording.find_blocker({}, ""))
+    monkeypatch.setattr(patches, "times_patched", patches.MAX_PATCHED_CELLS)
+    assert "400 such cells" in str(patches.find_blocker({}, ""))
 
 
 def test_the_heap_is_searched_only_when_somebody_new_holds_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     patches.find_holders({})
-    search = mock.Mock(wraps=patches.search)
-    monkeypatch.setattr(patches, "search", search)
+    search = mock.Mock(wraps=function_holders.search)
+    monkeypatch.setattr(function_holders, "search", search)
     patches.find_holders({})
     assert not search.called
     kept = [torch.eye]

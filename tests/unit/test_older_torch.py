@@ -10,7 +10,7 @@ from torch._C import _len_torch_function_stack
 
 from gpumagic import _compat
 from gpumagic.memory import allocator
-from gpumagic.transfers import device_mode, patches
+from gpumagic.transfers import device_mode, function_holders
 
 
 def default() -> str:
@@ -99,4 +99,4 @@ def test_a_backend_whose_allocator_keeps_no_figures_has_none(monkeypatch) -> Non
 def test_a_frame_that_has_let_go_of_a_function_keeps_none() -> None:
     """It may end between the search and the question what it holds."""
     frame = sys._getframe()
-    assert patches._describe([frame], {id(torch.full)}, set()) is None
+    assert function_holders._describe([frame], {id(torch.full)}, set()) is None
