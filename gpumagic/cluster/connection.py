@@ -129,7 +129,7 @@ def assign_devices(device: str, resources: Mapping[int, EngineResources]) -> dic
     """Return the device of each engine.
 
     Args:
-        device: ``"auto"``, or a name with the placeholders ``{rank}`` and ``{local_rank}``.
+        device: ``"auto"``, or a name with the placeassigned ``{rank}`` and ``{local_rank}``.
         resources: by engine.
 
     Raises:
@@ -176,31 +176,30 @@ def _assign_freest(resources: Mapping[int, EngineResources]) -> dict[int, str]:
     """Assign the freest GPU to each engine; no two share one while there are enough."""
     if without := [engine for engine in sorted(resources) if not resources[engine].gpus]:
         raise OptionError(f"auto: engine {without[0]} has no GPU; %gpuinfo --engines says why")
-    holders: dict[str, int] = {}
+    assigned: dict[str, int] = {}
     for engine in sorted(resources):
-        _assign(engine, resources, holders, set())
-    taken = {engine: gpu for gpu, engine in holders.items()}
+        _assign(engine, resources, assigned, set())
+    own = {engine: gpu for gpu, engine in assigned.items()}
+    load = dict.fromkeys(assigned, 1)
     chosen: dict[int, str] = {}
-    crowd = dict.fromkeys(holders, 1)
     for engine in sorted(resources):
         gpus = resources[engine].gpus
-        mine = [name for name, gpu, _ in gpus if taken.get(engine) == gpu]
-        if not mine:  # there are more engines than GPUs: the one with fewest of them
-            name, gpu, _ = min(gpus, key=lambda each: crowd.get(each[1], 0))
-            crowd[gpu] = crowd.get(gpu, 0) + 1
-            mine = [name]
-        chosen[engine] = mine[0]
+        if engine in own:
+            chosen[engine] = next(name for name, gpu, _ in gpus if gpu == own[engine])
+        else:  # more engines than GPUs: the GPU with fewest engines
+            chosen[engine], gpu, _ = min(gpus, key=lambda each: load.get(each[1], 0))
+            load[gpu] = load.get(gpu, 0) + 1
     return chosen
 
 
-def _assign(engine: int, resources: Mapping[int, EngineResources], holders: dict[str, int], tried: set[str]) -> bool:
-    """Assign the freest unassigned GPU, or one whose holder can move to another (augmenting paths)."""
+def _assign(engine: int, resources: Mapping[int, EngineResources], assigned: dict[str, int], tried: set[str]) -> bool:
+    """Assign the freest unassigned GPU, or one whose engine can move to another (augmenting paths)."""
     gpus: Sequence[str] = [gpu for _, gpu, _ in resources[engine].gpus]
-    for gpu in sorted(gpus, key=lambda each: each in holders):  # unassigned ones first, each group by free memory
+    for gpu in sorted(gpus, key=lambda each: each in assigned):  # unassigned ones first, each group by free memory
         if gpu in tried:
             continue
         tried.add(gpu)
-        if gpu not in holders or _assign(holders[gpu], resources, holders, tried):
-            holders[gpu] = engine
+        if gpu not in assigned or _assign(assigned[gpu], resources, assigned, tried):
+            assigned[gpu] = engine
             return True
     return False

@@ -46,19 +46,22 @@ def detect_environment() -> Environment:
 
 
 def explain(
-    answer: NvmlSnapshot | NvmlFailure, build: TorchBuild, view: Visibility | None, here: Environment | None = None
+    answer: NvmlSnapshot | NvmlFailure,
+    build: TorchBuild,
+    view: Visibility | None,
+    environment: Environment | None = None,
 ) -> str:
     """Return why torch can use no GPU, with the remedy.
 
     ``view`` is what CUDA_VISIBLE_DEVICES leaves visible of NVML's cards, None if NVML did not answer.
     """
-    here = here or detect_environment()
+    environment = environment or detect_environment()
     if build.hip:
         return "torch is a ROCm build, whose GPUs are only shown once in use: run torch.cuda.init() and ask again."
     if isinstance(answer, NvmlFailure):
-        return _no_driver(answer, build, here)
+        return _no_driver(answer, build, environment)
     if not answer.cards:
-        return _on_hosted_notebook(here) or _NOT_LISTED[here.container]
+        return _on_hosted_notebook(environment) or _NOT_LISTED[environment.container]
     if build.version is None:
         return "PyTorch is not installed in this environment, so nothing here can use the GPU: pip install torch."
     if build.known and build.cuda is None:
@@ -85,22 +88,22 @@ def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility 
     return "CUDA started in this process and found none of the driver's GPUs: restart the kernel."
 
 
-def _no_driver(failure: NvmlFailure, build: TorchBuild, here: Environment) -> str:
-    if hosted := _on_hosted_notebook(here):
+def _no_driver(failure: NvmlFailure, build: TorchBuild, environment: Environment) -> str:
+    if hosted := _on_hosted_notebook(environment):
         return hosted
-    if here.platform == "darwin":
+    if environment.platform == "darwin":
         return "A Mac has no NVIDIA driver; its own GPU is shown once torch is imported and was built with MPS."
     if build.xpu:
         return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
     if failure.problem in _EXPLANATIONS:
-        return _EXPLANATIONS[failure.problem](here)
+        return _EXPLANATIONS[failure.problem](environment)
     return f"The NVIDIA driver does not answer ({failure.detail}): see what nvidia-smi says in a terminal."
 
 
-def _on_hosted_notebook(here: Environment) -> str | None:
-    if here.colab:
+def _on_hosted_notebook(environment: Environment) -> str | None:
+    if environment.colab:
         return "This Colab runtime has no GPU: choose one in the menu Runtime > Change runtime type."
-    if here.kaggle:
+    if environment.kaggle:
         return "This Kaggle session has no GPU: choose one under Settings > Accelerator."
     return None
 
@@ -112,31 +115,31 @@ _NOT_LISTED = {
 }
 
 
-def _no_library(here: Environment) -> str:
-    if here.driver_loaded and here.container:
+def _no_library(environment: Environment) -> str:
+    if environment.driver_loaded and environment.container:
         return (
             "The driver is loaded, but its library libnvidia-ml.so.1 was not brought into this container: start "
             "it with the NVIDIA Container Toolkit and NVIDIA_DRIVER_CAPABILITIES=compute,utility."
         )
-    if here.driver_loaded:
+    if environment.driver_loaded:
         return (
             "The NVIDIA driver is loaded, but its library libnvidia-ml.so.1 is not found: reinstall the "
             "driver's user-space package of the same version."
         )
-    return _no_card(here)
+    return _no_card(environment)
 
 
-def _no_card(here: Environment) -> str:
-    if here.wsl:
+def _no_card(environment: Environment) -> str:
+    if environment.wsl:
         return "WSL shows no NVIDIA driver: install NVIDIA's driver in Windows (not in WSL), then wsl --shutdown."
-    if here.card and not here.container:
+    if environment.card and not environment.container:
         return "There is an NVIDIA card, but no driver: install NVIDIA's driver and reboot."
-    if here.card:
+    if environment.card:
         return (
             "The machine has an NVIDIA card, but this container was started without it: start it with --gpus "
             "all (Docker) or ask for nvidia.com/gpu (Kubernetes)."
         )
-    if here.container:
+    if environment.container:
         return (
             "This container has no NVIDIA GPU and no driver: if its machine has one, start it with --gpus all "
             "(Docker) or ask for nvidia.com/gpu (Kubernetes)."
@@ -144,8 +147,8 @@ def _no_card(here: Environment) -> str:
     return "This machine has no NVIDIA GPU and no NVIDIA driver: run where there is one."
 
 
-def _driver_not_loaded(here: Environment) -> str:
-    if here.container and not here.driver_loaded:
+def _driver_not_loaded(environment: Environment) -> str:
+    if environment.container and not environment.driver_loaded:
         return (
             "The driver's library is in this container, but no GPU: start it with --gpus all (Docker) or ask for "
             "nvidia.com/gpu (Kubernetes)."
