@@ -79,15 +79,14 @@ def find_kept(namespace: Mapping[str, object], most: int | None = MOST_TENSORS) 
     found: dict[int, KeptStorage] = {}
     with undisturbed():
         states = [state for each in optimizers for state in _values(attributes_of(each).get("state"))]
-        weights = [each for module in modules for each in _tensors(attributes_of(module).get("_parameters"))]
+        registered = [each for module in modules for each in _values(attributes_of(module).get("_parameters"))]
+        weights = [each for each in registered if each is not None]
         if most is not None and len(weights) + sum(map(len, states)) > most:
             return {}
         _note(found, "parameters", weights)
-        _note(
-            found, "buffers", (each for module in modules for each in _tensors(attributes_of(module).get("_buffers")))
-        )
+        _note(found, "buffers", (each for module in modules for each in _values(attributes_of(module).get("_buffers"))))
         _note(found, "gradients", gradients_of(weights))
-        _note(found, "optimizer state", (each for state in states for each in _tensors(state)))
+        _note(found, "optimizer state", (each for state in states for each in _values(state)))
     storages.forget_expired()
     return found
 
@@ -114,10 +113,6 @@ def _modules(roots: Iterable[object]) -> Iterator[object]:
             seen.add(id(module))
             yield module
             waiting += _values(attributes_of(module).get("_modules"))
-
-
-def _tensors(mapping: Any) -> list[Any]:
-    return [each for each in _values(mapping) if each is not None]
 
 
 def _values(mapping: Any) -> list[Any]:

@@ -106,12 +106,6 @@ def remembered_errors(shell: InteractiveShell | None) -> list[object]:
     return [*_errors(shell), *_tracebacks(shell)]
 
 
-def failed_frames(shell: InteractiveShell | None) -> list[FrameType]:
-    """Return the frames of the calls that failed, of every error that led to the last."""
-    parts = _parts(_errors(shell), _tracebacks(shell))
-    return [each for each in parts if isinstance(each, FrameType)]
-
-
 def _errors(shell: InteractiveShell | None) -> list[BaseException]:
     result = getattr(shell, "last_execution_result", None)
     found = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
@@ -216,7 +210,8 @@ def _of_the_session(namespace: Mapping[str, object], shell: InteractiveShell | N
     for owner in (getattr(shell, "displayhook", None), getattr(shell, "last_execution_result", None)):
         yield owner
         yield getattr(owner, "__dict__", None)
-    for frame in failed_frames(shell):
+    parts = _parts(_errors(shell), _tracebacks(shell))
+    for frame in [each for each in parts if isinstance(each, FrameType)]:
         yield frame
         shared = {id(frame.f_globals), id(frame.f_builtins)}
         # A frame that was printed keeps a snapshot of its variables.

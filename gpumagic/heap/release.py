@@ -96,21 +96,16 @@ def _forget_in_shell(shell: InteractiveShell, tracebacks: set[int]) -> None:
     if id(getattr(formatter, "tb", None)) in tracebacks:
         formatter.tb = None
     debugger: Any = getattr(formatter, "pdb", None)
-    if debugger is not None and not _is_in_use(debugger):
-        _forget_in_debugger(debugger)
+    if debugger is not None and not _is_in_use(debugger):  # else it keeps the frames of this or of an earlier failure
+        for name in DEBUGGER_FRAMES:
+            if hasattr(debugger, name):
+                setattr(debugger, name, None)
+        debugger.stack = []
 
 
 def _is_in_use(debugger: object) -> bool:
     running = (each for each in frames.stack(sys._getframe()) if each.f_code.co_name == "interaction")
     return any(each.f_locals.get("self") is debugger for each in running)
-
-
-def _forget_in_debugger(debugger: Any) -> None:
-    """Drop the frames that a finished `%debug` still holds, of this failure or of an earlier one."""
-    for name in DEBUGGER_FRAMES:
-        if hasattr(debugger, name):
-            setattr(debugger, name, None)
-    debugger.stack = []
 
 
 def _empty_host_cache() -> None:

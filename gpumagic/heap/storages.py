@@ -221,7 +221,9 @@ class StorageTable:
         shape = self._shape(tensor)
         elements = prod(shape)
         dtype = self._dtype(tensor)
-        name, itemsize = self._dtypes.get(dtype) or self._dtypes.setdefault(dtype, (_dtype_name(dtype), dtype.itemsize))
+        name, itemsize = self._dtypes.get(dtype) or self._dtypes.setdefault(
+            dtype, (str(dtype).removeprefix("torch."), dtype.itemsize)
+        )
         nbytes = storage.nbytes or 0
         whole = View(shape, name, elements, 0, nbytes, nbytes)
         try:
@@ -283,10 +285,6 @@ def _why_weightless(tensor: torch.Tensor, device: str) -> str:
     if any(base.__name__ == "FakeTensor" for base in type(tensor).__mro__):
         return "fake: occupies nothing"
     return "a wrapper: its parts have rows of their own"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ in a tuple cannot be replaced, and one that an output keeps besides its name sti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -65,7 +66,7 @@ class RowBuilder:
 
     def __init__(self, found: Findings, groups: Iterable[list[Storage]]) -> None:
         self._found = found
-        self._granules: dict[str, int] = {}
+        self._granule = functools.cache(allocator.granule)
         self._is_nameless = found.names.are_none()
         self._any_is_special = bool(found.kinds or found.gradient_of)
         self._blocks = [self._block(storages) for storages in groups]
@@ -121,8 +122,7 @@ class RowBuilder:
         return tuple(sorted(found, key=lambda row: -row.nbytes))
 
     def _block(self, storages: list[Storage]) -> _Block:
-        device = storages[0].device
-        block = _Block(storages, occupied(storages, self._granules.get(device) or self._granule(device)))
+        block = _Block(storages, occupied(storages, self._granule(storages[0].device)))
         if self._is_nameless:
             return block
         found: list[str] = []
@@ -190,9 +190,6 @@ class RowBuilder:
             note=note or _small_view(viewed, first.nbytes),
             numbers=(first.number,) if len(storages) == 1 else tuple([storage.number for storage in storages]),
         )
-
-    def _granule(self, device: str) -> int:
-        return self._granules.setdefault(device, allocator.granule(device))
 
     def _kind(self, block: _Block) -> str:
         kinds, gradient_of = self._found.kinds, self._found.gradient_of
