@@ -234,11 +234,13 @@ class CallSites:
         """Return the frames over the namespace, innermost first, and a module's move made from the innermost."""
         found: list[FrameType] = []
         module_frame = None
-        for frame in stack(innermost):
+        frame = innermost  # not by `stack`: this runs for every transfer
+        while frame is not None:
             if frame.f_globals is self.namespace:
                 found.append(frame)
             elif not found and _is_module_move(frame):
                 module_frame = frame
+            frame = frame.f_back
         return found, module_frame
 
     @staticmethod
