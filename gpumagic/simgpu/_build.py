@@ -31,12 +31,18 @@ def load() -> ModuleType:
     Raises:
         SimgpuUnavailable: there is no compiler, no ninja or no setuptools, or it does not compile.
     """
-    home = cache_folder() / _key()
-    if not _library(home).exists():
+    compiled = library()
+    home = compiled.parent
+    if not compiled.exists():
         with progress.waiting("compiling the simulated GPU"), _only_process(home.with_suffix(".lock")):
-            if not _library(home).exists():
+            if not compiled.exists():
                 return _compile(home)
-    return _import(_library(home))
+    return _import(compiled)
+
+
+def library() -> Path:
+    """Return where the backend of this torch, Python and gpumagic is, once it is compiled."""
+    return cache_folder() / _key() / f"{NAME}.so"
 
 
 def cache_folder() -> Path:
@@ -54,10 +60,6 @@ def _key() -> str:
     for source in (*SOURCES, *HEADERS):
         digest.update((HERE / source).read_bytes())
     return f"{sysconfig.get_config_var('SOABI') or sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
-
-
-def _library(home: Path) -> Path:
-    return home / f"{NAME}.so"
 
 
 def _import(library: Path) -> ModuleType:
@@ -101,7 +103,7 @@ def _compile(home: Path) -> ModuleType:
     with tempfile.TemporaryDirectory(prefix=unfinished, dir=home.parent, ignore_cleanup_errors=True) as folder:
         module = _build_in(folder)
         home.mkdir(exist_ok=True)
-        (Path(folder) / f"{NAME}.so").replace(_library(home))
+        (Path(folder) / f"{NAME}.so").replace(library())
     return module
 
 

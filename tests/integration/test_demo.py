@@ -14,6 +14,7 @@ from gpumagic.__main__ import execute_notebook, main
 from gpumagic.options import MAGICS
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "demo_notebooks").glob("*.ipynb"))
+SUBJECTS = [path for path in NOTEBOOKS if path.stem != "tour"]
 
 
 def test_the_demo_runs_the_tour_and_says_what_it_showed_and_where(tmp_path: Path) -> None:
@@ -35,7 +36,8 @@ def test_the_demo_runs_the_tour_and_says_what_it_showed_and_where(tmp_path: Path
     _assert_only_cells_marked_so_failed(nbformat.read(executed, as_version=4))
 
 
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem != "tour"], ids=lambda path: path.stem)
+@pytest.mark.deep  # each a kernel that imports torch; the tour, which has all four magics, runs in either stage
+@pytest.mark.parametrize("path", SUBJECTS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_only_cells_marked_so_fail(path: Path) -> None:
     if path.stem == "many_engines" and IPython.version_info < (8,):
         pytest.skip("starting a cluster takes half a minute, and it runs with the newest IPython")

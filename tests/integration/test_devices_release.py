@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stages import examples
 
 import gpumagic
 
@@ -126,7 +127,7 @@ STEPS = {
 }
 
 
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(few=2, deep=15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from("abc"), st.integers(1, 4000), st.integers(0, 1)),

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
+from stages import examples
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -123,7 +124,7 @@ def plain(value: Any) -> object:
     return value if isinstance(value, (int, str, torch.device)) else type(value).__name__
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(examples(few=8, deep=60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(CELLS)
 @example("torch.ones(4).as_subclass(type('Sub', (torch.Tensor,), {}))")
 def test_a_cell_does_what_it_does_under_torchs_own_context(

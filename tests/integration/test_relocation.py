@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.error import UsageError
+from stages import examples
 
 import gpumagic
 from gpumagic import simgpu
@@ -504,7 +505,7 @@ trees = st.recursive(
 
 
 @given(tree=trees)
-@settings(max_examples=40)
+@examples(few=10, deep=60)
 def test_any_container_keeps_its_shape_its_values_and_its_sharing(tree: Any) -> None:
     """Integers stand for four tensors, of which some share memory."""
     base = torch.arange(8.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from stages import examples
 
 from gpumagic.dryrun.stage.arena import Arena
 
@@ -14,7 +15,7 @@ SIZES = st.one_of(st.integers(1, 1 << 20), st.integers(1, 24 << 20), st.sampled_
 STEPS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60)
 
 
-@settings(max_examples=30)
+@examples(few=8, deep=40)
 @given(STEPS)
 def test_it_reserves_what_the_simulated_card_reserves(two_devices, steps) -> None:
     """After every request and release, from an empty card."""

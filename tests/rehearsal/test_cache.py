@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from stages import examples
 
 import gpumagic
 from gpumagic.dryrun import targets
@@ -52,7 +53,7 @@ def fits(code, namespace) -> bool:
     return True
 
 
-@settings(max_examples=15)
+@examples(few=3, deep=20)
 @given(STEPS, STEPS)
 @example([300 * MIB] * 12 + [-11, -9, -7, -5, -3, -1], [600 * MIB])
 @example([1300 * MIB, 15 * MIB, -2], [1300 * MIB, 1300 * MIB])

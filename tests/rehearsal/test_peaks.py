@@ -9,18 +9,22 @@ from pathlib import Path
 
 import pytest
 from rehearsal_cells import CELLS
+from stages import sample, sample_and_all, wanted
 
 HERE = Path(__file__).parent
+SPREAD = 6
+"""Every sixth cell is in the sample."""
 
 
 @pytest.fixture(scope="module")
-def measured():
+def measured(request):
     """Return what the rehearsal and the simulated card said of each cell, from a process with cards of its own."""
-    return json.loads(
-        subprocess.check_output(
-            [sys.executable, str(HERE / "measure.py")], cwd=HERE, text=True, stderr=subprocess.DEVNULL
-        )
-    )
+    result = subprocess.run(
+        [sys.executable, str(HERE / "measure.py"), *wanted(request, "name")],
+        cwd=HERE, text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout)
 
 
 def error_of(found) -> float:
@@ -29,35 +33,41 @@ def error_of(found) -> float:
     return max(abs(told - real) / max(real, 1) for told, real in pairs)
 
 
-def test_nineteen_of_twenty_peaks_are_within_one_percent(measured) -> None:
+def test_there_are_fifty_cells() -> None:
     assert len(CELLS) >= 50
-    near = [name for name, found in measured.items() if error_of(found) <= 0.01]
-    assert len(near) >= 0.95 * len(measured), sorted(set(measured) - set(near))
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("names", sample_and_all(CELLS, SPREAD))
+def test_nineteen_of_twenty_peaks_are_within_one_percent(measured, names) -> None:
+    near = [name for name in names if error_of(measured[name]) <= 0.01]
+    assert len(near) >= 0.95 * len(names), sorted(set(names) - set(near))
+
+
+@pytest.mark.parametrize("name", sample(CELLS, SPREAD))
 def test_the_peak_is_within_five_percent(measured, name) -> None:
     found = measured[name]
     assert found["rehearsed"]["fits"] is True, found["rehearsed"]["verdict"]
     assert error_of(found) <= 0.05, found
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", sample(CELLS, SPREAD))
 def test_what_is_said_to_fit_does_and_what_lacks_a_segment_does_not(measured, name) -> None:
     """With just what the cell takes, and with 2 MiB less."""
     for told, real in measured[name]["tight"]:
         assert real["fits"] or not told["fits"], told["verdict"]
 
 
-def test_the_parts_add_up_to_the_peak(measured) -> None:
-    for name, found in measured.items():
-        told = found["rehearsed"]
+@pytest.mark.parametrize("names", sample_and_all(CELLS, SPREAD))
+def test_the_parts_add_up_to_the_peak(measured, names) -> None:
+    for name in names:
+        told = measured[name]["rehearsed"]
         assert sum(told["breakdown"].values()) in told["peak"], name
         assert told["adds_up"], name
         assert told["highest"] == told["peak"], f"{name}: the highest point of the course"
 
 
-def test_a_cell_whose_need_is_met_to_the_segment_is_mostly_said_to_fit(measured) -> None:
+@pytest.mark.parametrize("names", sample_and_all(CELLS, SPREAD))
+def test_a_cell_whose_need_is_met_to_the_segment_is_mostly_said_to_fit(measured, names) -> None:
     """Caution has a price: the rehearsal may say no to what fits, where segments lie better than it thinks."""
-    told = [(told["fits"], real["fits"]) for found in measured.values() for told, real in found["tight"]]
+    told = [(told["fits"], real["fits"]) for name in names for told, real in measured[name]["tight"]]
     assert sum(one == other for one, other in told) >= 0.8 * len(told), told

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from stages import examples
 
 import gpumagic
 from gpumagic.dryrun import client
@@ -84,7 +85,7 @@ LINES = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=15)
+@examples(few=4, deep=25)
 @given(st.lists(LINES, min_size=1, max_size=6))
 def test_no_cell_leaves_a_trace(tmp_path_factory, lines) -> None:
     """Weights, gradients, optimizer state, names, random states, files and device memory are as before."""

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from stages import examples
 
 MIB = 2**20
 CARDS = ("simgpu:0", "simgpu:1")
@@ -64,7 +65,7 @@ def step(tensors: list[torch.Tensor], kind: str, card: str, size: int, pick: int
         chosen.untyped_storage().resize_(chosen.untyped_storage().nbytes() + size)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(few=15, deep=100)
 @given(program=OPERATIONS)
 def test_allocated_is_the_sum_of_the_live_storages(program: list[tuple[str, str, int, int]]) -> None:
     """Whatever is made, viewed, grown, copied and freed, on two cards, after every step, and nothing is left over."""
@@ -92,7 +93,7 @@ def blocks(card: str, state: str) -> list[tuple[int, int]]:
     ]
 
 
-@settings(deadline=None, max_examples=30)
+@examples(few=10, deep=60)
 @given(program=OPERATIONS)
 def test_the_snapshot_has_every_live_storage_at_the_address_that_its_tensors_give(
     program: list[tuple[str, str, int, int]],

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from gpumagic.simgpu import _build
 
 ENABLE = """
@@ -28,6 +30,20 @@ except SimgpuUnavailable as error:
 """
 
 
+COMPILER = """#!/bin/sh
+for argument; do
+    test "$before" = -o && made=$argument
+    before=$argument
+done
+case " $* " in
+    *" -c "*) touch "$made" ;;
+    *" -shared "*) cp "{library}" "$made" ;;
+    *) exec c++ "$@" ;;
+esac
+"""
+"""Stands in for a compiler: it makes what was compiled before."""
+
+
 def python(code: str, cache: Path, **variables: str) -> subprocess.Popen[str]:
     """Start a Python that keeps compiled backends in a folder of its own."""
     environment = {key: value for key, value in os.environ.items() if key != "TORCH_EXTENSIONS_DIR"}
@@ -45,19 +61,32 @@ def refusal(code: str, cache: Path, path: Path) -> str:
     return out.strip()
 
 
-def test_two_processes_compile_once_over_the_rest_of_an_interrupted_compile(tmp_path: Path) -> None:
+@pytest.fixture
+def stand_in(tmp_path: Path) -> str:
+    """Return the path of a compiler that takes no time."""
+    path = tmp_path / "stand-in"
+    path.write_text(COMPILER.format(library=_build.library()))
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_two_processes_compile_once_over_the_rest_of_an_interrupted_compile(
+    tmp_path: Path, stand_in: str, real: bool
+) -> None:
     """One compiles and says so, the other waits; neither is held up by what a killed process left."""
-    home = tmp_path / "gpumagic" / "simgpu"
-    left_behind = home / f"building-{_build._key()}-killed"
+    home, key = tmp_path / "gpumagic" / "simgpu", _build.library().parent.name
+    left_behind = home / f"building-{key}-killed"
     left_behind.mkdir(parents=True)
     (left_behind / "lock").touch()
-    (home / _build._key()).mkdir()
-    both = [python(ENABLE, tmp_path) for _ in range(2)]
+    (home / key).mkdir()
+    compiler = {} if real else {"CXX": stand_in}
+    both = [python(ENABLE, tmp_path, **compiler) for _ in range(2)]
     told = [process.communicate(timeout=500) for process in both]
     assert [out.strip() for out, _ in told] == ["tensor(2., device='simgpu:0')"] * 2
     lines = [line for _, err in told for line in err.splitlines() if "gpumagic" in line]
     assert lines == ["gpumagic: compiling the simulated GPU, once, about 30 s ..."]
-    assert sorted(path.name for path in home.iterdir()) == [_build._key(), f"{_build._key()}.lock"]
+    assert sorted(path.name for path in home.iterdir()) == [key, f"{key}.lock"]
     with python(ENABLE, tmp_path, PATH="") as again:
         assert again.communicate()[1] == "", "the second start needs no compiler and says nothing"
 

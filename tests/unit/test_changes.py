@@ -9,8 +9,9 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from stages import examples
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.heap import storages
@@ -92,7 +93,7 @@ def test_tensors_without_a_storage_are_told_apart_too() -> None:
     assert changes(before, scan(namespace)) == [("came", "y", None)]
 
 
-@settings(max_examples=15)
+@examples(few=5, deep=30)
 @given(
     steps=st.lists(
         st.one_of(

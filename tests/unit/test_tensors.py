@@ -12,8 +12,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from stages import examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
@@ -545,7 +546,7 @@ def used_devices(two_devices):
     return two_devices
 
 
-@settings(max_examples=40)
+@examples(few=8, deep=60)
 @given(steps=STEPS)
 def test_the_rows_and_the_remainder_are_exactly_what_the_allocator_handed_out(steps, used_devices) -> None:
     """And what a program leaves is gone when the program's names, outputs and errors are, as without a report."""
@@ -565,7 +566,7 @@ def test_the_rows_and_the_remainder_are_exactly_what_the_allocator_handed_out(st
     assert [torch.simgpu.memory_allocated(index) for index in (0, 1)] == before
 
 
-@settings(max_examples=25)
+@examples(few=6, deep=40)
 @given(steps=STEPS)
 def test_every_reachable_tensor_is_named_and_dies_when_it_would_have(steps, used_devices) -> None:
     namespace, hidden = play(steps, used_devices)
