@@ -63,39 +63,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("deep")
 
 
-class Settled:
-    """The objects that were there before the tests of a file: modules, for the most part, and pytest's own.
+@pytest.fixture(scope="module")
+def few_objects() -> Iterator[None]:
+    """Freeze the modules that there are, and pytest's own objects, for the time of a file.
 
-    They are frozen, as each collection and each look of gpumagic's at all objects would go through half a million of
-    them; and not counted as frozen, as gpumagic says what it cannot see because of a freeze of the user's.
+    For files that have gpumagic look at all objects of the process again and again: there are half a million once
+    tests have imported what they need. It would say that a freeze hides some, so this one is not counted.
     """
-
-    def __init__(self) -> None:
-        self._count, self._frozen = gc.get_freeze_count, 0
-        gc.get_freeze_count = self._of_the_tests
-
-    def renew(self) -> None:
-        """Freeze what is there now."""
-        gc.collect()
-        gc.freeze()
-        self._frozen = self._count()
-
-    def _of_the_tests(self) -> int:
-        return max(0, self._count() - self._frozen)
-
-
-settled = Settled()
-
-
-def pytest_collection_finish() -> None:
-    """Begin with what the collection has made."""
-    settled.renew()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Do it again after each file: some tests import half of torch."""
-    result = yield
-    if nextitem is not None and nextitem.path != item.path:
-        settled.renew()
-    return result
+    count = gc.get_freeze_count
+    gc.collect()
+    gc.freeze()
+    frozen = count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: max(0, count() - frozen))
+        yield
+    gc.unfreeze()

@@ -8,6 +8,8 @@ import weakref
 import pytest
 from IPython.core.error import UsageError
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 @pytest.fixture
 def run(bare_shell):

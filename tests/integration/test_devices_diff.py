@@ -10,6 +10,8 @@ from IPython.core.error import UsageError
 
 from gpumagic.tensors.baseline import compares_with_its_start
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 @pytest.fixture
 def run(bare_shell):

@@ -15,6 +15,8 @@ from stages import examples
 
 import gpumagic
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 DEVICE = "simgpu:0"
 
 

@@ -29,8 +29,8 @@ def outcomes(request, tmp_path_factory):
     """Return what came of every case asked for; one process runs them all, as `oom_corpus` says."""
     program = Path(oom_corpus.__file__)
     result = subprocess.run(
-        [sys.executable, str(program), *wanted(request, "name")], check=False, capture_output=True, text=True, timeout=600,
-        env=environment(tmp_path_factory.mktemp("ipython")),
+        [sys.executable, str(program), *wanted(request, "name")], check=False, capture_output=True, text=True,
+        env=environment(tmp_path_factory.mktemp("ipython")), timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout)

@@ -14,6 +14,8 @@ from oom_cells import FREED, GIB, allocated
 import gpumagic
 from gpumagic.oom.report import OomReport
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 @pytest.mark.parametrize("cell", FREED.values(), ids=FREED)
 def test_a_failed_cell_leaves_nothing_on_the_device(guarded, bare_shell, cell) -> None:

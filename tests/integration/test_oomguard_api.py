@@ -13,6 +13,8 @@ import torch
 import gpumagic
 from gpumagic.oom.guard import OomGuard
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 GIB = 2**30
 
 

@@ -10,7 +10,7 @@ from oom_cells import GIB, allocated
 
 import gpumagic
 
-pytestmark = pytest.mark.usefixtures("warm_worker")
+pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
 
 
 @pytest.fixture(autouse=True)

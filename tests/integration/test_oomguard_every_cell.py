@@ -11,6 +11,8 @@ from oom_cells import GIB, allocated
 
 import gpumagic
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 @pytest.fixture
 def cell(guarded, bare_shell):

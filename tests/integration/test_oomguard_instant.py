@@ -7,6 +7,8 @@ import sys
 import pytest
 from oom_cells import GIB
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 MIB = 2**20
 LAYERS = "net = torch.nn.Linear(4096, 4096).to('simgpu:0')\nopt = torch.optim.AdamW(net.parameters())"
 

@@ -12,7 +12,7 @@ from oom_cells import GIB, allocated
 import gpumagic
 from gpumagic.oom.report import FitReport
 
-pytestmark = pytest.mark.usefixtures("warm_worker")
+pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
 
 ROWS = "batch_size = 40\nx = take(batch_size / 8)\nbatch_size"
 

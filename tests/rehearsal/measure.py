@@ -24,7 +24,7 @@ KNOWN = {**CELLS, **TRANSFORMERS}
 
 def notebook(name: str, capacity: int) -> dict[str, object]:
     """Return the namespace after the earlier cells, on empty cards of this capacity."""
-    gc.collect()
+    _let_go()
     simgpu.enable(devices=2, memory=capacity)
     torch.simgpu.empty_cache()
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -32,6 +32,14 @@ def notebook(name: str, capacity: int) -> dict[str, object]:
         linecache.cache[label] = (len(source), None, source.splitlines(True), label)
         exec(compile(source, label, "exec"), namespace)
     return namespace
+
+
+def _let_go() -> None:
+    """Collect until the cards are empty: autograd's threads keep a graph, or an error, longer than the cell runs."""
+    for _ in range(100):
+        gc.collect()
+        if not simgpu.is_enabled() or not any(map(torch.simgpu.memory_allocated, range(2))):
+            return
 
 
 def really(name: str, capacity: int) -> dict[str, object]:

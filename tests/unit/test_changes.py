@@ -18,6 +18,8 @@ from gpumagic.heap import storages
 from gpumagic.tensors.report import TensorReport
 from gpumagic.tensors.scan import scan
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 NAMES = "abcd"
 
 

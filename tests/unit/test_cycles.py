@@ -14,6 +14,8 @@ from gpumagic.tensors.report import COLLECT
 from gpumagic.tensors.scan import scan
 from gpumagic.tensors.why import find_holders as why
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 @pytest.fixture(autouse=True)
 def no_collection():

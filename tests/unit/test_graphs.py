@@ -15,6 +15,8 @@ from gpumagic.heap import kinds
 from gpumagic.memory import allocator
 from gpumagic.tensors.scan import scan
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 def allocated():
     """Return what the first device's allocator has handed out."""

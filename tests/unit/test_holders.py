@@ -26,6 +26,8 @@ from gpumagic.heap.holders import Search, name_storages
 from gpumagic.tensors.report import TensorReport, root_of
 from gpumagic.tensors.scan import scan
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 def names_of(tensor, namespace, shell=None):
     """Return the names of a tensor's storage."""

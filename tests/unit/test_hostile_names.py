@@ -11,6 +11,8 @@ import pytest
 from gpumagic.gpus.history_view import cell_line
 from gpumagic.report.base import Report, to_html, to_text
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 HOSTILE = {
     "markup": '<img src=x onerror="window.broken = 1">',
     "end of an attribute": "\"'><script>window.broken = 1</script>",

@@ -21,6 +21,8 @@ from torch.nn import Parameter
 
 from gpumagic.tensors.scan import scan
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 def row_of(name, namespace, **options):
     """Return the one row that carries a name."""

@@ -15,6 +15,8 @@ from gpumagic.errors import OptionError
 from gpumagic.tensors import why as why_
 from gpumagic.tensors.scan import scan
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 def why(name, namespace, shell=None):
     """Return the report without the holders that the tests are: running functions."""
