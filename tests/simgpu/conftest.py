@@ -11,7 +11,7 @@ from gpumagic import simgpu
 
 
 @pytest.fixture(autouse=True)
-def cards() -> Iterator[None]:
+def cards(few_objects: None) -> Iterator[None]:
     """Two simulated GPUs with nothing counted yet; a test leaves neither tensors nor seeds behind."""
     simgpu.enable(devices=2, memory="4GiB")
     gc.collect()
