@@ -1,4 +1,4 @@
-"""Shared by all tests: quiet threads, one simulated accelerator for the whole process, and the two stages."""
+"""Shared by all tests: quiet threads, one simulated accelerator a process, shells and kernels, and the two stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from kernels import Kernel
 from stages import FEW, MANY, is_deep
+from traitlets.config import Config
 
 # Two cores: torch's own threads would fight the kernels that the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,24 +47,31 @@ def two_devices() -> list[str]:
     return ["simgpu:0", "simgpu:1"]
 
 
-def _turn(item: pytest.Item) -> int:
-    """Return when a test's file is run: see `pytest_collection_modifyitems`."""
-    if "simgpu" in item.path.parts:
-        return 3 if item.path.stem == "test_operators" else 0
-    return 1 if "unit" in item.path.parts else 2
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files, and have the tests of Hypothesis in both stages.
+    """Order the files, mark what runs in a shell or a kernel, and have the tests of Hypothesis in both stages.
 
-    The simulated devices first: their tests start from empty ones, and any later test may keep a tensor. Then what
-    looks at all objects of the process, while those are few. Torch's list of operators, which makes many, comes last.
+    The simulated devices come first: their tests start from empty ones, and any later test may keep a tensor. Then what
+    looks at all objects of the process without a shell, while those are few. Torch's list of operators, which makes
+    many, comes last. Files that start their shell or kernel otherwise mark themselves.
     """
-    items.sort(key=_turn)
-    if is_deep(config):
-        for item in items:
-            if hasattr(getattr(item, "obj", None), "hypothesis"):
-                item.add_marker("deep")
+    in_shell = {item for item in items if _SHELLS.intersection(getattr(item, "fixturenames", ()))}
+    with_shell = {item.path for item in in_shell}
+    looking = {item.path for item in items if "few_objects" in getattr(item, "fixturenames", ())} - with_shell
+
+    def turn(item: pytest.Item) -> int:
+        if "simgpu" in item.path.parts:
+            return 3 if item.path.stem == "test_operators" else 0
+        return 1 if item.path in looking else 2
+
+    items.sort(key=turn)
+    for item in items:
+        if item in in_shell:
+            item.add_marker("ipython")
+        if is_deep(config) and hasattr(getattr(item, "obj", None), "hypothesis"):
+            item.add_marker("deep")
+
+
+_SHELLS = frozenset({"bare_shell", "start_kernel"})
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +89,134 @@ def few_objects() -> Iterator[None]:
         patch.setattr(gc, "get_freeze_count", lambda: max(0, count() - frozen))
         yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def unhindered(monkeypatch):
+    """Run `%%ondevice` as in a fresh process: what other tests left there, and these don't use, asks for no mode."""
+    from gpumagic.transfers import patches
+
+    monkeypatch.setattr(patches, "_overriding_classes", lambda *_: iter(()))
+    monkeypatch.setattr(patches, "_has_compiled", lambda: False)
+    monkeypatch.setattr(patches, "_blocker_in_heap", lambda names: patches.find_holders(names) and None)
+
+
+@pytest.fixture
+def bare_shell():
+    """Return a real in-process shell whose displays are kept instead of shown."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.HistoryAccessor.enabled = False
+    InteractiveShell.clear_instance()
+    shell = InteractiveShell.instance(config=config, display_pub_class=CapturingDisplayPublisher)
+    shell.run_line_magic("colors", "nocolor")
+    yield shell
+    InteractiveShell.clear_instance()
+    _empty(shell)
+
+
+def _empty(shell: InteractiveShell) -> None:
+    """Let go of what a test's cells made: shells live on in IPython's cycles, and tests ask what is on a device."""
+    sys.modules[shell._orig_sys_modules_main_name] = shell._orig_sys_modules_main_mod  # it had put itself there
+    shell.user_ns.clear()
+    shell.user_ns_hidden.clear()
+    shell.last_execution_result = None
+    shell.InteractiveTB.tb = None
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+
+
+@pytest.fixture
+def shell(bare_shell):
+    """Return such a shell with the probe magics loaded."""
+    import probe_magics
+
+    probe_magics.events.clear()
+    probe_magics.modes().clear()
+    bare_shell.run_line_magic("load_ext", "probe_magics")
+    yield bare_shell
+    assert probe_magics.modes() == [], "a cell left its mode behind"
+
+
+@pytest.fixture
+def events(shell):
+    """Return what has happened to the guards of the shell's cells so far."""
+    return shell.user_ns["events"]
+
+
+@pytest.fixture
+def shown(bare_shell):
+    """Return a function that lists what has been displayed, as plain text."""
+
+    def texts():
+        return [output["data"]["text/plain"] for output in bare_shell.display_pub.outputs]
+
+    return texts
+
+
+@pytest.fixture(scope="session")
+def start_kernel(tmp_path_factory):
+    """Return a function that starts a kernel, with extra environment variables; all are stopped at the end."""
+    kernels = []
+
+    def start(**extra):
+        kernels.append(Kernel(tmp_path_factory.mktemp("ipython"), **extra))
+        return kernels[-1]
+
+    yield start
+    for kernel in kernels:
+        kernel.stop()
+
+
+@pytest.fixture(scope="module")
+def module_kernel(start_kernel):
+    kernel = start_kernel()
+    assert kernel.run("%load_ext probe_magics").status == "ok"
+    yield kernel
+    assert kernel.value("modes()") == "[]", "a cell left its mode behind"
+
+
+@pytest.fixture
+def kernel(module_kernel):
+    """Return a kernel with the probe magics, shared by the module; what happened before is forgotten."""
+    module_kernel.run("events.clear()")
+    return module_kernel
+
+
+@pytest.fixture
+def guarded(bare_shell, two_devices):
+    """Return a function that runs a cell under %%oomguard -o report, in a shell with `take` and `fail`."""
+    import gc
+
+    from oom_cells import PRELUDE, forget_everything
+
+    gc.collect()
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_cell(PRELUDE, store_history=True)
+
+    def run(cell, options=""):
+        bare_shell.user_ns.pop("report", None)
+        return bare_shell.run_cell(f"%%oomguard -o report {options}\n{cell}", store_history=True)
+
+    yield run
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    forget_everything(bare_shell)
+
+
+@pytest.fixture(scope="session")
+def _worker_of_the_tests():
+    """One rehearsal worker for all tests: unloading the extension, which each shell's end does, leaves it alone."""
+    from gpumagic.dryrun import client
+
+    close = client.close
+    yield
+    close()
+
+
+@pytest.fixture
+def warm_worker(_worker_of_the_tests, monkeypatch):
+    """Keep the rehearsal worker from ending with the test's shell."""
+    from gpumagic.dryrun import client
+
+    monkeypatch.setattr(client, "close", lambda: None)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
+import ondevice_corpus as corpus
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-import ondevice_corpus as corpus
 from ondevice_corpus import CorpusCell
 
 CELLS = [cell for cell in corpus.cells() if cell.gap is None]

@@ -1,4 +1,4 @@
-"""Real shells and real kernels, with `probe_magics` at hand to load into them."""
+"""Real kernels, spoken to as a front end does, with `probe_magics` at hand to load into them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-from IPython.core.displaypub import CapturingDisplayPublisher
-from IPython.core.interactiveshell import InteractiveShell
 from jupyter_client.manager import KernelManager
-from traitlets.config import Config
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-sys.path.insert(0, str(HERE))
+ROOT = HERE.parent
 PATIENCE = 60  # seconds until a kernel that says nothing is taken for hung
 
 
@@ -29,77 +24,6 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
         **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "IPYTHONDIR": str(home),
         "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **extra,
     }  # fmt: skip
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs in a shell or a kernel; files that start theirs otherwise say so themselves."""
-    for item in items:
-        if {"bare_shell", "start_kernel"}.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker("ipython")
-
-
-@pytest.fixture
-def unhindered(monkeypatch):
-    """Run `%%ondevice` as in a fresh process: what other tests left there, and these don't use, asks for no mode."""
-    from gpumagic.transfers import patches
-
-    monkeypatch.setattr(patches, "_overriding_classes", lambda *_: iter(()))
-    monkeypatch.setattr(patches, "_has_compiled", lambda: False)
-    monkeypatch.setattr(patches, "_blocker_in_heap", lambda names: patches.find_holders(names) and None)
-
-
-@pytest.fixture
-def bare_shell():
-    """Return a real in-process shell whose displays are kept instead of shown."""
-    config = Config()
-    config.HistoryManager.enabled = False
-    config.HistoryAccessor.enabled = False
-    InteractiveShell.clear_instance()
-    shell = InteractiveShell.instance(config=config, display_pub_class=CapturingDisplayPublisher)
-    shell.run_line_magic("colors", "nocolor")
-    yield shell
-    InteractiveShell.clear_instance()
-    _empty(shell)
-
-
-def _empty(shell: InteractiveShell) -> None:
-    """Let go of what a test's cells made: shells live on in IPython's cycles, and tests ask what is on a device."""
-    sys.modules[shell._orig_sys_modules_main_name] = shell._orig_sys_modules_main_mod  # it had put itself there
-    shell.user_ns.clear()
-    shell.user_ns_hidden.clear()
-    shell.last_execution_result = None
-    shell.InteractiveTB.tb = None
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        if hasattr(sys, name):
-            delattr(sys, name)
-
-
-@pytest.fixture
-def shell(bare_shell):
-    """Return such a shell with the probe magics loaded."""
-    import probe_magics
-
-    probe_magics.events.clear()
-    probe_magics.modes().clear()
-    bare_shell.run_line_magic("load_ext", "probe_magics")
-    yield bare_shell
-    assert probe_magics.modes() == [], "a cell left its mode behind"
-
-
-@pytest.fixture
-def events(shell):
-    """Return what has happened to the guards of the shell's cells so far."""
-    return shell.user_ns["events"]
-
-
-@pytest.fixture
-def shown(bare_shell):
-    """Return a function that lists what has been displayed, as plain text."""
-
-    def texts():
-        return [output["data"]["text/plain"] for output in bare_shell.display_pub.outputs]
-
-    return texts
 
 
 @dataclass
@@ -265,70 +189,3 @@ class Kernel:
             return self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
         except queue.Empty:
             raise TimeoutError("the kernel says nothing") from None
-
-
-@pytest.fixture(scope="session")
-def start_kernel(tmp_path_factory):
-    """Return a function that starts a kernel, with extra environment variables; all are stopped at the end."""
-    kernels = []
-
-    def start(**extra):
-        kernels.append(Kernel(tmp_path_factory.mktemp("ipython"), **extra))
-        return kernels[-1]
-
-    yield start
-    for kernel in kernels:
-        kernel.stop()
-
-
-@pytest.fixture(scope="module")
-def module_kernel(start_kernel):
-    kernel = start_kernel()
-    assert kernel.run("%load_ext probe_magics").status == "ok"
-    yield kernel
-    assert kernel.value("modes()") == "[]", "a cell left its mode behind"
-
-
-@pytest.fixture
-def kernel(module_kernel):
-    """Return a kernel with the probe magics, shared by the module; what happened before is forgotten."""
-    module_kernel.run("events.clear()")
-    return module_kernel
-
-
-@pytest.fixture
-def guarded(bare_shell, two_devices):
-    """Return a function that runs a cell under %%oomguard -o report, in a shell with `take` and `fail`."""
-    import gc
-
-    from oom_cells import PRELUDE, forget_everything
-
-    gc.collect()
-    bare_shell.run_line_magic("load_ext", "gpumagic")
-    bare_shell.run_cell(PRELUDE, store_history=True)
-
-    def run(cell, options=""):
-        bare_shell.user_ns.pop("report", None)
-        return bare_shell.run_cell(f"%%oomguard -o report {options}\n{cell}", store_history=True)
-
-    yield run
-    bare_shell.run_line_magic("unload_ext", "gpumagic")
-    forget_everything(bare_shell)
-
-
-@pytest.fixture(scope="session")
-def _worker_of_the_tests():
-    """One rehearsal worker for all tests: unloading the extension, which each shell's end does, leaves it alone."""
-    from gpumagic.dryrun import client
-
-    close = client.close
-    yield
-    close()
-
-
-@pytest.fixture
-def warm_worker(_worker_of_the_tests, monkeypatch):
-    """Keep the rehearsal worker from ending with the test's shell."""
-    from gpumagic.dryrun import client
-
-    monkeypatch.setattr(client, "close", lambda: None)

@@ -7,7 +7,7 @@ import sys
 import types
 
 import pytest
-from conftest import environment
+from kernels import environment
 
 from gpumagic import extension
 from gpumagic.errors import SimgpuUnavailable

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import environment, plain
+from kernels import environment, plain
 
 pytestmark = pytest.mark.ipython
 

@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from conftest import environment, plain
+from kernels import environment, plain
 
 pytestmark = pytest.mark.ipython
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import oom_corpus
 import pytest
-from conftest import environment
+from kernels import environment
 from stages import sample, sample_and_all, wanted
 
 CASES = {case.name: case for case in oom_corpus.cases()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from conftest import environment, plain
+from kernels import environment, plain
 from oom_cells import FREED, PRELUDE
 
 pytestmark = pytest.mark.ipython

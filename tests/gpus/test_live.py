@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from conftest import PATIENCE, ROOT, environment
+from kernels import PATIENCE, ROOT, environment
 from nvml_stub.machine import GIB, Machine
 
 pytestmark = pytest.mark.skipif(
