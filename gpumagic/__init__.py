@@ -99,12 +99,9 @@ def __getattr__(name: str) -> object:
     import importlib
 
     if name == "__version__":
-        from importlib import metadata
+        from gpumagic import _compat
 
-        try:
-            return metadata.version("gpumagic")
-        except metadata.PackageNotFoundError:  # a checkout on the path, never installed
-            return "unknown"
+        return _compat.installed_version()
     if name in {"cluster", "simgpu"}:
         return importlib.import_module(f"gpumagic.{name}")
     for home, names in _HOMES.items():

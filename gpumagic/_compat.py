@@ -154,3 +154,13 @@ def inlined_variables(frame: FrameType) -> dict[str, Any]:
 def instruction_positions(code: CodeType) -> Iterable[tuple[int | None, int | None, int | None, int | None]]:
     """Return the lines and columns of each instruction; Python 3.10 has none (PEP 657)."""
     return code.co_positions() if hasattr(code, "co_positions") else ()
+
+
+def installed_version() -> str:
+    """Return the version of gpumagic itself; ``"unknown"`` for a checkout on the path that was never installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("gpumagic")
+    except metadata.PackageNotFoundError:
+        return "unknown"

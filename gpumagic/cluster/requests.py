@@ -47,7 +47,6 @@ def devices(names: Sequence[str], *, minimum: int, sort: str) -> Response:
 
 def prepare() -> Response:
     """Prepare for a cell under a cell magic; return `EngineResources.gpus` of this engine."""
-    from gpumagic import load_ipython_extension
     from gpumagic.gpus import probe
     from gpumagic.memory import allocator
 
@@ -56,7 +55,7 @@ def prepare() -> Response:
         raise OptionError("this engine runs no IPython")
     if shell.find_line_magic("oomguard") is None:
         shell.meta[_LOADED_FOR_CELL] = True
-        load_ipython_extension(shell)
+        shell.extension_manager.load_extension("gpumagic")
     accelerators = set(allocator.accelerators())
     report = probe.read_gpus()
     host = report.origin.host
@@ -76,12 +75,10 @@ def resolve_device(name: str, fallback: str | None) -> Response:
 
 def collect(name: str) -> Response:
     """Return the report that a cell left in a variable, and undo `prepare`."""
-    from gpumagic import unload_ipython_extension
-
     shell = session.shell()
     assert shell is not None
     report = shell.user_ns.pop(name, None)
     shell.user_ns_hidden.pop(name, None)
     if shell.meta.pop(_LOADED_FOR_CELL, False):
-        unload_ipython_extension(shell)
+        shell.extension_manager.unload_extension("gpumagic")
     return current_origin(), report

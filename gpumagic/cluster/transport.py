@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from gpumagic import _compat
 from gpumagic.cluster.connection import Connection
 from gpumagic.cluster.report import EngineAnswer
 from gpumagic.report.base import Origin
@@ -69,11 +70,9 @@ def _source() -> str:
 
 def _send(connection: Connection, engine: int, request: Request) -> Any:
     """Return the future of one engine's answer; its attribute ``begun`` is set once the engine starts on it."""
-    import gpumagic
-
     name, arguments = request
     client = connection.client
-    names = {"source": _source(), "request": (name, dict(arguments), str(gpumagic.__version__))}
+    names = {"source": _source(), "request": (name, dict(arguments), _compat.installed_version())}
     future = client.send_apply_request(
         client._mux_stream, eval, (_ENGINE_CODE, names), ident=client._engines[engine].encode()
     )
@@ -106,14 +105,12 @@ def _read_answer(engine: int, future: Any) -> EngineAnswer:
 
 
 def _explain_state(state: str, detail: str) -> str:
-    import gpumagic
-
     if state == "no gpumagic":
         return "gpumagic is not installed there: %pip install gpumagic in its environment"
     if state == "no torch":
         return "torch is not installed there"
     if state == "other version":
-        return f"gpumagic {detail} there, {gpumagic.__version__} here: install the same, and restart the engine"
+        return f"gpumagic {detail} there, {_compat.installed_version()} here: install the same, and restart the engine"
     return detail
 
 
