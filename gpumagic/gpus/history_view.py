@@ -197,6 +197,6 @@ def _device_change(row: CellRow, timeline: MemoryTimeline | None) -> str:
     moved = f"{where} {sign}{size(abs(row.growth))} to {size(row.allocated_after)}"
     if row.peak is None:
         return moved
-    course = device_timeline(timeline, row.device)
-    at = f" on line {course.line}" if course is not None and course.line is not None else ""
+    series = device_timeline(timeline, row.device)
+    at = f" on line {series.line}" if series is not None and series.line is not None else ""
     return f"{moved}, peak {size(row.peak)}{at}"

@@ -27,11 +27,11 @@ def timeline_blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterat
     if timeline is None:
         return
     drawn = sorted(drawable_devices(timeline), key=lambda each: -each.highest)
-    for course in drawn[:MAX_DEVICES]:
-        yield from _device_blocks(course, timeline)
+    for series in drawn[:MAX_DEVICES]:
+        yield from _device_blocks(series, timeline)
     if drawn[MAX_DEVICES:]:
         names = ", ".join(each.device for each in drawn[MAX_DEVICES:])
-        inner = [block for course in drawn[MAX_DEVICES:] for block in _device_blocks(course, timeline)]
+        inner = [block for series in drawn[MAX_DEVICES:] for block in _device_blocks(series, timeline)]
         yield Fold(f"memory on {names}", inner)
     if drawn:
         unknown = better and any(each.line is None for each in drawn[:MAX_DEVICES])
@@ -53,18 +53,18 @@ def device_timeline(timeline: MemoryTimeline | None, device: str) -> DeviceTimel
 
 def device_sparkline(timeline: MemoryTimeline | None, device: str, columns: int) -> str:
     """Return one device's memory as a few block characters, or "" where there is nothing to draw."""
-    course = next((each for each in drawable_devices(timeline) if each.device == device), None)
-    if course is None or timeline is None:
+    series = next((each for each in drawable_devices(timeline) if each.device == device), None)
+    if series is None or timeline is None:
         return ""
-    return sparkline([float(each) for each in heights(course, timeline, columns)], high=float(course.highest))
+    return sparkline([float(each) for each in heights(series, timeline, columns)], high=float(series.highest))
 
 
-def bands(course: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUMNS) -> dict[str, list[float]]:
+def bands(series: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUMNS) -> dict[str, list[float]]:
     """Return what each column certainly consists of, as shares of the highest, the rest last; empty if unknown."""
-    whole = heights(course, timeline, columns)
-    certain: list[Mapping[str, int]] = [course.parts] * columns
+    whole = heights(series, timeline, columns)
+    certain: list[Mapping[str, int]] = [series.parts] * columns
     highest = [-1] * columns
-    for point in course.points:
+    for point in series.points:
         place = min(columns - 1, int(columns * timeline.share(point)))
         if point.parts and point.high > highest[place]:
             highest[place] = point.high
@@ -73,50 +73,50 @@ def bands(course: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUM
     names = document.stacking_order(part for each in certain for part in each)
     if not names:
         return {}
-    found = {name: [each.get(name, 0) / course.highest for each in certain] for name in names}
+    found = {name: [each.get(name, 0) / series.highest for each in certain] for name in names}
     sums = [sum(each.values()) for each in certain]
-    return {**found, REST: [(top - sure) / course.highest for top, sure in zip(whole, sums, strict=True)]}
+    return {**found, REST: [(top - sure) / series.highest for top, sure in zip(whole, sums, strict=True)]}
 
 
-def heights(course: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUMNS) -> list[int]:
+def heights(series: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUMNS) -> list[int]:
     """Return the most bytes in each of so many equal parts of the cell; without a sample, the last value seen."""
     found: list[int | None] = [None] * columns
-    last = [course.before] * columns
-    for point in course.points:
+    last = [series.before] * columns
+    for point in series.points:
         place = min(columns - 1, int(columns * timeline.share(point)))
         found[place] = max(point.high, found[place] or 0)
         last[place:] = [point.last] * (columns - place)
     return [last[place] if most is None else most for place, most in enumerate(found)]
 
 
-def _device_blocks(course: DeviceTimeline, timeline: MemoryTimeline) -> Iterator[Block]:
-    most = "at its peak" if course.peak is not None else "seen at most"
+def _device_blocks(series: DeviceTimeline, timeline: MemoryTimeline) -> Iterator[Block]:
+    most = "at its peak" if series.peak is not None else "seen at most"
     said = (
-        f"Memory on {course.device} over {duration(timeline.seconds)}: {size(course.before)} before, "
-        f"{size(course.highest)} {most}, {size(course.after)} after"
+        f"Memory on {series.device} over {duration(timeline.seconds)}: {size(series.before)} before, "
+        f"{size(series.highest)} {most}, {size(series.after)} after"
     )
     yield Paragraph(f"{said}.")
-    shown = heights(course, timeline)
-    if course.parts:
-        text = f"Of it, there all the time: {_listed(course.parts)}"
+    shown = heights(series, timeline)
+    if series.parts:
+        text = f"Of it, there all the time: {_listed(series.parts)}"
         yield Paragraph(f"{text}; the rest is activations and what else came and went.")
-    if course.grown:
-        yield Paragraph(f"New, and there at the end: {_listed(course.grown)}.")
-    shares = [each / course.highest for each in shown]
-    yield Sparkline(shares, shown.index(max(shown)), _peak_note(course), said, bands(course, timeline))
+    if series.grown:
+        yield Paragraph(f"New, and there at the end: {_listed(series.grown)}.")
+    shares = [each / series.highest for each in shown]
+    yield Sparkline(shares, shown.index(max(shown)), _peak_note(series), said, bands(series, timeline))
 
 
 def _listed(found: Mapping[str, int]) -> str:
     return ", ".join(f"{part} {size(nbytes)}" for part, nbytes in found.items())
 
 
-def _peak_note(course: DeviceTimeline) -> str:
+def _peak_note(series: DeviceTimeline) -> str:
     """Return the note at the highest column, with its line as far as that is certain."""
-    most = f"{'peak' if course.peak is not None else 'most seen'} {size(course.highest)}"
-    if course.line is not None:
-        return f"{most}, line {course.line}" + (f": {course.code}" if course.code else "")
-    if course.lines is not None:
-        return f"{most}, between lines {course.lines[0]} and {course.lines[1]}"
+    most = f"{'peak' if series.peak is not None else 'most seen'} {size(series.highest)}"
+    if series.line is not None:
+        return f"{most}, line {series.line}" + (f": {series.code}" if series.code else "")
+    if series.lines is not None:
+        return f"{most}, between lines {series.lines[0]} and {series.lines[1]}"
     return most
 
 
@@ -139,46 +139,46 @@ def plot_timeline(timeline: MemoryTimeline) -> Figure:
     """
     figure = new_figure(3.5)
     axes = figure.subplots()
-    unit, name = unit_for(max(course.highest for course in timeline.courses))
+    unit, name = unit_for(max(series.highest for series in timeline.courses))
     if len(timeline.courses) == 1:
         _lay_out_parts(axes, timeline.courses[0], timeline, unit)
-    for course in timeline.courses:
-        _draw(axes, course, timeline, unit)
+    for series in timeline.courses:
+        _draw(axes, series, timeline, unit)
     over = "Operators of the cell" if timeline.every_operator else "Seconds"
     axes.set(ylabel=f"Allocated, {name}", xlabel=over, ylim=(0, None), xlim=(0, None))
     axes.legend(loc="upper left", fontsize="small")
     return figure
 
 
-def _draw(axes: Any, course: DeviceTimeline, timeline: MemoryTimeline, unit: int) -> None:
-    *moments, end = _moments(course, timeline)
-    highs, lasts = ([each / unit for each in found] for found in _columns(course))
+def _draw(axes: Any, series: DeviceTimeline, timeline: MemoryTimeline, unit: int) -> None:
+    *moments, end = _moments(series, timeline)
+    highs, lasts = ([each / unit for each in found] for found in _columns(series))
     (line,) = axes.plot(
-        [*moments, end], [*lasts, course.after / unit], label=label(course.device), drawstyle="steps-post"
+        [*moments, end], [*lasts, series.after / unit], label=label(series.device), drawstyle="steps-post"
     )
     axes.vlines(moments, lasts, highs, color=line.get_color(), alpha=0.5)
     if moments:
         top = highs.index(max(highs))
-        where = f"line {course.line}" if course.line is not None else ""
-        if not where and course.lines is not None:
-            where = "lines {}-{}".format(*course.lines)
+        where = f"line {series.line}" if series.line is not None else ""
+        if not where and series.lines is not None:
+            where = "lines {}-{}".format(*series.lines)
         mark_point(
-            axes, moments[top], highs[top], f"{'peak' if course.peak is not None else 'most seen'} {where}".strip()
+            axes, moments[top], highs[top], f"{'peak' if series.peak is not None else 'most seen'} {where}".strip()
         )
 
 
-def _moments(course: DeviceTimeline, timeline: MemoryTimeline) -> list[float]:
+def _moments(series: DeviceTimeline, timeline: MemoryTimeline) -> list[float]:
     """Return where each point is drawn, in seconds or operators, and the end."""
     if timeline.every_operator:
-        return [*(point.look for point in course.points), timeline.looks]
-    return [*(point.seconds for point in course.points), timeline.seconds]
+        return [*(point.look for point in series.points), timeline.looks]
+    return [*(point.seconds for point in series.points), timeline.seconds]
 
 
-def _lay_out_parts(axes: Any, course: DeviceTimeline, timeline: MemoryTimeline, unit: int) -> None:
+def _lay_out_parts(axes: Any, series: DeviceTimeline, timeline: MemoryTimeline, unit: int) -> None:
     """Draw what was certainly there as bands under the line."""
-    moments = _moments(course, timeline)
-    found = [point.parts or course.parts for point in course.points]
-    found.append(found[-1] if found else course.parts)
+    moments = _moments(series, timeline)
+    found = [point.parts or series.parts for point in series.points]
+    found.append(found[-1] if found else series.parts)
     floor = [0.0] * len(found)
     for part in stacking_order(part for each in found for part in each):
         top = [low + each.get(part, 0) / unit for low, each in zip(floor, found, strict=True)]
@@ -188,5 +188,5 @@ def _lay_out_parts(axes: Any, course: DeviceTimeline, timeline: MemoryTimeline, 
         floor = top
 
 
-def _columns(course: DeviceTimeline) -> tuple[Sequence[int], Sequence[int]]:
-    return [point.high for point in course.points], [point.last for point in course.points]
+def _columns(series: DeviceTimeline) -> tuple[Sequence[int], Sequence[int]]:
+    return [point.high for point in series.points], [point.last for point in series.points]

@@ -30,7 +30,7 @@ from gpumagic.report.units import MAX_LENGTH, printable, sparkline, truncate_mid
 COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(230,140,30,.65)"}
 TRACK = "rgba(128,128,128,.25)"
 SPARKLINE_WIDTH = "600px"
-"""How wide a course is drawn at most."""
+"""How wide a sparkline is drawn at most."""
 MUTED = "opacity:.72"
 """Small text stays readable (4.5 to 1, WCAG) also where a theme's own text is a dark grey, as VS Code's is."""
 CODE = "font-family:Menlo,Consolas,monospace"
@@ -156,35 +156,35 @@ def _listing(listing: Listing, label: str) -> str:
     return _box(f"<tbody>{rows}</tbody>", _named(label))
 
 
-def _sparkline(course: Sparkline) -> str:
+def _sparkline(block: Sparkline) -> str:
     """Return columns, each with the character of its height in it, which shows where styles are stripped.
 
     The arrow stands under the marked one, and its note to the side that has room.
     """
-    count = max(1, len(course.heights))
-    sparks = sparkline(course.heights, high=1.0)
-    bands = [(course.bands[name], _colour(name)) for name in course.bands]
+    count = max(1, len(block.heights))
+    sparks = sparkline(block.heights, high=1.0)
+    bands = [(block.bands[name], _colour(name)) for name in block.bands]
     columns = "".join(
-        _column(100 / count, course.heights[place], spark, [(band[place], colour) for band, colour in bands])
+        _column(100 / count, block.heights[place], spark, [(band[place], colour) for band, colour in bands])
         for place, spark in enumerate(sparks)
     )
     ground = f"display:block;height:{72 if bands else 48}px;max-width:{SPARKLINE_WIDTH};font-size:0;line-height:0"
     stand = '<span style="display:inline-block;vertical-align:bottom;height:100%;width:0"></span>'
-    note, at = _text(course.note), 100 * (course.mark + 0.5) / count
+    note, at = _text(block.note), 100 * (block.mark + 0.5) / count
     if at <= 50:
         arrow = f"margin-left:{at:.1f}%", f"↑ {note}"
     else:
         arrow = f"text-align:right;margin-right:{100 - at:.1f}%", f"{note} ↑"
     return (
-        f'<div role="img" aria-label="{_text(course.label)}" '
+        f'<div role="img" aria-label="{_text(block.label)}" '
         f'style="{ground};white-space:nowrap;background:{TRACK}">{stand}{columns}</div>'
         f'<div style="max-width:{SPARKLINE_WIDTH};margin:.1em 0 .3em 0"><div style="{arrow[0]}">{arrow[1]}</div></div>'
-        f"{_legend(list(course.bands))}"
+        f"{_legend(list(block.bands))}"
     )
 
 
 def _column(width: float, height: float, spark: str, bands: Sequence[tuple[float, str]]) -> str:
-    """Return one column of a course, of one colour or of a band over the other."""
+    """Return one column of a sparkline, of one colour or of a band over the other."""
     style = f"display:inline-block;vertical-align:bottom;width:{width:.4g}%;height:{max(2.0, 100 * height):.4g}%"
     if not bands or not height:
         return f'<span style="{style};background:{COLOURS["main"]}">{spark}</span>'

@@ -113,21 +113,21 @@ def _broken(line: str, width: int, digits: int) -> list[str]:
     return [*pieces, line]
 
 
-def _sparkline(course: Sparkline, width: int) -> str:
+def _sparkline(block: Sparkline, width: int) -> str:
     """Return a line of blocks, one for each band too, and under the marked one an arrow with its note beside it."""
-    names = _changing_bands(course)
+    names = _changing_bands(block)
     label = max((_width(name) + len(GAP) for name in names), default=0)
-    columns = min(len(course.heights), max(8, width - label))
-    lines = [_pad(name, label, "left") + _spark_characters(course.bands[name], columns, " ") for name in names]
-    lines.append(" " * label + _spark_characters(course.heights, columns))
-    mark = -(-(course.mark + 1) * columns // len(course.heights)) - 1
-    lines.append(_under(printable(course.note), label + mark, width, label + columns // 2))
+    columns = min(len(block.heights), max(8, width - label))
+    lines = [_pad(name, label, "left") + _spark_characters(block.bands[name], columns, " ") for name in names]
+    lines.append(" " * label + _spark_characters(block.heights, columns))
+    mark = -(-(block.mark + 1) * columns // len(block.heights)) - 1
+    lines.append(_under(printable(block.note), label + mark, width, label + columns // 2))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _changing_bands(course: Sparkline) -> list[str]:
+def _changing_bands(block: Sparkline) -> list[str]:
     """Return the bands that change, the highest first, where more than one does: a flat line says nothing."""
-    changing = [name for name, band in course.bands.items() if max(band) - min(band) > 1 / 16][::-1]
+    changing = [name for name, band in block.bands.items() if max(band) - min(band) > 1 / 16][::-1]
     return changing if len(changing) > 1 else []
 
 
