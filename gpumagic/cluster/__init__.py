@@ -1,14 +1,14 @@
 """`--engines`: the four magics on the engines of an ipyparallel cluster, and reports of many processes as one.
 
-Start with `queries` for the line magics and with `cells` for the cell magics. The files:
+Start with `queries.py` for the line magics and with `cells.py` for the cell magics.
 
-- `connection`: which engines are meant, and which device each of them gets
-- `queries`: `%gpuinfo` and `%devices` on every engine
-- `cells`: a cell of `%%ondevice` or `%%oomguard` on every engine
-- `transport`: sends a request to engines and collects the answers, or why there is none
-- `engine_side`, `requests`: run in the engine; the first is sent as text, the second is imported there
-- `report`: `ClusterReport`, merging, and GPUs that several engines share
-- `view`, `gpus_view`, `tensors_view`: the view, and its parts about GPUs and tensors
+    connection.py   which engines are meant, and which device each of them gets
+    queries.py      `%gpuinfo` and `%devices` on every engine
+    cells.py        a cell of `%%ondevice` or `%%oomguard` on every engine
+    transport.py    sends a request to engines and collects the answers, or why there is none
+    engine_side.py  runs in the engine, sent as text; `requests.py` is what it calls there
+    report.py       `ClusterReport`, merging, and GPUs that several engines share
+    view.py         the view; `gpus_view.py` and `tensors_view.py` are its parts about GPUs and tensors
 
 `--engines` goes where `%%px` goes, unless `use` selects another client. Nothing here starts an engine. In a script:
 

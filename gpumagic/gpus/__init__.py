@@ -1,13 +1,14 @@
 """`%gpuinfo`: the GPUs, who uses them, or why there is none.
 
-Start with `probe.read_gpus`, which joins what the other files read into a `report.GPUReport`; `view` shows it.
+Start with `probe.read_gpus`, which joins what the other files read into a `report.GPUReport`.
 
-- `nvml`, `cards`, `processes`: the connection to NVIDIA's driver, and what it reports of cards and processes
-- `torch_build`, `torch_names`: the installed torch, and its names for the cards
-- `other_devices`: devices that NVML does not know: simulated, XPU, MPS, unified memory
-- `no_gpu`: why torch can use no GPU, with the remedy
-- `device_names`: resolves names as users write them, such as ``gpu:1`` or ``auto``
-- `live`: `-w`, the GPUs over time; `each_cell`: `--each-cell`, a line after every cell
-- `bench`: `--bench`, how fast each device is
-- `report`: the records of all of these; `view`, `history_view`, `bench_view`: their views
+    nvml.py           the connection to NVIDIA's driver; `cards.py` and `processes.py` are what it reports
+    torch_build.py    the installed torch; `torch_names.py` has its names for the cards
+    other_devices.py  devices that NVML does not know: simulated, XPU, MPS, unified memory
+    no_gpu.py         why torch can use no GPU, with the remedy
+    device_names.py   resolves names as users write them, such as ``gpu:1`` or ``auto``
+    live.py           `-w`: the GPUs over time
+    each_cell.py      `--each-cell`: a line after every cell
+    bench.py          `--bench`: how fast each device is; `bench_view.py` shows it
+    report.py         the records of all of these; `view.py` and `history_view.py` show them
 """

@@ -1,10 +1,12 @@
-"""`%devices`: the live tensors and what holds them. Start with `scan.scan`, which makes the report from the heap.
+"""`%devices`: the live tensors and what holds them.
 
-scan         finds the tensors, names them, compares each device's sum with its allocator
-rows         groups storages into blocks of memory and builds a row for each
-why          every holder of one tensor, for `--why`
-release      frees what only outputs and the last error keep, for `--release-held`
-baseline     the report that `--diff` compares with
-report       what `%devices`, `--diff` and `--held` return; `view` and `diff_view` show it
-held_report  what `--why` and `--release-held` return; `held_view` shows it, and `--held`
+Start with `scan.scan`, which makes the report from the heap.
+
+    scan.py         finds the tensors, names them, compares each device's sum with its allocator
+    rows.py         groups storages into blocks of memory and builds a row for each
+    why.py          every holder of one tensor, for `--why`
+    release.py      frees what only outputs and the last error keep, for `--release-held`
+    baseline.py     the report that `--diff` compares with
+    report.py       what `%devices`, `--diff` and `--held` return; `view.py` and `diff_view.py` show it
+    held_report.py  what `--why` and `--release-held` return; `held_view.py` shows it, and `--held`
 """
