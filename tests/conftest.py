@@ -185,7 +185,7 @@ def kernel(module_kernel):
 
 
 @pytest.fixture
-def guarded(bare_shell, two_devices):
+def guarded(bare_shell, two_devices, warm_worker):
     """Return a function that runs a cell under %%oomguard -o report, in a shell with `take` and `fail`."""
     import gc
 
@@ -215,8 +215,10 @@ def _worker_of_the_tests():
 
 
 @pytest.fixture
-def warm_worker(_worker_of_the_tests, monkeypatch):
+def warm_worker(_worker_of_the_tests):
     """Keep the rehearsal worker from ending with the test's shell."""
     from gpumagic.dryrun import client
 
-    monkeypatch.setattr(client, "close", lambda: None)
+    with pytest.MonkeyPatch.context() as patch:  # of its own: the test's is undone before its shell ends
+        patch.setattr(client, "close", lambda: None)
+        yield

@@ -43,6 +43,11 @@ class Worker:
         self._connection: Connection = Connection(ours.detach())
         self._owner = os.getpid()
 
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
+
     def is_usable(self) -> bool:
         """Return whether it runs, and was started by this very process and not by the one this was forked from."""
         return self._owner == os.getpid() and self._process.poll() is None
@@ -91,6 +96,11 @@ def ask(order: dict[str, Any]) -> dict[str, Any]:
             atexit.register(close)
         _worker = Worker()
     return _worker.ask(order)
+
+
+def warm() -> Worker | None:
+    """Return the worker that waits for the next rehearsal, if one does."""
+    return _worker
 
 
 def close() -> None:

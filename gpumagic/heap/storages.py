@@ -52,6 +52,11 @@ def number_of_tensor(tensor: object) -> int:
     return number
 
 
+def recorded() -> int:
+    """Return how many storages have a record, expired ones included."""
+    return len(_storages)
+
+
 def forget_expired() -> None:
     """Free the records of storages that are gone; their numbers are not used again."""
     if not _storages and not _tensors:

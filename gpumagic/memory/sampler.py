@@ -54,7 +54,7 @@ class _Sampler(threading.Thread):
         while not self._enough.wait(self._pause()):
             start = time.thread_time()
             try:
-                _sample_all()
+                sample_all()
             except Exception:  # errors of a backend's counters do not belong on the user's stderr
                 return
             self._cost = time.thread_time() - start
@@ -99,7 +99,13 @@ def stop_sampling(asked: SampledTimeline) -> None:
         last.end()
 
 
-def _sample_all() -> None:
+def is_idle() -> bool:
+    """Return whether no timeline is being sampled."""
+    return not _sampled
+
+
+def sample_all() -> None:
+    """Read the allocators now, for every timeline that is being sampled."""
     if not _is_torch_imported():
         return
     figures = allocator.all_device_stats()

@@ -203,6 +203,11 @@ _open_observers: list[OomObserver] = []
 _attached: list[object] = []
 
 
+def open_observers() -> int:
+    """Return how many observers are open."""
+    return len(_open_observers)
+
+
 def _attach() -> bool:
     """Attach the callback unless it is, and return whether it is now."""
     torch = sys.modules.get("torch")

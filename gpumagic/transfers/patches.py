@@ -231,6 +231,11 @@ def end(recorder: Recorder) -> None:
             _restore_storages()
 
 
+def is_idle() -> bool:
+    """Return whether torch is as it was found: no run is open."""
+    return not _open and not _counting_storages
+
+
 def release(recorder: Recorder) -> None:
     """Restore torch's functions, unless another run needs the patches."""
     with _lock:

@@ -303,6 +303,11 @@ def _activate() -> None:
         _runs.pop(thread, None)
 
 
+def is_idle() -> bool:
+    """Return whether no thread has a run open."""
+    return not active and not _runs
+
+
 def current_recorder() -> Recorder | None:
     """Return this thread's innermost run, or what records for the run that it works for."""
     runs = _runs.get(get_ident())

@@ -41,7 +41,7 @@ def test_looking_at_the_memory_of_a_cell_costs_next_to_nothing(
 ) -> None:
     """What a look costs, from cells with hundreds and with none, times how many looks a cell has."""
     looks = 0
-    look = sampler._sample_all
+    look = sampler.sample_all
 
     def counted() -> None:
         nonlocal looks
@@ -57,7 +57,7 @@ def test_looking_at_the_memory_of_a_cell_costs_next_to_nothing(
         return seconds(magic + STEPS), looks
 
     usual = sampler.FIRST_DELAY, sampler.MIN_INTERVAL, sampler.INTERVAL_PER_COST
-    monkeypatch.setattr(sampler, "_sample_all", counted)
+    monkeypatch.setattr(sampler, "sample_all", counted)
     spent(*usual)
     rounds = [(spent(9.0, 0.4, 0), spent(0.002, 0.002, 0), spent(*usual)) for _ in range(ROUNDS)]
     none, many, some = (min(each) for each in zip(*rounds, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -79,8 +80,8 @@ def test_nothing_of_it_stays_where_the_worker_is_killed(notebook, monkeypatch) -
     gpumagic.rehearse("1", notebook)
     before = descriptors()
 
-    def killed(*_: object) -> bool:
-        client._worker._process.kill()
+    def killed(worker: client.Worker, _: int) -> bool:
+        os.kill(worker.pid, signal.SIGKILL)
         return True
 
     monkeypatch.setattr(client.Worker, "_wait", killed)

@@ -24,9 +24,9 @@ def make(mib: int, index: int = 0) -> torch.Tensor:
 
 
 def watched(mib: int, index: int = 0) -> torch.Tensor:
-    sampler._sample_all()
+    sampler.sample_all()
     made = make(mib, index)
-    sampler._sample_all()
+    sampler.sample_all()
     return made
 
 
@@ -42,10 +42,10 @@ def fresh_counters(two_devices, monkeypatch):
 
 
 @pytest.fixture
-def run(bare_shell):
+def run(bare_shell, warm_worker):
     """Return a function that runs a cell and gives its stored report."""
     bare_shell.run_line_magic("load_ext", "gpumagic")
-    bare_shell.user_ns.update(torch=torch, make=make, watched=watched, look=sampler._sample_all, MIB=MIB)
+    bare_shell.user_ns.update(torch=torch, make=make, watched=watched, look=sampler.sample_all, MIB=MIB)
 
     def run(cell):
         bare_shell.user_ns.pop("report", None)
@@ -214,7 +214,7 @@ def test_an_interrupted_cell_and_a_cell_inside_a_cell_leave_no_thread(bare_shell
     run("%%ondevice 0 -q -o report\nraise KeyboardInterrupt")
     run("%%oomguard\nget_ipython().run_cell('%%ondevice 0 -q\\nget_ipython().run_cell(\"1/0\")')\n1/0")
     run("%%ondevice 0 -q\n%%oomguard")
-    assert sampler._sampled == []
+    assert sampler.is_idle()
 
 
 def test_an_interrupt_while_the_thread_starts_leaves_none(run, monkeypatch) -> None:
@@ -227,7 +227,7 @@ def test_an_interrupt_while_the_thread_starts_leaves_none(run, monkeypatch) -> N
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     assert run("%%ondevice 0 -q -o report\nx = 1") is None
-    assert sampler._sampled == []
+    assert sampler.is_idle()
     assert torch.get_default_device().type == "cpu"
 
 
@@ -243,13 +243,13 @@ def test_the_clock_looks_by_itself(run, monkeypatch) -> None:
     """Until it has seen the memory that this cell has."""
     monkeypatch.setattr(sampler, "FIRST_DELAY", 0.001)
     seen = threading.Event()
-    look = sampler._sample_all
+    look = sampler.sample_all
 
     def looked() -> None:
         look()
         seen.set()
 
-    monkeypatch.setattr(sampler, "_sample_all", looked)
+    monkeypatch.setattr(sampler, "sample_all", looked)
     run("x = 1")
     sampler_cell = "%%ondevice 0 -q -o report\na = make(25)\nseen.clear(); ok = seen.wait(60)\ndel a"
     import IPython
@@ -285,7 +285,7 @@ def test_a_backend_whose_counters_fail_ends_the_looking_and_not_the_cell(run, mo
         failed.set()
         raise RuntimeError("driver shutting down")
 
-    monkeypatch.setattr(sampler, "_sample_all", fail)
+    monkeypatch.setattr(sampler, "sample_all", fail)
     import IPython
 
     IPython.get_ipython().user_ns["failed"] = failed

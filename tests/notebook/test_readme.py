@@ -50,7 +50,7 @@ def test_what_it_links_to_is_there(name) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_its_python_runs(name, bare_shell, two_devices) -> None:
+def test_its_python_runs(name, bare_shell, two_devices, warm_worker) -> None:
     """With the simulated devices in the place of CUDA's, cells with magics among them."""
     blocks = re.findall(r"^```python\n(.*?)^```", TEXTS[name], re.MULTILINE | re.DOTALL)
     assert blocks

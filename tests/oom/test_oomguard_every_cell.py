@@ -11,7 +11,7 @@ from oom_cells import GIB, allocated
 
 import gpumagic
 
-pytestmark = pytest.mark.usefixtures("few_objects")
+pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
 
 
 @pytest.fixture

@@ -10,10 +10,8 @@ from gpumagic.dryrun.report import RehearsalReport
 
 
 @pytest.fixture
-def run(bare_shell, two_devices):
+def run(bare_shell, two_devices, warm_worker):
     """Return a function that runs a cell under %%oomguard -o report, in a shell with a model on a device."""
-    from gpumagic.dryrun import client
-
     bare_shell.run_line_magic("load_ext", "gpumagic")
     bare_shell.run_cell("import torch\nmodel = torch.nn.Linear(100, 100).to('simgpu:0')\nran = 0")
 
@@ -22,11 +20,21 @@ def run(bare_shell, two_devices):
 
     yield run
     bare_shell.run_line_magic("unload_ext", "gpumagic")
-    assert client._worker is None
     bare_shell.reset(new_session=False)
 
 
 CELL = "ran += 1\nx = torch.ones(1000, 100, device='simgpu:0')\ny = model(x)\nlen(y)"
+
+
+def test_unloading_ends_the_worker(bare_shell, two_devices) -> None:
+    from gpumagic.dryrun import client
+
+    client.close()
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_cell("%%oomguard --rehearse-only\n1")
+    assert client.warm() is not None
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    assert client.warm() is None
 
 
 def test_a_cell_that_fits_is_reported_and_run(run, bare_shell, shown) -> None:

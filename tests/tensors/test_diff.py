@@ -155,13 +155,13 @@ def test_remembering_a_storage_keeps_neither_it_nor_its_bytes(two_devices) -> No
 
 def test_records_of_dead_storages_are_forgotten_at_the_next_look() -> None:
     scan({})
-    before = len(storages._storages)
+    before = storages.recorded()
     kept = [torch.ones(1) for _ in range(100)]
     scan({})
-    assert len(storages._storages) == before + 100
+    assert storages.recorded() == before + 100
     del kept
     scan({})
-    assert len(storages._storages) == before
+    assert storages.recorded() == before
 
 
 def test_reports_narrowed_differently_are_compared_in_what_both_list() -> None:

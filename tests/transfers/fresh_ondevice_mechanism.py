@@ -45,7 +45,7 @@ def _leaves_torch_alone() -> Iterator[None]:
     assert bindings() == before
     assert torch.get_default_device().type == "cpu"
     assert torch.utils._device.CURRENT_DEVICE is None
-    assert recorder.active == recorder._runs == {}
+    assert recorder.is_idle()
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -313,7 +313,7 @@ def test_an_interrupt_at_any_line_leaves_torch_as_it_was(step: str) -> None:
             guard.open() if step == "open" else guard.close(None)
         if step == "open" and not was_interrupted:
             guard.close(None)
-        assert recorder._runs == {}
+        assert recorder.is_idle()
         assert torch.zeros is ZEROS
         if not was_interrupted:
             break

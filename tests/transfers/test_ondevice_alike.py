@@ -124,7 +124,7 @@ def plain(value: Any) -> object:
     return value if isinstance(value, (int, str, torch.device)) else type(value).__name__
 
 
-@settings(examples(few=8, deep=60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(examples(few=5, deep=60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(CELLS)
 @example("torch.ones(4).as_subclass(type('Sub', (torch.Tensor,), {}))")
 def test_a_cell_does_what_it_does_under_torchs_own_context(

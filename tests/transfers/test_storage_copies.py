@@ -46,7 +46,7 @@ def test_torch_is_left_as_it_was_found_after_an_error_too() -> None:
         torch.zeros(1 // 0)
     assert torch.UntypedStorage.copy_ is before
     assert "copy_" not in vars(torch.UntypedStorage)
-    assert patches._counting_storages == []
+    assert patches.is_idle()
 
 
 def test_a_copy_within_a_device_is_none() -> None:
