@@ -12,3 +12,8 @@ def worker():
 
     yield client
     client.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects(few_objects: None) -> None:
+    """Collect among few objects: these tests do so before and after each cell."""

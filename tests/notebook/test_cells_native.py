@@ -7,6 +7,8 @@ import threading
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 def test_the_last_value_enters_out_and_underscore(shell):
     """As in the cell without the magic."""
