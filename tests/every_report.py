@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 import sys
 import types
 import typing
@@ -10,14 +11,16 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
+import gpumagic
 from gpumagic.cluster.report import KINDS as OF_ENGINES
 from gpumagic.cluster.report import EngineAnswer
 from gpumagic.report.base import Report
 from gpumagic.report.document import document_of
 
 MIB = 1024**2
-for _feature in ("gpus", "tensors", "transfers", "oom", "dryrun", "cluster"):
-    import_module(f"gpumagic.{_feature}.view")
+for _module in pkgutil.walk_packages(gpumagic.__path__, "gpumagic."):
+    if _module.name.endswith("view"):
+        import_module(_module.name)
 KINDS = sorted(kind.__name__ for kind in document_of.registry if kind is not object)
 FIXED: dict[tuple[str, str], Any] = {
     ("TensorReport", "group_by"): None, ("ClusterReport", "group_by"): None, ("ClusterReport", "magic"): "gpuinfo",

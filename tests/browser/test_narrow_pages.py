@@ -14,7 +14,8 @@ WIDER_THAN_THE_PAGE = "() => document.documentElement.scrollWidth > document.doc
 BOXES = """() => [...document.querySelectorAll('table')].map(table => {
   const box = table.parentElement, arrow = box.nextElementSibling, whole = box.parentElement.getBoundingClientRect()
   const shown = [...arrow.children].some(each => each.getBoundingClientRect().left < whole.right)
-  return [box.scrollWidth > box.clientWidth, shown]
+  const isExact = Math.abs(whole.width - table.getBoundingClientRect().width) < 1
+  return [box.scrollWidth > box.clientWidth, shown, isExact]
 })"""
 OVERLAPS = """() => {
   const found = []
@@ -60,7 +61,8 @@ def test_an_arrow_stands_under_the_tables_that_scroll_and_under_no_other(narrow)
     found = set()
     for width in (360, 600, 1200):
         for name, report in every_report.cases("model.layers[3].weight"):
-            for scrolls, shown in narrow(to_html(report), width).evaluate(BOXES):
-                assert scrolls == shown, f"{name}, {width} pixels"
+            for scrolls, shown, is_exact in narrow(to_html(report), width).evaluate(BOXES):
+                # A table as wide as the page, to the fraction of a pixel, may be rounded to either side.
+                assert scrolls == shown or is_exact, f"{name}, {width} pixels"
                 found.add(scrolls)
     assert found == {True, False}
