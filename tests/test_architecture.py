@@ -132,6 +132,13 @@ def test_no_view_and_no_record_measures() -> None:
             assert not found, f"{path.relative_to(PACKAGE)} must not import {found}"
 
 
+def test_no_probe_formats() -> None:
+    renderers = {"gpumagic.report.text", "gpumagic.report.html"}
+    for path in PACKAGE.rglob("*.py"):
+        if layer(name(path)) in FEATURES and not path.stem.endswith("view"):
+            assert not imports(path) & renderers, path.relative_to(PACKAGE)
+
+
 def test_importing_every_report_and_view_needs_neither_torch_nor_ipython() -> None:
     views = ", ".join(f"gpumagic.{feature}.view" for feature in (*FEATURES, "cluster"))
     code = (
