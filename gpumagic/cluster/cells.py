@@ -105,7 +105,8 @@ class EngineCell:
         started = time.perf_counter()
         sent = {engine: self._send(engine, line) for engine, line in self.lines.items()}
         interrupted = False
-        with _async_result(self.connection.client, sent).stream_output():  # labelled as `%%px` labels outputs
+        outputs = _async_result(self.connection.client, sent)
+        with outputs.stream_output():  # labelled as `%%px` labels outputs
             try:
                 wait([*sent.values(), *(future.output for future in sent.values())])
             except KeyboardInterrupt:
@@ -115,7 +116,7 @@ class EngineCell:
         show(report)
         if interrupted:
             raise KeyboardInterrupt
-        self._raise(sent, report)
+        self._raise(sent, report, outputs)
 
     def _send(self, engine: int, line: str) -> Any:
         client = self.connection.client
@@ -143,14 +144,15 @@ class EngineCell:
         found = [ready.get(engine) or replace(running, engine=engine) for engine in sent]
         return ClusterReport(self.magic, tuple(found), elapsed)
 
-    def _raise(self, sent: Mapping[int, Any], report: ClusterReport) -> None:
+    def _raise(self, sent: Mapping[int, Any], report: ClusterReport, outputs: Any) -> None:
         """Raise what `%%px` would, or `OutOfMemory` where nothing else went wrong."""
         __tracebackhide__ = True
         states = {answer.engine: answer.state for answer in report.engines}
         out = [answer for answer in report.engines if answer.state == OUT_OF_MEMORY]
         others = [future for engine, future in sent.items() if states[engine] not in (ANSWERED, OUT_OF_MEMORY)]
         if others:
-            _raise_as_px(others, f"%%{self.magic}", shown="dead" not in states.values())
+            # ipyparallel streams no error that came before it listened, and none of a dead engine.
+            _raise_as_px(others, f"%%{self.magic}", shown=outputs._streamed_errors >= len(others))
         if out and not self.keep_going:
             from gpumagic.oom.guard import raise_alone
             from gpumagic.oom.recognition import OutOfMemory
@@ -182,7 +184,7 @@ def _async_result(client: Any, sent: Mapping[int, Any]) -> Any:
 
 
 def _raise_as_px(futures: Sequence[Any], name: str, *, shown: bool) -> NoReturn:
-    """Raise the errors of engines, in short where the streaming has shown them; of a dead engine it shows nothing."""
+    """Raise the errors of engines, in short where all of them have been shown already."""
     __tracebackhide__ = True
     from ipyparallel import error
 
