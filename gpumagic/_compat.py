@@ -86,22 +86,6 @@ def running_cell(shell: InteractiveShell) -> ExecutionInfo | None:
     return None if result is None else result.info
 
 
-def execution_count(shell: InteractiveShell) -> int:
-    """Return the number of the running cell; IPython 9.9 counts before it runs, 7.34 after (ipython PR#15088)."""
-    result = shell.displayhook.exec_result
-    number: int = (result and result.execution_count) or shell.execution_count
-    return number
-
-
-def starting_execution_count(shell: InteractiveShell, info: ExecutionInfo) -> int:
-    """Return the number of the cell of a `pre_run_cell` event (since 9.9 it is counted before, ipython PR#15088)."""
-    import IPython
-
-    counted = IPython.version_info >= (9, 9) and info.store_history
-    number: int = shell.execution_count - counted
-    return number
-
-
 def add_completer(shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete) -> Callable[[], None]:
     """Complete lines that match a pattern from their start, and return what undoes it (ipython PR#13745, since 8.6).
 

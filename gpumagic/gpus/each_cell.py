@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumagic import _compat
 from gpumagic.gpus.report import CellRow, CellsReport
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
@@ -70,7 +69,7 @@ class CellMonitor:
     def _pre_run_cell(self, info: ExecutionInfo) -> None:
         before = allocator.all_device_stats()
         memory = CellMemory(before, self._shell.user_ns, max_points=MAX_POINTS)
-        number = _compat.starting_execution_count(self._shell, info)
+        number = self._shell.displayhook.prompt_count  # not `execution_count`: since IPython 9.8 it is the next's
         self._open.append(_RunningCell(info, number, time.perf_counter(), before, memory))
         memory.start()
 

@@ -76,7 +76,7 @@ class CellBody:
 
     def _compile(self, source: str) -> list[CodeType]:
         compiler = self._shell.compile
-        number = _compat.execution_count(self._shell)
+        number = self._shell.displayhook.prompt_count  # not `execution_count`: since IPython 9.8 it is the next's
         text = self._head + source[self._head.count("\n") :]
         name = compiler.cache(text, number, raw_code=self._cell if self.ends_cell else None)
         parsed = compiler.ast_parse(source, filename=name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from gpumagic import _compat
 from gpumagic.tensors.report import DiffReport
 
 if TYPE_CHECKING:
@@ -41,7 +40,8 @@ class DiffBaseline:
 
     def remember(self, report: TensorReport) -> None:
         """Make the next difference one from this report; it must list everything."""
-        self._last, self._called = report, f"%devices in cell {_compat.execution_count(self._shell)}"
+        # Since IPython 9.8 `execution_count` is the next cell's (ipython PR#15088).
+        self._last, self._called = report, f"%devices in cell {self._shell.displayhook.prompt_count}"
 
     def difference(self, report: TensorReport) -> DiffReport:
         """Return what changed since the last report."""
@@ -55,7 +55,7 @@ class DiffBaseline:
             from gpumagic.tensors import scan
 
             self._last = scan.scan(self._shell.user_ns, shell=self._shell)
-            self._called = f"the start of cell {_compat.starting_execution_count(self._shell, info)}"
+            self._called = f"the start of cell {self._shell.displayhook.prompt_count}"
 
 
 def compares_with_its_start(cell: str) -> bool:

@@ -42,6 +42,12 @@ def test_alone_in_its_cell_it_compares_with_the_last_look(run, bare_shell) -> No
     assert report.since == f"%devices in cell {number}"
 
 
+def test_a_cell_inside_the_cell_does_not_change_its_number(run, bare_shell) -> None:
+    number = bare_shell.execution_count
+    run("get_ipython().run_cell('1')\n%devices ;")
+    assert run("%devices --diff").since == f"%devices in cell {number}"
+
+
 @pytest.mark.parametrize("look", ["%devices", "%devices --held", "%devices cpu --min 1GiB -n 1", "%devices --diff"])
 def test_every_list_is_a_look_however_narrow(run, look) -> None:
     run(look)
