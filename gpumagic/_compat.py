@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
+    from IPython.core.interactiveshell import InteractiveShell
 
 Magic = TypeVar("Magic", bound=Callable[..., object])
 Complete = Callable[[str], "tuple[str, list[str]]"]
@@ -42,13 +42,6 @@ def snapshot_without_traces(snapshot: Callable[..., Any]) -> Any:
     return snapshot()
 
 
-def is_mps_available() -> bool:
-    """Return whether there is a Metal device; `torch.mps.is_available` came with torch 2.5 (pytorch PR#132426)."""
-    import torch
-
-    return bool(torch.backends.mps.is_available())
-
-
 def can_decompose(operator: Any) -> bool:
     """Return whether an operator has a decomposition; torch 2.4 has `decompose`, but not this."""
     import torch
@@ -74,16 +67,6 @@ def ends_with_semicolon(code: str) -> bool:
     tokens = tokenize.generate_tokens(io.StringIO(code).readline)
     last = [token.string for token in tokens if token.type not in _NO_CODE][-1:]
     return last == [";"]
-
-
-def running_cell(shell: InteractiveShell) -> ExecutionInfo | None:
-    """Return the running cell, silent ones included, for which there is no event.
-
-    `displayhook.exec_result` is public but undocumented, from 7.34 to 9.18. A nested `run_cell` resets it to
-    None, and the threads of subshells share it.
-    """
-    result = shell.displayhook.exec_result
-    return None if result is None else result.info
 
 
 def add_completer(shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete) -> Callable[[], None]:

@@ -13,7 +13,6 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumagic import _compat
 from gpumagic.dryrun import fitting, forecast, targets
 from gpumagic.dryrun.fitting import Recordings
 from gpumagic.dryrun.report import Fit, RehearsalReport
@@ -69,7 +68,9 @@ def show(report: RehearsalReport) -> None:
 
 def _lines_above(shell: InteractiveShell, body: str) -> int:
     """Return how many lines of the running cell stand above the body, so that the report counts as the cell does."""
-    info = _compat.running_cell(shell)
+    from gpumagic.notebook.cells import running_cell
+
+    info = running_cell(shell)
     cell, text = ("" if info is None else info.raw_cell.rstrip()), body.rstrip()
     if not cell.endswith(text):
         return 0

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from gpumagic import _compat
-
 BACKENDS = ("cuda", "xpu", "mps")
 """In-tree accelerators, in torch's order; an out-of-tree one (PrivateUse1) comes before them, as in torch."""
 
@@ -158,12 +156,15 @@ def empty_caches() -> None:
 
 def is_initialised(backend: str) -> bool:
     """Return whether the backend has been used in this process; asking does not change it."""
+    import torch
+
     module = device_module(backend)
     if module is None:
         return False
     if hasattr(module, "is_initialized"):
         return bool(module.is_initialized())
-    return _compat.is_mps_available()  # which has no context to create
+    # MPS, which has no context to create. `torch.mps.is_available` came with torch 2.5.
+    return bool(torch.backends.mps.is_available())
 
 
 def device_module(backend: str) -> ModuleType | None:

@@ -23,13 +23,22 @@ from typing import TYPE_CHECKING
 from IPython.core.inputtransformer2 import cell_magic, classic_prompt, ipython_prompt, leading_indent
 from IPython.display import display
 
-from gpumagic import _compat
 from gpumagic.errors import GpuMagicError
 from gpumagic.notebook.cell_body import CellBody
 from gpumagic.notebook.guards import BodyOutcome, BodyRuns, Guard, Outcome, run_guarded
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
+
+
+def running_cell(shell: InteractiveShell) -> ExecutionInfo | None:
+    """Return the running cell, silent ones included, for which there is no event.
+
+    `displayhook.exec_result` is public but undocumented, from 7.34 to 9.18. A nested `run_cell` resets it to
+    None, and the threads of subshells share it.
+    """
+    result = shell.displayhook.exec_result
+    return None if result is None else result.info
 
 
 @dataclass(eq=False)
@@ -80,7 +89,7 @@ class CellSessions:
         """Follow the shell's cells, the running one included."""
         for event, callback in self._events:
             self._shell.events.register(event, callback)
-        current = _compat.running_cell(self._shell)
+        current = running_cell(self._shell)
         if current is not None and not current.silent:
             self._cell_starts(current)
 
@@ -187,7 +196,7 @@ class CellSessions:
 
     def _running(self) -> ExecutionInfo | None:
         """Return the innermost cell that runs in this thread."""
-        info = _compat.running_cell(self._shell)
+        info = running_cell(self._shell)
         mine = self._cells.get(threading.get_ident(), [])
         others = [each for cells in self._cells.values() if cells is not mine for each in cells]
         if info is not None and not any(info is each for each in others):
