@@ -26,9 +26,8 @@ _BACKGROUND_MODULES = ("gpumagic.gpus.live", "gpumagic.gpus.each_cell", "gpumagi
 
 def load(shell: InteractiveShell) -> None:
     """Add the magics, the cell hooks and the completion to a shell; idempotent."""
-    from gpumagic.magics import GPUMagic
+    from gpumagic.magics import DiffBaseline, GPUMagic
     from gpumagic.options import needing_body
-    from gpumagic.tensors.baseline import DiffBaseline
 
     if _KEY not in shell.meta:
         baseline = DiffBaseline(shell)

@@ -1,8 +1,12 @@
-"""The magics: one thin method each. Line -> options -> probe -> report; a report shows itself."""
+"""The magics: one thin method each. Line -> options -> probe -> report; a report shows itself.
+
+What `%devices --diff` compares with is kept here too, between the cells.
+"""
 
 from __future__ import annotations
 
 import functools
+import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,15 +21,16 @@ from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.gpus import device_names
 from gpumagic.notebook.guards import Guard, RunOnce
 from gpumagic.options import parser
+from gpumagic.tensors.report import DiffReport
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
     from gpumagic.cluster.report import ClusterReport
     from gpumagic.dryrun.report import RehearsalReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.notebook.cells import CellSessions
-    from gpumagic.tensors.baseline import DiffBaseline
+    from gpumagic.tensors.report import TensorReport
 
 
 def _magic(method: Callable[..., object]) -> Callable[..., object]:
@@ -247,6 +252,62 @@ class GPUMagic(Magics):
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
         return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)
+
+
+class DiffBaseline:
+    """The last report of a shell's live tensors: what `%devices --diff` compares with. It keeps no tensor alive.
+
+    A report is made by every `%devices` that lists tensors, and at the start of a cell whose first `%devices` has
+    `--diff` and comes after other code: that asks what this code did.
+    """
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._last: TensorReport | None = None
+        self._called = ""
+
+    def install(self) -> None:
+        """Watch the shell's cells."""
+        self._shell.events.register("pre_run_cell", self._cell_starts)
+
+    def uninstall(self) -> None:
+        """Undo `install`."""
+        self._shell.events.unregister("pre_run_cell", self._cell_starts)
+        self._last = None
+
+    def remember(self, report: TensorReport) -> None:
+        """Make the next difference one from this report; it must list everything."""
+        # Since IPython 9.8 `execution_count` is the next cell's (ipython PR#15088).
+        self._last, self._called = report, f"%devices in cell {self._shell.displayhook.prompt_count}"
+
+    def difference(self, report: TensorReport) -> DiffReport:
+        """Return what changed since the last report."""
+        if self._last is None:
+            note = "no %devices came before this one; the next --diff compares with it"
+            return DiffReport((), notes=(note,))
+        return report.since(self._last, self._called)
+
+    def _cell_starts(self, info: ExecutionInfo) -> None:
+        if compares_with_its_start(info.raw_cell):
+            from gpumagic.tensors import scan
+
+            self._last = scan.scan(self._shell.user_ns, shell=self._shell)
+            self._called = f"the start of cell {self._shell.displayhook.prompt_count}"
+
+
+_LISTS = re.compile(r"\s*(?:[^%#'\"]*=\s*)?%devices(?!\S)")
+_COMPARES = re.compile(r"[^#]*\s--diff(?![\w-])")
+
+
+def compares_with_its_start(cell: str) -> bool:
+    """Tell whether the first `%devices` of a cell asks for a difference and has code before it."""
+    code_before = False
+    for line in cell.splitlines():
+        found = _LISTS.match(line)
+        if found is not None:
+            return code_before and _COMPARES.match(line, found.end()) is not None
+        code_before = code_before or not re.match(r"\s*(?:#|%%|$)", line)
+    return False
 
 
 def _ask_gpus(options: Namespace) -> GPUReport:

@@ -6,7 +6,6 @@ Start with `scan.scan`, which makes the report from the heap.
     rows.py         groups storages into blocks of memory and builds a row for each
     why.py          every holder of one tensor, for `--why`
     release.py      frees what only outputs and the last error keep, for `--release-held`
-    baseline.py     the report that `--diff` compares with
     report.py       what `%devices`, `--diff` and `--held` return; `view.py` and `diff_view.py` show it
     held_report.py  what `--why` and `--release-held` return; `held_view.py` shows it, and `--held`
 """

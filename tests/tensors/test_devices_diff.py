@@ -8,7 +8,7 @@ import weakref
 import pytest
 from IPython.core.error import UsageError
 
-from gpumagic.tensors.baseline import compares_with_its_start
+from gpumagic.magics import compares_with_its_start
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
