@@ -8,7 +8,8 @@ The magics turn them into IPython's `UsageError` in one place (`magics.py`); the
     |-- DeviceNotFound       a device that cannot be read or is not here
     |-- RehearsalUnavailable a cell cannot be rehearsed here
     |-- StrayTensor          under --strict: a tensor of another device used or copied without being asked for
-    `-- SimgpuUnavailable    the simulated accelerator cannot be built or changed
+    |-- SimgpuUnavailable    the simulated accelerator cannot be built or changed
+    `-- FakecudaUnavailable  torch's CUDA build, or a compiler for the fake runtime below it, is not here
 
 `gpumagic.OutOfMemory` is not among them: it must be a subclass of torch's own, so it lives beside the
 code that recognises out-of-memory, `gpumagic.oom.recognition`.
@@ -35,6 +36,10 @@ class RehearsalUnavailable(GpuMagicError, RuntimeError):
 
 class SimgpuUnavailable(GpuMagicError, RuntimeError):
     """The simulated accelerator cannot be built here, or can no longer be changed."""
+
+
+class FakecudaUnavailable(GpuMagicError, RuntimeError):
+    """The fake CUDA runtime cannot be built here; the message says what is missing."""
 
 
 class StrayTensor(GpuMagicError, RuntimeError):

@@ -34,7 +34,7 @@ def load() -> ModuleType:
     compiled = library()
     home = compiled.parent
     if not compiled.exists():
-        with progress.waiting("compiling the simulated GPU"), _only_process(home.with_suffix(".lock")):
+        with progress.waiting("compiling the simulated GPU"), only_process(home.with_suffix(".lock")):
             if not compiled.exists():
                 return _compile(home)
     return _import(compiled)
@@ -72,7 +72,7 @@ def _import(library: Path) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _only_process(lock: Path) -> Iterator[None]:
+def only_process(lock: Path) -> Iterator[None]:
     # The kernel drops this lock with its process, so an interrupted compile leaves none behind, unlike the file
     # that torch.utils.cpp_extension waits for.
     try:

@@ -1,0 +1,95 @@
+"""A CUDA runtime without a GPU, below torch's own CUDA build.
+
+`python -m gpumagic.fakecuda -- python script.py` runs a script over it; `environment()` has what a process needs to
+start over it. Then `torch.cuda.is_available()` is true. Everything above the runtime is torch's own: the caching
+allocator with its statistics, snapshot and fragmentation, `torch.OutOfMemoryError`, streams, events, CUDA graphs,
+pinned memory, copies with their contents, autocast, `torch.compile` with Triton.
+
+No kernel runs, so **computed values mean nothing**: they are zeros or what the memory held before. Values that were
+copied are right. An operator whose result has a size that depends on values (`nonzero`, a mask) cannot be trusted.
+
+To start reading: `build.py` says which libraries are exchanged and compiles `native/`. `native/fake.h` lists what they
+share; `runtime.c` and `graphs.c` are libcudart, `driver.c` is libcuda, each other file is the library of its name.
+`gpus.py` has the GPUs that can be stood in for, `log.py` reads what the runtime saw, `__main__.py` is the command.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from gpumagic.errors import OptionError
+from gpumagic.fakecuda.gpus import GPU, GPUS
+from gpumagic.fakecuda.log import Copy, copies, is_enabled, launches, memory, reset, set_memory, syncs
+
+__all__ = [
+    "GPU", "GPUS", "Copy", "copies", "environment", "is_enabled", "launches", "memory", "reset", "set_memory", "syncs",
+]  # fmt: skip
+
+VARIABLE = "GPUMAGIC_FAKECUDA"
+MOST_DEVICES = 16
+
+
+def environment(
+    gpus: str | GPU | Sequence[str | GPU] = "A100",
+    *,
+    devices: int | None = None,
+    capacity: str | int | None = None,
+    others: str | int = 0,
+    peer_access: bool = False,
+) -> dict[str, str]:
+    """Return the variables of a process that is to start over the fake runtime, compiling it if need be.
+
+    Args:
+        gpus: a name of `GPUS`, a `GPU`, or one for each device.
+        devices: how many of them; by default as many as `gpus` names.
+        capacity: bytes of each, or text such as `"8GiB"`, in place of what the GPU has.
+        others: bytes of each that other processes hold.
+        peer_access: whether kernels may read the memory of another device, as over NVLink; if so, torch makes
+            strided copies between devices with a kernel, which the log of copies does not have.
+
+    Raises:
+        OptionError: an argument cannot be read.
+        FakecudaUnavailable: torch is no CUDA build, or there is no C compiler.
+    """
+    from gpumagic.fakecuda import build
+    from gpumagic.fakecuda.gpus import settings
+
+    chosen = [_sized(gpu, capacity) for gpu in _chosen(gpus, devices)]
+    held = _bytes(others)
+    parts = [f"peer={int(peer_access)}", *(settings(gpu, number, held) for number, gpu in enumerate(chosen))]
+    folder = build.libraries()
+    made = sorted(str(path) for path in folder.glob("*.so*"))
+    preloaded = [os.environ["LD_PRELOAD"]] if os.environ.get("LD_PRELOAD") and not is_enabled() else []
+    return {
+        "LD_PRELOAD": ":".join([*made, *preloaded]),
+        VARIABLE: "|".join(parts),
+        "TRITON_LIBCUDA_PATH": str(folder),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
+
+
+def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[GPU]:
+    from gpumagic.fakecuda.gpus import named
+
+    asked = [gpus] if isinstance(gpus, (str, GPU)) else list(gpus)
+    found = [gpu if isinstance(gpu, GPU) else named(gpu) for gpu in asked]
+    if devices is not None and len(found) == 1:
+        found *= devices
+    if devices not in {None, len(found)} or not 0 <= len(found) <= MOST_DEVICES:
+        raise OptionError(
+            f"{devices} devices cannot be made of {len(asked)} GPUs; name one, or one for each (up to 16)"
+        )
+    return found
+
+
+def _sized(gpu: GPU, capacity: str | int | None) -> GPU:
+    from dataclasses import replace
+
+    return gpu if capacity is None else replace(gpu, capacity=_bytes(capacity))
+
+
+def _bytes(size: str | int) -> int:
+    from gpumagic.options import parse_size
+
+    return size if isinstance(size, int) else parse_size(size)

@@ -1,0 +1,263 @@
+"""Compile the fake libraries for the torch that is installed, once, and keep them in the user's cache.
+
+Torch is not imported here: what it asks for is read from its libraries with `nm` and `readelf`, which come with every
+C compiler. Functions that `native/` writes are compiled; every other name that the real library exports, or that
+torch asks for, is generated: it succeeds and does nothing, or answers "not supported" and is named once on stderr.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumagic.errors import FakecudaUnavailable
+from gpumagic.simgpu._build import only_process
+
+NATIVE = Path(__file__).parent / "native"
+CORE = ("devices.c", "memory.c", "transfers.c", "missing.c")
+FLAGS = ("-O1", "-fPIC", "-shared", "-w", "-std=gnu11")
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library of CUDA that is exchanged.
+
+    Attributes:
+        stem: its name without `lib` and `.so`.
+        sources: the files of `native/` that hold its written functions.
+        prefix: how the names of its functions begin, as a regular expression.
+        unsupported: the status that its other functions return.
+        quiet: which of those succeed instead, and do nothing, as a regular expression.
+    """
+
+    stem: str
+    sources: tuple[str, ...]
+    prefix: str
+    unsupported: int
+    quiet: str = r"(?!)"
+
+
+LIBRARIES = (
+    Library("cudart", ("runtime.c", "graphs.c"), r"(__)?cuda", 801),
+    Library("cuda", ("driver.c",), r"cu[A-Z](?!ile)", 801),
+    Library("cublas", ("cublas.c",), "cublas", 15, quiet=r"cublas(?!Get|Create)"),
+    Library("cublasLt", ("cublaslt.c",), "cublasLt", 15, quiet=r"cublasLt.*(Set|Init|Matmul$|Transform$)"),
+    Library("cudnn", ("cudnn.c",), "cudnn", 3000),
+    Library("cusolver", ("cusolver.c",), "cusolver", 9),
+    Library("cusparse", ("cusparse.c",), "cusparse", 10),
+    Library("cufft", ("cufft.c",), "cufft", 16),
+    Library("nccl", ("nccl.c",), "p?nccl", 5),
+    Library("nvidia-ml", ("nvml.c",), "nvml", 3),  # NVML_ERROR_NOT_SUPPORTED
+)
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The installed torch, as its files say.
+
+    Attributes:
+        version: of torch.
+        cuda: the version of CUDA that it was built for, such as `13.0`.
+        folder: where its libraries are.
+    """
+
+    version: str
+    cuda: str
+    folder: Path
+
+    @property
+    def cuda_number(self) -> int:
+        """The version of CUDA as its libraries count it: 13000 for 13.0."""
+        major, minor = self.cuda.split(".")[:2]
+        return 1000 * int(major) + 10 * int(minor)
+
+
+def installed_torch() -> Torch:
+    """Return the torch that `import torch` would import.
+
+    Raises:
+        FakecudaUnavailable: there is none, or it is not a CUDA build.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise FakecudaUnavailable("fakecuda needs torch, and there is none here; install it with: pip install torch")
+    package = Path(spec.origin).parent
+    text = (package / "version.py").read_text(encoding="utf-8")
+    said = dict(re.findall(r"^(\w+)(?:: [^=]*)? = '([^']*)'", text, re.MULTILINE))
+    version, cuda = said.get("__version__", ""), said.get("cuda", "")
+    if not cuda:
+        raise FakecudaUnavailable(
+            f"fakecuda runs torch's CUDA build, and torch {version} here is none; "
+            "pip takes one on Linux with: pip install torch --index-url https://download.pytorch.org/whl/cu128"
+        )
+    return Torch(version, cuda, package / "lib")
+
+
+def libraries() -> Path:
+    """Return the folder of the fake libraries for the installed torch; the first call compiles them, some seconds.
+
+    Raises:
+        FakecudaUnavailable: there is no C compiler, no CUDA build of torch, or they do not compile.
+    """
+    torch = installed_torch()
+    compiler = _compiler()
+    home = _cache_folder() / _key(torch)
+    if not home.exists():
+        with only_process(home.with_suffix(".lock")):
+            if not home.exists():
+                _build(torch, compiler, home)
+    return home
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumagic" / "fakecuda"
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CC", "").split()[:1] or [""])[0], "cc", "gcc", "clang":
+        if name and shutil.which(name):
+            break
+    else:
+        raise FakecudaUnavailable(
+            "fakecuda is compiled on first use and there is no C compiler (cc) here; "
+            "install one, e.g. `apt install gcc`"
+        )
+    for tool in ("nm", "readelf"):
+        if not shutil.which(tool):
+            raise FakecudaUnavailable(
+                f"fakecuda reads torch's libraries with {tool}; install it: `apt install binutils`"
+            )
+    return name
+
+
+def _key(torch: Torch) -> str:
+    digest = hashlib.sha256(f"{torch.version} {torch.folder}".encode())
+    for source in (*sorted(NATIVE.iterdir()), Path(__file__)):
+        digest.update(source.read_bytes())
+    return f"torch-{torch.version}-{digest.hexdigest()[:16]}"
+
+
+def _build(torch: Torch, compiler: str, home: Path) -> None:
+    asked = asked_names(torch)
+    with tempfile.TemporaryDirectory(prefix="building-", dir=home.parent, ignore_cleanup_errors=True) as folder:
+        made = Path(folder) / "made"
+        made.mkdir()
+        common = [compiler, *FLAGS, f"-DFAKE_CUDA_VERSION={torch.cuda_number}", f"-I{NATIVE}"]
+        _run([*common, *(str(NATIVE / name) for name in CORE), "-o", str(made / "libfakecuda.so"), "-lpthread"])
+        jobs = [_start(library, torch, asked, common, made) for library in LIBRARIES]
+        for job in jobs:
+            _finish(job)
+        made.rename(home)
+
+
+def _start(
+    library: Library, torch: Torch, asked: dict[str, str], common: list[str], made: Path
+) -> subprocess.Popen[str]:
+    soname = _soname(library, torch)
+    version = next((version for name, version in asked.items() if version == soname), "")
+    sources = [NATIVE / name for name in library.sources]
+    written = set(re.findall(r"^FAKE_API [^;{]*?\**\b(\w+)\(", "\n".join(s.read_text() for s in sources), re.MULTILINE))
+    wanted = {name for name in asked if _owner(name) == library.stem}
+    wanted |= _exported(soname, torch)
+    wanted |= {name for name in _asked_by_name(torch) if _owner(name) == library.stem}
+    generated = made.parent / f"{library.stem}_generated.c"
+    generated.write_text(_generate(library, sorted(wanted - written)), encoding="utf-8")
+    script = made.parent / f"{library.stem}.map"
+    script.write_text(f"{version or 'FAKE'} {{ global: *; }};\n" if version else "{ global: *; };\n", encoding="utf-8")
+    return _popen([
+        *common, *map(str, sources), str(generated), "-o", str(made / soname), f"-Wl,-soname,{soname}",
+        f"-Wl,--version-script,{script}", f"-L{made}", "-lfakecuda", "-Wl,-rpath,$ORIGIN", "-ldl",
+    ])  # fmt: skip
+
+
+def _owner(name: str) -> str:
+    """Return which library a function is of, by its name."""
+    found = [library.stem for library in LIBRARIES if re.match(library.prefix, name)]
+    return max(found, key=len, default="")
+
+
+def asked_names(torch: Torch) -> dict[str, str]:
+    """Return the functions of CUDA that torch's libraries link to, each with the version of its symbol or ''."""
+    found = {}
+    prefixes = re.compile("|".join(library.prefix for library in LIBRARIES))
+    for line in _output(["nm", "-D", "--undefined-only", "--with-symbol-versions", *map(str, _torch_libraries(torch))]):
+        name, _, version = line.split()[-1].partition("@") if line.split() else ("", "", "")
+        if prefixes.match(name):
+            found[name] = version
+    return found
+
+
+def _torch_libraries(torch: Torch) -> list[Path]:
+    return [path for path in sorted(torch.folder.glob("lib*.so")) if "cuda" in path.name or path.name in _OTHERS]
+
+
+_OTHERS = {"libtorch_python.so", "libcaffe2_nvrtc.so", "libtorch_nvshmem.so", "libtorch.so"}
+
+
+def _soname(library: Library, torch: Torch) -> str:
+    if library.stem in {"cuda", "nvidia-ml"}:
+        return f"lib{library.stem}.so.1"
+    for line in _output(["readelf", "-d", *map(str, _torch_libraries(torch))]):
+        match = re.search(rf"NEEDED.*\[(lib{library.stem}\.so\.[\d.]+)\]", line)
+        if match:
+            return match[1]
+    return f"lib{library.stem}.so"
+
+
+def _exported(soname: str, torch: Torch) -> set[str]:
+    """Return what the real library exports, where it lies beside torch: extensions may ask for more than torch does."""
+    for path in torch.folder.parent.parent.glob(f"nvidia/*/lib/{soname}"):
+        names = (
+            line.split()[-1].partition("@")[0] for line in _output(["nm", "-D", "--defined-only", str(path)]) if line
+        )
+        return {name for name in names if re.fullmatch(r"(__|p)?(cu|nccl)\w+", name)}
+    return set()
+
+
+def _asked_by_name(torch: Torch) -> set[str]:
+    """Return the functions of the driver and of NVML that c10 looks up by name, and those that Triton may."""
+    held = (torch.folder / "libc10_cuda.so").read_bytes()
+    names = {name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+|nvml\w+)(?=\0)", held)}
+    header = torch.folder.parent.parent / "triton/backends/nvidia/include/cuda.h"
+    text = header.read_text(encoding="utf-8", errors="replace") if header.exists() else ""
+    return {*names, *re.findall(r"\b(cu[A-Z]\w+)\s*\(", text), *re.findall(r"#define \w+\s+(cu[A-Z]\w+_v\d)", text)}
+
+
+def _generate(library: Library, names: list[str]) -> str:
+    quiet = re.compile(library.quiet)
+    lines = ['#include "fake.h"', "static int succeed(void) { return 0; }"]
+    for name in names:
+        if quiet.match(name):
+            lines.append(f'FAKE_API int {name}(void) __attribute__((alias("succeed")));')
+        else:
+            body = f'fake_missing("lib{library.stem}", "{name}"); return {library.unsupported};'
+            lines.append(f"FAKE_API int {name}(void) {{ {body} }}")
+    return "\n".join(lines) + "\n"
+
+
+def _output(command: list[str]) -> list[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+
+
+def _run(command: list[str]) -> None:
+    _finish(_popen(command))
+
+
+def _popen(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _finish(job: subprocess.Popen[str]) -> None:
+    said, _ = job.communicate()
+    if job.returncode:
+        line = next(
+            (line for line in said.splitlines() if "error" in line), said.strip().splitlines()[-1:] or "no word"
+        )
+        raise FakecudaUnavailable(f"fakecuda does not compile here: {line}")

@@ -1,0 +1,142 @@
+"""The GPUs that can be stood in for: what CUDA says of them, as far as it decides what torch allocates."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from gpumagic.errors import OptionError
+
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What a CUDA device says of itself. The names are those of `native/devices.c`.
+
+    Attributes:
+        name: as `torch.cuda.get_device_name` has it.
+        capacity: bytes in all, as `torch.cuda.get_device_properties(...).total_memory` has them.
+        major: of the compute capability.
+        minor: of the compute capability.
+        multiprocessors: how many.
+        threads_per_multiprocessor: resident threads at most.
+        blocks_per_multiprocessor: resident blocks at most.
+        shared_per_multiprocessor: bytes of shared memory.
+        shared_per_block_optin: bytes of it that a kernel may ask for.
+        l2_cache: bytes.
+        clock_rate: kHz at most.
+        memory_clock_rate: kHz at most.
+        memory_bus_width: bits.
+    """
+
+    name: str
+    capacity: int
+    major: int
+    minor: int
+    multiprocessors: int
+    threads_per_multiprocessor: int
+    blocks_per_multiprocessor: int
+    shared_per_multiprocessor: int
+    shared_per_block_optin: int
+    l2_cache: int
+    clock_rate: int
+    memory_clock_rate: int
+    memory_bus_width: int
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """What all GPUs of a compute capability have in common: the table of the CUDA C++ Programming Guide."""
+
+    threads: int
+    blocks: int
+    shared: int
+    optin: int
+
+
+_ARCHITECTURES = {
+    (7, 0): _Architecture(2048, 32, 96 * 1024, 96 * 1024),
+    (7, 5): _Architecture(1024, 16, 64 * 1024, 64 * 1024),
+    (8, 0): _Architecture(2048, 32, 164 * 1024, 163 * 1024),
+    (8, 6): _Architecture(1536, 16, 100 * 1024, 99 * 1024),
+    (8, 9): _Architecture(1536, 24, 100 * 1024, 99 * 1024),
+    (9, 0): _Architecture(2048, 32, 228 * 1024, 227 * 1024),
+}
+
+
+def _gpu(
+    name: str, capability: tuple[int, int], sms: int, mib: int, l2_mib: int, mhz: int, memory: int, bus: int
+) -> GPU:
+    shape = _ARCHITECTURES[capability]
+    return GPU(
+        name, mib * MIB, *capability, sms, shape.threads, shape.blocks, shape.shared, shape.optin, l2_mib * MIB,
+        1000 * mhz, 1000 * memory, bus,
+    )  # fmt: skip
+
+
+GPUS = {
+    "T4": _gpu("Tesla T4", (7, 5), 40, 14913, 4, 1590, 5001, 256),
+    "V100": _gpu("Tesla V100-SXM2-16GB", (7, 0), 80, 16151, 6, 1530, 877, 4096),
+    "A100": _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 81153, 40, 1410, 1593, 5120),
+    "A100-40GB": _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40339, 40, 1410, 1215, 5120),
+    "L4": _gpu("NVIDIA L4", (8, 9), 58, 22574, 48, 2040, 6251, 192),
+    "RTX 3090": _gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 24237, 6, 1695, 9751, 384),
+    "RTX 4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 24210, 72, 2520, 10501, 384),
+    "H100": _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 81079, 50, 1980, 2619, 5120),
+}
+"""By the name to ask for. The memory is what CUDA gives, less than the card's label and different by driver."""
+
+
+def named(name: str) -> GPU:
+    """Return a GPU by its name, without regard to case, spaces, dashes or `RTX`.
+
+    Raises:
+        OptionError: there is none of that name.
+    """
+    for known, gpu in GPUS.items():
+        if _plain(known) == _plain(name):
+            return gpu
+    raise OptionError(f"{name!r} is not a GPU that is known here; there are {', '.join(GPUS)}")
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.casefold() if letter.isalnum()).removeprefix("rtx")
+
+
+def like(device: int | str) -> GPU:
+    """Return what torch says of a CUDA device that is here. This initialises CUDA.
+
+    Args:
+        device: its index, or as `cuda:1`.
+    """
+    import torch
+
+    said = torch.cuda.get_device_properties(device)
+    shape = _ARCHITECTURES.get((said.major, said.minor), _ARCHITECTURES[9, 0])
+    return GPU(
+        name=said.name,
+        capacity=said.total_memory,
+        major=said.major,
+        minor=said.minor,
+        multiprocessors=said.multi_processor_count,
+        threads_per_multiprocessor=said.max_threads_per_multi_processor,
+        blocks_per_multiprocessor=shape.blocks,
+        shared_per_multiprocessor=_said(said, "shared_memory_per_multiprocessor", shape.shared),
+        shared_per_block_optin=_said(said, "shared_memory_per_block_optin", shape.optin),
+        l2_cache=_said(said, "L2_cache_size", 40 * MIB),
+        clock_rate=_said(said, "clock_rate", 0),
+        memory_clock_rate=_said(said, "memory_clock_rate", 0),
+        memory_bus_width=_said(said, "memory_bus_width", 0),
+    )
+
+
+def _said(properties: Any, name: str, otherwise: int) -> int:
+    return int(getattr(properties, name, otherwise))
+
+
+def settings(gpu: GPU, number: int, others: int) -> str:
+    """Return the settings of one device as `native/devices.c` reads them."""
+    fields = {**dataclasses.asdict(gpu), "others": others, "uuid": f"fa4ec0da{number:024x}"}
+    return ",".join(f"{name}={str(value).replace(',', ' ').replace('|', ' ')}" for name, value in fields.items())

@@ -1,0 +1,147 @@
+"""What the fake runtime saw of this process: copies, launches, synchronisations, memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_HOST = -1
+
+
+class Copy(NamedTuple):
+    """A copy that the runtime made.
+
+    Attributes:
+        direction: "host-to-device", "device-to-host", "device-to-device" or "within a device".
+        source: `cpu` or `cuda:0`.
+        target: `cpu` or `cuda:0`.
+        nbytes: bytes that were copied.
+        pinned: whether the host's side is page-locked.
+        stream: the stream's handle; 0 is the default stream.
+    """
+
+    direction: str
+    source: str
+    target: str
+    nbytes: int
+    pinned: bool
+    stream: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device: what the card has, what others hold, what this process took with cudaMalloc, and its peak.
+
+    `context` says whether anything here has made a CUDA context on it.
+    """
+
+    capacity: int
+    others: int
+    used: int
+    peak: int
+    context: bool
+
+
+class _Record(ctypes.Structure):
+    _fields_ = (
+        ("source", ctypes.c_int32),
+        ("target", ctypes.c_int32),
+        ("pinned", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+        ("nbytes", ctypes.c_int64),
+        ("stream", ctypes.c_uint64),
+    )
+
+
+def is_enabled() -> bool:
+    """Return whether this process runs over the fake runtime."""
+    return "libfakecuda.so" in os.environ.get("LD_PRELOAD", "") and hasattr(ctypes.CDLL(None), "fakecuda_syncs")
+
+
+def copies() -> list[Copy]:
+    """Return every copy since `reset`, oldest first; none where the process does not run over the fake runtime."""
+    if not is_enabled():
+        return []
+    library = _library()
+    room = library.fakecuda_copies(None, 0)
+    records = (_Record * room)()
+    count = min(library.fakecuda_copies(records, room), room)
+    return [_copy(record) for record in records[:count]]
+
+
+def launches() -> Counter[str]:
+    """Return how often each kernel was launched since `reset`, by its symbol."""
+    counted: Counter[str] = Counter()
+    if is_enabled():
+        _library().fakecuda_each_launch(
+            _EACH_LAUNCH(lambda _, name, count: counted.update({(name or b"?").decode(): count}))
+        )
+    return counted
+
+
+def syncs() -> int:
+    """Return how often the host waited for a device since `reset`: for a stream, an event, or all of it."""
+    return int(_library().fakecuda_syncs()) if is_enabled() else 0
+
+
+def reset() -> None:
+    """Forget the copies, launches and synchronisations counted so far."""
+    if is_enabled():
+        _library().fakecuda_reset_log()
+
+
+def memory(device: int = 0) -> Memory:
+    """Return the memory of a device, by its index among those that are visible.
+
+    Raises:
+        IndexError: there is no such device.
+    """
+    library = _library()
+    capacity, others, used, peak, context = (int(library.fakecuda_memory(device, what)) for what in range(5))
+    if capacity < 0:
+        raise IndexError(f"there is no device {device}")
+    return Memory(capacity, others, used, peak, bool(context))
+
+
+def set_memory(device: int = 0, *, capacity: int | None = None, others: int | None = None) -> None:
+    """Change what a device has, or what others hold of it, in bytes; its peak begins anew.
+
+    Raises:
+        IndexError: there is no such device.
+    """
+    told = [-1 if size is None else size for size in (capacity, others)]
+    if _library().fakecuda_set_memory(device, *map(ctypes.c_int64, told)):
+        raise IndexError(f"there is no device {device}")
+
+
+_EACH_LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None)
+    for name in ("fakecuda_copies", "fakecuda_syncs", "fakecuda_memory"):
+        getattr(library, name).restype = ctypes.c_int64
+    library.fakecuda_copies.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    return library
+
+
+def _copy(record: _Record) -> Copy:
+    source, target = _device(record.source), _device(record.target)
+    return Copy(_direction(source, target), source, target, record.nbytes, bool(record.pinned), record.stream)
+
+
+def _device(ordinal: int) -> str:
+    return "cpu" if ordinal == _HOST else f"cuda:{ordinal}"
+
+
+def _direction(source: str, target: str) -> str:
+    if source == target:
+        return "within a device" if source != "cpu" else "within the host"
+    if source == "cpu":
+        return "host-to-device"
+    return "device-to-host" if target == "cpu" else "device-to-device"

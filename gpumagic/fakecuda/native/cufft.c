@@ -1,0 +1,2 @@
+/* libcufft */
+#include "fake.h"

@@ -1,0 +1,2 @@
+/* libcusolver */
+#include "fake.h"

@@ -1,0 +1,2 @@
+/* libcusparse */
+#include "fake.h"

@@ -1,0 +1,94 @@
+/* What the fake libraries share: the devices, their memory, and the log of what was asked of them.
+ *
+ * It lives in libfakecuda.so; libcudart, libcuda, libcublas and the others are thin faces of it. No header of CUDA is
+ * used: the layouts and numbers that matter are written down where they are needed.
+ */
+#ifndef GPUMAGIC_FAKE_H
+#define GPUMAGIC_FAKE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define FAKE_API __attribute__((visibility("default")))
+#define FAKE_MOST_DEVICES 16
+#define FAKE_HOST (-1)
+
+/* Error codes that the runtime and the driver have in common. */
+enum {
+  OK = 0,
+  INVALID_VALUE = 1,
+  OUT_OF_MEMORY = 2,
+  INVALID_CONFIGURATION = 9,
+  NO_DEVICE = 100,
+  INVALID_DEVICE = 101,
+  INVALID_HANDLE = 400,
+  NOT_READY = 600,
+  PEER_ALREADY_ENABLED = 704,
+  NOT_SUPPORTED = 801,
+  CAPTURE_UNSUPPORTED = 900,
+  CAPTURE_INVALIDATED = 901,
+};
+
+/* A GPU. The first fields are settings, see gpus.py; sizes are in bytes, rates in kHz. */
+struct fake_device {
+  char name[256];
+  unsigned char uuid[16];
+  int64_t capacity;
+  int64_t others; /* what other processes hold */
+  int major, minor;
+  int multiprocessors;
+  int threads_per_multiprocessor;
+  int blocks_per_multiprocessor;
+  int64_t shared_per_multiprocessor;
+  int64_t shared_per_block_optin;
+  int64_t l2_cache;
+  int clock_rate, memory_clock_rate, memory_bus_width;
+  /* State */
+  int64_t used, peak;
+  int context; /* whether anything was asked that creates a context */
+};
+
+struct fake_copy {
+  int32_t source, target; /* device ordinals, FAKE_HOST for the host */
+  int32_t pinned;         /* whether the host's side is page-locked */
+  int32_t unused;
+  int64_t nbytes;
+  uint64_t stream;
+};
+
+/* devices.c */
+int fake_device_count(void);
+struct fake_device *fake_device(int ordinal); /* NULL where there is none of that ordinal */
+extern _Thread_local int fake_current;
+struct fake_device *fake_enter(void); /* the current device, whose context is then there */
+int fake_physical_count(void);
+struct fake_device *fake_physical(int index);
+int fake_peer_access(void);
+int fake_attribute(int ordinal, int attribute); /* CUdevice_attribute and cudaDeviceAttr have the same numbers */
+int64_t fake_free_bytes(const struct fake_device *device);
+
+/* memory.c */
+int fake_allocate(int ordinal, size_t nbytes, void **pointer);
+int fake_release(void *pointer);
+int fake_find(const void *pointer, void **start, size_t *nbytes); /* the device of an address, FAKE_HOST if none */
+int fake_pin(void *pointer, size_t nbytes, int allocated);
+int fake_unpin(void *pointer, size_t *allocated); /* the bytes to unmap, 0 where it was only registered */
+int fake_is_pinned(const void *pointer);
+int fake_reserve(int ordinal, size_t nbytes, void **pointer); /* addresses without memory */
+int fake_unreserve(void *pointer);
+int fake_take(int ordinal, int64_t nbytes); /* bytes of the card, without an address */
+void fake_give(int ordinal, int64_t nbytes);
+int fake_back(void *pointer, size_t nbytes, int backed); /* give addresses memory, or take it from them */
+
+/* transfers.c */
+int fake_copy_bytes(void *target, const void *source, size_t nbytes, uint64_t stream);
+int fake_copy_rows(void *target, size_t target_pitch, const void *source, size_t source_pitch, size_t width,
+                   size_t height, uint64_t stream);
+int fake_set_bytes(void *target, int value, size_t nbytes);
+void fake_count_launch(const void *function, const char *name);
+void fake_count_sync(uint64_t stream);
+
+/* log.c: a name that was asked for and is not there */
+void fake_missing(const char *library, const char *name);
+
+#endif

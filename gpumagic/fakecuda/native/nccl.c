@@ -1,0 +1,2 @@
+/* libnccl */
+#include "fake.h"
