@@ -17,6 +17,8 @@ from kernels import Kernel
 from stages import FEW, MANY, is_deep
 from traitlets.config import Config
 
+from gpumagic import fakecuda
+
 # Two cores: torch's own threads would fight the kernels that the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels and shells of the tests keep no history and read no profile of the user's.
@@ -34,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell has what it starts with `&` ignore Ctrl-C, and so would every kernel that the tests interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+    first = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if first and not fakecuda.is_enabled():  # tests/cuda has no use for it
         subprocess.run([sys.executable, "-c", "from gpumagic.simgpu import _build; _build.load()"], check=False)
 
 

@@ -35,6 +35,7 @@ class Library:
         prefix: how the names of its functions begin, as a regular expression.
         unsupported: the status that its other functions return.
         quiet: which of those succeed instead, and do nothing, as a regular expression.
+        says: whether what is not supported is named on stderr. NVML's callers ask whether it is, and show why not.
     """
 
     stem: str
@@ -42,6 +43,7 @@ class Library:
     prefix: str
     unsupported: int
     quiet: str = r"(?!)"
+    says: bool = True
 
 
 LIBRARIES = (
@@ -54,7 +56,7 @@ LIBRARIES = (
     Library("cusparse", ("cusparse.c",), "cusparse", 10),
     Library("cufft", ("cufft.c",), "cufft", 16),
     Library("nccl", ("nccl.c",), "p?nccl", 5),
-    Library("nvidia-ml", ("nvml.c",), "nvml", 3),  # NVML_ERROR_NOT_SUPPORTED
+    Library("nvidia-ml", ("nvml.c",), "nvml", 3, says=False),  # NVML_ERROR_NOT_SUPPORTED
 )
 
 
@@ -222,11 +224,15 @@ def _exported(soname: str, torch: Torch) -> set[str]:
 
 
 def _asked_by_name(torch: Torch) -> set[str]:
-    """Return the functions of the driver and of NVML that c10 looks up by name, and those that Triton may."""
+    """Return what is looked up by name: of the driver and of NVML by c10, Triton and nvidia-ml-py."""
     held = (torch.folder / "libc10_cuda.so").read_bytes()
     names = {name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+|nvml\w+)(?=\0)", held)}
     header = torch.folder.parent.parent / "triton/backends/nvidia/include/cuda.h"
     text = header.read_text(encoding="utf-8", errors="replace") if header.exists() else ""
+    binding = importlib.util.find_spec("pynvml")
+    if binding is not None and binding.origin is not None:
+        source = Path(binding.origin).read_text(encoding="utf-8", errors="replace")
+        names.update(re.findall(r'_nvmlGetFunctionPointer\("(\w+)"\)', source))
     return {*names, *re.findall(r"\b(cu[A-Z]\w+)\s*\(", text), *re.findall(r"#define \w+\s+(cu[A-Z]\w+_v\d)", text)}
 
 
@@ -237,8 +243,8 @@ def _generate(library: Library, names: list[str]) -> str:
         if quiet.match(name):
             lines.append(f'FAKE_API int {name}(void) __attribute__((alias("succeed")));')
         else:
-            body = f'fake_missing("lib{library.stem}", "{name}"); return {library.unsupported};'
-            lines.append(f"FAKE_API int {name}(void) {{ {body} }}")
+            said = f'fake_missing("lib{library.stem}", "{name}"); ' if library.says else ""
+            lines.append(f"FAKE_API int {name}(void) {{ {said}return {library.unsupported}; }}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,26 +1,35 @@
-"""These tests run on torch's CUDA build over the fake runtime; elsewhere each is skipped and says so.
+"""These tests run on torch's CUDA build over the fake runtime; elsewhere each file is skipped as a whole and says so.
 
 python -m gpumagic.fakecuda --devices 2 -- python -m pytest tests/cuda
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from gpumagic import fakecuda
 
-HERE = Path(__file__).parent
 REASON = "not over the fake CUDA runtime: python -m gpumagic.fakecuda --devices 2 -- python -m pytest tests/cuda"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if fakecuda.is_enabled():
-        return
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=REASON))
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:
+    """Import a file of this folder over the fake runtime only: elsewhere it may need what is not installed."""
+    return None if fakecuda.is_enabled() else _Skipped.from_parent(parent, path=module_path)
+
+
+class _Skipped(pytest.File):
+    """A file whose tests are skipped, as one."""
+
+    def collect(self) -> Iterable[pytest.Item]:
+        yield _Reason.from_parent(self, name="all")
+
+
+class _Reason(pytest.Item):
+    def runtest(self) -> None:
+        pytest.skip(REASON)
 
 
 @pytest.fixture(autouse=True)
