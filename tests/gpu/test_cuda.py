@@ -39,8 +39,13 @@ def test_gpuinfo_joins_the_driver_and_torch_by_uuid() -> None:
     free, total = torch.cuda.mem_get_info(0)
     assert row.memory_total == pytest.approx(total, rel=0.02)
     assert row.memory_free == pytest.approx(free, rel=0.05)
-    assert row.utilization is not None
-    assert row.power is not None
+
+
+@pytest.mark.real_gpu("sensors")
+def test_gpuinfo_reads_the_sensors() -> None:
+    for row in gpumagic.gpuinfo():
+        assert row.utilization is not None
+        assert row.power is not None
 
 
 def test_gpuinfo_reads_every_field_or_says_why() -> None:
@@ -50,6 +55,7 @@ def test_gpuinfo_reads_every_field_or_says_why() -> None:
         assert row.clock_sm_max is not None or row.reasons["clock_sm_max"]
 
 
+@pytest.mark.real_gpu("speed")
 def test_gpuinfos_benchmark_measures_products_and_copies() -> None:
     from gpumagic.gpus import bench
 
@@ -96,23 +102,13 @@ CELLS = {
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_ondevice_reports_the_copies_that_the_profiler_records(name: str) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
+def test_ondevice_reports_the_copies_that_are_made(name: str, copies_during) -> None:
     x, g = torch.ones(100, 10), torch.ones(100, 10, device="cuda:0")
     CELLS[name](x, g)  # contexts and caches are warm before anything is counted
     torch.cuda.synchronize()
-    with (
-        profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as recorded,
-        gpumagic.ondevice("cuda:0") as run,
-    ):
+    with copies_during() as copies, gpumagic.ondevice("cuda:0") as run:
         CELLS[name](x, g)
         torch.cuda.synchronize()
-    copies = Counter(
-        "host-to-device" if "HtoD" in event.name else "device-to-host"
-        for event in recorded.events()
-        if event.name.startswith("Memcpy") and "DtoD" not in event.name
-    )
     assert run.report is not None
     assert copies == Counter({row.direction: row.count for row in run.report})
 
@@ -143,6 +139,6 @@ def test_oomguard_gives_everything_back() -> None:
     assert isinstance(caught.value, torch.cuda.OutOfMemoryError)
     assert torch.cuda.memory_allocated(0) == before
     assert guard.report is not None
-    assert guard.report.requested == total // 8
+    assert guard.report.requested == pytest.approx(total // 8, rel=0.001)  # torch's message rounds it
     assert guard.report.allocated_at_failure > before
     assert guard.report.allocated_after == before

@@ -15,6 +15,7 @@ CELLS = [cell for cell in corpus.cells() if cell.gap is None]
 DIRECTIONS = {"HtoD": "host-to-device", "DtoH": "device-to-host", "PtoP": "device-to-device"}
 
 
+@pytest.mark.real_gpu("CUPTI; tests/cuda compares the corpus with its log")
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_the_report_is_what_cupti_records(cell: CorpusCell, tmp_path: Path) -> None:
     """What an operator copies within a device is no move, and CUPTI calls a copy between two devices PtoP."""

@@ -71,34 +71,36 @@ static int of_uuid(const char *token) {
   return found;
 }
 
-/* As the CUDA programming guide has it: indices or prefixes of UUIDs; the first that is wrong ends the list. */
+/* Adds a device to what is shown; a device that is named twice hides them all. */
+static int show(struct fake_device *device) {
+  for (int i = 0; i < shown_count; i++)
+    if (shown[i] == device) {
+      shown_count = 0;
+      return 0;
+    }
+  shown[shown_count++] = device;
+  return 1;
+}
+
+/* As the CUDA programming guide has it, and torch's own parser: indices, or prefixes of UUIDs if the first is one; the
+ * first that is wrong ends the list. */
 static void read_visible(void) {
   const char *text = getenv("CUDA_VISIBLE_DEVICES");
   if (!text) {
-    while (shown_count < physical_count) {
-      shown[shown_count] = &physical[shown_count];
-      shown_count++;
-    }
+    for (int index = 0; index < physical_count; index++) show(&physical[index]);
     return;
   }
+  int uuids = !strncmp(text, "GPU-", 4);
   char *copy = strdup(text), *rest = copy, *token;
-  while (shown_count < physical_count && (token = strsep(&rest, ","))) {
+  while ((token = strsep(&rest, ","))) {
     char *end;
-    token += strspn(token, " ");
-    int index;
-    if (!strncmp(token, "GPU-", 4)) index = of_uuid(token + 4);
-    else {
+    int index = -1;
+    if (uuids && !strncmp(token, "GPU-", 4)) index = of_uuid(token + 4);
+    if (!uuids) {
       index = (int)strtol(token, &end, 10);
       if (end == token) index = -1;
     }
-    if (index < 0 || index >= physical_count) break;
-    for (int i = 0; i < shown_count; i++)
-      if (shown[i] == &physical[index]) shown_count = index = -1; /* named twice: CUDA then shows none */
-    if (index < 0) {
-      shown_count = 0;
-      break;
-    }
-    shown[shown_count++] = &physical[index];
+    if (index < 0 || index >= physical_count || !show(&physical[index])) break;
   }
   free(copy);
 }
