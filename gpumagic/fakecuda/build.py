@@ -21,7 +21,7 @@ from gpumagic.errors import FakecudaUnavailable
 from gpumagic.simgpu._build import only_process
 
 NATIVE = Path(__file__).parent / "native"
-CORE = ("devices.c", "memory.c", "transfers.c", "missing.c")
+CORE = ("devices.c", "memory.c", "transfers.c", "launches.c", "errors.c")
 FLAGS = ("-O1", "-fPIC", "-shared", "-w", "-std=gnu11")
 
 
@@ -47,7 +47,7 @@ class Library:
 
 
 LIBRARIES = (
-    Library("cudart", ("runtime.c", "graphs.c"), r"(__)?cuda", 801),
+    Library("cudart", ("runtime.c", "streams.c", "kernels.c", "graphs.c", "pools.c"), r"(__)?cuda", 801),
     Library("cuda", ("driver.c",), r"cu[A-Z](?!ile)", 801),
     Library("cublas", ("cublas.c",), "cublas", 15, quiet=r"cublas(?!Get|Create)"),
     Library("cublasLt", ("cublaslt.c",), "cublasLt", 15, quiet=r"cublasLt.*(Set|Init|Matmul$|Transform$)"),

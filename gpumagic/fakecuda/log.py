@@ -34,9 +34,10 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device: what the card has, what others hold, what this process took with cudaMalloc, and its peak.
+    """Bytes of a device: what the card has, what others hold, what this process took of it, and the peak of that.
 
-    `context` says whether anything here has made a CUDA context on it.
+    What a context and loaded kernels take of a real card, some hundred MiB, is not counted. `context` says whether
+    anything here has made a CUDA context on it.
     """
 
     capacity: int
@@ -57,6 +58,10 @@ class _Record(ctypes.Structure):
     )
 
 
+class _Kernel(ctypes.Structure):
+    _fields_ = (("function", ctypes.c_void_p), ("name", ctypes.c_char_p), ("count", ctypes.c_int64))
+
+
 def is_enabled() -> bool:
     """Return whether this process runs over the fake runtime."""
     return "libfakecuda.so" in os.environ.get("LD_PRELOAD", "") and hasattr(ctypes.CDLL(None), "fakecuda_syncs")
@@ -74,12 +79,18 @@ def copies() -> list[Copy]:
 
 
 def launches() -> Counter[str]:
-    """Return how often each kernel was launched since `reset`, by its symbol."""
+    """Return how often each kernel was launched since `reset`, by its symbol as the compiler mangled it.
+
+    These are torch's own kernels, and those of Triton and of `torch.cuda.jiterator`. What cuBLAS, cuDNN and the other
+    libraries would launch is not among them. A kernel in a CUDA graph counts when the graph is launched.
+    """
     counted: Counter[str] = Counter()
     if is_enabled():
-        _library().fakecuda_each_launch(
-            _EACH_LAUNCH(lambda _, name, count: counted.update({(name or b"?").decode(): count}))
-        )
+        library = _library()
+        kernels = (_Kernel * library.fakecuda_launches(None, 0))()
+        found = min(library.fakecuda_launches(kernels, len(kernels)), len(kernels))
+        for kernel in kernels[:found]:
+            counted[(kernel.name or b"?").decode()] += kernel.count
     return counted
 
 
@@ -91,7 +102,8 @@ def syncs() -> int:
 def reset() -> None:
     """Forget the copies, launches and synchronisations counted so far."""
     if is_enabled():
-        _library().fakecuda_reset_log()
+        _library().fakecuda_forget_copies()
+        _library().fakecuda_forget_launches()
 
 
 def memory(device: int = 0) -> Memory:
@@ -118,15 +130,12 @@ def set_memory(device: int = 0, *, capacity: int | None = None, others: int | No
         raise IndexError(f"there is no device {device}")
 
 
-_EACH_LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64)
-
-
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None)
-    for name in ("fakecuda_copies", "fakecuda_syncs", "fakecuda_memory"):
+    for name in ("fakecuda_copies", "fakecuda_launches", "fakecuda_syncs", "fakecuda_memory"):
         getattr(library, name).restype = ctypes.c_int64
-    library.fakecuda_copies.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    library.fakecuda_copies.argtypes = library.fakecuda_launches.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     return library
 
 

@@ -1,4 +1,4 @@
-/* The devices: read from GPUMAGIC_FAKECUDA once, shown as CUDA_VISIBLE_DEVICES says. */
+/* The devices: read from GPUMAGIC_FAKECUDA once, shown as CUDA_VISIBLE_DEVICES says when CUDA is first asked. */
 #define _GNU_SOURCE
 #include "fake.h"
 
@@ -12,7 +12,20 @@ _Thread_local int fake_current = 0;
 static struct fake_device physical[FAKE_MOST_DEVICES];
 static struct fake_device *shown[FAKE_MOST_DEVICES];
 static int physical_count, shown_count, peer_access;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int initialised; /* whether CUDA was asked for its devices: then CUDA_VISIBLE_DEVICES is not read again */
+static int forked;      /* whether that was so in the process that this one was forked from */
+static pthread_once_t settings_once = PTHREAD_ONCE_INIT, visible_once = PTHREAD_ONCE_INIT;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+void fake_lock(void) { pthread_mutex_lock(&lock); }
+void fake_unlock(void) { pthread_mutex_unlock(&lock); }
+
+/* The lock is taken over a fork, so that the child has it free and what it guards whole. */
+static void after_fork(void) {
+  forked = initialised; /* as CUDA: what was initialised before a fork cannot be used after it */
+  fake_unlock();
+}
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(fake_lock, fake_unlock, after_fork); }
 
 static void set(struct fake_device *device, const char *key, const char *value) {
   int64_t number = strtoll(value, NULL, 10);
@@ -71,47 +84,46 @@ static int of_uuid(const char *token) {
   return found;
 }
 
-/* Adds a device to what is shown; a device that is named twice hides them all. */
-static int show(struct fake_device *device) {
-  for (int i = 0; i < shown_count; i++)
-    if (shown[i] == device) {
-      shown_count = 0;
-      return 0;
-    }
-  shown[shown_count++] = device;
-  return 1;
+/* The device that an entry of the list names, or -1. All are indices, or all are UUIDs; of MIG devices there are none. */
+static int of_token(const char *token, int uuids) {
+  if (uuids) return strncmp(token, "GPU-", 4) ? -1 : of_uuid(token + 4);
+  char *end;
+  long index = strtol(token, &end, 10); /* as CUDA: "1st" is 1 */
+  return end == token || index < 0 || index >= physical_count ? -1 : (int)index;
 }
 
-/* As the CUDA programming guide has it, and torch's own parser: indices, or prefixes of UUIDs if the first is one; the
- * first that is wrong ends the list. */
-static void read_visible(void) {
+/* As the CUDA programming guide has it: indices or prefixes of UUIDs; the first that is wrong ends the list. */
+static int visible(struct fake_device **devices) {
   const char *text = getenv("CUDA_VISIBLE_DEVICES");
+  int count = 0;
   if (!text) {
-    for (int index = 0; index < physical_count; index++) show(&physical[index]);
-    return;
+    for (; count < physical_count; count++) devices[count] = &physical[count];
+    return count;
   }
-  int uuids = !strncmp(text, "GPU-", 4);
   char *copy = strdup(text), *rest = copy, *token;
-  while ((token = strsep(&rest, ","))) {
-    char *end;
-    int index = -1;
-    if (uuids && !strncmp(token, "GPU-", 4)) index = of_uuid(token + 4);
-    if (!uuids) {
-      index = (int)strtol(token, &end, 10);
-      if (end == token) index = -1;
+  int uuids = !strncmp(text, "GPU-", 4);
+  while (copy && (token = strsep(&rest, ","))) {
+    int index = of_token(token, uuids), before = 0;
+    if (index < 0) break;
+    while (before < count && devices[before] != &physical[index]) before++;
+    if (before < count) { /* named twice: CUDA then shows none */
+      count = 0;
+      break;
     }
-    if (index < 0 || index >= physical_count || !show(&physical[index])) break;
+    devices[count++] = &physical[index];
   }
   free(copy);
+  return count;
 }
 
-static void read_all(void) {
-  read_settings();
-  read_visible();
+static void initialise(void) {
+  pthread_once(&settings_once, read_settings);
+  shown_count = visible(shown);
+  initialised = 1;
 }
 
 int fake_device_count(void) {
-  pthread_once(&once, read_all);
+  pthread_once(&visible_once, initialise);
   return shown_count;
 }
 
@@ -119,8 +131,15 @@ struct fake_device *fake_device(int ordinal) {
   return ordinal >= 0 && ordinal < fake_device_count() ? shown[ordinal] : NULL;
 }
 
+struct fake_device *fake_glance(int ordinal) {
+  struct fake_device *devices[FAKE_MOST_DEVICES];
+  if (initialised) return fake_device(ordinal);
+  pthread_once(&settings_once, read_settings);
+  return ordinal >= 0 && ordinal < visible(devices) ? devices[ordinal] : NULL;
+}
+
 int fake_physical_count(void) {
-  pthread_once(&once, read_all);
+  pthread_once(&settings_once, read_settings);
   return physical_count;
 }
 
@@ -129,15 +148,18 @@ struct fake_device *fake_physical(int index) {
 }
 
 int fake_peer_access(void) {
-  pthread_once(&once, read_all);
+  pthread_once(&settings_once, read_settings);
   return peer_access;
 }
 
 struct fake_device *fake_enter(void) {
-  struct fake_device *device = fake_device(fake_current);
+  struct fake_device *device = forked ? NULL : fake_device(fake_current);
   if (device) device->context = 1;
   return device;
 }
+
+int fake_forked(void) { return forked; }
+int fake_why_not(void) { return forked ? INITIALIZATION : NO_DEVICE; }
 
 int64_t fake_free_bytes(const struct fake_device *device) {
   int64_t left = device->capacity - device->others - device->used;
@@ -146,6 +168,7 @@ int64_t fake_free_bytes(const struct fake_device *device) {
 
 int fake_attribute(int ordinal, int attribute) {
   const struct fake_device *device = fake_device(ordinal);
+  if (!device) return 0;
   switch (attribute) {
   case 1: return 1024;                          /* threads a block */
   case 2: case 3: return 1024;                  /* block x, y */

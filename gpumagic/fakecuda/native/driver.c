@@ -2,6 +2,8 @@
 #define _GNU_SOURCE
 #include "fake.h"
 
+#include <dlfcn.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,7 +11,8 @@
 static char context_of[FAKE_MOST_DEVICES]; /* the address of an element is the context of that device */
 
 static void *context(int ordinal) { return &context_of[ordinal]; }
-static int ordinal_of(void *context) { return context ? (int)((char *)context - context_of) : fake_current; }
+#define ENTER() \
+  if (!fake_enter()) return fake_why_not()
 
 FAKE_API int cuInit(unsigned flags) { return fake_device_count() ? OK : NO_DEVICE; }
 FAKE_API int cuDriverGetVersion(int *version) { return *version = FAKE_CUDA_VERSION, OK; }
@@ -73,29 +76,28 @@ FAKE_API int cuCtxGetCurrent(void **current) {
 }
 
 FAKE_API int cuCtxSetCurrent(void *current) {
-  if (current) fake_current = ordinal_of(current);
+  int ordinal = current ? (int)((char *)current - context_of) : fake_current;
+  if (!fake_device(ordinal)) return INVALID_CONTEXT;
+  fake_current = ordinal;
   return OK;
 }
 FAKE_API int cuCtxPushCurrent_v2(void *current) { return cuCtxSetCurrent(current); }
 FAKE_API int cuCtxPopCurrent_v2(void **current) { return cuCtxGetCurrent(current); }
-FAKE_API int cuCtxGetDevice(int *device) { return *device = fake_current, OK; }
+FAKE_API int cuCtxGetDevice(int *device) {
+  *device = fake_current;
+  return fake_device(fake_current) && fake_device(fake_current)->context ? OK : INVALID_CONTEXT;
+}
 FAKE_API int cuCtxSynchronize(void) { return fake_count_sync(0), OK; }
 FAKE_API int cuCtxGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, OK; }
 
 FAKE_API int cuGetErrorString(int error, const char **text) {
-  *text = error == OUT_OF_MEMORY ? "out of memory" : error == NOT_SUPPORTED ? "operation not supported" : "no error";
-  return OK;
+  return (*text = fake_error_text(error)) ? OK : INVALID_VALUE;
 }
 FAKE_API int cuGetErrorName(int error, const char **name) {
-  *name = error == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : error ? "CUDA_ERROR_NOT_SUPPORTED" : "CUDA_SUCCESS";
-  return OK;
+  return (*name = fake_driver_error_name(error)) ? OK : INVALID_VALUE;
 }
 
 /* Modules and kernels: Triton and NVRTC compile for real, what they made is counted and not run */
-
-struct function {
-  char name[1]; /* as long as it is */
-};
 
 FAKE_API int cuModuleLoadData(void **module, const void *image) { return *module = malloc(1), OK; }
 FAKE_API int cuModuleLoadDataEx(void **module, const void *image, unsigned count, void *options, void **values) {
@@ -109,26 +111,21 @@ FAKE_API int cuLibraryLoadData(void **library, const void *image, void *options,
 }
 FAKE_API int cuLibraryUnload(void *library) { return cuModuleUnload(library); }
 
+/* A function is the text of its name, so each has an address of its own. */
 FAKE_API int cuModuleGetFunction(void **function, void *module, const char *name) {
   *function = strdup(name);
-  return *function ? OK : OUT_OF_MEMORY;
+  if (!*function) return OUT_OF_MEMORY;
+  fake_name_kernel(*function, *function);
+  return OK;
 }
 FAKE_API int cuLibraryGetKernel(void **function, void *library, const char *name) {
   return cuModuleGetFunction(function, library, name);
 }
 FAKE_API int cuKernelGetFunction(void **function, void *kernel) { return *function = kernel, OK; }
 
-FAKE_API int cuModuleGetGlobal_v2(uint64_t *pointer, size_t *nbytes, void *module, const char *name) {
-  void *made = NULL;
-  int error = fake_allocate(fake_current, 256, &made);
-  *pointer = (uintptr_t)made;
-  if (nbytes) *nbytes = 256;
-  return error;
-}
-
 FAKE_API int cuFuncGetAttribute(int *value, int attribute, void *function) {
   struct fake_device *device = fake_enter();
-  if (!device) return NO_DEVICE;
+  if (!device) return fake_why_not();
   *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : attribute == 5 || attribute == 6 ? 10 * device->major : 0;
   return OK;
 }
@@ -137,9 +134,8 @@ FAKE_API int cuFuncSetCacheConfig(void *function, int config) { return OK; }
 FAKE_API int cuFuncSetSharedMemConfig(void *function, int config) { return OK; }
 
 FAKE_API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) {
-  struct fake_device *device = fake_enter();
-  if (!device) return NO_DEVICE;
-  *blocks = threads ? device->threads_per_multiprocessor / threads : 0;
+  ENTER();
+  *blocks = fake_resident_blocks(threads, (int64_t)shared);
   return OK;
 }
 FAKE_API int cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, void *function, int threads,
@@ -150,24 +146,34 @@ FAKE_API int cuOccupancyMaxActiveClusters(int *clusters, void *function, const v
   return *clusters = 1, OK;
 }
 
-static int launch(void *function) {
-  if (!fake_enter()) return NO_DEVICE;
-  fake_count_launch(function, function);
+static int launch(void *function, struct fake_dims grid, struct fake_dims block, unsigned shared, void *stream) {
+  const struct fake_device *device = fake_enter();
+  if (!device) return fake_why_not();
+  if (!fake_is_launchable(grid, block) || shared > device->shared_per_block_optin) return INVALID_VALUE;
+  fake_launch(function, stream);
   return OK;
 }
 
 FAKE_API int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                             unsigned block_y, unsigned block_z, unsigned shared, void *stream, void **arguments,
                             void **more) {
-  return launch(function);
+  struct fake_dims grid = {grid_x, grid_y, grid_z}, block = {block_x, block_y, block_z};
+  return launch(function, grid, block, shared, stream);
 }
 FAKE_API int cuLaunchCooperativeKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
                                        void *stream, void **arguments) {
-  return launch(function);
+  return cuLaunchKernel(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, arguments, NULL);
 }
-FAKE_API int cuLaunchKernelEx(const void *config, void *function, void **arguments, void **more) {
-  return launch(function);
+
+struct launch_config {
+  struct fake_dims grid, block;
+  unsigned shared;
+  void *stream;
+};
+
+FAKE_API int cuLaunchKernelEx(const struct launch_config *config, void *function, void **arguments, void **more) {
+  return launch(function, config->grid, config->block, config->shared, config->stream);
 }
 FAKE_API int cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address) {
   memset(map, 0, 128);
@@ -206,7 +212,7 @@ FAKE_API int cuMemGetAddressRange_v2(uint64_t *start, size_t *nbytes, uint64_t p
 
 FAKE_API int cuMemGetInfo_v2(size_t *available, size_t *total) {
   struct fake_device *device = fake_enter();
-  if (!device) return NO_DEVICE;
+  if (!device) return fake_why_not();
   *available = fake_free_bytes(device);
   *total = device->capacity;
   return OK;
@@ -214,7 +220,7 @@ FAKE_API int cuMemGetInfo_v2(size_t *available, size_t *total) {
 
 FAKE_API int cuMemAlloc_v2(uint64_t *pointer, size_t nbytes) {
   void *made = NULL;
-  if (!fake_enter()) return NO_DEVICE;
+  ENTER();
   int error = fake_allocate(fake_current, nbytes, &made);
   *pointer = (uintptr_t)made;
   return error;
@@ -225,7 +231,8 @@ FAKE_API int cuMemsetD8Async(uint64_t target, unsigned char value, size_t count,
   return fake_set_bytes((void *)(uintptr_t)target, value, count);
 }
 FAKE_API int cuMemsetD32Async(uint64_t target, unsigned value, size_t count, void *stream) {
-  if (!value) return fake_set_bytes((void *)(uintptr_t)target, 0, 4 * count);
+  int error = fake_set_bytes((void *)(uintptr_t)target, 0, 4 * count);
+  if (error || !value) return error;
   for (size_t i = 0; i < count; i++) ((unsigned *)(uintptr_t)target)[i] = value;
   return OK;
 }
@@ -259,7 +266,7 @@ FAKE_API int cuMemGetAllocationGranularity(size_t *nbytes, const struct properti
 FAKE_API int cuMemAddressReserve(uint64_t *pointer, size_t nbytes, size_t alignment, uint64_t where,
                                  unsigned long long flags) {
   void *made = NULL;
-  int error = fake_reserve(fake_current, nbytes, &made);
+  int error = nbytes % FAKE_STEP ? INVALID_VALUE : fake_reserve(fake_current, nbytes, &made);
   *pointer = (uintptr_t)made;
   return error;
 }
@@ -267,35 +274,68 @@ FAKE_API int cuMemAddressFree(uint64_t pointer, size_t nbytes) { return fake_unr
 
 FAKE_API int cuMemCreate(struct piece **handle, size_t nbytes, const struct properties *wanted,
                          unsigned long long flags) {
-  if (!fake_device(wanted->location.id)) return INVALID_DEVICE;
-  if (fake_take(wanted->location.id, (int64_t)nbytes)) return OUT_OF_MEMORY;
+  if (wanted->location.type != 1) return NOT_SUPPORTED; /* memory of the host */
+  if (!nbytes || nbytes % FAKE_STEP) return INVALID_VALUE;
+  int error = fake_take(wanted->location.id, (int64_t)nbytes);
+  if (error) return error;
   *handle = malloc(sizeof **handle);
-  **handle = (struct piece){wanted->location.id, 1, nbytes};
-  return OK;
+  if (*handle) **handle = (struct piece){wanted->location.id, 1, nbytes};
+  else fake_give(wanted->location.id, (int64_t)nbytes);
+  return *handle ? OK : OUT_OF_MEMORY;
 }
 
+static void hold(struct piece *handle) { __atomic_add_fetch(&handle->holders, 1, __ATOMIC_RELAXED); }
+
 static void let_go(struct piece *handle) {
-  if (--handle->holders) return;
+  if (__atomic_sub_fetch(&handle->holders, 1, __ATOMIC_ACQ_REL)) return;
   fake_give(handle->ordinal, (int64_t)handle->nbytes);
   free(handle);
 }
 
+FAKE_API int cuMemRelease(struct piece *handle) { return let_go(handle), OK; }
+
 static struct mapping {
   uint64_t start;
   struct piece *handle;
-} *mappings;
+} *mappings; /* by address */
 static size_t mapping_count, mapping_room;
+static pthread_mutex_t mapping_lock = PTHREAD_MUTEX_INITIALIZER;
 
-FAKE_API int cuMemRelease(struct piece *handle) { return let_go(handle), OK; }
+/* The index of the first mapping at or after an address. */
+static size_t first_mapping(uint64_t pointer) {
+  size_t low = 0, high = mapping_count;
+  while (low < high) {
+    size_t middle = (low + high) / 2;
+    if (mappings[middle].start < pointer) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+static int insert_mapping(struct mapping mapping) {
+  if (mapping_count == mapping_room) {
+    size_t room = mapping_room ? 2 * mapping_room : 256;
+    struct mapping *wider = realloc(mappings, room * sizeof *wider);
+    if (!wider) return OUT_OF_MEMORY;
+    mappings = wider;
+    mapping_room = room;
+  }
+  size_t at = first_mapping(mapping.start);
+  memmove(mappings + at + 1, mappings + at, (mapping_count - at) * sizeof mapping);
+  mappings[at] = mapping;
+  mapping_count++;
+  return OK;
+}
 
 FAKE_API int cuMemMap(uint64_t pointer, size_t nbytes, size_t offset, struct piece *handle, unsigned long long flags) {
-  if (mapping_count == mapping_room) {
-    mapping_room = mapping_room ? 2 * mapping_room : 256;
-    mappings = realloc(mappings, mapping_room * sizeof *mappings);
-  }
-  handle->holders++;
-  mappings[mapping_count++] = (struct mapping){pointer, handle};
-  return OK;
+  void *reserved = NULL;
+  fake_find((void *)(uintptr_t)pointer, &reserved, NULL);
+  if (!reserved || offset || nbytes != handle->nbytes) return INVALID_VALUE;
+  pthread_mutex_lock(&mapping_lock);
+  int error = insert_mapping((struct mapping){pointer, handle});
+  if (!error) hold(handle);
+  pthread_mutex_unlock(&mapping_lock);
+  return error;
 }
 
 FAKE_API int cuMemSetAccess(uint64_t pointer, size_t nbytes, const void *access, size_t count) {
@@ -303,25 +343,27 @@ FAKE_API int cuMemSetAccess(uint64_t pointer, size_t nbytes, const void *access,
 }
 
 FAKE_API int cuMemUnmap(uint64_t pointer, size_t nbytes) {
-  for (size_t i = mapping_count; i-- > 0;)
-    if (mappings[i].start >= pointer && mappings[i].start < pointer + nbytes) {
-      let_go(mappings[i].handle);
-      mappings[i] = mappings[--mapping_count];
-    }
-  return fake_back((void *)(uintptr_t)pointer, nbytes, 0);
+  pthread_mutex_lock(&mapping_lock);
+  size_t from = first_mapping(pointer), to = first_mapping(pointer + nbytes);
+  int error = from == to ? INVALID_VALUE : fake_back((void *)(uintptr_t)pointer, nbytes, 0);
+  for (size_t i = from; i < to; i++) let_go(mappings[i].handle);
+  memmove(mappings + from, mappings + to, (mapping_count - to) * sizeof *mappings);
+  mapping_count -= to - from;
+  pthread_mutex_unlock(&mapping_lock);
+  return error;
 }
 
 /* What is asked of a driver by name */
-FAKE_API int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status);
-#include <dlfcn.h>
+
 FAKE_API int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
+  enum { FOUND, SYMBOL_NOT_FOUND };
   char later[128];
   void *driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   snprintf(later, sizeof later, "%s_v2", symbol);
   *function = driver ? dlsym(driver, later) : NULL;
   if (driver && !*function) *function = dlsym(driver, symbol);
-  if (status) *status = *function ? 0 : 1;
-  return *function ? OK : 500; /* CUDA_ERROR_NOT_FOUND */
+  if (status) *status = *function ? FOUND : SYMBOL_NOT_FOUND;
+  return *function ? OK : NOT_FOUND;
 }
 FAKE_API int cuGetProcAddress(const char *symbol, void **function, int version, uint64_t flags) {
   return cuGetProcAddress_v2(symbol, function, version, flags, NULL);

@@ -12,21 +12,35 @@
 #define FAKE_API __attribute__((visibility("default")))
 #define FAKE_MOST_DEVICES 16
 #define FAKE_HOST (-1)
+#define FAKE_STEP ((size_t)2 << 20) /* the card is given away in steps of 2 MiB, as cudaMalloc does */
 
-/* Error codes that the runtime and the driver have in common. */
+/* Error codes that the runtime and the driver have in common; errors.c has their names. */
 enum {
   OK = 0,
   INVALID_VALUE = 1,
   OUT_OF_MEMORY = 2,
+  INITIALIZATION = 3,
   INVALID_CONFIGURATION = 9,
+  INVALID_FUNCTION = 98,
   NO_DEVICE = 100,
   INVALID_DEVICE = 101,
+  PEER_UNSUPPORTED = 217,
+  INVALID_CONTEXT = 201,
   INVALID_HANDLE = 400,
+  ILLEGAL_STATE = 401,
+  NOT_FOUND = 500,
   NOT_READY = 600,
   PEER_ALREADY_ENABLED = 704,
+  PEER_NOT_ENABLED = 705,
+  HOST_ALREADY_REGISTERED = 712,
+  HOST_NOT_REGISTERED = 713,
   NOT_SUPPORTED = 801,
   CAPTURE_UNSUPPORTED = 900,
   CAPTURE_INVALIDATED = 901,
+  CAPTURE_MERGE = 902,
+  CAPTURE_ISOLATION = 905,
+  CAPTURE_IMPLICIT = 906,
+  CAPTURED_EVENT = 907,
 };
 
 /* A GPU. The first fields are settings, see gpus.py; sizes are in bytes, rates in kHz. */
@@ -57,10 +71,15 @@ struct fake_copy {
 };
 
 /* devices.c */
+void fake_lock(void); /* one lock for all that the libraries remember; a fork waits for it */
+void fake_unlock(void);
 int fake_device_count(void);
 struct fake_device *fake_device(int ordinal); /* NULL where there is none of that ordinal */
+struct fake_device *fake_glance(int ordinal); /* the same for who only reads the log: CUDA is not initialised by it */
 extern _Thread_local int fake_current;
-struct fake_device *fake_enter(void); /* the current device, whose context is then there */
+struct fake_device *fake_enter(void); /* the current device, whose context is then there; NULL: fake_why_not() */
+int fake_forked(void);
+int fake_why_not(void);               /* why there is no current device: none at all, or this is a forked process */
 int fake_physical_count(void);
 struct fake_device *fake_physical(int index);
 int fake_peer_access(void);
@@ -85,10 +104,23 @@ int fake_copy_bytes(void *target, const void *source, size_t nbytes, uint64_t st
 int fake_copy_rows(void *target, size_t target_pitch, const void *source, size_t source_pitch, size_t width,
                    size_t height, uint64_t stream);
 int fake_set_bytes(void *target, int value, size_t nbytes);
-void fake_count_launch(const void *function, const char *name);
 void fake_count_sync(uint64_t stream);
 
-/* log.c: a name that was asked for and is not there */
-void fake_missing(const char *library, const char *name);
+/* launches.c */
+void fake_name_kernel(const void *function, const char *name);
+void fake_count_launch(const void *function);
+void fake_launch(const void *function, void *stream); /* count it, or leave it to the graph that is being captured */
+extern int (*fake_capture_launch)(void *stream, const void *function); /* of graphs.c: 1 where it was captured */
+struct fake_dims {
+  unsigned x, y, z;
+};
+int fake_is_launchable(struct fake_dims grid, struct fake_dims block);
+int fake_resident_blocks(int threads, int64_t shared); /* of a multiprocessor of the current device */
+
+/* errors.c */
+const char *fake_error_name(int error);        /* the runtime's, cudaErrorNoDevice; NULL where it is unknown */
+const char *fake_driver_error_name(int error); /* the driver's, CUDA_ERROR_NO_DEVICE */
+const char *fake_error_text(int error);
+void fake_missing(const char *library, const char *name); /* a name that was asked for and is not there */
 
 #endif

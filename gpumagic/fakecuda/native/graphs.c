@@ -1,4 +1,4 @@
-/* libcudart: capture of a stream, and graphs. A graph holds its copies, which are made when it is launched. */
+/* libcudart: capture of streams, and graphs. What a graph holds is done each time that it is launched. */
 #define _GNU_SOURCE
 #include "runtime.h"
 
@@ -10,137 +10,193 @@
 enum { GLOBAL, THREAD_LOCAL, RELAXED };
 enum { NONE, ACTIVE, INVALIDATED };
 
-struct node {
-  void *target; /* NULL: a launch */
-  const void *source;
-  size_t nbytes;
-};
-
 struct graph {
   struct node *nodes;
   size_t count, room;
-  int invalidated;
 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct stream *capturing[64]; /* the streams where a capture began and did not end */
-static size_t capturing_count;
+/* A capture that has begun and not ended. */
+struct capture {
+  uint64_t id;
+  struct stream *origin; /* where it began and is to end */
+  struct graph *graph;
+  int mode, invalidated, borrowed; /* borrowed: the graph is the caller's */
+  pthread_t thread;
+};
+
+static struct capture captures[64];
+static size_t active; /* so many of them */
 static uint64_t last_id;
 static _Thread_local int thread_mode = GLOBAL;
-static _Thread_local int own_captures;
 
-static void add(struct graph *graph, struct node node) {
-  pthread_mutex_lock(&lock);
+/* Call it with the lock held. */
+static struct capture *by_id(uint64_t id) {
+  for (size_t i = 0; id && i < active; i++)
+    if (captures[i].id == id) return &captures[i];
+  return NULL;
+}
+
+int capture_is_active(uint64_t id) {
+  if (!active || !id) return 0; /* the common case, without a lock */
+  fake_lock();
+  int found = by_id(id) != NULL;
+  fake_unlock();
+  return found;
+}
+
+uint64_t capture_of(void *pointer) {
+  struct stream *stream = stream_of(pointer);
+  return stream && capture_is_active(stream->capture) ? stream->capture : 0;
+}
+
+static int add(struct graph *graph, struct node node) {
   if (graph->count == graph->room) {
-    graph->room = graph->room ? 2 * graph->room : 64;
-    graph->nodes = realloc(graph->nodes, graph->room * sizeof node);
+    size_t room = graph->room ? 2 * graph->room : 64;
+    struct node *wider = realloc(graph->nodes, room * sizeof node);
+    if (!wider) return OUT_OF_MEMORY;
+    graph->nodes = wider;
+    graph->room = room;
   }
   graph->nodes[graph->count++] = node;
-  pthread_mutex_unlock(&lock);
+  return OK;
 }
 
-struct stream *capture_origin(void *pointer) {
+int capture_take(void *pointer, struct node node) {
   struct stream *stream = stream_of(pointer);
-  if (!stream || !stream->origin || !stream->origin->graph) return NULL;
-  return stream->origin->capture_id == stream->capture_id ? stream->origin : NULL;
+  if (!active || !stream) return 0;
+  fake_lock();
+  struct capture *capture = by_id(stream->capture);
+  if (capture && add(capture->graph, node)) capture->invalidated = 1;
+  fake_unlock();
+  return capture != NULL;
 }
 
-void capture_join(void *pointer, struct stream *origin) {
+static int capture_launch(void *stream, const void *function) {
+  return capture_take(stream, (struct node){LAUNCH, NULL, function});
+}
+
+FAKE_API int cudaGraphLaunch(struct graph *made, void *stream);
+
+__attribute__((constructor)) static void watch_launches(void) {
+  fake_capture_launch = capture_launch;
+  fake_name_kernel((void *)cudaGraphLaunch, "a CUDA graph");
+}
+
+int capture_join(void *pointer, uint64_t id) {
   struct stream *stream = stream_of(pointer);
-  if (!stream || !origin || !origin->graph || capture_origin(stream)) return;
-  stream->origin = origin;
-  stream->capture_id = origin->capture_id;
+  if (!stream) return CAPTURE_IMPLICIT;
+  if (capture_of(stream) && stream->capture != id) return capture_break(stream, CAPTURE_MERGE);
+  stream->capture = id;
+  return OK;
 }
 
-int capture_forbids(void *stream) {
-  if (!capturing_count) return 0;
-  struct stream *origin = capture_origin(stream);
-  if (stream && !origin) return 0;
-  if (!stream && thread_mode == RELAXED) return 0;
-  int forbidden = origin != NULL;
-  pthread_mutex_lock(&lock);
-  for (size_t i = 0; i < capturing_count; i++)
-    if (capturing[i] == origin || capturing[i]->capture_mode == GLOBAL ||
-        (capturing[i]->capture_mode == THREAD_LOCAL && own_captures))
-      forbidden = capturing[i]->graph->invalidated = 1;
-  pthread_mutex_unlock(&lock);
+int capture_break(void *pointer, int error) {
+  struct stream *stream = stream_of(pointer);
+  fake_lock();
+  struct capture *capture = stream ? by_id(stream->capture) : NULL;
+  if (capture) capture->invalidated = 1;
+  fake_unlock();
+  return error;
+}
+
+int capture_forbids_wait(void *stream) {
+  if (!active) return OK;
+  if (stream_of(stream)) return capture_of(stream) ? capture_break(stream, CAPTURE_UNSUPPORTED) : OK;
+  int error = OK; /* the default stream waits for all that were not created as non-blocking */
+  fake_lock();
+  for (size_t i = 0; i < active; i++)
+    if (!(captures[i].origin->flags & 1)) {
+      captures[i].invalidated = 1;
+      error = CAPTURE_IMPLICIT;
+    }
+  fake_unlock();
+  return error;
+}
+
+int capture_forbids_unsafe(void) {
+  if (!active || thread_mode == RELAXED) return 0;
+  int forbidden = 0;
+  fake_lock();
+  for (size_t i = 0; i < active; i++) {
+    struct capture *capture = &captures[i];
+    int own = pthread_equal(capture->thread, pthread_self());
+    if (capture->mode == RELAXED || (!own && (capture->mode == THREAD_LOCAL || thread_mode == THREAD_LOCAL))) continue;
+    forbidden = capture->invalidated = 1;
+  }
+  fake_unlock();
   return forbidden;
 }
 
-int capture_take_copy(void *stream, void *target, const void *source, size_t nbytes) {
-  struct stream *origin = capture_origin(stream);
-  if (origin) add(origin->graph, (struct node){target, source, nbytes});
-  return origin != NULL;
-}
-
-void capture_take_launch(void *stream) {
-  struct stream *origin = capture_origin(stream);
-  if (origin) add(origin->graph, (struct node){NULL, NULL, 0});
-}
-
-FAKE_API int cudaStreamBeginCapture(void *pointer, int mode) {
+static int begin(void *pointer, struct graph *graph, int mode) {
   struct stream *stream = stream_of(pointer);
-  if (!stream) return runtime_result(CAPTURE_UNSUPPORTED); /* the default stream */
-  pthread_mutex_lock(&lock);
-  int room = capturing_count < sizeof capturing / sizeof *capturing && !stream->graph;
-  if (room) {
-    stream->graph = calloc(1, sizeof *stream->graph);
-    stream->origin = stream;
-    stream->capture_id = ++last_id;
-    stream->capture_mode = mode;
-    capturing[capturing_count++] = stream;
-    own_captures++;
+  if (!stream) RESULT(CAPTURE_UNSUPPORTED);
+  if (capture_of(stream)) RESULT(ILLEGAL_STATE);
+  int borrowed = graph != NULL, error = OUT_OF_MEMORY;
+  if (!graph) graph = calloc(1, sizeof *graph);
+  fake_lock();
+  if (graph && active < sizeof captures / sizeof *captures) {
+    captures[active++] = (struct capture){++last_id, stream, graph, mode, 0, borrowed, pthread_self()};
+    stream->capture = last_id;
+    error = OK;
   }
-  pthread_mutex_unlock(&lock);
-  return runtime_result(room ? OK : INVALID_VALUE);
+  fake_unlock();
+  RESULT(error);
 }
 
-FAKE_API int cudaStreamBeginCaptureToGraph(void *stream, void *graph, const void *dependencies, const void *data,
-                                           size_t count, int mode) {
-  int error = cudaStreamBeginCapture(stream, mode);
-  if (!error) {
-    free(stream_of(stream)->graph);
-    stream_of(stream)->graph = graph;
-  }
-  return error;
+FAKE_API int cudaStreamBeginCapture(void *stream, int mode) {
+  ENTER();
+  return begin(stream, NULL, mode);
+}
+
+FAKE_API int cudaStreamBeginCaptureToGraph(void *stream, struct graph *graph, const void *dependencies,
+                                           const void *data, size_t count, int mode) {
+  ENTER();
+  return begin(stream, graph, mode);
+}
+
+FAKE_API int cudaGraphDestroy(struct graph *graph) {
+  if (graph) free(graph->nodes);
+  free(graph);
+  return OK;
 }
 
 FAKE_API int cudaStreamEndCapture(void *pointer, struct graph **graph) {
   struct stream *stream = stream_of(pointer);
+  struct capture ended = {0};
   *graph = NULL;
-  if (!stream || !stream->graph) return runtime_result(INVALID_VALUE);
-  pthread_mutex_lock(&lock);
-  for (size_t i = 0; i < capturing_count; i++)
-    if (capturing[i] == stream) capturing[i] = capturing[--capturing_count];
-  own_captures -= own_captures > 0;
-  *graph = stream->graph;
-  stream->graph = NULL;
-  stream->origin = NULL;
-  pthread_mutex_unlock(&lock);
-  if (!(*graph)->invalidated) return OK;
-  free((*graph)->nodes);
-  free(*graph);
-  *graph = NULL;
-  return runtime_result(CAPTURE_INVALIDATED);
+  fake_lock();
+  struct capture *capture = stream ? by_id(stream->capture) : NULL;
+  if (capture && capture->origin == stream) {
+    ended = *capture;
+    *capture = captures[--active];
+    stream->capture = 0;
+  }
+  fake_unlock();
+  if (!ended.id) RESULT(ILLEGAL_STATE);
+  if (!ended.invalidated) {
+    *graph = ended.graph;
+    return OK;
+  }
+  if (!ended.borrowed) cudaGraphDestroy(ended.graph);
+  RESULT(CAPTURE_INVALIDATED);
 }
 
-static int status_of(void *stream) {
-  struct stream *origin = capture_origin(stream);
-  return !origin ? NONE : origin->graph->invalidated ? INVALIDATED : ACTIVE;
-}
-
-FAKE_API int cudaStreamIsCapturing(void *stream, int *status) { return *status = status_of(stream), OK; }
-
-static int capture_info(void *stream, int *status, unsigned long long *id, struct graph **graph,
+static int capture_info(void *pointer, int *status, unsigned long long *id, struct graph **graph,
                         const void ***dependencies, size_t *count) {
-  struct stream *origin = capture_origin(stream);
-  *status = status_of(stream);
-  if (!origin) return OK;
-  if (id) *id = origin->capture_id;
-  if (graph) *graph = origin->graph;
-  if (dependencies) *dependencies = NULL;
+  struct stream *stream = stream_of(pointer);
+  fake_lock();
+  struct capture *capture = stream ? by_id(stream->capture) : NULL;
+  *status = !capture ? NONE : capture->invalidated ? INVALIDATED : ACTIVE;
+  if (capture && id) *id = capture->id;
+  if (capture && graph) *graph = capture->graph;
+  fake_unlock();
+  if (dependencies) *dependencies = NULL; /* of what comes first nothing is kept: it is done in the order of capture */
   if (count) *count = 0;
   return OK;
+}
+
+FAKE_API int cudaStreamIsCapturing(void *stream, int *status) {
+  return active ? capture_info(stream, status, NULL, NULL, NULL, NULL) : (*status = NONE, OK);
 }
 
 #if FAKE_CUDA_VERSION >= 13000
@@ -162,6 +218,8 @@ FAKE_API int cudaStreamGetCaptureInfo_v3(void *stream, int *status, unsigned lon
 }
 #endif
 
+FAKE_API int cudaStreamUpdateCaptureDependencies(void *stream) { return OK; }
+
 FAKE_API int cudaThreadExchangeStreamCaptureMode(int *mode) {
   int before = thread_mode;
   thread_mode = *mode;
@@ -169,9 +227,11 @@ FAKE_API int cudaThreadExchangeStreamCaptureMode(int *mode) {
   return OK;
 }
 
+/* Graphs. One that can be launched is a copy of the one that was captured. */
+
 FAKE_API int cudaGraphCreate(struct graph **graph, unsigned flags) {
   *graph = calloc(1, sizeof **graph);
-  return OK;
+  RESULT(*graph ? OK : OUT_OF_MEMORY);
 }
 
 FAKE_API int cudaGraphGetNodes(struct graph *graph, void **nodes, size_t *count) {
@@ -182,10 +242,12 @@ FAKE_API int cudaGraphGetNodes(struct graph *graph, void **nodes, size_t *count)
 
 static int instantiate(struct graph **made, const struct graph *graph) {
   *made = calloc(1, sizeof **made);
-  (*made)->nodes = malloc((graph->count + 1) * sizeof(struct node));
-  memcpy((*made)->nodes, graph->nodes, graph->count * sizeof(struct node));
-  (*made)->count = graph->count;
-  return OK;
+  for (size_t i = 0; *made && i < graph->count; i++)
+    if (add(*made, graph->nodes[i])) {
+      cudaGraphDestroy(*made);
+      *made = NULL;
+    }
+  RESULT(*made ? OK : OUT_OF_MEMORY);
 }
 
 FAKE_API int cudaGraphInstantiateWithFlags(struct graph **made, struct graph *graph, unsigned long long flags) {
@@ -195,31 +257,37 @@ FAKE_API int cudaGraphInstantiate(struct graph **made, struct graph *graph, unsi
   return instantiate(made, graph);
 }
 
-FAKE_API int cudaGraphLaunch(struct graph *made, void *stream) {
-  if (!fake_enter()) return runtime_result(NO_DEVICE);
-  for (size_t i = 0; i < made->count; i++) {
-    struct node *node = &made->nodes[i];
-    int error = node->target ? fake_copy_bytes(node->target, node->source, node->nbytes, (uintptr_t)stream) : OK;
-    if (error) return runtime_result(error);
+static int perform(const struct node *node, uint64_t stream) {
+  switch (node->kind) {
+  case LAUNCH: return fake_count_launch(node->source), OK;
+  case COPY: return fake_copy_bytes(node->target, node->source, node->nbytes, stream);
+  case ROWS:
+    return fake_copy_rows(node->target, node->target_pitch, node->source, node->source_pitch, node->nbytes,
+                          node->height, stream);
+  case SET: return fake_set_bytes(node->target, node->value, node->nbytes);
+  case CALL: return ((void (*)(void *))node->source)(node->target), OK;
+  default: return event_happens(node->target), OK;
   }
-  fake_count_launch((void *)cudaGraphLaunch, "a CUDA graph");
-  return OK;
 }
 
-FAKE_API int cudaGraphDestroy(struct graph *graph) {
-  free(graph->nodes);
-  free(graph);
+FAKE_API int cudaGraphLaunch(struct graph *made, void *stream) {
+  ENTER();
+  for (size_t i = 0; i < made->count; i++) {
+    int error = perform(&made->nodes[i], (uintptr_t)stream);
+    if (error) RESULT(error);
+  }
+  fake_count_launch((void *)cudaGraphLaunch);
   return OK;
 }
 
 FAKE_API int cudaGraphExecDestroy(struct graph *made) { return cudaGraphDestroy(made); }
 
 FAKE_API int cudaGraphDebugDotPrint(struct graph *graph, const char *path, unsigned flags) {
+  static const char *const KINDS[] = {"kernel", "copy", "copy", "memset", "host function", "event"};
   FILE *file = fopen(path, "w");
-  if (!file) return runtime_result(INVALID_VALUE);
+  if (!file) RESULT(INVALID_VALUE);
   fprintf(file, "digraph captured {\n");
-  for (size_t i = 0; i < graph->count; i++)
-    fprintf(file, "  n%zu [label=\"%s\"];\n", i, graph->nodes[i].target ? "copy" : "kernel");
+  for (size_t i = 0; i < graph->count; i++) fprintf(file, "  n%zu [label=\"%s\"];\n", i, KINDS[graph->nodes[i].kind]);
   fprintf(file, "}\n");
   fclose(file);
   return OK;

@@ -1,4 +1,4 @@
-/* The structures of the runtime's interface, as CUDA 12 and 13 lay them out, and what runtime.c and graphs.c share. */
+/* The structures of the runtime's interface, as CUDA 12 and 13 lay them out, and what the files of libcudart share. */
 #ifndef GPUMAGIC_RUNTIME_H
 #define GPUMAGIC_RUNTIME_H
 
@@ -73,27 +73,42 @@ struct cudaFuncAttributes {
   int clusterSchedulingPolicyPreference, nonPortableClusterSizeAllowed, reserved[16];
 };
 
-struct graph;
-
+/* NULL, 1 and 2 are the default streams: they have no state of their own and cannot be captured. */
 struct stream {
   unsigned flags;
   int priority, device;
-  struct stream *origin; /* the stream whose capture this one takes part in; itself where it began there */
-  struct graph *graph;   /* what the capture that began here has recorded */
-  uint64_t capture_id;
-  int capture_mode;
+  uint64_t capture; /* the capture that it takes part in, or took part in */
 };
 
-/* NULL, 1 and 2 are the default streams: they have no state of their own and cannot be captured. */
 static inline struct stream *stream_of(void *stream) { return (uintptr_t)stream > 2 ? stream : NULL; }
 
 int runtime_result(int error); /* remember an error as the thread's last one, and return it */
+#define RESULT(error) return runtime_result(error)
+#define ENTER() \
+  if (!fake_enter()) return runtime_result(fake_why_not())
+
+/* What a graph does when it is launched. */
+enum { LAUNCH, COPY, ROWS, SET, CALL, RECORD };
+
+struct node {
+  int kind;
+  void *target;       /* of a call its argument, of a record the event */
+  const void *source; /* of a launch the kernel, of a call the function */
+  size_t nbytes;      /* of rows, of each */
+  size_t target_pitch, source_pitch, height;
+  int value;
+};
 
 /* graphs.c */
-int capture_forbids(void *stream); /* whether a call that waits or allocates may not be made now */
-int capture_take_copy(void *stream, void *target, const void *source, size_t nbytes); /* 1: it is in the graph now */
-void capture_take_launch(void *stream);
-struct stream *capture_origin(void *stream);
-void capture_join(void *stream, struct stream *origin);
+uint64_t capture_of(void *stream); /* the capture that a stream takes part in now, 0 if none */
+int capture_is_active(uint64_t capture);
+int capture_take(void *stream, struct node node); /* 1: it is in the graph now, and is not to be done */
+int capture_join(void *stream, uint64_t capture);
+int capture_break(void *stream, int error); /* the capture of a stream fails, with this error */
+int capture_forbids_wait(void *stream);     /* the error of waiting for a stream now, or OK */
+int capture_forbids_unsafe(void);           /* whether a call that may wait for every stream may not be made now */
+
+/* streams.c */
+void event_happens(void *event);
 
 #endif

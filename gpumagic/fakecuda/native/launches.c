@@ -1,0 +1,97 @@
+/* The kernels: what they are called, and how often each was launched. */
+#define _GNU_SOURCE
+#include "fake.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct kernel {
+  const void *function;
+  const char *name;
+  int64_t count;
+};
+
+static struct kernel *kernels; /* open addressing by the function's address; torch registers some 20,000 */
+static size_t room, kinds;
+
+static struct kernel *slot(struct kernel *table, size_t size, const void *function) {
+  size_t at = ((uintptr_t)function >> 4) * 11400714819323198485ull & (size - 1);
+  while (table[at].function && table[at].function != function) at = (at + 1) & (size - 1);
+  return &table[at];
+}
+
+static int widen(void) {
+  size_t wider = room ? 2 * room : 32768;
+  struct kernel *table = calloc(wider, sizeof *table);
+  if (!table) return OUT_OF_MEMORY;
+  for (size_t i = 0; i < room; i++)
+    if (kernels[i].function) *slot(table, wider, kernels[i].function) = kernels[i];
+  free(kernels);
+  kernels = table;
+  room = wider;
+  return OK;
+}
+
+/* The entry of a function, made if need be; NULL without memory for it. Call it with the lock held. */
+static struct kernel *entry(const void *function) {
+  if (2 * kinds >= room && widen()) return NULL;
+  struct kernel *found = slot(kernels, room, function);
+  if (!found->function) {
+    kinds++;
+    found->function = function;
+  }
+  return found;
+}
+
+void fake_name_kernel(const void *function, const char *name) {
+  fake_lock();
+  struct kernel *found = entry(function);
+  if (found) found->name = name;
+  fake_unlock();
+}
+
+void fake_count_launch(const void *function) {
+  fake_lock();
+  struct kernel *found = entry(function);
+  if (found) found->count++;
+  fake_unlock();
+}
+
+int (*fake_capture_launch)(void *stream, const void *function);
+
+void fake_launch(const void *function, void *stream) {
+  if (!fake_capture_launch || !fake_capture_launch(stream, function)) fake_count_launch(function);
+}
+
+int fake_is_launchable(struct fake_dims grid, struct fake_dims block) {
+  uint64_t threads = (uint64_t)block.x * block.y * block.z;
+  return grid.x && grid.y && grid.z && grid.x <= 2147483647u && grid.y <= 65535 && grid.z <= 65535 && threads &&
+         threads <= 1024 && block.z <= 64;
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+int fake_resident_blocks(int threads, int64_t shared) {
+  const struct fake_device *device = fake_device(fake_current);
+  int64_t warps = (threads + 31) / 32;
+  if (!warps) return 0;
+  int64_t fitting = least(device->blocks_per_multiprocessor, device->threads_per_multiprocessor / (32 * warps));
+  return (int)(shared ? least(fitting, device->shared_per_multiprocessor / shared) : fitting);
+}
+
+/* What gpumagic.fakecuda reads through ctypes. */
+
+FAKE_API int64_t fakecuda_launches(struct kernel *into, int64_t most) {
+  int64_t count = 0;
+  fake_lock();
+  for (size_t i = 0; i < room; i++)
+    if (kernels[i].count && count++ < most) into[count - 1] = kernels[i];
+  fake_unlock();
+  return count;
+}
+
+FAKE_API void fakecuda_forget_launches(void) {
+  fake_lock();
+  for (size_t i = 0; i < room; i++) kernels[i].count = 0;
+  fake_unlock();
+}
