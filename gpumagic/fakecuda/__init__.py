@@ -6,11 +6,16 @@ allocator with its statistics, snapshot and fragmentation, `torch.OutOfMemoryErr
 pinned memory, copies with their contents, autocast, `torch.compile` with Triton.
 
 No kernel runs, so **computed values mean nothing**: they are zeros or what the memory held before. Values that were
-copied are right. An operator whose result has a size that depends on values (`nonzero`, a mask) cannot be trusted.
+copied are right. An operator whose result has a size that depends on values (`nonzero`, a mask) cannot be trusted, nor
+one that looks at values to decide what to do: `torch.linalg.eig`, `matrix_exp` and `lobpcg` fail, and what checks its
+result (`torch.linalg.inv`) may say that the matrix is singular. Processes of one job do not reach each other through
+NCCL. How much memory cuDNN, cuSOLVER, cuSPARSE and cuFFT take for themselves is not known without a GPU: it is left
+out, and `unknown_sizes()` says how often.
 
-To start reading: `build.py` says which libraries are exchanged and compiles `native/`. `native/fake.h` lists what they
-share; `runtime.c` and `graphs.c` are libcudart, `driver.c` is libcuda, each other file is the library of its name.
-`gpus.py` has the GPUs that can be stood in for, `log.py` reads what the runtime saw, `__main__.py` is the command.
+To start reading: `build.py` says which libraries are exchanged and compiles `native/`; `answers.py` is what the
+generated functions write. `native/fake.h` lists what the libraries share; `runtime.c` and its neighbours are libcudart,
+`driver.c` is libcuda, each other file is the library of its name. `gpus.py` has the GPUs that can be stood in for,
+`log.py` reads what the runtime saw, `__main__.py` is the command.
 """
 
 from __future__ import annotations
@@ -20,10 +25,11 @@ from collections.abc import Sequence
 
 from gpumagic.errors import OptionError
 from gpumagic.fakecuda.gpus import GPU, GPUS
-from gpumagic.fakecuda.log import Copy, copies, is_enabled, launches, memory, reset, set_memory, syncs
+from gpumagic.fakecuda.log import Copy, copies, is_enabled, launches, memory, reset, set_memory, syncs, unknown_sizes
 
 __all__ = [
     "GPU", "GPUS", "Copy", "copies", "environment", "is_enabled", "launches", "memory", "reset", "set_memory", "syncs",
+    "unknown_sizes",
 ]  # fmt: skip
 
 VARIABLE = "GPUMAGIC_FAKECUDA"

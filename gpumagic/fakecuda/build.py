@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpumagic.errors import FakecudaUnavailable
+from gpumagic.fakecuda.answers import answering
 from gpumagic.simgpu._build import only_process
 
 NATIVE = Path(__file__).parent / "native"
-CORE = ("devices.c", "memory.c", "transfers.c", "launches.c", "errors.c")
+CORE = ("devices.c", "memory.c", "transfers.c", "launches.c", "sizes.c", "errors.c")
 FLAGS = ("-O1", "-fPIC", "-shared", "-w", "-std=gnu11")
 
 
@@ -36,6 +37,7 @@ class Library:
         unsupported: the status that its other functions return.
         quiet: which of those succeed instead, and do nothing, as a regular expression.
         says: whether what is not supported is named on stderr. NVML's callers ask whether it is, and show why not.
+        handles: which of them hand out an opaque structure through their first argument, or free it.
     """
 
     stem: str
@@ -44,6 +46,7 @@ class Library:
     unsupported: int
     quiet: str = r"(?!)"
     says: bool = True
+    handles: str = r"(?!)"
 
 
 LIBRARIES = (
@@ -51,11 +54,18 @@ LIBRARIES = (
     Library("cuda", ("driver.c",), r"cu[A-Z](?!ile)", 801),
     Library("cublas", ("cublas.c",), "cublas", 15, quiet=r"cublas(?!Get|Create)"),
     Library("cublasLt", ("cublaslt.c",), "cublasLt", 15, quiet=r"cublasLt.*(Set|Init|Matmul$|Transform$)"),
-    Library("cudnn", ("cudnn.c",), "cudnn", 3000),
-    Library("cusolver", ("cusolver.c",), "cusolver", 9),
-    Library("cusparse", ("cusparse.c",), "cusparse", 10),
-    Library("cufft", ("cufft.c",), "cufft", 16),
-    Library("nccl", ("nccl.c",), "p?nccl", 5),
+    Library("cudnn", ("cudnn.c",), "cudnn", 3000, r"cudnn(?!Get|Create|Query)", handles=r"cudnn(Create|Destroy)"),
+    Library("cusolver", (), "cusolver", 9, r"cusolverDn(?!\w*(Get|[bB]uffer))", handles=r"cusolverDn(Create|Destroy)"),
+    Library(
+        "cusparse",
+        ("cusparse.c",),
+        "cusparse",
+        10,
+        r"cusparse(?!Lt|\w*Get|\w*[bB]ufferSize)",
+        handles=r"cusparse(Create(?!Identity)|Destroy|Sp(GEMM|SM|SV)_(create|destroy))",
+    ),
+    Library("cufft", ("cufft.c",), "cufft", 16, r"cufft(Destroy|Set|XtSet|XtExec$|Exec)"),
+    Library("nccl", ("nccl.c",), "p?nccl", 5, r"nccl(Send|Recv|Comm(Finalize|(Window)?Deregister)|RedOpDestroy)"),
     Library("nvidia-ml", ("nvml.c",), "nvml", 3, says=False),  # NVML_ERROR_NOT_SUPPORTED
 )
 
@@ -141,7 +151,7 @@ def _compiler() -> str:
 
 def _key(torch: Torch) -> str:
     digest = hashlib.sha256(f"{torch.version} {torch.folder}".encode())
-    for source in (*sorted(NATIVE.iterdir()), Path(__file__)):
+    for source in (*sorted(NATIVE.iterdir()), *sorted(Path(__file__).parent.glob("*.py"))):
         digest.update(source.read_bytes())
     return f"torch-{torch.version}-{digest.hexdigest()[:16]}"
 
@@ -151,12 +161,25 @@ def _build(torch: Torch, compiler: str, home: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="building-", dir=home.parent, ignore_cleanup_errors=True) as folder:
         made = Path(folder) / "made"
         made.mkdir()
-        common = [compiler, *FLAGS, f"-DFAKE_CUDA_VERSION={torch.cuda_number}", f"-I{NATIVE}"]
+        common = [compiler, *FLAGS, f"-DFAKE_CUDA_VERSION={torch.cuda_number}", *_versions(torch), f"-I{NATIVE}"]
         _run([*common, *(str(NATIVE / name) for name in CORE), "-o", str(made / "libfakecuda.so"), "-lpthread"])
         jobs = [_start(library, torch, asked, common, made) for library in LIBRARIES]
         for job in jobs:
             _finish(job)
         made.rename(home)
+
+
+def _versions(torch: Torch) -> list[str]:
+    """Return which cuDNN and NCCL lie beside torch, as macros: torch compares them with those it was built for."""
+    found = []
+    for name, header in (("CUDNN", "nvidia/cudnn/include/cudnn_version*.h"), ("NCCL", "nvidia/nccl/include/nccl.h")):
+        for path in sorted(torch.folder.parent.parent.glob(header))[:1]:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            parts = re.findall(rf"define {name}_(?:MAJOR|MINOR|PATCH|PATCHLEVEL) (\d+)", text)[:3]
+            major, minor, patch = map(int, parts) if len(parts) == 3 else (0, 0, 0)
+            if major:
+                found.append(f"-DFAKE_{name}_VERSION={10000 * major + 100 * minor + patch}")
+    return found
 
 
 def _start(
@@ -237,15 +260,30 @@ def _asked_by_name(torch: Torch) -> set[str]:
 
 
 def _generate(library: Library, names: list[str]) -> str:
-    quiet = re.compile(library.quiet)
-    lines = ['#include "fake.h"', "static int succeed(void) { return 0; }"]
-    for name in names:
-        if quiet.match(name):
-            lines.append(f'FAKE_API int {name}(void) __attribute__((alias("succeed")));')
-        else:
-            said = f'fake_missing("lib{library.stem}", "{name}"); ' if library.says else ""
-            lines.append(f"FAKE_API int {name}(void) {{ {said}return {library.unsupported}; }}")
-    return "\n".join(lines) + "\n"
+    lines = [
+        '#include "fake.h"',
+        "#include <stdlib.h>",
+        "#include <string.h>",
+        "static int succeed(void) { return 0; }",
+        "static int make(void **made) { return *made = calloc(1, 512), 0; }",
+        "static int discard(void *made) { return free(made), 0; }",
+    ]
+    return "\n".join([*lines, *(_generate_function(library, name) for name in names)]) + "\n"
+
+
+def _generate_function(library: Library, name: str) -> str:
+    answer = answering(name)
+    if answer is not None:
+        return answer
+    if re.match(library.handles, name):
+        parameter, alias = ("void **made", "make") if "reate" in name else ("void *made", "discard")
+        return f'FAKE_API int {name}({parameter}) __attribute__((alias("{alias}")));'
+    if re.fullmatch(r"\w+Get(Error|Status)(String|Name)", name):
+        return f'FAKE_API const char *{name}(int s) {{ return s ? "not supported by fakecuda" : "success"; }}'
+    if re.match(library.quiet, name):
+        return f'FAKE_API int {name}(void) __attribute__((alias("succeed")));'
+    said = f'fake_missing("lib{library.stem}", "{name}"); ' if library.says else ""
+    return f"FAKE_API int {name}(void) {{ {said}return {library.unsupported}; }}"
 
 
 def _output(command: list[str]) -> list[str]:

@@ -101,6 +101,7 @@ int fake_back(void *pointer, size_t nbytes, int backed); /* give addresses memor
 
 /* transfers.c */
 int fake_copy_bytes(void *target, const void *source, size_t nbytes, uint64_t stream);
+int fake_move_bytes(void *target, const void *source, size_t nbytes); /* what a kernel would copy: it is not logged */
 int fake_copy_rows(void *target, size_t target_pitch, const void *source, size_t source_pitch, size_t width,
                    size_t height, uint64_t stream);
 int fake_set_bytes(void *target, int value, size_t nbytes);
@@ -116,6 +117,9 @@ struct fake_dims {
 };
 int fake_is_launchable(struct fake_dims grid, struct fake_dims block);
 int fake_resident_blocks(int threads, int64_t shared); /* of a multiprocessor of the current device */
+
+/* sizes.c */
+void fake_unknown_size(const char *what); /* a literal: what was asked for memory, of which only it knows how much */
 
 /* errors.c */
 const char *fake_error_name(int error);        /* the runtime's, cudaErrorNoDevice; NULL where it is unknown */

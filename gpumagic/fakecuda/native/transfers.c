@@ -83,12 +83,24 @@ static int begin_copy(const void *target, size_t target_span, const void *source
   return OK;
 }
 
+static void move(void *target, const void *source, size_t nbytes, int within_devices) {
+  if (within_devices && nbytes >= 64 * PAGE && !has_pages(source, nbytes)) clear(target, nbytes);
+  else memmove(target, source, nbytes);
+}
+
 int fake_copy_bytes(void *target, const void *source, size_t nbytes, uint64_t stream) {
   int within_devices;
   if (!nbytes) return OK;
   if (begin_copy(target, nbytes, source, nbytes, nbytes, stream, &within_devices)) return INVALID_VALUE;
-  if (within_devices && nbytes >= 64 * PAGE && !has_pages(source, nbytes)) clear(target, nbytes);
-  else memmove(target, source, nbytes);
+  move(target, source, nbytes, within_devices);
+  return OK;
+}
+
+int fake_move_bytes(void *target, const void *source, size_t nbytes) {
+  if (!nbytes || target == source) return OK;
+  struct side from = side_of(source, nbytes), to = side_of(target, nbytes);
+  if (!from.holds || !to.holds) return INVALID_VALUE;
+  move(target, source, nbytes, from.ordinal != FAKE_HOST && to.ordinal != FAKE_HOST);
   return OK;
 }
 

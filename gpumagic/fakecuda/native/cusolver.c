@@ -1,2 +1,0 @@
-/* libcusolver */
-#include "fake.h"
