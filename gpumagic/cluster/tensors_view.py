@@ -112,12 +112,13 @@ def _devices(found: Found) -> list[Block]:
         return []
     ordered = sorted(in_use.items(), key=lambda each: -(each[0].allocated or each[0].in_rows))
     shown = ordered[:MAX_DEVICES]
+    has_workspaces = any(row.workspaces for row, _ in shown)
     columns = [
         Column("Engine", shrinks=True), Column("Device"), Column("Tensors", "right", 2), Column("Named", "right"),
-        Column("Unnamed", "right"), Column("Unexplained", "right", 1), Column("Allocated", "right"),
-        Column("Cached", "right", 1),
+        Column("Unnamed", "right"), *([Column("Workspaces", "right", 1)] if has_workspaces else []),
+        Column("Unexplained", "right", 1), Column("Allocated", "right"), Column("Cached", "right", 1),
     ]  # fmt: skip
-    grid = [_device_cells(answers, row) for row, answers in shown]
+    grid = [_device_cells(answers, row, has_workspaces) for row, answers in shown]
     blocks: list[Block] = [Table(columns, grid, "Each engine's devices")]
     if rest := ordered[len(shown) :]:
         devices = count(sum(len(answers) for _, answers in rest), "device")
@@ -125,9 +126,9 @@ def _devices(found: Found) -> list[Block]:
     return blocks
 
 
-def _device_cells(answers: Sequence[EngineAnswer], row: DeviceMemoryRow) -> Sequence[Cell | str]:
+def _device_cells(answers: Sequence[EngineAnswer], row: DeviceMemoryRow, has_workspaces: bool) -> Sequence[Cell | str]:
     reserved = (row.allocated or 0) + (row.cached or 0)
-    rest = (row.graph or 0) + (row.unexplained or 0)
+    rest = (row.graph or 0) + (row.workspaces or 0) + (row.unexplained or 0)
     bar = (
         Segment(row.named / reserved, "main"),
         Segment(row.held / reserved, "second"),
@@ -135,5 +136,6 @@ def _device_cells(answers: Sequence[EngineAnswer], row: DeviceMemoryRow) -> Sequ
     ) if reserved else ()  # fmt: skip
     return (
         engine_ranges(answers), row.device, f"{row.tensors:,}", size(row.named), size(row.held + (row.graph or 0)),
-        size(row.unexplained), Cell(size(row.allocated), bar), size(row.cached),
+        *([size(row.workspaces)] if has_workspaces else []), size(row.unexplained),
+        Cell(size(row.allocated), bar), size(row.cached),
     )  # fmt: skip

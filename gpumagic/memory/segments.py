@@ -57,6 +57,27 @@ def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
     return segments if _match(segments, figures) else None
 
 
+class AllocatedBlock(NamedTuple):
+    """A block that is handed out."""
+
+    device: str
+    address: int
+    size: int
+
+
+def allocated_blocks(backend: str) -> list[AllocatedBlock]:
+    """Return what an allocator counts as allocated on all of its devices; nothing where it cannot be read."""
+    try:
+        return [
+            AllocatedBlock(f"{backend}:{segment['device']}", block.address, block.size)
+            for segment in _snapshot(allocator.device_module(backend)) or ()
+            for block in _blocks(segment, is_private=True)
+            if block.is_owned
+        ]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
 def may_be_expandable() -> bool:
     """Return whether the environment lets segments grow: their gaps can then be filled by others' pages."""
     return any("expandable_segments:True" in os.environ.get(name, "") for name in _SETTINGS)

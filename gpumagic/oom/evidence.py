@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.memory import allocator
+from gpumagic.memory import allocator, workspaces
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import ownership
 from gpumagic.oom.failure import Failure, GuardState
@@ -126,11 +126,12 @@ def _facts(failure: Failure, state: GuardState) -> Facts:
     unchanged = {name for name, value in namespace.items() if bound.get(name) == id(value)}
     removable = (unchanged | ownership.outputs(owned)) - used - bound_first
     free_elsewhere, others = other_devices(device)
-    unnamed = facts.after.allocated - sum(part.nbytes for part in owned) if facts.after is not None else 0
+    kept = workspaces.workspace_bytes().get(device, 0)
+    unnamed = facts.after.allocated - kept - sum(part.nbytes for part in owned) if facts.after is not None else 0
     return replace(
         facts,
         looked_at=True,
-        holders=ownership.rows(owned, device),
+        holders=ownership.rows(owned, device, kept),
         leftovers=tuple(part for part in owned if part.names <= removable),
         graphs=kept_graphs(device, unchanged - used, bound_first, namespace, state.shell)
         if unnamed >= MIN_REPORTED
@@ -138,7 +139,7 @@ def _facts(failure: Failure, state: GuardState) -> Facts:
         stale={name: ownership.released(owned, [name]) for name in (unchanged & bound_first) - read_first},
         models=tuple(model for model in work.models if model.local or model.name in used),
         optimizers=tuple(each for each in work.optimizers if each.local or each.name in used),
-        fixed=_fixed(owned, unchanged, work),
+        fixed=kept + _fixed(owned, unchanged, work),
         brought=_brought(owned, (used & unchanged) - bound_first, namespace),
         kept=_brought(owned, set(namespace), namespace),
         residue=_residue(facts, owned, read_first),

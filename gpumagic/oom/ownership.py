@@ -15,7 +15,7 @@ from gpumagic.heap import holders, readers
 from gpumagic.heap.kinds import gradients_of
 from gpumagic.heap.storages import Storage, StorageTable, undisturbed
 from gpumagic.memory import allocator
-from gpumagic.oom.report import Share
+from gpumagic.oom.report import CUBLAS, WORKSPACE, Share
 from gpumagic.oom.rules.facts import Model, Optimizer, Ownership
 from gpumagic.report.base import Holder
 from gpumagic.source import frames
@@ -55,9 +55,14 @@ def outputs(ownerships: Iterable[Ownership]) -> set[str]:
     return {name for each in ownerships for name in each.names if name.startswith("Out[")}
 
 
-def rows(ownerships: Iterable[Ownership], device: str) -> tuple[Holder, ...]:
-    """Return the ownerships as rows of a report; names that share storages stand in one row."""
-    return tuple(Holder(", ".join(sorted(each.names)), device, each.nbytes, each.kind) for each in ownerships)
+def rows(ownerships: Iterable[Ownership], device: str, workspaces: int = 0) -> tuple[Holder, ...]:
+    """Return the ownerships as rows of a report, largest first; names that share storages stand in one row.
+
+    `workspaces` are the bytes that torch keeps for cuBLAS.
+    """
+    found = [Holder(", ".join(sorted(each.names)), device, each.nbytes, each.kind) for each in ownerships]
+    found += [Holder(CUBLAS, device, workspaces, WORKSPACE)] if workspaces else []
+    return tuple(sorted(found, key=lambda each: -each.nbytes))
 
 
 def _outputs(namespace: Mapping[str, object], shell: object | None) -> Iterator[tuple[str, object]]:
@@ -128,11 +133,14 @@ def find_shares(
 
     `bound` is ``{name: id of its value}`` when the cell began; `figures` is None for an allocator that does not count.
     """
-    rows = [row for row in scan.scan(namespace, shell=shell) if row.device == device and row.nbytes]
+    report = scan.scan(namespace, shell=shell)
+    rows = [row for row in report if row.device == device and row.nbytes]
     parts: dict[str, list[TensorRow]] = {}
     for row in sorted(rows, key=lambda each: -(each.nbytes or 0)):
         parts.setdefault(_part(row, namespace, bound), []).append(row)
     found = [Share(what, sum(row.nbytes or 0 for row in those), _names(those)) for what, those in parts.items()]
+    kept = sum(row.workspaces or 0 for row in report.by_device if row.device == device)
+    found += [Share("cuBLAS workspaces", kept)] if kept else []
     if figures is not None:
         unseen = figures.allocated - sum(share.nbytes for share in found)
         found += [Share("what had no name (graphs, C++, unfinished lists)", unseen)] if unseen > 0 else []

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from gpumagic.dryrun.report import Fit
 
+CUBLAS, WORKSPACE = "cuBLAS", "workspace"
+"""The name and the kind of the holder of what torch keeps for matrix products."""
+
 
 @dataclass(frozen=True, slots=True)
 class Share:

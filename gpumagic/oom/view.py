@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from gpumagic.memory.view import timeline_blocks
-from gpumagic.oom.report import Advice, FitReport, OomReport, Try
+from gpumagic.oom.report import WORKSPACE, Advice, FitReport, OomReport, Try
 from gpumagic.report.base import Holder
 from gpumagic.report.document import (
     Block,
@@ -233,7 +233,8 @@ def _holders(report: OomReport) -> Iterator[Block]:
 
 def _holder_table(holders: tuple[Holder, ...], allocated: int | None) -> Table:
     whole = allocated or sum(holder.nbytes for holder in holders) or 1
-    columns = [Column("held by", shrinks=True), Column("what", priority=1), Column("freed by del", "right")]
+    worth = "frees" if any(holder.kind == WORKSPACE for holder in holders) else "freed by del"
+    columns = [Column("held by", shrinks=True), Column("what", priority=1), Column(worth, "right")]
     rows: list[list[Cell | str]] = [
         [holder.name, holder.kind, Cell(size(holder.nbytes), (Segment(holder.nbytes / whole),))] for holder in holders
     ]

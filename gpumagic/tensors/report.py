@@ -69,6 +69,8 @@ class DeviceMemoryRow:
     """Bytes in other storages that Python can see."""
     graph: int | None = None
     """Bytes that only autograd graphs keep, as far as they can be seen."""
+    workspaces: int | None = None
+    """Bytes that torch keeps for cuBLAS; ``torch._C._cuda_clearCublasWorkspaces()`` frees them."""
     unexplained: int | None = None
     """Allocated bytes that none of these account for (C++, nodes that do not show what they save)."""
     allocated: int | None = None

@@ -10,6 +10,7 @@ hands out; the snapshot is read as its documentation describes it. Nothing is sw
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import traceback
 from bisect import bisect_right
@@ -20,7 +21,7 @@ from gpumagic.heap import cycles, holders, outputs, readers, storages
 from gpumagic.heap.holders import MAX_STEPS, Names
 from gpumagic.heap.kinds import Graphs, kinds_of, leaves, non_leaves, peek_gradients, subclasses
 from gpumagic.heap.storages import Storage, StorageTable, gc_disabled, undisturbed
-from gpumagic.memory import allocator
+from gpumagic.memory import allocator, workspaces
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.report import base
 from gpumagic.source.frames import is_library
@@ -152,7 +153,8 @@ class TensorScan:
             found.sort(key=lambda row: row.numbers)
         self.graphs = rows.graphs()
         if recorded := recorded_segments():
-            known = ((each.device, each.address) for each in self._table.storages.values())
+            known = [(each.device, each.address) for each in self._table.storages.values()]
+            known += [(each.device, each.address) for each in workspaces.find_workspaces()]
             self.sources = allocation_sources(recorded, known)
         return found
 
@@ -252,15 +254,15 @@ def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
     placed: dict[str, list[TensorRow]] = {device: [] for device in figures}
     for row in rows:
         placed.setdefault(row.device, []).append(row)
-    others = _other_processes(figures)
+    others, kept = _other_processes(figures), workspaces.workspace_bytes()
     return tuple(
-        _device_row(device, placed[device], figures.get(device), others.get(device))
+        _device_row(device, placed[device], figures.get(device), kept.get(device, 0), others.get(device))
         for device in sorted(placed, key=lambda each: (each not in figures, each))
     )
 
 
 def _device_row(
-    device: str, rows: Sequence[TensorRow], figures: AllocatorStats | None, others: int | None
+    device: str, rows: Sequence[TensorRow], figures: AllocatorStats | None, kept: int, others: int | None
 ) -> DeviceMemoryRow:
     named = sum([row.nbytes or 0 for row in rows if row.name is not None])
     graph = sum([row.nbytes or 0 for row in rows if row.in_graph])
@@ -270,7 +272,8 @@ def _device_row(
         return DeviceMemoryRow(device, tensors, len(rows), named, held, graph)
     return DeviceMemoryRow(
         device, tensors, len(rows), named, held, graph,
-        unexplained=figures.allocated - named - held - graph,
+        workspaces=kept,
+        unexplained=figures.allocated - named - held - graph - kept,
         allocated=figures.allocated,
         cached=figures.reserved - figures.allocated,
         other_processes=others,
@@ -301,13 +304,19 @@ def _memory_notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow])
 
 UNRECORDED_LINE = "a line that was not recorded"
 _IN_USE = "active_allocated"
+_OF_C = re.compile(r"(\?\?|.*\.(c|cc|cpp|cxx|cu|cuh|h|hpp|pyx|S))?")
 
 
 def recorded_segments() -> Sequence[Mapping[str, Any]]:
     """Return the allocator's segments with the stacks of their blocks; none unless history is recorded."""
     torch = sys.modules.get("torch")
     is_recording = getattr(getattr(torch, "_C", None), "_cuda_isHistoryEnabled", None)
-    if torch is None or is_recording is None or not torch.cuda.is_initialized() or not is_recording():
+    if torch is None or is_recording is None or not torch.cuda.is_initialized():
+        return ()
+    try:
+        if not is_recording():
+            return ()
+    except RuntimeError:  # cudaMallocAsync does not even say that it does not record
         return ()
     found: Sequence[Mapping[str, Any]] = torch.cuda.memory._snapshot()["segments"]
     return found
@@ -344,8 +353,12 @@ def _holds_any(block: Mapping[str, Any], addresses: Sequence[int]) -> bool:
 
 
 def _users_line(recorded: Sequence[Mapping[str, Any]]) -> str:
-    """Return the innermost line of the user's own code: ``"train.py:12 in step"``."""
-    own = [each for each in recorded if not is_library("", each["filename"])] or list(recorded)
+    """Return the innermost line of the user's own code: ``"train.py:12 in step"``.
+
+    By default the stack has the frames of C++ too, with what debug information says of their files: often ``"??"``.
+    """
+    python = [each for each in recorded if not _OF_C.fullmatch(each["filename"])]
+    own = [each for each in python if not is_library("", each["filename"])] or python
     if not own:
         return UNRECORDED_LINE
     return f"{own[0]['filename']}:{own[0]['line']} in {own[0]['name']}"

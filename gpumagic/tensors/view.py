@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
+from gpumagic.memory.workspaces import CLEAR_WORKSPACES
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import count, shape, size
 from gpumagic.tensors.report import DeviceMemoryRow, DiffRow, GraphRow, HeldRow, TensorReport, TensorRow, root_of
@@ -31,7 +32,7 @@ def view_tensors(report: TensorReport) -> Document:
     elif report.tensors:
         blocks += _largest(report)
     if report.by_device:
-        blocks += _devices(report.by_device)
+        blocks += [*_devices(report.by_device), *_workspaces(report.by_device)]
     blocks += [Paragraph(_graph(row)) for row in report.graphs if row.nbytes >= _WORTH_A_SENTENCE]
     blocks += [
         Paragraph(f"Unexplained on {row.device}: {size(row.nbytes)} in {count(row.blocks, 'block')} from {row.line}")
@@ -150,20 +151,28 @@ def _devices(rows: Iterable[DeviceMemoryRow]) -> list[Block]:
     if all(row.allocated is None for row in rows):
         return [table]
     graphs, rest = ("in graphs + ", "C++, threads") if any(row.graph for row in rows) else ("", "graphs, C++, threads")
-    legend = f"Named + unnamed + {graphs}unexplained ({rest}) = allocated, as in the bar."
+    kept = "workspaces + " if any(row.workspaces for row in rows) else ""
+    legend = f"Named + unnamed + {graphs}{kept}unexplained ({rest}) = allocated, as in the bar."
     return [table, Paragraph(legend, muted=True)]
+
+
+def _workspaces(rows: Iterable[DeviceMemoryRow]) -> list[Block]:
+    kept = ", ".join(f"{size(row.workspaces)} on {row.device}" for row in rows if row.workspaces)
+    return [Paragraph(f"Workspaces are cuBLAS's, {kept}: {CLEAR_WORKSPACES} frees them")] if kept else []
 
 
 def _titles(rows: Sequence[DeviceMemoryRow]) -> list[str]:
     titles = ["Tensors", "Storages", "Named", "Unnamed"]
     titles += ["In graphs"] if any(row.graph for row in rows) else []
+    titles += ["Workspaces"] if any(row.workspaces for row in rows) else []
     titles += ["Unexplained", "Allocated", "Cached"] if any(row.allocated is not None for row in rows) else []
     return titles + (["Others"] if any(row.other_processes is not None for row in rows) else [])
 
 
 def _figures(row: DeviceMemoryRow, titles: Sequence[str]) -> list[Cell | str]:
     reserved = (row.allocated or 0) + (row.cached or 0)
-    parts = zip((row.named, row.held, (row.graph or 0) + (row.unexplained or 0)), _ROLES, strict=True)
+    rest = (row.graph or 0) + (row.workspaces or 0) + (row.unexplained or 0)
+    parts = zip((row.named, row.held, rest), _ROLES, strict=True)
     bar = tuple(Segment(part / reserved, role) for part, role in parts) if reserved else ()
     cells: dict[str, Cell | str] = {
         "Tensors": f"{row.tensors:,}",
@@ -171,6 +180,7 @@ def _figures(row: DeviceMemoryRow, titles: Sequence[str]) -> list[Cell | str]:
         "Named": size(row.named),
         "Unnamed": size(row.held),
         "In graphs": size(row.graph),
+        "Workspaces": size(row.workspaces),
         "Unexplained": size(row.unexplained),
         "Allocated": Cell(size(row.allocated), bar),
         "Cached": size(row.cached),

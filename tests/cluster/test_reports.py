@@ -129,7 +129,7 @@ def test_tensors_alike_on_several_engines_are_one_line() -> None:
 def test_totals_and_devices_say_which_engine_has_most() -> None:
     weight = TensorRow("cuda:0", 4096, (32, 32), "float32", "parameter", "net.weight")
     hoard = TensorRow("cuda:1", 1 << 20, (1 << 18,), "float32", "plain", "hoard")
-    memory = DeviceMemoryRow("cuda:0", 1, 1, 4096, 0, 0, 512, 4608, 3584)
+    memory = DeviceMemoryRow("cuda:0", 1, 1, 4096, 0, 0, 0, 512, 4608, 3584)
     other = DeviceMemoryRow("cuda:1", 1, 1, 1 << 20, 0)
     merged = gpumagic.merge([TensorReport((weight,), (memory,)), TensorReport((hoard, weight), (memory, other))])
     assert to_text(replace(merged, group_by="holder"), 100).splitlines() == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 
+import pytest
 import torch
 
 from gpumagic.tensors import scan as scan_
@@ -30,6 +31,14 @@ def test_blocks_without_a_tensor_are_summed_by_the_user_s_line() -> None:
         SourceRow("cuda:0", "train.py:12 in step", 1536, 2),
         SourceRow("cuda:0", scan_.UNRECORDED_LINE, 512, 1),
     )
+
+
+@pytest.mark.parametrize("file", ["??", "", "RegisterCUDA_0.cpp", "/tmp/Python-3.12.1/Python/bytecodes.c"])
+def test_frames_of_c_are_nobodys_line(file) -> None:
+    """They are recorded unless `stacks="python"` is asked for."""
+    inside = {"filename": file, "line": 0, "name": "at::empty"}
+    (row,) = scan_.allocation_sources([segment(block(0, 512, frames=(inside, TORCH, STEP, inside)))], [])
+    assert row.line == "train.py:12 in step"
 
 
 def test_free_blocks_and_those_in_which_a_storage_lies_are_accounted_for() -> None:

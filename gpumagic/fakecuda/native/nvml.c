@@ -154,3 +154,14 @@ FAKE_API int nvmlDeviceGetGraphicsRunningProcesses_v3(struct fake_device *device
 FAKE_API int nvmlDeviceGetMPSComputeRunningProcesses_v3(struct fake_device *device, unsigned *count, void *processes) {
   return none(count);
 }
+
+/* The first field is the version; zeros are a GPU in no NVLink fabric. c10 insists on an answer before it maps memory
+ * into a segment that grows. */
+struct fabric {
+  unsigned version, rest[8];
+};
+
+FAKE_API int nvmlDeviceGetGpuFabricInfoV(struct fake_device *device, struct fabric *fabric) {
+  memset(fabric->rest, 0, sizeof fabric->rest);
+  return OK;
+}

@@ -6,7 +6,8 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from gpumagic.oom.report import Action, Advice, OomReport
+from gpumagic.memory.workspaces import CLEAR_WORKSPACES
+from gpumagic.oom.report import WORKSPACE, Action, Advice, OomReport
 from gpumagic.oom.rules.facts import Collection, Facts, Growth, Ownership, TensorFact
 from gpumagic.oom.rules.proposal import prepare, propose
 from gpumagic.report.units import count, size
@@ -114,7 +115,16 @@ def actions_of(report: OomReport, *, in_notebook: bool) -> tuple[Action, ...]:
         report: of the failure.
         in_notebook: whether magics can be typed.
     """
-    return tuple(dict.fromkeys([*_from_advice(report), *_held(report, in_notebook=in_notebook)]))
+    found = [*_from_advice(report), *_held(report, in_notebook=in_notebook), *_workspaces(report)]
+    return tuple(dict.fromkeys(found))
+
+
+def _workspaces(report: OomReport) -> Iterator[Action]:
+    """Offer the workspaces where they are as large as the request that failed; of a whole GPU they are little."""
+    for holder in report.holders:
+        if holder.kind == WORKSPACE and holder.nbytes >= max(WORTH_A_LINE, report.requested or 0):
+            note = f"frees {size(holder.nbytes)} of workspaces, until the next matrix product"
+            yield Action(CLEAR_WORKSPACES, note)
 
 
 def _from_advice(report: OomReport) -> Iterator[Action]:
