@@ -65,7 +65,7 @@ def environment(
     held = _bytes(others)
     parts = [f"peer={int(peer_access)}", *(settings(gpu, number, held) for number, gpu in enumerate(chosen))]
     folder = build.libraries()
-    made = sorted(str(path) for path in folder.glob("*.so*"))
+    made = sorted(str(path) for path in folder.glob("*.so*") if not path.is_symlink())
     preloaded = [os.environ["LD_PRELOAD"]] if os.environ.get("LD_PRELOAD") and not is_enabled() else []
     return {
         "LD_PRELOAD": ":".join([*made, *preloaded]),

@@ -166,6 +166,7 @@ def _build(torch: Torch, compiler: str, home: Path) -> None:
         jobs = [_start(library, torch, asked, common, made) for library in LIBRARIES]
         for job in jobs:
             _finish(job)
+        (made / "libcuda.so").symlink_to("libcuda.so.1")  # Triton before 3.6 links its launcher with -lcuda
         made.rename(home)
 
 
