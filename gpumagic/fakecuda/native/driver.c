@@ -355,6 +355,9 @@ FAKE_API int cuMemUnmap(uint64_t pointer, size_t nbytes) {
 
 /* What is asked of a driver by name */
 
+/* The tables that NVIDIA's own libraries look for are not documented; they do without. */
+FAKE_API int cuGetExportTable(const void **table, const void *uuid) { return *table = NULL, INVALID_VALUE; }
+
 FAKE_API int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
   enum { FOUND, SYMBOL_NOT_FOUND };
   char later[128];

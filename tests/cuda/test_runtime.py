@@ -1,0 +1,410 @@
+"""Streams, events, graphs, pinned memory, kernels and errors of torch's own CUDA over the fake runtime."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from forks import Forks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from gpumagic import fakecuda
+
+MIB = 1024**2
+ADD = "CUDAFunctorOnSelf_add"  # of x + 1
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    process = Forks()
+    yield process
+    process.close()
+
+
+def launched(name: str) -> int:
+    """Return how many kernels were launched with a word in their name."""
+    return sum(count for kernel, count in fakecuda.launches().items() if name in kernel)
+
+
+# Kernels
+
+
+def test_kernels_are_counted_by_their_names() -> None:
+    x = torch.zeros(10, device="cuda:0")
+    fakecuda.reset()
+    for _ in range(3):
+        x + 1
+    assert launched(ADD) == 3
+    assert all(name.startswith("_Z") for name in fakecuda.launches())
+    fakecuda.reset()
+    assert not fakecuda.launches()
+
+
+def test_threads_that_launch_and_copy_at_once_lose_no_entry_of_the_log() -> None:
+    def work(device: int) -> None:
+        x = torch.arange(100.0).to(f"cuda:{device}")
+        for _ in range(200):
+            x + 1
+            x.cpu()
+
+    fakecuda.reset()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, [0, 1, 0, 1]))
+    assert launched(ADD) == 800
+    assert len([copy for copy in fakecuda.copies() if copy.direction == "device-to-host"]) == 800
+
+
+def test_a_launch_that_no_gpu_takes_raises_torchs_own_error() -> None:
+    kernel = torch.cuda._compile_kernel("__global__ void nothing() {}", "nothing", compute_capability="80")
+    fakecuda.reset()
+    kernel(grid=(1, 1, 1), block=(32, 1, 1))
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        kernel(grid=(1, 1, 1), block=(2048, 1, 1))
+    assert launched("nothing") == 1
+
+
+def test_kernels_that_nvrtc_compiles_run_under_the_name_they_were_given() -> None:
+    twice = torch.cuda.jiterator._create_jit_fn("template <typename T> T twice(T x) { return x + x; }")
+    x = torch.zeros(10, device="cuda:0")
+    fakecuda.reset()
+    assert twice(x).shape == torch.special.bessel_j0(x).shape == (10,)
+    assert len(fakecuda.launches()) == 2
+
+
+def test_a_compiled_function_runs_the_kernels_that_triton_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    compiled = torch.compile(lambda x: torch.nn.functional.gelu(x) * 2 + 1, mode="reduce-overhead", dynamic=False)
+    x = torch.zeros(16, 64, device="cuda:0")
+    for _ in range(3):
+        compiled(x)
+    fakecuda.reset()
+    assert compiled(x).shape == (16, 64)
+    assert launched("triton_poi_fused") == launched("a CUDA graph") == 1
+    torch._dynamo.reset()
+
+
+# CUDA graphs
+
+
+def test_a_graph_copies_again_what_is_there_when_it_is_replayed() -> None:
+    source, target = torch.zeros(1000, device="cuda:0"), torch.zeros(1000, device="cuda:0")
+    host = torch.zeros(1000).pin_memory()
+    graph = torch.cuda.CUDAGraph()
+    fakecuda.reset()
+    with torch.cuda.graph(graph):
+        target.copy_(source)
+        target + 1
+        host.copy_(target, non_blocking=True)
+    assert not fakecuda.copies()
+    assert not launched(ADD)
+    source.copy_(torch.arange(1000.0))
+    fakecuda.reset()
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(host, torch.arange(1000.0))
+    assert launched(ADD) == launched("a CUDA graph") == 2
+    assert [copy.direction for copy in fakecuda.copies()] == ["within a device", "device-to-host"] * 2
+
+
+def test_a_graph_keeps_a_pool_of_its_own_and_gives_it_back() -> None:
+    x = torch.zeros(1000, device="cuda:0")
+    before = fakecuda.memory(0).used
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = torch.empty(50 * MIB, dtype=torch.uint8, device="cuda:0")
+        z = x * 2
+    torch.cuda.empty_cache()
+    assert fakecuda.memory(0).used - before >= 50 * MIB
+    assert any(segment["segment_pool_id"] != (0, 0) for segment in torch.cuda.memory_snapshot())
+    del y, z, graph
+    torch.cuda.empty_cache()
+    assert fakecuda.memory(0).used == torch.cuda.memory_reserved(0) <= before
+
+
+def test_graphed_callables_train() -> None:
+    model = torch.nn.Linear(16, 16).cuda()
+    graphed = torch.cuda.make_graphed_callables(model, (torch.zeros(4, 16, device="cuda:0"),))
+    x = torch.zeros(4, 16, device="cuda:0")
+    fakecuda.reset()
+    graphed(x).sum().backward()
+    assert launched("a CUDA graph") == 2
+    assert model.weight.grad is not None
+
+
+def test_a_wait_in_a_capture_is_torchs_error_and_the_device_works_afterwards() -> None:
+    x = torch.ones(10, device="cuda:0")
+    with pytest.raises(RuntimeError, match="capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        (x + 1).sum().item()
+    torch.cuda.set_stream(torch.cuda.default_stream())  # torch leaves the capture's stream when its end fails
+    assert torch.equal(torch.arange(5.0).cuda().cpu(), torch.arange(5.0))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x + 1
+    graph.replay()
+
+
+def test_a_capture_takes_the_streams_in_that_wait_for_it() -> None:
+    x, side = torch.zeros(10, device="cuda:0"), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x + 1
+        torch.cuda.current_stream().wait_stream(side)
+    fakecuda.reset()
+    graph.replay()
+    assert launched(ADD) == 1
+
+
+# Streams and events
+
+
+def test_streams_have_their_priorities_and_events_their_times() -> None:
+    low, high = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)
+    assert (low.priority, high.priority) == (0, -1)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record(high)
+    with torch.cuda.stream(high):
+        x = torch.zeros(10, device="cuda:0")
+        x.record_stream(low)
+    end.record(high)
+    end.synchronize()
+    assert start.query()
+    assert start.elapsed_time(end) > 0
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.cuda.Event().elapsed_time(end)
+    unrecorded = torch.cuda.Event(enable_timing=True)
+    with pytest.raises((RuntimeError, ValueError)):
+        unrecorded.elapsed_time(end)
+
+
+def test_copies_know_the_stream_they_were_made_on() -> None:
+    stream = torch.cuda.Stream()
+    host = torch.arange(100.0).pin_memory()
+    fakecuda.reset()
+    with torch.cuda.stream(stream):
+        there = host.to("cuda:0", non_blocking=True)
+    there.cpu()
+    first, second = fakecuda.copies()
+    assert (first.stream, first.pinned) == (stream.cuda_stream, True)
+    assert (second.stream, second.pinned) == (0, False)
+
+
+def test_every_wait_of_the_host_is_a_sync() -> None:
+    x = torch.zeros(10, device="cuda:0")
+    event = torch.cuda.Event()
+    event.record()
+    fakecuda.reset()
+    for wait in (torch.cuda.synchronize, torch.cuda.current_stream().synchronize, event.synchronize, x[0].item):
+        before = fakecuda.syncs()
+        wait()
+        assert fakecuda.syncs() == before + 1, wait
+
+
+def test_an_external_event_is_recorded_when_its_graph_is_replayed() -> None:
+    before, inside = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    x = torch.zeros(10, device="cuda:0")
+    with torch.cuda.graph(graph):
+        x + 1
+        inside.record()
+    before.record()
+    graph.replay()
+    assert before.elapsed_time(inside) > 0
+
+
+# Pinned memory, loaders, processes
+
+
+def test_pinned_memory_is_known_as_such_until_it_is_freed() -> None:
+    pinned = torch.empty(1000, pin_memory=True)
+    assert pinned.is_pinned()
+    assert pinned[500:].is_pinned()
+    assert not torch.empty(1000).is_pinned()
+    shared = torch.empty(1000).share_memory_()
+    runtime = torch.cuda.cudart()
+    assert int(runtime.cudaHostRegister(shared.data_ptr(), shared.nbytes, 0)) == 0
+    assert shared.is_pinned()
+    assert int(runtime.cudaHostUnregister(shared.data_ptr())) == 0
+    assert not shared.is_pinned()
+    assert int(runtime.cudaHostUnregister(shared.data_ptr())) == 713  # cudaErrorHostMemoryNotRegistered
+    ctypes.CDLL(None).cudaGetLastError()
+
+
+def test_a_loader_with_workers_pins_its_batches_and_they_arrive() -> None:
+    data = TensorDataset(torch.arange(32.0))
+    loader = DataLoader(data, batch_size=8, num_workers=1, pin_memory=True, multiprocessing_context="fork")
+    batches = []
+    for (batch,) in loader:
+        assert batch.is_pinned()
+        batches.append(batch.to("cuda:0", non_blocking=True))
+    assert torch.equal(torch.cat([batch.cpu() for batch in batches]), torch.arange(32.0))
+
+
+def _try_cuda(queue: multiprocessing.Queue[str]) -> None:
+    try:
+        torch.zeros(1, device="cuda:0")
+        queue.put("it works")
+    except RuntimeError as error:
+        queue.put(str(error))
+
+
+def test_cuda_cannot_be_used_in_a_fork_of_a_process_that_used_it() -> None:
+    torch.zeros(1, device="cuda:0")
+    context = multiprocessing.get_context("fork")
+    queue: multiprocessing.Queue[str] = context.Queue()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork of a process with threads
+        child = context.Process(target=_try_cuda, args=(queue,))
+        child.start()
+    assert "Cannot re-initialize CUDA in forked subprocess" in queue.get(timeout=60)
+    child.join()
+
+
+def test_a_tensor_that_is_there_cannot_be_used_in_a_fork_either() -> None:
+    x = torch.zeros(10, device="cuda:0")
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        try:
+            said = str(x + 1)
+        except Exception as error:
+            said = str(error)
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        assert b"initialization error" in pipe.read()
+    os.waitpid(child, 0)
+
+
+def test_memory_of_a_device_cannot_be_shared_with_another_process() -> None:
+    with pytest.raises(RuntimeError, match="not supported"):
+        torch.zeros(10, device="cuda:0").untyped_storage()._share_cuda_()
+
+
+# Devices
+
+
+@pytest.mark.parametrize("peer", [False, True])
+def test_devices_read_each_other_as_the_settings_say(forks: Forks, peer: bool) -> None:
+    settings = os.environ[fakecuda.VARIABLE].replace("peer=0", f"peer={int(peer)}")
+    answer = forks.run(
+        """
+x = torch.arange(10.0).to("cuda:0")
+answer = [torch.cuda.can_device_access_peer(0, 1), x.to("cuda:1").cpu().tolist()]
+""",
+        **{fakecuda.VARIABLE: settings},
+    )
+    assert answer == [peer, list(range(10))]
+
+
+def test_a_machine_without_gpus_is_one_for_torch_too(forks: Forks) -> None:
+    answer = forks.run(
+        """
+try:
+    torch.zeros(1, device="cuda")
+except RuntimeError as error:
+    said = str(error)
+answer = [torch.cuda.is_available(), torch.cuda.device_count(), said]
+""",
+        **{fakecuda.VARIABLE: "peer=0"},
+    )
+    assert answer == [False, 0, "No CUDA GPUs are available"]
+
+
+def test_looking_makes_no_context_on_any_device(forks: Forks) -> None:
+    answer = forks.run("""
+seen = []
+def look(what):
+    seen.append([what, [fakecuda.memory(i).context for i in (0, 1)]])
+
+look("nothing")
+gpumagic.gpuinfo(); look("gpuinfo")
+torch.cuda.is_available(); torch.cuda.device_count(); look("count")
+[torch.cuda.get_device_properties(i) for i in (0, 1)]; torch.cuda.get_device_capability(1); look("properties")
+torch.cuda.get_arch_list(); torch.cuda.get_device_name(1); look("names")
+gpumagic.gpuinfo(); look("gpuinfo again")
+torch.zeros(1, device="cuda:1")
+answer = [seen, [fakecuda.memory(i).context for i in (0, 1)]]
+""")
+    seen, after = answer
+    assert all(contexts == [False, False] for _, contexts in seen), seen
+    assert after == [False, True]
+
+
+def test_devices_that_became_invisible_after_cuda_was_up_stay(forks: Forks) -> None:
+    answer = forks.run("""
+before = [fakecuda.memory(1).capacity > 0, torch.cuda.device_count()]
+os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+torch.zeros(1, device="cuda")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+torch.zeros(1, device="cuda")
+try:
+    fakecuda.memory(1)
+except IndexError as error:
+    answer = [*before, str(error), fakecuda.memory(0).used]
+""")
+    assert answer == [True, 2, "there is no device 1", 2 * MIB]
+
+
+def test_a_device_that_is_not_there_is_torchs_own_error() -> None:
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.zeros(1, device="cuda:7")
+    assert torch.zeros(1, device="cuda:0").is_cuda
+    value = ctypes.c_int()
+    for function in ("cudaDeviceGetAttribute", "cuDeviceGetAttribute"):
+        assert getattr(ctypes.CDLL(None), function)(ctypes.byref(value), 16, 99) == 101  # invalid device
+    ctypes.CDLL(None).cudaGetLastError()
+
+
+# What else people run
+
+
+def test_training_steps_with_checkpoints_and_generators_run() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    generator = torch.Generator("cuda").manual_seed(3)
+    for _ in range(2):
+        x = torch.randn(8, 32, device="cuda:0", generator=generator)
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=False)
+        x.sum().backward()
+        optimizer.step()
+    assert generator.initial_seed() == 3
+    assert generator.get_state().numel() == 16
+
+
+def test_arrays_of_the_device_go_through_dlpack_in_place() -> None:
+    x = torch.zeros(10, device="cuda:1")
+    with torch.cuda.device(1):
+        for same in (torch.utils.dlpack.from_dlpack(x), torch.from_dlpack(torch.utils.dlpack.to_dlpack(x))):
+            assert (same.data_ptr(), same.device) == (x.data_ptr(), x.device)
+
+
+def test_the_profiler_runs_and_has_the_hosts_side() -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    x = torch.zeros(10, device="cuda:0")
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        x + 1
+    assert any(event.key == "aten::add" for event in profile.key_averages())
+
+
+def test_launches_that_block_run_too(forks: Forks) -> None:
+    answer = forks.run(
+        'x = torch.ones(10, device="cuda"); x + 1; answer = len(fakecuda.launches())', CUDA_LAUNCH_BLOCKING="1"
+    )
+    assert answer == 2
