@@ -13,8 +13,8 @@ PACKAGE = Path(gpumagic.__file__).parent
 HEAVY = {"torch", "pandas", "pynvml", "numpy", "matplotlib"}
 
 RANKS = (
-    "errors", "_compat", "options", "report", "source", "memory", "heap", "simgpu", "fakecuda", "notebook", "gpus",
-    "tensors", "transfers", "dryrun", "oom", "cluster", "api", "magics", "extension", "__main__", "",
+    "errors", "_compat", "options", "compiled", "report", "source", "memory", "heap", "simgpu", "fakecuda", "notebook",
+    "gpus", "tensors", "transfers", "dryrun", "oom", "cluster", "api", "magics", "extension", "__main__", "",
 )  # fmt: skip
 """The layers, from what knows nothing of the others to what knows all: nothing imports from a later one."""
 FEATURES = {

@@ -80,13 +80,12 @@ def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[
 
     asked = [gpus] if isinstance(gpus, (str, GPU)) else list(gpus)
     found = [gpu if isinstance(gpu, GPU) else named(gpu) for gpu in asked]
-    if devices is not None and len(found) == 1:
-        found *= devices
-    if devices not in {None, len(found)} or not 0 <= len(found) <= MOST_DEVICES:
-        raise OptionError(
-            f"{devices} devices cannot be made of {len(asked)} GPUs; name one, or one for each (up to 16)"
-        )
-    return found
+    count = len(found) if devices is None else devices
+    if not 0 <= count <= MOST_DEVICES:
+        raise OptionError(f"{count} devices are not possible; ask for 0 to {MOST_DEVICES}")
+    if len(found) not in {1, count}:
+        raise OptionError(f"{count} devices cannot be made of {len(found)} GPUs; name one, or one for each")
+    return found * count if len(found) == 1 else found
 
 
 def _sized(gpu: GPU, capacity: str | int | None) -> GPU:
@@ -98,4 +97,7 @@ def _sized(gpu: GPU, capacity: str | int | None) -> GPU:
 def _bytes(size: str | int) -> int:
     from gpumagic.options import parse_size
 
-    return size if isinstance(size, int) else parse_size(size)
+    nbytes = size if isinstance(size, int) else parse_size(size)
+    if nbytes < 0:
+        raise OptionError(f"{size} is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB")
+    return nbytes

@@ -42,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m gpumagic.fakecuda",
         description="Run a command over torch's own CUDA, on a machine without a GPU. Kernels do nothing: what is "
         "allocated, copied and refused is real, what is computed is not.",
+        epilog="A command that runs Python runs the one whose torch this is: python -m gpumagic.fakecuda of the same "
+        "environment.",
     )
     parser.add_argument(
         "--gpu", action="append", metavar="NAME", help=f"one of {', '.join(fakecuda.GPUS)} (A100); again for a second"

@@ -13,15 +13,16 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpumagic.compiled import cache_folder, only_process, unfinished, who_else_writes
 from gpumagic.errors import FakecudaUnavailable
 from gpumagic.fakecuda.answers import answering
-from gpumagic.simgpu._build import only_process
 
 NATIVE = Path(__file__).parent / "native"
+MAJOR_VERSIONS = (12, 13)  # of CUDA, whose structures `native/runtime.h` knows
 CORE = ("devices.c", "memory.c", "transfers.c", "launches.c", "sizes.c", "errors.c")
 FLAGS = ("-O1", "-fPIC", "-shared", "-w", "-std=gnu11")
 
@@ -97,6 +98,8 @@ def installed_torch() -> Torch:
     Raises:
         FakecudaUnavailable: there is none, or it is not a CUDA build.
     """
+    if sys.platform != "linux":
+        raise FakecudaUnavailable("fakecuda runs on Linux only; on Windows, use it in WSL")
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise FakecudaUnavailable("fakecuda needs torch, and there is none here; install it with: pip install torch")
@@ -109,6 +112,10 @@ def installed_torch() -> Torch:
             f"fakecuda runs torch's CUDA build, and torch {version} here is none; "
             "pip takes one on Linux with: pip install torch --index-url https://download.pytorch.org/whl/cu128"
         )
+    if int(cuda.split(".")[0]) not in MAJOR_VERSIONS:
+        raise FakecudaUnavailable(
+            f"fakecuda stands in for CUDA 12 and 13, and torch {version} here is built for CUDA {cuda}"
+        )
     return Torch(version, cuda, package / "lib")
 
 
@@ -116,25 +123,34 @@ def libraries() -> Path:
     """Return the folder of the fake libraries for the installed torch; the first call compiles them, some seconds.
 
     Raises:
-        FakecudaUnavailable: there is no C compiler, no CUDA build of torch, or they do not compile.
+        FakecudaUnavailable: there is no C compiler, no CUDA build of torch, or they do not compile or cannot be kept.
     """
     torch = installed_torch()
-    compiler = _compiler()
-    home = _cache_folder() / _key(torch)
+    home = cache_folder("fakecuda") / _key(torch)
+    if re.search(r"[\s:]", str(home)):
+        raise FakecudaUnavailable(
+            f"fakecuda cannot be loaded from {home.parent}: LD_PRELOAD takes no path with a space or a colon; "
+            "set XDG_CACHE_HOME to one without"
+        )
     if not home.exists():
-        with only_process(home.with_suffix(".lock")):
+        compiler = _compiler()
+        with only_process(home, "fakecuda", FakecudaUnavailable):
+            _refuse_what_others_write(home.parent)
             if not home.exists():
                 _build(torch, compiler, home)
+    _refuse_what_others_write(home.parent, home)
     return home
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumagic" / "fakecuda"
+def _refuse_what_others_write(*folders: Path) -> None:
+    unsafe = next(filter(None, map(who_else_writes, folders)), None)
+    if unsafe is not None:
+        raise FakecudaUnavailable(f"fakecuda loads no code that others may have written: {unsafe}")
 
 
-def _compiler() -> str:
-    for name in (os.environ.get("CC", "").split()[:1] or [""])[0], "cc", "gcc", "clang":
-        if name and shutil.which(name):
+def _compiler() -> list[str]:
+    for command in os.environ.get("CC", ""), "cc", "gcc", "clang":
+        if command.split() and shutil.which(command.split()[0]):
             break
     else:
         raise FakecudaUnavailable(
@@ -146,7 +162,7 @@ def _compiler() -> str:
             raise FakecudaUnavailable(
                 f"fakecuda reads torch's libraries with {tool}; install it: `apt install binutils`"
             )
-    return name
+    return command.split()
 
 
 def _key(torch: Torch) -> str:
@@ -156,16 +172,27 @@ def _key(torch: Torch) -> str:
     return f"torch-{torch.version}-{digest.hexdigest()[:16]}"
 
 
-def _build(torch: Torch, compiler: str, home: Path) -> None:
+def _build(torch: Torch, compiler: list[str], home: Path) -> None:
     asked = asked_names(torch)
-    with tempfile.TemporaryDirectory(prefix="building-", dir=home.parent, ignore_cleanup_errors=True) as folder:
-        made = Path(folder) / "made"
-        made.mkdir()
-        common = [compiler, *FLAGS, f"-DFAKE_CUDA_VERSION={torch.cuda_number}", *_versions(torch), f"-I{NATIVE}"]
-        _run([*common, *(str(NATIVE / name) for name in CORE), "-o", str(made / "libfakecuda.so"), "-lpthread"])
-        jobs = [_start(library, torch, asked, common, made) for library in LIBRARIES]
-        for job in jobs:
-            _finish(job)
+    jobs: list[subprocess.Popen[str]] = []
+    with unfinished(home) as folder:
+        made = folder / "made"
+        made.mkdir(mode=0o700)
+        common = [*compiler, *FLAGS, f"-DFAKE_CUDA_VERSION={torch.cuda_number}", *_versions(torch), f"-I{NATIVE}"]
+        try:
+            jobs.append(
+                _popen(
+                    [*common, *(str(NATIVE / name) for name in CORE), "-o", str(made / "libfakecuda.so"), "-lpthread"]
+                )
+            )
+            _finish(jobs[0])
+            jobs.extend(_start(library, torch, asked, common, made) for library in LIBRARIES)
+            for job in jobs[1:]:
+                _finish(job)
+        finally:
+            for job in jobs:
+                job.kill()
+                job.wait()
         (made / "libcuda.so").symlink_to("libcuda.so.1")  # Triton before 3.6 links its launcher with -lcuda
         made.rename(home)
 
@@ -199,7 +226,7 @@ def _start(
     script.write_text(f"{version or 'FAKE'} {{ global: *; }};\n" if version else "{ global: *; };\n", encoding="utf-8")
     return _popen([
         *common, *map(str, sources), str(generated), "-o", str(made / soname), f"-Wl,-soname,{soname}",
-        f"-Wl,--version-script,{script}", f"-L{made}", "-lfakecuda", "-Wl,-rpath,$ORIGIN", "-ldl",
+        f"-Wl,--version-script,{script}", f"-L{made}", "-lfakecuda", "-Wl,-rpath,$ORIGIN", "-ldl", "-lpthread",
     ])  # fmt: skip
 
 
@@ -291,10 +318,6 @@ def _output(command: list[str]) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
-def _run(command: list[str]) -> None:
-    _finish(_popen(command))
-
-
 def _popen(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -302,7 +325,6 @@ def _popen(command: list[str]) -> subprocess.Popen[str]:
 def _finish(job: subprocess.Popen[str]) -> None:
     said, _ = job.communicate()
     if job.returncode:
-        line = next(
-            (line for line in said.splitlines() if "error" in line), said.strip().splitlines()[-1:] or "no word"
-        )
-        raise FakecudaUnavailable(f"fakecuda does not compile here: {line}")
+        lines = said.strip().splitlines() or ["the compiler said nothing"]
+        line = next((line for line in lines if "error" in line), lines[-1])
+        raise FakecudaUnavailable(f"fakecuda does not compile here: {line.strip()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,10 +100,12 @@ def named(name: str) -> GPU:
     Raises:
         OptionError: there is none of that name.
     """
-    for known, gpu in GPUS.items():
-        if _plain(known) == _plain(name):
-            return gpu
-    raise OptionError(f"{name!r} is not a GPU that is known here; there are {', '.join(GPUS)}")
+    known = {_plain(each): each for each in GPUS}
+    if _plain(name) in known:
+        return GPUS[known[_plain(name)]]
+    near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.5)
+    hint = f"did you mean {known[near[0]]}?" if near else f"there are {', '.join(GPUS)}"
+    raise OptionError(f"{name!r} is not a GPU that is known here; {hint}")
 
 
 def _plain(name: str) -> str:
@@ -111,6 +114,9 @@ def _plain(name: str) -> str:
 
 def like(device: int | str) -> GPU:
     """Return what torch says of a CUDA device that is here. This initialises CUDA.
+
+    Torch does not tell how many blocks a multiprocessor holds; that follows from the compute capability. Rates that an
+    older torch does not tell either are 0; nothing that torch allocates depends on them.
 
     Args:
         device: its index, or as `cuda:1`.

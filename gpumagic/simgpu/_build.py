@@ -10,11 +10,12 @@ import os
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from gpumagic import compiled
+from gpumagic.compiled import only_process, unfinished
 from gpumagic.errors import SimgpuUnavailable
 from gpumagic.report import progress
 
@@ -22,6 +23,7 @@ NAME = "gpumagic_simgpu"
 HERE = Path(__file__).parent
 SOURCES = ("simgpu.cpp", "autocast.cpp")
 HEADERS = ("allocator.h", "devices.h", "host_call.h", "statistics.h")
+WHAT = "the simulated GPU"
 FLAGS = ["-O1", "-g0", "-w"]
 
 
@@ -31,13 +33,13 @@ def load() -> ModuleType:
     Raises:
         SimgpuUnavailable: there is no compiler, no ninja or no setuptools, or it does not compile.
     """
-    compiled = library()
-    home = compiled.parent
-    if not compiled.exists():
-        with progress.waiting("compiling the simulated GPU"), only_process(home.with_suffix(".lock")):
-            if not compiled.exists():
+    built = library()
+    home = built.parent
+    if not built.exists():
+        with progress.waiting("compiling the simulated GPU"), only_process(home, WHAT, SimgpuUnavailable):
+            if not built.exists():
                 return _compile(home)
-    return _import(compiled)
+    return _import(built)
 
 
 def library() -> Path:
@@ -49,7 +51,7 @@ def cache_folder() -> Path:
     """Return where compiled backends are kept: beside torch's own extensions where the user placed those."""
     if os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "gpumagic"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumagic" / "simgpu"
+    return compiled.cache_folder("simgpu")
 
 
 def _key() -> str:
@@ -71,39 +73,14 @@ def _import(library: Path) -> ModuleType:
     return module
 
 
-@contextlib.contextmanager
-def only_process(lock: Path) -> Iterator[None]:
-    # The kernel drops this lock with its process, so an interrupted compile leaves none behind, unlike the file
-    # that torch.utils.cpp_extension waits for.
-    try:
-        import fcntl
-    except ImportError:
-        raise SimgpuUnavailable("the simulated GPU runs on Linux and macOS; on Windows, use it in WSL") from None
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = lock.open("w")
-    except OSError as error:
-        raise SimgpuUnavailable(
-            f"the simulated GPU cannot be kept in {lock.parent} ({error.strerror}); "
-            "set XDG_CACHE_HOME to a folder that can be written"
-        ) from error
-    with handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
 def _compile(home: Path) -> ModuleType:
     _check_tools()
     sys.stderr.write("gpumagic: compiling the simulated GPU, once, about 30 s ...\n")
     sys.stderr.flush()
-    # A folder of its own, so that an interrupted compile leaves nothing that could be taken for a finished one.
-    unfinished = f"building-{home.name}-"
-    for left_behind in home.parent.glob(f"{unfinished}*"):
-        shutil.rmtree(left_behind, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=unfinished, dir=home.parent, ignore_cleanup_errors=True) as folder:
-        module = _build_in(folder)
+    with unfinished(home) as folder:
+        module = _build_in(str(folder))
         home.mkdir(exist_ok=True)
-        (Path(folder) / f"{NAME}.so").replace(library())
+        (folder / f"{NAME}.so").replace(library())
     return module
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import multiprocessing
 import os
 import warnings
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpumagic import fakecuda
+from gpumagic.fakecuda import gpus
 
 MIB = 1024**2
 ADD = "CUDAFunctorOnSelf_add"  # of x + 1
@@ -291,6 +293,15 @@ def test_a_tensor_that_is_there_cannot_be_used_in_a_fork_either() -> None:
     os.waitpid(child, 0)
 
 
+def test_a_process_that_is_spawned_has_devices_of_its_own() -> None:
+    context = multiprocessing.get_context("spawn")
+    queue: multiprocessing.Queue[str] = context.Queue()
+    child = context.Process(target=_try_cuda, args=(queue,))
+    child.start()
+    assert queue.get(timeout=60) == "it works"
+    child.join()
+
+
 def test_memory_of_a_device_cannot_be_shared_with_another_process() -> None:
     with pytest.raises(RuntimeError, match="not supported"):
         torch.zeros(10, device="cuda:0").untyped_storage()._share_cuda_()
@@ -324,6 +335,23 @@ answer = [torch.cuda.is_available(), torch.cuda.device_count(), said]
         **{fakecuda.VARIABLE: "peer=0"},
     )
     assert answer == [False, 0, "No CUDA GPUs are available"]
+
+
+@pytest.mark.parametrize("name", list(gpus.GPUS))
+def test_what_torch_says_of_a_device_makes_the_same_device_again(forks: Forks, name: str) -> None:
+    gpu = gpus.GPUS[name]
+    like, total, not_told = forks.run(
+        """
+import dataclasses
+from gpumagic.fakecuda import gpus
+rates = {"clock_rate", "memory_clock_rate", "memory_bus_width"}  # torch 2.9 does not tell them
+not_told = sorted(rates - set(dir(torch.cuda.get_device_properties(0))))
+answer = [dataclasses.asdict(gpus.like(0)), torch.cuda.mem_get_info(0)[1], not_told]
+""",
+        **{fakecuda.VARIABLE: f"peer=0|{gpus.settings(gpu, 0, 0)}"},
+    )
+    assert like == dataclasses.asdict(gpu) | dict.fromkeys(not_told, 0)
+    assert total == gpu.capacity
 
 
 def test_looking_makes_no_context_on_any_device(forks: Forks) -> None:

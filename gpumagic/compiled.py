@@ -1,0 +1,77 @@
+"""What is compiled on the user's machine: where it is kept, by one process at a time, and safe from other users."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpumagic.errors import GpuMagicError
+
+
+def cache_folder(name: str) -> Path:
+    """Return where the user's cache keeps what is compiled for a part of gpumagic."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumagic" / name
+
+
+@contextlib.contextmanager
+def only_process(home: Path, what: str, unavailable: type[GpuMagicError]) -> Iterator[None]:
+    """Let one process at a time make a folder; the folder above it is made for the user alone.
+
+    Args:
+        home: the folder that is to be made.
+        what: whose it is, as a sentence about it begins.
+        unavailable: what is raised where nothing can be kept.
+    """
+    # The kernel drops this lock with its process, so an interrupted compile leaves none behind, unlike the file
+    # that torch.utils.cpp_extension waits for.
+    try:
+        import fcntl
+    except ImportError:
+        raise unavailable(f"{what} runs on Linux and macOS; on Windows, use it in WSL") from None
+    try:
+        home.parent.parent.mkdir(parents=True, exist_ok=True)
+        home.parent.mkdir(mode=0o700, exist_ok=True)
+        handle = home.with_name(f"{home.name}.lock").open("w")
+    except OSError as error:
+        raise unavailable(
+            f"{what} cannot be kept in {home.parent} ({error.strerror}); "
+            "set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    with handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def unfinished(home: Path) -> Iterator[Path]:
+    """Yield a folder to compile in, which is gone afterwards; what interrupted compiles left behind is removed.
+
+    Nothing there can be taken for finished: the caller renames what it made when it is whole.
+    """
+    prefix = f"building-{home.name}-"
+    for left_behind in home.parent.glob(f"{prefix}*"):
+        shutil.rmtree(left_behind, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=home.parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def who_else_writes(folder: Path) -> str | None:
+    """Return why a folder is not safe to load code from, as the end of a sentence, or None if it is.
+
+    A folder that other users can write to, or replace, is not: they would choose what this user's process runs.
+    """
+    seen = folder.stat()
+    if seen.st_uid not in {os.geteuid(), 0}:
+        return f"{folder} belongs to another user"
+    if seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"other users can write to {folder}; take that away with: chmod go-w {folder}"
+    for parent in folder.resolve().parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"other users can write to {parent}, and replace what is in it"
+    return None
