@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import ast
 import builtins
-import io
-import pickle
-import random
-import sys
-import traceback
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.stage import backend, ledger, source, surroundings
+from gpumagic.dryrun.stage import backend, cell, ledger, source, surroundings
 from gpumagic.dryrun.stage.arena import Arena
 from gpumagic.dryrun.stage.autocast import Autocast
 from gpumagic.dryrun.stage.contents import Contents
@@ -39,15 +33,6 @@ MOST_REQUESTS = 50_000
 IN_TREE = frozenset({"cuda", "xpu", "mps"})
 
 
-@dataclass
-class Notes:
-    """Sentences for the report, each once."""
-
-    assumed: dict[str, None] = field(default_factory=dict)
-    unknown: dict[str, None] = field(default_factory=dict)
-    effects: dict[str, None] = field(default_factory=dict)
-
-
 class Rehearsal:
     """The device and all that watches it.
 
@@ -59,7 +44,7 @@ class Rehearsal:
     def __init__(self, order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
         self.order = order
         self._tell = tell
-        self.notes = Notes()
+        self.notes = cell.Notes()
         self._sources: dict[str, str] = order["sources"]
         lines = Lines(order["filename"], self._sources)
         accounts = [Account(Arena(each, order["cuts_to_size"])) for each in order["capacities"]]
@@ -71,23 +56,23 @@ class Rehearsal:
         module = backend.register(name, self.ledger)
         self._storages = Storages(self.ledger.take, self._gone)
         self.ledger.settle = self._storages.settle
-        self._contents = contents = Contents(name, self._storages.nbytes_of, self._assume, order["guess"])
+        self._contents = contents = Contents(name, self._storages.nbytes_of, self.notes.assume, order["guess"])
         self._operators = Operators(module, self._storages, self.ledger, contents)
         self._operators.register()
         Autocast(name).register()
         self._kinds = Kinds(self.ledger, name)
         if known in IN_TREE:
             Names(known).install(module)
-        surroundings.arrange(module, self._assume)
+        surroundings.arrange(module, self.notes.assume)
         self._lines = lines
-        self._loops = Loops(self.ledger, self._grow, self._assume, self._unknown)
+        self._loops = Loops(self.ledger, self._grow, self.notes.assume, self.notes.not_known)
         Chance(order["guess"], frozenset(self._sources), self._loops.drawn).watch()
         self._kept: list[Any] = []
         self._codes: dict[tuple[str, int, str], types.CodeType] = {}
 
     def run(self) -> None:
         """Run the cell and tell the account of it, as plain data."""
-        surroundings.block(self._effect)  # before modules of the user's are imported
+        surroundings.block(self.notes.effect)  # before modules of the user's are imported
         scopes = self._unpack()
         self._fill()
         for device, nbytes in enumerate(self.order["base"]):
@@ -104,11 +89,11 @@ class Rehearsal:
         self._operators.give_up = lambda error: self._tell(self._account(before, self._failure(error)))
         self._kinds.watch()
         self.notes.effects.clear()
-        self._seed()
+        cell.seed(self.order)
         namespace = scopes[0]
         namespace.update({**self.order["values"], "__name__": "__main__"})
         namespace.setdefault("display", lambda *_, **__: None)
-        namespace["get_ipython"] = lambda: Magics(namespace, self._effect)
+        namespace["get_ipython"] = lambda: Magics(namespace, self.notes.effect)
         error = self._execute(namespace)
         self._tell(self._account(before, error))
 
@@ -133,34 +118,21 @@ class Rehearsal:
         parts.find_code, parts.coming = self._find_code, self._coming
         for scope in scopes:
             scope.update({**self._loops.names(), "__builtins__": builtins})
-        reading = _Unpickler(io.BytesIO(self.order["data"]), scopes)
         self.ledger.unpacking = True
-        try:
-            while True:
-                index, name, value = reading.load()
-                scopes[index][name] = value
-        except EOFError:
-            pass
+        cell.unpack(self.order["data"], scopes)
         return scopes
 
     def _execute(self, namespace: dict[str, Any]) -> dict[str, Any] | None:
         """Run the cell; return how it failed, if it did."""
-        filename = self.order["filename"]
+        source, filename = self.order["source"], self.order["filename"]
         try:
-            if self.order["source"] is None:
-                code: Any = None
-            else:
-                tree = self._loops.transform(ast.parse(self.order["source"], filename), is_cell=True)
-                code = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+            code = (
+                None
+                if source is None
+                else cell.compiled(source, filename, lambda tree: self._loops.transform(tree, is_cell=True))
+            )
             self.ledger.where = self._lines.where
-            if code is None:
-                namespace["__rehearsed__"]()
-            elif code.co_flags & 0x80:
-                import asyncio
-
-                asyncio.run(eval(code, namespace))  # noqa: S307  # the user's own cell
-            else:
-                exec(code, namespace)  # noqa: S102  # the user's own cell
+            cell.execute(code, namespace)
         except SystemExit:
             return None
         except BaseException as error:
@@ -169,12 +141,7 @@ class Rehearsal:
 
     def _failure(self, error: BaseException) -> dict[str, Any]:
         line = self.ledger.place.line if self.ledger.in_backward else None
-        for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename == self.order["filename"]:
-                line = frame.lineno
-        refused = isinstance(error, parts.NotRehearsed)
-        text = str(error).strip().splitlines()
-        return {"kind": type(error).__name__, "text": text[0] if text else "", "line": line, "refused": refused}
+        return cell.failure(error, self.order["filename"], line)
 
     def _account(self, before: list[int], error: dict[str, Any] | None) -> dict[str, Any]:
         self.ledger.settle()
@@ -210,23 +177,6 @@ class Rehearsal:
         self.ledger.operator = "the passes left out"
         self._kept.append(self._storages.new((nbytes,), (1,), torch.uint8, device))
 
-    def _seed(self) -> None:
-        random.setstate(self.order["random"])
-        torch.random.default_generator.set_state(
-            torch.frombuffer(bytearray(self.order["torch_random"]), dtype=torch.uint8)
-        )
-        if self.order["numpy_random"] is not None and "numpy" in sys.modules:
-            sys.modules["numpy"].random.set_state(self.order["numpy_random"])
-
-    def _assume(self, text: str) -> None:
-        self.notes.assumed.setdefault(text)
-
-    def _effect(self, text: str) -> None:
-        self.notes.effects.setdefault(text)
-
-    def _unknown(self, text: str) -> None:
-        self.notes.unknown.setdefault(text)
-
     def _find_code(self, code: types.CodeType) -> types.CodeType:
         """Return a function's code with loops that can be cut short, where its source is at hand."""
         filename = code.co_filename
@@ -247,15 +197,6 @@ class Rehearsal:
         self._codes[filename, 0, ""] = whole
         for each in _codes_in(whole):
             self._codes.setdefault((filename, each.co_firstlineno, each.co_name), each)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: io.BytesIO, scopes: list[dict[str, Any]]) -> None:
-        super().__init__(data)
-        self._scopes = scopes
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._scopes[pid[1]]
 
 
 def _codes_in(code: types.CodeType) -> list[types.CodeType]:

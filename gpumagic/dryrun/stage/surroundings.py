@@ -34,13 +34,23 @@ def arrange(module: DeviceModule, assume: Callable[[str], None]) -> None:
         module: the device's module.
         assume: called with a sentence for each thing that is assumed.
     """
-    torch.compile = torch.nn.Module.compile = _refuse_compiler
+    refuse_compiler()
+    load_in_this_process(assume)
     torch.Tensor.pin_memory = lambda tensor, *_: tensor
     torch.load = _loading(torch.load)
-    DataLoader._get_iterator = _in_this_process(DataLoader._get_iterator, assume)
     for name in _OF_ANY_ACCELERATOR:
         if hasattr(torch.accelerator, name):
             setattr(torch.accelerator, name, getattr(module, name))
+
+
+def refuse_compiler() -> None:
+    """Refuse `torch.compile`, which starts programs and writes files."""
+    torch.compile = torch.nn.Module.compile = _refuse_compiler
+
+
+def load_in_this_process(assume: Callable[[str], None]) -> None:
+    """Let data loaders start no worker processes."""
+    DataLoader._get_iterator = _in_this_process(DataLoader._get_iterator, assume)
 
 
 def _refuse_compiler(*_: object, **__: object) -> NoReturn:

@@ -1,0 +1,99 @@
+"""The cell in the process of its dry run: the notebook unpacked, the code run as IPython would, how it failed."""
+
+from __future__ import annotations
+
+import ast
+import io
+import pickle
+import random
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpumagic.dryrun import parts
+
+
+@dataclass
+class Notes:
+    """Sentences for the report, each once."""
+
+    assumed: dict[str, None] = field(default_factory=dict)
+    unknown: dict[str, None] = field(default_factory=dict)
+    effects: dict[str, None] = field(default_factory=dict)
+
+    def assume(self, text: str) -> None:
+        """Note what is assumed."""
+        self.assumed.setdefault(text)
+
+    def effect(self, text: str) -> None:
+        """Note what the cell would do to the world."""
+        self.effects.setdefault(text)
+
+    def not_known(self, text: str) -> None:
+        """Note what is not known."""
+        self.unknown.setdefault(text)
+
+
+def unpack(data: bytes, scopes: list[dict[str, Any]]) -> None:
+    """Put what the notebook sent into the scopes it is of."""
+    reading = _Unpickler(io.BytesIO(data), scopes)
+    try:
+        while True:
+            index, name, value = reading.load()
+            scopes[index][name] = value
+    except EOFError:
+        pass
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: io.BytesIO, scopes: list[dict[str, Any]]) -> None:
+        super().__init__(data)
+        self._scopes = scopes
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._scopes[pid[1]]
+
+
+def compiled(
+    source: str, filename: str, change: Callable[[ast.Module], ast.Module] = lambda tree: tree
+) -> types.CodeType:
+    """Return the cell's code, its syntax tree changed first."""
+    tree = change(ast.parse(source, filename))
+    code = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    assert isinstance(code, types.CodeType)
+    return code
+
+
+def execute(code: types.CodeType | None, namespace: dict[str, Any]) -> None:
+    """Run the cell, or where there is no code, the callable that was sent."""
+    if code is None:
+        namespace["__rehearsed__"]()
+    elif code.co_flags & 0x80:
+        import asyncio
+
+        asyncio.run(eval(code, namespace))  # noqa: S307  # the user's own cell
+    else:
+        exec(code, namespace)  # noqa: S102  # the user's own cell
+
+
+def failure(error: BaseException, filename: str, line: int | None = None) -> dict[str, Any]:
+    """Return how the cell failed; ``line`` is what is known where no frame of the cell is in the traceback."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == filename:
+            line = frame.lineno
+    refused = isinstance(error, parts.NotRehearsed)
+    text = str(error).strip().splitlines()
+    return {"kind": type(error).__name__, "text": text[0] if text else "", "line": line, "refused": refused}
+
+
+def seed(order: dict[str, Any]) -> None:
+    """Give the random generators of the host the notebook's state."""
+    random.setstate(order["random"])
+    torch.random.default_generator.set_state(torch.frombuffer(bytearray(order["torch_random"]), dtype=torch.uint8))
+    if order["numpy_random"] is not None and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(order["numpy_random"])
