@@ -14,6 +14,7 @@ from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 
+from gpumagic import fakecuda
 from gpumagic.errors import RehearsalUnavailable
 from gpumagic.report import progress
 
@@ -25,7 +26,7 @@ _HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 class Worker:
     """A process that rehearses cells one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str) -> None:
         if not hasattr(os, "fork"):
             raise RehearsalUnavailable("a rehearsal needs a system that can fork; on Windows, use it in WSL")
         import socket
@@ -37,7 +38,7 @@ class Worker:
                 f"import sys; sys.path[:] = {sys.path!r}; from gpumagic.dryrun.worker import main; main({descriptor})"
             )
             self._process = subprocess.Popen(  # noqa: S603  # our own Python and our own code
-                [sys.executable, "-c", code], pass_fds=[descriptor], env=_environment(), start_new_session=True,
+                [sys.executable, "-c", code], pass_fds=[descriptor], env=_environment(engine), start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         self._connection: Connection = Connection(ours.detach())
@@ -85,34 +86,36 @@ class Worker:
         return any(self._connection.poll(1.0) for _ in islice(progress.elapsed_seconds("rehearsing"), seconds))
 
 
-_worker: Worker | None = None
+_workers: dict[str, Worker] = {}
+"""The warm one of each engine."""
 
 
 def ask(order: dict[str, Any]) -> dict[str, Any]:
-    """Return the account of a rehearsal from the warm worker, starting one if there is none."""
-    global _worker  # noqa: PLW0603  one process serves all
-    if _worker is None or not _worker.is_usable():
-        if _worker is None:
+    """Return the account of a rehearsal from the warm worker of its engine, starting one if there is none."""
+    engine = order["engine"]
+    worker = _workers.get(engine)
+    if worker is None or not worker.is_usable():
+        if not _workers:
             atexit.register(close)
-        _worker = Worker()
-    return _worker.ask(order)
+        worker = _workers[engine] = Worker(engine)
+    return worker.ask(order)
 
 
-def warm() -> Worker | None:
-    """Return the worker that waits for the next rehearsal, if one does."""
-    return _worker
+def warm(engine: str = "fake") -> Worker | None:
+    """Return the worker that waits for an engine's next rehearsal, if one does."""
+    return _workers.get(engine)
 
 
 def close() -> None:
-    """End the warm worker, if there is one."""
-    global _worker  # noqa: PLW0603  as in `ask`
-    if _worker is not None:
-        _worker.close()
-        _worker = None
-        atexit.unregister(close)
+    """End the warm workers, if there are any."""
+    while _workers:
+        _workers.popitem()[1].close()
+    atexit.unregister(close)
 
 
-def _environment() -> dict[str, str]:
-    """Return an environment in which no torch finds a GPU or another out-of-tree device."""
-    ours = {name: value for name, value in os.environ.items() if name != "GPUMAGIC_SIMGPU"}
-    return {**ours, **dict.fromkeys(_HIDDEN, ""), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "MPLBACKEND": "Agg"}
+def _environment(engine: str) -> dict[str, str]:
+    """Return an environment in which torch finds no device of this machine: none at all, or fake CUDA devices."""
+    hidden = {"GPUMAGIC_SIMGPU", *_HIDDEN}
+    ours = {name: value for name, value in os.environ.items() if name not in hidden}
+    devices = fakecuda.environment() if engine == "cuda" else dict.fromkeys(_HIDDEN, "")
+    return {**ours, **devices, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "MPLBACKEND": "Agg"}

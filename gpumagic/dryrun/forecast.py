@@ -8,6 +8,7 @@ it is unknown whether the cell fits.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import linecache
 import os
 import random
@@ -16,10 +17,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpumagic.dryrun import client, parcel, sendable
+from gpumagic.dryrun import client, engine, parcel, sendable
+from gpumagic.dryrun.engine import Engine
 from gpumagic.dryrun.report import DeviceForecast, RehearsalPoint, RehearsalReport, RehearsalRow
 from gpumagic.dryrun.targets import Target
 from gpumagic.errors import OptionError, RehearsalUnavailable
+from gpumagic.memory import workspaces
 from gpumagic.report.units import count, size
 from gpumagic.source.frames import is_library
 
@@ -141,18 +144,34 @@ def rehearse(
     Raises:
         RehearsalUnavailable: this torch or system cannot.
     """
-    _check_torch()
+    chosen = engine.choose(target)
+    target = chosen.target
+    if chosen.name == engine.FAKE:
+        _check_torch()
     sent = parcel.pack(namespace, what.names(), what.function, with_graphs=target.tells_segments())
     with contextlib.closing(sent) as parts:
-        order = _order(what, parts, target, dict(values or {}), time_limit)
-        told = client.ask(order)
+        order = _order(what, parts, chosen, dict(values or {}), time_limit)
+        told = ask(order)
         if "ended" in told:
             return _nothing(target, told["ended"])
         if told["guessed"] and told["error"] is None:
             told = compare(told, order)
         if note is not None:
             note(told)
-        return _report(told, target, parts)
+        return dataclasses.replace(_report(told, target, parts), engine=chosen.name)
+
+
+def ask(order: dict[str, Any]) -> dict[str, Any]:
+    """Return the account of a run; of one that ran out of memory on CUDA, with what it needs if there is enough."""
+    told = client.ask(order)
+    if order["engine"] == engine.FAKE or not _failures(told):
+        return told
+    more = client.ask({**order, "capacities": [None] * len(order["capacities"])})
+    if "ended" in more:
+        return told
+    for device, failed in zip(more["devices"], told["devices"], strict=True):
+        device |= {"failed": failed["failed"], "failure": failed.get("failure")}
+    return more
 
 
 def _check_torch() -> None:
@@ -175,10 +194,11 @@ def _compiled(source: str) -> Any:
 
 
 def _order(
-    what: Script, parts: parcel.Parcel, target: Target, values: dict[str, object], time_limit: float
+    what: Script, parts: parcel.Parcel, chosen: Engine, values: dict[str, object], time_limit: float
 ) -> dict[str, Any]:
     import torch
 
+    target = chosen.target
     base = [
         max(0, held - parts.device_bytes.get(name, 0)) if segments is None else 0
         for name, held, segments in zip(target.names, target.allocated, target.segments, strict=True)
@@ -188,6 +208,7 @@ def _order(
     if what.source is not None:
         sources[what.filename] = what.source
     return {
+        "engine": chosen.name, "is_brief": False, "gpus": chosen.gpus, "workspaces": _workspaces(target),
         "source": what.source, "filename": what.filename, "data": parts.data, "scopes": parts.scopes,
         "sources": {name: text for name, text in sources.items() if text}, "values": values,
         "backend": target.backend, "chosen": target.chosen, "base": base, "cuts_to_size": target.cuts_to_size,
@@ -200,6 +221,12 @@ def _order(
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),
         "numpy_random": None if numpy is None else numpy.random.get_state(),
     }  # fmt: skip
+
+
+def _workspaces(target: Target) -> list[list[int]]:
+    """Return where torch keeps workspaces for cuBLAS, for each device; nowhere on an imagined one."""
+    found = [] if target.is_imagined else workspaces.find_workspaces()
+    return [[each.address for each in found if each.device == name] for name in target.names]
 
 
 def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> RehearsalReport:
@@ -305,13 +332,13 @@ def compare(told: Account, order: dict[str, Any]) -> Account:
     """
     limit = min(order["time_limit"], 2 + 3 * told["seconds"])
     for guess in OTHERS[:1] if told["guessed"] == ["host"] else OTHERS:
-        other = client.ask({**order, "guess": guess, "time_limit": limit})
+        other = ask({**order, "guess": guess, "time_limit": limit, "is_brief": True})
         why = _difference(told, other)
         if not why:
             continue
         is_open = told["guessed"] != ["truths"] or not _is_seen_to_its_end(other) or _failures(told) != _failures(other)
         if "devices" in other and not _failures(other) and _peaks(other) > _peaks(told):
-            told, other = other, told
+            told, other = ask({**order, "guess": guess}), told
         on = " or ".join(_NAMES[each] for each in sorted(_NAMES) if each in told["guessed"])
         told["unknown"].insert(0, f"what the cell does depends on {on or 'values on the device'}: {why}")
         told["is_open"] = told["is_open"] or is_open

@@ -135,6 +135,8 @@ class RehearsalReport(Report[RehearsalRow]):
     """How many operators the rehearsal answered."""
     seconds: float = 0.0
     """How long it took."""
+    engine: str = "fake"
+    """What it ran on: `cuda`, torch's own CUDA over a fake runtime, or `fake`, tensors without bytes."""
 
     @property
     def rows(self) -> tuple[RehearsalRow, ...]:

@@ -42,6 +42,8 @@ class Target:
     segments: list[list[Segment] | None]
     """Where blocks lie in the allocator's cache; None where that cannot be known, as on an imagined device."""
     unknown: tuple[str, ...] = ()
+    is_imagined: bool = False
+    """Whether a capacity was asked for, so that nothing of the devices here counts."""
 
     @property
     def names(self) -> list[str]:
@@ -92,6 +94,7 @@ def choose(device: str | None, capacity: int | None) -> Target:
             for name, each in zip(names, figures)  # noqa: B905
         ],
         unknown=(_EXPANDABLE,) if segments.may_be_expandable() and not simulated else (),
+        is_imagined=capacity is not None,
     )  # fmt: skip
 
 

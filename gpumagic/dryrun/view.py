@@ -57,7 +57,8 @@ def _headline(report: RehearsalReport) -> str:
         of = f" of {size(report.capacity)}" if report.capacity is not None else ""
         said.append(f"{size(report.peak[report.device])}{of} on {report.device}")
     if report.operators:
-        said.append(f"rehearsed in {duration(report.seconds)}")
+        on = " on torch's own CUDA" if report.engine == "cuda" else ""
+        said.append(f"rehearsed{on} in {duration(report.seconds)}")
     return " · ".join(said)
 
 
@@ -65,7 +66,8 @@ def _peak(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
     if device.line is not None and device.code is not None:
         yield Listing([(device.line, device.code, "")])
         where = f" in {device.function}" if device.function else ""
-        yield Paragraph(f"The peak is reached there{where}, by {device.operator} with {size(device.operator_bytes)}.")
+        by = f"by {device.operator} with" if device.operator else "with"
+        yield Paragraph(f"The peak is reached there{where}, {by} {size(device.operator_bytes)}.")
     rows: list[list[Cell | str]] = [
         [part, Cell(size(nbytes), (Segment(nbytes / device.peak, part=part),))]
         for part, nbytes in device.breakdown.items()

@@ -18,6 +18,10 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from gpumagic import fakecuda
+
+_TO_TELL = 20
+"""Seconds that a run has to tell its account after its time is up."""
 _tried: set[str] = set()
 """Modules that were asked for before: one that cannot be imported here is not tried for every rehearsal."""
 
@@ -26,7 +30,7 @@ def main(descriptor: int) -> None:
     """Serve rehearsals until the other end of the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = Connection(descriptor)
-    _warm_up()
+    _warm_up("on_cuda" if fakecuda.is_enabled() else "run")
     while True:
         try:
             order = pickle.loads(requests.recv_bytes())  # noqa: S301  # from our own parent
@@ -35,14 +39,14 @@ def main(descriptor: int) -> None:
         requests.send_bytes(_in_a_fork(order))
 
 
-def _warm_up() -> None:
+def _warm_up(stage: str) -> None:
     """Import what every rehearsal needs; torch's meta kernels in Python are half of it."""
     import torch
 
     importlib.import_module("torch.utils.checkpoint")
     importlib.import_module("torch.utils.data")
     importlib.import_module("torch._dynamo")  # optimizers import it at their first step
-    importlib.import_module("gpumagic.dryrun.stage.run")
+    importlib.import_module(f"gpumagic.dryrun.stage.{stage}")
     blank = torch.empty(2, device="meta")
     torch.ops.aten.add.out(blank, blank, out=torch.empty(2, device="meta"))
     gc.freeze()  # so that a fork finds its own objects among few, and copies no page for a reference count
@@ -56,9 +60,10 @@ def _in_a_fork(order: dict[str, Any]) -> bytes:
         os.close(receiving)
         _rehearse(order, sending)
     os.close(sending)
+    patience = _TO_TELL if order["engine"] == "cuda" else 0  # it stops by itself, and tells what it has seen
     with Connection(receiving, writable=False) as answer:
         try:
-            if answer.poll(order["time_limit"]):
+            if answer.poll(order["time_limit"] + patience):
                 return answer.recv_bytes()
             return _ended(f"the rehearsal took more than {order['time_limit']:g} s and was stopped")
         except EOFError:
@@ -90,8 +95,6 @@ def _rehearse(order: dict[str, Any], sending: int) -> None:
             os.chdir(order["folder"])
         sys.argv = [""]
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        from gpumagic.dryrun.stage.run import Rehearsal
-
         start = time.perf_counter()
 
         def tell(account: dict[str, Any]) -> None:
@@ -99,7 +102,14 @@ def _rehearse(order: dict[str, Any], sending: int) -> None:
             Connection(sending, readable=False).send_bytes(json.dumps(account).encode())
             os._exit(0)
 
-        Rehearsal(order, tell).run()
+        if order["engine"] == "cuda":
+            from gpumagic.dryrun.stage.on_cuda import CudaRun
+
+            CudaRun(order, tell).run()
+        else:
+            from gpumagic.dryrun.stage.run import Rehearsal
+
+            Rehearsal(order, tell).run()
     except BaseException as error:
         _report(error, sending)
     finally:

@@ -150,6 +150,7 @@ PART_COLOURS = {
     "gradients": (230, 159, 0),
     "activations": (213, 94, 0),
     "temporaries": (204, 121, 167),
+    "library workspaces": (240, 228, 66),
 }
 OTHER_COLOUR = PART_COLOURS["other"]
 

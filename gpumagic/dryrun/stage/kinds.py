@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gpumagic.dryrun.stage.ledger import BASE, FROM_HOST, Ledger, Place
+from gpumagic.dryrun.stage.journal import Journal
+from gpumagic.dryrun.stage.ledger import Ledger, Place
 from gpumagic.dryrun.stage.storages import key_of
 
 
@@ -22,11 +23,15 @@ class Kinds:
     Args:
         ledger: where.
         device_type: the name of the rehearsed device.
+        key_of: what the ledger calls a tensor's storage.
     """
 
-    def __init__(self, ledger: Ledger, device_type: str) -> None:
+    def __init__(
+        self, ledger: Ledger | Journal, device_type: str, key_of: Callable[[torch.Tensor], int] = key_of
+    ) -> None:
         self._ledger = ledger
         self._type = device_type
+        self._key_of = key_of
 
     def watch(self) -> None:
         """Follow modules, optimizers and backward passes for the rest of the process."""
@@ -49,7 +54,7 @@ class Kinds:
     def _mark(self, tensor: Any, kind: str) -> None:
         with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._type:
-                self._ledger.mark(key_of(tensor), kind)
+                self._ledger.mark(self._key_of(tensor), kind)
 
     def _leaf(self, leaf: torch.Tensor) -> None:
         if isinstance(leaf, torch.nn.Parameter):
@@ -89,9 +94,7 @@ class Kinds:
     def _before_backward(self, leaves: list[torch.Tensor]) -> None:
         for leaf in leaves:
             self._leaf(leaf)
-        for key, life in self._ledger.alive():
-            if not life.kind and not life.backward and life.operator not in {BASE, FROM_HOST}:
-                self._ledger.mark(key, "activations")
+        self._ledger.mark_activations()
 
 
 def _leaves(roots: Any) -> Iterator[torch.Tensor]:
@@ -124,19 +127,26 @@ class Lines:
 
     def where(self) -> Place:
         """Return the cell's innermost running line, and the notebook's function it is in where that is another's."""
-        frame: FrameType | None = sys._getframe(1)
-        innermost: FrameType | None = None
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if name == self._cell:
+        return self.of(_running(sys._getframe(1)))
+
+    def of(self, frames: Iterable[tuple[str, str, int]]) -> Place:
+        """Return the same from the file, function and line of each frame, the innermost first."""
+        innermost: tuple[str, str, int] | None = None
+        for frame in frames:
+            if frame[0] == self._cell:
                 return self._place(frame, innermost)
-            if innermost is None and name in self._lines:
+            if innermost is None and frame[0] in self._lines:
                 innermost = frame
-            frame = frame.f_back
         return Place() if innermost is None else self._place(innermost, None)
 
-    def _place(self, frame: FrameType, inner: FrameType | None) -> Place:
-        lines = self._lines.get(frame.f_code.co_filename, [])
-        code = lines[frame.f_lineno - 1].strip() if 0 < frame.f_lineno <= len(lines) else ""
-        function = "" if inner is None else f"{inner.f_code.co_name}, line {inner.f_lineno}"
-        return Place(frame.f_lineno, code, function)
+    def _place(self, frame: tuple[str, str, int], inner: tuple[str, str, int] | None) -> Place:
+        filename, _, line = frame
+        lines = self._lines.get(filename, [])
+        code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+        return Place(line, code, "" if inner is None else f"{inner[1]}, line {inner[2]}")
+
+
+def _running(frame: FrameType | None) -> Iterator[tuple[str, str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
+        frame = frame.f_back

@@ -189,6 +189,19 @@ class Ledger:
             highest[exact] = max(highest[exact], account.requested)
         self._note(life, account)
 
+    def begin_life(self, device: int, nbytes: int) -> Life:
+        """Account for a block that another allocator than `Arena` has given."""
+        life = self._begin(device, nbytes, nbytes)
+        self._note(life, self.accounts[device])
+        return life
+
+    def end_life(self, life: Life) -> None:
+        """Account for the end of a block that `begin_life` told of."""
+        life.died = self.time + 1
+        account = self.accounts[life.device]
+        account.allocated -= life.nbytes
+        self._note(life, account)
+
     def hold(self, device: int) -> None:
         """Account for what was in use before and no storage has claimed: nothing of the cell's can end it."""
         lying = self.accounts[device].lying
@@ -233,6 +246,12 @@ class Ledger:
         known = self._blocks.get(key)
         if known is not None and (not known[1].kind or kind == "parameters"):
             known[1].kind = kind
+
+    def mark_activations(self) -> None:
+        """Say that a backward pass begins: what the cell has made so far and still holds is kept for it."""
+        for key, life in self.alive():
+            if not life.kind and not life.backward and life.operator not in _INPUTS:
+                self.mark(key, "activations")
 
     def came_from_host(self, key: int) -> None:
         """Say that a live storage holds what was copied from the host."""

@@ -1,0 +1,89 @@
+"""The notebook's blocks in the dry run's own allocator: as many, as large, and with the same gaps between them.
+
+Each segment is asked for whole and given back to the cache. Its blocks are then asked for in their order: the cache has
+no other room, so they fall into place, gaps included. The gaps are given back at the end, when every storage of the
+notebook has taken the block that it has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gpumagic.dryrun import parts
+from gpumagic.memory.segments import Segment
+
+_SMALL = 1 << 20
+"""Requests up to these bytes are served from segments of two of them."""
+
+
+class Layout:
+    """The blocks of one device.
+
+    Args:
+        device: its index.
+        segments: what the notebook's allocator has there.
+    """
+
+    def __init__(self, device: int, segments: Sequence[Segment]) -> None:
+        self._device = device
+        self._owned: dict[int, int] = {}  # by the address that the notebook has: the address here
+        self._small_gaps: list[int] = []
+        self._gaps: list[int] = []
+        for segment in segments:
+            self._lay_out(segment)
+
+    def _lay_out(self, segment: Segment) -> None:
+        whole = sum(block.size for block in segment.blocks)
+        pieces = [_SMALL] * (whole // _SMALL) if segment.is_small else [whole]
+        for address in [self._take(size) for size in pieces]:
+            self._give_back(address)
+        for block in segment.blocks:
+            # A free block of a small segment may be larger than what such a segment serves at once.
+            sizes = [block.size]
+            while segment.is_small and sizes[-1] > _SMALL:
+                sizes[-1:] = [_SMALL, sizes[-1] - _SMALL]
+            addresses = [self._take(size) for size in sizes]
+            if block.is_free:
+                (self._small_gaps if segment.is_small else self._gaps).extend(addresses)
+            else:
+                self._owned[block.address] = addresses[0]
+
+    def claim(self, part: parts.StoragePart) -> None:
+        """Make room where a storage of the notebook lies, right before it is made."""
+        address = self._owned.pop(part.address, None)
+        if address is not None:
+            self._give_back(address)
+
+    def settle(self, workspaces: Sequence[int] = ()) -> None:
+        """Give back the gaps, and let cuBLAS take the blocks that it has in the notebook.
+
+        Args:
+            workspaces: where those lie in the notebook.
+        """
+        takers = [torch.cuda.current_blas_handle, _multiply_backward]
+        for gap in self._small_gaps:
+            self._give_back(gap)
+        with torch.cuda.device(self._device):
+            for workspace, take in zip(workspaces, takers, strict=False):
+                address = self._owned.pop(workspace, None)
+                if address is not None:
+                    self._give_back(address)
+                    take()
+        for gap in self._gaps:
+            self._give_back(gap)
+
+    def _take(self, size: int) -> int:
+        address: int = torch.cuda.caching_allocator_alloc(size, self._device)
+        return address
+
+    @staticmethod
+    def _give_back(address: int) -> None:
+        torch.cuda.caching_allocator_delete(address)
+
+
+def _multiply_backward() -> None:
+    """Let the thread that runs backward passes take its workspace."""
+    one = torch.ones(1, 1, device="cuda", requires_grad=True)
+    (one @ one).backward()

@@ -1,0 +1,205 @@
+"""One dry run on torch's own CUDA over the fake runtime: the cell simply runs, against the real allocator."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gpumagic import fakecuda
+from gpumagic.dryrun import parts
+from gpumagic.dryrun.stage import cell, guesses, ledger, surroundings
+from gpumagic.dryrun.stage.journal import Journal, Trace, rounded
+from gpumagic.dryrun.stage.kinds import Kinds, Lines
+from gpumagic.dryrun.stage.layout import Layout
+from gpumagic.dryrun.stage.ledger import Ledger, Peak, Place
+from gpumagic.memory import workspaces
+from gpumagic.report.units import count
+
+UNLIMITED = 1 << 40
+"""Bytes of a device where it is asked how much a cell needs that does not fit."""
+MOST_ENTRIES = 200_000
+"""Of the allocator's history, a device; of a longer run only its end is known line by line."""
+
+
+class CudaRun:
+    """The devices and all that watches them.
+
+    Args:
+        order: what `forecast` sends: see there.
+        tell: sends the account and ends the process.
+    """
+
+    def __init__(self, order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+        self.order = order
+        self._tell = tell
+        self.notes = cell.Notes()
+        self._lines = Lines(order["filename"], order["sources"])
+        self._journal = Journal(self._lines.where)
+        self._guesses = guesses.Guesses(order["guess"], self.notes.assume)
+        self._kept: list[torch.Tensor] = []
+        self._before: list[tuple[int, int, int]] = []
+        self._allocated: list[int] = []
+
+    def run(self) -> None:
+        """Run the cell and tell the account of it, as plain data."""
+        os.environ[fakecuda.VARIABLE] = self.order["gpus"]  # nothing here has asked the runtime for its devices yet
+        torch.cuda.init()
+        for device, capacity in enumerate(self.order["capacities"]):
+            if capacity is None:
+                fakecuda.set_memory(device, capacity=UNLIMITED, others=0)
+        self._arrange()
+        namespace = self._unpack()
+        if not self.order["is_brief"]:
+            Kinds(self._journal, "cuda", _address).watch()
+        self._guesses.install()
+        fakecuda.reset()
+        self.notes.effects.clear()
+        cell.seed(self.order)
+        namespace.update({**self.order["values"], "__name__": "__main__"})
+        namespace.setdefault("display", lambda *_, **__: None)
+        namespace["get_ipython"] = lambda: surroundings.Magics(namespace, self.notes.effect)
+        self._begin()
+        self._tell(self._account(self._execute(namespace)))
+
+    def _arrange(self) -> None:
+        surroundings.block(self.notes.effect)  # before modules of the user's are imported
+        surroundings.refuse_compiler()
+        surroundings.load_in_this_process(self.notes.assume)
+
+    def _unpack(self) -> dict[str, Any]:
+        layouts = {
+            device: Layout(device, segments)
+            for device, segments in enumerate(self.order["segments"])
+            if segments is not None
+        }
+
+        def coming(part: parts.StoragePart) -> None:
+            layout = layouts.get(torch.device(part.device).index or 0)
+            if layout is not None:
+                layout.claim(part)
+
+        parts.coming = coming
+        scopes: list[dict[str, Any]] = [{"__builtins__": builtins} for _ in range(self.order["scopes"])]
+        cell.unpack(self.order["data"], scopes)
+        for device, nbytes in enumerate(self.order["base"]):
+            if nbytes > 0:
+                self._kept.append(torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}"))
+        for device, layout in layouts.items():
+            layout.settle(self.order["workspaces"][device])
+        return scopes[0]
+
+    def _begin(self) -> None:
+        """Let the allocator keep its history, and a clock the time."""
+        for device in range(len(self.order["capacities"])):
+            torch.cuda.reset_peak_memory_stats(device)
+            self._allocated.append(torch.cuda.memory_allocated(device))
+        self._before = [
+            (segment["device"], block["address"], block["size"])
+            for segment in torch.cuda.memory_snapshot()
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        ]
+        if not self.order["is_brief"]:
+            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
+        signal.signal(signal.SIGALRM, self._out_of_time)
+        signal.setitimer(signal.ITIMER_REAL, self.order["time_limit"])
+
+    def _out_of_time(self, *_: object) -> None:
+        self.notes.not_known(
+            f"what the cell needs later: it was run for {self.order['time_limit']:g} s and not to its end"
+        )
+        self._tell({**self._account(None), "is_open": True})
+
+    def _execute(self, namespace: dict[str, Any]) -> dict[str, Any] | None:
+        """Run the cell; return how it failed, if it did."""
+        source, filename = self.order["source"], self.order["filename"]
+        try:
+            cell.execute(None if source is None else cell.compiled(source, filename), namespace)
+        except SystemExit:
+            return None
+        except BaseException as error:
+            failed: dict[str, Any] = cell.failure(error, filename)
+            failed["is_memory"] = isinstance(error, torch.OutOfMemoryError)
+            return failed
+        return None
+
+    def _account(self, error: dict[str, Any] | None) -> dict[str, Any]:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        devices = [self._device(device) for device in range(len(self._allocated))]
+        failed = error is not None and error.pop("is_memory")
+        for what, times in sorted(fakecuda.unknown_sizes().items()):
+            self.notes.not_known(f"what {what} takes for itself, asked {count(times, 'time')}: only a real GPU tells")
+        for device, told in enumerate(devices):
+            told["failed"] = failed and torch.cuda.memory_stats(device)["num_ooms"] > 0
+        book = Ledger([], Place) if self.order["is_brief"] else self._book(len(devices))
+        for told, account in zip(devices, book.accounts, strict=False):
+            told["at"] = point(account.peak)
+            told["failure"] = None if account.failure is None else point(account.failure)
+            told["breakdown"] = book.breakdown(book.accounts.index(account))
+        return {
+            "devices": devices, "lines": _lines(book), "timeline": ledger.told(book),
+            "error": None if failed else error,
+            "requests": [], "room": self.order["capacities"], "operators": book.operators,
+            "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
+            "effects": list(self.notes.effects), "cut": [], "missed": [], "is_open": False,
+            "guessed": sorted(self._guesses.guessed),
+        }  # fmt: skip
+
+    def _book(self, devices: int) -> Ledger:
+        """Return what the allocator's history says, and what its blocks are."""
+        Kinds(self._journal, "cuda", _address).look_around()
+        for workspace in workspaces.find_workspaces():
+            self._journal.mark(workspace.address, "library workspaces")
+        traces: list[Trace] = torch.cuda.memory._snapshot()["device_traces"][:devices]
+        return self._journal.ledger([*self._before, *self._forgotten(traces)], traces, self._place_of)
+
+    def _forgotten(self, traces: list[Trace]) -> Iterator[tuple[int, int, int]]:
+        """Yield what was allocated in the course of the run, as one block, where the history has lost its beginning."""
+        for device, trace in enumerate(traces):
+            if len(trace) >= MOST_ENTRIES:
+                known = sum(size for where, _, size in self._before if where == device)
+                yield device, 0, torch.cuda.memory_allocated(device) - known - _net(trace)
+
+    def _device(self, device: int) -> dict[str, Any]:
+        return {
+            "peak": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device),
+            "before": self._allocated[device], "after": torch.cuda.memory_allocated(device),
+        }  # fmt: skip
+
+    def _place_of(self, frames: Trace) -> Place:
+        return self._lines.of([(each["filename"], each["name"], each["line"]) for each in frames])
+
+
+def _net(trace: Trace) -> int:
+    signs = {"alloc": 1, "free_requested": -1}
+    return sum(signs.get(each["action"], 0) * rounded(each["size"]) for each in trace)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage().data_ptr()
+    return address
+
+
+def point(peak: Peak) -> dict[str, Any]:
+    """Return where and by what a device came to its highest."""
+    life = peak.life
+    if life is None:
+        return {"line": None, "code": "", "function": "", "operator": "", "nbytes": 0}
+    place = life.place
+    return {
+        "line": place.line, "code": place.code, "function": place.function, "nbytes": life.nbytes,
+        "operator": life.operator.partition(".")[0],
+    }  # fmt: skip
+
+
+def _lines(book: Ledger) -> list[dict[str, Any]]:
+    return [
+        {"line": use.place.line, "code": use.place.code, "device": use.device, "peak": use.peak, "after": use.after}
+        for use in book.lines.values()
+        if use.place.line is not None
+    ]

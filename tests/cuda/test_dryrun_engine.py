@@ -1,0 +1,179 @@
+"""A dry run on torch's own CUDA: what it tells is what the allocator has when the same cell is run here."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import linecache
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from rehearsal_cells import CELLS, COMMON
+
+from gpumagic import fakecuda
+from gpumagic.dryrun import client, fit, forecast, targets
+from gpumagic.dryrun.report import RehearsalReport
+
+MIB = 1 << 20
+NEED_VALUES = ("lengths read back",)
+"""What these allocate depends on what a kernel computes, which no run over the fake runtime knows."""
+TIGHT = ("adamw, its default", "a gpt", "a gpt, checkpointed", "gradient accumulation", "autocast, bfloat16")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _worker() -> Iterator[None]:
+    yield
+    client.close()
+
+
+@pytest.fixture
+def card() -> Iterator[None]:
+    """Set the first device's capacity back."""
+    capacity = fakecuda.memory(0).capacity
+    yield
+    fakecuda.set_memory(0, capacity=capacity)
+
+
+def notebook(earlier: str) -> dict[str, Any]:
+    """Return the namespace after the earlier cells, on empty cards."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for label, source in (("<common>", COMMON), ("<earlier>", earlier)):
+        text = source.replace("simgpu", "cuda")
+        linecache.cache[label] = (len(text), None, text.splitlines(True), label)
+        exec(compile(text, label, "exec"), names)
+    return names
+
+
+def rehearse(cell: str, names: dict[str, Any]) -> RehearsalReport:
+    return forecast.rehearse(forecast.script(cell), names, targets.choose("cuda:0", None))
+
+
+def really(cell: str, names: dict[str, Any]) -> tuple[bool, list[int], list[int]]:
+    """Run the cell; return whether it ended, and what each device had allocated and reserved at most."""
+    for device in range(2):
+        torch.cuda.reset_peak_memory_stats(device)
+    ended = True
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(cell, "<cell>", "exec"), names)
+    except torch.OutOfMemoryError:
+        ended = False
+    peaks = [torch.cuda.max_memory_allocated(device) for device in range(2)]
+    return ended, peaks, [torch.cuda.max_memory_reserved(device) for device in range(2)]
+
+
+@pytest.mark.parametrize("name", [name for name in CELLS if name not in NEED_VALUES])
+def test_the_peak_is_the_allocators_to_the_byte(name: str) -> None:
+    earlier, cell = CELLS[name][0], CELLS[name][1].replace("simgpu", "cuda")
+    names = notebook(earlier)
+    report = rehearse(cell, names)
+    assert report.engine == "cuda"
+    assert report.error is None
+    ended, peaks, reserved = really(cell, names)
+    assert ended
+    assert [report.peak[f"cuda:{device}"] for device in range(2)] == peaks
+    assert [device.reserved for device in report.devices] == reserved
+
+
+@pytest.mark.parametrize("name", NEED_VALUES)
+def test_what_depends_on_values_is_said_to(name: str) -> None:
+    earlier, cell = CELLS[name][0], CELLS[name][1].replace("simgpu", "cuda")
+    report = rehearse(cell, notebook(earlier))
+    assert report.fits is None
+    assert any("depends on values on the device" in each for each in report.unknown)
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("name", TIGHT)
+def test_it_fits_where_it_really_runs_and_does_not_where_it_fails(name: str) -> None:
+    earlier, cell = CELLS[name][0], CELLS[name][1].replace("simgpu", "cuda")
+    needed = rehearse(cell, notebook(earlier)).devices[0].reserved
+    outcomes = []
+    for capacity in (needed, needed - 2 * MIB, needed - 6 * MIB, needed * 2 // 3):
+        names = notebook(earlier)
+        fakecuda.set_memory(0, capacity=max(capacity, torch.cuda.memory_reserved(0)))
+        told = rehearse(cell, names).fits
+        outcomes.append((told, really(cell, names)[0]))
+    assert [told for told, _ in outcomes] == [ended for _, ended in outcomes]
+    assert {told for told, _ in outcomes} == {True, False}
+
+
+@pytest.mark.usefixtures("card")
+def test_the_largest_batch_that_it_finds_runs_and_a_larger_one_does_not() -> None:
+    cell = "out = model(torch.ones(batch, 4096, device='cuda:0')).relu().sum()\nout.backward()\ndel out"
+    earlier = "model = nn.Sequential(nn.Linear(4096, 512), nn.ReLU(), nn.Linear(512, 64)).to('cuda:0')\nbatch = 8"
+    names = notebook(earlier)
+    fakecuda.set_memory(0, capacity=300 * MIB)
+    found = fit(cell, "batch", names, device="cuda:0")
+    assert found.largest is not None
+    assert really(cell, {**names, "batch": found.largest})[0]
+    gc.collect()
+    assert not really(cell, {**names, "batch": int(found.largest * 1.05)})[0]
+
+
+def test_every_pass_of_a_loop_is_run() -> None:
+    names = notebook("kept = []")
+    report = rehearse("for step in range(300):\n    kept.append(torch.ones(1000, device='cuda:0'))", names)
+    assert report.peak["cuda:0"] == 300 * 4096
+    assert report.line == 2
+
+
+def test_a_list_that_is_concatenated_needs_both() -> None:
+    names = notebook("")
+    cell = "outs = []\nfor _ in range(50):\n    outs.append(torch.ones(MIB // 4, device=DEV))\nwhole = torch.cat(outs)"
+    report = rehearse(cell.replace("MIB", str(MIB)), {**names, "DEV": "cuda:0"})
+    assert report.peak["cuda:0"] == 100 * MIB
+    assert report.line == 4
+
+
+def test_a_run_that_is_too_long_is_told_as_far_as_it_came() -> None:
+    names = notebook("")
+    cell = "x = torch.ones(1024, device='cuda:0')\nwhile True:\n    y = x + 1"
+    report = forecast.rehearse(forecast.script(cell), names, targets.choose("cuda:0", None), time_limit=1.0)
+    assert report.fits is None
+    assert report.peak["cuda:0"] == 3 * 4096
+    assert any("it was run for 1 s" in each for each in report.unknown)
+
+
+def test_what_the_notebook_holds_and_the_gaps_between_are_there() -> None:
+    names = notebook("kept = [torch.ones(3 * 2**20, device='cuda:0') for _ in range(4)]\ndel kept[1], kept[1]")
+    report = rehearse("more = torch.ones(5 * 2**20, device='cuda:0')", names)
+    _, peaks, reserved = really("more = torch.ones(5 * 2**20, device='cuda:0')", names)
+    assert (report.peak["cuda:0"], report.devices[0].reserved) == (peaks[0], reserved[0])
+
+
+def test_streams_events_and_generators_are_torchs_own() -> None:
+    names = notebook("")
+    cell = """
+side = torch.cuda.Stream()
+begun = torch.cuda.Event(enable_timing=True)
+with torch.cuda.stream(side):
+    begun.record()
+    drawn = torch.randn(1000, device='cuda:0', generator=torch.Generator('cuda:0'))
+torch.cuda.synchronize()
+"""
+    report = rehearse(cell, names)
+    assert report.error is None
+    assert report.peak["cuda:0"] == 4096
+
+
+def test_a_device_that_is_not_here_is_imagined() -> None:
+    names = notebook("")
+    cell = "x = torch.ones(2**30, dtype=torch.uint8, device='cuda:0')"
+    asked = {
+        size: forecast.rehearse(forecast.script(cell), names, targets.choose("cuda:0", size)).fits
+        for size in (3 << 30, 1 << 29)
+    }
+    assert asked == {3 << 30: True, 1 << 29: False}
+
+
+def test_what_only_cudnn_knows_is_said_to_be_unknown() -> None:
+    names = notebook("conv = nn.Conv2d(3, 8, 3).to('cuda:0')")
+    report = rehearse("out = conv(torch.ones(2, 3, 16, 16, device='cuda:0'))", names)
+    assert [each for each in report.unknown if "cudnn" in each.lower()]
