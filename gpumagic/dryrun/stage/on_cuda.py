@@ -18,7 +18,6 @@ from gpumagic.dryrun.stage.kinds import Kinds, Lines
 from gpumagic.dryrun.stage.layout import Layout
 from gpumagic.dryrun.stage.ledger import Ledger, Peak, Place
 from gpumagic.memory import workspaces
-from gpumagic.report.units import count
 
 UNLIMITED = 1 << 40
 """Bytes of a device where it is asked how much a cell needs that does not fit."""
@@ -132,8 +131,8 @@ class CudaRun:
         signal.setitimer(signal.ITIMER_REAL, 0)
         devices = [self._device(device) for device in range(len(self._allocated))]
         failed = error is not None and error.pop("is_memory")
-        for what, times in sorted(fakecuda.unknown_sizes().items()):
-            self.notes.not_known(f"what {what} takes for itself, asked {count(times, 'time')}: only a real GPU tells")
+        for library in sorted({_library_of(what) for what in fakecuda.unknown_sizes()}):
+            self.notes.not_known(f"what {library} takes for itself, which only a real GPU tells")
         for device, told in enumerate(devices):
             told["failed"] = failed and torch.cuda.memory_stats(device)["num_ooms"] > 0
         book = Ledger([], Place) if self.order["is_brief"] else self._book(len(devices))
@@ -178,6 +177,12 @@ class CudaRun:
 def _net(trace: Trace) -> int:
     signs = {"alloc": 1, "free_requested": -1}
     return sum(signs.get(each["action"], 0) * rounded(each["size"]) for each in trace)
+
+
+def _library_of(function: str) -> str:
+    """Return how a library is written of which a function's name tells."""
+    known = {"cudnn": "cuDNN", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cufft": "cuFFT"}
+    return next((name for prefix, name in known.items() if function.startswith(prefix)), function)
 
 
 def _address(tensor: torch.Tensor) -> int:
