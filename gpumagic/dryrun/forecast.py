@@ -170,7 +170,7 @@ def ask(order: dict[str, Any]) -> dict[str, Any]:
     if "ended" in more:
         return told
     for device, failed in zip(more["devices"], told["devices"], strict=True):
-        device |= {"failed": failed["failed"], "failure": failed.get("failure")}
+        device |= {"failed": failed["failed"], "failure": failed["failure"]}
     return more
 
 

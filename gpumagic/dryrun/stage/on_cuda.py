@@ -40,6 +40,7 @@ class CudaRun:
         self._lines = Lines(order["filename"], order["sources"])
         self._journal = Journal(self._lines.where)
         self._guesses = guesses.Guesses(order["guess"], self.notes.assume)
+        self._is_brief = order["is_brief"]  # only the figures are wanted, not the history
         self._kept: list[torch.Tensor] = []
         self._before: list[tuple[int, int, int]] = []
         self._allocated: list[int] = []
@@ -53,7 +54,10 @@ class CudaRun:
                 fakecuda.set_memory(device, capacity=UNLIMITED, others=0)
         self._arrange()
         namespace = self._unpack()
-        if not self.order["is_brief"]:
+        if torch.cuda.get_allocator_backend() != "native":
+            self._is_brief = True
+            self.notes.not_known("which line needs most: cudaMallocAsync keeps no history")
+        if not self._is_brief:
             Kinds(self._journal, "cuda", _address).watch()
         self._guesses.install()
         fakecuda.reset()
@@ -93,20 +97,21 @@ class CudaRun:
         return scopes[0]
 
     def _begin(self) -> None:
-        """Let the allocator keep its history, and a clock the time."""
+        """Let a clock keep the time, and the allocator its history."""
+        signal.signal(signal.SIGALRM, self._out_of_time)
+        signal.setitimer(signal.ITIMER_REAL, self.order["time_limit"])
         for device in range(len(self.order["capacities"])):
             torch.cuda.reset_peak_memory_stats(device)
             self._allocated.append(torch.cuda.memory_allocated(device))
+        if self._is_brief:
+            return
         self._before = [
             (segment["device"], block["address"], block["size"])
             for segment in torch.cuda.memory_snapshot()
             for block in segment["blocks"]
             if block["state"] == "active_allocated"
         ]
-        if not self.order["is_brief"]:
-            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
-        signal.signal(signal.SIGALRM, self._out_of_time)
-        signal.setitimer(signal.ITIMER_REAL, self.order["time_limit"])
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
 
     def _out_of_time(self, *_: object) -> None:
         self.notes.not_known(
@@ -134,8 +139,9 @@ class CudaRun:
         for library in sorted({_library_of(what) for what in fakecuda.unknown_sizes()}):
             self.notes.not_known(f"what {library} takes for itself, which only a real GPU tells")
         for device, told in enumerate(devices):
+            told |= {"at": point(Peak()), "failure": None, "breakdown": {}}
             told["failed"] = failed and torch.cuda.memory_stats(device)["num_ooms"] > 0
-        book = Ledger([], Place) if self.order["is_brief"] else self._book(len(devices))
+        book = Ledger([], Place) if self._is_brief else self._book(len(devices))
         for told, account in zip(devices, book.accounts, strict=False):
             told["at"] = point(account.peak)
             told["failure"] = None if account.failure is None else point(account.failure)
