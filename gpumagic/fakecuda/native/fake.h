@@ -111,6 +111,7 @@ void fake_count_sync(uint64_t stream);
 void fake_name_kernel(const void *function, const char *name);
 void fake_count_launch(const void *function);
 void fake_launch(const void *function, void *stream); /* count it, or leave it to the graph that is being captured */
+int fake_reads_count(void); /* whether what is read now is how many elements the last kernel found */
 extern int (*fake_capture_launch)(void *stream, const void *function); /* of graphs.c: 1 where it was captured */
 struct fake_dims {
   unsigned x, y, z;
