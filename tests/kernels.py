@@ -189,3 +189,12 @@ class Kernel:
             return self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
         except queue.Empty:
             raise TimeoutError("the kernel says nothing") from None
+
+
+def assert_only_cells_marked_so_failed(notebook) -> None:
+    """Check an executed notebook: the cells that fail are those with the tag `raises-exception`."""
+    for cell in notebook.cells:
+        outputs = cell.get("outputs", ())
+        # A UsageError is one line on stderr, not an error output.
+        failed = any(out.output_type == "error" or out.get("text", "").startswith("UsageError") for out in outputs)
+        assert failed == ("raises-exception" in cell.metadata.get("tags", ())), cell.source

@@ -202,6 +202,13 @@ def _fork(error: DeviceError) -> tuple[str, str | None, str]:
     return what, 'torch.multiprocessing.set_start_method("spawn")', "Before the first process is started."
 
 
+def _pin(error: DeviceError) -> tuple[str, str | None, str]:
+    what = f"Only host memory can be pinned; new tensors are on {error.device} here, those of a dataset too."
+    fix = _with_keyword(error.expression or error.code, "DataLoader", "pin_memory=False")
+    note = 'Or make the data with device="cpu". The Trainer of transformers takes dataloader_pin_memory=False.'
+    return what, fix or "DataLoader(..., pin_memory=False)", note
+
+
 def _read_first(expression: str | None, codes: set[str], call: str) -> str | None:
     """Return the expression with a call added before its `.numpy()`, or after each of the operands if it has none."""
     if expression is None:
@@ -238,6 +245,7 @@ _RULES: dict[str, Rule] = {
     r"Attempting to deserialize object on": _deserialize,
     r"Cannot re-initialize \w+ in forked subprocess": _fork,
     r"invalid device ordinal": _ordinal,
+    r"cannot pin '\S+' only dense CPU tensors can be pinned": _pin,
     r"can't convert \S+ device type tensor to numpy": _numpy,
     r"Expected all tensors to be on the same device": _different_devices,
     r"(tensors|tensor) (are|is) not (at|on) the same device": _different_devices,

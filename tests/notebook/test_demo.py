@@ -9,6 +9,7 @@ from pathlib import Path
 import IPython
 import nbformat
 import pytest
+from kernels import assert_only_cells_marked_so_failed
 
 from gpumagic.__main__ import execute_notebook, main
 from gpumagic.options import MAGICS
@@ -33,7 +34,7 @@ def test_the_demo_runs_the_tour_and_says_what_it_showed_and_where(tmp_path: Path
     assert all(len(shown[f"%{magic}"].split()) > 2 for magic in MAGICS)
     assert "nothing" not in " ".join(shown[f"%{magic}"].split()[1] for magic in MAGICS)
     assert "<table" in page.read_text(encoding="utf-8")
-    _assert_only_cells_marked_so_failed(nbformat.read(executed, as_version=4))
+    assert_only_cells_marked_so_failed(nbformat.read(executed, as_version=4))
 
 
 @pytest.mark.deep  # each a kernel that imports torch; the tour, which has all four magics, runs in either stage
@@ -43,15 +44,7 @@ def test_a_notebook_runs_and_only_cells_marked_so_fail(path: Path) -> None:
         pytest.skip("starting a cluster takes half a minute, and it runs with the newest IPython")
     notebook = nbformat.read(path, as_version=4)
     assert execute_notebook(notebook) is None
-    _assert_only_cells_marked_so_failed(notebook)
-
-
-def _assert_only_cells_marked_so_failed(notebook) -> None:
-    for cell in notebook.cells:
-        outputs = cell.get("outputs", ())
-        # A UsageError is one line on stderr, not an error output.
-        failed = any(out.output_type == "error" or out.get("text", "").startswith("UsageError") for out in outputs)
-        assert failed == ("raises-exception" in cell.metadata.get("tags", ())), cell.source
+    assert_only_cells_marked_so_failed(notebook)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

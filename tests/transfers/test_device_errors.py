@@ -127,6 +127,15 @@ def test_a_forked_process_is_told_from_a_loaders_worker() -> None:
     assert "num_workers=0" in found.note
 
 
+def test_a_loader_that_pins_what_is_on_the_device_is_told_not_to() -> None:
+    text = "cannot pin 'torch.cuda.LongTensor' only dense CPU tensors can be pinned"
+    found = told(text)
+    assert "new tensors are on cuda:0" in found.what
+    assert found.fix == "DataLoader(..., pin_memory=False)"
+    made_here = told(text, expression="next(iter(DataLoader(dataset, 4, pin_memory=True)))")
+    assert made_here.fix == "next(iter(DataLoader(dataset, 4, pin_memory=False)))"
+
+
 def test_a_generator_is_made_where_the_numbers_go() -> None:
     text = "Expected a 'cuda' device type for generator but found 'cpu'"
     assert told(text, Operand("gen", ("cpu",), 0, "generator")).fix == 'gen = torch.Generator("cuda:0")'
