@@ -1,4 +1,4 @@
-"""The demo notebooks take torch's CUDA where it is; over the fake runtime they run from beginning to end as on a GPU."""
+"""The demo notebooks take torch's CUDA where it is; over the fake runtime they run to their end as on a GPU."""
 
 from __future__ import annotations
 
