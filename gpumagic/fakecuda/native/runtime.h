@@ -55,7 +55,13 @@ struct cudaDeviceProp {
   int gpuDirectRDMAWritesOrdering;
   unsigned memoryPoolSupportedHandleTypes;
   int deferredMappingCudaArraySupported, ipcEventSupported, clusterLaunch, unifiedFunctionPointers;
+#if FAKE_CUDA_VERSION >= 13000
+  int deviceNumaConfig, deviceNumaId, mpsEnabled, hostNumaId;
+  unsigned gpuPciDeviceID, gpuPciSubsystemID;
+  int hostNumaMultinodeIpcSupported, reserved[56];
+#else
   int reserved[63];
+#endif
 };
 
 struct cudaPointerAttributes {
