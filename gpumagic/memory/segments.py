@@ -5,6 +5,7 @@ CUDA, XPU and simgpu have one. What cannot be read, or does not match the alloca
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
@@ -67,15 +68,44 @@ class AllocatedBlock(NamedTuple):
 
 def allocated_blocks(backend: str) -> list[AllocatedBlock]:
     """Return what an allocator counts as allocated on all of its devices; nothing where it cannot be read."""
+    found: list[AllocatedBlock] = []
     try:
-        return [
-            AllocatedBlock(f"{backend}:{segment['device']}", block.address, block.size)
-            for segment in _snapshot(allocator.device_module(backend)) or ()
-            for block in _blocks(segment, is_private=True)
-            if block.is_owned
-        ]
+        for segment in _snapshot(allocator.device_module(backend)) or ():
+            device, address = f"{backend}:{segment['device']}", segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] == _IN_USE:
+                    found.append(AllocatedBlock(device, block.get("address", address), block["size"]))
+                address += block["size"]
     except (KeyError, TypeError, ValueError):
         return []
+    return found
+
+
+_UNSPLIT = ("cuda", "xpu")
+"""Backends whose allocator may hand out a block that is larger than what was asked for, rounded up."""
+
+
+class OccupiedBytes:
+    """What storages occupy of their device, in bytes: whole blocks.
+
+    A block is a multiple of 512 bytes, and by up to a MiB larger where the rest was too small to be split off
+    (kSmallSize of `CUDACachingAllocator.cpp`): what the allocator's snapshot says counts.
+    """
+
+    def __init__(self) -> None:
+        self._granule = functools.cache(allocator.granule)
+        self._sizes: dict[int, int] = {}
+        for backend in _UNSPLIT:
+            if allocator.is_initialised(backend):
+                self._sizes.update((block.address, block.size) for block in allocated_blocks(backend))
+
+    def of(self, device: str, address: int, nbytes: int) -> int:
+        """Return the bytes that a storage takes from its allocator."""
+        granule = self._granule(device)
+        if granule == 1:
+            return nbytes
+        rounded = -(-nbytes // granule) * granule
+        return max(rounded, self._sizes.get(address, 0)) if nbytes else 0
 
 
 def may_be_expandable() -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gpumagic.heap import holders, readers
 from gpumagic.heap.kinds import gradients_of
 from gpumagic.heap.storages import Storage, StorageTable, undisturbed
-from gpumagic.memory import allocator
+from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.oom.report import CUBLAS, WORKSPACE, Share
 from gpumagic.oom.rules.facts import Model, Optimizer, Ownership
 from gpumagic.report.base import Holder
@@ -87,12 +87,12 @@ def _ownerships(
                     kinds[name] = kind_of(value)
         finally:
             search.release()
-    grain = allocator.granule(device)
+    occupied = OccupiedBytes()
     totals: dict[frozenset[str], int] = {}
     for storage, names in reached.items():
         if storage.device == device and storage.nbytes:
             key = frozenset(names)
-            totals[key] = totals.get(key, 0) + -(-storage.nbytes // grain) * grain
+            totals[key] = totals.get(key, 0) + occupied.of(device, storage.address, storage.nbytes)
     found = [Ownership(names, nbytes, kinds[min(names)]) for names, nbytes in totals.items()]
     return sorted(found, key=lambda each: (-each.nbytes, sorted(each.names)))
 

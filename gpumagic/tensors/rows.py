@@ -6,7 +6,6 @@ in a tuple cannot be replaced, and one that an output keeps besides its name sti
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from gpumagic.heap.holders import Held, Names, Path, is_code, is_typeable, spell
 from gpumagic.heap.kinds import subclasses
 from gpumagic.heap.storages import Storage, StorageTable, View
-from gpumagic.memory import allocator
+from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.tensors.report import KINDS, GraphRow, TensorRow, root_of
 
 MAX_NAMES = 16
@@ -66,7 +65,7 @@ class RowBuilder:
 
     def __init__(self, found: Findings, groups: Iterable[list[Storage]]) -> None:
         self._found = found
-        self._granule = functools.cache(allocator.granule)
+        self._occupied = OccupiedBytes()
         self._is_nameless = found.names.are_none()
         self._any_is_special = bool(found.kinds or found.gradient_of)
         self._blocks = [self._block(storages) for storages in groups]
@@ -122,7 +121,7 @@ class RowBuilder:
         return tuple(sorted(found, key=lambda row: -row.nbytes))
 
     def _block(self, storages: list[Storage]) -> _Block:
-        block = _Block(storages, occupied(storages, self._granule(storages[0].device)))
+        block = _Block(storages, occupied(storages, self._occupied))
         if self._is_nameless:
             return block
         found: list[str] = []
@@ -287,16 +286,17 @@ def group_by_memory(table: StorageTable) -> list[list[Storage]]:
     return list(members.values())
 
 
-def occupied(block: Sequence[Storage], granule: int) -> int | None:
-    """Return the bytes that a block takes from its allocator, which hands out multiples of ``granule``."""
+def occupied(block: Sequence[Storage], bytes_: OccupiedBytes) -> int | None:
+    """Return the bytes that a block takes from its allocator."""
     if len(block) == 1:
-        nbytes = block[0].nbytes
-        return nbytes if granule == 1 or nbytes is None else -(-nbytes // granule) * granule
+        (storage,) = block
+        return None if storage.nbytes is None else bytes_.of(storage.device, storage.address, storage.nbytes)
     spans = []
     for storage in block:
         if storage.nbytes is None:
             return None
-        spans.append((storage.address, storage.address + -(-storage.nbytes // granule) * granule))
+        nbytes = bytes_.of(storage.device, storage.address, storage.nbytes)
+        spans.append((storage.address, storage.address + nbytes))
     return _union(spans)
 
 

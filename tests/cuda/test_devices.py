@@ -45,6 +45,9 @@ first, row, turned = base[0], base.view(-1)[5:7], base.t()
 tiny = torch.zeros(10_000, device="cuda")[:3]
 odd = torch.zeros(7, dtype=torch.uint8, device="cuda")
 """,
+    "blocks whose rest was too small to be split off": """
+wide = [torch.ones(2500, 1024, device="cuda") for _ in range(4)]
+""",
     "graphs of losses in a list": """
 net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).cuda()
 losses = [net(x).softmax(-1).sum() for _ in range(4)]
@@ -266,6 +269,16 @@ def test_what_is_freed_by_the_line_of_a_row_is_what_the_row_says(variables) -> N
     before = torch.cuda.memory_allocated()
     exec(line, variables)
     assert before - torch.cuda.memory_allocated() == sum(row.nbytes for row in held) > 0
+
+
+def test_del_frees_what_the_row_says_also_where_its_block_was_not_split(variables) -> None:
+    exec(STATES["blocks whose rest was too small to be split off"], variables)
+    said = {row.name: row.nbytes for row in gpumagic.devices("cuda", namespace=variables) if "wide" in row.name}
+    assert len(set(said.values())) == 2
+    for name in sorted(said, reverse=True):  # the last of the list first, so that the others keep their names
+        before = torch.cuda.memory_allocated()
+        exec(f"del {name}", variables)
+        assert before - torch.cuda.memory_allocated() == said[name]
 
 
 def test_a_leak_in_a_cycle_is_held_by_it_and_its_line_frees_it(variables) -> None:
