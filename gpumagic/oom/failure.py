@@ -5,16 +5,17 @@ of its allocator before that, without the allocator's lock (`torch._C._cuda_atta
 There is no way to detach one, so ours is attached once and samples only while a guard is open. It is attached only
 once CUDA is up (before, old versions crash: pytorch#107330), and only to torch's own allocator: cudaMallocAsync calls
 none. It is also called for failures that torch recovers from itself, such as cuDNN's trials, so a sample counts only
-if the guarded code fails. It follows the documented behaviour; it has not run on a real GPU.
+if the guarded code fails. It has run on torch's CUDA build over `fakecuda`, not on a real GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpumagic.memory import allocator, host
 from gpumagic.memory.allocator import AllocatorStats
@@ -63,8 +64,18 @@ def recognise(error: Exception, outside: Collection[int] = ()) -> OomEvent | Non
     return _recognise(error, _capacities(allocator.all_device_stats()), outside)
 
 
-def examine(error: Exception, state: GuardState) -> Failure | None:
-    """Return what the error and its frames tell, or None if it is not out-of-memory."""
+class Refusal(NamedTuple):
+    """What torch's allocator said when it gave up: the bytes asked for, and the figures at that instant."""
+
+    requested: int
+    figures: AllocatorStats
+
+
+def examine(error: Exception, state: GuardState, observed: Mapping[str, Refusal] | None = None) -> Failure | None:
+    """Return what the error and its frames tell, or None if it is not out-of-memory.
+
+    `observed` is the last refusal of each device that the `OomObserver` saw; the error's text has rounded figures.
+    """
     at_failure = allocator.all_device_stats()
     capacities = _capacities(at_failure)
     event = _recognise(error, capacities, state.outside)
@@ -77,8 +88,15 @@ def examine(error: Exception, state: GuardState) -> Failure | None:
         work = failing_code.read_failing_code(error, state.namespace, device or "cpu", state.shell, state.outside)
     except Exception as fault:  # our own failure must not cost the user the release
         notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
+    if event.kind == "cuda runtime" and _pins(scene):
+        event = replace(event, kind=recognition.PINNED, certainty="probable", memory="host", device=None, backend=None)
+        device = _device(event, capacities)
     capacity, free = _capacity(event, capacities.get(device) if device else None)
-    if device in at_failure:
+    refusal = (observed or {}).get(device or "")
+    if refusal is not None and device is not None and _is_of(event, refusal):
+        event = replace(event, numbers=replace(event.numbers, requested=refusal.requested, exact=True))
+        at_failure[device] = refusal.figures
+    elif device in at_failure:
         at_failure[device] = _at_the_instant(event, at_failure[device])
     return Failure(event, device, scene, work, state.before, at_failure, capacity, free, tuple(notes))
 
@@ -119,6 +137,19 @@ def _recognise(
 ) -> OomEvent | None:
     free = min((each[0] for each in capacities.values() if each is not None), default=None)
     return recognition.recognise(error, free, outside)
+
+
+def _pins(scene: Scene) -> bool:
+    """Return whether the code that failed takes pinned memory of the host, as a copy back that does not wait does."""
+    return not {"pin_memory", "_pin_memory_loop"}.isdisjoint(scene.functions) or bool(
+        re.search(r"pin_memory|non_blocking", scene.code or "")
+    )
+
+
+def _is_of(event: OomEvent, refusal: Refusal) -> bool:
+    """Return whether the error is of this refusal: torch recovers from some by itself, and its text is rounded."""
+    stated = event.numbers.requested
+    return event.from_allocator and stated is not None and abs(stated - refusal.requested) <= 0.01 * refusal.requested
 
 
 def _at_the_instant(event: OomEvent, now: AllocatorStats) -> AllocatorStats:
@@ -175,6 +206,8 @@ class OomObserver:
         self._count = 0
         self.samples: dict[str, object] = {}
         """The last sample of each device."""
+        self.refusals: dict[str, Refusal] = {}
+        """The last refusal of each device."""
 
     def open(self) -> None:
         """Start sampling, where there is such an allocator."""
@@ -186,9 +219,13 @@ class OomObserver:
         if self in _open_observers:
             _open_observers.remove(self)
 
-    def notify(self, device: str) -> None:
+    def notify(self, device: str, requested: int) -> None:
         """Sample a device; never raises, because torch would raise that in place of its own error."""
         self._count += 1
+        self.refusals.pop(device, None)
+        with contextlib.suppress(Exception):
+            figures = allocator.device_stats(device)
+            self.refusals |= {device: Refusal(requested, figures)} if figures is not None else {}
         try:
             if self._count <= MAX_SAMPLES:
                 self.samples[device] = self._sample(device)
@@ -225,6 +262,6 @@ def _attach() -> bool:
 
 def _observe(device: int, requested: int, total: int, free: int) -> None:
     """Called by torch's allocator."""
-    del requested, total, free
+    del total, free
     if _open_observers:
-        _open_observers[-1].notify(f"cuda:{device}")
+        _open_observers[-1].notify(f"cuda:{device}", requested)

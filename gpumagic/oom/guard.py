@@ -20,7 +20,7 @@ from gpumagic.memory import allocator, host
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
 from gpumagic.oom import failure, ownership, recognition
-from gpumagic.oom.failure import Failure, GuardState, OomObserver
+from gpumagic.oom.failure import Failure, GuardState, OomObserver, Refusal
 from gpumagic.oom.report import Instant
 from gpumagic.oom.rules import kept
 from gpumagic.report.units import size
@@ -91,6 +91,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._instant = Instant()
         self._observer: OomObserver | None = None
         self._samples: dict[str, Any] = {}
+        self._refusals: dict[str, Refusal] = {}
         self._failure: Failure | None = None
         self._retries = 0
         self._recovered = False
@@ -126,7 +127,7 @@ class OomGuard(contextlib.ContextDecorator):
             memory.stop()
         if self._observer is not None:
             self._observer.close()
-            self._samples, self._observer = self._observer.samples, None
+            self._samples, self._refusals, self._observer = self._observer.samples, self._observer.refusals, None
         if self._shell is not None and self._keep_going:
             _stop_showing_as_text(self._shell)
         self._recovered = error is None and self._failure is not None
@@ -236,7 +237,7 @@ class OomGuard(contextlib.ContextDecorator):
     def _examine(self, error: BaseException) -> Failure | None:
         if not isinstance(error, Exception):
             return None
-        found = failure.examine(error, self._state)
+        found = failure.examine(error, self._state, self._refusals)
         if found is not None:
             self._instant = failure.instant(error, found, self._state, self._samples.get(found.device or "", ()))
         return found

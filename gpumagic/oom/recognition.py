@@ -113,6 +113,9 @@ BY_CLASS: dict[str, Kind] = {
 }
 """The kind of an exception whose text matches no row, by the name of one of its classes."""
 
+PINNED = "pinned memory"
+"""The kind of a failed ``cudaHostAlloc``: its text is that of any failure of the CUDA runtime, only its line tells."""
+
 HOST_ENOMEM = Kind("operating system", "", memory="host")
 """``OSError`` with errno ENOMEM: fork, mmap."""
 
@@ -138,6 +141,8 @@ class Numbers:
     """Reserved by torch but unallocated: what fragmentation could have cost."""
     private_pools: int | None = None
     """In the pools that CUDA graphs keep for themselves."""
+    capped: bool = False
+    """Whether a cap that the process has set itself left less than the device had free."""
 
 
 _REQUESTED = (
@@ -166,6 +171,7 @@ _IN_TENSORS = (rf"Of the allocated memory {_SIZE} is allocated by PyTorch", rf"{
 _UNALLOCATED = (rf"{_SIZE} is reserved by PyTorch but unallocated",)
 _PRIVATE = (rf"with {_SIZE} allocated in private pools",)
 _OTHERS = (rf"other allocations: {_SIZE}",)
+_ALLOWED = (rf"{_SIZE} allowed;",)
 _LIMIT = (rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}")
 
 
@@ -177,16 +183,27 @@ def read_numbers(text: str) -> Numbers:
     if capacity is None and limit is not None:  # MPS and CuPy name the cap that counts, not the device's size
         capacity = limit
         free = None if allocated is None else max(0, limit - allocated - (_first(_OTHERS, text) or 0))
+    capped_free = _left_by_cap(text)
+    capped = capped_free is not None and free is not None and capped_free < free
     return Numbers(
         requested=_bytes(requested),
         exact=requested is not None and _unit(requested) == 1,
         index=_index(text),
         capacity=capacity,
-        free=_credible(free, capacity),
+        free=_credible(capped_free if capped else free, capacity),
+        capped=capped,
         allocated=_credible(_first(_IN_TENSORS, text), capacity),
         unallocated=_credible(_first(_UNALLOCATED, text), capacity),
         private_pools=_credible(_first(_PRIVATE, text), capacity),
     )
+
+
+def _left_by_cap(text: str) -> int | None:
+    """Return what `set_per_process_memory_fraction` left the process, where torch names it."""
+    allowed = _first(_ALLOWED, text)
+    if allowed is None:
+        return None
+    return max(0, allowed - (_first(_IN_TENSORS, text) or 0) - (_first(_UNALLOCATED, text) or 0))
 
 
 def _find(patterns: tuple[str, ...], text: str) -> re.Match[str] | None:
@@ -306,7 +323,7 @@ def _event(kind: Kind, error: BaseException, raised: BaseException) -> OomEvent:
     backend = kind.backend or _backend_in(text)
     indexed = kind.memory == "device" and backend is not None and numbers.index is not None
     return OomEvent(
-        kind=kind.name,
+        kind="memory fraction" if numbers.capped else kind.name,
         certainty=kind.certainty,
         memory=kind.memory,
         device=f"{backend}:{numbers.index}" if indexed else None,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gpumagic.oom.recognition import PINNED
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import proposal
 from gpumagic.oom.rules.batch import remake
@@ -120,10 +121,11 @@ def _line(facts: Facts) -> str:
 
 def fraction(facts: Facts) -> Iterator[Advice]:
     """Lift the cap that this process has set itself."""
+    where = "" if facts.device in (None, "cuda:0") else f', "{facts.device}"'
     if facts.kind == "memory fraction":
         yield propose(
             facts, "Lift the cap on this process's memory", covers=None, cost="none, unless others share the device",
-            first="torch.cuda.set_per_process_memory_fraction(1.0)",
+            first=f"torch.cuda.set_per_process_memory_fraction(1.0{where})",
             evidence="the allocator refused before it asked the driver",
         )  # fmt: skip
 
@@ -246,14 +248,16 @@ def workers(facts: Facts) -> Iterator[Advice]:
 
 def unpinned(facts: Facts) -> Iterator[Advice]:
     """Do not pin the host's memory where pinning it is what failed."""
-    if "pin_memory" not in facts.scene.functions and "_pin_memory_loop" not in facts.scene.functions:
+    by_loader = {"pin_memory", "_pin_memory_loop"} & facts.scene.functions
+    if not by_loader and facts.kind != PINNED:
         return
+    what = "batches" if by_loader else "memory"
     for text in facts.texts:
         flags = [keyword(node, "pin_memory") for node in text.nodes() if isinstance(node, ast.Call)]
         on = [flag for flag in flags if flag is not None and ast.unparse(flag.value) == "True"]
         if on:
             yield propose(
-                facts, "Do not pin the batches", text=text, changes=[text.replace(flag.value, "False") for flag in on],
+                facts, f"Do not pin the {what}", text=text, changes=[text.replace(flag.value, "False") for flag in on],
                 evidence="it failed while pinning, and pinned memory cannot be swapped", cost="slower copies",
             )  # fmt: skip
             return

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from gpumagic.oom.recognition import PINNED
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import batch, expressions, kept, limits, training
 from gpumagic.oom.rules.facts import Facts
@@ -65,6 +66,8 @@ def _outer(facts: Facts) -> str | None:
 def _host(facts: Facts) -> str | None:
     if facts.memory != "host":
         return None
+    if facts.kind == PINNED:
+        return "Pinned memory of the host could not be taken, not a GPU's: the driver wants it whole and in RAM."
     asked = f" {size(facts.requested)} was asked for." if facts.requested is not None else ""
     there = (
         f" The machine has {size(facts.capacity)} of it, {size(facts.free)} available."
