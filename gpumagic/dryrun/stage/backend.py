@@ -177,3 +177,61 @@ class DeviceModule(ModuleType):
 
         def __exit__(self, *error: object) -> None:
             self.module.set_device(self.before)
+
+
+class Stream:
+    """A stream that runs what the others run: none is concurrent here, and all share one cache."""
+
+    cuda_stream = stream_id = priority = 0
+
+    def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
+        self.device = device
+
+    def query(self) -> bool:
+        """Return that it is done."""
+        return True
+
+    def synchronize(self, *_: object) -> None:
+        """Wait for nothing."""
+
+    wait_stream = wait_event = synchronize
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Return an event."""
+        return event or Event()
+
+    def __enter__(self) -> Stream:  # noqa: PYI034  # typing.Self is 3.11
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Event:
+    """An event that has happened."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        """Return that it has happened."""
+        return True
+
+    def record(self, *_: object) -> None:
+        """Record nothing."""
+
+    wait = synchronize = record
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Return a time in ms that means nothing."""
+        return 1.0
+
+
+def stream(chosen: Stream | None) -> Stream:
+    """Return what makes a stream the current one inside a `with`."""
+    return chosen or Stream()
+
+
+def current_stream(device: object = None) -> Stream:
+    """Return a stream."""
+    return Stream(device)

@@ -17,10 +17,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gpumagic.dryrun.parts import NotRehearsed
-from gpumagic.dryrun.stage.backend import DeviceModule
+from gpumagic.dryrun.stage.backend import DeviceModule, Event, Stream, current_stream, stream
 
 OURS = "rehearsed"
-_REFUSED = ("Stream", "Event", "ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool", "stream")
+_REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")
+_STREAMS: dict[str, Any] = {
+    "Stream": Stream, "Event": Event, "stream": stream, "current_stream": current_stream,
+    "default_stream": current_stream,
+}  # fmt: skip
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _SHARED = (
     "is_available", "is_initialized", "is_bf16_supported", "init", "_lazy_init", "_is_in_bad_fork", "device_count",
@@ -94,6 +98,7 @@ class Names(TorchFunctionMode):
                      "set_autocast_enabled"):  # fmt: skip
             real = getattr(torch, name)
             setattr(torch, name, functools.partial(_first, real, self._our_type))
+        torch.Tensor.record_stream = _record_nothing
         self._follow_backward()
         self.__enter__()
 
@@ -161,14 +166,21 @@ def _is_here(value: Any) -> bool:
 
 
 def _share(theirs: ModuleType, module: DeviceModule) -> None:
-    """Give `torch.cuda` the rehearsed device's functions; streams, events and graphs are refused."""
+    """Give `torch.cuda` the rehearsed device's functions and streams; graphs are refused."""
     for name in _SHARED:
         setattr(theirs, name, getattr(module, name))
     for name in _REFUSED:
         if hasattr(theirs, name):
             setattr(theirs, name, functools.partial(_refuse, f"{theirs.__name__}.{name}"))
+    for name, value in _STREAMS.items():
+        if hasattr(theirs, name):
+            setattr(theirs, name, value)
     for name, value in {"_initialized": True, "is_current_stream_capturing": lambda: False}.items():
         setattr(theirs, name, value)
+
+
+def _record_nothing(_tensor: object, _stream: object) -> None:
+    """Stand in for `record_stream`: no stream uses a tensor later here."""
 
 
 def _refuse(name: str, *_: object, **__: object) -> None:
