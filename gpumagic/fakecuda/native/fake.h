@@ -59,7 +59,7 @@ struct fake_device {
   int clock_rate, memory_clock_rate, memory_bus_width;
   /* State */
   int64_t used, peak;
-  int context; /* whether anything was asked that creates a context */
+  _Atomic int context; /* whether anything was asked that creates a context */
 };
 
 struct fake_copy {

@@ -25,7 +25,7 @@ struct capture {
 };
 
 static struct capture captures[64];
-static size_t active; /* so many of them */
+static _Atomic size_t active; /* so many of them */
 static uint64_t last_id;
 static _Thread_local int thread_mode = GLOBAL;
 

@@ -1,7 +1,7 @@
 /* libcudart: memory pools, the allocator that torch calls backend:cudaMallocAsync.
  *
- * A pool takes the card in chunks and gives them away in blocks, the first that is wide enough; what is freed is
- * joined with its free neighbours. A chunk goes back to the card when nothing of it is used and the pool holds more
+ * A pool takes the card in chunks and gives them away in blocks; what is freed is joined with its free
+ * neighbours. A chunk goes back to the card when nothing of it is used and the pool holds more
  * than it was told to keep.
  */
 #define _GNU_SOURCE
@@ -18,13 +18,14 @@ struct block {
   char *start;
   size_t nbytes;
   int used, begins_chunk;
-  struct block *before, *after; /* by their place in the pool */
+  struct block *before, *after;           /* by their place in the pool */
+  struct block *free_before, *free_after; /* where it is not used */
 };
 
 struct pool {
   int64_t reserved, reserved_peak, used, used_peak;
   uint64_t kept; /* the release threshold */
-  struct block *first;
+  struct block *first, *first_free;
   void *by_start; /* a tree of the blocks that are used */
 };
 static struct pool pools[FAKE_MOST_DEVICES];
@@ -43,7 +44,23 @@ static void count(struct pool *pool, int64_t reserved, int64_t used) {
 
 static int begins_chunk(const struct block *block) { return !block || block->begins_chunk; }
 
-static void unlink_block(struct pool *pool, struct block *block) {
+static void add_free(struct pool *pool, struct block *block) {
+  block->used = 0;
+  block->free_before = NULL;
+  block->free_after = pool->first_free;
+  if (pool->first_free) pool->first_free->free_before = block;
+  pool->first_free = block;
+}
+
+static void remove_free(struct pool *pool, struct block *block) {
+  if (block->free_before) block->free_before->free_after = block->free_after;
+  else pool->first_free = block->free_after;
+  if (block->free_after) block->free_after->free_before = block->free_before;
+}
+
+/* Forget a free block. */
+static void forget(struct pool *pool, struct block *block) {
+  remove_free(pool, block);
   if (block->before) block->before->after = block->after;
   else pool->first = block->after;
   if (block->after) block->after->before = block->before;
@@ -52,37 +69,39 @@ static void unlink_block(struct pool *pool, struct block *block) {
 
 /* Give chunks back of which nothing is used, until the pool holds no more than `kept`. */
 static void trim(struct pool *pool, uint64_t kept) {
-  for (struct block *block = pool->first, *after; block && (uint64_t)pool->reserved > kept; block = after) {
-    after = block->after;
-    if (block->used || !block->begins_chunk || !begins_chunk(after)) continue;
+  for (struct block *block = pool->first_free, *after; block && (uint64_t)pool->reserved > kept; block = after) {
+    after = block->free_after;
+    if (!block->begins_chunk || !begins_chunk(block->after)) continue;
     count(pool, -(int64_t)block->nbytes, 0);
     fake_release(block->start);
-    unlink_block(pool, block);
+    forget(pool, block);
   }
 }
 
-static int grow(struct pool *pool, int ordinal, size_t nbytes) {
+/* Take a chunk of the card for a block; NULL where it is full. */
+static struct block *grow(struct pool *pool, int ordinal, size_t nbytes) {
   struct block *made = calloc(1, sizeof *made);
   void *start = NULL;
   nbytes = (nbytes + CHUNK - 1) / CHUNK * CHUNK;
   if (!made || fake_allocate(ordinal, nbytes, &start)) {
     free(made);
-    return OUT_OF_MEMORY;
+    return NULL;
   }
   *made = (struct block){start, nbytes, 0, 1, NULL, pool->first};
   if (pool->first) pool->first->before = made;
   pool->first = made;
+  add_free(pool, made);
   count(pool, (int64_t)nbytes, 0);
-  return OK;
+  return made;
 }
 
 static struct block *wide_enough(struct pool *pool, size_t nbytes) {
-  struct block *block = pool->first;
-  while (block && (block->used || block->nbytes < nbytes)) block = block->after;
+  struct block *block = pool->first_free;
+  while (block && block->nbytes < nbytes) block = block->free_after;
   return block;
 }
 
-/* Use the beginning of a block; what is left of it is a block of its own. */
+/* Use the beginning of a free block; what is left of it is a block of its own. */
 static int use(struct pool *pool, struct block *block, size_t nbytes) {
   if (block->nbytes > nbytes) {
     struct block *rest = calloc(1, sizeof *rest);
@@ -91,8 +110,10 @@ static int use(struct pool *pool, struct block *block, size_t nbytes) {
     if (rest->after) rest->after->before = rest;
     block->after = rest;
     block->nbytes = nbytes;
+    add_free(pool, rest);
   }
   if (!tsearch(block, &pool->by_start, compare)) return OUT_OF_MEMORY;
+  remove_free(pool, block);
   block->used = 1;
   count(pool, 0, (int64_t)nbytes);
   return OK;
@@ -101,7 +122,7 @@ static int use(struct pool *pool, struct block *block, size_t nbytes) {
 static void join_next(struct pool *pool, struct block *block) {
   if (block->used || begins_chunk(block->after) || block->after->used) return;
   block->nbytes += block->after->nbytes;
-  unlink_block(pool, block->after);
+  forget(pool, block->after);
 }
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the pools; held, the lock of the memory is taken too */
@@ -119,11 +140,11 @@ FAKE_API int cudaMallocAsync(void **pointer, size_t nbytes, void *stream) {
   nbytes = (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   pthread_mutex_lock(&lock);
   struct block *block = wide_enough(pool, nbytes);
-  if (!block && grow(pool, fake_current, nbytes)) {
+  if (!block) block = grow(pool, fake_current, nbytes);
+  if (!block) {
     trim(pool, 0);
-    grow(pool, fake_current, nbytes);
+    block = grow(pool, fake_current, nbytes);
   }
-  if (!block) block = wide_enough(pool, nbytes);
   int error = block ? use(pool, block, nbytes) : OUT_OF_MEMORY;
   if (!error) *pointer = block->start;
   pthread_mutex_unlock(&lock);
@@ -142,7 +163,7 @@ FAKE_API int cudaFreeAsync(void *pointer, void *stream) {
   struct block *block = found ? *found : NULL;
   if (block) {
     tdelete(block, &pool->by_start, compare);
-    block->used = 0;
+    add_free(pool, block);
     count(pool, 0, -(int64_t)block->nbytes);
     join_next(pool, block);
     if (!block->begins_chunk) join_next(pool, block->before);
