@@ -12,6 +12,12 @@ and what checks its result (`torch.linalg.inv`) may say that the matrix is singu
 each other through NCCL. How much memory cuDNN, cuSOLVER, cuSPARSE and cuFFT take for themselves is not known without a
 GPU: it is left out, and `unknown_sizes()` says how often.
 
+Each process has the cards for itself and sees no other's memory; what a context and loaded kernels take of a card is
+not counted. Device memory and events are not shared between processes (`cudaIpc...`), as `torch.multiprocessing`
+would. The profiler has the host's side only. CUDA graphs have no conditional nodes, and nothing is allocated in a
+capture under `backend:cudaMallocAsync`. Memory that is allocated without torch's cache takes at least 2 MiB each
+time, where CUDA lets small pieces share.
+
 To start reading: `build.py` says which libraries are exchanged and compiles `native/`; `answers.py` is what the
 generated functions write. `native/fake.h` lists what the libraries share; `runtime.c` and its neighbours are libcudart,
 `driver.c` is libcuda, each other file is the library of its name. `gpus.py` has the GPUs that can be stood in for,
