@@ -28,6 +28,7 @@ with torch.cuda.stream(s):
     y.record_stream(torch.cuda.current_stream())
 torch.cuda.current_stream().wait_stream(s)
 """,
+    "a generator": "g = torch.Generator('cuda')\nnoise = torch.randn(100, 100, device='cuda', generator=g)",
     "events": "a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))\na.record()\ny = x + 1\nb.record()\n"
     "b.synchronize()\nms = a.elapsed_time(b)",
 }

@@ -75,10 +75,29 @@ torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().
     ("cell", "word"),
     [
         ("torch.nn.LSTM(4, 4).cuda()(torch.ones(2, 3, 4, device='cuda'))", "lstm"),
-        ("torch.cuda.Stream()", "torch.cuda.Stream"),
+        ("torch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph"),
     ],
 )
 def test_what_cuda_does_otherwise_is_refused_by_name(cell, word) -> None:
     report = gpumagic.rehearse("import torch\n" + cell, {}, device="cuda", capacity="16GiB")
     assert report.fits is None
     assert word in report.error
+
+
+def test_streams_events_and_generators_run_as_if_there_were_one_stream() -> None:
+    cell = """
+import torch
+x = torch.ones(1000, device="cuda")
+s, e = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+with torch.cuda.stream(s):
+    y = x + 1
+    y.record_stream(torch.cuda.current_stream())
+e.record(s)
+s.wait_stream(torch.cuda.default_stream())
+ms = e.elapsed_time(torch.cuda.Event(enable_timing=True))
+g = torch.Generator("cuda").manual_seed(1)
+assert isinstance(g, torch.Generator)
+z = torch.rand(1000, device="cuda", generator=g).normal_(generator=g)
+"""
+    report = gpumagic.rehearse(cell, {}, device="cuda", capacity="16GiB")
+    assert (report.fits, report.peak["cuda:0"]) == (True, 3 * 4096)

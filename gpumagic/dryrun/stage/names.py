@@ -36,6 +36,27 @@ _SHARED = (
 )  # fmt: skip
 
 
+class DeviceGenerator(torch.Generator):
+    """A generator of the rehearsed device: it has a seed and no numbers."""
+
+
+class _GeneratorType(type):
+    """Makes generators of the rehearsed device too, where the code says `torch.Generator`; none of its own."""
+
+    _real = torch.Generator
+    known = ""
+
+    def __call__(cls, device: Any = "cpu") -> torch.Generator:
+        return DeviceGenerator("cpu") if torch.device(device).type == cls.known else cls._real(device)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls._real)
+
+
+class Generators(metaclass=_GeneratorType):
+    """`torch.Generator` while a cell is rehearsed."""
+
+
 class Names(TorchFunctionMode):
     """Changes one device's name into the other's.
 
@@ -57,6 +78,8 @@ class Names(TorchFunctionMode):
             raise NotRehearsed(f"it uses {name} on {self._known}, and what cuDNN takes for that is not known")
         if name == self._known and args and isinstance(args[0], torch.Tensor):
             func, args = torch.Tensor.to, (args[0], self._named(args[1:]), *args[2:])
+        if kwargs and type(kwargs.get("generator")) is DeviceGenerator:
+            kwargs = {**kwargs, "generator": None}
         if name == f"is_{self._known}" or func == _is_of.get(self._known):
             return _is_here(args[0])
         if name == "scaled_dot_product_attention" and self._known == "cuda" and _is_here(args[0]):
@@ -98,6 +121,8 @@ class Names(TorchFunctionMode):
                      "set_autocast_enabled"):  # fmt: skip
             real = getattr(torch, name)
             setattr(torch, name, functools.partial(_first, real, self._our_type))
+        Generators.known = self._known
+        torch.Generator = Generators
         torch.Tensor.record_stream = _record_nothing
         self._follow_backward()
         self.__enter__()
