@@ -16,7 +16,7 @@ from torch.utils._device import _device_constructors
 
 from gpumagic.transfers import indexing
 from gpumagic.transfers.recorder import Function, Handler, Recorder, is_free_to_read, watch_gradients
-from gpumagic.transfers.tracing import Tracer
+from gpumagic.transfers.tracing import Tracer, bytes_of_size
 
 
 def handle_move(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -184,13 +184,21 @@ def print_(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]
 
 
 def sync(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function that waits for the device to know the shape of its result."""
+    """Call a function that reads from the device how many elements its result has, and so waits for it."""
     __tracebackhide__ = True
-    result = func(*args, **kwargs)
     tensor = args[0] if args else kwargs.get("input")
-    if isinstance(tensor, torch.Tensor) and not is_free_to_read(tensor) and not recorder.is_traced:
-        recorder.log.add_sync()
+    cause = f".{func.__name__}"
+    result, seconds = recorder.call(func, args, kwargs, cause, tensor)
+    if isinstance(tensor, torch.Tensor) and not is_free_to_read(tensor) and seconds is not None:
+        in_slices = kwargs.get("dim") is not None
+        recorder.add_read(tensor, bytes_of_size(func.__name__, tensor, in_slices=in_slices), seconds, cause)
     return result
+
+
+def where(recorder: Recorder, func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `where`, which is `nonzero` if it is given only a condition."""
+    __tracebackhide__ = True
+    return func(*args, **kwargs) if len(args) + len(kwargs) > 1 else sync(recorder, func, args, kwargs)
 
 
 def _cause_of(name: str) -> str:
@@ -225,6 +233,7 @@ def functions() -> tuple[Watched, ...]:
         *_found(torch, ("is_nonzero", "allclose"), item),
         *_found(torch, ("equal",), equal),
         *_found(torch, _SYNCS, sync),
+        *_found(torch, ("where",), where),
         *_found(torch.autograd, ("grad",), _suspend),
     )
 

@@ -39,7 +39,14 @@ MIN_PINNED_BYTES = 16 * 1024**2
 MIN_SECOND_COPY_BYTES = 1024**2
 """Bytes from which a second copy is reported."""
 
-_READS = frozenset({".item", ".tolist", "float()", "int()", "complex()", "index()", "bool()", "print", "allclose"})
+MASK = "mask"
+"""The cause of a read of how many elements a mask has, where it is an index."""
+SIZE_READS = frozenset({".nonzero", ".argwhere", ".where", ".masked_select", ".unique", ".unique_consecutive", MASK})
+"""Causes of reads of how many elements a result has."""
+_VALUE_READS = frozenset(
+    {".item", ".tolist", "float()", "int()", "complex()", "index()", "bool()", "print", "allclose"}
+)
+_READS = SIZE_READS | _VALUE_READS
 
 
 def is_host(device: str) -> bool:
@@ -151,8 +158,10 @@ class TransferLog:
         cause: str,
         subject: object,
         result: object = None,
+        *,
+        waits: bool = False,
     ) -> None:
-        """Count one transfer at the line that is running now."""
+        """Count one transfer at the line that is running now, and a sync if the host waits for it."""
         __tracebackhide__ = True  # Ctrl-C may come here
         site = self.sites.find(subject)
         cause = site.module_call or cause
@@ -164,6 +173,8 @@ class TransferLog:
         pageable = is_pageable(subject, target, nbytes)
         one = _TransferSum(1, nbytes, seconds, repeats, None if pageable is None else nbytes * pageable)
         self.moves.setdefault(key, _TransferSum()).add(one)
+        if waits and site.line is not None:
+            self.syncs[site.line] += 1
 
     def add_sync(self) -> None:
         """Count one operation that made the host wait for the device, at the line that is running now."""
@@ -282,12 +293,21 @@ def _hoist(row: TransferRow, code: LoopCode) -> str:
 
 def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCode) -> Iterator[str]:
     for line, waits in syncs.items():
+        # A copy from the host waits too, and has advice of its own.
+        waits -= sum(row.count for row in moves if row.line == line and row.direction == "host-to-device")  # noqa: PLW2901
         if waits < MANY_SYNCS:
             continue
         causes = {row.cause for row in moves if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS}
         loop = " in the loop" if line in code.loops else ""
         if causes == {"bool()"}:
             yield f"line {line}: a condition{loop} was read from the device {waits:,} times, and each read waits"
+        elif causes & SIZE_READS:
+            what = min(causes & SIZE_READS)
+            call = "a mask" if what == MASK else f"{what}()"
+            yield (
+                f"line {line}: {call}{loop} made {waits:,} syncs, each to learn how many elements there are: "
+                "torch.where(mask, a, b) keeps the shape and makes none"
+            )
         elif causes and "print" not in causes:
             call = min(causes) + ("()" if min(causes).startswith(".") else "")
             yield f"line {line}: {call}{loop} made {waits:,} syncs: accumulate on the device and read once at the end"

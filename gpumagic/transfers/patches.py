@@ -48,7 +48,8 @@ from gpumagic.transfers.wrappers import CompilerWrapper, ConstructorWrapper, Fun
 times_patched = 0
 """How often tensors' methods have been patched in this process."""
 _open: list[Recorder] = []
-_counting_storages: list[Recorder] = []
+_counting: list[Recorder] = []
+"""The open runs, for which copies of storages and waits are counted."""
 _bindings: list[Binding] = []
 _lock = RLock()
 _BUILT_IN = type(torch.zeros)
@@ -208,9 +209,10 @@ def begin(recorder: Recorder) -> None:
     """Handle this thread's calls for a run from now on, or leave them to its function mode."""
     recorders.begin(recorder)
     with _lock:
-        if not _counting_storages:
+        if not _counting:
             _patch_storages()
-        _counting_storages.append(recorder)
+        wrappers.patch_attributes(recorder.device.type)
+        _counting.append(recorder)
         if not recorder.uses_patches:
             return
         _open.append(recorder)
@@ -226,14 +228,15 @@ def end(recorder: Recorder) -> None:
     recorders.end(recorder)
     release(recorder)
     with _lock:
-        _counting_storages[:] = [each for each in _counting_storages if each is not recorder]
-        if not _counting_storages:
+        _counting[:] = [each for each in _counting if each is not recorder]
+        if not _counting:
             _restore_storages()
+            wrappers.restore_attributes()
 
 
 def is_idle() -> bool:
     """Return whether torch is as it was found: no run is open."""
-    return not _open and not _counting_storages
+    return not _open and not _counting
 
 
 def release(recorder: Recorder) -> None:

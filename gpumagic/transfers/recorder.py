@@ -80,6 +80,8 @@ class Recorder:
     """Enters what brings the calls made inside a handled function to the handlers."""
     cause: str | None = None
     """The cause to report instead of the function itself (`print` calls many)."""
+    number: object = None
+    """The Python number that is being assigned, which torch may make a tensor of."""
     request: Request | None = None
     is_busy: bool = field(default=False)
     """Whether a handler is at work: calls that the function itself makes are not handled again."""
@@ -149,7 +151,7 @@ class Recorder:
     def add_move(
         self, subject: object, result: torch.Tensor, seconds: float | None, cause: str, *, non_blocking: bool = False
     ) -> None:
-        """Count a transfer if ``result`` and ``subject`` are on different devices; a copy to the host is also a sync.
+        """Count a transfer if ``result`` and ``subject`` are on different devices.
 
         Where a transfer also converts, CUDA does that on the host, or on the device where it is non-blocking, and
         between devices after the copy (torch's aten/src/ATen/native/cuda/Copy.cu, with peer access between devices).
@@ -164,7 +166,7 @@ class Recorder:
         nbytes = unwrapped(result).numel() * crossing.element_size()
         if not nbytes:
             return  # nothing is copied, and there is no sync
-        self.add_copy(source, target, nbytes, seconds, cause, subject, result)
+        self.add_copy(source, target, nbytes, seconds, cause, subject, result, non_blocking=non_blocking)
 
     def add_copy(
         self,
@@ -175,16 +177,23 @@ class Recorder:
         cause: str,
         subject: object,
         result: object = None,
+        *,
+        non_blocking: bool = False,
     ) -> None:
-        """Count bytes copied from one device to another; a copy to the host is also a sync."""
+        """Count bytes copied from one device to another; the host waits for its copies unless they are non-blocking.
+
+        After a copy from or to the host, CUDA waits for the stream; one between devices is only queued (torch's
+        aten/src/ATen/native/cuda/Copy.cu).
+        """
         __tracebackhide__ = True
         self.counted += 1
-        self.log.add_move(source, target, nbytes, seconds, self.cause or cause, subject, result)
-        if is_host(target):
-            self.log.add_sync()
+        waits = not non_blocking and is_host(source) != is_host(target)
+        self.log.add_move(source, target, nbytes, seconds, self.cause or cause, subject, result, waits=waits)
 
-    def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, cause: str) -> None:
-        """Count Python values read from a device tensor: a copy to the host, and a sync."""
+    def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float | None, cause: str) -> None:
+        """Count what the host reads of a device tensor, a value or a size: a copy to the host, and a sync."""
+        if not nbytes:
+            return
         self.add_copy(str(tensor.device), "cpu", nbytes, seconds, cause, tensor)
 
     def refuse(self, subject: object, what: str) -> None:

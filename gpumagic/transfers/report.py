@@ -97,7 +97,11 @@ class TransferReport(Report[TransferRow]):
     created: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """``{device: (count, bytes)}`` of tensors made by factory functions."""
     syncs: Mapping[int, int] = field(default_factory=dict)
-    """``{line: count}`` of operations that made the host wait for the device."""
+    """``{line: count}`` of what made the host wait for the device: copies from and to the host, but not non-blocking
+    ones; reads of values (`.item()`, ``if tensor``, `print`) and of sizes (`nonzero`, a mask as an index); and calls of
+    `synchronize` of a device, a stream or an event. An operator that waits several times within itself counts once. Not
+    counted: what the driver waits for by itself, as it may in a non-blocking copy from memory that is not pinned; what
+    no line of the cell does, such as `--move`."""
     peak: Mapping[str, int] = field(default_factory=dict)
     """``{device: bytes}`` allocated at most during the cell, where the allocator's counter gives it exactly."""
     elapsed: float = 0.0

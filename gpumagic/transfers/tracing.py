@@ -1,7 +1,8 @@
 """`--trace` and `--strict`: copies counted where torch makes them, including those that no line asks for.
 
-A dispatch mode sees every operator, in backward and in optimizers too. An operator with tensors of several devices is
-called with the mode in force inside it, so the copies that its own code makes are counted as well. A copy made while a
+A dispatch mode sees every operator, in backward and in optimizers too. An operator with tensors of several devices, or
+one whose kernel reads values, is called with the mode in force inside it, so the copies that its own code makes are
+counted as well. What kernels copy without an operator is not seen, such as the sizes in `coalesce`. A copy made while a
 handler of `calls` has a request is explicit; others are implicit. Imports torch at its top.
 """
 
@@ -22,7 +23,12 @@ from gpumagic.transfers.recorder import Recorder, is_free_to_read
 
 _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default,)
-_SYNCS = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
+_FINDERS = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive")
+FOUND_BYTES = torch.int32.itemsize
+"""The bytes of the number of elements that a kernel finds."""
+_INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
+_READERS = frozenset({"masked_fill", "masked_fill_", "bincount", "histc", "_ctc_loss", "_to_sparse", "one_hot"})
+"""Operators whose kernels read values from the device by calling other operators."""
 _UNCOUNTED = ("cpu", "meta")
 _NO_USE = ("lift_fresh", "detach")  # what a dispatch mode sees of torch.from_numpy and .detach()
 
@@ -56,7 +62,8 @@ class Tracer(TorchDispatchMode):
         if self._strict:
             self._refuse_strays(func, given)
         start = time.perf_counter()
-        result = self._inside(func, args, kwargs) if _is_mixed(given) else func(*args, **kwargs)
+        looks_inside = _is_mixed(given) or (func._opname in _READERS and not all(map(is_free_to_read, given)))
+        result = self._inside(func, args, kwargs) if looks_inside else func(*args, **kwargs)
         self._count(func, args, kwargs, result, time.perf_counter() - start)
         if self._recorder.memory is not None and not (self._operator or _allocates_nothing(func)):
             self._sample_memory(result)
@@ -95,14 +102,16 @@ class Tracer(TorchDispatchMode):
             self._add_move(func, args[1], args[0], seconds, bool(args[2] if len(args) > 2 else False))
         elif func._opname in ("equal", "allclose") and _reads_truth(args[0], args[1]):
             recorder.add_read(args[0], 1, seconds, self._cause(func))
-        elif func._opname in _SYNCS and not is_free_to_read(args[0]):
-            recorder.log.add_sync()
+        elif func._opname in _FINDERS and not is_free_to_read(args[0]) and self._operator not in _INDEXED:
+            nbytes = bytes_of_size(func._opname, args[0], in_slices=_is_in_slices(func, args, kwargs))
+            recorder.add_read(args[0], nbytes, seconds, self._cause(func))
 
     def _add_move(self, func: Any, source: torch.Tensor, target: torch.Tensor, seconds: float, quick: bool) -> None:
         __tracebackhide__ = True
         if self._strict and self._recorder.request is None and source.device != target.device:
+            number = self._recorder.number
             self._refuse(
-                source,
+                source if number is None or source.dim() else number,
                 f"is copied to {target.device} by {self._recorder.cause or self._cause(func)}, which no line asks for",
             )
         self._recorder.add_move(source, target, seconds, self._cause(func), non_blocking=quick)
@@ -121,9 +130,10 @@ class Tracer(TorchDispatchMode):
             if self._is_elsewhere(tensor) and tensor.dim() and _storage_number(tensor) not in self._requested:
                 self._refuse(tensor, f"is used by {func._opname}")
 
-    def _refuse(self, tensor: torch.Tensor, what: str) -> None:
+    def _refuse(self, subject: object, what: str) -> None:
         __tracebackhide__ = True
-        self._recorder.refuse(tensor, f"lives on {tensor.device} and {what}")
+        lives = f"lives on {subject.device} and " if isinstance(subject, torch.Tensor) else ""
+        self._recorder.refuse(subject, lives + what)
 
     def _note_requested(self, given: list[torch.Tensor], result: Any) -> None:
         """Remember what a line asked to be elsewhere, and what is computed from it."""
@@ -172,6 +182,22 @@ def _reads_truth(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether comparing two tensors needs the device; shapes and addresses may decide without it."""
     same = tensor is other or (tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride())
     return not is_free_to_read(tensor) and tensor.size() == other.size() and tensor.numel() > 0 and not same
+
+
+def _is_in_slices(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether `unique` compares the slices of a dimension."""
+    dim = kwargs.get("dim", args[3] if len(args) > 3 else None)
+    return "unique_dim" in func._opname or (func._opname == "unique_consecutive" and dim is not None)
+
+
+def bytes_of_size(name: str, tensor: torch.Tensor, *, in_slices: bool = False) -> int:
+    """Return the bytes in which CUDA tells the host how many elements an operator finds.
+
+    That is an int32, but an int64 of `unique`, unless it looks at truth values or ``in_slices`` of a dimension.
+    """
+    if "unique" not in name or in_slices or tensor.dtype == torch.bool:
+        return FOUND_BYTES
+    return torch.int64.itemsize if tensor.numel() else 0
 
 
 def _is_mixed(given: list[torch.Tensor]) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 from torch._C import _len_torch_function_stack
 
+from gpumagic.memory import allocator
 from gpumagic.source import frames
 from gpumagic.transfers import indexing
 from gpumagic.transfers import recorder as recorders
 from gpumagic.transfers.calls import Watched
 from gpumagic.transfers.device_mode import RecordingContext
 from gpumagic.transfers.recorder import Function, Handler, Recorder, device_context, worker_recorder
+from gpumagic.transfers.tracing import Tracer
 
 _SIZES_ONLY = frozenset({"dtype", "requires_grad", "names"})
 """What a constructor may take beside its sizes without naming a device."""
@@ -205,7 +208,8 @@ def wrap_storage_method(name: str) -> Function:
         __tracebackhide__ = True
         start = time.perf_counter()
         result = function(self, *args, **kwargs)
-        _count_storage(*ends(self, *args, **kwargs), start)
+        quick = kwargs.get("non_blocking", name == "copy_" and len(args) > 1 and args[1])
+        _count_storage(*ends(self, *args, **kwargs), start, non_blocking=bool(quick))
         return result
 
     return wrapper
@@ -219,7 +223,7 @@ STORAGE_COPIES: dict[str, Callable[..., tuple[Any, Any, Any]]] = {
 """Method -> what takes its arguments and returns the storage that is copied, from where, and to where."""
 
 
-def _count_storage(storage: Any, source: object, target: object, start: float) -> None:
+def _count_storage(storage: Any, source: object, target: object, start: float, *, non_blocking: bool) -> None:
     nbytes = storage.nbytes()
     if str(source) == str(target) or not nbytes:
         return
@@ -227,7 +231,86 @@ def _count_storage(storage: Any, source: object, target: object, start: float) -
     if recorder is None or recorder.is_traced:  # the tracer sees it
         return
     cause, subject = _find_request(sys._getframe(2))
-    recorder.add_copy(str(source), str(target), nbytes, time.perf_counter() - start, cause, subject)
+    seconds = time.perf_counter() - start
+    recorder.add_copy(str(source), str(target), nbytes, seconds, cause, subject, non_blocking=non_blocking)
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A function that is no function of tensors, and what calls its wrapper while a cell runs."""
+
+    owner: Any
+    name: str
+    function: Function
+    wrapper: Function
+
+
+_patched: list[Attribute] = []
+
+
+def patch_attributes(backend: str) -> None:
+    """Put the wrappers of what is no function of tensors in place, those of a backend too."""
+    patched = [each.wrapper for each in _patched]
+    for each in _attributes(backend):
+        if each.function not in patched:
+            _patched.append(each)
+            setattr(each.owner, each.name, each.wrapper)
+
+
+def restore_attributes() -> None:
+    """Undo `patch_attributes`, except where something else has been put there since."""
+    while _patched:
+        each = _patched.pop()
+        if vars(each.owner).get(each.name) is each.wrapper:
+            setattr(each.owner, each.name, each.function)
+
+
+def _attributes(backend: str) -> Iterator[Attribute]:
+    """Yield what waits for a device by name, and what `DataParallel` distributes and collects tensors with."""
+    modules = [each for each in (getattr(torch, "accelerator", None), allocator.device_module(backend)) if each]
+    classes = [getattr(module, name, None) for module in modules for name in ("Stream", "Event")]
+    for owner in (*modules, *classes):
+        function = None if owner in (None, torch.Stream, torch.Event) else vars(owner).get("synchronize")
+        if function is not None:  # those two are classes of C++, which cannot be patched
+            yield Attribute(owner, "synchronize", function, _wrap_wait(function))
+    for name in ("_scatter", "_gather"):
+        function = getattr(torch._C, name, None)  # CUDA's builds have them
+        if function is not None:
+            yield Attribute(torch._C, name, function, _wrap_distribution(function))
+
+
+def _wrap_distribution(function: Function) -> Function:
+    """Return the wrapper of a function of C++ that copies between several devices."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        recorder = recorders.current_recorder()
+        if recorder is None or recorder.is_traced:
+            return function(*args, **kwargs)
+        outer, recorder.cause = recorder.cause, recorder.cause or function.__name__.strip("_")
+        try:
+            with Tracer(recorder):
+                return function(*args, **kwargs)
+        finally:
+            recorder.cause = outer
+
+    return wrapper
+
+
+def _wrap_wait(function: Function) -> Function:
+    """Return the wrapper of a function by which a line waits for a device, a stream or an event."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        result = function(*args, **kwargs)
+        recorder = None if torch.compiler.is_compiling() else recorders.current_recorder()
+        if recorder is not None:
+            recorder.log.add_sync()
+        return result
+
+    return wrapper
 
 
 def _find_request(innermost: FrameType) -> tuple[str, object]:

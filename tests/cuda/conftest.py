@@ -33,13 +33,16 @@ class _Reason(pytest.Item):
 
 
 @pytest.fixture(autouse=True)
-def _fresh_log() -> None:
-    """Begin with an empty log of copies, an empty cache and no peak of an earlier test."""
+def _fresh_log(request: pytest.FixtureRequest) -> None:
+    """Begin with an empty log of copies, an empty cache and no peak of an earlier test.
+
+    A file with hundreds of tests may say which generation of garbage is collected before each; by default all is.
+    """
     if fakecuda.is_enabled():
         import gc
 
         import torch
 
-        gc.collect()
+        gc.collect(getattr(request.module, "COLLECTED_GENERATION", 2))
         torch.cuda.empty_cache()
         fakecuda.reset()

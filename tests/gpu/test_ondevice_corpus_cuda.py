@@ -26,7 +26,7 @@ def test_the_report_is_what_cupti_records(cell: CorpusCell, tmp_path: Path) -> N
     corpus.run(cell.code, asks=cell.asks, backend="cuda")  # contexts, kernels and caches are warm before it counts
     torch.cuda.synchronize()
     recorded = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-    report, _, _ = corpus.run(cell.code, asks=cell.asks, backend="cuda", around=recorded)
+    report = corpus.run_on_cuda(cell, recorded)
     trace = tmp_path / "trace.json"
     recorded.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
@@ -36,7 +36,4 @@ def test_the_report_is_what_cupti_records(cell: CorpusCell, tmp_path: Path) -> N
             way = next((told for short, told in DIRECTIONS.items() if short in event["name"]), None)
             if way is not None:
                 measured[way] += int(event["args"]["bytes"])
-    told: Counter[str] = Counter()
-    for row in report:
-        told[row.direction] += row.nbytes
-    assert +told == measured
+    assert corpus.bytes_by_direction(report) == measured

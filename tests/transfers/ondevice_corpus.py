@@ -4,6 +4,7 @@ A file of `ondevice_cells/` starts with comments, then comes the cell:
 
     # What it shows.
     # move: cpu -> simgpu:0, 2, 8000, x, .to      source -> target, how often, bytes, variable, what did it
+    # move on cuda: cpu -> simgpu:0, 1, 4, -, indexing    instead of all `move` lines, on CUDA, where torch differs
     # asks: x,batch                               what `--move` names
     # needs: cuda                                 not for simulated devices
     # gap: torch.load is not seen                 the report is wrong; the test fails once it is right
@@ -60,6 +61,7 @@ class CorpusCell:
     name: str
     code: str
     moves: tuple[Move, ...]
+    moves_on_cuda: tuple[Move, ...] = ()
     asks: str = ""
     needs: str | None = None
     gap: str | None = None
@@ -109,6 +111,22 @@ def run(
     return guard.report, simgpu.copies(), namespace
 
 
+def run_on_cuda(
+    cell: CorpusCell, around: contextlib.AbstractContextManager[Any], *, trace: bool = False
+) -> TransferReport:
+    """Run a cell on CUDA inside what records its copies, be it the profiler or the log of the fake runtime."""
+    report, _, _ = run(cell.code, asks=cell.asks, backend="cuda", around=around, trace=trace)
+    return report
+
+
+def bytes_by_direction(moves: Any) -> Counter[str]:
+    """Return the bytes of a report's rows by direction."""
+    told: Counter[str] = Counter()
+    for row in moves:
+        told[row.direction] += row.nbytes
+    return +told
+
+
 def counted(copies: list[Any]) -> tuple[Totals, Totals]:
     """Return how often and how many bytes the devices copied, by source and target."""
     count, nbytes = Totals(), Totals()
@@ -150,7 +168,8 @@ def _read(path: Path) -> CorpusCell:
     fields = [(key, value.strip()) for key, sep, value in (line.partition(": ") for line in head) if sep]
     said = dict(fields)
     moves = tuple(_move(value) for key, value in fields if key == "move")
-    return CorpusCell(path.stem, text, moves, said.get("asks", ""), said.get("needs"), said.get("gap"))
+    on_cuda = tuple(_move(value.replace("simgpu", "cuda")) for key, value in fields if key == "move on cuda")
+    return CorpusCell(path.stem, text, moves, on_cuda, said.get("asks", ""), said.get("needs"), said.get("gap"))
 
 
 def _move(text: str) -> Move:

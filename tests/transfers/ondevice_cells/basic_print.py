@@ -1,3 +1,3 @@
 # Print.
-# move: simgpu:0 -> cpu, 107, 323, -, print
+# move: simgpu:0 -> cpu, 108, 327, -, print
 text = str(g)

@@ -1,3 +1,3 @@
 # Print in format.
-# move: simgpu:1 -> cpu, 83, 253, -, print
+# move: simgpu:1 -> cpu, 84, 257, -, print
 text = f"{far}"

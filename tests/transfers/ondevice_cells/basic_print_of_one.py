@@ -1,3 +1,3 @@
 # Print of one.
-# move: simgpu:0 -> cpu, 7, 13, -, print
+# move: simgpu:0 -> cpu, 8, 17, -, print
 text = repr(g.sum())

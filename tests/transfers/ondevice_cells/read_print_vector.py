@@ -1,3 +1,3 @@
 # A printed tensor.
-# move: simgpu:0 -> cpu, 16, 43, -, print
+# move: simgpu:0 -> cpu, 17, 47, -, print
 print(g[0])
