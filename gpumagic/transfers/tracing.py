@@ -24,7 +24,7 @@ from gpumagic.transfers.recorder import Recorder, is_free_to_read
 _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default,)
 _FINDERS = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive")
-FOUND_BYTES = torch.int32.itemsize
+FOUND_BYTES: int = torch.int32.itemsize
 """The bytes of the number of elements that a kernel finds."""
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
 _READERS = frozenset({"masked_fill", "masked_fill_", "bincount", "histc", "_ctc_loss", "_to_sparse", "one_hot"})
@@ -197,7 +197,7 @@ def bytes_of_size(name: str, tensor: torch.Tensor, *, in_slices: bool = False) -
     """
     if "unique" not in name or in_slices or tensor.dtype == torch.bool:
         return FOUND_BYTES
-    return torch.int64.itemsize if tensor.numel() else 0
+    return 2 * FOUND_BYTES if tensor.numel() else 0
 
 
 def _is_mixed(given: list[torch.Tensor]) -> bool:
