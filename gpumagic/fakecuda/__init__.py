@@ -6,11 +6,10 @@ allocator with its statistics, snapshot and fragmentation, `torch.OutOfMemoryErr
 pinned memory, copies with their contents, autocast, `torch.compile` with Triton.
 
 No kernel runs, so **computed values mean nothing**: they are zeros or what the memory held before. Values that were
-copied are right. `nonzero`, masks and `unique` find nothing; other sizes that depend on values (`bincount`, `one_hot`)
-cannot be trusted. What looks at values to decide what to do may fail: `torch.linalg.eig`, `matrix_exp` and `lobpcg` do,
-and what checks its result (`torch.linalg.inv`) may say that the matrix is singular. Processes of one job do not reach
-each other through NCCL. How much memory cuDNN, cuSOLVER, cuSPARSE and cuFFT take for themselves is not known without a
-GPU: it is left out, and `unknown_sizes()` says how often.
+copied are right. `nonzero`, masks, `unique` and `any()` find nothing; other sizes that depend on values (`bincount`,
+`one_hot`) cannot be trusted. What looks at values to decide what to do may fail: `torch.linalg.eig`, `matrix_exp` and
+`lobpcg` do. Processes of one job do not reach each other through NCCL. How much memory cuDNN, cuSOLVER, cuSPARSE and
+cuFFT take for themselves is not known without a GPU: it is left out, and `unknown_sizes()` says how often.
 
 Each process has the cards for itself and sees no other's memory; what a context and loaded kernels take of a card is
 not counted. Device memory and events are not shared between processes (`cudaIpc...`), as `torch.multiprocessing`

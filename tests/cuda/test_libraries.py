@@ -285,6 +285,8 @@ def test_nothing_is_found_by_values_whatever_the_memory_held_before() -> None:
     assert given[given > 0].shape == given.masked_select(given > 0).shape == (0,)
     assert numbers.unique().shape == torch.unique_consecutive(numbers).shape == (0,)
     assert "device='cuda:0'" in repr(given)  # which looks for the elements that are not 0
+    assert not (given > 0).any()
+    assert torch.linalg.inv(torch.eye(5).expand(3, 5, 5).cuda()).shape == (3, 5, 5)  # any() is how it looks for errors
     assert given[1].item() == 2
 
 
