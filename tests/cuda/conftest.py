@@ -37,7 +37,8 @@ def _fresh_log(request: pytest.FixtureRequest) -> None:
     """Begin with an empty log of copies, an empty cache and no peak of an earlier test.
 
     New memory is zero, so what an operator looks for in it is not found. In a file with hundreds of tests that says so,
-    not all garbage is collected, unless something is still on a device.
+    not all garbage is collected, unless something is still on a device. What an earlier test has set of torch, such as
+    cuDNN off, is set back.
     """
     if fakecuda.is_enabled():
         import gc
@@ -49,6 +50,8 @@ def _fresh_log(request: pytest.FixtureRequest) -> None:
             gc.collect()
             _staying[0] = _small_blocks()
         torch.cuda.empty_cache()
+        torch.backends.cudnn.enabled = True
+        torch.set_printoptions(profile="default")
         fakecuda.reset()
 
 

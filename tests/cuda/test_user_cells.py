@@ -7,7 +7,6 @@ none ever does.
 from __future__ import annotations
 
 import gc
-import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -51,7 +50,7 @@ _seen: dict[tuple[str, str], Outcome] = {}
 def libraries() -> None:
     """What the cells import is there before a test counts objects."""
     for name in ("accelerate", "lightning", "peft", "timm.optim", "torchvision", "transformers"):
-        importlib.import_module(name)
+        pytest.importorskip(name, reason="the extra `cuda` has it")
 
 
 @pytest.fixture
