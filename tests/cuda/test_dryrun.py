@@ -10,6 +10,10 @@ import torch
 import gpumagic
 from gpumagic.dryrun import client
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(getattr(torch._C, "_acc", None), "DeviceGuard"), reason="a rehearsal needs torch 2.10 or newer"
+)
+
 SETUP = """
 import torch
 from torch import nn
