@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from gpumagic import fakecuda
+
 pytestmark = pytest.mark.benchmark
 
 SETUP = """
@@ -16,8 +18,9 @@ torch.set_num_threads(1)
 linear, relu = torch.nn.Linear, torch.nn.ReLU
 net = torch.nn.Sequential(linear(16, 32), relu(), linear(32, 16), relu(), linear(16, 4))
 opt = torch.optim.AdamW(net.parameters(), foreach=False)
-x, y = torch.randn(8, 16), torch.randn(8, 4)
-"""
+net.to(DEVICE)
+x, y = torch.randn(8, 16).to(DEVICE), torch.randn(8, 4).to(DEVICE)
+""".replace("DEVICE", repr("cuda:0" if fakecuda.is_enabled() else "cpu"))
 STEPS = """
 for _ in range(300):
     loss = torch.nn.functional.mse_loss(net(x), y)
