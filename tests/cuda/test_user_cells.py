@@ -138,4 +138,5 @@ def test_devices_attributes_every_byte_that_it_leaves(name: str, ran) -> None:
     assert sum(row.allocated for row in bare.devices) == bare.held
     for row in bare.devices:
         assert row.named + row.held + (row.graph or 0) == bare.held - (row.unexplained or 0)
-        assert (row.unexplained or 0) == bare.unsplit
+        # Where blocks are read, their owner has the rest as well; else it is what is unexplained, and nothing more.
+        assert (row.unexplained or 0) in {0, bare.unsplit}
