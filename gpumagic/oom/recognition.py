@@ -63,7 +63,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("size bug", r"[Tt]ried to allocate more than 1EB", "not-oom", allocator=True),
     Kind("memory fraction", r"preemptively rejected because it would exceed per_process_memory_fraction",
          backend="cuda", allocator=True),
-    Kind("cuda async allocator", r"Allocation on device [\d\x00-\x1f]* ?would exceed allowed memory", backend="cuda"),
+    Kind("cuda async allocator", r"Allocation on device ([\d\x01-\x1f]* ?would exceed|\Z)", backend="cuda"),
     Kind("cuda allocator", r"CUDA out of memory\.", backend="cuda", allocator=True),
     Kind("rocm allocator", r"HIP out of memory\.", backend="cuda", allocator=True),
     Kind("xpu allocator", r"XPU out of memory\.", backend="xpu", allocator=True),
