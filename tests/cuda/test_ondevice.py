@@ -106,7 +106,7 @@ INDEXED = [
 @pytest.mark.parametrize("code", INDEXED)
 def test_what_is_copied_for_an_index_is_told(code: str, trace: bool) -> None:
     """Numbers that are written to elements come from the host, and what a mask selects is counted for the host."""
-    g, h, i = torch.zeros(8, 4, device="cuda:0"), torch.ones(4), torch.zeros(1, dtype=torch.int64, device="cuda:0")
+    g, h, i = torch.zeros(8, 4, device="cuda:0"), torch.ones(4), torch.zeros(1, dtype=torch.int64).to("cuda:0")
     m = torch.zeros(8, 4, dtype=torch.bool, device="cuda:0")
     report = report_of(code, trace=trace, g=g, h=h, i=i, m=m, v=torch.zeros((), device="cuda:0"))
     assert told(report) == logged()
