@@ -8,7 +8,6 @@ it is unknown whether the cell fits.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import linecache
 import os
 import random
@@ -65,11 +64,11 @@ def missed_sentence(place: str) -> str:
     return f"{place} was not reached in the passes rehearsed, and may need more"
 
 
-def not_modelled(extra: tuple[int, int]) -> str:
-    """Return what is not modelled, as a band."""
+def not_modelled(extra: tuple[int, int], name: str) -> str:
+    """Return what an engine does not model, as a band."""
+    what = "the context takes" if name == engine.CUDA else "the context and the workspaces of kernels take"
     return (
-        f"the context and the workspaces of kernels take another {size(extra[0])} to {size(extra[1])}, an estimate; "
-        "nothing of this was measured on a real GPU"
+        f"{what} another {size(extra[0])} to {size(extra[1])}, an estimate; nothing of this was measured on a real GPU"
     )
 
 
@@ -158,7 +157,7 @@ def rehearse(
             told = compare(told, order)
         if note is not None:
             note(told)
-        return dataclasses.replace(_report(told, target, parts), engine=chosen.name)
+        return _report(told, chosen, parts)
 
 
 def ask(order: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +228,8 @@ def _workspaces(target: Target) -> list[list[int]]:
     return [[each.address for each in found if each.device == name] for name in target.names]
 
 
-def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> RehearsalReport:
+def _report(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> RehearsalReport:
+    target = chosen.target
     error, complete = told["error"], told["error"] is None and not told["missed"] and not told["is_open"]
     devices = tuple(
         _device(name, found, capacity, target.extra, complete)
@@ -238,7 +238,7 @@ def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> Rehea
     deciding = min(devices, key=lambda each: _room(each, target.names[target.chosen]))
     unknown = [*told["unknown"], *parts.notes, *target.unknown, *(missed_sentence(place) for place in told["missed"])]
     if target.extra[1]:
-        unknown.append(not_modelled(target.extra))
+        unknown.append(not_modelled(target.extra, chosen.name))
     return RehearsalReport(
         device=deciding.device,
         peak={each.device: each.peak for each in devices},
@@ -246,6 +246,7 @@ def _report(told: dict[str, Any], target: Target, parts: parcel.Parcel) -> Rehea
         code=deciding.code,
         operator=deciding.operator,
         breakdown=deciding.breakdown,
+        engine=chosen.name,
         fits=_together([each.fits for each in devices]),
         capacity=deciding.capacity,
         verdict=verdict_sentence(deciding, error),

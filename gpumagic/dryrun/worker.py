@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -43,6 +44,7 @@ def _warm_up(stage: str) -> None:
     """Import what every rehearsal needs; torch's meta kernels in Python are half of it."""
     import torch
 
+    tempfile.gettempdir()  # it is found by writing to it, which a rehearsal does not do
     importlib.import_module("torch.utils.checkpoint")
     importlib.import_module("torch.utils.data")
     importlib.import_module("torch._dynamo")  # optimizers import it at their first step
