@@ -222,10 +222,10 @@ def _order(
     }  # fmt: skip
 
 
-def _workspaces(target: Target) -> list[list[int]]:
-    """Return where torch keeps workspaces for cuBLAS, for each device; nowhere on an imagined one."""
+def _workspaces(target: Target) -> list[list[tuple[int, int]]]:
+    """Return where torch keeps workspaces for cuBLAS, and their bytes, for each device; none on an imagined one."""
     found = [] if target.is_imagined else workspaces.find_workspaces()
-    return [[each.address for each in found if each.device == name] for name in target.names]
+    return [[(each.address, each.nbytes) for each in found if each.device == name] for name in target.names]
 
 
 def _report(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> RehearsalReport:

@@ -7,7 +7,7 @@ notebook has taken the block that it has there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -56,23 +56,26 @@ class Layout:
         if address is not None:
             self._give_back(address)
 
-    def settle(self, workspaces: Sequence[int] = ()) -> None:
+    def settle(self, workspaces: Sequence[tuple[int, int]] = ()) -> None:
         """Give back the gaps, and let cuBLAS take the blocks that it has in the notebook.
 
         Args:
-            workspaces: where those lie in the notebook.
+            workspaces: where those lie in the notebook, and their bytes.
         """
-        takers = [torch.cuda.current_blas_handle, _multiply_backward]
         for gap in self._small_gaps:
             self._give_back(gap)
+        taken = [nbytes for address, nbytes in workspaces if self._let_go(address)]
         with torch.cuda.device(self._device):
-            for workspace, take in zip(workspaces, takers, strict=False):
-                address = self._owned.pop(workspace, None)
-                if address is not None:
-                    self._give_back(address)
-                    take()
+            for take in _takers(taken):
+                take()
         for gap in self._gaps:
             self._give_back(gap)
+
+    def _let_go(self, address: int) -> bool:
+        here = self._owned.pop(address, None)
+        if here is not None:
+            self._give_back(here)
+        return here is not None
 
     def _take(self, size: int) -> int:
         address: int = torch.cuda.caching_allocator_alloc(size, self._device)
@@ -81,6 +84,26 @@ class Layout:
     @staticmethod
     def _give_back(address: int) -> None:
         torch.cuda.caching_allocator_delete(address)
+
+
+def _takers(workspaces: Sequence[int]) -> Iterator[Callable[[], object]]:
+    """Yield what makes torch take workspaces of these sizes.
+
+    The largest are cuBLAS's, one for the cell's thread and one for that of backward passes; cuBLASLt had others of its
+    own until torch 2.10.
+    """
+    handles = workspaces.count(max(workspaces, default=0))
+    if handles:
+        yield torch.cuda.current_blas_handle
+    if handles < len(workspaces):
+        yield _multiply_and_add
+    if handles > 1:
+        yield _multiply_backward
+
+
+def _multiply_and_add() -> None:
+    one = torch.ones(1, 1, device="cuda")
+    torch.nn.functional.linear(one, one, one[0])
 
 
 def _multiply_backward() -> None:

@@ -13,13 +13,16 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
 
 from gpumagic.dryrun.parts import NotRehearsed
-from gpumagic.dryrun.stage.backend import DeviceModule
+
+if TYPE_CHECKING:
+    from gpumagic.dryrun.stage.backend import DeviceModule
+
 
 _OF_ANY_ACCELERATOR = (
     "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "empty_cache",
