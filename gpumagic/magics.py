@@ -21,7 +21,6 @@ from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.gpus import device_names
 from gpumagic.notebook.guards import Guard, RunOnce
 from gpumagic.options import parser
-from gpumagic.tensors.report import DiffReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from gpumagic.dryrun.report import RehearsalReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.notebook.cells import CellSessions
-    from gpumagic.tensors.report import TensorReport
+    from gpumagic.tensors.report import DiffReport, TensorReport
 
 
 def _magic(method: Callable[..., object]) -> Callable[..., object]:
@@ -284,6 +283,8 @@ class DiffBaseline:
         """Return what changed since the last report."""
         if self._last is None:
             note = "no %devices came before this one; the next --diff compares with it"
+            from gpumagic.tensors.report import DiffReport
+
             return DiffReport((), notes=(note,))
         return report.since(self._last, self._called)
 
