@@ -65,7 +65,7 @@ class Guesses:
         if one.shape != other.shape:
             return False
         self.guessed.add("truths")
-        self._assume("tensors compared on the device are taken to be equal")
+        self._assume(f"tensors compared on the device are taken {'not ' if self._truth else ''}to be equal")
         return not self._truth
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Guesses:
 
     def _selected(self, most: int) -> int:
         self.guessed.add("values")
-        self._assume("a mask on the device is taken to select everything")
+        self._assume(f"a mask on the device is taken to select {'everything' if self._selects_all else 'nothing'}")
         return most if self._selects_all else 0
 
     def _take(self, value: Any, kind: str, what: str) -> Any:
@@ -118,7 +118,8 @@ class Guesses:
 
     def _unknown(self, made: Any) -> Any:
         self.guessed.add("values")
-        self._assume("values copied from the device to the host are taken to be zeros")
+        what = "what the fake device holds, mostly zeros" if self._first else f"{self._number} or {self._whole}"
+        self._assume(f"values copied from the device to the host are taken to be {what}")
         if not self._first and isinstance(made, torch.Tensor):
             fraction = made.is_floating_point()
             made = torch.full_like(made, min(self._number, torch.finfo(made.dtype).max) if fraction else self._whole)

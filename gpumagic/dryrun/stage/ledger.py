@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from gpumagic.dryrun.stage.arena import Arena, Block, Pool
 from gpumagic.memory.segments import Segment
@@ -290,6 +291,27 @@ class Ledger:
         use.peak = max(use.peak, account.allocated)
         use.after = account.allocated
         self.timeline.append(Change(life, self.operators, self.place.line, account.allocated))
+
+
+def point(peak: Peak) -> dict[str, Any]:
+    """Return where and by what a device came to its highest."""
+    life = peak.life
+    if life is None:
+        return {"line": None, "code": "", "function": "", "operator": "", "nbytes": 0}
+    place = life.place
+    return {
+        "line": place.line, "code": place.code, "function": place.function, "nbytes": life.nbytes,
+        "operator": life.operator.partition(".")[0],
+    }  # fmt: skip
+
+
+def told_lines(ledger: Ledger) -> list[dict[str, Any]]:
+    """Return what each line of the cell did to each device."""
+    return [
+        {"line": use.place.line, "code": use.place.code, "device": use.device, "peak": use.peak, "after": use.after}
+        for use in ledger.lines.values()
+        if use.place.line is not None
+    ]
 
 
 MOST_POINTS = 200

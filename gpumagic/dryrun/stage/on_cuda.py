@@ -139,15 +139,15 @@ class CudaRun:
         for library in sorted({_library_of(what) for what in fakecuda.unknown_sizes()}):
             self.notes.not_known(f"what {library} takes for itself, which only a real GPU tells")
         for device, told in enumerate(devices):
-            told |= {"at": point(Peak()), "failure": None, "breakdown": {}}
+            told |= {"at": ledger.point(Peak()), "failure": None, "breakdown": {}}
             told["failed"] = failed and torch.cuda.memory_stats(device)["num_ooms"] > 0
         book = Ledger([], Place) if self._is_brief else self._book(len(devices))
         for told, account in zip(devices, book.accounts, strict=False):
-            told["at"] = point(account.peak)
-            told["failure"] = None if account.failure is None else point(account.failure)
+            told["at"] = ledger.point(account.peak)
+            told["failure"] = None if account.failure is None else ledger.point(account.failure)
             told["breakdown"] = book.breakdown(book.accounts.index(account))
         return {
-            "devices": devices, "lines": _lines(book), "timeline": ledger.told(book),
+            "devices": devices, "lines": ledger.told_lines(book), "timeline": ledger.told(book),
             "error": None if failed else error,
             "requests": [], "room": self.order["capacities"], "operators": book.operators,
             "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
@@ -194,23 +194,3 @@ def _library_of(function: str) -> str:
 def _address(tensor: torch.Tensor) -> int:
     address: int = tensor.untyped_storage().data_ptr()
     return address
-
-
-def point(peak: Peak) -> dict[str, Any]:
-    """Return where and by what a device came to its highest."""
-    life = peak.life
-    if life is None:
-        return {"line": None, "code": "", "function": "", "operator": "", "nbytes": 0}
-    place = life.place
-    return {
-        "line": place.line, "code": place.code, "function": place.function, "nbytes": life.nbytes,
-        "operator": life.operator.partition(".")[0],
-    }  # fmt: skip
-
-
-def _lines(book: Ledger) -> list[dict[str, Any]]:
-    return [
-        {"line": use.place.line, "code": use.place.code, "device": use.device, "peak": use.peak, "after": use.after}
-        for use in book.lines.values()
-        if use.place.line is not None
-    ]

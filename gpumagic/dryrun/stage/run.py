@@ -17,7 +17,7 @@ from gpumagic.dryrun.stage.autocast import Autocast
 from gpumagic.dryrun.stage.contents import Contents
 from gpumagic.dryrun.stage.items import Chance
 from gpumagic.dryrun.stage.kinds import Kinds, Lines
-from gpumagic.dryrun.stage.ledger import Account, Ledger, Peak, Place
+from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
 from gpumagic.dryrun.stage.loops import Loops
 from gpumagic.dryrun.stage.names import OURS, Names
 from gpumagic.dryrun.stage.operators import Operators
@@ -151,12 +151,9 @@ class Rehearsal:
         self.ledger.where = Place
         self._kinds.look_around()
         devices = [self._device(index, account, before[index]) for index, account in enumerate(self.ledger.accounts)]
-        lines = [
-            {"line": use.place.line, "code": use.place.code, "device": use.device, "peak": use.peak, "after": use.after}
-            for use in self.ledger.lines.values() if use.place.line is not None
-        ]  # fmt: skip
         return {
-            "devices": devices, "lines": lines, "timeline": ledger.told(self.ledger), "error": error,
+            "devices": devices, "lines": ledger.told_lines(self.ledger),
+            "timeline": ledger.told(self.ledger), "error": error,
             "requests": self.ledger.requests if len(self.ledger.requests) <= MOST_REQUESTS else [],
             "room": [account.arena.capacity for account in self.ledger.accounts],
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
@@ -169,7 +166,8 @@ class Rehearsal:
         return {
             "peak": account.peak.allocated, "before": before, "after": account.allocated,
             "reserved": account.arena.peak_reserved, "failed": account.arena.failed,
-            "at": _point(account.peak), "failure": None if account.failure is None else _point(account.failure),
+            "at": ledger.point(account.peak),
+            "failure": None if account.failure is None else ledger.point(account.failure),
             "breakdown": self.ledger.breakdown(index),
         }  # fmt: skip
 
@@ -204,14 +202,3 @@ def _codes_in(code: types.CodeType) -> list[types.CodeType]:
         each for each in code.co_consts if isinstance(each, types.CodeType) and source.OURS not in each.co_varnames
     ]
     return inner + [deeper for each in inner for deeper in _codes_in(each)]
-
-
-def _point(peak: Peak) -> dict[str, Any]:
-    life = peak.life
-    if life is None:
-        return {"line": None, "code": "", "function": "", "operator": "", "nbytes": 0}
-    place = life.place
-    return {
-        "line": place.line, "code": place.code, "function": place.function, "nbytes": life.nbytes,
-        "operator": life.operator.partition(".")[0],
-    }  # fmt: skip
