@@ -9,7 +9,7 @@ is a plain Python API:
     gpumagic.release_held()                 release tensors that only outputs or the last error hold
     with gpumagic.ondevice("cuda:1") as run: ...     new tensors land there; run.report has the copies
     with gpumagic.oomguard() as guard: ...           out-of-memory is explained, its memory freed; guard.report
-    gpumagic.rehearse("...code...")         the peak memory that code would need, without running it
+    gpumagic.dry_run("...code...")         the peak memory that code would need, without running it
     gpumagic.cluster                        the same on the engines of an ipyparallel cluster, as one report
     gpumagic.merge([...])                   reports of several processes as one
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic import cluster, simgpu
-    from gpumagic.api import devices, gpuinfo, ondevice, oomguard, rehearse, release_held, why
+    from gpumagic.api import devices, dry_run, gpuinfo, ondevice, oomguard, release_held, why
     from gpumagic.cluster.report import ClusterReport, merge
-    from gpumagic.dryrun.report import RehearsalReport
-    from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError, RehearsalUnavailable, SimgpuUnavailable
+    from gpumagic.dryrun.report import DryRunReport
+    from gpumagic.errors import DeviceNotFound, DryRunUnavailable, GpuMagicError, OptionError, SimgpuUnavailable
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.recognition import OutOfMemory
     from gpumagic.oom.report import FitReport, OomReport
@@ -41,6 +41,8 @@ __all__ = [
     "ClusterReport",
     "DeviceNotFound",
     "DiffReport",
+    "DryRunReport",
+    "DryRunUnavailable",
     "FitReport",
     "GPUReport",
     "GpuMagicError",
@@ -48,8 +50,6 @@ __all__ = [
     "OomReport",
     "OptionError",
     "OutOfMemory",
-    "RehearsalReport",
-    "RehearsalUnavailable",
     "ReleaseReport",
     "SimgpuUnavailable",
     "TensorReport",
@@ -57,21 +57,21 @@ __all__ = [
     "WhyReport",
     "cluster",
     "devices",
+    "dry_run",
     "gpuinfo",
     "merge",
     "ondevice",
     "oomguard",
-    "rehearse",
     "release_held",
     "simgpu",
     "why",
 ]
 
 _HOMES = {
-    "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "rehearse", "release_held", "why"),
+    "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "dry_run", "release_held", "why"),
     "gpumagic.cluster.report": ("ClusterReport", "merge"),
-    "gpumagic.dryrun.report": ("RehearsalReport",),
-    "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "RehearsalUnavailable", "SimgpuUnavailable"),
+    "gpumagic.dryrun.report": ("DryRunReport",),
+    "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "DryRunUnavailable", "SimgpuUnavailable"),
     "gpumagic.gpus.report": ("GPUReport",),
     "gpumagic.oom.recognition": ("OutOfMemory",),
     "gpumagic.oom.report": ("FitReport", "OomReport"),

@@ -13,7 +13,7 @@ from gpumagic.notebook import session
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from gpumagic.dryrun.report import RehearsalReport
+    from gpumagic.dryrun.report import DryRunReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.guard import OomGuard
     from gpumagic.tensors.held_report import ReleaseReport, WhyReport
@@ -177,14 +177,14 @@ def oomguard(
     return OomGuard(keep=keep, keep_going=keep_going, namespace=sys._getframe(1).f_globals, rerun=again)
 
 
-def rehearse(
+def dry_run(
     what: str | Callable[[], object],
     namespace: Mapping[str, object] | None = None,
     *,
     device: str | None = None,
     capacity: int | str | None = None,
     time_limit: float = 60.0,
-) -> RehearsalReport:
+) -> DryRunReport:
     """Return the peak memory that code would need, without running it here and without touching a device.
 
     It is run in another process, on a device without bytes; nothing of this one changes. The first call starts that
@@ -195,18 +195,19 @@ def rehearse(
         namespace: the names that the code sees; the caller's globals by default.
         device: the device asked about, such as ``"cuda:1"``; the first accelerator by default.
         capacity: what a device is to have, in bytes or as ``"16GiB"``; what is free and this process's own without.
-        time_limit: seconds after which the rehearsal is cancelled.
+        time_limit: seconds after which the dry run is cancelled.
 
     Raises:
         DeviceNotFound: a device that is not here.
         OptionError: the code or the capacity cannot be read, or there is no accelerator and no capacity is given.
-        RehearsalUnavailable: this system or this torch cannot.
+        DryRunUnavailable: this system or this torch cannot.
     """
-    from gpumagic.dryrun import forecast, targets
+    from gpumagic.dryrun import run, targets
+    from gpumagic.dryrun.script import script_of
     from gpumagic.options import parse_size
 
     if namespace is None:
         namespace = sys._getframe(1).f_globals
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
     target = targets.choose(device, size)
-    return forecast.rehearse(forecast.script(what), namespace, target, time_limit=time_limit)
+    return run.dry_run(script_of(what), namespace, target, time_limit=time_limit)

@@ -6,7 +6,7 @@ The magics turn them into IPython's `UsageError` in one place (`magics.py`); the
     GpuMagicError
     |-- OptionError          an option, a size or a count that cannot be read
     |-- DeviceNotFound       a device that cannot be read or is not here
-    |-- RehearsalUnavailable a cell cannot be rehearsed here
+    |-- DryRunUnavailable a cell cannot be dry-run here
     |-- StrayTensor          under --strict: a tensor of another device used or copied without being asked for
     |-- SimgpuUnavailable    the simulated accelerator cannot be built or changed
     `-- FakecudaUnavailable  torch's CUDA build, or a compiler for the fake runtime below it, is not here
@@ -30,8 +30,8 @@ class DeviceNotFound(GpuMagicError, ValueError):
     """The device named is not one of this machine's; the message lists those that are."""
 
 
-class RehearsalUnavailable(GpuMagicError, RuntimeError):
-    """A cell cannot be rehearsed on this system or with this torch; the message says what is missing."""
+class DryRunUnavailable(GpuMagicError, RuntimeError):
+    """A cell cannot be dry-run on this system or with this torch; the message says what is missing."""
 
 
 class SimgpuUnavailable(GpuMagicError, RuntimeError):

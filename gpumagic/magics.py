@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
     from gpumagic.cluster.report import ClusterReport
-    from gpumagic.dryrun.report import RehearsalReport
+    from gpumagic.dryrun.report import DryRunReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.notebook.cells import CellSessions
     from gpumagic.tensors.report import DiffReport, TensorReport
@@ -189,11 +189,11 @@ class GPUMagic(Magics):
             )
         print(every_cell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
 
-    def _rehearse(self, options: Namespace, cell: str | None) -> RehearsalReport:
+    def _rehearse(self, options: Namespace, cell: str | None) -> DryRunReport:
         """Return the cell's rehearsal; where the cell is to run next, show it, and raise if the cell does not fit."""
         from gpumagic.dryrun import cells
 
-        report = cells.rehearse_cell(self.shell, options, cell)
+        report = cells.dry_run_cell(self.shell, options, cell)
         if options.out is not None:
             self.shell.user_ns[options.out] = report
         if not options.rehearse_only:

@@ -209,7 +209,7 @@ def guarded(bare_shell, two_devices, warm_worker):
 
 @pytest.fixture(scope="session")
 def _worker_of_the_tests():
-    """One rehearsal worker for all tests: unloading the extension, which each shell's end does, leaves it alone."""
+    """One dry run worker for all tests: unloading the extension, which each shell's end does, leaves it alone."""
     from gpumagic.dryrun import client
 
     close = client.close
@@ -219,7 +219,7 @@ def _worker_of_the_tests():
 
 @pytest.fixture
 def warm_worker(_worker_of_the_tests):
-    """Keep the rehearsal worker from ending with the test's shell."""
+    """Keep the dry run worker from ending with the test's shell."""
     from gpumagic.dryrun import client
 
     with pytest.MonkeyPatch.context() as patch:  # of its own: the test's is undone before its shell ends

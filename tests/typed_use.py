@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import gpumagic
 from gpumagic.cluster.report import PlacedRow
-from gpumagic.dryrun.report import RehearsalRow
+from gpumagic.dryrun.report import DryRunRow
 from gpumagic.gpus.report import GpuRow, ProcessRow
 from gpumagic.oom.report import Advice, FitReport, OomReport
 from gpumagic.tensors.held_report import FreedRow, WayRow
@@ -52,11 +52,11 @@ def running() -> None:
     assert_type(guard.report.advice, tuple[Advice, ...])
 
 
-def rehearsing() -> None:
-    forecast = gpumagic.rehearse("x = 1")
-    assert_type(forecast[0], RehearsalRow)
-    assert_type(forecast.peak, dict[str, int])
-    assert_type(forecast.fits, bool | None)
+def dry_runs() -> None:
+    report = gpumagic.dry_run("x = 1")
+    assert_type(report[0], DryRunRow)
+    assert_type(report.peak, dict[str, int])
+    assert_type(report.fits, bool | None)
 
 
 @gpumagic.ondevice("cuda:1")

@@ -4,10 +4,12 @@ In that process torch knows the device, its tensors are plain ones, its optimize
 torch's own; only the kernels are answered by shape. The CPU is real, so data loaders, shuffling and `.tolist()` do
 what they do. Nothing of the notebook changes.
 
-    targets.py     which devices, and which of their properties this process knows
-    cells.py       dry runs on behalf of the magics
-    forecast.py    the request to the worker, and what its answer means
+    script.py      what runs; `targets.py` says on which devices, `engine.py` what answers
+    run.py         the request to the worker
+    courses.py     the same with other values in place of those that are not known
+    verdict.py     what the answer means
     fitting.py     the largest value with which a cell fits
+    cells.py       dry runs on behalf of the magics
     parcel.py      the notebook as code and metadata; `sendable.py` decides how each object goes, `parts.py` as what
     client.py      the parent's end of the worker process; `worker.py` is the other
     stage/         what runs in there

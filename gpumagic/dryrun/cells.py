@@ -13,10 +13,11 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.dryrun import fitting, forecast, targets
+from gpumagic.dryrun import fitting, run, targets
 from gpumagic.dryrun.fitting import Recordings
-from gpumagic.dryrun.report import Fit, RehearsalReport
-from gpumagic.errors import GpuMagicError, OptionError, RehearsalUnavailable
+from gpumagic.dryrun.report import DryRunReport, Fit
+from gpumagic.dryrun.script import script_of
+from gpumagic.errors import DryRunUnavailable, GpuMagicError, OptionError
 from gpumagic.report import progress
 from gpumagic.source.settings import Setting
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
-def rehearse_cell(shell: InteractiveShell, options: Namespace, body: str | None) -> RehearsalReport:
-    """Return the rehearsal of a cell magic's body.
+def dry_run_cell(shell: InteractiveShell, options: Namespace, body: str | None) -> DryRunReport:
+    """Return the dry run of a cell magic's body.
 
     Args:
         shell: whose names the cell sees.
@@ -33,27 +34,28 @@ def rehearse_cell(shell: InteractiveShell, options: Namespace, body: str | None)
         body: the text below the line.
 
     Raises:
-        OptionError: there is no body, or a capacity without a rehearsal.
-        GpuMagicError: as `gpumagic.rehearse`.
+        OptionError: there is no body, or a capacity without a dry run.
+        GpuMagicError: as `gpumagic.dry_run`.
     """
     if not (options.rehearse or options.rehearse_only):
-        raise OptionError("--capacity is what a rehearsal reckons with: add --rehearse or --rehearse-only")
+        raise OptionError("--capacity is what a dry run reckons with: add --rehearse or --rehearse-only")
     if body is None:
-        raise OptionError("a rehearsal needs all of the cell: write %%oomguard on its first line")
-    from gpumagic.dryrun import fitting, forecast, targets
+        raise OptionError("a dry run needs all of the cell: write %%oomguard on its first line")
+    from gpumagic.dryrun import fitting, run, targets
+    from gpumagic.dryrun.script import script_of
 
-    script = forecast.script(body, _lines_above(shell, body))
+    script = script_of(body, _lines_above(shell, body))
     target = targets.choose(None, options.capacity)
-    report = forecast.rehearse(script, shell.user_ns, target)
+    report = run.dry_run(script, shell.user_ns, target)
     if not (options.rehearse_only and options.fit):
         return report
-    with progress.counted(fitting.MOST_REHEARSALS, "rehearsal") as tell:
+    with progress.counted(fitting.MOST_RUNS, "dry run") as tell:
         found = fitting.of_script(script, options.fit, shell.user_ns, target, tell)
     return dataclasses.replace(report, largest=found)
 
 
-def show(report: RehearsalReport) -> None:
-    """Show a rehearsal before the cell runs.
+def show(report: DryRunReport) -> None:
+    """Show a dry run before the cell runs.
 
     Raises:
         GpuMagicError: the cell does not fit, or that is not known, so it must not run.
@@ -78,19 +80,19 @@ def _lines_above(shell: InteractiveShell, body: str) -> int:
 
 
 SECONDS = 30.0
-"""How long all rehearsals of one question may take."""
+"""How long all dry runs of one question may take."""
 
 What = str | Callable[[], object]
 
 
 class OtherValues:
-    """Rehearses code with one number changed.
+    """Dry-runs code with one number changed.
 
     Args:
         knob: the number.
         imagine: returns the code, or a callable, and the variables that a value comes with.
         namespace: the names that the code sees.
-        seconds: how long the first rehearsal may take, and how long all others together.
+        seconds: how long the first dry run may take, and how long all others together.
     """
 
     def __init__(
@@ -105,19 +107,19 @@ class OtherValues:
         self._until: float | None = None
         self._recordings = Recordings()
 
-    def rehearse(self, value: int) -> RehearsalReport:
-        """Return the rehearsal with a value, as the devices are now.
+    def dry_run(self, value: int) -> DryRunReport:
+        """Return the dry run with a value, as the devices are now.
 
         Raises:
-            GpuMagicError: it cannot be rehearsed, or there is no time left.
+            GpuMagicError: it cannot be dry-run, or there is no time left.
         """
         left = self._seconds if self._until is None else self._until - time.monotonic()
         if left <= 0:
-            raise RehearsalUnavailable(f"the rehearsals took more than {self._seconds:g} s")
+            raise DryRunUnavailable(f"the dry runs took more than {self._seconds:g} s")
         what, values = self._imagine(value)
         target = targets.choose(None, None)
-        report = forecast.rehearse(
-            forecast.script(what), self._namespace, target, values=values, time_limit=left,
+        report = run.dry_run(
+            script_of(what), self._namespace, target, values=values, time_limit=left,
             note=self._recordings.note(value, target),
         )  # fmt: skip
         if self._until is None:  # the worker's start does not count
@@ -127,22 +129,22 @@ class OtherValues:
     def fits(self, value: int) -> bool | None:
         """Return whether the code fits with a value; None where that cannot be told."""
         try:
-            return self.rehearse(value).fits
+            return self.dry_run(value).fits
         except GpuMagicError:
             return None
 
     def largest(self) -> Fit:
         """Return the largest value that fits; where none is found, the reason."""
         try:
-            with progress.counted(fitting.MOST_REHEARSALS, "rehearsal") as tell:
-                rehearse = functools.partial(self._told, tell)
-                return fitting.search(rehearse, self.knob.name, self.knob.value, self._recordings.largest)
+            with progress.counted(fitting.MOST_RUNS, "dry run") as tell:
+                dry_run = functools.partial(self._told, tell)
+                return fitting.search(dry_run, self.knob.name, self.knob.value, self._recordings.largest)
         except GpuMagicError as error:
             return Fit(self.knob.name, self.knob.value, None, None, None, 0, 0.0, reason=str(error))
 
-    def _told(self, tell: Callable[[str], None], value: int) -> RehearsalReport:
+    def _told(self, tell: Callable[[str], None], value: int) -> DryRunReport:
         tell(f"{self.knob.name} = {value}")
-        return self.rehearse(value)
+        return self.dry_run(value)
 
 
 def with_other_values(

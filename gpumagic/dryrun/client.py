@@ -1,4 +1,4 @@
-"""The parent's end of the worker: started at the first rehearsal, kept warm, replaced when it dies."""
+"""The parent's end of the worker: started at the first dry run, kept warm, replaced when it dies."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from gpumagic import fakecuda
-from gpumagic.errors import RehearsalUnavailable
+from gpumagic.errors import DryRunUnavailable
 from gpumagic.report import progress
 
 _STARTING = 60
-"""Seconds that a worker may take to import torch, besides the rehearsal's own time limit."""
+"""Seconds that a worker may take to import torch, besides the dry run's own time limit."""
 _HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 class Worker:
-    """A process that rehearses cells one after the other."""
+    """A process that dry-runs cells one after the other."""
 
     def __init__(self, engine: str) -> None:
         if not hasattr(os, "fork"):
-            raise RehearsalUnavailable("a rehearsal needs a system that can fork; on Windows, use it in WSL")
+            raise DryRunUnavailable("a dry run needs a system that can fork; on Windows, use it in WSL")
         import socket
 
         ours, theirs = socket.socketpair()
@@ -54,21 +54,21 @@ class Worker:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Return the account of a rehearsal; ``{"ended": sentence}`` where it gave none."""
+        """Return the account of a dry run; ``{"ended": sentence}`` where it gave none."""
         try:
             self._connection.send_bytes(pickle.dumps(order, protocol=5))
             if not self._wait(int(order["time_limit"]) + _STARTING):
                 self.close()
-                return {"ended": "the rehearsal's worker gave no answer and was stopped"}
+                return {"ended": "the dry run's worker gave no answer and was stopped"}
             told = self._connection.recv_bytes()
         except (EOFError, OSError):
             self.close()
-            return {"ended": "the rehearsal's worker ended; the next rehearsal starts a new one"}
+            return {"ended": "the dry run's worker ended; the next dry run starts a new one"}
         except BaseException:  # Ctrl-C: what it is doing is not wanted any more
             self.close()
             raise
         if not told:
-            return {"ended": "the rehearsal crashed its process, as the cell might: nothing is known of its memory"}
+            return {"ended": "the dry run crashed its process, as the cell might: nothing is known of its memory"}
         answer: dict[str, Any] = json.loads(told)
         return answer
 
@@ -83,7 +83,7 @@ class Worker:
     def _wait(self, seconds: int) -> bool:
         if self._connection.poll(1.0):
             return True
-        return any(self._connection.poll(1.0) for _ in islice(progress.elapsed_seconds("rehearsing"), seconds))
+        return any(self._connection.poll(1.0) for _ in islice(progress.elapsed_seconds("dry-running"), seconds))
 
 
 _workers: dict[str, Worker] = {}
@@ -91,7 +91,7 @@ _workers: dict[str, Worker] = {}
 
 
 def ask(order: dict[str, Any]) -> dict[str, Any]:
-    """Return the account of a rehearsal from the warm worker of its engine, starting one if there is none."""
+    """Return the account of a dry run from the warm worker of its engine, starting one if there is none."""
     engine = order["engine"]
     worker = _workers.get(engine)
     if worker is None or not worker.is_usable():
@@ -102,7 +102,7 @@ def ask(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def warm(engine: str = "fake") -> Worker | None:
-    """Return the worker that waits for an engine's next rehearsal, if one does."""
+    """Return the worker that waits for an engine's next dry run, if one does."""
     return _workers.get(engine)
 
 

@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.dryrun.report import Fit, RehearsalReport
+from gpumagic.dryrun.report import DryRunReport, Fit
 from gpumagic.dryrun.stage.arena import Arena, Block
 from gpumagic.dryrun.stage.ledger import EMPTIES, STARTS, Account
 from gpumagic.dryrun.targets import Target
 from gpumagic.source import settings
 
 if TYPE_CHECKING:
-    from gpumagic.dryrun.forecast import Script
+    from gpumagic.dryrun.script import Script
     from gpumagic.dryrun.targets import Target
 
 
 Foresee = Callable[[int, int, int, int], "int | None"]
 PRECISION = 0.015
 """How near the largest value is sought, as a share of it."""
-MOST_REHEARSALS = 12
+MOST_RUNS = 12
 _LARGEST = 1 << 40
 _FAR = 16
 _STARTS = (1, 16, 256)
@@ -47,19 +47,20 @@ def fit(
         what: code as a notebook's cell has it, or a callable without arguments.
         name: a variable that is a whole number in the namespace, or that the code sets to one.
         namespace: the names that the code sees; the caller's globals by default.
-        device: as for `gpumagic.rehearse`.
-        capacity: as for `gpumagic.rehearse`.
+        device: as for `gpumagic.dry_run`.
+        capacity: as for `gpumagic.dry_run`.
 
     Raises:
         OptionError: neither the code nor the namespace has a whole number of that name.
     """
     import sys
 
-    from gpumagic.dryrun import forecast, targets
+    from gpumagic.dryrun import targets
+    from gpumagic.dryrun.script import script_of
     from gpumagic.options import parse_size
 
     names = sys._getframe(1).f_globals if namespace is None else namespace
-    script = forecast.script(what)
+    script = script_of(what)
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
     return of_script(script, name, names, targets.choose(device, size))
 
@@ -74,12 +75,12 @@ def of_script(
         name: the number's.
         namespace: the notebook's.
         target: the devices.
-        tell: called with what is rehearsed next.
+        tell: called with what is dry-run next.
 
     Raises:
         OptionError: there is no such number.
     """
-    from gpumagic.dryrun import forecast
+    from gpumagic.dryrun import run
 
     names = dict(namespace)
     if script.source is None:
@@ -89,29 +90,29 @@ def of_script(
 
     recordings = Recordings()
 
-    def rehearse(value: int) -> RehearsalReport:
+    def dry_run(value: int) -> DryRunReport:
         tell(f"{name} = {value}")
         text, values = knob.with_value(value)
         changed = script if text is None else replace(script, source=text)
-        return forecast.rehearse(changed, namespace, target, values=values, note=recordings.note(value, target))
+        return run.dry_run(changed, namespace, target, values=values, note=recordings.note(value, target))
 
-    return search(rehearse, name, knob.value, recordings.largest)
+    return search(dry_run, name, knob.value, recordings.largest)
 
 
-def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int, foresee: Foresee = lambda *_: None) -> Fit:
+def search(dry_run: Callable[[int], DryRunReport], name: str, now: int, foresee: Foresee = lambda *_: None) -> Fit:
     """Return the largest value that fits.
 
     Args:
-        rehearse: rehearses with a value.
+        dry_run: dry-runs with a value.
         name: the variable.
         now: its value.
-        foresee: guesses the largest value from two that were rehearsed, one that is too large, and how near to come.
+        foresee: guesses the largest value from two that were run, one that is too large, and how near to come.
     """
-    tried: dict[int, RehearsalReport] = {}
+    tried: dict[int, DryRunReport] = {}
 
-    def ask(value: int) -> RehearsalReport:
+    def ask(value: int) -> DryRunReport:
         if value not in tried:
-            tried[value] = rehearse(value)
+            tried[value] = dry_run(value)
         return tried[value]
 
     first, second, at, reason = _first_two(ask, now)
@@ -122,7 +123,7 @@ def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int, fore
     guess = int((_room(first) - base) / each)
     low, high = _bracket(tried)
     guess = foreseen = foresee(at, 2 * at, min(guess + 1, high or guess + 1), max(1, _margin(guess) // 4)) or guess
-    while len(tried) < MOST_REHEARSALS and (high is None or high - low > _margin(low)):
+    while len(tried) < MOST_RUNS and (high is None or high - low > _margin(low)):
         guess = max(low + 1, min(guess, _LARGEST if high is None else high - 1))
         reason = _why_not(ask(guess))
         if reason:
@@ -135,8 +136,8 @@ def search(rehearse: Callable[[int], RehearsalReport], name: str, now: int, fore
     return _fit(name, now, largest, tried, base, each, "" if largest else reason or "not even 1 fits")
 
 
-def _first_two(ask: Callable[[int], RehearsalReport], now: int) -> tuple[RehearsalReport, RehearsalReport, int, str]:
-    """Return two rehearsals that tell the law, the value of the first, half of the second's; and why they do not."""
+def _first_two(ask: Callable[[int], DryRunReport], now: int) -> tuple[DryRunReport, DryRunReport, int, str]:
+    """Return two dry runs that tell the law, the value of the first, half of the second's; and why they do not."""
     for start in _STARTS:
         at = start * now
         first = second = ask(at)
@@ -149,7 +150,7 @@ def _first_two(ask: Callable[[int], RehearsalReport], now: int) -> tuple[Rehears
     return first, second, at, reason
 
 
-def _is_flat(one: RehearsalReport, other: RehearsalReport) -> bool:
+def _is_flat(one: DryRunReport, other: DryRunReport) -> bool:
     """Return whether both fit, with the same peak: the value does not matter between them, or not yet."""
     return bool(one.fits and other.fits) and one.peak == other.peak
 
@@ -158,7 +159,7 @@ def _margin(value: int) -> int:
     return max(1, int(value * PRECISION))
 
 
-def _next(tried: dict[int, RehearsalReport], low: int, high: int | None) -> int:
+def _next(tried: dict[int, DryRunReport], low: int, high: int | None) -> int:
     """Return what to try next: a step up from what fits, a longer one down each time from what does not.
 
     The law is of what is allocated. Segments are larger, and by how much is known only from a run of about that size.
@@ -173,27 +174,27 @@ def _next(tried: dict[int, RehearsalReport], low: int, high: int | None) -> int:
     return guess if low < guess else (low + high) // 2
 
 
-def _bracket(tried: dict[int, RehearsalReport]) -> tuple[int, int | None]:
+def _bracket(tried: dict[int, DryRunReport]) -> tuple[int, int | None]:
     """Return the largest value that fits, 0 for none, and the smallest that does not."""
     fitting = [value for value, report in tried.items() if report.fits]
     failing = [value for value, report in tried.items() if not report.fits]
     return max(fitting, default=0), min(failing, default=None)
 
 
-def _law(first: RehearsalReport, second: RehearsalReport, now: int) -> tuple[int, float]:
+def _law(first: DryRunReport, second: DryRunReport, now: int) -> tuple[int, float]:
     device = first.device or ""
     one, two = first.peak.get(device, 0), second.peak.get(device, 0)
     each = (two - one) / now
     return int(one - each * now), each
 
 
-def _room(report: RehearsalReport) -> float:
+def _room(report: DryRunReport) -> float:
     device = next(each for each in report.devices if each.device == report.device)
     return (report.capacity or 0) - device.extra[1]
 
 
-def _why_not(report: RehearsalReport) -> str:
-    """Return why nothing can be learnt from a rehearsal, or nothing."""
+def _why_not(report: DryRunReport) -> str:
+    """Return why nothing can be learnt from a dry run, or nothing."""
     if report.error is not None:
         return report.error
     if report.capacity is None:
@@ -203,7 +204,7 @@ def _why_not(report: RehearsalReport) -> str:
 
 
 def _fit(
-    name: str, now: int, largest: int | None, tried: dict[int, RehearsalReport], base: int, each: float, reason: str
+    name: str, now: int, largest: int | None, tried: dict[int, DryRunReport], base: int, each: float, reason: str
 ) -> Fit:
     report = tried[largest] if largest else tried[now]
     return Fit(
@@ -223,7 +224,7 @@ Requests = list[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What the allocators were asked in one rehearsal."""
+    """What the allocators were asked in one dry run."""
 
     target: Target
     room: list[int | None]
@@ -232,13 +233,13 @@ class Recording:
 
 
 class Recordings:
-    """The rehearsals of one cell with different values."""
+    """The dry runs of one cell with different values."""
 
     def __init__(self) -> None:
         self._known: dict[int, Recording] = {}
 
     def note(self, value: int, target: Target) -> Callable[[dict[str, Any]], object]:
-        """Return what keeps the account of a rehearsal with a value."""
+        """Return what keeps the account of a dry run with a value."""
 
         def keep(told: dict[str, Any]) -> None:
             requests = [tuple(each) for each in told["requests"]]
@@ -250,7 +251,7 @@ class Recordings:
         """Return the largest value, to within a margin, with which no request would be refused; None if unknown.
 
         Args:
-            one: a value that was rehearsed.
+            one: a value that was run.
             other: another.
             too_many: a value that is taken not to.
             margin: how near.

@@ -1,4 +1,4 @@
-"""A namespace as code and metadata: what of the notebook a rehearsal needs, without a byte of the devices'.
+"""A namespace as code and metadata: what of the notebook a dry run needs, without a byte of the devices'.
 
 Tensors become shape, dtype, strides, device and storage identity; those on the CPU keep their contents, the large ones
 on a `Shelf`, and what has no room there is taken to hold zeros.
@@ -58,7 +58,7 @@ class Parcel:
     files: set[str]
     """The files whose code is in it: cells."""
     shelf: parts.Shelf
-    """What the worker maps while it rehearses."""
+    """What the worker maps while it dry-runs."""
 
     def close(self) -> None:
         """Let go of the shelf."""
@@ -72,8 +72,8 @@ def pack(
 
     Args:
         namespace: the notebook's.
-        names: those the code uses; what holds tensors is sent in any case, so that it stays alive in the rehearsal.
-        extra: one more object, under the name ``__rehearsed__``.
+        names: those the code uses; what holds tensors is sent in any case, so that it stays alive in the dry run.
+        extra: one more object, under the name ``__dry_run__``.
         with_graphs: whether what graphs keep is sent with the tensors that lead to them.
     """
     bad: set[str] = set()
@@ -109,7 +109,7 @@ class _Packing:
         pickler = _Pickler(self)  # gone with this call: in a cycle with this, it would keep tensors until a collection
         self.todo += [(0, name) for name in names]
         if extra is not None:
-            pickler.dump((0, "__rehearsed__", extra))
+            pickler.dump((0, "__dry_run__", extra))
         while self.todo:
             scope, name = self.todo.pop()
             if (scope, name) in self.done or name in _NOT_SENT or name not in self.scopes[scope]:

@@ -28,11 +28,11 @@ coming: Callable[[StoragePart], object] = lambda part: part  # noqa: E731  # as 
 
 blanks: list[Any] = []
 """The memory of fractions that were not sent, which reads as zeros until something is put there."""
-GRAPH = "_rehearsed_graph"
+GRAPH = "_dry_run_graph"
 """The attribute of a tensor that keeps what its graph keeps."""
 
 
-class NotRehearsed(RuntimeError):
+class CannotDryRun(RuntimeError):
     """The cell does something whose memory cannot be foretold; the message names it."""
 
 
@@ -47,7 +47,7 @@ class Absent:
         self.__dict__["_what"] = what
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise NotRehearsed(f"it uses {self.__dict__['_what']}, which cannot be sent to a rehearsal")
+        raise CannotDryRun(f"it uses {self.__dict__['_what']}, which cannot be sent to a dry run")
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") and name.endswith("__"):
@@ -190,7 +190,7 @@ def _blank(nbytes: int, is_whole: bool) -> Any:
 
 
 ROOM = 256 << 20
-"""Bytes of all that is shelved for one rehearsal."""
+"""Bytes of all that is shelved for one dry run."""
 _PAGE = mmap.ALLOCATIONGRANULARITY
 
 Slot = tuple[str, int]
@@ -198,7 +198,7 @@ Slot = tuple[str, int]
 
 
 class Shelf:
-    """What one rehearsal gets."""
+    """What one dry run gets."""
 
     def __init__(self) -> None:
         self._file: int | None = None

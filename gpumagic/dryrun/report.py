@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RehearsalRow:
+class DryRunRow:
     """One line of the cell on one device."""
 
     device: str
@@ -25,7 +25,7 @@ class RehearsalRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RehearsalPoint:
+class DryRunPoint:
     """One device after one of the cell's operators."""
 
     device: str
@@ -35,12 +35,12 @@ class RehearsalPoint:
     """Which line of the cell ran; None before the first."""
     allocated: int
     parts: dict[str, int]
-    """The same bytes by what they are, named as in `RehearsalReport.breakdown`: what each block turned out to be by
+    """The same bytes by what they are, named as in `DryRunReport.breakdown`: what each block turned out to be by
     the end of the cell, so that memory that will be a gradient counts as one from its first byte."""
 
 
 @dataclass(frozen=True)
-class DeviceForecast:
+class DeviceNeed:
     """One device: what the cell takes of it."""
 
     device: str
@@ -83,14 +83,14 @@ class Fit:
     each: float
     """Bytes of the peak for each 1 of it."""
     tried: tuple[tuple[int, int, bool | None], ...] = ()
-    """(value, peak, whether it fits) of each rehearsal."""
+    """(value, peak, whether it fits) of each dry run."""
     reason: str = ""
     assumed: tuple[str, ...] = ()
-    """What the rehearsals took for granted."""
+    """What the dry runs took for granted."""
 
     @property
     def ceiling(self) -> int | None:
-        """The smallest value that was rehearsed and does not fit."""
+        """The smallest value that was run and does not fit."""
         return min((value for value, _, fits in self.tried if fits is False), default=None)
 
     @property
@@ -103,10 +103,10 @@ class Fit:
 
 
 @dataclass(frozen=True, repr=False)
-class RehearsalReport(Report[RehearsalRow]):
+class DryRunReport(Report[DryRunRow]):
     """The peak memory of a cell that has not run, where it is, what makes it up, and whether it fits."""
 
-    row_type: ClassVar[type[Any]] = RehearsalRow
+    row_type: ClassVar[type[Any]] = DryRunRow
 
     device: str | None
     """The device that decides: the one that would run out, or has least left."""
@@ -121,25 +121,25 @@ class RehearsalReport(Report[RehearsalRow]):
     capacity: int | None
     verdict: str
     largest: Fit | None = None
-    points: tuple[RehearsalPoint, ...] = ()
+    points: tuple[DryRunPoint, ...] = ()
     """Each device's memory in the course of the cell, by what it is, thinned to some hundred points a device."""
     assumed: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     effects: tuple[str, ...] = ()
-    """What the cell will do to files, programs and the network; the rehearsal did none of it."""
+    """What the cell will do to files, programs and the network; the dry run did none of it."""
     error: str | None = None
     """How the cell would fail for another reason than memory."""
-    devices: tuple[DeviceForecast, ...] = ()
-    lines: tuple[RehearsalRow, ...] = ()
+    devices: tuple[DeviceNeed, ...] = ()
+    lines: tuple[DryRunRow, ...] = ()
     operators: int = 0
-    """How many operators the rehearsal answered."""
+    """How many operators the dry run answered."""
     seconds: float = 0.0
     """How long it took."""
     engine: str = "fake"
     """What it ran on: `cuda`, torch's own CUDA over a fake runtime, or `fake`, tensors without bytes."""
 
     @property
-    def rows(self) -> tuple[RehearsalRow, ...]:
+    def rows(self) -> tuple[DryRunRow, ...]:
         return self.lines
 
     @property

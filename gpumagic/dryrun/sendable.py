@@ -3,8 +3,8 @@
 On Linux it is memory without a name, which is gone with the process that holds it, however that ends; elsewhere a
 temporary file, which the parent removes. The worker maps it privately, so that what a cell writes stays there.
 
-A tensor that leads to a graph is sent without it, and backward through it cannot be rehearsed; but the storages that
-its nodes saved are sent along, and live in the rehearsal for as long as the tensor does. Only where they lie in the
+A tensor that leads to a graph is sent without it, and backward through it cannot be dry-run; but the storages that
+its nodes saved are sent along, and live in the dry run for as long as the tensor does. Only where they lie in the
 allocator's segments is known: what they leave behind is gaps, and how large those are decides what fits.
 """
 
@@ -123,4 +123,4 @@ class OldGraphs:
     def note(self) -> str:
         """Return what to say of a tensor that leads to a graph."""
         kept = "whose memory stays in use" + ("" if self._graphs is None else " as long as the tensor")
-        return f"a tensor with a graph from an earlier cell is rehearsed without that graph, {kept}"
+        return f"a tensor with a graph from an earlier cell is dry-run without that graph, {kept}"

@@ -1,4 +1,4 @@
-"""Which devices a cell is rehearsed for, what of each this process can have, and what is not modelled there."""
+"""Which devices a cell is dry-run for, what of each this process can have, and what is not modelled there."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Target:
 
 
 def choose(device: str | None, capacity: int | None) -> Target:
-    """Return what to rehearse for.
+    """Return what a dry run is for.
 
     Args:
         device: a device of this machine; where ``capacity`` is given, also one that it does not have.
@@ -69,13 +69,13 @@ def choose(device: str | None, capacity: int | None) -> Target:
     here = allocator.accelerators()
     if device is None:
         if not here and capacity is None:
-            raise OptionError("there is no GPU here to rehearse for; say what it should have: --capacity 16GiB")
+            raise OptionError("there is no GPU here for a dry run; say what it should have: --capacity 16GiB")
         device = here[0] if here else "cuda:0"
     elif capacity is None or device in here or not _is_imaginable(device):
         device = device_names.resolve(device)
     backend, _, index = device.partition(":")
     if backend in device_names.BUILTIN_DEVICES:
-        raise OptionError(f"a rehearsal is for an accelerator, and {device} is none; name one of {', '.join(here)}")
+        raise OptionError(f"a dry run is for an accelerator, and {device} is none; name one of {', '.join(here)}")
     chosen = int(index or 0)
     count = max(chosen + 1, sum(each.startswith(f"{backend}:") for each in here))
     names = [f"{backend}:{each}" for each in range(count)]

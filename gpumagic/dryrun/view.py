@@ -1,11 +1,11 @@
-"""The view of a rehearsal: whether it fits, where the peak is, what makes it up, how it comes about."""
+"""The view of a dry run: whether it fits, where the peak is, what makes it up, how it comes about."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.dryrun.report import DeviceForecast, Fit, RehearsalPoint, RehearsalReport
+from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, Fit
 from gpumagic.errors import GpuMagicError
 from gpumagic.report import document
 from gpumagic.report.document import (
@@ -34,8 +34,8 @@ ENOUGH = 3
 """Points from which on there is something to draw."""
 
 
-@document_of.register(RehearsalReport)
-def view_rehearsal(report: RehearsalReport) -> Document:
+@document_of.register(DryRunReport)
+def view_dry_run(report: DryRunReport) -> Document:
     """Return the report with its verdict first; details that few need are folded away."""
     blocks: list[Block] = [Heading(_headline(report)), Paragraph(report.verdict)]
     deciding = next((each for each in report.devices if each.device == report.device), None)
@@ -46,23 +46,23 @@ def view_rehearsal(report: RehearsalReport) -> Document:
         blocks.append(_devices([each for each in report.devices if each.peak]))
     if report.largest is not None:
         blocks.append(Paragraph(_largest(report.largest)))
-    blocks += [Paragraph(f"When it runs, it {each}; the rehearsal did not.") for each in report.effects]
+    blocks += [Paragraph(f"When it runs, it {each}; the dry run did not.") for each in report.effects]
     blocks += _small_print(report)
     return Document(tuple(blocks))
 
 
-def _headline(report: RehearsalReport) -> str:
-    said = [{True: "Fits", False: "Does not fit", None: "Rehearsed"}[report.fits]]
+def _headline(report: DryRunReport) -> str:
+    said = [{True: "Fits", False: "Does not fit", None: "Dry run"}[report.fits]]
     if report.device is not None and report.device in report.peak:
         of = f" of {size(report.capacity)}" if report.capacity is not None else ""
         said.append(f"{size(report.peak[report.device])}{of} on {report.device}")
     if report.operators:
         on = " on torch's own CUDA" if report.engine == "cuda" else ""
-        said.append(f"rehearsed{on} in {duration(report.seconds)}")
+        said.append(f"dry run{on} in {duration(report.seconds)}")
     return " · ".join(said)
 
 
-def _peak(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
+def _peak(report: DryRunReport, device: DeviceNeed) -> Iterator[Block]:
     if device.line is not None and device.code is not None:
         yield Listing([(device.line, device.code, "")])
         where = f" in {device.function}" if device.function else ""
@@ -79,7 +79,7 @@ def _peak(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
         yield Fold(f"{count(len(lines), 'line')} of the cell", [_lines(report, device)])
 
 
-def _course(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
+def _course(report: DryRunReport, device: DeviceNeed) -> Iterator[Block]:
     """Yield the memory over the cell's operators, by what it is."""
     points = [point for point in report.points if point.device == device.device]
     if len(points) < ENOUGH:
@@ -97,9 +97,9 @@ def _course(report: RehearsalReport, device: DeviceForecast) -> Iterator[Block]:
     yield Sparkline(heights, mark, f"peak {size(device.peak)}{line}", f"{said}, peak {size(device.peak)}{line}", bands)
 
 
-def _columns(points: Sequence[RehearsalPoint]) -> list[RehearsalPoint]:
+def _columns(points: Sequence[DryRunPoint]) -> list[DryRunPoint]:
     """Return the highest point of each of `COLUMNS` equal parts of the operators; where none is, the last before."""
-    found: list[RehearsalPoint] = [points[0]] * COLUMNS
+    found: list[DryRunPoint] = [points[0]] * COLUMNS
     last = max(1, points[-1].operator)
     place = 0
     for point in points:
@@ -111,7 +111,7 @@ def _columns(points: Sequence[RehearsalPoint]) -> list[RehearsalPoint]:
     return found
 
 
-def _lines(report: RehearsalReport, device: DeviceForecast) -> Table:
+def _lines(report: DryRunReport, device: DeviceNeed) -> Table:
     rows: list[list[Cell | str]] = [
         [str(row.line), row.code, Cell(size(row.peak), (Segment(row.peak / device.peak),)), size(row.after)]
         for row in report.lines if row.device == device.device
@@ -120,7 +120,7 @@ def _lines(report: RehearsalReport, device: DeviceForecast) -> Table:
     return Table(columns, rows, caption="What each line of the cell takes")
 
 
-def _devices(devices: list[DeviceForecast]) -> Table:
+def _devices(devices: list[DeviceNeed]) -> Table:
     rows: list[list[Cell | str]] = [
         [each.device, size(each.before), size(each.peak), size(each.after), size(each.capacity)] for each in devices
     ]
@@ -136,21 +136,21 @@ def _largest(fit: Fit) -> str:
     return f"{fit.name} = {fit.largest} is the largest that fits: {size(fit.peak)}{of} ({law}; now {fit.value})."
 
 
-def _small_print(report: RehearsalReport) -> Iterator[Block]:
+def _small_print(report: DryRunReport) -> Iterator[Block]:
     for text, sentences in (("Assumed", report.assumed), ("Not known", report.unknown)):
         if sentences:
             yield Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
 
 
-@figure_of.register(RehearsalReport)
-def plot_rehearsal(report: RehearsalReport) -> Figure:
+@figure_of.register(DryRunReport)
+def plot_dry_run(report: DryRunReport) -> Figure:
     """Return a figure of the memory that a cell would take over its operators, by what it is, a picture a device.
 
     Raises:
-        GpuMagicError: matplotlib is not installed, or the rehearsal came to no operator.
+        GpuMagicError: matplotlib is not installed, or the dry run came to no operator.
     """
     if not report.points:
-        raise GpuMagicError("there is no timeline to plot: the rehearsal came to no operator")
+        raise GpuMagicError("there is no timeline to plot: the dry run came to no operator")
     devices = [each for each in dict.fromkeys(point.device for point in report.points) if report.peak.get(each)]
     if not devices:
         raise GpuMagicError("there is no timeline to plot: the cell would touch no device's memory")
@@ -161,8 +161,8 @@ def plot_rehearsal(report: RehearsalReport) -> Figure:
     return figure
 
 
-def _lay_out_operators(axes: Any, points: Sequence[RehearsalPoint], device: str) -> None:
-    """Draw one device of a rehearsal: its parts one on the other, and the peak with its line."""
+def _lay_out_operators(axes: Any, points: Sequence[DryRunPoint], device: str) -> None:
+    """Draw one device of a dry run: its parts one on the other, and the peak with its line."""
     unit, name = unit_for(max(point.allocated for point in points))
     steps = [point.operator for point in points]
     floor = [0.0] * len(points)

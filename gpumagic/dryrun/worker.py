@@ -1,7 +1,7 @@
-"""The warm process that rehearsals run in: torch is imported once, and each rehearsal is a fork of it.
+"""The warm process that dry runs run in: torch is imported once, and each dry run is a fork of it.
 
 The process itself never runs a cell, so that it stays clean: it starts no thread and no backward pass, which a fork
-would not survive. A crash, an abort or a hang of a rehearsal ends that fork, and the answer says so.
+would not survive. A crash, an abort or a hang of a dry run ends that fork, and the answer says so.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gpumagic import fakecuda
 _TO_TELL = 20
 """Seconds that a run has to tell its account after its time is up."""
 _tried: set[str] = set()
-"""Modules that were asked for before: one that cannot be imported here is not tried for every rehearsal."""
+"""Modules that were asked for before: one that cannot be imported here is not tried for every dry run."""
 
 
 def main(descriptor: int) -> None:
-    """Serve rehearsals until the other end of the connection closes."""
+    """Serve dry runs until the other end of the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = Connection(descriptor)
-    _warm_up("on_cuda" if fakecuda.is_enabled() else "run")
+    _warm_up("on_cuda" if fakecuda.is_enabled() else "on_fake")
     while True:
         try:
             order = pickle.loads(requests.recv_bytes())  # noqa: S301  # from our own parent
@@ -41,10 +41,10 @@ def main(descriptor: int) -> None:
 
 
 def _warm_up(stage: str) -> None:
-    """Import what every rehearsal needs; torch's meta kernels in Python are half of it."""
+    """Import what every dry run needs; torch's meta kernels in Python are half of it."""
     import torch
 
-    tempfile.gettempdir()  # it is found by writing to it, which a rehearsal does not do
+    tempfile.gettempdir()  # it is found by writing to it, which a dry run does not do
     importlib.import_module("torch.utils.checkpoint")
     importlib.import_module("torch.utils.data")
     importlib.import_module("torch._dynamo")  # optimizers import it at their first step
@@ -60,14 +60,14 @@ def _in_a_fork(order: dict[str, Any]) -> bytes:
     child = os.fork()
     if child == 0:
         os.close(receiving)
-        _rehearse(order, sending)
+        _serve(order, sending)
     os.close(sending)
     patience = _TO_TELL if order["engine"] == "cuda" else 0  # it stops by itself, and tells what it has seen
     with Connection(receiving, writable=False) as answer:
         try:
             if answer.poll(order["time_limit"] + patience):
                 return answer.recv_bytes()
-            return _ended(f"the rehearsal took more than {order['time_limit']:g} s and was stopped")
+            return _ended(f"the dry run took more than {order['time_limit']:g} s and was stopped")
         except EOFError:
             return b""  # it died: how is known below
         finally:
@@ -88,8 +88,8 @@ def _preload(order: dict[str, Any]) -> None:
         gc.freeze()
 
 
-def _rehearse(order: dict[str, Any], sending: int) -> None:
-    """Run the rehearsal in this process, and end it."""
+def _serve(order: dict[str, Any], sending: int) -> None:
+    """Run the dry run in this process, and end it."""
     try:
         os.setpgid(0, 0)
         _be_silent()
@@ -109,9 +109,9 @@ def _rehearse(order: dict[str, Any], sending: int) -> None:
 
             CudaRun(order, tell).run()
         else:
-            from gpumagic.dryrun.stage.run import Rehearsal
+            from gpumagic.dryrun.stage.on_fake import FakeRun
 
-            Rehearsal(order, tell).run()
+            FakeRun(order, tell).run()
     except BaseException as error:
         _report(error, sending)
     finally:
@@ -120,7 +120,7 @@ def _rehearse(order: dict[str, Any], sending: int) -> None:
 
 def _report(error: BaseException, sending: int) -> None:
     text = str(error).strip().splitlines()
-    sentence = f"the rehearsal could not be set up: {type(error).__name__}: {text[0] if text else ''}"
+    sentence = f"the dry run could not be set up: {type(error).__name__}: {text[0] if text else ''}"
     with contextlib.suppress(OSError):
         Connection(sending, readable=False).send_bytes(_ended(sentence))
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MIN_REPORTED = 1024**2
 """Bytes below which a difference is not reported."""
 
-REHEARSAL_SECONDS = 10.0
+DRY_RUN_SECONDS = 10.0
 """How long the dry runs for an advice may take."""
 
 FUSED_ATTENTION = ("cuda", "xpu", "mps")
@@ -59,7 +59,7 @@ def conclude(
         facts = _facts(failure, state)
     except Exception as fault:  # a partial report is better than the loss of it
         notes.append(f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}")
-    facts = _rehearsed(facts, state)
+    facts = _dry_run(facts, state)
     before, at_failure, after = facts.before, facts.at_failure, facts.after
     return OomReport(
         kind=facts.kind,
@@ -87,7 +87,7 @@ def conclude(
     )
 
 
-def _rehearsed(facts: Facts, state: GuardState) -> Facts:
+def _dry_run(facts: Facts, state: GuardState) -> Facts:
     """Return the facts with the largest batch that fits, where dry runs find it in little time."""
     found = batch.at_work(facts)
     source, shell = facts.scene.source, state.shell
@@ -99,7 +99,7 @@ def _rehearsed(facts: Facts, state: GuardState) -> Facts:
     with contextlib.suppress(Exception):  # our own failure must not cost the user the report
         names = dict(state.namespace)
         setting = settings.find_in_cell(source, found.name, names, "advice")
-        dry_runs = cells.with_other_values(source, setting, names, REHEARSAL_SECONDS, facts.residue)
+        dry_runs = cells.with_other_values(source, setting, names, DRY_RUN_SECONDS, facts.residue)
         fit = dry_runs.largest()
         return replace(facts, rehearsed=fit, roundest=_roundest(fit, dry_runs))
     return facts

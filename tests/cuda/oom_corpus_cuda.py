@@ -256,7 +256,7 @@ def _case(cell: str, *setup: str, memory: str = "64MiB", strangers: str = "") ->
 def main(wanted: list[str]) -> dict[str, object]:
     """Return what came of every cell."""
     listen()
-    evidence._rehearsed = lambda facts, _: facts  # rehearsals are tested elsewhere
+    evidence._dry_run = lambda facts, _: facts  # dry runs are tested elsewhere
     ways = {name: _case(cell) for name, cell in WAYS.items()}
     outcomes: dict[str, object] = {}
     for name, each in {**cases(), **ways, **special()}.items():

@@ -1,4 +1,4 @@
-"""The rehearsal on torch's CUDA build: its peak is that of torch's own allocator, and streams and events run."""
+"""The dry run on torch's CUDA build: its peak is that of torch's own allocator, and streams and events run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import gpumagic
 from gpumagic.dryrun import client
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(getattr(torch._C, "_acc", None), "DeviceGuard"), reason="a rehearsal needs torch 2.10 or newer"
+    not hasattr(getattr(torch._C, "_acc", None), "DeviceGuard"), reason="a dry run needs torch 2.10 or newer"
 )
 
 SETUP = """
@@ -54,7 +54,7 @@ def _one_worker() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_the_peak_told_is_that_of_torchs_allocator(variables, name) -> None:
-    report = gpumagic.rehearse(CELLS[name], variables, device="cuda:0")
+    report = gpumagic.dry_run(CELLS[name], variables, device="cuda:0")
     torch.cuda.reset_peak_memory_stats()
     exec(CELLS[name], dict(variables))
     assert (report.fits, report.peak["cuda:0"]) == (True, torch.cuda.max_memory_allocated(0))

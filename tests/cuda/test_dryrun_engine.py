@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from rehearsal_cells import CELLS, COMMON
+from dryrun_cells import CELLS, COMMON
 
 from gpumagic import fakecuda
-from gpumagic.dryrun import client, fit, forecast, targets
-from gpumagic.dryrun.report import RehearsalReport
+from gpumagic.dryrun import client, fit, run, targets
+from gpumagic.dryrun.report import DryRunReport
+from gpumagic.dryrun.script import script_of
 
 MIB = 1 << 20
 NEED_VALUES = ("lengths read back",)
@@ -50,8 +51,8 @@ def notebook(earlier: str) -> dict[str, Any]:
     return names
 
 
-def rehearse(cell: str, names: dict[str, Any]) -> RehearsalReport:
-    return forecast.rehearse(forecast.script(cell), names, targets.choose("cuda:0", None))
+def dry_run(cell: str, names: dict[str, Any]) -> DryRunReport:
+    return run.dry_run(script_of(cell), names, targets.choose("cuda:0", None))
 
 
 def really(cell: str, names: dict[str, Any]) -> tuple[bool, list[int], list[int]]:
@@ -72,7 +73,7 @@ def really(cell: str, names: dict[str, Any]) -> tuple[bool, list[int], list[int]
 def test_the_peak_is_the_allocators_to_the_byte(name: str) -> None:
     earlier, cell = CELLS[name][0], CELLS[name][1].replace("simgpu", "cuda")
     names = notebook(earlier)
-    report = rehearse(cell, names)
+    report = dry_run(cell, names)
     assert report.engine == "cuda"
     assert report.error is None
     ended, peaks, reserved = really(cell, names)
@@ -84,7 +85,7 @@ def test_the_peak_is_the_allocators_to_the_byte(name: str) -> None:
 @pytest.mark.parametrize("name", NEED_VALUES)
 def test_what_depends_on_values_is_said_to(name: str) -> None:
     earlier, cell = CELLS[name][0], CELLS[name][1].replace("simgpu", "cuda")
-    report = rehearse(cell, notebook(earlier))
+    report = dry_run(cell, notebook(earlier))
     assert report.fits is None
     assert any("depends on values on the device" in each for each in report.unknown)
 
@@ -93,12 +94,12 @@ def test_what_depends_on_values_is_said_to(name: str) -> None:
 @pytest.mark.parametrize("name", TIGHT)
 def test_it_fits_where_it_really_runs_and_does_not_where_it_fails(name: str) -> None:
     earlier, cell = CELLS[name][0], CELLS[name][1].replace("simgpu", "cuda")
-    needed = rehearse(cell, notebook(earlier)).devices[0].reserved
+    needed = dry_run(cell, notebook(earlier)).devices[0].reserved
     outcomes = []
     for capacity in (needed, needed - 2 * MIB, needed - 6 * MIB, needed * 2 // 3):
         names = notebook(earlier)
         fakecuda.set_memory(0, capacity=max(capacity, torch.cuda.memory_reserved(0)))
-        told = rehearse(cell, names).fits
+        told = dry_run(cell, names).fits
         outcomes.append((told, really(cell, names)[0]))
     assert [told for told, _ in outcomes] == [ended for _, ended in outcomes]
     assert {told for told, _ in outcomes} == {True, False}
@@ -119,7 +120,7 @@ def test_the_largest_batch_that_it_finds_runs_and_a_larger_one_does_not() -> Non
 
 def test_every_pass_of_a_loop_is_run() -> None:
     names = notebook("kept = []")
-    report = rehearse("for step in range(300):\n    kept.append(torch.ones(1000, device='cuda:0'))", names)
+    report = dry_run("for step in range(300):\n    kept.append(torch.ones(1000, device='cuda:0'))", names)
     assert report.peak["cuda:0"] == 300 * 4096
     assert report.line == 2
 
@@ -127,7 +128,7 @@ def test_every_pass_of_a_loop_is_run() -> None:
 def test_a_list_that_is_concatenated_needs_both() -> None:
     names = notebook("")
     cell = "outs = []\nfor _ in range(50):\n    outs.append(torch.ones(MIB // 4, device=DEV))\nwhole = torch.cat(outs)"
-    report = rehearse(cell.replace("MIB", str(MIB)), {**names, "DEV": "cuda:0"})
+    report = dry_run(cell.replace("MIB", str(MIB)), {**names, "DEV": "cuda:0"})
     assert report.peak["cuda:0"] == 100 * MIB
     assert report.line == 4
 
@@ -135,7 +136,7 @@ def test_a_list_that_is_concatenated_needs_both() -> None:
 def test_a_run_that_is_too_long_is_told_as_far_as_it_came() -> None:
     names = notebook("")
     cell = "x = torch.ones(1024, device='cuda:0')\nwhile True:\n    y = x + 1"
-    report = forecast.rehearse(forecast.script(cell), names, targets.choose("cuda:0", None), time_limit=1.0)
+    report = run.dry_run(script_of(cell), names, targets.choose("cuda:0", None), time_limit=1.0)
     assert report.fits is None
     assert report.peak["cuda:0"] == 3 * 4096
     assert any("it was run for 1 s" in each for each in report.unknown)
@@ -143,7 +144,7 @@ def test_a_run_that_is_too_long_is_told_as_far_as_it_came() -> None:
 
 def test_what_the_notebook_holds_and_the_gaps_between_are_there() -> None:
     names = notebook("kept = [torch.ones(3 * 2**20, device='cuda:0') for _ in range(4)]\ndel kept[1], kept[1]")
-    report = rehearse("more = torch.ones(5 * 2**20, device='cuda:0')", names)
+    report = dry_run("more = torch.ones(5 * 2**20, device='cuda:0')", names)
     _, peaks, reserved = really("more = torch.ones(5 * 2**20, device='cuda:0')", names)
     assert (report.peak["cuda:0"], report.devices[0].reserved) == (peaks[0], reserved[0])
 
@@ -158,7 +159,7 @@ with torch.cuda.stream(side):
     drawn = torch.randn(1000, device='cuda:0', generator=torch.Generator('cuda:0'))
 torch.cuda.synchronize()
 """
-    report = rehearse(cell, names)
+    report = dry_run(cell, names)
     assert report.error is None
     assert report.peak["cuda:0"] == 4096
 
@@ -167,13 +168,12 @@ def test_a_device_that_is_not_here_is_imagined() -> None:
     names = notebook("")
     cell = "x = torch.ones(2**30, dtype=torch.uint8, device='cuda:0')"
     asked = {
-        size: forecast.rehearse(forecast.script(cell), names, targets.choose("cuda:0", size)).fits
-        for size in (3 << 30, 1 << 29)
+        size: run.dry_run(script_of(cell), names, targets.choose("cuda:0", size)).fits for size in (3 << 30, 1 << 29)
     }
     assert asked == {3 << 30: True, 1 << 29: False}
 
 
 def test_what_only_cudnn_knows_is_said_to_be_unknown() -> None:
     names = notebook("conv = nn.Conv2d(3, 8, 3).to('cuda:0')")
-    report = rehearse("out = conv(torch.ones(2, 3, 16, 16, device='cuda:0'))", names)
+    report = dry_run("out = conv(torch.ones(2, 3, 16, 16, device='cuda:0'))", names)
     assert report.unknown == ("what cuDNN takes for itself, which only a real GPU tells",)

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from gpumagic import fakecuda
-from gpumagic.dryrun import forecast, targets
+from gpumagic.dryrun import run, targets
+from gpumagic.dryrun.script import script_of
 
 CELLS = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("user_cells/*.py"))}
 PINNING = {"bert_trainer", "timm_vit_amp"}
@@ -118,7 +119,7 @@ def test_under_oomguard_it_copies_and_leaves_what_it_does_bare(name: str, ran) -
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_dry_run_tells_what_it_has_at_most(name: str, ran) -> None:
-    report = forecast.rehearse(forecast.script(CELLS[name]), {}, targets.choose("cuda:0", None))
+    report = run.dry_run(script_of(CELLS[name]), {}, targets.choose("cuda:0", None))
     assert report.engine == "cuda"
     assert report.fits, (report.verdict, report.unknown, report.effects)
     assert report.peak["cuda:0"] == ran(name, "bare").peak

@@ -1,4 +1,4 @@
-"""Rehearses every cell and then really runs it, on cards of its own; prints what both say as JSON.
+"""Dry-runs every cell and then really runs it, on cards of its own; prints what both say as JSON.
 
 A process of its own: the cards' capacity is set anew for every cell.
 """
@@ -13,10 +13,11 @@ import sys
 import time
 
 import torch
-from rehearsal_cells import CELLS, COMMON, TRANSFORMERS
+from dryrun_cells import CELLS, COMMON, TRANSFORMERS
 
 from gpumagic import simgpu
-from gpumagic.dryrun import client, forecast, targets
+from gpumagic.dryrun import client, run, targets
+from gpumagic.dryrun.script import script_of
 
 AMPLE = 1 << 30
 KNOWN = {**CELLS, **TRANSFORMERS}
@@ -62,10 +63,10 @@ def really(name: str, capacity: int) -> dict[str, object]:
     }
 
 
-def rehearsed(name: str, capacity: int) -> dict[str, object]:
+def dry_run(name: str, capacity: int) -> dict[str, object]:
     namespace = notebook(name, capacity)
     start = time.perf_counter()
-    report = forecast.rehearse(forecast.script(KNOWN[name][1]), namespace, targets.choose("simgpu:0", None))
+    report = run.dry_run(script_of(KNOWN[name][1]), namespace, targets.choose("simgpu:0", None))
     told = {
         "fits": report.fits,
         "peak": list(report.peak.values()),
@@ -86,7 +87,7 @@ def rehearsed(name: str, capacity: int) -> dict[str, object]:
 def tight(name: str, capacity: int) -> list[object]:
     """Return what both say on cards of this capacity; nothing where not even the earlier cells fit."""
     try:
-        return [rehearsed(name, capacity), really(name, capacity)]
+        return [dry_run(name, capacity), really(name, capacity)]
     except torch.OutOfMemoryError:
         return []
 
@@ -96,7 +97,7 @@ def main(names: list[str]) -> None:
     gc.freeze()  # modules are never garbage: the collections after each cell need not look at them
     results = {}
     for name in names or CELLS:
-        results[name] = found = {"rehearsed": rehearsed(name, AMPLE), "real": really(name, AMPLE), "tight": []}
+        results[name] = found = {"dry_run": dry_run(name, AMPLE), "real": really(name, AMPLE), "tight": []}
         if name in CELLS:
             need = max(found["real"]["reserved"])
             found["tight"] = [each for each in (tight(name, need), tight(name, max(2 << 20, need - (2 << 20)))) if each]

@@ -1,4 +1,4 @@
-"""Finds the largest batch of every training cell by rehearsals, and tries by really running whether it is; as JSON."""
+"""Finds the largest batch of every training cell by dry runs, and tries by really running whether it is; as JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 import sys
 import time
 
+from dryrun_cells import TRAINING
 from measure import KNOWN, notebook, really
-from rehearsal_cells import TRAINING
 
 from gpumagic.dryrun import client, fit
 

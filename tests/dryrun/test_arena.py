@@ -1,4 +1,4 @@
-"""The allocator that a rehearsal reckons with puts blocks where the simulated card's puts them."""
+"""The allocator that a dry run reckons with puts blocks where the simulated card's puts them."""
 
 from __future__ import annotations
 

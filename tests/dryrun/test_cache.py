@@ -1,4 +1,4 @@
-"""A rehearsal begins where the device's own cache stands: what lies scattered there decides what fits."""
+"""A dry run begins where the device's own cache stands: what lies scattered there decides what fits."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_cell_fits_if_and_only_if_it_is_said_to(card, before, cell) -> None:
         alive = [name for name in namespace if name.startswith("t") and name != "torch"]
     code = lines(cell, alive)
     try:
-        report = gpumagic.rehearse(code, namespace, device=DEVICE)
+        report = gpumagic.dry_run(code, namespace, device=DEVICE)
         assert report.devices[1].before == torch.simgpu.memory_allocated(DEVICE)
         assert report.fits is fits(code, namespace), report.verdict
     finally:
@@ -79,14 +79,14 @@ def test_memory_in_pieces_is_said_to_be_the_reason(card) -> None:
     kept = [torch.empty(300 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(12)][::2]
     torch.simgpu.empty_cache()  # whole segments go back, so it is these gaps that must be made
     code = f"x = torch.empty(2200 * {MIB}, dtype=torch.uint8, device={DEVICE!r})"
-    assert gpumagic.rehearse(code, {"torch": torch, "kept": kept}, device=DEVICE).fits
+    assert gpumagic.dry_run(code, {"torch": torch, "kept": kept}, device=DEVICE).fits
     kept.clear()
     torch.simgpu.empty_cache()
     whole = torch.empty(3600 * MIB, dtype=torch.uint8, device=DEVICE)
     del whole
     kept += [torch.empty(300 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(12)][::2]
     nameless = kept.pop()
-    report = gpumagic.rehearse(code.replace("2200", "900"), {"torch": torch, "kept": kept}, device=DEVICE)
+    report = gpumagic.dry_run(code.replace("2200", "900"), {"torch": torch, "kept": kept}, device=DEVICE)
     assert report.devices[1].before == 1500 * MIB + nameless.nbytes
     assert report.fits is False
     assert report.verdict.endswith(
@@ -94,13 +94,13 @@ def test_memory_in_pieces_is_said_to_be_the_reason(card) -> None:
     )
 
 
-def test_what_was_sent_to_a_rehearsal_is_not_kept(card) -> None:
+def test_what_was_sent_to_a_dry_run_is_not_kept(card) -> None:
     """Not even until the next collection: the cell that is run afterwards counts on what it lets go of."""
     namespace = {"torch": torch, "x": torch.empty(300 * MIB, dtype=torch.uint8, device=DEVICE)}
     held = torch.simgpu.memory_allocated(DEVICE)
     gc.disable()
     try:
-        gpumagic.rehearse("y = x", namespace, device=DEVICE)
+        gpumagic.dry_run("y = x", namespace, device=DEVICE)
         namespace.clear()
         assert torch.simgpu.memory_allocated(DEVICE) == held - 300 * MIB
     finally:
@@ -115,8 +115,8 @@ def test_what_an_earlier_graph_keeps_goes_with_the_tensor_that_leads_to_it(card)
     big = f"x = torch.empty(3500 * {MIB}, dtype=torch.uint8, device={DEVICE!r})"
     held = torch.simgpu.memory_allocated(DEVICE)
     try:
-        assert gpumagic.rehearse(big, namespace, device=DEVICE).fits is False
-        report = gpumagic.rehearse(f"del out\n{big}", namespace, device=DEVICE)
+        assert gpumagic.dry_run(big, namespace, device=DEVICE).fits is False
+        report = gpumagic.dry_run(f"del out\n{big}", namespace, device=DEVICE)
         assert report.fits is fits(f"del out\n{big}", namespace) is True
         assert report.devices[1].before == held
     finally:

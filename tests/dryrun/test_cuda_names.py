@@ -1,4 +1,4 @@
-"""Code that says ``cuda`` is rehearsed on a machine without CUDA, and needs what it needs on the simulated card.
+"""Code that says ``cuda`` is dry-run on a machine without CUDA, and needs what it needs on the simulated card.
 
 Nothing here was compared with a real GPU.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from rehearsal_cells import CELLS, COMMON
+from dryrun_cells import CELLS, COMMON
 from stages import sample
 
 import gpumagic
-from gpumagic.dryrun import forecast, targets
+from gpumagic.dryrun import run, targets
+from gpumagic.dryrun.script import script_of
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 SAME = (
@@ -21,16 +22,16 @@ SAME = (
 )  # fmt: skip
 
 
-def rehearse(name, backend):
+def dry_run(name, backend):
     source = (COMMON + "\n".join(CELLS[name])).replace("simgpu", backend)
     target = dataclasses.replace(targets.choose(None, 1 << 30), backend=backend, extra=(0, 0), cuts_to_size=True)
     empty = dataclasses.replace(target, allocated=[0, 0], pinned=[0, 0], segments=[None, None])
-    return forecast.rehearse(forecast.script(source), {}, empty)
+    return run.dry_run(script_of(source), {}, empty)
 
 
 @pytest.mark.parametrize("name", sample(SAME, 4))
 def test_the_peak_is_that_of_the_simulated_card(name) -> None:
-    told, expected = rehearse(name, "cuda"), rehearse(name, "simgpu")
+    told, expected = dry_run(name, "cuda"), dry_run(name, "simgpu")
     assert told.error is None
     assert list(told.peak.values()) == list(expected.peak.values())
     assert told.breakdown == expected.breakdown
@@ -54,21 +55,21 @@ optimizer.step()
 assert optimizer.state[weight]["exp_avg"].device.type == "cuda"
 assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated() > 0
 """
-    report = gpumagic.rehearse(cell, {}, device="cuda", capacity="16GiB")
+    report = gpumagic.dry_run(cell, {}, device="cuda", capacity="16GiB")
     assert report.error is None, report.error
     assert report.fits
     assert "an estimate" in report.unknown[-1]
 
 
 def test_a_large_attention_matrix_is_not_made() -> None:
-    """CUDA has kernels for attention that never hold it; so has the rehearsal."""
+    """CUDA has kernels for attention that never hold it; so has the dry run."""
     cell = """
 import torch
 q = torch.empty(1, 8, 4096, 64, dtype={}, device="cuda", requires_grad=True)
 torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
 """
     for dtype in ("torch.float16", "torch.float32"):
-        assert gpumagic.rehearse(cell.format(dtype), {}, device="cuda", capacity="16GiB").peak["cuda:0"] < 100 << 20
+        assert gpumagic.dry_run(cell.format(dtype), {}, device="cuda", capacity="16GiB").peak["cuda:0"] < 100 << 20
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().
     ],
 )
 def test_what_cuda_does_otherwise_is_refused_by_name(cell, word) -> None:
-    report = gpumagic.rehearse("import torch\n" + cell, {}, device="cuda", capacity="16GiB")
+    report = gpumagic.dry_run("import torch\n" + cell, {}, device="cuda", capacity="16GiB")
     assert report.fits is None
     assert word in report.error
 
@@ -99,5 +100,5 @@ g = torch.Generator("cuda").manual_seed(1)
 assert isinstance(g, torch.Generator)
 z = torch.rand(1000, device="cuda", generator=g).normal_(generator=g)
 """
-    report = gpumagic.rehearse(cell, {}, device="cuda", capacity="16GiB")
+    report = gpumagic.dry_run(cell, {}, device="cuda", capacity="16GiB")
     assert (report.fits, report.peak["cuda:0"]) == (True, 3 * 4096)

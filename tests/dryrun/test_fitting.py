@@ -1,4 +1,4 @@
-"""The largest value that fits is found to within two percent, from a handful of rehearsals."""
+"""The largest value that fits is found to within two percent, from a handful of dry runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import gpumagic
 from gpumagic.dryrun import fit, fitting
 from gpumagic.dryrun.fitting import Recordings
-from gpumagic.dryrun.report import DeviceForecast, RehearsalReport
+from gpumagic.dryrun.report import DeviceNeed, DryRunReport
 from gpumagic.dryrun.stage.ledger import STARTS
 from gpumagic.dryrun.targets import Target
 
@@ -22,11 +22,11 @@ HERE = Path(__file__).parent
 MIB = 1 << 20
 
 
-def report(peak: int, reserved: int, capacity: int) -> RehearsalReport:
-    device = DeviceForecast(
+def report(peak: int, reserved: int, capacity: int) -> DryRunReport:
+    device = DeviceNeed(
         "simgpu:0", peak, reserved, 0, 0, capacity, (0, 0), reserved <= capacity, None, None, None, None, 0, None
     )  # fmt: skip
-    return RehearsalReport("simgpu:0", {"simgpu:0": peak}, None, None, None, {}, device.fits, capacity, "",
+    return DryRunReport("simgpu:0", {"simgpu:0": peak}, None, None, None, {}, device.fits, capacity, "",
                            devices=(device,))  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def recorded(*sizes: int):
     return found
 
 
-def test_two_rehearsals_tell_how_the_blocks_of_a_third_would_fall_into_segments() -> None:
+def test_two_dry_runs_tell_how_the_blocks_of_a_third_would_fall_into_segments() -> None:
     """Of 10 and 20 MiB: whole segments of their own; of 1 and 3: segments of 20 MiB, with a rest each."""
     assert recorded(10, 20).largest(1, 2, 100, 1) == 33
     assert recorded(1, 3).largest(1, 2, 400, 1) == 250

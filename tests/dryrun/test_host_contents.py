@@ -1,4 +1,4 @@
-"""What large tensors and arrays on the CPU hold is known to a rehearsal, up to a limit that shows."""
+"""What large tensors and arrays on the CPU hold is known to a dry run, up to a limit that shows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def descriptors() -> int:
 
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 def test_what_a_size_is_made_of_is_known(notebook, cell) -> None:
-    report = gpumagic.rehearse(cell, notebook)
+    report = gpumagic.dry_run(cell, notebook)
     exec(cell, notebook)
     real = notebook["y"].untyped_storage().nbytes()
     assert report.fits
@@ -47,19 +47,19 @@ def test_what_a_size_is_made_of_is_known(notebook, cell) -> None:
 @pytest.mark.parametrize("cell", [cell for name, cell in CELLS.items() if name != "a size"])
 def test_a_size_that_depends_on_what_had_no_room_leaves_the_verdict_open(notebook, monkeypatch, cell) -> None:
     monkeypatch.setattr(parts, "ROOM", 1 << 20)
-    report = gpumagic.rehearse(cell, notebook)
+    report = gpumagic.dry_run(cell, notebook)
     assert report.fits is None, report
     assert any("depends on what large tensors and arrays on the CPU hold" in each for each in report.unknown)
 
 
 def test_what_had_no_room_and_decides_nothing_leaves_it_as_it_is(notebook, monkeypatch) -> None:
     monkeypatch.setattr(parts, "ROOM", 0)
-    assert gpumagic.rehearse("y = x.to('simgpu:0') + 1", notebook).fits
+    assert gpumagic.dry_run("y = x.to('simgpu:0') + 1", notebook).fits
 
 
-def test_what_the_cell_writes_stays_in_the_rehearsal(notebook) -> None:
+def test_what_the_cell_writes_stays_in_the_dry_run(notebook) -> None:
     before = notebook["x"].clone(), notebook["table"].copy()
-    assert gpumagic.rehearse("x.zero_(); table[:] = 5", notebook).error is None
+    assert gpumagic.dry_run("x.zero_(); table[:] = 5", notebook).error is None
     assert torch.equal(notebook["x"], before[0])
     assert np.array_equal(notebook["table"], before[1])
 
@@ -68,16 +68,16 @@ def test_what_the_cell_writes_stays_in_the_rehearsal(notebook) -> None:
 @pytest.mark.parametrize(
     "cell", ["y = x + 1", "import os; os.abort()", "import threading; threading.Event().wait(9)", "1 / 0"]
 )
-def test_nothing_of_it_stays_whatever_becomes_of_the_rehearsal(notebook, cell) -> None:
-    gpumagic.rehearse("1", notebook)
+def test_nothing_of_it_stays_whatever_becomes_of_the_dry_run(notebook, cell) -> None:
+    gpumagic.dry_run("1", notebook)
     before = descriptors()
-    gpumagic.rehearse(cell, notebook, time_limit=1)
+    gpumagic.dry_run(cell, notebook, time_limit=1)
     assert descriptors() == before
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what Linux lists")
 def test_nothing_of_it_stays_where_the_worker_is_killed(notebook, monkeypatch) -> None:
-    gpumagic.rehearse("1", notebook)
+    gpumagic.dry_run("1", notebook)
     before = descriptors()
 
     def killed(worker: client.Worker, _: int) -> bool:
@@ -85,12 +85,12 @@ def test_nothing_of_it_stays_where_the_worker_is_killed(notebook, monkeypatch) -
         return True
 
     monkeypatch.setattr(client.Worker, "_wait", killed)
-    assert gpumagic.rehearse("y = x + 1", notebook).fits is None
+    assert gpumagic.dry_run("y = x + 1", notebook).fits is None
     assert descriptors() <= before
 
 
 def test_without_nameless_memory_a_file_is_removed_again(notebook, monkeypatch, tmp_path) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert gpumagic.rehearse(CELLS["a mask"], notebook).fits
+    assert gpumagic.dry_run(CELLS["a mask"], notebook).fits
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,6 @@
 """A loop that is cut short is not said to fit because of its first passes where a later one needs more.
 
-Each cell really runs, on the simulated device, and its peak is what the rehearsal is held against.
+Each cell really runs, on the simulated device, and its peak is what the dry run is held against.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def really(cell, namespace) -> int:
 
 def both(cell, notebook):
     """Return the report, what it says the cell needs, and what the cell needs."""
-    report = gpumagic.rehearse(cell, notebook)
+    report = gpumagic.dry_run(cell, notebook)
     assert report.error is None, report.error
     return report, report.devices[0].peak - report.devices[0].before, really(cell, notebook)
 

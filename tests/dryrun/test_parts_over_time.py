@@ -1,4 +1,4 @@
-"""A rehearsal's memory over the cell by what it is, against the simulated device's counter and sums made by hand."""
+"""A dry run's memory over the cell by what it is, against the simulated device's counter and sums made by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names():
 
 
 def test_after_each_line_the_parts_add_up_to_what_the_device_then_has(names) -> None:
-    report = gpumagic.rehearse("\n".join(LINES), names)
+    report = gpumagic.dry_run("\n".join(LINES), names)
     for number, line in enumerate(LINES, start=1):
         exec(line, names)
         for index in range(2):
@@ -57,7 +57,7 @@ def test_after_each_line_the_parts_add_up_to_what_the_device_then_has(names) -> 
 
 def test_each_part_has_the_bytes_that_it_has_by_hand(names) -> None:
     """Weights of 1 MiB; a gradient and a momentum of as much each; two activations of 2 MiB that backward needs."""
-    report = gpumagic.rehearse("\n".join(LINES), names)
+    report = gpumagic.dry_run("\n".join(LINES), names)
     last = {point.line: point.parts for point in report.points if point.device == "simgpu:0"}
 
     def parts(line: str) -> list[int]:
@@ -68,12 +68,12 @@ def test_each_part_has_the_bytes_that_it_has_by_hand(names) -> None:
     assert parts("loss.backward()") == [WEIGHT, WEIGHT, 0]
     assert parts("optimizer.step()") == [WEIGHT, WEIGHT, WEIGHT]
     assert last[1]["activations"] == HIDDEN
-    freed = gpumagic.rehearse("\n".join([*LINES, "optimizer.zero_grad()"]), names).points
+    freed = gpumagic.dry_run("\n".join([*LINES, "optimizer.zero_grad()"]), names).points
     assert "gradients" not in [point for point in freed if point.device == "simgpu:0"][-1].parts
 
 
 def test_the_highest_point_is_the_peak_with_its_parts(names) -> None:
-    report = gpumagic.rehearse("\n".join(LINES), names)
+    report = gpumagic.dry_run("\n".join(LINES), names)
     highest = max((each for each in report.points if each.device == report.device), key=lambda each: each.allocated)
     assert highest.allocated == report.peak[report.device]
     assert highest.parts == report.breakdown
@@ -82,7 +82,7 @@ def test_the_highest_point_is_the_peak_with_its_parts(names) -> None:
 
 def test_the_course_begins_with_the_cell_and_not_with_what_was_there(names) -> None:
     before = torch.simgpu.memory_allocated(0)
-    report = gpumagic.rehearse("y = x + 1", names)
+    report = gpumagic.dry_run("y = x + 1", names)
     first = next(point for point in report.points if point.device == "simgpu:0")
     assert (first.operator, first.line, first.allocated) == (0, None, before)
     assert report.timeline[0] == ("simgpu:0", 0, before)
@@ -107,7 +107,7 @@ def test_a_device_with_little_is_not_thinned_away_by_one_with_much() -> None:
 
 
 def test_the_report_shows_each_part_that_changes_and_marks_the_peak_with_its_line(names) -> None:
-    report = gpumagic.rehearse("\n".join(LINES), names)
+    report = gpumagic.dry_run("\n".join(LINES), names)
     shown = to_text(report, 80)
     rows = [line.split("  ")[0] for line in shown.partition("operators")[2].splitlines()]
     assert {"activations", "gradients", "optimizer state"} <= set(rows)
@@ -119,7 +119,7 @@ def test_the_report_shows_each_part_that_changes_and_marks_the_peak_with_its_lin
 
 def test_the_picture_lays_the_parts_on_each_other_a_device_each(names) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is an option of the user's")
-    report = gpumagic.rehearse("\n".join(LINES), names)
+    report = gpumagic.dry_run("\n".join(LINES), names)
     first, second = report.plot().axes
     assert {"parameters", "gradients", "optimizer state", "activations"} <= set(first.get_legend_handles_labels()[1])
     assert [each.get_text() for each in first.texts] == [f"peak line {report.line}"]

@@ -1,4 +1,4 @@
-"""The peak that a rehearsal tells is the one that the cell then has, on more than fifty cells."""
+"""The peak that a dry run tells is the one that the cell then has, on more than fifty cells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal_cells import CELLS
+from dryrun_cells import CELLS
 from stages import sample, sample_and_all, wanted
 
 HERE = Path(__file__).parent
@@ -18,7 +18,7 @@ SPREAD = 6
 
 @pytest.fixture(scope="module")
 def measured(request):
-    """Return what the rehearsal and the simulated card said of each cell, from a process with cards of its own."""
+    """Return what the dry run and the simulated card said of each cell, from a process with cards of its own."""
     result = subprocess.run(
         [sys.executable, str(HERE / "measure.py"), *wanted(request, "name")],
         cwd=HERE, text=True, capture_output=True, check=False,
@@ -29,7 +29,7 @@ def measured(request):
 
 def error_of(found) -> float:
     """Return the largest error of a cell's peaks, as a share."""
-    pairs = zip(found["rehearsed"]["peak"], found["real"]["peak"], strict=True)
+    pairs = zip(found["dry_run"]["peak"], found["real"]["peak"], strict=True)
     return max(abs(told - real) / max(real, 1) for told, real in pairs)
 
 
@@ -46,7 +46,7 @@ def test_nineteen_of_twenty_peaks_are_within_one_percent(measured, names) -> Non
 @pytest.mark.parametrize("name", sample(CELLS, SPREAD))
 def test_the_peak_is_within_five_percent(measured, name) -> None:
     found = measured[name]
-    assert found["rehearsed"]["fits"] is True, found["rehearsed"]["verdict"]
+    assert found["dry_run"]["fits"] is True, found["dry_run"]["verdict"]
     assert error_of(found) <= 0.05, found
 
 
@@ -60,7 +60,7 @@ def test_what_is_said_to_fit_does_and_what_lacks_a_segment_does_not(measured, na
 @pytest.mark.parametrize("names", sample_and_all(CELLS, SPREAD))
 def test_the_parts_add_up_to_the_peak(measured, names) -> None:
     for name in names:
-        told = measured[name]["rehearsed"]
+        told = measured[name]["dry_run"]
         assert sum(told["breakdown"].values()) in told["peak"], name
         assert told["adds_up"], name
         assert told["highest"] == told["peak"], f"{name}: the highest point of the course"
@@ -68,6 +68,6 @@ def test_the_parts_add_up_to_the_peak(measured, names) -> None:
 
 @pytest.mark.parametrize("names", sample_and_all(CELLS, SPREAD))
 def test_a_cell_whose_need_is_met_to_the_segment_is_mostly_said_to_fit(measured, names) -> None:
-    """Caution has a price: the rehearsal may say no to what fits, where segments lie better than it thinks."""
+    """Caution has a price: the dry run may say no to what fits, where segments lie better than it thinks."""
     told = [(told["fits"], real["fits"]) for name in names for told, real in measured[name]["tight"]]
     assert sum(one == other for one, other in told) >= 0.8 * len(told), told

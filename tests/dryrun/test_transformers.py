@@ -1,4 +1,4 @@
-"""Hugging Face's models, made from a configuration, have the peaks that a rehearsal tells; where they are installed."""
+"""Hugging Face's models, made from a configuration, have the peaks that a dry run tells; where they are installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal_cells import TRANSFORMERS
+from dryrun_cells import TRANSFORMERS
 
 HERE = Path(__file__).parent
 
@@ -21,6 +21,6 @@ def test_the_peaks_are_within_one_percent() -> None:
         )
     )
     for name, found in measured.items():
-        told, real = found["rehearsed"], found["real"]
+        told, real = found["dry_run"], found["real"]
         assert told["fits"] is True, (name, told["verdict"])
         assert told["peak"] == pytest.approx(real["peak"], rel=0.01), name

@@ -1,4 +1,4 @@
-"""Where what a cell needs depends on values that no rehearsal knows, it is never said to fit."""
+"""Where what a cell needs depends on values that no dry run knows, it is never said to fit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import gpumagic
 pytestmark = pytest.mark.usefixtures("two_devices")
 
 
-def rehearse(before, cell, **options):
+def dry_run(before, cell, **options):
     namespace = {"torch": torch, "F": torch.nn.functional}
     exec(before, namespace)
-    return gpumagic.rehearse(cell, namespace, **options)
+    return gpumagic.dry_run(cell, namespace, **options)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def rehearse(before, cell, **options):
     ],
 )  # fmt: skip
 def test_a_size_that_the_device_decides_leaves_the_verdict_open(before, cell) -> None:
-    report = rehearse(before, cell)
+    report = dry_run(before, cell)
     assert report.fits is None, report
     assert report.verdict.startswith("It cannot be told whether the cell fits")
 
@@ -46,14 +46,14 @@ def test_of_two_branches_the_one_that_needs_more_counts(first) -> None:
     one, other = (large, small) if first else (small, large)
     cell = f"if x.sum() > 5:\n    {one}\nelse:\n    {other}"
     before = "x = torch.randn(4000, device='simgpu:0')"
-    report = rehearse(before, cell)
+    report = dry_run(before, cell)
     assert report.fits
     assert report.devices[0].peak - report.devices[0].before >= 16 << 20
-    assert rehearse(before, cell, capacity="10MiB").fits is None
+    assert dry_run(before, cell, capacity="10MiB").fits is None
 
 
 def test_a_mask_is_taken_to_select_everything_which_is_the_most() -> None:
-    report = rehearse("x = torch.zeros(1 << 18, 8, device='simgpu:0')", "y = x[x[:, 0] > 0]")
+    report = dry_run("x = torch.zeros(1 << 18, 8, device='simgpu:0')", "y = x[x[:, 0] > 0]")
     assert report.fits
     assert report.devices[0].peak - report.devices[0].before >= 8 << 20
 
@@ -65,4 +65,4 @@ def test_a_mask_is_taken_to_select_everything_which_is_the_most() -> None:
 def test_what_is_only_noted_leaves_the_verdict_as_it_is(use) -> None:
     before = "layer = torch.nn.Linear(9, 9).to('simgpu:0'); history, best = [], 1e9"
     cell = f"x = torch.randn(50, 9, device='simgpu:0')\nloss = layer(x).square().mean()\nloss.backward()\n{use}"
-    assert rehearse(before, cell).fits
+    assert dry_run(before, cell).fits

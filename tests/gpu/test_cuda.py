@@ -78,7 +78,7 @@ def test_devices_accounts_for_every_allocated_byte() -> None:
     del kept
 
 
-def test_a_rehearsal_can_begin_where_the_allocators_blocks_lie() -> None:
+def test_a_dry_run_can_begin_where_the_allocators_blocks_lie() -> None:
     kept = [torch.ones(3 * MIB, device="cuda:0") for _ in range(3)]
     del kept[1]
     figures = allocator.device_stats("cuda:0")

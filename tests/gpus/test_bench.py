@@ -148,7 +148,7 @@ def test_tqdm_is_used_where_it_is_and_told_what_is_counted(bars: list[dict[str, 
 
 
 def test_a_step_is_done_when_the_next_begins(bars: list[dict[str, object]]) -> None:
-    with progress.counted(12, "rehearsal") as tell:
+    with progress.counted(12, "dry run") as tell:
         for value in (16, 32, 64):
             tell(f"batch_size = {value}")
     assert bars[0]["done"] == 2
@@ -163,16 +163,16 @@ def test_what_takes_less_than_a_second_shows_nothing(capsys: pytest.CaptureFixtu
 
 def test_a_clock_within_a_tally_moves_that_one(bars: list[dict[str, object]]) -> None:
     """Two lines that are written over and over come out as many in a notebook."""
-    with progress.counted(12, "rehearsal") as tell:
+    with progress.counted(12, "dry run") as tell:
         tell("batch_size = 16")
-        assert any(second == 2 for second in progress.elapsed_seconds("rehearsing"))
+        assert any(second == 2 for second in progress.elapsed_seconds("dry-running"))
     assert len(bars) == 1
     assert bars[0]["refreshed"]
 
 
 def test_what_cannot_be_counted_shows_for_how_long_it_has_been_going_on(bars: list[dict[str, object]]) -> None:
-    assert any(second == 2 for second in progress.elapsed_seconds("rehearsing"))
-    assert bars[0]["said"] == ["rehearsing, 0 s", "rehearsing, 1 s", "rehearsing, 2 s"]
+    assert any(second == 2 for second in progress.elapsed_seconds("dry-running"))
+    assert bars[0]["said"] == ["dry-running, 0 s", "dry-running, 1 s", "dry-running, 2 s"]
     assert bars[0]["closed"], "also where nobody waits to the end"
 
 

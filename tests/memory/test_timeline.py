@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.dryrun.report import RehearsalPoint, RehearsalReport
+from gpumagic.dryrun.report import DryRunPoint, DryRunReport
 from gpumagic.errors import GpuMagicError
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.timeline import DeviceTimeline, MemoryPoint, MemoryTimeline, TimelineLog
@@ -307,11 +307,11 @@ def test_no_column_hides_the_highest(found: list[tuple[float, int]], columns: in
 def test_every_report_with_a_timeline_can_be_plotted() -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is an option of the user's")
     oom = OomReport("simgpu allocator", "certain", DEVICE, 1, 0, 0, 0, 0, 5, "x", "full", timeline=timeline((4, 7)))
-    rehearsed = RehearsalReport(
+    dry_run = DryRunReport(
         DEVICE, {DEVICE: 30}, 2, "x", "add", {}, None, None, "",
-        points=(RehearsalPoint(DEVICE, 1, 1, 10, {"other": 10}), RehearsalPoint(DEVICE, 2, 2, 30, {"other": 30})),
+        points=(DryRunPoint(DEVICE, 1, 1, 10, {"other": 10}), DryRunPoint(DEVICE, 2, 2, 30, {"other": 30})),
     )  # fmt: skip
-    for report in (TransferReport(DEVICE, (), timeline=timeline()), oom, rehearsed):
+    for report in (TransferReport(DEVICE, (), timeline=timeline()), oom, dry_run):
         figure = report.plot()
         assert figure._repr_png_().startswith(b"\x89PNG")
         (axes,) = figure.axes

@@ -56,11 +56,11 @@ def run(case: Case) -> dict[str, object]:
     from gpumagic import simgpu
 
     simgpu.enable(devices=2, memory=case.memory)
-    evidence.REHEARSAL_SECONDS = 120.0  # what is advised is not to depend on how busy this machine is
+    evidence.DRY_RUN_SECONDS = 120.0  # what is advised is not to depend on how busy this machine is
     with _stranger(case.strangers), _notebook() as shell:
         seen = _outcome(shell, case)
     if case.tight and seen.get("passes"):
-        with _notebook() as shell, mock.patch.object(evidence, "_rehearsed", lambda facts, _: facts):
+        with _notebook() as shell, mock.patch.object(evidence, "_dry_run", lambda facts, _: facts):
             seen["passes with more"] = _with_more(shell, case, str(seen["cell"]), seen["first"])
     return seen
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gpumagic.dryrun.report import RehearsalReport
+from gpumagic.dryrun.report import DryRunReport
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_cell_that_does_not_fit_is_not_run_and_stops_run_all(run, bare_shell, 
 
 def test_rehearse_only_never_runs_it(run, bare_shell) -> None:
     result = run("--rehearse-only", CELL)
-    assert isinstance(result.result, RehearsalReport)
+    assert isinstance(result.result, DryRunReport)
     assert bare_shell.user_ns["ran"] == 0
     assert bare_shell.user_ns["report"] is result.result
 
@@ -75,7 +75,7 @@ def test_rehearse_only_finds_the_largest_that_fits(run, bare_shell) -> None:
         ("%%oomguard --capacity 16GiB\n1", "add --rehearse"),
         ("%%oomguard --rehearse --capacity lots\n1", "is not a size"),
         ("%oomguard --rehearse\n1", "first line"),
-        ("%%oomguard --rehearse\n1 +", "cannot be rehearsed"),
+        ("%%oomguard --rehearse\n1 +", "cannot be dry-run"),
         ("%%oomguard --rehearse-only --fit nothing\n1", "the cell has no int called nothing"),
     ],
 )

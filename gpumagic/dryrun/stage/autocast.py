@@ -1,4 +1,4 @@
-"""`torch.autocast` on the rehearsed device: torch's own lists of which operators run in which precision.
+"""`torch.autocast` on the device of the dry run: torch's own lists of which operators run in which precision.
 
 The lists are those of `ATen/autocast_mode.h`, which torch gives to CUDA and to out-of-tree devices alike; an
 out-of-tree device has to apply them itself.
@@ -51,7 +51,7 @@ class Autocast:
     """Registers the lists.
 
     Args:
-        device_type: the name of the rehearsed device.
+        device_type: the name of the device of the dry run.
     """
 
     def __init__(self, device_type: str) -> None:

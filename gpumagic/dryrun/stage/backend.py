@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gpumagic.dryrun.parts import NotRehearsed
+from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.stage.ledger import Ledger
 
 
@@ -53,7 +53,7 @@ def register(name: str, ledger: Ledger) -> DeviceModule:
 
 
 class DeviceModule(ModuleType):
-    """`torch.cuda` for the rehearsed device: its memory figures are the ledger's."""
+    """`torch.cuda` for the device of the dry run: its memory figures are the ledger's."""
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         super().__init__(f"torch.{name}")
@@ -66,7 +66,7 @@ class DeviceModule(ModuleType):
             return tuple(torch.default_generator for _ in self._ledger.accounts)
         if name.startswith("__") or name == "is_built":
             raise AttributeError(name)
-        raise NotRehearsed(f"torch.{self._backend}.{name} is not rehearsed")
+        raise CannotDryRun(f"torch.{self._backend}.{name} is not part of a dry run")
 
     _initialized = True
 
@@ -158,7 +158,7 @@ class DeviceModule(ModuleType):
         return 8, 0
 
     def get_device_name(self, device: Any = None) -> str:
-        return "rehearsed device"
+        return "device of a dry run"
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16, torch.float32]

@@ -17,13 +17,13 @@ _TAKE_HOST_INDICES = frozenset({
 
 
 class Call:
-    """A call of an operator with rehearsed tensors.
+    """A call of an operator with tensors of the dry run.
 
     Args:
         op: the operator.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        device_type: the name of the rehearsed device.
+        device_type: the name of the device of the dry run.
 
     Raises:
         RuntimeError: operands on different devices, in torch's words.
@@ -69,7 +69,7 @@ class Call:
                     yield argument, each
 
     def is_here(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on the rehearsed device."""
+        """Return whether a tensor is on the device of the dry run."""
         return str(tensor.device.type) == self._type
 
     def is_settled(self) -> bool:

@@ -72,7 +72,7 @@ def compiled(
 def execute(code: types.CodeType | None, namespace: dict[str, Any]) -> None:
     """Run the cell, or where there is no code, the callable that was sent."""
     if code is None:
-        namespace["__rehearsed__"]()
+        namespace["__dry_run__"]()
     elif code.co_flags & 0x80:
         import asyncio
 
@@ -86,7 +86,7 @@ def failure(error: BaseException, filename: str, line: int | None = None) -> dic
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == filename:
             line = frame.lineno
-    refused = isinstance(error, parts.NotRehearsed)
+    refused = isinstance(error, parts.CannotDryRun)
     text = str(error).strip().splitlines()
     return {"kind": type(error).__name__, "text": text[0] if text else "", "line": line, "refused": refused}
 

@@ -1,4 +1,4 @@
-"""The few small values on the rehearsed device that are known all the same, and what is assumed for the others.
+"""The few small values on the device of the dry run that are known all the same, and what is assumed for the others.
 
 What comes from the host, or is computed from nothing but such values, is kept as a small tensor on the CPU: lengths
 that a loop reads back, a gradient scaler's scale. Where the host asks for any other value it gets an assumed one,
@@ -19,7 +19,7 @@ LARGEST = 4096
 """Bytes of a storage whose contents are kept."""
 
 GUESSES = ((1.0, 0, False), (600.0, 5, True), (1e-6, 2, False), (1e7, 3, True))
-"""What a number, a whole number and a truth value are taken to be that the host reads: in the first rehearsal of a
+"""What a number, a whole number and a truth value are taken to be that the host reads: in the first dry run of a
 cell, and in the ones that look whether it matters. `math.exp` and `math.log` take all but the last of them."""
 
 _FILLS = frozenset({"aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_"})
@@ -33,8 +33,8 @@ class Contents:
     """Small values by storage.
 
     Args:
-        device_type: the name of the rehearsed device.
-        nbytes_of: tells the bytes of a rehearsed tensor's whole storage.
+        device_type: the name of the device of the dry run.
+        nbytes_of: tells the bytes of a tensor of the dry run's whole storage.
         guess: which of `GUESSES` the host gets.
         assume: called with a sentence for each thing that is assumed.
     """

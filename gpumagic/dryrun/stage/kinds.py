@@ -22,7 +22,7 @@ class Kinds:
 
     Args:
         ledger: where.
-        device_type: the name of the rehearsed device.
+        device_type: the name of the device of the dry run.
         key_of: what the ledger calls a tensor's storage.
     """
 

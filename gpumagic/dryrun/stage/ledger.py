@@ -1,4 +1,4 @@
-"""Every block's life on the rehearsed devices: how big, asked for by which operator on which line, from when to when.
+"""Every block's life on the dry run's devices: how big, asked for by which operator on which line, from when to when.
 
 Time is counted in allocations. Nothing is decided while the cell runs: what a block was (a gradient, an activation)
 is often known only later, so the account of the peak is made at the end, from the lives.

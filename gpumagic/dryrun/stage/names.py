@@ -1,4 +1,4 @@
-"""Lets the rehearsed device go by the name of one that torch knows, so that code that says ``cuda`` finds it.
+"""Lets the device of the dry run go by the name of one that torch knows, so that code that says ``cuda`` finds it.
 
 torch keeps the names of its own devices from out-of-tree ones. So the device has a name of ours, and this mode
 changes one into the other wherever Python meets torch: ``device="cuda"`` on the way in, ``x.device`` on the way out,
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gpumagic.dryrun.parts import NotRehearsed
+from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.stage.backend import DeviceModule, Event, Stream, current_stream, stream
 
-OURS = "rehearsed"
+OURS = "dryrun"
 _REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")
 _STREAMS: dict[str, Any] = {
     "Stream": Stream, "Event": Event, "stream": stream, "current_stream": current_stream,
@@ -37,11 +37,11 @@ _SHARED = (
 
 
 class DeviceGenerator(torch.Generator):
-    """A generator of the rehearsed device: it has a seed and no numbers."""
+    """A generator of the device of the dry run: it has a seed and no numbers."""
 
 
 class _GeneratorType(type):
-    """Makes generators of the rehearsed device too, where the code says `torch.Generator`; none of its own."""
+    """Makes generators of the device of the dry run too, where the code says `torch.Generator`; none of its own."""
 
     _real = torch.Generator
     known = ""
@@ -54,7 +54,7 @@ class _GeneratorType(type):
 
 
 class Generators(metaclass=_GeneratorType):
-    """`torch.Generator` while a cell is rehearsed."""
+    """`torch.Generator` while a cell is dry-run."""
 
 
 class Names(TorchFunctionMode):
@@ -75,7 +75,7 @@ class Names(TorchFunctionMode):
             return func(*args, **(kwargs or {}))  # what the code makes and compares keeps the name that it gave
         name = getattr(func, "__name__", "")
         if name in _RECURRENT and args and _is_here(args[0]):
-            raise NotRehearsed(f"it uses {name} on {self._known}, and what cuDNN takes for that is not known")
+            raise CannotDryRun(f"it uses {name} on {self._known}, and what cuDNN takes for that is not known")
         if name == self._known and args and isinstance(args[0], torch.Tensor):
             func, args = torch.Tensor.to, (args[0], self._named(args[1:]), *args[2:])
         if kwargs and type(kwargs.get("generator")) is DeviceGenerator:
@@ -191,7 +191,7 @@ def _is_here(value: Any) -> bool:
 
 
 def _share(theirs: ModuleType, module: DeviceModule) -> None:
-    """Give `torch.cuda` the rehearsed device's functions and streams; graphs are refused."""
+    """Give `torch.cuda` the device of the dry run's functions and streams; graphs are refused."""
     for name in _SHARED:
         setattr(theirs, name, getattr(module, name))
     for name in _REFUSED:
@@ -209,7 +209,7 @@ def _record_nothing(_tensor: object, _stream: object) -> None:
 
 
 def _refuse(name: str, *_: object, **__: object) -> None:
-    raise NotRehearsed(f"it uses {name}, which is not rehearsed")
+    raise CannotDryRun(f"it uses {name}, which is not part of a dry run")
 
 
 def _renaming(init: Callable[..., None], known: str) -> Callable[..., None]:

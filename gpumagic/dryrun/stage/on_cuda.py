@@ -29,7 +29,7 @@ class CudaRun:
     """The devices and all that watches them.
 
     Args:
-        order: what `forecast` sends: see there.
+        order: what `dryrun.run` sends: see there.
         tell: sends the account and ends the process.
     """
 

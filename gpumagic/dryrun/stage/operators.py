@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from gpumagic.dryrun.parts import NotRehearsed
+from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.stage.backend import DeviceModule
 from gpumagic.dryrun.stage.calls import Call
 from gpumagic.dryrun.stage.contents import Contents
@@ -98,7 +98,7 @@ class Operators:
         with torch._C.DisableTorchFunction():
             name = op._name
             if op.namespace not in _KNOWN:
-                raise NotRehearsed(f"it calls {name}, an operator whose memory is not known")
+                raise CannotDryRun(f"it calls {name}, an operator whose memory is not known")
             self._ledger.begin(name.removeprefix("aten::"))
             try:
                 return self._kernel(op, name, args, kwargs)

@@ -80,7 +80,7 @@ class Storages:
         return made
 
     def nbytes_of(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of a rehearsed tensor's whole storage."""
+        """Return the bytes of a tensor of the dry run's whole storage."""
         return self._nbytes.get(key_of(tensor), 0)
 
     def settle(self) -> None:
@@ -149,7 +149,7 @@ class _Page:
 
 
 def key_of(tensor: torch.Tensor) -> int:
-    """Return the key of a rehearsed tensor's storage."""
+    """Return the key of a tensor of the dry run's storage."""
     return int(tensor.data_ptr()) // _SPACING
 
 

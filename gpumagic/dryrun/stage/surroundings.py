@@ -1,4 +1,4 @@
-"""What of torch around the device a rehearsal does another way: data loaders, pinned memory, loading, compilers.
+"""What of torch around the device a dry run does another way: data loaders, pinned memory, loading, compilers.
 
 Files opened for writing are the null device; making, moving and removing files does nothing; sending, connecting and
 starting programs is refused. An audit hook refuses what comes another way.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils.data import DataLoader
 
-from gpumagic.dryrun.parts import NotRehearsed
+from gpumagic.dryrun.parts import CannotDryRun
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.stage.backend import DeviceModule
@@ -57,15 +57,15 @@ def load_in_this_process(assume: Callable[[str], None]) -> None:
 
 
 def _refuse_compiler(*_: object, **__: object) -> NoReturn:
-    raise NotRehearsed("it uses torch.compile, whose kernels' memory is not known")
+    raise CannotDryRun("it uses torch.compile, whose kernels' memory is not known")
 
 
 def _in_this_process(make: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
-    """Return a data loader's way to iterate without worker processes, which a rehearsal does not start."""
+    """Return a data loader's way to iterate without worker processes, which a dry run does not start."""
 
     def iterate(loader: Any) -> Any:
         if loader.num_workers:
-            assume("data loaders are rehearsed without worker processes")
+            assume("data loaders are run without worker processes")
         for name, value in {"num_workers": 0, "prefetch_factor": None, "pin_memory": False, "timeout": 0}.items():
             object.__setattr__(loader, name, value)
         object.__setattr__(loader, "_DataLoader__multiprocessing_context", None)
@@ -101,7 +101,7 @@ _BODY = frozenset({"time", "capture"})
 
 
 class Magics:
-    """The shell, as far as a rehearsed cell may use it.
+    """The shell, as far as a cell in a dry run may use it.
 
     Args:
         namespace: where bodies run.
@@ -117,12 +117,12 @@ class Magics:
         if name in _BODY:
             exec(compile(line, "<magic>", "exec"), self.user_ns)  # noqa: S102  # the user's own cell
         elif name not in _QUIET:
-            raise NotRehearsed(f"it uses %{name}, which a rehearsal does not follow")
+            raise CannotDryRun(f"it uses %{name}, which a dry run does not follow")
 
     def run_cell_magic(self, name: str, line: str, body: str) -> None:
         """Run the body of a magic that only watches it."""
         if name not in _BODY:
-            raise NotRehearsed(f"it uses %%{name}, which a rehearsal does not follow")
+            raise CannotDryRun(f"it uses %%{name}, which a dry run does not follow")
         exec(compile(body, "<magic>", "exec"), self.user_ns)  # noqa: S102  # the user's own cell
 
     def system(self, command: str, *_: object) -> None:
@@ -199,17 +199,17 @@ def _refusing(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], N
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[2], int) and args[2] & _WRITES and args[0] != os.devnull:
             note(f"writes the file {args[0]!s}")
-            raise PermissionError(f"a rehearsal writes no file, and {args[0]!s} was opened for writing")
+            raise PermissionError(f"a dry run writes no file, and {args[0]!s} was opened for writing")
         if event == "sqlite3.connect" and args[0] not in {":memory:", ""}:
             note(f"opens the database {args[0]!s}")
-            raise NotRehearsed(f"it opens the database {args[0]!s}, which a rehearsal does not do")
+            raise CannotDryRun(f"it opens the database {args[0]!s}, which a dry run does not do")
         if event == "ctypes.dlsym" and args[1] in _NATIVE_PROGRAMS:
             note("starts a program")
-            raise NotRehearsed("it starts a program, which a rehearsal does not do")
+            raise CannotDryRun("it starts a program, which a dry run does not do")
         if event in _REFUSED:
             what = "starts a program" if event in _PROGRAMS else f"calls {event}"
             note(what)
-            raise NotRehearsed(f"it {what}, which a rehearsal does not do")
+            raise CannotDryRun(f"it {what}, which a dry run does not do")
 
     return hook
 

@@ -1,6 +1,6 @@
-"""The cells that rehearsals are tried on: what people do with a GPU, small enough to really run on a simulated one.
+"""The cells that dry runs are tried on: what people do with a GPU, small enough to really run on a simulated one.
 
-`COMMON` is an earlier cell of the notebook. Each entry is (earlier cell, cell to rehearse).
+`COMMON` is an earlier cell of the notebook. Each entry is (earlier cell, cell to dry-run).
 """
 
 from __future__ import annotations

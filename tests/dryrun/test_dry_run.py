@@ -1,4 +1,4 @@
-"""`gpumagic.rehearse`: it leaves no trace, survives whatever the cell does, and says what it does not know."""
+"""`gpumagic.dry_run`: it leaves no trace, survives whatever the cell does, and says what it does not know."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def notebook():
 
 
 def state(namespace) -> list[object]:
-    """Return all that a rehearsal could change, byte for byte."""
+    """Return all that a dry run could change, byte for byte."""
     model, optimizer = namespace["model"], namespace["optimizer"]
     tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), namespace["x"]]
     tensors += [value for each in optimizer.state.values() for value in each.values()]
@@ -98,7 +98,7 @@ def test_no_cell_leaves_a_trace(tmp_path_factory, lines) -> None:
     try:
         before = state(namespace)
         counters = peaks()
-        gpumagic.rehearse("\n".join(lines), namespace)
+        gpumagic.dry_run("\n".join(lines), namespace)
         assert peaks() == counters
         assert state(namespace) == before
     finally:
@@ -109,12 +109,12 @@ def test_no_cell_leaves_a_trace(tmp_path_factory, lines) -> None:
 
 def test_the_allocator_is_not_even_asked_for_a_byte(notebook) -> None:
     before = peaks()
-    gpumagic.rehearse(STEP, notebook)
+    gpumagic.dry_run(STEP, notebook)
     assert peaks() == before
 
 
 def test_the_report_says_where_the_peak_is_and_what_it_is_made_of(notebook) -> None:
-    report = gpumagic.rehearse(STEP, notebook)
+    report = gpumagic.dry_run(STEP, notebook)
     assert report.fits
     assert report.line in {2, 4, 5}
     assert report.code in STEP
@@ -127,20 +127,20 @@ def test_the_report_says_where_the_peak_is_and_what_it_is_made_of(notebook) -> N
 
 
 def test_a_capacity_decides(notebook) -> None:
-    assert gpumagic.rehearse(STEP, notebook, capacity="64MiB").fits
-    report = gpumagic.rehearse(STEP + "big = torch.empty(2**28, device='simgpu:0')", notebook, capacity="64MiB")
+    assert gpumagic.dry_run(STEP, notebook, capacity="64MiB").fits
+    report = gpumagic.dry_run(STEP + "big = torch.empty(2**28, device='simgpu:0')", notebook, capacity="64MiB")
     assert report.fits is False
     assert report.devices[0].failure_line == 6
     assert "line 6" in report.verdict
 
 
-def test_a_callable_is_rehearsed_with_what_it_closes_over(two_devices) -> None:
+def test_a_callable_is_dry_run_with_what_it_closes_over(two_devices) -> None:
     size = 1 << 20
 
     def work():
         return torch.zeros(size, dtype=torch.uint8, device="simgpu:1")
 
-    report = gpumagic.rehearse(work)
+    report = gpumagic.dry_run(work)
     assert report.error is None
     assert (needed(report, 0), needed(report, 1)) == (0, size)
 
@@ -155,10 +155,10 @@ def test_a_callable_is_rehearsed_with_what_it_closes_over(two_devices) -> None:
     ],
 )
 def test_a_crash_or_a_hang_costs_one_sentence(cell, word) -> None:
-    report = gpumagic.rehearse(cell, {}, time_limit=2)
+    report = gpumagic.dry_run(cell, {}, time_limit=2)
     assert word in report.verdict
     assert report.fits is None
-    assert needed(gpumagic.rehearse("import torch; torch.zeros(9, device='simgpu:0')", {})) == 512
+    assert needed(gpumagic.dry_run("import torch; torch.zeros(9, device='simgpu:0')", {})) == 512
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_crash_or_a_hang_costs_one_sentence(cell, word) -> None:
 )
 def test_what_reaches_outside_is_one_sentence(tmp_path, monkeypatch, cell, word) -> None:
     monkeypatch.chdir(tmp_path)
-    report = gpumagic.rehearse(cell, {})
+    report = gpumagic.dry_run(cell, {})
     assert report.fits is None
     assert word in report.verdict
     assert list(tmp_path.iterdir()) == []
@@ -193,28 +193,28 @@ def test_what_reaches_outside_is_one_sentence(tmp_path, monkeypatch, cell, word)
         "import time; time.sleep(3600)",
     ],
 )
-def test_what_does_nothing_in_a_rehearsal_lets_it_go_on(tmp_path, monkeypatch, cell) -> None:
+def test_what_does_nothing_in_a_dry_run_lets_it_go_on(tmp_path, monkeypatch, cell) -> None:
     monkeypatch.chdir(tmp_path)
-    assert gpumagic.rehearse(cell, {}).fits
+    assert gpumagic.dry_run(cell, {}).fits
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_that_was_killed_is_replaced(notebook) -> None:
-    gpumagic.rehearse(STEP, notebook)
+    gpumagic.dry_run(STEP, notebook)
     worker = client.warm().pid
     os.kill(worker, signal.SIGKILL)
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # it has ended, and its parent is still to find that out
-    assert gpumagic.rehearse(STEP, notebook).fits
+    assert gpumagic.dry_run(STEP, notebook).fits
 
 
 def test_an_error_of_the_cell_is_told_with_its_line(notebook) -> None:
-    report = gpumagic.rehearse("a = x + 1\nb = x @ x", notebook)
+    report = gpumagic.dry_run("a = x + 1\nb = x @ x", notebook)
     assert report.fits is None
     assert report.error.startswith("the cell fails in line 2 with RuntimeError")
 
 
 def test_operands_on_two_devices_fail_in_torchs_words(notebook) -> None:
-    report = gpumagic.rehearse("x + torch.ones(256, 64)", notebook)
+    report = gpumagic.dry_run("x + torch.ones(256, 64)", notebook)
     assert "Expected all tensors to be on the same device" in report.error
 
 
@@ -233,21 +233,21 @@ def test_what_is_not_covered_is_refused_by_name(notebook, cell, word) -> None:
 
     with Path(os.devnull).open() as text:
         notebook |= {"lock": threading.Lock(), "text": text}
-        report = gpumagic.rehearse(cell, notebook)
+        report = gpumagic.dry_run(cell, notebook)
     assert report.fits is None
     assert word in report.error
 
 
 def test_what_cannot_be_sent_does_no_harm_unless_it_is_used(notebook) -> None:
     notebook["odd"] = [(i for i in range(3)), lambda: 1]
-    assert gpumagic.rehearse(STEP + "also = odd[1]()", notebook).error is None
+    assert gpumagic.dry_run(STEP + "also = odd[1]()", notebook).error is None
 
 
 def test_effects_are_listed_and_go_nowhere(notebook, tmp_path) -> None:
     kept = tmp_path / "kept.pt"
     kept.write_text("precious")
     cell = f"torch.save(model.state_dict(), {str(kept)!r})\nopen({str(kept)!r}, 'w').write('gone')\nimport os\n"
-    report = gpumagic.rehearse(cell + f"os.remove({str(kept)!r})", notebook)
+    report = gpumagic.dry_run(cell + f"os.remove({str(kept)!r})", notebook)
     assert report.error is None
     assert kept.read_text() == "precious"
     assert report.effects == (f"writes the file {kept}", f"calls os.remove({kept})")
@@ -305,18 +305,18 @@ assert mode is Mode.FAST and slotted.a == 2 and count(3) == 5 and add() == 4
 assert isinstance(model, Base)
 model(torch.ones(5, 8, device="simgpu:0")).sum().backward()
 """
-    report = gpumagic.rehearse(cell, namespace)
+    report = gpumagic.dry_run(cell, namespace)
     assert report.error is None, report.error
 
 
 def test_a_loop_of_another_size_each_pass_is_run_whole(two_devices) -> None:
     cell = "import torch\nfor n in (10, 20, 900, 30):\n    x = torch.zeros(n, 512, device='simgpu:0')"
-    assert needed(gpumagic.rehearse(cell, {})) == (900 + 30) * 2048
+    assert needed(gpumagic.dry_run(cell, {})) == (900 + 30) * 2048
 
 
 def test_a_list_of_different_sizes_is_gone_through_to_its_end(two_devices) -> None:
     cell = "import torch\nfor n in [10, 10, 10, 900]:\n    x = torch.zeros(n, 512, device='simgpu:0')"
-    assert needed(gpumagic.rehearse(cell, {})) == (900 + 10) * 2048
+    assert needed(gpumagic.dry_run(cell, {})) == (900 + 10) * 2048
 
 
 def test_growth_below_a_block_is_noticed(two_devices) -> None:
@@ -325,23 +325,23 @@ def test_growth_below_a_block_is_noticed(two_devices) -> None:
         "import torch\nx = torch.zeros(1, device='simgpu:0')\n"
         "for _ in range(100000):\n    x = torch.cat([x, torch.zeros(2, device='simgpu:0')])"
     )
-    assert needed(gpumagic.rehearse(cell, {})) >= 1_600_000 * 0.9
+    assert needed(gpumagic.dry_run(cell, {})) >= 1_600_000 * 0.9
 
 
 def test_a_loop_without_an_end_that_grows_leaves_the_verdict_open(notebook) -> None:
-    report = gpumagic.rehearse("kept = []\nwhile len(kept) < 10**9:\n    kept.append(x + 1)", notebook)
+    report = gpumagic.dry_run("kept = []\nwhile len(kept) < 10**9:\n    kept.append(x + 1)", notebook)
     assert report.fits is None
     assert any("keeps more memory each pass" in each for each in report.unknown)
 
 
 def test_a_loop_that_is_cut_short_says_so(notebook) -> None:
-    report = gpumagic.rehearse("for _ in range(10**6):\n    loss = model(x).sum().item()", notebook)
-    assert any("the loop in line 1 was rehearsed for 3 passes" in each for each in report.assumed)
+    report = gpumagic.dry_run("for _ in range(10**6):\n    loss = model(x).sum().item()", notebook)
+    assert any("the loop in line 1 was run for 3 passes" in each for each in report.assumed)
 
 
 def test_a_branch_that_no_pass_took_leaves_the_verdict_open(notebook) -> None:
     cell = "for i in range(10**6):\n    y = x + 1\n    if hash(str(i)) == 5:\n        z = torch.cat([x] * 100)"
-    report = gpumagic.rehearse(cell, notebook)
+    report = gpumagic.dry_run(cell, notebook)
     assert report.fits is None
     assert any("line 4 was not reached" in each for each in report.unknown)
 
@@ -353,14 +353,14 @@ def test_data_loaders_need_no_worker_processes_and_no_pinned_memory(notebook) ->
         "for (each,) in DataLoader(data, 8, num_workers=2, pin_memory=True, persistent_workers=True):\n"
         "    model(each.pin_memory().to('simgpu:0', non_blocking=True))"
     )
-    report = gpumagic.rehearse(cell, notebook)
+    report = gpumagic.dry_run(cell, notebook)
     assert report.error is None
     assert any("without worker processes" in each for each in report.assumed)
 
 
 def test_weights_are_loaded_onto_the_device(notebook, tmp_path) -> None:
     torch.save({"w": torch.zeros(1000, 1000)}, tmp_path / "w.pt")
-    report = gpumagic.rehearse(f"state = torch.load({str(tmp_path / 'w.pt')!r}, map_location='simgpu:0')", notebook)
+    report = gpumagic.dry_run(f"state = torch.load({str(tmp_path / 'w.pt')!r}, map_location='simgpu:0')", notebook)
     assert report.error is None
     assert needed(report) == 4_000_256
 
@@ -368,27 +368,27 @@ def test_weights_are_loaded_onto_the_device(notebook, tmp_path) -> None:
 def test_large_data_of_the_host_without_room_are_taken_to_be_zeros_and_that_is_said(two_devices, monkeypatch) -> None:
     monkeypatch.setattr("gpumagic.dryrun.parts.ROOM", 0)
     data = {"torch": torch, "images": torch.rand(1 << 20), "table": np.ones((1000, 1000))}
-    report = gpumagic.rehearse("x = images.to('simgpu:0')\ny = torch.from_numpy(table).to('simgpu:0')", data)
+    report = gpumagic.dry_run("x = images.to('simgpu:0')\ny = torch.from_numpy(table).to('simgpu:0')", data)
     assert needed(report) == (4 << 20) + 8_000_000
     assert any("hold zeros" in each for each in report.assumed)
 
 
-def test_ctrl_c_ends_the_rehearsal_and_the_next_one_works(notebook) -> None:
-    gpumagic.rehearse(STEP, notebook)
+def test_ctrl_c_ends_the_dry_run_and_the_next_one_works(notebook) -> None:
+    gpumagic.dry_run(STEP, notebook)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(1)
     try:
         with pytest.raises(KeyboardInterrupt):
-            gpumagic.rehearse("import threading; threading.Event().wait(50)", notebook)
+            gpumagic.dry_run("import threading; threading.Event().wait(50)", notebook)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert gpumagic.rehearse(STEP, notebook).fits
+    assert gpumagic.dry_run(STEP, notebook).fits
 
 
 def test_a_torch_that_takes_no_backend_in_python_is_refused(monkeypatch) -> None:
     monkeypatch.delattr(torch._C, "_acc")
-    with pytest.raises(gpumagic.RehearsalUnavailable, match="a torch that takes backends written in Python"):
-        gpumagic.rehearse("1", {})
+    with pytest.raises(gpumagic.DryRunUnavailable, match="a torch that takes backends written in Python"):
+        gpumagic.dry_run("1", {})
 
 
 def test_without_a_gpu_a_capacity_is_asked_for(monkeypatch) -> None:
@@ -396,10 +396,10 @@ def test_without_a_gpu_a_capacity_is_asked_for(monkeypatch) -> None:
 
     monkeypatch.setattr(allocator, "accelerators", list)
     with pytest.raises(gpumagic.OptionError, match="--capacity 16GiB"):
-        gpumagic.rehearse("1", {})
+        gpumagic.dry_run("1", {})
 
 
 @pytest.mark.parametrize("bad", [("1 +", None), ("1", "12 apples"), (7, None)])
 def test_bad_input_is_an_option_error(bad) -> None:
     with pytest.raises(gpumagic.OptionError):
-        gpumagic.rehearse(bad[0], {}, capacity=bad[1])
+        gpumagic.dry_run(bad[0], {}, capacity=bad[1])

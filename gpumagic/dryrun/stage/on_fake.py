@@ -1,4 +1,4 @@
-"""One rehearsal, in a process of its own: build the device, unpack the notebook, run the cell, give account."""
+"""One dry run, in a process of its own: build the device, unpack the notebook, run the cell, give account."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ MOST_REQUESTS = 50_000
 IN_TREE = frozenset({"cuda", "xpu", "mps"})
 
 
-class Rehearsal:
+class FakeRun:
     """The device and all that watches it.
 
     Args:
-        order: what `forecast` sends: see there.
+        order: what `dryrun.run` sends: see there.
         tell: sends the account and ends the process.
     """
 
@@ -98,7 +98,7 @@ class Rehearsal:
         self._tell(self._account(before, error))
 
     def _fill(self) -> None:
-        """Put other values than zeros where contents are missing, in a rehearsal that looks whether they matter."""
+        """Put other values than zeros where contents are missing, in a dry run that looks whether they matter."""
         if parts.blanks:
             self._contents.guessed.add("host")
         for memory in parts.blanks if self.order["guess"] else ():

@@ -1,0 +1,63 @@
+"""What a dry run runs: a cell's code, or a callable."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gpumagic.dryrun import sendable
+from gpumagic.errors import OptionError
+
+CELL = "<dry run>"
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is dry-run.
+
+    Attributes:
+        source: Python code; None for a callable.
+        function: what is called, without arguments, where there is no code.
+    """
+
+    source: str | None
+    function: Callable[[], object] | None
+    filename: str
+
+    def names(self) -> list[str]:
+        """Return the global names it may use."""
+        if self.source is None:
+            return []
+        return list(sendable.names_of(_compiled(self.source)))
+
+
+def script_of(what: str | Callable[[], object], above: int = 0) -> Script:
+    """Return what to run.
+
+    Args:
+        what: code as a notebook's cell has it, or a callable without arguments.
+        above: how many lines stand above the code in its cell.
+
+    Raises:
+        OptionError: the code has a syntax error, or it is neither.
+    """
+    if callable(what):
+        code = getattr(what, "__code__", None)
+        return Script(None, what, getattr(code, "co_filename", CELL))
+    if not isinstance(what, str):
+        raise OptionError(f"a dry run takes code or a callable, not {type(what).__name__}")
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    above += len(what[: len(what) - len(what.lstrip())].splitlines())  # which IPython takes away
+    source = "\n" * above + TransformerManager().transform_cell(what)
+    _compiled(source)
+    return Script(source, None, CELL)
+
+
+def _compiled(source: str) -> Any:
+    try:
+        return compile(source, CELL, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        raise OptionError(f"the code cannot be dry-run: {error.msg} in line {error.lineno}") from None
