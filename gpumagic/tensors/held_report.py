@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gpumagic.report.base import Report
 from gpumagic.tensors.report import HeldReport, TensorRow
-
-_NOTHING_HELD = HeldReport(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class ReleaseReport(Report[FreedRow]):
     freed: tuple[FreedRow, ...]
     released: tuple[str, ...] = ()
     """What was forgotten: ``"Out[12]"``, ``"last traceback"``."""
-    left: HeldReport = _NOTHING_HELD
+    left: HeldReport = field(default_factory=lambda: HeldReport(()))
     """What is still held, and what would free that."""
     notes: tuple[str, ...] = ()
 
