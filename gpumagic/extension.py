@@ -35,7 +35,11 @@ def load(shell: InteractiveShell) -> None:
         baseline.install()
         shell.meta[_KEY].callback(baseline.uninstall)
     if os.environ.get("GPUMAGIC_SIMGPU"):
-        _enable_simgpu()
+        try:
+            _enable_simgpu()
+        except BaseException:  # Ctrl-C while it compiles: IPython takes the extension for not loaded
+            unload(shell)
+            raise
 
 
 def is_loaded(shell: InteractiveShell) -> bool:

@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -31,14 +32,17 @@ def load() -> ModuleType:
     """Return the compiled backend; the first call of a new torch, Python or gpumagic compiles it, half a minute.
 
     Raises:
-        SimgpuUnavailable: there is no compiler, no ninja or no setuptools, or it does not compile.
+        SimgpuUnavailable: there is no compiler, no ninja or no setuptools, it does not compile, or cannot be kept.
     """
     built = library()
     home = built.parent
     if not built.exists():
         with progress.waiting("compiling the simulated GPU"), only_process(home, WHAT, SimgpuUnavailable):
             if not built.exists():
-                return _compile(home)
+                try:
+                    return _compile(home)
+                except (OSError, subprocess.SubprocessError) as error:
+                    raise SimgpuUnavailable(f"{WHAT} cannot be compiled in {home.parent}: {error}") from error
     return _import(built)
 
 

@@ -130,6 +130,21 @@ def test_a_simulated_gpu_that_cannot_be_had_is_one_warning(bare_shell, monkeypat
     assert bare_shell.find_line_magic("gpuinfo") is not None
 
 
+def test_an_interrupt_while_the_simulated_gpu_is_compiled_leaves_nothing_loaded(bare_shell, monkeypatch):
+    """IPython takes the extension for not loaded, and so must we."""
+    from gpumagic import simgpu
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("GPUMAGIC_SIMGPU", "1")
+    monkeypatch.setattr(simgpu, "enable_from_environment", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bare_shell.extension_manager.load_extension("gpumagic")
+    assert not extension.is_loaded(bare_shell)
+    assert "gpuinfo" not in bare_shell.magics_manager.magics["line"]
+
+
 @pytest.mark.parametrize("used", ["", "get_ipython().run_cell('%%ondevice --help\\n1')"])
 def test_loading_imports_nothing_heavy(start_kernel, used):
     """Neither torch nor pandas, nor the driver's library, in a process that had none of them."""

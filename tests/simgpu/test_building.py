@@ -114,6 +114,32 @@ def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path: Path) -> None
     assert told.endswith("set XDG_CACHE_HOME to a folder that can be written")
 
 
+LOAD = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+print(shell.extension_manager.load_extension("gpumagic"))
+shell.run_cell("%gpuinfo --help")
+print(shell.extension_manager.unload_extension("gpumagic"), "gpuinfo" in shell.magics_manager.magics["line"])
+"""
+
+
+@pytest.mark.parametrize("compiler", ["false", "/bin/false", "{folder}/no-room"])
+def test_the_extension_is_loaded_and_unloaded_whatever_keeps_simgpu_from_compiling(
+    tmp_path: Path, compiler: str
+) -> None:
+    """A compiler that fails without a word, and a full disk: the magics are there, and one line says why it is not."""
+    full = tmp_path / "no-room"
+    full.write_text("#!/bin/sh\necho 'fatal error: No space left on device' >&2\nexit 1\n")
+    full.chmod(0o755)
+    with python(LOAD, tmp_path / "cache", CXX=compiler.format(folder=tmp_path)) as process:
+        out, err = process.communicate()
+    assert "usage: %gpuinfo" in out
+    assert out.splitlines()[0] == "None", "it is loaded"
+    assert out.splitlines()[-1] == "None False", "and unloaded, its magics gone"
+    (why,) = [line for line in err.splitlines() if not line.startswith("gpumagic: compiling")]
+    assert why.startswith("gpumagic: the simulated GPU ")
+
+
 def test_another_backend_in_torchs_only_slot_is_named(tmp_path: Path) -> None:
     """There is one slot for out-of-tree devices."""
     before = "import torch; torch.utils.rename_privateuse1_backend('npu')"
