@@ -49,15 +49,15 @@ def compare(told: Account, order: dict[str, Any]) -> Account:
         order: what it answers.
     """
     limit = min(order["time_limit"], 2 + 3 * told["seconds"])
-    for guess in OTHERS[:1] if told["guessed"] == ["host"] else OTHERS:
+    for guess in OTHERS[:1] if kinds(told) == ["host"] else OTHERS:
         other = ask({**order, "guess": guess, "time_limit": limit, "is_brief": True})
         why = _difference(told, other)
         if not why:
             continue
-        is_open = told["guessed"] != ["truths"] or not _is_seen_to_its_end(other) or _failures(told) != _failures(other)
+        is_open = kinds(told) != ["truths"] or not _is_seen_to_its_end(other) or _failures(told) != _failures(other)
         if "devices" in other and not _failures(other) and _peaks(other) > _peaks(told):
             told, other = ask({**order, "guess": guess}), told
-        on = " or ".join(_NAMES[each] for each in sorted(_NAMES) if each in told["guessed"])
+        on = " or ".join(_NAMES[each] for each in sorted(_NAMES) if each in kinds(told))
         told["unknown"].insert(0, f"what the cell does depends on {on or 'values on the device'}: {why}")
         told["is_open"] = told["is_open"] or is_open
         if not (_failures(told) and _failures(other)):
@@ -65,6 +65,12 @@ def compare(told: Account, order: dict[str, Any]) -> Account:
                 device["failed"] = False  # with other values it may fit
         return told
     return told
+
+
+def kinds(told: Account) -> list[str]:
+    """Return what was not known of all that the host read."""
+    known = {"truth": "truths"}
+    return told.get("guessed") or sorted({known.get(kind, "values") for _, _, kind in told.get("reads", ())})
 
 
 def _difference(told: Account, other: Account) -> str:
@@ -81,7 +87,7 @@ def _difference(told: Account, other: Account) -> str:
 
 
 def _is_seen_to_its_end(account: Account) -> bool:
-    return "devices" in account and account["error"] is None and not account["is_open"] and not account["missed"]
+    return "devices" in account and account["error"] is None and not account["is_open"] and not account.get("missed")
 
 
 def _peaks(account: Account) -> list[int]:

@@ -56,7 +56,7 @@ def dry_run(
         told = courses.ask(order)
         if "ended" in told:
             return verdict.report_of_nothing(target, told["ended"])
-        if told["guessed"] and told["error"] is None:
+        if courses.kinds(told) and told["error"] is None:
             told = courses.compare(told, order)
         if note is not None:
             note(told)

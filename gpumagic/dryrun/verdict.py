@@ -14,13 +14,18 @@ from gpumagic.report.units import count, size
 def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> DryRunReport:
     """Return the report of a worker's account."""
     target = chosen.target
-    error, complete = told["error"], told["error"] is None and not told["missed"] and not told["is_open"]
+    error, complete = told["error"], told["error"] is None and not told.get("missed") and not told["is_open"]
     devices = tuple(
         _device(name, found, capacity, target.extra, complete)
         for name, found, capacity in zip(target.names, told["devices"], target.capacities, strict=True)
     )
     deciding = min(devices, key=lambda each: _room(each, target.names[target.chosen]))
-    unknown = [*told["unknown"], *parts.notes, *target.unknown, *(missed_sentence(place) for place in told["missed"])]
+    unknown = [
+        *told["unknown"],
+        *parts.notes,
+        *target.unknown,
+        *(missed_sentence(place) for place in told.get("missed", ())),
+    ]
     if target.extra[1]:
         unknown.append(not_modelled(target.extra, chosen.name))
     return DryRunReport(
@@ -35,7 +40,9 @@ def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> Dry
         capacity=deciding.capacity,
         verdict=verdict_sentence(deciding, error),
         points=tuple(DryRunPoint(target.names[index], *found) for index, *found in told["timeline"]),
-        assumed=(*told["assumed"], *parts.assumed, *(cut_sentence(place, passes) for place, passes in told["cut"])),
+        assumed=(
+            *told["assumed"], *parts.assumed, *(cut_sentence(place, passes) for place, passes in told.get("cut", ()))
+        ),
         unknown=tuple(dict.fromkeys(unknown)),
         effects=tuple(told["effects"]),
         error=None if error is None else failure_sentence(error),

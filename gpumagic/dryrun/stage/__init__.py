@@ -16,4 +16,5 @@ Start with `run.py`.
     source.py        the changed source that makes a loop ask, with the arithmetic in `rules.py`
     items.py         what a pass gets: the sizes in its item, and what the host draws at random
     turns.py         what the host's numbers decide in later passes
+    counted.py       how many passes of each loop were run
 """

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun.stage.contents import GUESSES
+from gpumagic.dryrun.stage.ledger import Place
 
 
 class Guesses:
@@ -20,11 +21,13 @@ class Guesses:
     Args:
         guess: which of `GUESSES` the host gets; those of odd number select nothing, the others everything.
         assume: called with a sentence for each thing that is assumed.
+        where: tells where the cell stands.
     """
 
-    def __init__(self, guess: int, assume: Callable[[str], None]) -> None:
-        self.guessed: set[str] = set()
-        """What the host got that was taken to be something: truth values, other values."""
+    def __init__(self, guess: int, assume: Callable[[str], None], where: Callable[[], Place]) -> None:
+        self.reads: dict[tuple[int | None, str, str], None] = {}
+        """The line, its code, and what the host read there that is not known: truth, number, size or contents."""
+        self._where = where
         self._first = guess == 0
         self._number, self._whole, self._truth = GUESSES[guess]
         self._selects_all = guess % 2 == 0
@@ -51,11 +54,11 @@ class Guesses:
         if self._first and bool(there != 0):
             return there.item()  # the host put it there
         if tensor.dtype == torch.bool:
-            return self._take(self._truth, "truths", "a truth value")
+            return self._take(self._truth, "truth", "a truth value")
         if tensor.is_floating_point() or tensor.is_complex():
-            number = self._take(self._number, "values", "a number")
+            number = self._take(self._number, "number", "a number")
             return complex(number) if tensor.is_complex() else number
-        return self._take(self._whole, "values", "a whole number")
+        return self._take(self._whole, "number", "a whole number")
 
     def _step(self, optimizer: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
         self._assume("gradients are taken to be finite, so that a gradient scaler steps")
@@ -64,7 +67,7 @@ class Guesses:
     def _equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         if one.shape != other.shape:
             return False
-        self.guessed.add("truths")
+        self._read("truth")
         self._assume(f"tensors compared on the device are taken {'not ' if self._truth else ''}to be equal")
         return not self._truth
 
@@ -96,14 +99,18 @@ class Guesses:
         )
 
     def _selected(self, most: int) -> int:
-        self.guessed.add("values")
+        self._read("size")
         self._assume(f"a mask on the device is taken to select {'everything' if self._selects_all else 'nothing'}")
         return most if self._selects_all else 0
 
     def _take(self, value: Any, kind: str, what: str) -> Any:
-        self.guessed.add(kind)
+        self._read(kind)
         self._assume(f"{what} read from the device is taken to be {value}")
         return value
+
+    def _read(self, kind: str) -> None:
+        place = self._where()
+        self.reads.setdefault((place.line, place.code, kind))
 
     def _fetching(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method that copies to the host, so that what comes from a device is known to be unknown."""
@@ -117,7 +124,7 @@ class Guesses:
         return fetched
 
     def _unknown(self, made: Any) -> Any:
-        self.guessed.add("values")
+        self._read("contents")
         what = "what the fake device holds, mostly zeros" if self._first else f"{self._number} or {self._whole}"
         self._assume(f"values copied from the device to the host are taken to be {what}")
         if not self._first and isinstance(made, torch.Tensor):

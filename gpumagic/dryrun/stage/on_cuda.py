@@ -5,7 +5,9 @@ from __future__ import annotations
 import builtins
 import os
 import signal
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import torch
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.stage import cell, guesses, ledger, surroundings
+from gpumagic.dryrun.stage.counted import File, Passes
 from gpumagic.dryrun.stage.journal import Journal, Trace, rounded
 from gpumagic.dryrun.stage.kinds import Kinds, Lines
 from gpumagic.dryrun.stage.layout import Layout
@@ -39,7 +42,8 @@ class CudaRun:
         self.notes = cell.Notes()
         self._lines = Lines(order["filename"], order["sources"])
         self._journal = Journal(self._lines.where)
-        self._guesses = guesses.Guesses(order["guess"], self.notes.assume)
+        self._passes = Passes(order["filename"], order["sources"])
+        self._guesses = guesses.Guesses(order["guess"], self.notes.assume, self._lines.where)
         self._is_brief = order["is_brief"]  # only the figures are wanted, not the history
         self._kept: list[torch.Tensor] = []
         self._before: list[tuple[int, int, int]] = []
@@ -67,7 +71,7 @@ class CudaRun:
         namespace.setdefault("display", lambda *_, **__: None)
         namespace["get_ipython"] = lambda: surroundings.Magics(namespace, self.notes.effect)
         self._begin()
-        self._tell(self._account(self._execute(namespace)))
+        self._tell(self._execute(namespace))
 
     def _arrange(self) -> None:
         surroundings.block(self.notes.effect)  # before modules of the user's are imported
@@ -86,7 +90,7 @@ class CudaRun:
             if layout is not None:
                 layout.claim(part)
 
-        parts.coming = coming
+        parts.coming, parts.find_code = coming, self._passes.find_code
         scopes: list[dict[str, Any]] = [{"__builtins__": builtins} for _ in range(self.order["scopes"])]
         cell.unpack(self.order["data"], scopes)
         for device, nbytes in enumerate(self.order["base"]):
@@ -113,26 +117,28 @@ class CudaRun:
         ]
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
 
-    def _out_of_time(self, *_: object) -> None:
+    def _out_of_time(self, _: int, frame: FrameType | None) -> None:
         self.notes.not_known(
             f"what the cell needs later: it was run for {self.order['time_limit']:g} s and not to its end"
         )
-        self._tell({**self._account(None), "is_open": True})
+        running = [(each.filename, each.lineno or 0) for each in traceback.extract_stack(frame)]
+        self._tell({**self._account(None, running), "is_open": True})
 
-    def _execute(self, namespace: dict[str, Any]) -> dict[str, Any] | None:
-        """Run the cell; return how it failed, if it did."""
+    def _execute(self, namespace: dict[str, Any]) -> dict[str, Any]:
+        """Run the cell; return the account of it."""
         source, filename = self.order["source"], self.order["filename"]
         try:
-            cell.execute(None if source is None else cell.compiled(source, filename), namespace)
+            cell.execute(None if source is None else cell.compiled(source, filename, self._passes.change), namespace)
         except SystemExit:
-            return None
+            pass
         except BaseException as error:
             failed: dict[str, Any] = cell.failure(error, filename)
             failed["is_memory"] = isinstance(error, torch.OutOfMemoryError)
-            return failed
-        return None
+            running = [(each.filename, each.lineno or 0) for each in traceback.extract_tb(error.__traceback__)]
+            return self._account(failed, running)
+        return self._account(None, ())
 
-    def _account(self, error: dict[str, Any] | None) -> dict[str, Any]:
+    def _account(self, error: dict[str, Any] | None, running: Iterable[File]) -> dict[str, Any]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         devices = [self._device(device) for device in range(len(self._allocated))]
         failed = error is not None and error.pop("is_memory")
@@ -151,8 +157,8 @@ class CudaRun:
             "error": None if failed else error,
             "requests": [], "room": self.order["capacities"], "operators": book.operators,
             "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
-            "effects": list(self.notes.effects), "cut": [], "missed": [], "is_open": False,
-            "guessed": sorted(self._guesses.guessed),
+            "effects": list(self.notes.effects), "passes": self._passes.told(running), "is_open": False,
+            "reads": list(self._guesses.reads),
         }  # fmt: skip
 
     def _book(self, devices: int) -> Ledger:
