@@ -262,6 +262,10 @@ def read_cards(*, processes: bool = False, everything: bool = False) -> NvmlSnap
         processes: also read how busy each process keeps its card; the processes are listed in any case.
         everything: also read the fields that are only shown on request.
     """
+    return nvml.within_time(partial(_read_cards, processes, everything))
+
+
+def _read_cards(processes: bool, everything: bool) -> NvmlSnapshot | NvmlFailure:
     answer = _connect_and_count()
     if isinstance(answer, NvmlFailure):
         return answer

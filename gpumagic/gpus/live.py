@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MAX_SNAPSHOTS = 900
 """Snapshots to keep: half an hour at two seconds."""
+STOP_LIMIT = 1.0
+"""Seconds to wait for a snapshot that is being taken."""
 _KEY = "gpumagic_recorder"
 _STOP_LOCK = threading.Lock()
 """Held while a recorder stops, which an interrupt between cells does in a thread: the next starts after that."""
@@ -78,10 +80,13 @@ class GpuRecorder:
             self._end("interrupted")
 
     def stop(self, reason: str = "stopped") -> None:
-        """Stop and wait for the thread: NVML must not be queried while the process exits (nvitop#222)."""
+        """Stop and wait for the thread: NVML must not be queried while the process exits (nvitop#222).
+
+        A driver that hangs is not waited for.
+        """
         self.stop_soon(reason)
         if self._thread is not None and self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(STOP_LIMIT)
         atexit.unregister(self.stop)
 
     def stop_soon(self, reason: str = "stopped") -> None:

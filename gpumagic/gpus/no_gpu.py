@@ -95,6 +95,11 @@ def _no_driver(failure: NvmlFailure, build: TorchBuild, environment: Environment
         return "A Mac has no NVIDIA driver; its own GPU is shown once torch is imported and was built with MPS."
     if build.xpu:
         return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
+    if failure.problem == "no answer":
+        return (
+            f"The NVIDIA driver did not answer in {failure.detail}: see whether nvidia-smi does in a terminal; if it "
+            "hangs too, the GPU or its driver does, which ends with a reboot."
+        )
     if failure.problem in _EXPLANATIONS:
         return _EXPLANATIONS[failure.problem](environment)
     return f"The NVIDIA driver does not answer ({failure.detail}): see what nvidia-smi says in a terminal."

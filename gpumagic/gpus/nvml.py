@@ -3,16 +3,21 @@
 NVML is queried through nvidia-ml-py, whose module is called `pynvml`. It is initialised once per process and kept:
 initialising for every query is slow, and shutting down at exit can race a thread that still queries (nvitop#222).
 A forked child initialises its own. NVML never creates a CUDA context.
+
+A driver can hang, and a thread that waits in it cannot be interrupted. So it is read in a thread of its own, for
+`TIME_LIMIT` at most; while one reading hangs, no other is begun.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -26,7 +31,11 @@ DRIVER_TOO_OLD = "driver too old"
 FINAL_REASONS = ("lost", "no permission", "needs a reset")
 """Reasons that an older version of the same query cannot change, so it is not tried."""
 
+TIME_LIMIT = 5.0
+"""Seconds that one reading of all GPUs may take."""
+
 _initialised: set[int] = set()  # pids: a forked child finds its parent's here
+_hanging: _Reading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class NvmlFailure:
 
     problem: str
     """``"no binding"``, ``"no library"``, ``"no driver"``, ``"version mismatch"``, ``"no permission"``,
-    ``"old driver"`` or ``"error"``."""
+    ``"old driver"``, ``"no answer"`` or ``"error"``."""
     detail: str = ""
 
 
@@ -86,6 +95,56 @@ def connect() -> ModuleType | NvmlFailure:
 def reset() -> None:
     """Initialise again at the next `connect`, after other code in this process has shut NVML down."""
     _initialised.clear()
+
+
+class _Reading(threading.Thread):
+    """One reading, in a daemon thread: a process whose driver hangs must be able to end."""
+
+    def __init__(self, read: Callable[[], object]) -> None:
+        super().__init__(name="gpumagic driver", daemon=True)
+        self._read = read
+        self._process = os.getpid()
+        self._ended = threading.Event()  # a `join` that Ctrl-C interrupts takes the thread for ended (bpo-45274)
+        self.began = time.monotonic()
+        self.answer: object = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.answer = self._read()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended.set()
+
+    def wait(self) -> None:
+        """Wait for its end, `TIME_LIMIT` at most."""
+        self._ended.wait(TIME_LIMIT)
+
+    def hangs(self) -> bool:
+        """Return whether it has not ended; in a forked child there is no such thread."""
+        return not self._ended.is_set() and self._process == os.getpid()
+
+
+def within_time(read: Callable[[], T | NvmlFailure]) -> T | NvmlFailure:
+    """Return what a function reads from the driver, or that the driver does not answer.
+
+    Args:
+        read: runs in another thread, where Ctrl-C does not reach it; it ends the wait all the same.
+    """
+    global _hanging  # noqa: PLW0603  of this process, as the driver is
+    if _hanging is not None and _hanging.hangs():
+        return NvmlFailure("no answer", f"{time.monotonic() - _hanging.began:.0f} s")
+    _hanging = reading = _Reading(read)
+    reading.start()
+    reading.wait()
+    if reading.hangs():
+        return NvmlFailure("no answer", f"{TIME_LIMIT:g} s")
+    reading.join()
+    _hanging = None
+    if reading.error is not None:
+        raise reading.error
+    return cast("T | NvmlFailure", reading.answer)
 
 
 def is_shadowed(binding: ModuleType) -> bool:

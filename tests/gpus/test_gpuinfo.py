@@ -523,3 +523,30 @@ def test_the_command_refuses_what_it_cannot_follow(machine: MakeMachine, argumen
     code, out, errors = command(machine(), *arguments)
     assert (code, out) == (2, "")
     assert words in errors
+
+
+HUNG = """
+import threading
+from gpumagic.gpus import nvml
+nvml.TIME_LIMIT = 0.1
+silent = [str(probe.read_gpus()), str(probe.read_gpus()), threading.active_count()]
+nvml.TIME_LIMIT = 60
+Path({hanging!r}).unlink()
+nvml._hanging.join()
+"""
+
+
+def test_a_driver_that_hangs_holds_up_one_reading_and_is_read_again_when_it_answers(
+    machine: MakeMachine, tmp_path: Path
+) -> None:
+    """The second question is not added to the first."""
+    hanging = tmp_path / "hanging"
+    hanging.touch()
+    hung = machine()
+    hung.say(f"hang nvmlDeviceGetUtilizationRates {hanging}")
+    answer = hung.probe(before=HUNG.format(hanging=str(hanging)), extra="silent")
+    first, second, threads = answer["extra"]
+    assert "The NVIDIA driver did not answer in 0.1 s" in first
+    assert "The NVIDIA driver did not answer in 0 s" in second
+    assert threads == 2
+    assert only(answer)["utilization"] == 30.0

@@ -135,7 +135,7 @@ def test_an_error_of_another_cell_does_not_stop_it(kernel):
 def test_an_interrupt_while_it_ends_leaves_nothing(kernel):
     """Who presses the button twice interrupts the wait for the thread; the table still says that it has ended."""
     kernel.run("import signal; watch = %gpuinfo -w 0.1")
-    kernel.run("join = watch._thread.join; watch._thread.join = lambda: (join(), signal.raise_signal(signal.SIGINT))")
+    kernel.run("join = watch._thread.join; watch._thread.join = lambda _: (join(), signal.raise_signal(signal.SIGINT))")
     assert kernel.run("%gpuinfo -w off").ename == "KeyboardInterrupt"
     assert kernel.value("watch.ended") == "'stopped'"
 
@@ -245,4 +245,50 @@ def test_a_kernel_that_is_watching_shuts_down_in_peace(start_kernel, stub):
     updates(leaving, lambda texts: len(texts) >= 2)
     process = leaving.manager.provisioner.process
     leaving.client.shutdown()
+    assert process.wait(timeout=PATIENCE) == 0
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """Return a file; as long as it is there, the driver of `hung_kernel` does not answer."""
+    return tmp_path / "hanging"
+
+
+@pytest.fixture
+def hung_kernel(start_kernel, tmp_path, hanging):
+    """Return a kernel that waits an hour for a driver that can hang."""
+    machine = Machine(tmp_path)
+    machine.say(f"hang nvmlDeviceGetUtilizationRates {hanging}")
+    settings = machine.environment()
+    stub = {name: settings[name] for name in ("LD_LIBRARY_PATH", "NVML_STUB", "PYTHONPATH")}
+    kernel = start_kernel(**{**stub, "PYTHONPATH": f"{stub['PYTHONPATH']}:{ROOT}"})
+    kernel.run("%load_ext gpumagic\nfrom gpumagic.gpus import nvml\nnvml.TIME_LIMIT = 3600")
+    return kernel
+
+
+HANGS = """
+import threading, time
+
+def wait_until_it_hangs():
+    while nvml._hanging is None or time.monotonic() - nvml._hanging.began < 0.3:
+        time.sleep(0.01)
+    print("ready", flush=True)
+"""
+
+
+def test_ctrl_c_ends_the_wait_for_a_driver_that_hangs(hung_kernel, hanging):
+    """And the next question does not wait for it."""
+    hung_kernel.run(HANGS)
+    hanging.touch()
+    [cell] = hung_kernel.interrupt("threading.Thread(target=wait_until_it_hangs).start()\n%gpuinfo")
+    assert cell.ename == "KeyboardInterrupt"
+    assert "did not answer in" in hung_kernel.value("%gpuinfo")
+
+
+def test_a_driver_that_hangs_does_not_keep_a_kernel_that_watches_from_shutting_down(hung_kernel, hanging):
+    hung_kernel.run("%gpuinfo -w 0.1;")
+    hanging.touch()
+    assert "ready" in hung_kernel.run(f"{HANGS}\nwait_until_it_hangs()").stdout
+    process = hung_kernel.manager.provisioner.process
+    hung_kernel.client.shutdown()
     assert process.wait(timeout=PATIENCE) == 0

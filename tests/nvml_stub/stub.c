@@ -18,6 +18,7 @@
  *   D.mig                     the card is in MIG mode
  *   D.parent CARD             the instance belongs to that card
  *   fail D SYMBOL CODE        that function returns CODE for that device; D may be *
+ *   hang SYMBOL PATH          that function does not return while there is a file of that name
  *
  * With -DOLD_DRIVER the functions that drivers before R510 lack are not there.
  */
@@ -50,6 +51,7 @@ typedef struct { int device; char symbol[80]; int code; } fault_t;
 
 static device_t devices[DEVICES];
 static fault_t faults[FAULTS];
+static char hang[80], hangs_while[256];
 static int block = 20000; /* microseconds */
 static int cuda = 13000;
 static int count = 1, init_code, fault_count, calls, loaded, initialised;
@@ -105,6 +107,7 @@ static void set(char *line) {
     else if (!strcmp(line, "driver")) snprintf(driver, sizeof driver, "%s", rest);
     else if (!strcmp(line, "cuda")) cuda = atoi(rest);
     else if (!strcmp(line, "block")) block = atoi(rest);
+    else if (!strcmp(line, "hang")) sscanf(rest, "%79s %255s", hang, hangs_while);
     else if (!strcmp(line, "count")) count = atoi(rest);
     else if (!strcmp(line, "fail") && fault_count < FAULTS) {
         char device[8];
@@ -131,6 +134,7 @@ static void load(void) {
 static int fault(const char *symbol, int device) {
     calls++;
     load();
+    while (!strcmp(hang, symbol) && !access(hangs_while, F_OK)) usleep(1000);
     if (!initialised) return UNINITIALIZED;
     for (int i = 0; i < fault_count; i++)
         if (!strcmp(faults[i].symbol, symbol) && (faults[i].device < 0 || faults[i].device == device))
