@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, replace
 
 from gpumagic import fakecuda
@@ -11,6 +12,8 @@ from gpumagic.errors import FakecudaUnavailable
 from gpumagic.fakecuda.gpus import GPU, GPUS, like, settings
 
 CUDA, FAKE = "cuda", "fake"
+VARIABLE = "GPUMAGIC_DRYRUN_ENGINE"
+"""An environment variable: ``fake`` keeps to fake tensors where torch's own CUDA could be had, for comparisons."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Engine:
 
 def choose(target: Target) -> Engine:
     """Return the engine for some devices; where the better one cannot be had, the target says why."""
-    if target.backend != "cuda" or not _is_cuda_build():
+    if target.backend != "cuda" or not _is_cuda_build() or os.environ.get(VARIABLE) == FAKE:
         return Engine(FAKE, target)
     reason = _unavailable()
     if reason is not None:

@@ -19,11 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-CodeFinder = Callable[[types.CodeType], types.CodeType]
-find_code: CodeFinder = lambda code: code  # noqa: E731  # the worker puts its own in place
-"""Returns the code to run for a function's code: the same, or one whose loops can be cut short."""
-coming: Callable[[StoragePart], object] = lambda part: part  # noqa: E731  # as above
-"""Called before a storage on a device is made; the worker puts its own in place."""
+coming: Callable[[StoragePart], object] = lambda part: part  # noqa: E731  # the worker puts its own in place
+"""Called before a storage on a device is made."""
 
 
 blanks: list[Any] = []
@@ -88,8 +85,8 @@ def fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
 
 def make_function(code: bytes, scope: dict[str, Any], name: str, closure: Any) -> types.FunctionType:
     """Return a function of the notebook's."""
-    found = find_code(marshal.loads(code))  # noqa: S302  # from the same Python, over a pipe of ours
-    return types.FunctionType(found, scope, name, None, closure)
+    loaded = marshal.loads(code)  # noqa: S302  # from the same Python, over a pipe of ours
+    return types.FunctionType(loaded, scope, name, None, closure)
 
 
 def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ on the stack and where torch needs no queue for each device.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +50,19 @@ def register(name: str, ledger: Ledger) -> DeviceModule:
     torch._C._acc.register_python_privateuseone_hook(hooks)
     torch._C._acc.register_python_privateuseone_device_guard(guard)
     torch.autograd.set_multithreading_enabled(False)
+    torch.UntypedStorage.clone = _cloning(torch.UntypedStorage.clone, name)
     return module
+
+
+def _cloning(clone: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+    """Return how a storage is copied, as `copy.deepcopy` of a tensor does: torch's own way needs an allocator in C++."""
+
+    def cloned(storage: Any) -> Any:
+        if storage.device.type != name:
+            return clone(storage)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
+
+    return cloned
 
 
 class DeviceModule(ModuleType):

@@ -43,7 +43,6 @@ class Life:
     operator: str
     place: Place
     backward: bool
-    requested: int = 0
     died: int | None = None
     kind: str = ""
 
@@ -82,8 +81,6 @@ class Account:
 
     arena: Arena
     allocated: int = 0
-    requested: int = 0
-    """What was asked for, before rounding: tells a loop that grows by less than a block."""
     peak: Peak = Peak()
     failure: Peak | None = None
     """The request that would have been refused."""
@@ -143,8 +140,6 @@ class Ledger:
     """Whether what is made now was there before the cell."""
     address: int = 0
     """Where the storage lies on the real device that is made next."""
-    watchers: list[list[int]] = field(default_factory=list)
-    """For each loop that runs, the highest of each of `exact_figures` in its present pass."""
     settle: Callable[[], None] = lambda: None
     """Tells of the storages that have ended since."""
     _unnamed: list[Life] = field(default_factory=list)
@@ -179,20 +174,16 @@ class Ledger:
         failed = account.arena.failed
         address = self.address if self.unpacking else 0
         block = account.take(nbytes, address)
-        life = self._begin(device, block.size, nbytes)
+        life = self._begin(device, block.size)
         self.requests.append((life.born, device, nbytes, address))
         self._blocks[key] = (block, life)
         if account.arena.failed and not failed:
             account.failure = Peak(account.allocated, self.time, life)
-        for highest in self.watchers:
-            highest[device] = max(highest[device], account.allocated)
-            exact = device + len(self.accounts)
-            highest[exact] = max(highest[exact], account.requested)
         self._note(life, account)
 
     def begin_life(self, device: int, nbytes: int) -> Life:
         """Account for a block that another allocator than `Arena` has given."""
-        life = self._begin(device, nbytes, nbytes)
+        life = self._begin(device, nbytes)
         self._note(life, self.accounts[device])
         return life
 
@@ -209,17 +200,16 @@ class Ledger:
         nbytes = sum(block.size for block in lying.values())
         lying.clear()
         if nbytes:
-            self._begin(device, nbytes, nbytes)
+            self._begin(device, nbytes)
 
-    def _begin(self, device: int, nbytes: int, requested: int) -> Life:
+    def _begin(self, device: int, nbytes: int) -> Life:
         account = self.accounts[device]
         self.time += 1
-        life = Life(device, nbytes, self.time, self.operator, self.place, self.in_backward > 0, requested)
+        life = Life(device, nbytes, self.time, self.operator, self.place, self.in_backward > 0)
         self.lives.append(life)
         if self.operator in _MAKE_ROOM:
             self._unnamed.append(life)
         account.allocated += nbytes
-        account.requested += requested
         if account.allocated > account.peak.allocated:
             account.peak = Peak(account.allocated, self.time, life)
         return life
@@ -230,7 +220,6 @@ class Ledger:
         life.died = self.time + 1
         account = self.accounts[life.device]
         account.allocated -= block.size
-        account.requested -= life.requested
         account.arena.give_back(block)
         self.requests.append((life.born,))
         self._note(life, account)
@@ -264,10 +253,6 @@ class Ledger:
         """Return what is in use on each device."""
         self.settle()
         return [account.allocated for account in self.accounts]
-
-    def exact_figures(self) -> list[int]:
-        """Return what is in use on each device, and then again before rounding."""
-        return [*self.figures(), *(account.requested for account in self.accounts)]
 
     def alive(self) -> list[tuple[int, Life]]:
         """Return the live storages."""

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
-import types
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.stage import backend, cell, ledger, source, surroundings
+from gpumagic.dryrun.stage import backend, cell, ledger, surroundings
 from gpumagic.dryrun.stage.arena import Arena
 from gpumagic.dryrun.stage.autocast import Autocast
 from gpumagic.dryrun.stage.contents import Contents
-from gpumagic.dryrun.stage.items import Chance
 from gpumagic.dryrun.stage.kinds import Kinds, Lines
 from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
-from gpumagic.dryrun.stage.loops import Loops
 from gpumagic.dryrun.stage.names import OURS, Names
 from gpumagic.dryrun.stage.operators import Operators
 from gpumagic.dryrun.stage.storages import Storages
@@ -45,8 +42,6 @@ class FakeRun:
         self.order = order
         self._tell = tell
         self.notes = cell.Notes()
-        self._sources: dict[str, str] = order["sources"]
-        lines = Lines(order["filename"], self._sources)
         accounts = [Account(Arena(each, order["cuts_to_size"])) for each in order["capacities"]]
         for account, segments in zip(accounts, order["segments"], strict=True):
             account.lay_out(segments or ())
@@ -64,11 +59,9 @@ class FakeRun:
         if known in IN_TREE:
             Names(known).install(module)
         surroundings.arrange(module, self.notes.assume)
-        self._lines = lines
-        self._loops = Loops(self.ledger, self._grow, self.notes.assume, self.notes.not_known)
-        Chance(order["guess"], frozenset(self._sources), self._loops.drawn).watch()
+        self._lines = Lines(order["filename"], order["sources"])
         self._kept: list[Any] = []
-        self._codes: dict[tuple[str, int, str], types.CodeType] = {}
+        self._before: list[int] = []
 
     def run(self) -> None:
         """Run the cell and tell the account of it, as plain data."""
@@ -85,8 +78,8 @@ class FakeRun:
             if segments is None:
                 account.arena.shrink(pinned - account.arena.reserved)
         self.ledger.start()
-        before = self.ledger.figures()
-        self._operators.give_up = lambda error: self._tell(self._account(before, self._failure(error)))
+        self._before = self.ledger.figures()
+        self._operators.give_up = lambda error: self._tell(self._account(self._failure(error)))
         self._kinds.watch()
         self.notes.effects.clear()
         cell.seed(self.order)
@@ -94,8 +87,22 @@ class FakeRun:
         namespace.update({**self.order["values"], "__name__": "__main__"})
         namespace.setdefault("display", lambda *_, **__: None)
         namespace["get_ipython"] = lambda: Magics(namespace, self.notes.effect)
-        error = self._execute(namespace)
-        self._tell(self._account(before, error))
+        signal.signal(signal.SIGALRM, self._out_of_time)
+        signal.setitimer(signal.ITIMER_REAL, self.order["time_limit"])
+        self._tell(self._account(self._execute(namespace)))
+
+    def _out_of_time(self, *_: object) -> None:
+        """Tell how far it came; an operator that runs ends first."""
+        if self._operators.is_running:
+            self._operators.give_up_after = self._stop
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        self.notes.not_known(
+            f"what the cell needs later: it was run for {self.order['time_limit']:g} s and not to its end"
+        )
+        self._tell({**self._account(None), "is_open": True})
 
     def _fill(self) -> None:
         """Put other values than zeros where contents are missing, in a dry run that looks whether they matter."""
@@ -115,9 +122,9 @@ class FakeRun:
 
     def _unpack(self) -> list[dict[str, Any]]:
         scopes: list[dict[str, Any]] = [{} for _ in range(self.order["scopes"])]
-        parts.find_code, parts.coming = self._find_code, self._coming
+        parts.coming = self._coming
         for scope in scopes:
-            scope.update({**self._loops.names(), "__builtins__": builtins})
+            scope["__builtins__"] = builtins
         self.ledger.unpacking = True
         cell.unpack(self.order["data"], scopes)
         return scopes
@@ -126,11 +133,7 @@ class FakeRun:
         """Run the cell; return how it failed, if it did."""
         source, filename = self.order["source"], self.order["filename"]
         try:
-            code = (
-                None
-                if source is None
-                else cell.compiled(source, filename, lambda tree: self._loops.transform(tree, is_cell=True))
-            )
+            code = None if source is None else cell.compiled(source, filename)
             self.ledger.where = self._lines.where
             cell.execute(code, namespace)
         except SystemExit:
@@ -143,14 +146,12 @@ class FakeRun:
         line = self.ledger.place.line if self.ledger.in_backward else None
         return cell.failure(error, self.order["filename"], line)
 
-    def _account(self, before: list[int], error: dict[str, Any] | None) -> dict[str, Any]:
+    def _account(self, error: dict[str, Any] | None) -> dict[str, Any]:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         self.ledger.settle()
-        self._loops.end()
-        if self._loops.draws_lots:
-            self._contents.guessed.add("chance")
         self.ledger.where = Place
         self._kinds.look_around()
-        devices = [self._device(index, account, before[index]) for index, account in enumerate(self.ledger.accounts)]
+        devices = [self._device(index, account) for index, account in enumerate(self.ledger.accounts)]
         return {
             "devices": devices, "lines": ledger.told_lines(self.ledger),
             "timeline": ledger.told(self.ledger), "error": error,
@@ -158,47 +159,14 @@ class FakeRun:
             "room": [account.arena.capacity for account in self.ledger.accounts],
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
-            "cut": sorted(self._loops.cut.items()), "missed": sorted(self._loops.missed),
-            "is_open": self._loops.is_open, "guessed": sorted(self._contents.guessed),
+            "cut": [], "missed": [], "is_open": False, "guessed": sorted(self._contents.guessed),
         }  # fmt: skip
 
-    def _device(self, index: int, account: Account, before: int) -> dict[str, Any]:
+    def _device(self, index: int, account: Account) -> dict[str, Any]:
         return {
-            "peak": account.peak.allocated, "before": before, "after": account.allocated,
+            "peak": account.peak.allocated, "before": self._before[index], "after": account.allocated,
             "reserved": account.arena.peak_reserved, "failed": account.arena.failed,
             "at": ledger.point(account.peak),
             "failure": None if account.failure is None else ledger.point(account.failure),
             "breakdown": self.ledger.breakdown(index),
         }  # fmt: skip
-
-    def _grow(self, device: int, nbytes: int) -> None:
-        self.ledger.operator = "the passes left out"
-        self._kept.append(self._storages.new((nbytes,), (1,), torch.uint8, device))
-
-    def _find_code(self, code: types.CodeType) -> types.CodeType:
-        """Return a function's code with loops that can be cut short, where its source is at hand."""
-        filename = code.co_filename
-        if filename in self._sources:
-            self._compile(filename)
-        found = self._codes.get((filename, code.co_firstlineno, code.co_name))
-        return found if found is not None and found.co_freevars == code.co_freevars else code
-
-    def _compile(self, filename: str) -> None:
-        source = self._sources[filename]
-        if (filename, 0, "") in self._codes:
-            return
-        try:
-            tree = self._loops.transform(ast.parse(source, filename), is_cell=filename == self.order["filename"])
-            whole = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-        except SyntaxError:
-            whole = compile("", filename, "exec")
-        self._codes[filename, 0, ""] = whole
-        for each in _codes_in(whole):
-            self._codes.setdefault((filename, each.co_firstlineno, each.co_name), each)
-
-
-def _codes_in(code: types.CodeType) -> list[types.CodeType]:
-    inner = [
-        each for each in code.co_consts if isinstance(each, types.CodeType) and source.OURS not in each.co_varnames
-    ]
-    return inner + [deeper for each in inner for deeper in _codes_in(each)]

@@ -79,6 +79,9 @@ class Operators:
         self._libraries: list[Any] = []
         self.give_up: Callable[[Exception], None] = lambda _: None
         """Called before a kernel's error leaves into a backward pass, where torch's guard would end the process."""
+        self.is_running = False
+        self.give_up_after: Callable[[], None] | None = None
+        """Called when the operator that runs has ended."""
 
     def register(self) -> None:
         """Make these the device's kernels, for the life of the process."""
@@ -99,6 +102,7 @@ class Operators:
             name = op._name
             if op.namespace not in _KNOWN:
                 raise CannotDryRun(f"it calls {name}, an operator whose memory is not known")
+            self.is_running = True
             self._ledger.begin(name.removeprefix("aten::"))
             try:
                 return self._kernel(op, name, args, kwargs)
@@ -106,6 +110,10 @@ class Operators:
                 if self._ledger.in_backward:
                     self.give_up(error)
                 raise
+            finally:
+                self.is_running = False
+                if self.give_up_after is not None:
+                    self.give_up_after()
 
     def _kernel(self, op: Any, name: str, args: Any, kwargs: Any) -> Any:
         special = self._special.get(name)

@@ -1,4 +1,4 @@
-"""A loop that is cut short is not said to fit because of its first passes where a later one needs more.
+"""Every pass of every loop is run, so that what a later one needs is told, whatever decides it.
 
 Each cell really runs, on the simulated device, and its peak is what the dry run is held against.
 """
@@ -71,7 +71,7 @@ layers = [nn.Linear(10, 10) for _ in range(8)] + [nn.Linear(10, 40_000)]
 counting, scheduled = Counting(), Scheduled()
 """
 
-TOLD = {
+CELLS = {
     "a list": "for n in many: x = make(n)",
     "a loader's last batches": "for x, y in DataLoader(Longer(), 10): x = x.to(DEV)",
     "a loader of a stream": "for x in DataLoader(Stream(), None): x = x.to(DEV)",
@@ -134,10 +134,6 @@ TOLD = {
         "        net.requires_grad_(False); net(make(500 * 2000).view(2000, 500)); net.requires_grad_(True)\n"
         "    net(torch.ones(8, 500, device=DEV)).sum().backward()\n    opt.step(); opt.zero_grad()"
     ),
-}
-"""Cells of which the peak is foretold."""
-
-OPEN = {
     "chance": "random.seed(5)\nfor i in range(1000): x = make(random.choice(many))",
     "chance, one in a hundred": "for i in range(1000): x = make(LARGE if random.random() > 0.99 else SMALL)",
     "chance, a number": "for i in range(1000): x = make(SMALL * max(1, random.randint(-5000, 100)))",
@@ -146,7 +142,6 @@ OPEN = {
     "a module's own count": "for i in range(100): x = scheduled(make(SMALL))",
     "a pop": "sizes = many[::-1]\nwhile sizes: x = make(sizes.pop())",
 }
-"""Cells of which the peak may be told or not, but never too low."""
 
 
 @pytest.fixture(scope="module")
@@ -177,17 +172,11 @@ def both(cell, notebook):
     return report, report.devices[0].peak - report.devices[0].before, really(cell, notebook)
 
 
-@pytest.mark.parametrize("cell", sample(TOLD.values(), 5), ids=TOLD)
-def test_a_later_pass_that_needs_more_is_foretold(notebook, cell) -> None:
+@pytest.mark.parametrize("cell", sample(CELLS.values(), 5), ids=CELLS)
+def test_the_peak_is_that_of_all_passes(notebook, cell) -> None:
     report, told, real = both(cell, notebook)
     assert report.fits, report
-    assert told == pytest.approx(real, rel=0.05), report
-
-
-@pytest.mark.parametrize("cell", sample(OPEN.values(), 3), ids=OPEN)
-def test_what_may_need_more_later_is_not_said_to_fit(notebook, cell) -> None:
-    report, told, real = both(cell, notebook)
-    assert report.fits is None or told >= 0.99 * real, report
+    assert told == real
 
 
 ORDINARY = {
@@ -196,17 +185,29 @@ ORDINARY = {
     "slices": "for i in range(0, 6400, 64): train(torch.zeros(6400, 64)[i:i + 64].to(DEV))",
     "a schedule": "for step in range(300):\n    lr = 1e-3 * min(1, (step + 1) / 100)\n"
                   "    for g in opt.param_groups: g['lr'] = lr\n    train(data)",
-    "a branch by a constant": "amp = False\nfor step in range(200):\n    if amp:\n"
-                              "        with torch.autocast('simgpu'): train(data)\n    else: train(data)",
-    "losses": "losses = []\nfor epoch in range(60):\n    total = 0.0\n"
+    "losses": "losses = []\nfor epoch in range(20):\n    total = 0.0\n"
               "    for (x,) in loader: total += train(x.to(DEV))\n    losses.append(total / len(loader))",
     "a model kept": "for epoch in range(300):\n    score = train(data)\n"
                     "    if epoch % 50 == 49: torch.save(net, io.BytesIO())",
+    "a list that is stacked": "outs = []\nfor (x,) in loader: outs.append(net(x.to(DEV)).detach())\nall_ = torch.cat(outs)",
+    "a meter": "class Meter:\n    def __init__(self): self.values = []\n    def update(self, v): self.values.append(v)\n"
+               "    def value(self): return torch.stack(self.values).mean()\nm = Meter()\n"
+               "for step in range(200): m.update((net(data) - data).abs().detach())\nm.value()",
+    "accumulation": "for step in range(32):\n    (net(data).square().mean() / 8).backward()\n"
+                    "    if (step + 1) % 8 == 0: opt.step(); opt.zero_grad()",
+    "state made every few steps": "slow = {}\nfor step in range(12):\n    train(data)\n    if (step + 1) % 6 == 0:\n"
+                                  "        for p in net.parameters(): slow.setdefault(p, p.detach().clone())",
+    "a copy of the model": "import copy\nema = copy.deepcopy(net)\nkept = copy.deepcopy(opt.state_dict())\n"
+                           "for step in range(4): train(data)\nbest = copy.deepcopy(net.state_dict())",
+    "a deque": "import collections\nlast = collections.deque(maxlen=40)\nfor step in range(200): last.append(data + step)",
+    "a thread that fetches ahead": "import queue, threading\nq = queue.Queue(2)\n"
+        "def fetch():\n    for (x,) in loader: q.put(x.to(DEV))\n    q.put(None)\n"
+        "threading.Thread(target=fetch).start()\nwhile (x := q.get()) is not None: train(x)",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("cell", sample(ORDINARY.values(), 3), ids=ORDINARY)
-def test_ordinary_loops_are_still_said_to_fit_after_few_passes(notebook, cell) -> None:
+def test_the_peak_of_a_training_loop_is_that_of_all_its_steps(notebook, cell) -> None:
     exec(
         "net = nn.Linear(64, 64).to(DEV); opt = torch.optim.AdamW(net.parameters())\n"
         "data = torch.zeros(64, 64, device=DEV)\n"
@@ -217,5 +218,12 @@ def test_ordinary_loops_are_still_said_to_fit_after_few_passes(notebook, cell) -
     )
     report, told, real = both(cell, notebook)
     assert report.fits, report
-    assert told == pytest.approx(real, rel=0.02)
-    assert report.operators < 2500
+    assert told == pytest.approx(real, rel=0.01)
+
+
+def test_a_run_that_is_stopped_by_its_time_leaves_the_verdict_open(notebook) -> None:
+    cell = "kept = []\nfor i in range(10**9): kept.append(make(10_000))"
+    report = gpumagic.dry_run(cell, notebook, time_limit=1)
+    assert report.fits is None
+    assert report.devices[0].peak > 1 << 20
+    assert any("was run for 1 s and not to its end" in each for each in report.unknown)
