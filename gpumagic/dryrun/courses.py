@@ -18,7 +18,6 @@ _MATH = frozenset({"ValueError", "OverflowError", "ZeroDivisionError", "LinAlgEr
 _ALIKE = 0.01
 _NAMES = {
     "host": "what large tensors and arrays on the CPU hold",
-    "chance": "what is drawn at random",
     "truths": "values on the device",
     "values": "values on the device",
 }
@@ -69,8 +68,8 @@ def compare(told: Account, order: dict[str, Any]) -> Account:
 
 def kinds(told: Account) -> list[str]:
     """Return what was not known of all that the host read."""
-    known = {"truth": "truths"}
-    return told.get("guessed") or sorted({known.get(kind, "values") for _, _, kind in told.get("reads", ())})
+    known = {"truth": "truths", "host": "host"}
+    return sorted({known.get(kind, "values") for _, _, kind in told["reads"]})
 
 
 def _difference(told: Account, other: Account) -> str:
@@ -87,7 +86,7 @@ def _difference(told: Account, other: Account) -> str:
 
 
 def _is_seen_to_its_end(account: Account) -> bool:
-    return "devices" in account and account["error"] is None and not account["is_open"] and not account.get("missed")
+    return "devices" in account and account["error"] is None and not account["is_open"]
 
 
 def _peaks(account: Account) -> list[int]:

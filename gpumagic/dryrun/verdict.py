@@ -8,24 +8,19 @@ from gpumagic.dryrun import engine, parcel
 from gpumagic.dryrun.engine import Engine
 from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow
 from gpumagic.dryrun.targets import Target
-from gpumagic.report.units import count, size
+from gpumagic.report.units import size
 
 
 def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> DryRunReport:
     """Return the report of a worker's account."""
     target = chosen.target
-    error, complete = told["error"], told["error"] is None and not told.get("missed") and not told["is_open"]
+    error, complete = told["error"], told["error"] is None and not told["is_open"]
     devices = tuple(
         _device(name, found, capacity, target.extra, complete)
         for name, found, capacity in zip(target.names, told["devices"], target.capacities, strict=True)
     )
     deciding = min(devices, key=lambda each: _room(each, target.names[target.chosen]))
-    unknown = [
-        *told["unknown"],
-        *parts.notes,
-        *target.unknown,
-        *(missed_sentence(place) for place in told.get("missed", ())),
-    ]
+    unknown = [*told["unknown"], *parts.notes, *target.unknown]
     if target.extra[1]:
         unknown.append(not_modelled(target.extra, chosen.name))
     return DryRunReport(
@@ -40,9 +35,7 @@ def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> Dry
         capacity=deciding.capacity,
         verdict=verdict_sentence(deciding, error),
         points=tuple(DryRunPoint(target.names[index], *found) for index, *found in told["timeline"]),
-        assumed=(
-            *told["assumed"], *parts.assumed, *(cut_sentence(place, passes) for place, passes in told.get("cut", ()))
-        ),
+        assumed=(*told["assumed"], *parts.assumed),
         unknown=tuple(dict.fromkeys(unknown)),
         effects=tuple(told["effects"]),
         error=None if error is None else failure_sentence(error),
@@ -124,17 +117,6 @@ def failure_sentence(error: dict[str, Any]) -> str:
     if error["refused"]:
         return f"the dry run stopped{where}: {error['text']}"
     return f"the cell fails{where} with {error['kind']}: {error['text']}"
-
-
-def cut_sentence(place: str, passes: int) -> str:
-    """Return what a loop's end says that was cut short."""
-    made = count(passes, "pass", "passes")
-    return f"the loop in {place} was run for {made}, and further ones are taken to repeat them"
-
-
-def missed_sentence(place: str) -> str:
-    """Return what a branch says that was never taken."""
-    return f"{place} was not reached in the passes that were run, and may need more"
 
 
 def not_modelled(extra: tuple[int, int], name: str) -> str:

@@ -189,8 +189,10 @@ ORDINARY = {
               "    for (x,) in loader: total += train(x.to(DEV))\n    losses.append(total / len(loader))",
     "a model kept": "for epoch in range(300):\n    score = train(data)\n"
                     "    if epoch % 50 == 49: torch.save(net, io.BytesIO())",
-    "a list that is stacked": "outs = []\nfor (x,) in loader: outs.append(net(x.to(DEV)).detach())\nall_ = torch.cat(outs)",
-    "a meter": "class Meter:\n    def __init__(self): self.values = []\n    def update(self, v): self.values.append(v)\n"
+    "a list that is stacked": "outs = []\nfor (x,) in loader: outs.append(net(x.to(DEV)).detach())\n"
+                              "everything = torch.cat(outs)",
+    "a meter": "class Meter:\n    def __init__(self): self.values = []\n"
+               "    def update(self, v): self.values.append(v)\n"
                "    def value(self): return torch.stack(self.values).mean()\nm = Meter()\n"
                "for step in range(200): m.update((net(data) - data).abs().detach())\nm.value()",
     "accumulation": "for step in range(32):\n    (net(data).square().mean() / 8).backward()\n"
@@ -199,7 +201,8 @@ ORDINARY = {
                                   "        for p in net.parameters(): slow.setdefault(p, p.detach().clone())",
     "a copy of the model": "import copy\nema = copy.deepcopy(net)\nkept = copy.deepcopy(opt.state_dict())\n"
                            "for step in range(4): train(data)\nbest = copy.deepcopy(net.state_dict())",
-    "a deque": "import collections\nlast = collections.deque(maxlen=40)\nfor step in range(200): last.append(data + step)",
+    "a deque": "import collections\nlast = collections.deque(maxlen=40)\n"
+               "for step in range(200): last.append(data + step)",
     "a thread that fetches ahead": "import queue, threading\nq = queue.Queue(2)\n"
         "def fetch():\n    for (x,) in loader: q.put(x.to(DEV))\n    q.put(None)\n"
         "threading.Thread(target=fetch).start()\nwhile (x := q.get()) is not None: train(x)",

@@ -55,7 +55,7 @@ def register(name: str, ledger: Ledger) -> DeviceModule:
 
 
 def _cloning(clone: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-    """Return how a storage is copied, as `copy.deepcopy` of a tensor does: torch's own way needs an allocator in C++."""
+    """Return how a storage is copied, which `copy.deepcopy` of a tensor does: torch needs an allocator in C++."""
 
     def cloned(storage: Any) -> Any:
         if storage.device.type != name:

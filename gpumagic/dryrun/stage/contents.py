@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun.stage.calls import Call
+from gpumagic.dryrun.stage.ledger import Place
 from gpumagic.dryrun.stage.storages import key_of
 
 LARGEST = 4096
@@ -37,17 +38,20 @@ class Contents:
         nbytes_of: tells the bytes of a tensor of the dry run's whole storage.
         guess: which of `GUESSES` the host gets.
         assume: called with a sentence for each thing that is assumed.
+        where: tells where the cell stands.
     """
 
     def __init__(
-        self, device_type: str, nbytes_of: Callable[[torch.Tensor], int], assume: Callable[[str], None], guess: int = 0
-    ) -> None:
-        self.guessed: set[str] = set()
-        """What the host got that was taken to be something: truth values, other values."""
+        self, device_type: str, nbytes_of: Callable[[torch.Tensor], int], assume: Callable[[str], None], guess: int,
+        where: Callable[[], Place],
+    ) -> None:  # fmt: skip
+        self.reads: dict[tuple[int | None, str, str], None] = {}
+        """The line, its code, and what the host read there that is not known: truth, number, size or contents."""
         self._number, self._whole, self._truth = GUESSES[guess]
         self._type = device_type
         self._nbytes_of = nbytes_of
         self.suppose = assume
+        self._where = where
         self._known: dict[int, torch.Tensor] = {}
 
     def forget(self, key: int) -> None:
@@ -59,7 +63,7 @@ class Contents:
         value = self.of(tensor)
         if value is not None:
             return value.item()
-        self.guessed.add("truths" if tensor.dtype == torch.bool else "values")
+        self._read("truth" if tensor.dtype == torch.bool else "number")
         if tensor.dtype == torch.bool:
             self.suppose(f"a truth value read from the device is taken to be {self._truth}")
             return self._truth
@@ -69,13 +73,17 @@ class Contents:
         self.suppose(f"a whole number read from the device is taken to be {self._whole}")
         return self._whole
 
+    def _read(self, kind: str) -> None:
+        place = self._where()
+        self.reads.setdefault((place.line, place.code, kind))
+
     def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Return what `torch.equal` returns."""
         if one.shape != other.shape:
             return False
         values = self.of(one), self.of(other)
         if values[0] is None or values[1] is None:
-            self.guessed.add("truths")
+            self._read("truth")
             self.suppose("tensors compared on the device are taken to be equal")
             return not self._truth
         return bool(torch.equal(values[0], values[1]))
@@ -99,7 +107,7 @@ class Contents:
         """Fill a tensor on the host with what the device's holds."""
         value = self.of(source)
         if value is None:
-            self.guessed.add("values")
+            self._read("contents")
             self.suppose("values copied from the device to the host are taken to be zeros")
             number = min(self._number, torch.finfo(target.dtype).max) if target.is_floating_point() else self._whole
             target.fill_(number if self._whole else 0)

@@ -128,17 +128,26 @@ class Names(TorchFunctionMode):
         self.__enter__()
 
     def _follow_backward(self) -> None:
-        """Hold in what runs again within a backward pass too, a checkpointed part of a model.
+        """Hold in what runs again within a backward pass too, a checkpointed part of a model, and in hooks.
 
-        A mode is off while it handles `Tensor.backward`, and the pass starts with the modes that are on then.
+        A mode is off while it handles `Tensor.backward` or an operator, and what torch calls from there starts with
+        the modes that are on then.
         """
-        run = torch.autograd._engine_run_backward
+        torch.autograd._engine_run_backward = self._under(torch.autograd._engine_run_backward)
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        make = hooks.__init__
 
-        def run_with_names(*args: Any, **kwargs: Any) -> Any:
+        def hook(made: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+            make(made, self._under(pack), self._under(unpack))
+
+        hooks.__init__ = hook
+
+    def _under(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def under(*args: Any, **kwargs: Any) -> Any:
             with self:
-                return run(*args, **kwargs)
+                return function(*args, **kwargs)
 
-        torch.autograd._engine_run_backward = run_with_names
+        return under
 
 
 _DEVICE = torch.Tensor.device.__get__

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import signal
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from gpumagic.dryrun.stage import backend, cell, ledger, surroundings
 from gpumagic.dryrun.stage.arena import Arena
 from gpumagic.dryrun.stage.autocast import Autocast
 from gpumagic.dryrun.stage.contents import Contents
+from gpumagic.dryrun.stage.counted import File, Passes
 from gpumagic.dryrun.stage.kinds import Kinds, Lines
 from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
 from gpumagic.dryrun.stage.names import OURS, Names
@@ -42,6 +45,7 @@ class FakeRun:
         self.order = order
         self._tell = tell
         self.notes = cell.Notes()
+        self._lines = Lines(order["filename"], order["sources"])
         accounts = [Account(Arena(each, order["cuts_to_size"])) for each in order["capacities"]]
         for account, segments in zip(accounts, order["segments"], strict=True):
             account.lay_out(segments or ())
@@ -51,7 +55,9 @@ class FakeRun:
         module = backend.register(name, self.ledger)
         self._storages = Storages(self.ledger.take, self._gone)
         self.ledger.settle = self._storages.settle
-        self._contents = contents = Contents(name, self._storages.nbytes_of, self.notes.assume, order["guess"])
+        self._contents = contents = Contents(
+            name, self._storages.nbytes_of, self.notes.assume, order["guess"], self._lines.where
+        )
         self._operators = Operators(module, self._storages, self.ledger, contents)
         self._operators.register()
         Autocast(name).register()
@@ -59,7 +65,7 @@ class FakeRun:
         if known in IN_TREE:
             Names(known).install(module)
         surroundings.arrange(module, self.notes.assume)
-        self._lines = Lines(order["filename"], order["sources"])
+        self._passes = Passes(order["filename"], order["sources"])
         self._kept: list[Any] = []
         self._before: list[int] = []
 
@@ -79,7 +85,7 @@ class FakeRun:
                 account.arena.shrink(pinned - account.arena.reserved)
         self.ledger.start()
         self._before = self.ledger.figures()
-        self._operators.give_up = lambda error: self._tell(self._account(self._failure(error)))
+        self._operators.give_up = lambda error: self._tell(self._failed(error))
         self._kinds.watch()
         self.notes.effects.clear()
         cell.seed(self.order)
@@ -89,25 +95,26 @@ class FakeRun:
         namespace["get_ipython"] = lambda: Magics(namespace, self.notes.effect)
         signal.signal(signal.SIGALRM, self._out_of_time)
         signal.setitimer(signal.ITIMER_REAL, self.order["time_limit"])
-        self._tell(self._account(self._execute(namespace)))
+        self._tell(self._execute(namespace))
 
-    def _out_of_time(self, *_: object) -> None:
+    def _out_of_time(self, _: int, frame: FrameType | None) -> None:
         """Tell how far it came; an operator that runs ends first."""
+        running = [(each.filename, each.lineno or 0) for each in traceback.extract_stack(frame)]
         if self._operators.is_running:
-            self._operators.give_up_after = self._stop
+            self._operators.give_up_after = lambda: self._stop(running)
         else:
-            self._stop()
+            self._stop(running)
 
-    def _stop(self) -> None:
+    def _stop(self, running: list[File]) -> None:
         self.notes.not_known(
             f"what the cell needs later: it was run for {self.order['time_limit']:g} s and not to its end"
         )
-        self._tell({**self._account(None), "is_open": True})
+        self._tell({**self._account(None, running), "is_open": True})
 
     def _fill(self) -> None:
         """Put other values than zeros where contents are missing, in a dry run that looks whether they matter."""
         if parts.blanks:
-            self._contents.guessed.add("host")
+            self._contents.reads[None, "", "host"] = None
         for memory in parts.blanks if self.order["guess"] else ():
             part = min(len(memory), MOST_FILLED) // len(FILLING)
             for place, byte in enumerate(FILLING):
@@ -122,31 +129,32 @@ class FakeRun:
 
     def _unpack(self) -> list[dict[str, Any]]:
         scopes: list[dict[str, Any]] = [{} for _ in range(self.order["scopes"])]
-        parts.coming = self._coming
+        parts.coming, parts.find_code = self._coming, self._passes.find_code
         for scope in scopes:
             scope["__builtins__"] = builtins
         self.ledger.unpacking = True
         cell.unpack(self.order["data"], scopes)
         return scopes
 
-    def _execute(self, namespace: dict[str, Any]) -> dict[str, Any] | None:
-        """Run the cell; return how it failed, if it did."""
+    def _execute(self, namespace: dict[str, Any]) -> dict[str, Any]:
+        """Run the cell; return the account of it."""
         source, filename = self.order["source"], self.order["filename"]
         try:
-            code = None if source is None else cell.compiled(source, filename)
+            code = None if source is None else cell.compiled(source, filename, self._passes.change)
             self.ledger.where = self._lines.where
             cell.execute(code, namespace)
         except SystemExit:
-            return None
+            pass
         except BaseException as error:
-            return self._failure(error)
-        return None
+            return self._failed(error)
+        return self._account(None, ())
 
-    def _failure(self, error: BaseException) -> dict[str, Any]:
+    def _failed(self, error: BaseException) -> dict[str, Any]:
         line = self.ledger.place.line if self.ledger.in_backward else None
-        return cell.failure(error, self.order["filename"], line)
+        running = [(each.filename, each.lineno or 0) for each in traceback.extract_tb(error.__traceback__)]
+        return self._account(cell.failure(error, self.order["filename"], line), running)
 
-    def _account(self, error: dict[str, Any] | None) -> dict[str, Any]:
+    def _account(self, error: dict[str, Any] | None, running: Iterable[File]) -> dict[str, Any]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         self.ledger.settle()
         self.ledger.where = Place
@@ -159,7 +167,7 @@ class FakeRun:
             "room": [account.arena.capacity for account in self.ledger.accounts],
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
-            "cut": [], "missed": [], "is_open": False, "guessed": sorted(self._contents.guessed),
+            "passes": self._passes.told(running), "is_open": False, "reads": list(self._contents.reads),
         }  # fmt: skip
 
     def _device(self, index: int, account: Account) -> dict[str, Any]:
