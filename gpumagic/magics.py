@@ -92,8 +92,10 @@ class GPUMagic(Magics):
         if options.engines is not None:
             return _on_engines("gpuinfo", options)
         if options.bench:
-            report = _bench(options.devices)
-            return _json(report) if options.json else report
+            from gpumagic.gpus import bench
+
+            measured = bench.benchmark(options.devices)
+            return _json(measured) if options.json else measured
         report = _ask_gpus(options)
         if options.best:
             if report.best is None and report.cause:
@@ -321,13 +323,6 @@ def _on_engines(magic: str, options: Namespace) -> object:
 
     report = queries.query_of(magic, options).run()
     return _json(report) if getattr(options, "json", False) else report
-
-
-def _bench(devices: list[str]) -> Any:
-    from gpumagic.gpus import bench
-    from gpumagic.report import progress
-
-    return bench.benchmark(devices, progress=functools.partial(progress.bar, unit="measurement"))
 
 
 class _Json(str):

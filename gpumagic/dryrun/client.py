@@ -10,7 +10,6 @@ import pickle
 import signal
 import subprocess
 import sys
-from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -83,7 +82,12 @@ class Worker:
     def _wait(self, seconds: int) -> bool:
         if self._connection.poll(1.0):
             return True
-        return any(self._connection.poll(1.0) for _ in islice(progress.elapsed_seconds("dry-running"), seconds))
+        with progress.elapsed("dry run") as tick:
+            for _ in range(seconds):
+                tick()
+                if self._connection.poll(1.0):
+                    return True
+        return False
 
 
 _workers: dict[str, Worker] = {}

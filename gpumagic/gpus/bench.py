@@ -7,7 +7,7 @@ counter and empties no cache; it allocates at most an eighth of the free memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from gpumagic.gpus import device_names
 from gpumagic.gpus.report import BenchReport, BenchRow
 from gpumagic.memory import allocator, host
+from gpumagic.report import progress
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 MIN_MATRIX, MAX_MATRIX = 256, 8192
@@ -43,14 +44,12 @@ def benchmark(
     devices: Sequence[str] = (),
     *,
     seconds: float = 0.25,
-    progress: Callable[[Sequence[Measurement]], Iterable[Measurement]] = iter,
 ) -> BenchReport:
     """Return how fast each device multiplies matrices and copies.
 
     Args:
         devices: written as anywhere else; by default every accelerator and the CPU.
         seconds: how long each measurement is repeated; there are about ten per device.
-        progress: wraps the measurements to show progress.
 
     Raises:
         DeviceNotFound: a device is not here.
@@ -59,9 +58,13 @@ def benchmark(
 
     names = [device_names.resolve(name) for name in devices] or [*allocator.accelerators(), "cpu"]
     steps = [step for name in dict.fromkeys(names) if name != "meta" for step in _measurements(name)]
-    rows = tuple(_measure(step, seconds) for step in progress(steps))
+    rows = []
+    with progress.counted(len(steps), "measurement") as tell:
+        for step in steps:
+            tell(str(step))
+            rows.append(_measure(step, seconds))
     return BenchReport(
-        rows, torch_version=str(torch.__version__), threads=torch.get_num_threads(),
+        tuple(rows), torch_version=str(torch.__version__), threads=torch.get_num_threads(),
         float32_precision=torch.get_float32_matmul_precision(),
     )  # fmt: skip
 

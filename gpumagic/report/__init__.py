@@ -8,5 +8,5 @@ Start with `base.Report`. Views turn a report into a `document.Document`; render
     html.py        documents as HTML
     plot.py        reports as matplotlib figures
     units.py       bytes, times and counts as text
-    progress.py    a progress bar, on stderr
+    progress.py    one line that is rewritten while something takes long
 """

@@ -1,139 +1,161 @@
-"""Progress of whatever takes more than a second: tqdm's bar where it is installed, else one plain line.
+"""Progress of what takes more than a second: one line that is rewritten in place and is gone at the end.
 
-All of it goes to stderr and is removed at the end.
+In a notebook it is a display, so that no box for stderr is left behind; in a terminal it is the last line. Where
+nothing can be rewritten, as in a file, only what one waits for without a count is written, once.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
 
 DELAY = 1.0
 """Seconds that need no word."""
 
-Step = TypeVar("Step")
-
-
-def bar(steps: Sequence[Step], unit: str) -> Iterator[Step]:
-    """Yield the steps, showing how many are done and the name of the next one."""
-    with counted(len(steps), unit) as advance:
-        for step in steps:
-            advance(str(step))
-            yield step
-
 
 @contextmanager
 def counted(most: int, unit: str) -> Iterator[Callable[[str], None]]:
-    """Show steps whose number is not known before: call the result with the name of each as it begins."""
-    shown = _new_bar(total=most, unit=unit, delay=DELAY)
+    """Show how many of at most ``most`` steps are done: call the result with the name of each as it begins."""
     begun = 0
 
     def advance(step: str) -> None:
         nonlocal begun
-        shown.set_description(step, refresh=False)
-        shown.update(min(begun, 1))
         begun += 1
+        line.write(f"{unit} {begun} of {most}: {step}")
 
-    _open_bars.append(shown)
-    try:
+    with _shown() as line:
         yield advance
-    finally:
-        _open_bars.remove(shown)
-        shown.close()
 
 
-def elapsed_seconds(what: str) -> Iterator[int]:
-    """Yield 0, 1, 2 and so on, showing for how many seconds something has been running.
+@contextmanager
+def elapsed(what: str) -> Iterator[Callable[[], None]]:
+    """Show for how long something has been running: call the result once a second or so.
 
-    Inside `counted` that bar shows it: a notebook cannot rewrite two lines.
+    Inside `counted` its line shows it.
     """
-    if _open_bars:
-        for second in count():
-            _open_bars[-1].refresh()
-            yield second
-    shown = _new_bar(total=None, bar_format="{desc}")
-    try:
-        for second in count():
-            shown.set_description_str(f"{what}, {second} s")  # the other one adds a colon
-            yield second
-    finally:
-        shown.close()
+    began = time.monotonic()
+
+    def tick() -> None:
+        line.write(f"{text}, {time.monotonic() - began:.0f} s")
+
+    with _shown() as line:
+        text = line.text or what
+        yield tick
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show `elapsed_seconds` during a call that reports no progress of its own."""
-    done = threading.Event()
-
-    def show() -> None:
-        if not done.wait(DELAY):
-            any(done.wait(1.0) for _ in elapsed_seconds(what))
-
-    thread = threading.Thread(target=show, name="gpumagic progress", daemon=True)
-    thread.start()
-    try:
+    """Show a line during a call that reports no progress of its own."""
+    with _shown() as line:
+        line.announce(what)
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
-class _Bar(Protocol):
-    """What is used of a tqdm bar."""
+class _Surface(Protocol):
+    """Where a line can be rewritten."""
 
-    def set_description(self, text: str, refresh: bool = True) -> None: ...
-    def set_description_str(self, text: str) -> None: ...
-    def update(self, n: int) -> object: ...
-    def refresh(self) -> object: ...
-    def close(self) -> None: ...
+    def announce(self, text: str) -> None: ...
+    def write(self, text: str) -> None: ...
+    def clear(self) -> None: ...
 
 
-_open_bars: list[_Bar] = []
+class _Line:
+    """The one line; it appears `DELAY` seconds after its making."""
 
+    def __init__(self) -> None:
+        self._surface = _surface()
+        self._from = time.monotonic() + DELAY
+        self.text = ""
 
-def _new_bar(**options: Any) -> _Bar:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # in a notebook without ipywidgets it says so, and then works as text
-            found: _Bar = import_module("tqdm.auto").tqdm(leave=False, **options)
-    except ImportError:
-        return _TextBar(options["total"], options.get("delay", 0.0))
-    return found
+    def announce(self, text: str) -> None:
+        self.text = text
+        self._surface.announce(text)
 
-
-class _TextBar:
-    """One line of text that is rewritten."""
-
-    def __init__(self, total: int | None, delay: float) -> None:
-        self._total = total
-        self._from = time.monotonic() + delay
-        self._done = self._longest = 0
-        self._text = ""
-
-    def set_description(self, text: str, refresh: bool = True) -> None:
-        self._text = text
-        if refresh:
-            self.refresh()
-
-    set_description_str = set_description
-
-    def update(self, n: int) -> None:
-        self._done += n
+    def write(self, text: str) -> None:
+        self.text = text
         if time.monotonic() >= self._from:
-            self.refresh()
+            self._surface.write(text)
 
-    def refresh(self) -> None:
-        text = self._text if self._total is None else f"{self._done}/{self._total} {self._text}"
+    def clear(self) -> None:
+        self._surface.clear()
+
+
+_line: _Line | None = None
+
+
+@contextmanager
+def _shown() -> Iterator[_Line]:
+    """Yield the line that is shown already, or a new one, which is cleared at the end."""
+    global _line  # noqa: PLW0603  there is one, as a screen has one last line
+    if _line is not None:
+        yield _line
+        return
+    _line = line = _Line()
+    try:
+        yield line
+    finally:
+        _line = None
+        line.clear()
+
+
+def _surface() -> _Surface:
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if getattr(shell, "kernel", None) is not None:
+        return _Display()
+    return _Terminal() if sys.stderr.isatty() else _File()
+
+
+class _Display:
+    def __init__(self) -> None:
+        self._handle: DisplayHandle | None = None
+
+    def write(self, text: str) -> None:
+        self._send({"text/plain": text})
+
+    announce = write
+
+    def clear(self) -> None:
+        if self._handle is not None:
+            self._send({})  # JupyterLab then draws no output, not even an empty one
+
+    def _send(self, data: dict[str, str]) -> None:
+        from IPython.display import DisplayHandle
+
+        if self._handle is None:
+            self._handle = DisplayHandle()
+            self._handle.display(data, raw=True)
+        else:
+            self._handle.update(data, raw=True)
+
+
+class _Terminal:
+    def __init__(self) -> None:
+        self._longest = 0
+
+    def write(self, text: str) -> None:
         self._longest = max(self._longest, len(text))
         print(f"\r{text:{self._longest}}", end="", file=sys.stderr, flush=True)  # noqa: T201
 
-    def close(self) -> None:
+    announce = write
+
+    def clear(self) -> None:
         if self._longest:
             print(f"\r{'':{self._longest}}\r", end="", file=sys.stderr, flush=True)  # noqa: T201
+
+
+class _File:
+    def announce(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+    def write(self, text: str) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass

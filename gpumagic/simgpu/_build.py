@@ -37,7 +37,7 @@ def load() -> ModuleType:
     built = library()
     home = built.parent
     if not built.exists():
-        with progress.waiting("compiling the simulated GPU"), only_process(home, WHAT, SimgpuUnavailable):
+        with only_process(home, WHAT, SimgpuUnavailable):
             if not built.exists():
                 try:
                     return _compile(home)
@@ -79,9 +79,8 @@ def _import(library: Path) -> ModuleType:
 
 def _compile(home: Path) -> ModuleType:
     _check_tools()
-    sys.stderr.write("gpumagic: compiling the simulated GPU, once, about 30 s ...\n")
-    sys.stderr.flush()
-    with unfinished(home) as folder:
+    telling = progress.waiting("gpumagic: compiling the simulated GPU, once, about 30 s ...")
+    with telling, unfinished(home) as folder:
         module = _build_in(str(folder))
         home.mkdir(exist_ok=True)
         (folder / f"{NAME}.so").replace(library())

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from types import ModuleType
-
 import pytest
 import torch
 
 from gpumagic.errors import DeviceNotFound
 from gpumagic.gpus import bench
 from gpumagic.gpus.report import BenchReport, BenchRow
-from gpumagic.report import progress
 from gpumagic.report.base import to_html, to_text
 
 COPIES = [
@@ -86,105 +81,6 @@ def test_a_device_that_lacks_a_dtype_says_so_and_the_rest_is_measured(monkeypatc
 def test_a_device_that_is_not_here_is_an_error() -> None:
     with pytest.raises(DeviceNotFound, match="cuda:9"):
         bench.benchmark(["cuda:9"])
-
-
-# -- progress ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-
-
-@pytest.fixture
-def bars(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    """Return what each of tqdm's bars is told, in order of their making."""
-    made: list[dict[str, object]] = []
-
-    class Bar:
-        def __init__(self, **options: object) -> None:
-            self.told: dict[str, object] = {**options, "said": [], "done": 0, "closed": False}
-            made.append(self.told)
-
-        def set_description(self, text: str, refresh: bool = True) -> None:
-            self.told["said"] = [*self.told["said"], text]  # type: ignore[misc]
-
-        set_description_str = set_description
-
-        def update(self, n: int) -> None:
-            self.told["done"] += n  # type: ignore[operator]
-
-        def refresh(self) -> None:
-            self.told["refreshed"] = True
-
-        def close(self) -> None:
-            self.told["closed"] = True
-
-    module = ModuleType("tqdm.auto")
-    module.tqdm = Bar  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tqdm", ModuleType("tqdm"))
-    monkeypatch.setitem(sys.modules, "tqdm.auto", module)
-    return made
-
-
-@pytest.mark.usefixtures("no_tqdm")
-def test_without_tqdm_one_line_is_written_over_and_removed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "DELAY", 0.0)
-    assert list(progress.bar(["first", "second"], "word")) == ["first", "second"]
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert [line.strip() for line in shown.err.split("\r") if line.strip()] == ["0/2 first", "1/2 second"]
-    assert shown.err.endswith("\r          \r")
-
-
-def test_tqdm_is_used_where_it_is_and_told_what_is_counted(bars: list[dict[str, object]]) -> None:
-    assert list(progress.bar(["first", "second"], "word")) == ["first", "second"]
-    (told,) = bars
-    assert (told["total"], told["unit"], told["said"]) == (2, "word", ["first", "second"])
-    assert told["closed"]
-    assert not told["leave"]
-
-
-def test_a_step_is_done_when_the_next_begins(bars: list[dict[str, object]]) -> None:
-    with progress.counted(12, "dry run") as tell:
-        for value in (16, 32, 64):
-            tell(f"batch_size = {value}")
-    assert bars[0]["done"] == 2
-    assert bars[0]["said"] == ["batch_size = 16", "batch_size = 32", "batch_size = 64"]
-
-
-@pytest.mark.usefixtures("no_tqdm")
-def test_what_takes_less_than_a_second_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(progress.bar(["first", "second"], "word")) == ["first", "second"]
-    assert capsys.readouterr().err == ""
-
-
-def test_a_clock_within_a_tally_moves_that_one(bars: list[dict[str, object]]) -> None:
-    """Two lines that are written over and over come out as many in a notebook."""
-    with progress.counted(12, "dry run") as tell:
-        tell("batch_size = 16")
-        assert any(second == 2 for second in progress.elapsed_seconds("dry-running"))
-    assert len(bars) == 1
-    assert bars[0]["refreshed"]
-
-
-def test_what_cannot_be_counted_shows_for_how_long_it_has_been_going_on(bars: list[dict[str, object]]) -> None:
-    assert any(second == 2 for second in progress.elapsed_seconds("dry-running"))
-    assert bars[0]["said"] == ["dry-running, 0 s", "dry-running, 1 s", "dry-running, 2 s"]
-    assert bars[0]["closed"], "also where nobody waits to the end"
-
-
-def test_a_wait_shows_its_clock_from_a_thread_that_ends_with_it(
-    bars: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = threading.Event()
-    monkeypatch.setattr(progress, "elapsed_seconds", lambda what: shown.set() or iter([what]))
-    monkeypatch.setattr(progress, "DELAY", 0.0)
-    with progress.waiting("compiling"):
-        assert shown.wait(30)
-    assert "gpumagic progress" not in [thread.name for thread in threading.enumerate()]
 
 
 # -- the view ---------------------------------------------------------------------------------------------

@@ -1,0 +1,112 @@
+"""Progress is one line that is rewritten in place and gone at the end."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from gpumagic.report import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """Return what was written over each other."""
+        return [line.rstrip() for line in self.getvalue().split("\r") if line.strip()]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    shown = Terminal()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=shown, modules=sys.modules))
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    return shown
+
+
+def test_a_terminals_last_line_is_written_over_and_removed(terminal: Terminal) -> None:
+    with progress.counted(2, "dry run") as tell:
+        tell("batch_size = 16")
+        tell("batch_size = 8")
+    assert terminal.lines() == ["dry run 1 of 2: batch_size = 16", "dry run 2 of 2: batch_size = 8"]
+    assert terminal.getvalue().endswith(f"\r{'':31}\r")
+
+
+def test_what_takes_less_than_a_second_shows_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "DELAY", 3600.0)
+    with progress.counted(2, "dry run") as tell, progress.elapsed("dry run") as tick:
+        tell("batch_size = 16")
+        tick()
+    assert terminal.getvalue() == ""
+
+
+def test_a_clock_goes_on_in_the_line_of_the_count_that_it_is_within(terminal: Terminal) -> None:
+    with progress.counted(12, "dry run") as tell:
+        tell("batch_size = 16")
+        with progress.elapsed("dry run") as tick:
+            tick()
+        tell("batch_size = 32")
+    first, clock, second = terminal.lines()
+    assert clock == f"{first}, 0 s"
+    assert second == "dry run 2 of 12: batch_size = 32"
+
+
+def test_a_file_has_only_what_one_waits_for_without_a_count(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.waiting("compiling ..."):
+        pass
+    with progress.counted(2, "dry run") as tell:
+        tell("batch_size = 16")
+    assert capsys.readouterr().err == "compiling ...\n"
+
+
+def test_an_interrupt_removes_the_line_and_the_next_one_is_new(terminal: Terminal) -> None:
+    def interrupted() -> None:
+        with progress.counted(2, "dry run") as tell:
+            tell("batch_size = 16")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert terminal.getvalue().endswith(" \r")
+    with progress.elapsed("dry run") as tick:
+        tick()
+    assert terminal.lines()[-1] == "dry run, 0 s"
+
+
+CELL = """
+from gpumagic.report import progress
+progress.DELAY = 0.0
+with progress.counted(2, "dry run") as tell:
+    tell("batch_size = 16")
+    tell("batch_size = 8")
+"""
+
+
+@pytest.fixture
+def messages(start_kernel) -> list[tuple[str, object]]:  # type: ignore[no-untyped-def]
+    """Return what a front end hears of the cell."""
+    kernel = start_kernel()
+    heard: list[tuple[str, object]] = []
+    listen = kernel._iopub
+
+    def hear(deadline: float):  # type: ignore[no-untyped-def]
+        message = listen(deadline)
+        heard.append((message["msg_type"], message["content"].get("data", message["content"].get("name"))))
+        return message
+
+    kernel._iopub = hear
+    assert kernel.run(CELL).status == "ok"
+    return heard
+
+
+def test_a_notebook_has_one_display_that_is_empty_in_the_end_and_no_stderr(messages) -> None:  # type: ignore[no-untyped-def]
+    shown = [(kind, data) for kind, data in messages if "display" in kind or kind == "stream"]
+    assert shown == [
+        ("display_data", {"text/plain": "dry run 1 of 2: batch_size = 16"}),
+        ("update_display_data", {"text/plain": "dry run 2 of 2: batch_size = 8"}),
+        ("update_display_data", {}),
+    ]
