@@ -143,3 +143,13 @@ def test_hostile_names_are_text_and_never_markup(notebook_page, expect) -> None:
         assert chr(0x202E) not in output.inner_text()
         assert max(map(len, output.inner_text().split("\n"))) < 2_000
     assert page.page.evaluate("window.broken") is None
+
+
+def test_progress_leaves_neither_a_line_nor_a_box_behind(notebook_page, expect) -> None:
+    page = notebook_page
+    counts = "with progress.counted(2, 'dry run') as tell:\n    tell('batch_size = 16')\nprint('after')"
+    page.open([SETUP, f"from gpumagic.report import progress\nprogress.DELAY = 0\n{counts}"])
+    page.run(0)
+    output = page.run(1)
+    expect(output).to_contain_text("after")
+    expect(output.locator(".jp-OutputArea-output")).to_have_count(1)
