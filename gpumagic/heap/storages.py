@@ -11,6 +11,7 @@ What cannot be read becomes an entry of unknown size, never an error.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -301,13 +302,20 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
+_SEARCHES = threading.RLock()
+
+
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable the gc: the many records made inside would trigger a collection, which frees what is being counted."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+    """Disable the gc: the many records made inside would trigger a collection, which frees what is being counted.
+
+    One thread at a time: another's lists of all objects would be searched as holders of each.
+    """
+    with _SEARCHES:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -19,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from gpumagic.tensors import scan as scans
 from gpumagic.tensors.scan import scan
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -586,3 +589,22 @@ def test_every_reachable_tensor_is_named_and_dies_when_it_would_have(steps, used
     value = None
     assert [watch() for watch in watchers] == [None] * len(watchers)
     assert value is None
+
+
+def test_one_thread_at_a_time_searches_the_heap(monkeypatch) -> None:
+    """Another's lists of all objects would be searched as holders of each: twelve failures took 79 s."""
+    inside, met = threading.Barrier(2), []
+
+    def meet(found):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            inside.wait(0.1)
+            met.append(found)
+        return []
+
+    monkeypatch.setattr(scans, "_rows_of", meet)
+    threads = [threading.Thread(target=scan, args=({},)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not met
