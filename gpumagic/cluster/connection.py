@@ -90,7 +90,9 @@ def connect(targets: str = PX, *, gone: bool = True) -> Connection:
         raise OptionError("the client has no engines; start some, such as with cluster.start_engines_sync(n=4)")
     wanted = _view_targets(source, known) if targets == PX else _parse_targets(targets, known)
     if missing := [engine for engine in wanted if engine not in known]:
-        raise OptionError(f"there is no engine {missing[0]}; there are {', '.join(map(str, known))}")
+        raise OptionError(
+            f"there is no engine {missing[0]}; there are {', '.join(map(str, known))}, which --engines all asks"
+        )
     return Connection(client, tuple(wanted))
 
 

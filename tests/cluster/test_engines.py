@@ -449,7 +449,9 @@ def test_an_engine_that_dies_in_a_cell_fails_the_cell_and_is_told_of(here, machi
     assert f"Engine {victim}: dead" in shown()[-1]
     gpumagic.cluster.use(machine.client[machine.plain])
     assert here.run_cell("%%oomguard --engines\nmark = 1").success
-    assert f"there is no engine {victim};" in str(here.run_cell(f"%%oomguard --engines {targets}\n1").error_in_exec)
+    refused = str(here.run_cell(f"%%oomguard --engines {targets}\n1").error_in_exec)
+    assert f"there is no engine {victim};" in refused
+    assert refused.endswith("which --engines all asks")
 
 
 def test_where_no_engine_answers_nothing_is_said_of_gpus(here, machine) -> None:
