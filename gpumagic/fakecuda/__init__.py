@@ -30,11 +30,22 @@ from collections.abc import Sequence
 
 from gpumagic.errors import OptionError
 from gpumagic.fakecuda.gpus import GPU, GPUS
-from gpumagic.fakecuda.log import Copy, copies, is_enabled, launches, memory, reset, set_memory, syncs, unknown_sizes
+from gpumagic.fakecuda.log import (
+    Copy,
+    copies,
+    is_enabled,
+    launches,
+    leave_out,
+    memory,
+    reset,
+    set_memory,
+    syncs,
+    unknown_sizes,
+)  # fmt: skip
 
 __all__ = [
-    "GPU", "GPUS", "Copy", "copies", "environment", "is_enabled", "launches", "memory", "reset", "set_memory", "syncs",
-    "unknown_sizes",
+    "GPU", "GPUS", "Copy", "copies", "environment", "is_enabled", "launches", "leave_out", "memory", "reset",
+    "set_memory", "syncs", "unknown_sizes",
 ]  # fmt: skip
 
 VARIABLE = "GPUMAGIC_FAKECUDA"

@@ -151,6 +151,11 @@ def set_memory(device: int = 0, *, capacity: int | None = None, others: int | No
         raise IndexError(f"there is no device {device}")
 
 
+def leave_out(least: int) -> None:
+    """Leave out what is in copies of at least so many bytes from now on: their targets are zeros without pages."""
+    _library().fakecuda_leave_out(ctypes.c_int64(least))
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None)

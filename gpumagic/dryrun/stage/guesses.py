@@ -60,6 +60,17 @@ class Guesses:
             return complex(number) if tensor.is_complex() else number
         return self._take(self._whole, "number", "a whole number")
 
+    @property
+    def host_number(self) -> float | None:
+        """What the host finds in its own memory where nothing was written; None to draw it as the cell says."""
+        return None if self._first else self._number
+
+    def read_host(self) -> None:
+        """Note that the host reads its own memory where nothing was written."""
+        self._read("contents")
+        drawn = "drawn when they are read" if self._first else f"taken to be {self._number}"
+        self._assume(f"weights that the host draws at random are {drawn}")
+
     def _step(self, optimizer: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
         self._assume("gradients are taken to be finite, so that a gradient scaler steps")
         return optimizer.step(*args, **kwargs)

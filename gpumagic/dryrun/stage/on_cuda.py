@@ -20,6 +20,7 @@ from gpumagic.dryrun.stage.journal import Journal, Trace, rounded
 from gpumagic.dryrun.stage.kinds import Kinds, Lines
 from gpumagic.dryrun.stage.layout import Layout
 from gpumagic.dryrun.stage.ledger import Ledger, Peak, Place
+from gpumagic.dryrun.stage.unwritten import LEAST, Unwritten
 from gpumagic.memory import workspaces
 
 UNLIMITED = 1 << 40
@@ -64,6 +65,8 @@ class CudaRun:
         if not self._is_brief:
             Kinds(self._journal, "cuda", _address).watch()
         self._guesses.install()
+        Unwritten(self._guesses.read_host, self._guesses.host_number).install()
+        fakecuda.leave_out(LEAST)
         fakecuda.reset()
         self.notes.effects.clear()
         cell.seed(self.order)

@@ -1,0 +1,288 @@
+"""Large tensors on the host that are filled as weights are: nothing is drawn and no byte is written.
+
+A model of 70 billion weights that is built from its configuration is drawn at random, cast and copied to the device,
+and nobody looks at a number of it. So a large fill in place (`nn.init` and its like) leaves the storage as the system
+gave it, without pages, and is kept as the way to draw it. While there are such storages a dispatch mode follows them:
+what is written to one, or computed from one at the same scale, is left unwritten too. Where the host does look at the
+numbers they are drawn first, and the report says on which line.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
+
+LEAST = 1 << 20
+"""Bytes of a tensor from which on it is left unwritten."""
+ROOM = 256 << 20
+"""Bytes that are drawn for the host to look at; what is beyond reads as zeros."""
+
+_FILLS = ("normal_", "uniform_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_",
+          "bernoulli_")  # fmt: skip
+_WHOLE_FILLS = ("_no_grad_trunc_normal_", "orthogonal_")
+"""Functions of `nn.init` that look at what they have drawn."""
+_LOOKS = ("numpy", "tolist", "__array__", "__dlpack__")
+"""Methods that read a tensor's memory by no operator."""
+_METADATA = frozenset({
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_empty_strided",
+    "new_zeros", "new_ones", "new_full", "is_pinned", "is_same_size",
+})  # fmt: skip
+"""Operators that look at a tensor's size, type and device only."""
+
+
+@dataclass
+class _Fill:
+    method: Callable[..., Any]
+    shape: torch.Size
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class _Storage:
+    ref: StorageWeakRef
+    fill: _Fill | None
+
+
+class Unwritten:
+    """The unwritten storages of one run.
+
+    Args:
+        read: called when the host is about to look at numbers that are not the ones it would find.
+        number: what it finds; None to draw them.
+    """
+
+    def __init__(self, read: Callable[[], None], number: float | None = None) -> None:
+        self._read = read
+        self._number = number
+        self._storages: dict[int, _Storage] = {}
+        self._by_age: deque[int] = deque()
+        self._mode = _Mode(self._follow)
+        self._room = ROOM
+        self._is_drawing = False
+
+    def install(self) -> None:
+        """Leave large fills undone for the rest of the process."""
+        for name in _FILLS:
+            setattr(torch.Tensor, name, self._filling(getattr(torch.Tensor, name), is_method=True))
+        for name in _WHOLE_FILLS:
+            if hasattr(torch.nn.init, name):
+                setattr(torch.nn.init, name, self._filling(getattr(torch.nn.init, name), is_method=False))
+        for name in _LOOKS:
+            setattr(torch.Tensor, name, self._looking(getattr(torch.Tensor, name)))
+        torch.nn.Module._apply = self._sweeping(torch.nn.Module._apply)
+
+    def _filling(self, fill: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
+        def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            is_refused = is_method and tensor.requires_grad and torch.is_grad_enabled()
+            if is_refused or self._is_drawing or not _is_large(tensor):
+                return fill(tensor, *args, **kwargs)
+            if is_method:
+                fill(tensor.detach().new_empty(0), *args, **kwargs)  # which raises what the arguments deserve
+            self._leave(tensor, _Fill(fill, tensor.shape, args, kwargs))
+            return tensor
+
+        return filled
+
+    def _looking(self, look: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._storages:
+                self._draw(tensor)
+            return look(tensor, *args, **kwargs)
+
+        return looked
+
+    def _sweeping(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that takes a module to a device: then what it held before is gone."""
+
+        def applied(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            made = apply(module, *args, **kwargs)
+            if self._storages:
+                self._sweep(1 + len(module._parameters) if module._parameters else len(self._by_age))
+            return made
+
+        return applied
+
+    # ---- The storages
+
+    def _of(self, tensor: torch.Tensor) -> _Storage | None:
+        if tensor.device.type != "cpu" or not _is_plain(tensor):
+            return None
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
+    def _leave(self, tensor: torch.Tensor, fill: _Fill | None) -> torch.Tensor:
+        """Note that a tensor's storage is not written."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            if not self._storages:
+                self._mode.begin()
+            self._storages[key] = _Storage(StorageWeakRef(storage), fill)
+            self._by_age.append(key)
+        else:
+            self._storages[key].fill = fill
+        return tensor
+
+    def _sweep(self, most: int) -> None:
+        """Forget the storages that are gone, among so many of the oldest."""
+        for _ in range(min(most, len(self._by_age))):
+            key = self._by_age.popleft()
+            if not self._storages[key].ref.expired():
+                self._by_age.append(key)
+            else:
+                del self._storages[key]
+        if not self._storages:
+            self._mode.end()
+
+    def _draw(self, tensor: torch.Tensor) -> None:
+        """Write what is in a tensor's storage, if it is unwritten: the host looks at it."""
+        known = self._of(tensor)
+        if known is None:
+            return
+        self._read()
+        storage = tensor.untyped_storage()
+        if known.fill is None or storage.nbytes() > self._room:
+            return
+        self._room -= storage.nbytes()
+        whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
+        if self._number is None or not whole.is_floating_point():
+            self._fill(whole, known.fill)
+        else:
+            whole.fill_(min(self._number, torch.finfo(whole.dtype).max))
+        self._by_age.remove(storage._cdata)
+        del self._storages[storage._cdata]
+
+    def _fill(self, whole: torch.Tensor, fill: _Fill) -> None:
+        self._is_drawing = True
+        try:
+            is_alike = fill.shape.numel() == whole.numel()
+            fill.method(whole.view(fill.shape) if is_alike else whole, *fill.args, **fill.kwargs)
+        finally:
+            self._is_drawing = False
+
+    # ---- Operators on them
+
+    def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; where it would only write what nobody reads, make its result without."""
+        met = [each for each in _tensors((args, kwargs)) if self._of(each) is not None]
+        if not met or not isinstance(op, torch._ops.OpOverload):
+            return op(*args, **kwargs)
+        name = op._schema.name.removeprefix("aten::")
+        if op.is_view or name in _METADATA or torch.Tag.inplace_view in op.tags:
+            return op(*args, **kwargs)
+        if op._schema.is_mutable:
+            return self._write(op, name, args, kwargs, met)
+        if name == "_to_copy" and torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            return op(_blank(args[0], kwargs.get("dtype")), *args[1:], **kwargs)
+        made = _by_shape(op, name, args, kwargs)
+        return self._run(op, args, kwargs, met) if made is None else self._leave_all(made, met)
+
+    def _write(self, op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[torch.Tensor]) -> Any:
+        """Run an operator in place where it writes to little, such as a row, or to another device."""
+        targets = list(_tensors(args[0])) if name.endswith("_") else []
+        if name == "copy_" and args[0].device.type != "cpu":
+            return op(args[0], _blank(args[1], args[0].dtype), *args[2:], **kwargs)
+        if targets and all(_is_large(each) for each in targets):
+            self._leave_all(targets, met)
+            return args[0] if op._schema.returns else None
+        if all(any(each is one for one in targets) for each in met):
+            return op(*args, **kwargs)
+        return self._run(op, args, kwargs, met)
+
+    def _leave_all(self, made: Any, met: list[torch.Tensor]) -> Any:
+        known = self._of(met[0])
+        for each in _tensors(made):
+            self._leave(each, None if known is None else known.fill)
+        return made
+
+    def _run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[torch.Tensor]) -> Any:
+        for each in met:
+            self._draw(each)
+        return op(*args, **kwargs)
+
+
+class _Mode(TorchDispatchMode):
+    """Calls back for each operator between `begin` and `end`, which need not be at the same depth of the cell's code.
+
+    So it lies below the modes that the cell may have entered, and leaves them where they are.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # torch.compile does not give up for it
+
+    def __init__(self, follow: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._callback = follow
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._callback(func, args, kwargs or {})
+
+    def begin(self) -> None:
+        self._place(lambda others: [self, *others])
+
+    def end(self) -> None:
+        self._place(lambda others: others)
+
+    def _place(self, arrange: Callable[[list[Any]], list[Any]]) -> None:
+        modes = [each for each in _get_current_dispatch_mode_stack() if getattr(each, "_mode_key", None) is None]
+        for _ in modes:
+            torch._C._pop_torch_dispatch_stack(None)
+        for each in arrange([each for each in modes if each is not self]):
+            torch._C._push_on_torch_dispatch_stack(each)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return _is_plain(tensor) and tensor.nbytes >= LEAST and tensor.device.type == "cpu"
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory of its own, and not an operator's answer for each operator."""
+    is_its_own = type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+    return not is_its_own and tensor.layout == torch.strided
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+def _blank(tensor: torch.Tensor, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
+    """Return a new tensor like one, of which nothing is written."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+
+
+def _by_shape(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an operator's results, unwritten; None where they are small or no fractions, or depend on values."""
+    if any(each.device.type != "cpu" for each in _tensors((args, kwargs))):
+        return None
+    if name == "_pin_memory":
+        return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, pin_memory=True)
+    sent = tree_map_only(torch.Tensor, lambda each: _blank(each, device="meta"), (args, kwargs))
+    try:
+        made = op(*sent[0], **{**sent[1], **({"device": "meta"} if sent[1].get("device") else {})})
+    except Exception:  # no kernel for shapes alone
+        return None
+    found = list(_tensors(made))
+    if not found or any(each.nbytes < LEAST or not each.is_floating_point() for each in found):
+        return None
+    return tree_map_only(torch.Tensor, _blank_on_host, made)
+
+
+def _blank_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return _blank(tensor, device="cpu")
