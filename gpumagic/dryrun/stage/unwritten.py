@@ -9,6 +9,7 @@ numbers they are drawn first, and the report says on which line.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class _Fill:
 class _Storage:
     ref: StorageWeakRef
     fill: _Fill | None
+    span: range | None = None
+    """The addresses of a file that is mapped: its parts are storages of their own, and keep it."""
 
 
 class Unwritten:
@@ -63,6 +66,7 @@ class Unwritten:
         self._read = read
         self._number = number
         self._storages: dict[int, _Storage] = {}
+        self._files: list[_Storage] = []
         self._by_age: deque[int] = deque()
         self._mode = _Mode(self._follow)
         self._room = ROOM
@@ -77,6 +81,8 @@ class Unwritten:
                 setattr(torch.nn.init, name, self._filling(getattr(torch.nn.init, name), is_method=False))
         for name in _LOOKS:
             setattr(torch.Tensor, name, self._looking(getattr(torch.Tensor, name)))
+        torch.UntypedStorage.from_file = self._mapping(torch.UntypedStorage.from_file)
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers casts in threads, where no mode follows
         torch.nn.Module._apply = self._sweeping(torch.nn.Module._apply)
 
     def _filling(self, fill: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
@@ -99,6 +105,15 @@ class Unwritten:
 
         return looked
 
+    def _mapping(self, from_file: Callable[..., Any]) -> Any:
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            made = from_file(*args, **kwargs)
+            if made.nbytes() >= LEAST:
+                self._add(made, None, range(made.data_ptr(), made.data_ptr() + made.nbytes()))
+            return made
+
+        return staticmethod(mapped)
+
     def _sweeping(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes a module to a device: then what it held before is gone."""
 
@@ -115,20 +130,30 @@ class Unwritten:
     def _of(self, tensor: torch.Tensor) -> _Storage | None:
         if tensor.device.type != "cpu" or not _is_plain(tensor):
             return None
-        return self._storages.get(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
+        found = self._storages.get(storage._cdata)
+        if found is None and self._files:
+            at = storage.data_ptr()
+            return next((each for each in self._files if each.span is not None and at in each.span), None)
+        return found
 
     def _leave(self, tensor: torch.Tensor, fill: _Fill | None) -> torch.Tensor:
         """Note that a tensor's storage is not written."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._storages:
-            if not self._storages:
-                self._mode.begin()
-            self._storages[key] = _Storage(StorageWeakRef(storage), fill)
-            self._by_age.append(key)
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            self._add(storage, fill)
         else:
-            self._storages[key].fill = fill
+            known.fill = fill
         return tensor
+
+    def _add(self, storage: torch.UntypedStorage, fill: _Fill | None, span: range | None = None) -> None:
+        if not self._storages:
+            self._mode.begin()
+        added = self._storages[storage._cdata] = _Storage(StorageWeakRef(storage), fill, span)
+        self._by_age.append(storage._cdata)
+        if span is not None:
+            self._files.append(added)
 
     def _sweep(self, most: int) -> None:
         """Forget the storages that are gone, among so many of the oldest."""
@@ -137,14 +162,16 @@ class Unwritten:
             if not self._storages[key].ref.expired():
                 self._by_age.append(key)
             else:
-                del self._storages[key]
+                gone = self._storages.pop(key)
+                if gone.span is not None:
+                    self._files.remove(gone)
         if not self._storages:
             self._mode.end()
 
     def _draw(self, tensor: torch.Tensor) -> None:
         """Write what is in a tensor's storage, if it is unwritten: the host looks at it."""
         known = self._of(tensor)
-        if known is None:
+        if known is None or known.span is not None:
             return
         self._read()
         storage = tensor.untyped_storage()
