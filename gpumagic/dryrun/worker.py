@@ -49,6 +49,10 @@ def _warm_up(stage: str) -> None:
     importlib.import_module("torch.utils.data")
     importlib.import_module("torch._dynamo")  # optimizers import it at their first step
     importlib.import_module(f"gpumagic.dryrun.stage.{stage}")
+    if stage == "on_fake":
+        from gpumagic.dryrun.stage.operators import taken_apart
+
+        taken_apart()
     blank = torch.empty(2, device="meta")
     torch.ops.aten.add.out(blank, blank, out=torch.empty(2, device="meta"))
     gc.freeze()  # so that a fork finds its own objects among few, and copies no page for a reference count

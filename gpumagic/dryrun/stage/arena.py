@@ -27,7 +27,7 @@ class Pool(Enum):
     CLOSED = "those of another stream"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """A stretch of a segment; neighbours within the segment are linked."""
 
@@ -41,10 +41,6 @@ class Block:
     def is_whole_segment(self) -> bool:
         """Return whether nothing else of its segment is in use or cached."""
         return self.previous is None and self.next is None
-
-    def key(self) -> tuple[int, int]:
-        """Return what cached blocks are ordered by."""
-        return self.size, self.address
 
 
 @dataclass
@@ -63,9 +59,8 @@ class Arena:
     failed: bool = False
     """Whether a request was refused; from then on nothing is, so that the whole need can be seen."""
     _next_address: int = LARGE_ROUNDING
-    _cached: dict[Pool, list[tuple[tuple[int, int], Block]]] = field(
-        default_factory=lambda: {pool: [] for pool in Pool}
-    )
+    _cached: dict[Pool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {pool: [] for pool in Pool})
+    """What is free, by size and address, which no two blocks share."""
 
     def take(self, requested: int) -> Block:
         """Return a block for a request of at least one byte."""
@@ -107,9 +102,8 @@ class Arena:
     def release_cached(self) -> None:
         """Give every segment without a live block back to the device."""
         for pool, blocks in self._cached.items():
-            whole = [each for _, each in blocks if each.is_whole_segment()]
-            self.reserved -= sum(each.size for each in whole)
-            self._cached[pool] = [entry for entry in blocks if not entry[1].is_whole_segment()]
+            self.reserved -= sum(size for size, _, each in blocks if each.is_whole_segment())
+            self._cached[pool] = [entry for entry in blocks if not entry[2].is_whole_segment()]
 
     def shrink(self, nbytes: int) -> None:
         """Take bytes off the capacity: gaps between live blocks that the real allocator has and this one has not."""
@@ -118,10 +112,10 @@ class Arena:
 
     def _find_cached(self, size: int, pool: Pool) -> Block | None:
         blocks = self._cached[pool]
-        place = bisect_left(blocks, (size, 0), key=_order)
+        place = bisect_left(blocks, (size, 0))
         if place == len(blocks):
             return None
-        block = blocks.pop(place)[1]
+        block = blocks.pop(place)[2]
         block.cached = False
         return block
 
@@ -152,7 +146,7 @@ class Arena:
 
     def _merge(self, block: Block, neighbour: Block) -> None:
         blocks = self._cached[neighbour.pool]
-        del blocks[bisect_left(blocks, neighbour.key(), key=_order)]
+        del blocks[bisect_left(blocks, (neighbour.size, neighbour.address))]
         if neighbour is block.previous:
             block.address, block.previous = neighbour.address, neighbour.previous
             if block.previous is not None:
@@ -165,11 +159,7 @@ class Arena:
 
     def _cache(self, block: Block) -> None:
         block.cached = True
-        insort(self._cached[block.pool], (block.key(), block), key=_order)
-
-
-def _order(entry: tuple[tuple[int, int], Block]) -> tuple[int, int]:
-    return entry[0]
+        insort(self._cached[block.pool], (block.size, block.address, block))
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,13 +54,15 @@ class Call:
             elif argument.name in self.kwargs:
                 yield argument, self.kwargs[argument.name]
 
-    def set(self, name: str, value: Any) -> None:
-        """Replace an argument."""
+    def set(self, name: str, value: Any) -> bool:
+        """Replace an argument, a list of tensors; return whether it is what it was."""
         names = [argument.name for argument in self.op._schema.arguments]
-        if names.index(name) < len(self.args):
-            self.args[names.index(name)] = value
+        place = names.index(name)
+        if place < len(self.args):
+            before, self.args[place] = self.args[place], value
         else:
-            self.kwargs = {**self.kwargs, name: value}
+            before, self.kwargs = self.kwargs[name], {**self.kwargs, name: value}
+        return len(before) == len(value) and all(map(operator.is_, before, value))
 
     def tensors(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield (schema argument, tensor) of every tensor, those in lists included."""

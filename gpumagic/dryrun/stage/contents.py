@@ -8,13 +8,16 @@ and the report says so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gpumagic.dryrun.stage.calls import Call
 from gpumagic.dryrun.stage.ledger import Place
 from gpumagic.dryrun.stage.storages import key_of
+
+if TYPE_CHECKING:
+    from gpumagic.dryrun.stage.plans import Plan
 
 LARGEST = 4096
 """Bytes of a storage whose contents are kept."""
@@ -114,6 +117,35 @@ class Contents:
         else:
             target.copy_(value)
 
+    @staticmethod
+    def is_absorbing(op: Any) -> bool:
+        """Return whether what an operator does may follow from one operand alone, or is not to be followed."""
+        return op._name == _LEAVES_FINITE or _absorbs(op) is not None
+
+    @staticmethod
+    def is_repeatable(op: Any) -> bool:
+        """Return whether an operator computes the same from the same values."""
+        return _RANDOM not in op.tags
+
+    @staticmethod
+    def is_overwritten(call: Call, argument: Any, tensor: torch.Tensor, nbytes: int) -> bool:
+        """Return whether nothing of the tensor's storage is left of what was there."""
+        if not argument.is_write or not (argument.kwarg_only or call.op._name in _FILLS):
+            return False
+        return bool(tensor.numel() * tensor.itemsize >= nbytes)
+
+    def may_follow(self, plan: Plan, keys: list[int]) -> bool:
+        """Return whether a call's result may be known; where not, what it writes to is forgotten."""
+        known = self._known
+        if plan.is_followed:
+            return True
+        if plan.reads is not None and all(keys[place] in known for place in plan.reads):
+            return True
+        if known:
+            for place in plan.writes:
+                known.pop(keys[place], None)
+        return False
+
     def follow(self, call: Call, made: Any) -> None:
         """Note what an operator did, where all that it read is known; else forget what it wrote to."""
         if call.op._name == _LEAVES_FINITE:
@@ -133,7 +165,7 @@ class Contents:
         twins: dict[int, torch.Tensor] = {}
         for argument, tensor in call.tensors():
             value = self.of(tensor)
-            if value is None and self._is_overwritten(call, argument, tensor):
+            if value is None and self.is_overwritten(call, argument, tensor, self._nbytes_of(tensor)):
                 value = self._blank(tensor)
             if value is None:
                 return False
@@ -152,7 +184,7 @@ class Contents:
 
         A generator of text ends when the longest length is reached, whatever the unknown tokens say.
         """
-        wanted = _ABSORBING.get(call.op._name.removeprefix("aten::").partition(".")[0].rstrip("_"))
+        wanted = _absorbs(call.op)
         if wanted is None or any(each.dtype != torch.bool and wanted for each in results):
             return False
         read = [
@@ -163,12 +195,6 @@ class Contents:
         for tensor in results:
             self._write(tensor, torch.full(tensor.shape, wanted, dtype=tensor.dtype, device="cpu"))
         return True
-
-    def _is_overwritten(self, call: Call, argument: Any, tensor: torch.Tensor) -> bool:
-        """Return whether nothing of the tensor's storage is left of what was there."""
-        if not argument.is_write or not (argument.kwarg_only or call.op._name in _FILLS):
-            return False
-        return bool(tensor.numel() * tensor.itemsize >= self._nbytes_of(tensor))
 
     def selected(self, mask: torch.Tensor) -> int:
         """Return how many elements a mask selects; all of them where it is not known."""
@@ -191,6 +217,10 @@ class Contents:
     def _blank(self, tensor: torch.Tensor) -> torch.Tensor | None:
         self._known[key_of(tensor)] = torch.zeros(self._nbytes_of(tensor), dtype=torch.uint8, device="cpu")
         return self.of(tensor)
+
+
+def _absorbs(op: Any) -> bool | None:
+    return _ABSORBING.get(op._name.removeprefix("aten::").partition(".")[0].rstrip("_"))
 
 
 def _flat(value: Any) -> list[Any]:

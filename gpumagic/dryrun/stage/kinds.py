@@ -113,6 +113,9 @@ def _leaves(roots: Any) -> Iterator[torch.Tensor]:
                 todo.append(following)
 
 
+_NOWHERE = Place()
+
+
 class Lines:
     """Finds the cell's running line from anywhere below it.
 
@@ -124,10 +127,28 @@ class Lines:
     def __init__(self, cell: str, sources: dict[str, str]) -> None:
         self._cell = cell
         self._lines = {name: text.splitlines() for name, text in sources.items()}
+        self._places: dict[tuple[Any, ...], Place] = {}
 
     def where(self) -> Place:
         """Return the cell's innermost running line, and the notebook's function it is in where that is another's."""
-        return self.of(_running(sys._getframe(1)))
+        frame: FrameType | None = sys._getframe(1)
+        innermost: FrameType | None = None
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name == self._cell:
+                break
+            if innermost is None and name in self._lines:
+                innermost = frame
+            frame = frame.f_back
+        if frame is None:
+            frame, innermost = innermost, None
+        if frame is None:
+            return _NOWHERE
+        key = frame.f_code, frame.f_lineno, innermost and innermost.f_code, innermost and innermost.f_lineno
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = self._place(_told(frame), _told(innermost) if innermost else None)
+        return place
 
     def of(self, frames: Iterable[tuple[str, str, int]]) -> Place:
         """Return the same from the file, function and line of each frame, the innermost first."""
@@ -146,7 +167,5 @@ class Lines:
         return Place(line, code, "" if inner is None else f"{inner[1]}, line {inner[2]}")
 
 
-def _running(frame: FrameType | None) -> Iterator[tuple[str, str, int]]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
-        frame = frame.f_back
+def _told(frame: FrameType) -> tuple[str, str, int]:
+    return frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumagic.dryrun.stage.arena import Arena, Block, Pool
 from gpumagic.memory.segments import Segment
@@ -55,8 +55,7 @@ class Life:
         return self.kind or ("other" if self.operator in _INPUTS else "temporaries")
 
 
-@dataclass(frozen=True, slots=True)
-class Peak:
+class Peak(NamedTuple):
     """The highest point so far of one device, and the block that made it."""
 
     allocated: int = 0
@@ -64,7 +63,10 @@ class Peak:
     life: Life | None = None
 
 
-@dataclass
+NO_PEAK = Peak()
+
+
+@dataclass(slots=True)
 class LineUse:
     """What one line of the cell did to one device."""
 
@@ -81,7 +83,7 @@ class Account:
 
     arena: Arena
     allocated: int = 0
-    peak: Peak = Peak()
+    peak: Peak = NO_PEAK
     failure: Peak | None = None
     """The request that would have been refused."""
     lying: dict[int, Block] = field(default_factory=dict)
@@ -100,8 +102,7 @@ class Account:
         return self.lying.pop(address, None) or self.arena.take(nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """A block taken, or given back: the second time that its life is in the timeline."""
 
     life: Life
@@ -157,22 +158,22 @@ class Ledger:
         """Note which operator runs now; the blocks that were just made for it get its name."""
         if self.unpacking:
             return
-        self.settle()
         self.operators += 1
         self.operator = operator
-        if operator not in _MAKE_ROOM:
-            self.place = self.where()
+        if self._unnamed and operator not in _MAKE_ROOM:
             for life in self._unnamed:
                 life.operator = operator
             self._unnamed.clear()
-        elif not self._unnamed:
-            self.place = self.where()
 
     def take(self, key: int, device: int, nbytes: int) -> None:
         """Account for a new storage of at least one byte."""
         account = self.accounts[device]
         failed = account.arena.failed
-        address = self.address if self.unpacking else 0
+        address = 0
+        if self.unpacking:
+            address = self.address
+        else:
+            self.place = self.where()
         block = account.take(nbytes, address)
         life = self._begin(device, block.size)
         self.requests.append((life.born, device, nbytes, address))
@@ -273,9 +274,9 @@ class Ledger:
         use = self.lines.get((self.place.line, device))
         if use is None:
             use = self.lines[self.place.line, device] = LineUse(self.place, device)
-        use.peak = max(use.peak, account.allocated)
-        use.after = account.allocated
-        self.timeline.append(Change(life, self.operators, self.place.line, account.allocated))
+        use.after = allocated = account.allocated
+        use.peak = max(use.peak, allocated)
+        self.timeline.append(Change(life, self.operators, self.place.line, allocated))
 
 
 def point(peak: Peak) -> dict[str, Any]:

@@ -67,37 +67,64 @@ class Names(TorchFunctionMode):
     def __init__(self, known: str) -> None:
         super().__init__()
         self._known = known
+        self._ways: dict[Any, Any] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.device:
-            return func(*args, **(kwargs or {}))  # what the code makes and compares keeps the name that it gave
+        way = self._ways.get(func, "")
+        if way == "":
+            way = self._ways[func] = self._way(func)
+        if way is not None:
+            told = way(func, args, kwargs or {})
+            if told is not NotImplemented:
+                return told
+        args = tuple([self.ours(each) if type(each) in _NAMING else each for each in args])
+        if not kwargs:
+            return func(*args)
+        return func(*args, **{name: self.ours(value) for name, value in kwargs.items()})
+
+    def _way(self, func: Any) -> Callable[..., Any] | None:  # noqa: PLR0911  # one way a kind of function
+        """Return how a function of torch's is called that needs more than names; it may leave that to the others."""
         name = getattr(func, "__name__", "")
-        if name in _RECURRENT and args and _is_here(args[0]):
-            raise CannotDryRun(f"it uses {name} on {self._known}, and what cuDNN takes for that is not known")
-        if name == self._known and args and isinstance(args[0], torch.Tensor):
-            func, args = torch.Tensor.to, (args[0], self._named(args[1:]), *args[2:])
-        if kwargs and type(kwargs.get("generator")) is DeviceGenerator:
-            kwargs = {**kwargs, "generator": None}
-        if name == f"is_{self._known}" or func == _is_of.get(self._known):
-            return _is_here(args[0])
-        if name == "scaled_dot_product_attention" and self._known == "cuda" and _is_here(args[0]):
-            return attention(func, *args, **(kwargs or {}))
-        told = func(*map(self.ours, args), **{key: self.ours(value) for key, value in (kwargs or {}).items()})
-        return self.theirs(told) if func == _DEVICE else told
+        if func is torch.device:  # what the code makes and compares keeps the name that it gave
+            return lambda device, args, kwargs: device(*args, **kwargs)
+        if func == _DEVICE:
+            return lambda device, args, _: self.theirs(device(*args))
+        if func == _is_of.get(self._known):
+            return lambda _, args, __: _is_here(args[0])
+        if name == self._known:
+            return self._move
+        if name in _RECURRENT:
+            return self._refuse_recurrent
+        if name == "scaled_dot_product_attention" and self._known == "cuda":
+            return lambda composite, args, kwargs: (
+                attention(composite, *args, **kwargs) if _is_here(args[0]) else NotImplemented
+            )
+        return None
+
+    def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(args[0], torch.Tensor):
+            return NotImplemented
+        return torch.Tensor.to(args[0], self._named(args[1:]), *args[2:], **kwargs)
+
+    def _refuse_recurrent(self, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
+        if args and _is_here(args[0]):
+            raise CannotDryRun(f"it uses {func.__name__} on {self._known}, and what cuDNN takes for that is not known")
+        return NotImplemented
 
     def ours(self, value: Any) -> Any:
-        """Return a device by our name, anything else as it is."""
-        if isinstance(value, torch.device):
+        """Return a device by our name, anything else as it is; a generator of ours is none."""
+        kind = type(value)
+        if kind is torch.device:
             return torch.device(OURS, value.index or 0) if value.type == self._known else value
-        if isinstance(value, str) and value.partition(":")[0] == self._known:
+        if kind is str and value.partition(":")[0] == self._known:
             return self.ours(torch.device(value))
-        return value
+        return None if kind is DeviceGenerator else value
 
     def theirs(self, value: Any) -> Any:
         """Return a device by its known name."""
-        if isinstance(value, torch.device) and value.type == OURS:
+        if type(value) is torch.device and value.type == OURS:
             return torch.device(self._known, value.index)
         return value
 
@@ -150,6 +177,7 @@ class Names(TorchFunctionMode):
         return under
 
 
+_NAMING = frozenset({torch.device, str, DeviceGenerator})
 _DEVICE = torch.Tensor.device.__get__
 _is_of: dict[str, Any] = {
     name: getattr(torch.Tensor, f"is_{name}").__get__

@@ -8,6 +8,7 @@ Operators whose results are as large as values say (masks, positions, distinct v
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,12 @@ from gpumagic.dryrun.stage.backend import DeviceModule
 from gpumagic.dryrun.stage.calls import Call
 from gpumagic.dryrun.stage.contents import Contents
 from gpumagic.dryrun.stage.ledger import Ledger
-from gpumagic.dryrun.stage.storages import CPU, Storages, key_of
+from gpumagic.dryrun.stage.plans import Operands, Operator, Plan
+from gpumagic.dryrun.stage.storages import CPU, Form, Storages, key_of
 
 aten = torch.ops.aten
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 META = DispatchKeySet(DispatchKey.Meta)
-DEVICE_TYPE = "privateuseone"
 
 VIEWS = ("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold", "view_as_real", "view_as_complex",
          "_conj", "_neg_view", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
@@ -31,9 +33,10 @@ VIEWS = ("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold"
 """Kernels of the CPU's that look at sizes only and give a view of the tensor they get."""
 
 _KNOWN = frozenset({"aten", "prims"})
-WHOLE = ("native_layer_norm", "native_group_norm", "native_channel_shuffle", "silu_backward", "mish_backward",
-         "all.dims", "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "conj_physical_", "mode.values",
-         "_linalg_solve_ex", "index.Tensor", "mse_loss", "smooth_l1_loss")  # fmt: skip
+WHOLE = ("record_stream", "equal", "convolution_overrideable", "convolution_backward_overrideable", "native_layer_norm",
+         "native_group_norm", "native_channel_shuffle", "silu_backward", "mish_backward", "all.dims", "all.dims_out",
+         "any.dims", "any.dims_out", "linalg__powsum", "conj_physical_", "mode.values", "_linalg_solve_ex",
+         "index.Tensor", "mse_loss", "smooth_l1_loss")  # fmt: skip
 """Operators that devices run as one kernel and that torch would else take apart."""
 
 
@@ -74,38 +77,48 @@ class Operators:
             "aten::convolution_overrideable": self._renamed(aten.convolution.default),
             "aten::convolution_backward_overrideable": self._convolution_backward,
         }
+        self._convolving_back = self._renamed(aten.convolution_backward.default)
+        self._forms: dict[tuple[Any, ...], Form] = {}
         for view in VIEWS:
             self._special[f"aten::{view}"] = self._viewing
-        self._libraries: list[Any] = []
+        self._everything = torch.library.Library("_", "IMPL")
+        self._each = torch.library.Library("aten", "IMPL")
+        self.is_running = False
         self.give_up: Callable[[Exception], None] = lambda _: None
         """Called before a kernel's error leaves into a backward pass, where torch's guard would end the process."""
-        self.is_running = False
         self.give_up_after: Callable[[], None] | None = None
         """Called when the operator that runs has ended."""
 
     def register(self) -> None:
         """Make these the device's kernels, for the life of the process."""
-        everything = torch.library.Library("_", "IMPL")
-        everything.fallback(self._answer, "PrivateUse1")
-        whole = torch.library.Library("aten", "IMPL")
-        for name in (*WHOLE, "record_stream", "equal", "convolution_overrideable",
-                     "convolution_backward_overrideable"):  # fmt: skip
-            base, _, overload = name.partition(".")
-            op = getattr(getattr(aten, base), overload or "default")
-            whole.impl(op, _bound(self._answer, op), "PrivateUse1")
+        self._everything.fallback(self._fallback, "PrivateUse1")
+        for operator in taken_apart():
+            self._kernel(operator)
         for lazy in ("Conjugate", "Negative"):  # which torch resolves by copying: the copy must take them as they are
-            whole.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
-        self._libraries += [everything, whole]
+            self._each.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
 
-    def _answer(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def _fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Answer an operator for the first time; from then on torch finds its kernel, which is quicker."""
+        if op.namespace not in _KNOWN:
+            raise CannotDryRun(f"it calls {op._name}, an operator whose memory is not known")
+        return self._kernel(Operator(op))(*args, **kwargs)
+
+    def _kernel(self, operator: Operator) -> Callable[..., Any]:
+        """Return the kernel of an operator, which is registered then."""
+        special = self._special.get(operator.op._name) or functools.partial(self._by_shape, operator)
+        if special == self._viewing:
+            special = functools.partial(operator.op.redispatch, CPU)
+        kernel = functools.partial(self._answer, operator.name, special)
+        if operator.op.namespace == "aten":
+            self._each.m.impl(operator.name, "PrivateUse1", kernel, False)
+        return kernel
+
+    def _answer(self, name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            name = op._name
-            if op.namespace not in _KNOWN:
-                raise CannotDryRun(f"it calls {name}, an operator whose memory is not known")
             self.is_running = True
-            self._ledger.begin(name.removeprefix("aten::"))
+            self._ledger.begin(name)
             try:
-                return self._kernel(op, name, args, kwargs)
+                return kernel(*args, **kwargs)
             except Exception as error:
                 if self._ledger.in_backward:
                     self.give_up(error)
@@ -114,14 +127,6 @@ class Operators:
                 self.is_running = False
                 if self.give_up_after is not None:
                     self.give_up_after()
-
-    def _kernel(self, op: Any, name: str, args: Any, kwargs: Any) -> Any:
-        special = self._special.get(name)
-        if special is None:
-            return self._by_shape(op, args, kwargs)
-        if special == self._viewing:
-            return op.redispatch(CPU, *args, **kwargs)
-        return special(*args, **kwargs)
 
     def _viewing(self) -> None:
         """Stand for the kernels in `VIEWS`."""
@@ -138,13 +143,22 @@ class Operators:
         self, size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
         memory_format: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        shape = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format or torch.contiguous_format)
-        return self._storages.new(shape.shape, shape.stride(), shape.dtype, self._device(device))
+        key = (*size, dtype or torch.get_default_dtype(), memory_format, self._device(device))
+        form = self._forms.get(key)
+        if form is None:
+            how = memory_format or torch.contiguous_format
+            shape = torch.empty(size, dtype=dtype, device="meta", memory_format=how)
+            form = self._forms[key] = Form(shape.shape, shape.stride(), shape.dtype, key[-1])
+        return self._storages.make(form)
 
     def _empty_strided(
         self, size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
     ) -> torch.Tensor:
-        return self._storages.new(size, stride, dtype or torch.get_default_dtype(), self._device(device))
+        key = (*size, *stride, dtype or torch.get_default_dtype(), self._device(device))
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = Form(size, stride, *key[-2:])
+        return self._storages.make(form)
 
     def _resize(self, tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
         shape = torch.empty(size, dtype=tensor.dtype, device="meta")
@@ -183,48 +197,44 @@ class Operators:
 
     # ---- Kernels by shape
 
-    def _by_shape(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _by_shape(self, operator: Operator, *args: Any, **kwargs: Any) -> Any:
+        operands = Operands(operator, self._storages.nbytes, args, kwargs)
+        plan = operator.plans.get(operands.key)
+        if plan is None:
+            return self._by_meta_kernel(operator, operands, args, kwargs)
+        result = plan.result(operands.tensors, self._storages)
+        if self._contents.may_follow(plan, operands.keys):
+            self._contents.follow(Call(operator.op, args, kwargs, self._name), result)
+        return result
+
+    def _by_meta_kernel(
+        self, operator: Operator, operands: Operands, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        op = operator.op
         call = Call(op, args, kwargs, self._name)
+        is_like_others = True
+        """Whether another call of the same metadata does the same."""
         if call.is_indexing:
-            call.set("indices", self._selections.indices(call, torch.device(self._name, call.device)))
-        if call.is_settled():
-            result = call.result()
-            self._contents.follow(call, result)
-            return result
+            indices = self._selections.indices(call, torch.device(self._name, call.device))
+            is_like_others = call.set("indices", indices)
         device = call.device if call.device is not None else self._device(call.asked_for)
-        returned = op.redispatch(META, *call.meta_args(), **call.meta_kwargs())
-        for tensor, twin in call.written():
-            if twin.shape != tensor.shape or twin.stride() != tensor.stride():
-                self._fit(tensor, twin)
-        made = self._take_back(call, returned, device)
-        self._contents.follow(call, made)
-        return made
-
-    def _take_back(self, call: Call, returned: Any, device: int) -> Any:
-        storages: dict[int, torch.Tensor] = {}
-
-        def one(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            known = call.original(value)
-            if known is not None:
-                return known
-            storage = value.untyped_storage()
-            owner = call.owner(storage._cdata) or storages.get(storage._cdata)
-            if owner is None:
-                made = self._storages.new(value.shape, value.stride(), value.dtype, device, storage.nbytes())
-                storages[storage._cdata] = made
-                return made if not value.storage_offset() else _view(made, value)
-            return _view(owner, value)
-
-        if isinstance(returned, tuple | list):
-            return type(returned)(
-                one(each) if not isinstance(each, list) else [one(e) for e in each] for each in returned
-            )
-        return one(returned)
+        if call.is_settled():
+            returned = call.result()
+        else:
+            returned = op.redispatch(META, *call.meta_args(), **call.meta_kwargs())
+            for tensor, twin in call.written():
+                if twin.shape != tensor.shape or twin.stride() != tensor.stride():
+                    self._fit(tensor, twin)
+                    is_like_others = False
+        plan = Plan(call, operands, returned, device)
+        result = plan.result(operands.tensors, self._storages)
+        self._contents.follow(call, result)
+        if is_like_others:
+            operator.keep(operands.key, plan)
+        return result
 
     def _renamed(self, op: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._by_shape(op, args, kwargs)
+        return functools.partial(self._by_shape, Operator(op))
 
     def _convolution_backward(
         self, grad: Any, images: Any, weight: Any, stride: Any, padding: Any, dilation: Any, transposed: Any,
@@ -232,19 +242,22 @@ class Operators:
     ) -> Any:  # fmt: skip
         channels = [weight.shape[1] * groups if transposed else weight.shape[0]]
         how = stride, padding, dilation, transposed, output_padding, groups, output_mask
-        return self._by_shape(aten.convolution_backward.default, (grad, images, weight, channels, *how), {})
+        return self._convolving_back(grad, images, weight, channels, *how)
 
 
-def _view(owner: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
-    flat = aten.view.dtype.redispatch(CPU, owner, shape.dtype) if owner.dtype != shape.dtype else owner
-    made: torch.Tensor = aten.as_strided.default.redispatch(
-        CPU, flat, shape.shape, shape.stride(), shape.storage_offset()
-    )
-    return made
+@functools.cache
+def taken_apart() -> list[Operator]:
+    """Return the operators that a device runs as one kernel and that torch would call as "make room", "fill it".
 
-
-def _bound(answer: Callable[..., Any], op: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: answer(op, *args, **kwargs)
+    It takes a tenth of a second, once: dry runs find them in the process that they are forked from.
+    """
+    made_by_torch = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutogradNonFunctional")
+    names = set(WHOLE)
+    for name in made_by_torch:
+        if name.startswith("aten::") and "linalg" not in name and _has_kernel(name, "CPU"):
+            names.add(name.removeprefix("aten::"))
+    split = (name.partition(".") for name in sorted(names))
+    return [Operator(getattr(getattr(aten, base), overload or "default")) for base, _, overload in split]
 
 
 class Selections:

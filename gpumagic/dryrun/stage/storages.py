@@ -11,45 +11,66 @@ unwinds, and writes the time of day to the address that it is given. Who asks af
 from __future__ import annotations
 
 import ctypes
+import re
+import struct
 from collections.abc import Callable, Sequence
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-_EXTENSION_DEVICE = 12  # DLPack's kDLExtDev, which torch reads as PrivateUse1
-_SPACING = 1 << 40  # addresses of two storages do not overlap
+SPACING = 1 << 40
+"""Addresses of two storages do not overlap."""
 CPU = DispatchKeySet(DispatchKey.CPU)
-
-
-class _Device(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("index", ctypes.c_int))
-
-
-class _Type(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p), ("device", _Device), ("ndim", ctypes.c_int), ("dtype", _Type),
-        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )  # fmt: skip
-
-
-class _Managed(ctypes.Structure):
-    pass
-
-
-_Managed._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-_SIZE = ctypes.sizeof(_Managed)
+_EXTENSION_DEVICE = 12  # DLPack's kDLExtDev, which torch reads as PrivateUse1
+_ADDRESS = struct.Struct("<Q")
+_REST = struct.Struct("<iiiBBHQQQQQ")
+"""What follows the address in DLPack's description of a tensor: device, dimensions, type, sizes, strides, deleter."""
+_SIZE = _ADDRESS.size + _REST.size
+_ON_A_PAGE = 256
+_UNMARKED, _NOWHERE = bytes(_ON_A_PAGE), bytes(_ADDRESS.size)
+_MARK = 3
+"""Which byte of the address is never zero in a time of day."""
+_marked = re.compile(rb"[^\0]").finditer
 _LEAVE_A_MARK = ctypes.cast(ctypes.CDLL(None).time, ctypes.c_void_p).value
 
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_BYTES = _Type(1, 8, 1)
-_ON_A_PAGE = 256
+_CODES = {
+    torch.uint8: 1, torch.int8: 0, torch.int16: 0, torch.int32: 0, torch.int64: 0, torch.float16: 2, torch.float32: 2,
+    torch.float64: 2, torch.bfloat16: 4, torch.complex64: 5, torch.complex128: 5, torch.bool: 6,
+}  # fmt: skip
+"""DLPack's names for the types that every torch here takes; others are made as views of bytes."""
+
+
+class Form:
+    """How a new tensor looks: what is the same for all tensors of one size, stride, type and device.
+
+    Args:
+        size: of the tensor.
+        stride: of the tensor.
+        dtype: of the tensor.
+        device: its index.
+        nbytes: of its storage; what size and stride need by default.
+    """
+
+    __slots__ = ("_arrays", "device", "nbytes", "rest", "view")
+
+    def __init__(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: int, nbytes: int | None = None
+    ) -> None:
+        needed = span(size, stride) * dtype.itemsize
+        self.device = device
+        self.nbytes = needed if nbytes is None else nbytes
+        self.view: tuple[torch.dtype, Sequence[int], Sequence[int]] | None = None
+        if dtype not in _CODES or needed != self.nbytes:
+            self.view = dtype, size, stride
+            size, stride, dtype = (self.nbytes,), (1,), torch.uint8
+        self._arrays = (ctypes.c_int64 * len(size))(*size), (ctypes.c_int64 * len(size))(*stride)
+        self.rest = _REST.pack(
+            _EXTENSION_DEVICE, device, len(size), _CODES[dtype], 8 * dtype.itemsize, 1,
+            *map(ctypes.addressof, self._arrays), 0, 0, _LEAVE_A_MARK,
+        )  # fmt: skip
 
 
 class Storages:
@@ -63,94 +84,88 @@ class Storages:
     def __init__(self, born: Callable[[int, int, int], None], died: Callable[[int], None]) -> None:
         self._born = born
         self._died = died
-        self._nbytes: dict[int, int] = {}
+        self.nbytes: dict[int, int] = {}
+        """Of the storages that are alive, by their keys."""
         self._count = 0
-        self._length = (ctypes.c_int64 * 1)()  # torch copies the description, so that one length serves for all
         self._pages: list[_Page] = []
 
     def new(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: int, nbytes: int | None = None
     ) -> torch.Tensor:
         """Return a tensor over a new storage of ``nbytes``, or of what its size and stride need."""
-        if nbytes is None:
-            nbytes = span(size, stride) * dtype.itemsize
-        flat = self._bytes(nbytes, device)
-        typed = torch.ops.aten.view.dtype.redispatch(CPU, flat, dtype) if dtype != torch.uint8 else flat
-        made: torch.Tensor = torch.ops.aten.as_strided.default.redispatch(CPU, typed, size, stride, 0)
-        return made
+        return self.make(Form(size, stride, dtype, device, nbytes))
+
+    def make(self, form: Form) -> torch.Tensor:
+        """Return a tensor over a new storage."""
+        self.settle()
+        self._count += 1
+        key = self._count
+        if form.nbytes:
+            self._born(key, form.device, form.nbytes)
+            self.nbytes[key] = form.nbytes
+        for page in self._pages:
+            if page.free:
+                break
+        else:
+            page = _Page()
+            self._pages.append(page)
+        made = page.make(key, form.rest)
+        return made if form.view is None else as_view(made, *form.view, 0)
 
     def nbytes_of(self, tensor: torch.Tensor) -> int:
         """Return the bytes of a tensor of the dry run's whole storage."""
-        return self._nbytes.get(key_of(tensor), 0)
+        return self.nbytes.get(key_of(tensor), 0)
 
     def settle(self) -> None:
         """Tell of the storages that have died since."""
         for page in self._pages:
-            for key in page.ended():
-                if self._nbytes.pop(key, 0):
-                    self._died(key)
-
-    def _bytes(self, nbytes: int, device: int) -> torch.Tensor:
-        self.settle()
-        self._count += 1
-        key = self._count
-        if nbytes:
-            self._born(key, device, nbytes)
-            self._nbytes[key] = nbytes
-        self._length[0] = nbytes
-        page = next((each for each in self._pages if each.has_room()), None)
-        if page is None:
-            page = _Page(ctypes.addressof(self._length))
-            self._pages.append(page)
-        return page.make(key, device)
+            marks = page.memory[_MARK::_SIZE]
+            if marks != _UNMARKED:
+                for mark in _marked(marks):
+                    key = page.end(mark.start())
+                    if self.nbytes.pop(key, 0):
+                        self._died(key)
 
 
 class _Page:
-    """Descriptions of storages, each of which gets a mark when its storage ends.
+    """Descriptions of storages, each of which gets a mark in place of its address when its storage ends."""
 
-    Args:
-        length: the address of the number that is every storage's length when it is made.
-    """
+    def __init__(self) -> None:
+        self.memory = bytearray(_ON_A_PAGE * _SIZE)
+        self.free = list(range(_ON_A_PAGE))
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._keys = [0] * _ON_A_PAGE
 
-    def __init__(self, length: int) -> None:
-        self._memory = bytearray(_ON_A_PAGE * _SIZE)
-        self._all = (_Managed * _ON_A_PAGE).from_buffer(self._memory)
-        for each in self._all:
-            each.tensor.ndim, each.tensor.dtype, each.tensor.device = 1, _BYTES, _Device(_EXTENSION_DEVICE, 0)
-            each.tensor.shape = ctypes.cast(length, ctypes.POINTER(ctypes.c_int64))
-            each.deleter = _LEAVE_A_MARK
-        self._unmarked = bytes(self._memory)
-        self._free = list(range(_ON_A_PAGE))
-        self._keys: dict[int, int] = {}
-
-    def has_room(self) -> bool:
-        return bool(self._free)
-
-    def make(self, key: int, device: int) -> torch.Tensor:
-        """Return a tensor of bytes over a new storage."""
-        at = self._free.pop()
+    def make(self, key: int, rest: bytes) -> torch.Tensor:
+        at = self.free.pop()
         self._keys[at] = key
-        described = self._all[at].tensor
-        described.data, described.device.index = key * _SPACING, device
-        made: torch.Tensor = torch._C._from_dlpack(_capsule(ctypes.addressof(self._all[at]), b"dltensor", None))
-        described.data, described.device.index = None, 0
+        place = at * _SIZE
+        self.memory[place : place + _SIZE] = _ADDRESS.pack(key * SPACING) + rest
+        made: torch.Tensor = torch._C._from_dlpack(_capsule(self._start + place, b"dltensor", None))
+        self.memory[place : place + _ADDRESS.size] = _NOWHERE
         return made
 
-    def ended(self) -> list[int]:
-        """Return the keys of the storages that have ended since this was last asked."""
-        if self._memory == self._unmarked:
-            return []
-        marks = memoryview(self._memory).cast("Q")[:: _SIZE // 8].tolist()
-        places = [at for at, mark in enumerate(marks) if mark]
-        for at in places:
-            self._all[at].tensor.data = None
-        self._free += places
-        return [self._keys.pop(at) for at in places]
+    def end(self, at: int) -> int:
+        """Return the key of a storage that has ended, and take its place for another."""
+        place = at * _SIZE
+        self.memory[place : place + _ADDRESS.size] = _NOWHERE
+        self.free.append(at)
+        return self._keys[at]
+
+
+def as_view(
+    owner: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """Return another tensor over a tensor's storage."""
+    aten = torch.ops.aten
+    flat = aten.view.dtype.redispatch(CPU, owner, dtype) if owner.dtype != dtype else owner
+    made: torch.Tensor = aten.as_strided.default.redispatch(CPU, flat, size, stride, offset)
+    return made
 
 
 def key_of(tensor: torch.Tensor) -> int:
     """Return the key of a tensor of the dry run's storage."""
-    return int(tensor.data_ptr()) // _SPACING
+    return int(tensor.data_ptr()) // SPACING
 
 
 def span(size: Sequence[int], stride: Sequence[int]) -> int:
