@@ -8,16 +8,13 @@ and the report says so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gpumagic.dryrun.stage.calls import Call
 from gpumagic.dryrun.stage.ledger import Place
 from gpumagic.dryrun.stage.storages import key_of
-
-if TYPE_CHECKING:
-    from gpumagic.dryrun.stage.plans import Plan
 
 LARGEST = 4096
 """Bytes of a storage whose contents are kept."""
@@ -134,16 +131,19 @@ class Contents:
             return False
         return bool(tensor.numel() * tensor.itemsize >= nbytes)
 
-    def may_follow(self, plan: Plan, keys: list[int]) -> bool:
-        """Return whether a call's result may be known; where not, what it writes to is forgotten."""
+    def may_follow(self, reads: list[int] | None, writes: list[int]) -> bool:
+        """Return whether a call's result may be known; where not, what it writes to is forgotten.
+
+        Args:
+            reads: the storages that must be known for that; None where it never is.
+            writes: the storages that are written to.
+        """
         known = self._known
-        if plan.is_followed:
-            return True
-        if plan.reads is not None and all(keys[place] in known for place in plan.reads):
+        if reads is not None and all(key in known for key in reads):
             return True
         if known:
-            for place in plan.writes:
-                known.pop(keys[place], None)
+            for key in writes:
+                known.pop(key, None)
         return False
 
     def follow(self, call: Call, made: Any) -> None:

@@ -203,7 +203,9 @@ class Operators:
         if plan is None:
             return self._by_meta_kernel(operator, operands, args, kwargs)
         result = plan.result(operands.tensors, self._storages)
-        if self._contents.may_follow(plan, operands.keys):
+        keys = operands.keys
+        reads = None if plan.reads is None else [keys[place] for place in plan.reads]
+        if self._contents.may_follow(reads, [keys[place] for place in plan.writes]):
             self._contents.follow(Call(operator.op, args, kwargs, self._name), result)
         return result
 

@@ -132,13 +132,12 @@ class Plan:
         device: the index of the device on which new tensors are.
     """
 
-    __slots__ = ("_made", "is_followed", "reads", "recipe", "writes")
+    __slots__ = ("_made", "reads", "recipe", "writes")
 
     def __init__(self, call: Call, operands: Operands, returned: Any, device: int) -> None:
         self._made: dict[int, int] = {}
         tensors = {id(each): place for place, each in enumerate(operands.tensors)}
         self.recipe = self._recipe(call, tensors, returned, device)
-        self.is_followed = Contents.is_absorbing(call.op)
         self.writes: list[int] = []
         self.reads: list[int] | None = [] if Contents.is_repeatable(call.op) else None
         """The operands that must be known for the result to be known; None where it never is."""
@@ -155,6 +154,8 @@ class Plan:
                 self.reads.append(place)
         if self._is_large(self.recipe):
             self.reads = None
+        if Contents.is_absorbing(call.op):
+            self.reads = []
 
     def _is_large(self, recipe: Recipe) -> bool:
         if isinstance(recipe, list | tuple):
