@@ -60,16 +60,11 @@ class Guesses:
             return complex(number) if tensor.is_complex() else number
         return self._take(self._whole, "number", "a whole number")
 
-    @property
-    def host_number(self) -> float | None:
-        """What the host finds in its own memory where nothing was written; None to draw it as the cell says."""
-        return None if self._first else self._number
-
-    def read_host(self) -> None:
-        """Note that the host reads its own memory where nothing was written."""
+    def fill(self, host: torch.Tensor) -> None:
+        """Put something into a tensor of the host's whose contents are not known."""
         self._read("contents")
-        drawn = "drawn when they are read" if self._first else f"taken to be {self._number}"
-        self._assume(f"weights that the host draws at random are {drawn}")
+        if not self._first:
+            host.fill_(min(self._number, torch.finfo(host.dtype).max) if host.is_floating_point() else self._whole)
 
     def _step(self, optimizer: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
         self._assume("gradients are taken to be finite, so that a gradient scaler steps")

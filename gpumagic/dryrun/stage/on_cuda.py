@@ -65,7 +65,7 @@ class CudaRun:
         if not self._is_brief:
             Kinds(self._journal, "cuda", _address).watch()
         self._guesses.install()
-        Unwritten(self._guesses.read_host, self._guesses.host_number).install()
+        Unwritten(self._guesses.fill, draws=not self.order["guess"]).install()
         fakecuda.leave_out(LEAST)
         fakecuda.reset()
         self.notes.effects.clear()

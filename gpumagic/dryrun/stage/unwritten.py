@@ -58,13 +58,13 @@ class Unwritten:
     """The unwritten storages of one run.
 
     Args:
-        read: called when the host is about to look at numbers that are not the ones it would find.
-        number: what it finds; None to draw them.
+        fill: puts something into a tensor that the host looks at, and notes it.
+        draws: whether it is drawn then as the cell would have.
     """
 
-    def __init__(self, read: Callable[[], None], number: float | None = None) -> None:
-        self._read = read
-        self._number = number
+    def __init__(self, fill: Callable[[torch.Tensor], object], *, draws: bool) -> None:
+        self._guess = fill
+        self._draws = draws
         self._storages: dict[int, _Storage] = {}
         self._files: list[_Storage] = []
         self._by_age: deque[int] = deque()
@@ -173,16 +173,15 @@ class Unwritten:
         known = self._of(tensor)
         if known is None or known.span is not None:
             return
-        self._read()
         storage = tensor.untyped_storage()
-        if known.fill is None or storage.nbytes() > self._room:
+        is_room = storage.nbytes() <= self._room
+        whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
+        self._guess(whole if is_room else whole[:0])
+        if not is_room:
             return
         self._room -= storage.nbytes()
-        whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
-        if self._number is None or not whole.is_floating_point():
+        if self._draws and known.fill is not None:
             self._fill(whole, known.fill)
-        else:
-            whole.fill_(min(self._number, torch.finfo(whole.dtype).max))
         self._by_age.remove(storage._cdata)
         del self._storages[storage._cdata]
 
