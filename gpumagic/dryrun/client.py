@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -52,23 +53,25 @@ class Worker:
         """Return whether it runs, and was started by this very process and not by the one this was forked from."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Return the account of a dry run; ``{"ended": sentence}`` where it gave none."""
+    def ask(self, order: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the account of a dry run for each variant; ``{"ended": sentence}`` where it gave none."""
         try:
-            self._connection.send_bytes(pickle.dumps(order, protocol=5))
-            if not self._wait(int(order["time_limit"]) + _STARTING):
-                self.close()
-                return {"ended": "the dry run's worker gave no answer and was stopped"}
-            told = self._connection.recv_bytes()
+            self._connection.send_bytes(pickle.dumps((order, variants), protocol=5))
+            return [self._account(int(order["time_limit"]) + _STARTING) for _ in variants]
+        except TimeoutError:
+            self.close()
+            return [{"ended": "the dry run's worker gave no answer and was stopped"}] * len(variants)
         except (EOFError, OSError):
             self.close()
-            return {"ended": "the dry run's worker ended; the next dry run starts a new one"}
+            return [{"ended": "the dry run's worker ended; the next dry run starts a new one"}] * len(variants)
         except BaseException:  # Ctrl-C: what it is doing is not wanted any more
             self.close()
             raise
-        if not told:
-            return {"ended": "the dry run crashed its process, as the cell might: nothing is known of its memory"}
-        answer: dict[str, Any] = json.loads(told)
+
+    def _account(self, seconds: int) -> dict[str, Any]:
+        if not self._wait(seconds):
+            raise TimeoutError
+        answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
         return answer
 
     def close(self) -> None:
@@ -94,15 +97,22 @@ _workers: dict[str, Worker] = {}
 """The warm one of each engine."""
 
 
-def ask(order: dict[str, Any]) -> dict[str, Any]:
-    """Return the account of a dry run from the warm worker of its engine, starting one if there is none."""
+def ask(order: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the accounts of dry runs from the warm worker of their engine, starting one if there is none.
+
+    Args:
+        order: what to run.
+        variants: what is different in each run; they run side by side where there are cores.
+    """
+    if not variants:
+        return []
     engine = order["engine"]
     worker = _workers.get(engine)
     if worker is None or not worker.is_usable():
         if not _workers:
             atexit.register(close)
         worker = _workers[engine] = Worker(engine)
-    return worker.ask(order)
+    return worker.ask(order, variants)
 
 
 def warm(engine: str = "fake") -> Worker | None:

@@ -53,11 +53,9 @@ def dry_run(
     sent = parcel.pack(namespace, what.names(), what.function, with_graphs=target.tells_segments())
     with contextlib.closing(sent) as parts:
         order = _order(what, parts, chosen, dict(values or {}), time_limit)
-        told = courses.ask(order)
+        told = courses.run(order)
         if "ended" in told:
             return verdict.report_of_nothing(target, told["ended"])
-        if courses.kinds(told) and told["error"] is None:
-            told = courses.compare(told, order)
         if note is not None:
             note(told)
         return verdict.report_of(told, chosen, parts)
@@ -95,7 +93,7 @@ def _order(
         "capacities": [
             None if each is None else max(0, each - target.extra[1]) for each in target.capacities
         ],
-        "pinned": target.pinned, "segments": target.segments, "guess": 0,
+        "pinned": target.pinned, "segments": target.segments, "guess": 0, "others": {}, "follows": False,
         "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
         "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),

@@ -14,7 +14,7 @@ from gpumagic.report.units import size
 def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> DryRunReport:
     """Return the report of a worker's account."""
     target = chosen.target
-    error, complete = told["error"], told["error"] is None and not told["is_open"]
+    error, complete = told["error"], told["error"] is None and not told["is_open"] and not told.get("hangs")
     devices = tuple(
         _device(name, found, capacity, target.extra, complete)
         for name, found, capacity in zip(target.names, told["devices"], target.capacities, strict=True)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import json
 import os
 import pickle
 import signal
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from gpumagic import fakecuda
+from gpumagic.dryrun import forks
 
 _TO_TELL = 20
 """Seconds that a run has to tell its account after its time is up: it stops by itself, unless it hangs in C."""
@@ -34,10 +34,12 @@ def main(descriptor: int) -> None:
     _warm_up("on_cuda" if fakecuda.is_enabled() else "on_fake")
     while True:
         try:
-            order = pickle.loads(requests.recv_bytes())  # noqa: S301  # from our own parent
+            order, variants = pickle.loads(requests.recv_bytes())  # noqa: S301  # from our own parent
         except EOFError:
             return
-        requests.send_bytes(_in_a_fork(order))
+        _preload(order)
+        for answer in forks.run_each([{**order, **each} for each in variants], _serve):
+            requests.send_bytes(answer)
 
 
 def _warm_up(stage: str) -> None:
@@ -58,27 +60,6 @@ def _warm_up(stage: str) -> None:
     gc.freeze()  # so that a fork finds its own objects among few, and copies no page for a reference count
 
 
-def _in_a_fork(order: dict[str, Any]) -> bytes:
-    _preload(order)
-    receiving, sending = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(receiving)
-        _serve(order, sending)
-    os.close(sending)
-    with Connection(receiving, writable=False) as answer:
-        try:
-            if answer.poll(order["time_limit"] + _TO_TELL):
-                return answer.recv_bytes()
-            return _ended(f"the dry run took more than {order['time_limit']:g} s and was stopped")
-        except EOFError:
-            return b""  # it died: how is known below
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-
-
 def _preload(order: dict[str, Any]) -> None:
     sys.path[:] = order["path"]
     missing = [name for name in order["preload"] if name not in sys.modules and name not in _tried]
@@ -91,45 +72,21 @@ def _preload(order: dict[str, Any]) -> None:
         gc.freeze()
 
 
-def _serve(order: dict[str, Any], sending: int) -> None:
-    """Run the dry run in this process, and end it."""
-    try:
-        os.setpgid(0, 0)
-        _be_silent()
-        with contextlib.suppress(OSError):
-            os.chdir(order["folder"])
-        sys.argv = [""]
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        start = time.perf_counter()
-
-        def tell(account: dict[str, Any]) -> None:
-            account["seconds"] = time.perf_counter() - start
-            Connection(sending, readable=False).send_bytes(json.dumps(account).encode())
-            os._exit(0)
-
-        if order["engine"] == "cuda":
-            from gpumagic.dryrun.stage.on_cuda import CudaRun
-
-            CudaRun(order, tell).run()
-        else:
-            from gpumagic.dryrun.stage.on_fake import FakeRun
-
-            FakeRun(order, tell).run()
-    except BaseException as error:
-        _report(error, sending)
-    finally:
-        os._exit(1)
-
-
-def _report(error: BaseException, sending: int) -> None:
-    text = str(error).strip().splitlines()
-    sentence = f"the dry run could not be set up: {type(error).__name__}: {text[0] if text else ''}"
+def _serve(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Run the dry run in this process."""
+    _be_silent()
     with contextlib.suppress(OSError):
-        Connection(sending, readable=False).send_bytes(_ended(sentence))
+        os.chdir(order["folder"])
+    sys.argv = [""]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if order["engine"] == "cuda":
+        from gpumagic.dryrun.stage.on_cuda import CudaRun
 
+        CudaRun(order, tell).run()
+    else:
+        from gpumagic.dryrun.stage.on_fake import FakeRun
 
-def _ended(sentence: str) -> bytes:
-    return json.dumps({"ended": sentence}).encode()
+        FakeRun(order, tell).run()
 
 
 def _be_silent() -> None:

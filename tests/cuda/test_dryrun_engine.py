@@ -20,7 +20,7 @@ from gpumagic.dryrun.script import script_of
 
 MIB = 1 << 20
 NEED_VALUES = ("lengths read back",)
-"""What these allocate depends on what a kernel computes, which no run over the fake runtime knows."""
+"""A kernel computes these values, so that what really runs here knows them less than a dry run does."""
 TIGHT = ("adamw, its default", "a gpt", "a gpt, checkpointed", "gradient accumulation", "autocast, bfloat16")
 
 
@@ -80,14 +80,6 @@ def test_the_peak_is_the_allocators_to_the_byte(name: str) -> None:
     assert ended
     assert [report.peak[f"cuda:{device}"] for device in range(2)] == peaks
     assert [device.reserved for device in report.devices] == reserved
-
-
-@pytest.mark.parametrize("name", NEED_VALUES)
-def test_what_depends_on_values_is_said_to(name: str) -> None:
-    earlier, cell = CELLS[name][0], CELLS[name][1].replace("simgpu", "cuda")
-    report = dry_run(cell, notebook(earlier))
-    assert report.fits is None
-    assert any("depends on values on the device" in each for each in report.unknown)
 
 
 @pytest.mark.usefixtures("card")

@@ -1,4 +1,4 @@
-"""A dry run that is stopped says how many passes of which loop it ran."""
+"""A dry run that does not end by itself says how far it came: the passes of its loops, the line of a crash."""
 
 from __future__ import annotations
 
@@ -49,6 +49,22 @@ def test_every_line_that_reads_from_the_device_is_told_with_what_it_read() -> No
     names = {"torch": torch, "x": torch.rand(8, device="cuda:0")}
     cell = "a = x.sum().item()\nif x.max() > 5:\n    b = 1\nc = x[x > 0]\nd = x.cpu()"
     assert account(cell, names)["reads"] == [
-        [1, "a = x.sum().item()", "number"], [2, "if x.max() > 5:", "truth"], [4, "c = x[x > 0]", "size"],
-        [5, "d = x.cpu()", "contents"],
+        [1, "x.sum().item()", "number"], [2, "x.max() > 5", "truth"], [4, "x[x > 0]", "size"],
+        [5, "x.cpu()", "contents"],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cell", "where"),
+    [
+        (
+            "import ctypes\nx = torch.ones(9, device='cuda:0')\nctypes.string_at(0)",
+            "line 3, in `string_at` with SIGSEGV",
+        ),
+        ("import os\ndef f():\n    os.abort()\nf()", "line 3 with SIGABRT"),
+        ("import os\n\nos._exit(3)", "line 3, in `_exit` with exit status 3"),
+    ],
+)
+def test_a_crash_is_told_with_its_line_and_function(cell, where) -> None:
+    report = run.dry_run(script_of(cell), {"torch": torch}, targets.choose("cuda:0", None))
+    assert f"crashed its process in {where}" in report.verdict

@@ -22,8 +22,6 @@ def dry_run(before, cell, **options):
         ("x = torch.full((5000,), 39999, device='simgpu:0')",
          "y = torch.zeros(x.max().item(), 512, device='simgpu:0')"),
         ("x = torch.full((5000,), 4e4, device='simgpu:0')", "y = torch.zeros(int(x.max()) // 9, device='simgpu:0')"),
-        ("x = torch.zeros(4000, device='simgpu:0')",
-         "y = torch.zeros(100 if x.sum().item() > 0.5 else 1 << 20, device='simgpu:0')"),
         ("x = torch.full((2000,), 99, device='simgpu:0')",
          "y = [torch.zeros(n, 64, device='simgpu:0') for n in x.tolist()]"),
         ("x = torch.full((2000,), 99, device='simgpu:0')",
@@ -50,6 +48,13 @@ def test_of_two_branches_the_one_that_needs_more_counts(first) -> None:
     assert report.fits
     assert report.devices[0].peak - report.devices[0].before >= 16 << 20
     assert dry_run(before, cell, capacity="10MiB").fits is None
+
+
+def test_of_two_branches_that_a_number_decides_the_one_that_needs_more_counts() -> None:
+    cell = "y = torch.zeros(100 if x.sum().item() > 0.5 else 1 << 20, device='simgpu:0')"
+    report = dry_run("x = torch.zeros(4000, device='simgpu:0')", cell)
+    assert report.fits
+    assert report.devices[0].peak - report.devices[0].before == 4 << 20
 
 
 def test_a_mask_is_taken_to_select_everything_which_is_the_most() -> None:

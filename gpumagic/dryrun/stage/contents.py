@@ -13,15 +13,11 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun.stage.calls import Call
-from gpumagic.dryrun.stage.ledger import Place
+from gpumagic.dryrun.stage.guesses import Guesses
 from gpumagic.dryrun.stage.storages import key_of
 
 LARGEST = 4096
 """Bytes of a storage whose contents are kept."""
-
-GUESSES = ((1.0, 0, False), (600.0, 5, True), (1e-6, 2, False), (1e7, 3, True))
-"""What a number, a whole number and a truth value are taken to be that the host reads: in the first dry run of a
-cell, and in the ones that look whether it matters. `math.exp` and `math.log` take all but the last of them."""
 
 _FILLS = frozenset({"aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_"})
 _LEAVES_FINITE = "aten::_amp_foreach_non_finite_check_and_unscale_"
@@ -36,22 +32,21 @@ class Contents:
     Args:
         device_type: the name of the device of the dry run.
         nbytes_of: tells the bytes of a tensor of the dry run's whole storage.
-        guess: which of `GUESSES` the host gets.
-        assume: called with a sentence for each thing that is assumed.
-        where: tells where the cell stands.
+        guesses: what the host gets of what is not known.
+        assume: called with a sentence for each other thing that is assumed.
     """
 
     def __init__(
-        self, device_type: str, nbytes_of: Callable[[torch.Tensor], int], assume: Callable[[str], None], guess: int,
-        where: Callable[[], Place],
-    ) -> None:  # fmt: skip
-        self.reads: dict[tuple[int | None, str, str], None] = {}
-        """The line, its code, and what the host read there that is not known: truth, number, size or contents."""
-        self._number, self._whole, self._truth = GUESSES[guess]
+        self,
+        device_type: str,
+        nbytes_of: Callable[[torch.Tensor], int],
+        guesses: Guesses,
+        assume: Callable[[str], None],
+    ) -> None:
+        self.guesses = guesses
         self._type = device_type
         self._nbytes_of = nbytes_of
         self.suppose = assume
-        self._where = where
         self._known: dict[int, torch.Tensor] = {}
 
     def forget(self, key: int) -> None:
@@ -63,19 +58,7 @@ class Contents:
         value = self.of(tensor)
         if value is not None:
             return value.item()
-        self._read("truth" if tensor.dtype == torch.bool else "number")
-        if tensor.dtype == torch.bool:
-            self.suppose(f"a truth value read from the device is taken to be {self._truth}")
-            return self._truth
-        if tensor.is_floating_point() or tensor.is_complex():
-            self.suppose(f"a number read from the device is taken to be {self._number}")
-            return complex(self._number) if tensor.is_complex() else self._number
-        self.suppose(f"a whole number read from the device is taken to be {self._whole}")
-        return self._whole
-
-    def _read(self, kind: str) -> None:
-        place = self._where()
-        self.reads.setdefault((place.line, place.code, kind))
+        return self.guesses.scalar(tensor.dtype)
 
     def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Return what `torch.equal` returns."""
@@ -83,9 +66,7 @@ class Contents:
             return False
         values = self.of(one), self.of(other)
         if values[0] is None or values[1] is None:
-            self._read("truth")
-            self.suppose("tensors compared on the device are taken to be equal")
-            return not self._truth
+            return self.guesses.truth()
         return bool(torch.equal(values[0], values[1]))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -107,10 +88,7 @@ class Contents:
         """Fill a tensor on the host with what the device's holds."""
         value = self.of(source)
         if value is None:
-            self._read("contents")
-            self.suppose("values copied from the device to the host are taken to be zeros")
-            number = min(self._number, torch.finfo(target.dtype).max) if target.is_floating_point() else self._whole
-            target.fill_(number if self._whole else 0)
+            self.guesses.fill(target)
         else:
             target.copy_(value)
 
@@ -201,8 +179,7 @@ class Contents:
         value = self.of(mask)
         if value is not None:
             return int(value.count_nonzero())
-        self.suppose("a mask on the device is taken to select everything")
-        return int(mask.numel())
+        return self.guesses.selected(mask.numel())
 
     def _write(self, target: torch.Tensor, value: torch.Tensor | None) -> None:
         if value is None:

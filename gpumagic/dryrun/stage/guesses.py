@@ -1,139 +1,192 @@
-"""What the host reads from a device that computes nothing: a number, a truth value, how many elements a mask selects.
+"""What the host is told where it reads something that no dry run computes: a loss, whether it fell, how many match.
 
-Values that the host has copied to the device are there; what a kernel would have written is not. So zeros are taken to
-be unknown, and each of `GUESSES` puts something else in their place.
+One answer would hide what depends on it, so a cell that reads is run in several courses. In each the numbers, the truth
+values and the sizes go another way, and the report names every answer with its line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from gpumagic.dryrun.stage.contents import GUESSES
-from gpumagic.dryrun.stage.ledger import Place
+Key = tuple["int | None", str]
+"""A line of the cell, and the expression that reads."""
+
+
+HOST: Key = (None, "")
+"""Contents of the host that were not sent: which expression reads them is not known."""
+
+
+def _falling(turn: int) -> float:
+    """Return a number that stays positive however often it is read."""
+    return float((turn + 2) ** -4)
+
+
+def _rising(turn: int) -> float:
+    """Return a number that passes 100 after some reads, and of which `math.exp` has room."""
+    return 700.0 * (turn + 1) / (turn + 50)
+
+
+def _changing(turn: int) -> float:
+    return (600.0 if turn % 2 else -600.0) * (turn + 1) / (turn + 600)
+
+
+MOST_FILLED = 64 << 20
+"""Bytes of what of the host was not sent that are filled with something."""
+MOST_FETCHED = 16 << 20
+"""Bytes of a copy from a device that is filled with something."""
+FILLING = (0x3F, 0x47, 0xBF)
+"""Bytes that make a fraction around one, a large one and a negative one in every format."""
+NUMBERS: dict[str, Callable[[int], float]] = {
+    "be 1": lambda _: 1.0,
+    "fall, from 0.06": _falling,
+    "rise, from 14": _rising,
+    "change its sign, from -1": _changing,
+    "be 1000000": lambda _: 1e6,
+    "be 3000000": lambda _: 3e6,
+}
+"""A number by how often it was read before; whole numbers are rounded."""
+TRUTHS: dict[str, Callable[[int], bool]] = {
+    "be False": lambda _: False,
+    "be True": lambda _: True,
+    "be True and False in turn": lambda turn: turn % 2 == 0,
+    "be False and True in turn": lambda turn: turn % 2 == 1,
+    "be True once, then False": lambda turn: turn == 0,
+    "be False once, then True": lambda turn: turn > 0,
+}
+
+
+@dataclass(frozen=True)
+class Course:
+    """How what is read goes in a run; the words are those of `NUMBERS` and `TRUTHS`."""
+
+    number: str
+    truth: str
+    selects_all: bool
+
+    def seen(self, kinds: Collection[str]) -> tuple[object, ...]:
+        """Return what of it is seen by code that reads these kinds."""
+        return (
+            self.number if {"number", "contents", "size"}.intersection(kinds) else None,
+            self.truth if {"truth", "contents"}.intersection(kinds) else None,
+            self.selects_all if "size" in kinds else None,
+            self == COURSES[0] if "host" in kinds else None,
+        )
+
+
+_numbers, _truths = list(NUMBERS), list(TRUTHS)
+COURSES = (
+    Course(_numbers[0], _truths[0], selects_all=True),
+    Course(_numbers[1], _truths[1], selects_all=False),
+    Course(_numbers[2], _truths[2], selects_all=True),
+    Course(_numbers[3], _truths[3], selects_all=False),
+    Course(_numbers[0], _truths[4], selects_all=False),
+    Course(_numbers[1], _truths[5], selects_all=True),
+    Course(_numbers[4], _truths[0], selects_all=True),
+    Course(_numbers[5], _truths[0], selects_all=True),
+)
+LARGE, LARGER = 6, 7
+"""Courses that differ in the size of the numbers alone: what grows from one to the other has a number for its size."""
+
+
+def distinct(kinds: Collection[str]) -> list[int]:
+    """Return the courses that differ for code that reads these kinds; `LARGER` is none of them."""
+    found: dict[tuple[object, ...], int] = {}
+    for course, each in enumerate(COURSES[:LARGER]):
+        found.setdefault(each.seen(kinds), course)
+    return list(found.values())
 
 
 class Guesses:
-    """The values of one run.
+    """The answers of one run.
 
     Args:
-        guess: which of `GUESSES` the host gets; those of odd number select nothing, the others everything.
+        course: which of `COURSES`.
+        others: for some of the expressions that read, another one.
         assume: called with a sentence for each thing that is assumed.
-        where: tells where the cell stands.
+        where: tells which expression of the cell runs.
     """
 
-    def __init__(self, guess: int, assume: Callable[[str], None], where: Callable[[], Place]) -> None:
+    def __init__(
+        self, course: int, others: Mapping[Key, int], assume: Callable[[str], None], where: Callable[[], Key]
+    ) -> None:
         self.reads: dict[tuple[int | None, str, str], None] = {}
-        """The line, its code, and what the host read there that is not known: truth, number, size or contents."""
-        self._where = where
-        self._first = guess == 0
-        self._number, self._whole, self._truth = GUESSES[guess]
-        self._selects_all = guess % 2 == 0
+        """The line, the expression, and what it read that is not known: truth, number, size, contents or host."""
+        self._course = course
+        self._others = others
         self._assume = assume
-        self._library: Any = None
+        self._where = where
+        self._turns: dict[tuple[Key, str], int] = {}
 
-    def install(self) -> None:
-        """Answer for the rest of the process."""
-        self._library = torch.library.Library("aten", "IMPL")
-        for name, answer in {
-            "_local_scalar_dense": self._scalar,
-            "equal": self._equal,
-            "nonzero": self._nonzero,
-            "_unique2": self._unique,
-            "unique_consecutive": self._unique_consecutive,
-        }.items():
-            self._library.impl(name, answer, "CUDA", allow_override=True)
-        torch.amp.GradScaler._maybe_opt_step = self._step
-        for name in ("cpu", "tolist", "to"):
-            setattr(torch.Tensor, name, self._fetching(getattr(torch.Tensor, name)))
+    def fill_blanks(self, blanks: Collection[Any]) -> None:
+        """Put other values than zeros where contents of the host are missing, in a run that looks whether they matter.
 
-    def _scalar(self, tensor: torch.Tensor) -> Any:
-        there = torch.empty((), dtype=tensor.dtype).copy_(tensor.reshape(()))
-        if self._first and bool(there != 0):
-            return there.item()  # the host put it there
-        if tensor.dtype == torch.bool:
-            return self._take(self._truth, "truth", "a truth value")
-        if tensor.is_floating_point() or tensor.is_complex():
-            number = self._take(self._number, "number", "a number")
-            return complex(number) if tensor.is_complex() else number
-        return self._take(self._whole, "number", "a whole number")
+        Args:
+            blanks: memory that reads as zeros.
+        """
+        if blanks:
+            self.reads[None, "", "host"] = None
+        for memory in blanks if self._course else ():
+            part = min(len(memory), MOST_FILLED) // len(FILLING)
+            for place, byte in enumerate(FILLING):
+                memory[place * part : (place + 1) * part] = bytes([byte]) * part
+
+    def scalar(self, dtype: torch.dtype) -> Any:
+        """Return what is read from a tensor of one element."""
+        if str(dtype) == "torch.bool":
+            return self.truth()
+        key, turn, course = self._read("number")
+        self._say(key, f"is taken to {course.number}")
+        number = NUMBERS[course.number](turn)
+        if dtype.is_complex:
+            return complex(number)
+        return number if dtype.is_floating_point else round(number)
+
+    def truth(self) -> bool:
+        """Return whether something is true."""
+        key, turn, course = self._read("truth")
+        self._say(key, f"is taken to {course.truth}")
+        return TRUTHS[course.truth](turn)
+
+    def selected(self, most: int) -> int:
+        """Return how many elements a mask selects, or how many are unique."""
+        key, _, course = self._read("size")
+        self._say(key, f"is taken to select {'everything' if course.selects_all else 'nothing'}")
+        return most if course.selects_all else 0
 
     def fill(self, host: torch.Tensor) -> None:
-        """Put something into a tensor of the host's whose contents are not known."""
-        self._read("contents")
-        if not self._first:
-            host.fill_(min(self._number, torch.finfo(host.dtype).max) if host.is_floating_point() else self._whole)
+        """Put something into a tensor of the host that was to hold what a device has."""
+        import torch
 
-    def _step(self, optimizer: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
-        self._assume("gradients are taken to be finite, so that a gradient scaler steps")
-        return optimizer.step(*args, **kwargs)
+        key, turn, course = self._read("contents")
+        if host.nbytes > MOST_FETCHED:
+            host = host[:0]  # it stays zeros, which take no memory
+        if host.dtype == torch.bool:
+            self._say(key, f"is taken to {course.truth}, throughout")
+            host.fill_(TRUTHS[course.truth](turn))
+            return
+        self._say(key, f"is taken to {course.number}, throughout")
+        number = NUMBERS[course.number](turn)
+        if host.dtype.is_floating_point:
+            number = min(number, torch.finfo(host.dtype).max)
+        elif not host.dtype.is_complex:
+            limits = torch.iinfo(host.dtype)
+            number = max(limits.min, min(round(number), limits.max))
+        host.fill_(number)
 
-    def _equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        if one.shape != other.shape:
-            return False
-        self._read("truth")
-        self._assume(f"tensors compared on the device are taken {'not ' if self._truth else ''}to be equal")
-        return not self._truth
+    def _read(self, kind: str) -> tuple[Key, int, Course]:
+        """Note a read; return its expression, how often it was read before, and its course."""
+        key = self._where()
+        self.reads.setdefault((*key, kind))
+        turn = self._turns.get((key, kind), 0)
+        self._turns[key, kind] = turn + 1
+        return key, turn, COURSES[self._others.get(key, self._course)]
 
-    def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
-        return mask.new_empty((self._selected(mask.numel()), mask.dim()), dtype=torch.int64)
-
-    def _unique(
-        self, tensor: torch.Tensor, _sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
-    ) -> tuple[torch.Tensor, ...]:
-        return self._uniques(tensor, return_inverse, return_counts)
-
-    def _unique_consecutive(
-        self, tensor: torch.Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        if dim is None:
-            return self._uniques(tensor, return_inverse, return_counts)
-        shape = list(tensor.shape)
-        shape[dim] = self._selected(shape[dim])
-        counts = tensor.new_empty(shape[dim] if return_counts else 0, dtype=torch.int64)
-        inverse = tensor.new_empty(tensor.shape[dim] if return_inverse else 0, dtype=torch.int64)
-        return tensor.new_empty(shape), inverse, counts
-
-    def _uniques(self, tensor: torch.Tensor, inverse: bool, counts: bool) -> tuple[torch.Tensor, ...]:
-        found = max(1, self._selected(tensor.numel())) if tensor.numel() else 0
-        return (
-            tensor.new_empty(found),
-            tensor.new_empty(tensor.shape if inverse else 0, dtype=torch.int64),
-            tensor.new_empty(found if counts else 0, dtype=torch.int64),
-        )
-
-    def _selected(self, most: int) -> int:
-        self._read("size")
-        self._assume(f"a mask on the device is taken to select {'everything' if self._selects_all else 'nothing'}")
-        return most if self._selects_all else 0
-
-    def _take(self, value: Any, kind: str, what: str) -> Any:
-        self._read(kind)
-        self._assume(f"{what} read from the device is taken to be {value}")
-        return value
-
-    def _read(self, kind: str) -> None:
-        place = self._where()
-        self.reads.setdefault((place.line, place.code, kind))
-
-    def _fetching(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that copies to the host, so that what comes from a device is known to be unknown."""
-
-        def fetched(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            made = fetch(tensor, *args, **kwargs)
-            if tensor.device.type == "cuda" and not (isinstance(made, torch.Tensor) and made.device.type != "cpu"):
-                made = self._unknown(made)
-            return made
-
-        return fetched
-
-    def _unknown(self, made: Any) -> Any:
-        self._read("contents")
-        what = "what the fake device holds, mostly zeros" if self._first else f"{self._number} or {self._whole}"
-        self._assume(f"values copied from the device to the host are taken to be {what}")
-        if not self._first and isinstance(made, torch.Tensor):
-            fraction = made.is_floating_point()
-            made = torch.full_like(made, min(self._number, torch.finfo(made.dtype).max) if fraction else self._whole)
-        return made
+    def _say(self, key: Key, what: str) -> None:
+        line, code = key
+        place = "" if line is None else f"line {line}: "
+        self._assume(f"{place}{f'`{code}`' if code else 'what is read from the device'} {what}")

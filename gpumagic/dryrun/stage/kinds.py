@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -128,6 +128,7 @@ class Lines:
         self._cell = cell
         self._lines = {name: text.splitlines() for name, text in sources.items()}
         self._places: dict[tuple[Any, ...], Place] = {}
+        self._expressions: dict[tuple[CodeType, int], str] = {}
 
     def where(self) -> Place:
         """Return the cell's innermost running line, and the notebook's function it is in where that is another's."""
@@ -149,6 +150,34 @@ class Lines:
         if place is None:
             place = self._places[key] = self._place(_told(frame), _told(innermost) if innermost else None)
         return place
+
+    def reading(self) -> tuple[int | None, str]:
+        """Return the cell's running line, and the notebook's innermost expression that runs."""
+        inner: FrameType | None = None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != self._cell:
+            if inner is None and frame.f_code.co_filename in self._lines:
+                inner = frame
+            frame = frame.f_back
+        inner = inner or frame
+        line = None if inner is None else (frame or inner).f_lineno
+        return line, "" if inner is None else self._expression(inner)
+
+    def _expression(self, frame: FrameType) -> str:
+        at = (frame.f_code, frame.f_lasti)
+        if at not in self._expressions:
+            self._expressions[at] = self._text(frame)
+        return self._expressions[at]
+
+    def _text(self, frame: FrameType) -> str:
+        """Return what a frame's instruction was compiled from; all of its line where Python does not say (3.10)."""
+        lines = self._lines.get(frame.f_code.co_filename, [])
+        line = lines[frame.f_lineno - 1] if 0 < frame.f_lineno <= len(lines) else ""
+        if hasattr(frame.f_code, "co_positions"):
+            first, last, start, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+            if first == last == frame.f_lineno and start is not None and end is not None:
+                line = line.encode()[start:end].decode()
+        return line.strip()
 
     def of(self, frames: Iterable[tuple[str, str, int]]) -> Place:
         """Return the same from the file, function and line of each frame, the innermost first."""

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.stage import cell, guesses, ledger, surroundings
+from gpumagic.dryrun.stage import cell, ledger, surroundings
 from gpumagic.dryrun.stage.counted import File, Passes
+from gpumagic.dryrun.stage.guesses import Guesses
 from gpumagic.dryrun.stage.journal import Journal, Trace, rounded
 from gpumagic.dryrun.stage.kinds import Kinds, Lines
+from gpumagic.dryrun.stage.known import Known
 from gpumagic.dryrun.stage.layout import Layout
 from gpumagic.dryrun.stage.ledger import Ledger, Peak, Place
+from gpumagic.dryrun.stage.reading import Following, Reading, address_of, memory_of
 from gpumagic.dryrun.stage.unwritten import LEAST, Unwritten
 from gpumagic.memory import workspaces
 
@@ -44,7 +48,8 @@ class CudaRun:
         self._lines = Lines(order["filename"], order["sources"])
         self._journal = Journal(self._lines.where)
         self._passes = Passes(order["filename"], order["sources"])
-        self._guesses = guesses.Guesses(order["guess"], self.notes.assume, self._lines.where)
+        self._guesses = Guesses(order["guess"], order["others"], self.notes.assume, self._lines.reading)
+        self._known = Known("cuda", address_of, memory_of) if order["follows"] else None
         self._is_brief = order["is_brief"]  # only the figures are wanted, not the history
         self._kept: list[torch.Tensor] = []
         self._before: list[tuple[int, int, int]] = []
@@ -64,7 +69,8 @@ class CudaRun:
             self.notes.not_known("which line needs most: cudaMallocAsync keeps no history")
         if not self._is_brief:
             Kinds(self._journal, "cuda", _address).watch()
-        self._guesses.install()
+        self._guesses.fill_blanks(parts.blanks)
+        Reading(self._guesses, self._known, self._start_again, self.notes.assume).install()
         Unwritten(self._guesses.fill, draws=not self.order["guess"]).install()
         fakecuda.leave_out(LEAST)
         fakecuda.reset()
@@ -120,6 +126,11 @@ class CudaRun:
         ]
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
 
+    def _start_again(self) -> NoReturn:
+        """End a run that needs to know what is known of the device's values."""
+        self._tell({"starts_again": True})
+        raise AssertionError("the process has ended")
+
     def _out_of_time(self, _: int, frame: FrameType | None) -> None:
         self.notes.not_known(
             f"what the cell needs later: it was run for {self.order['time_limit']:g} s and not to its end"
@@ -130,8 +141,12 @@ class CudaRun:
     def _execute(self, namespace: dict[str, Any]) -> dict[str, Any]:
         """Run the cell; return the account of it."""
         source, filename = self.order["source"], self.order["filename"]
+        following = contextlib.nullcontext() if self._known is None else Following(self._known, self._guesses)
         try:
-            cell.execute(None if source is None else cell.compiled(source, filename, self._passes.change), namespace)
+            with following:
+                cell.execute(
+                    None if source is None else cell.compiled(source, filename, self._passes.change), namespace
+                )
         except SystemExit:
             pass
         except BaseException as error:

@@ -17,6 +17,7 @@ from gpumagic.dryrun.stage.arena import Arena
 from gpumagic.dryrun.stage.autocast import Autocast
 from gpumagic.dryrun.stage.contents import Contents
 from gpumagic.dryrun.stage.counted import File, Passes
+from gpumagic.dryrun.stage.guesses import Guesses
 from gpumagic.dryrun.stage.kinds import Kinds, Lines
 from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
 from gpumagic.dryrun.stage.names import OURS, Names
@@ -24,10 +25,6 @@ from gpumagic.dryrun.stage.operators import Operators
 from gpumagic.dryrun.stage.storages import Storages
 from gpumagic.dryrun.stage.surroundings import Magics
 
-MOST_FILLED = 64 << 20
-"""Bytes of what was not sent that are filled with something."""
-FILLING = (0x3F, 0x47, 0xBF)
-"""Bytes that make a fraction around one, a large one and a negative one in every format."""
 MOST_REQUESTS = 50_000
 """Of the allocators, that are told."""
 IN_TREE = frozenset({"cuda", "xpu", "mps"})
@@ -55,9 +52,8 @@ class FakeRun:
         module = backend.register(name, self.ledger)
         self._storages = Storages(self.ledger.take, self._gone)
         self.ledger.settle = self._storages.settle
-        self._contents = contents = Contents(
-            name, self._storages.nbytes_of, self.notes.assume, order["guess"], self._lines.where
-        )
+        self._guesses = Guesses(order["guess"], order["others"], self.notes.assume, self._lines.reading)
+        self._contents = contents = Contents(name, self._storages.nbytes_of, self._guesses, self.notes.assume)
         self._operators = Operators(module, self._storages, self.ledger, contents)
         self._operators.register()
         Autocast(name).register()
@@ -73,7 +69,7 @@ class FakeRun:
         """Run the cell and tell the account of it, as plain data."""
         surroundings.block(self.notes.effect)  # before modules of the user's are imported
         scopes = self._unpack()
-        self._fill()
+        self._guesses.fill_blanks(parts.blanks)
         for device, nbytes in enumerate(self.order["base"]):
             if nbytes > 0:
                 self._kept.append(self._storages.new((nbytes,), (1,), torch.uint8, device))
@@ -110,15 +106,6 @@ class FakeRun:
             f"what the cell needs later: it was run for {self.order['time_limit']:g} s and not to its end"
         )
         self._tell({**self._account(None, running), "is_open": True})
-
-    def _fill(self) -> None:
-        """Put other values than zeros where contents are missing, in a dry run that looks whether they matter."""
-        if parts.blanks:
-            self._contents.reads[None, "", "host"] = None
-        for memory in parts.blanks if self.order["guess"] else ():
-            part = min(len(memory), MOST_FILLED) // len(FILLING)
-            for place, byte in enumerate(FILLING):
-                memory[place * part : (place + 1) * part] = bytes([byte]) * part
 
     def _gone(self, key: int) -> None:
         self._contents.forget(key)
@@ -167,7 +154,7 @@ class FakeRun:
             "room": [account.arena.capacity for account in self.ledger.accounts],
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
-            "passes": self._passes.told(running), "is_open": False, "reads": list(self._contents.reads),
+            "passes": self._passes.told(running), "is_open": False, "reads": list(self._guesses.reads),
         }  # fmt: skip
 
     def _device(self, index: int, account: Account) -> dict[str, Any]:

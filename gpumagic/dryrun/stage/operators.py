@@ -298,11 +298,11 @@ class Selections:
         return torch.empty(self._contents.selected(whole), dtype=tensor.dtype, device=tensor.device)
 
     def unique(self, tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
-        """Return what `unique` returns where all values are distinct."""
-        self._contents.suppose("all values are taken to be distinct")
-        flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        """Return what `unique` returns."""
+        found = max(1, self._contents.guesses.selected(tensor.numel())) if tensor.numel() else 0
+        flat = torch.empty(found, dtype=tensor.dtype, device=tensor.device)
         index = torch.empty(tensor.shape, dtype=torch.int64, device=tensor.device)
-        return flat, index, torch.empty(tensor.numel(), dtype=torch.int64, device=tensor.device)
+        return flat, index, torch.empty(found, dtype=torch.int64, device=tensor.device)
 
 
 def gru_cell(_input_gates: Any, _hidden_gates: Any, hx: Any, *_: Any) -> tuple[Any, ...]:

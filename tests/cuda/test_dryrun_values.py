@@ -1,0 +1,207 @@
+"""Values that the host reads from the device: those that it put there are known, for the others all courses are run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpumagic import fakecuda
+from gpumagic.dryrun import client, run, targets
+from gpumagic.dryrun.report import DryRunReport
+from gpumagic.dryrun.script import script_of
+
+MIB = 1 << 20
+SETUP = """
+import torch
+from collections import deque
+from torch import nn
+def mib(n):
+    return torch.empty(int(n * 2**20), dtype=torch.uint8, device="cuda:0")
+x = torch.rand(64, 1024, device="cuda:0")
+w = nn.Parameter(torch.ones(64, 1024, device="cuda:0"))
+layer = nn.Linear(1024, 1024, device="cuda:0")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _worker() -> Iterator[None]:
+    yield
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def notebook() -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(SETUP, names)
+    return names
+
+
+@pytest.fixture
+def small_card() -> Iterator[None]:
+    """Leave 40 MiB of the first device."""
+    capacity = fakecuda.memory(0).capacity
+    fakecuda.set_memory(0, capacity=torch.cuda.memory_reserved(0) + 40 * MIB)
+    yield
+    fakecuda.set_memory(0, capacity=capacity)
+
+
+def dry_run(cell: str, names: dict[str, Any]) -> DryRunReport:
+    return run.dry_run(script_of(cell), names, targets.choose("cuda:0", None))
+
+
+def needed(report: DryRunReport) -> int:
+    """Return what the cell adds at its peak, in MiB."""
+    return (report.devices[0].peak - report.devices[0].before) // MIB
+
+
+KNOWN = {
+    "a length": ("n = torch.tensor([5, 9, 3]).to('cuda:0').max().item()\ny = mib(n)", 9),
+    "lengths as a list": ("y = [mib(n) for n in torch.tensor([5, 9, 3], device='cuda:0').tolist()]", 17),
+    "numbers made on the device": ("y = mib(torch.arange(7, device='cuda:0').sum().cpu())", 22),
+    "a mask of what the host put there": ("t = torch.arange(9, device='cuda:0')\ny = mib(len(t[t > 5]))", 3),
+    "positions": ("y = mib(len((torch.eye(5, device='cuda:0') == 0).nonzero()))", 20),
+    "what is written by an index": ("t = torch.zeros(4, device='cuda:0')\nt[1] = 6\ny = mib(t[1])", 6),
+    "a view": ("t = torch.zeros(2, 3, device='cuda:0')\nv = t[1]\nv += 4\ny = mib(t.sum())", 12),
+    "a length that ends what is unknown": (
+        """
+done = torch.zeros(2, dtype=torch.bool, device="cuda:0")
+kept = []
+for step in range(9):
+    kept.append(mib(1))
+    done = done | (x[:2, 0] > 5) & False | (step >= 6)
+    if done.all(): break
+""",
+        7,
+    ),
+    "a scale": ("s = torch.amp.GradScaler('cuda', init_scale=8.0)\ns.scale(x.sum())\ny = mib(s.get_scale())", 8),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_the_host_put_there_is_known(notebook, name) -> None:
+    cell, expected = KNOWN[name]
+    report = dry_run(cell, notebook)
+    assert (report.error, report.fits, needed(report)) == (None, True, expected)
+
+
+def test_what_a_kernel_of_unknown_operands_writes_is_forgotten(notebook) -> None:
+    cell = "t = torch.full((1,), 3, device='cuda:0')\nt += (x.sum() > 5)\ny = mib(100 if t.item() > 3 else 50)"
+    report = dry_run(cell, notebook)
+    assert needed(report) == 100
+
+
+WORST = {
+    "keep the best": (
+        """
+best = 1e9
+for _ in range(4):
+    loss = (w * x).sum()
+    if loss.item() < best:
+        best = loss.item()
+        kept = [mib(30), globals().get("kept")]
+""",
+        120,
+    ),
+    "a patience counter that makes the batch larger": (
+        """
+best, wait, size = 1e9, 0, 1
+for _ in range(8):
+    loss = (w * x).sum().item()
+    if loss < best: best = loss
+    else: wait += 1
+    if wait > 3: size, wait = size * 64, 0
+    work = mib(size)
+""",
+        128,
+    ),
+    "the best and then patience, decided on the device": (
+        """
+best, wait = torch.full((), 1e9, device="cuda:0"), 0
+for _ in range(8):
+    loss = (w * x).sum().detach()
+    if loss < best: best, state = loss, mib(70)
+    else: wait += 1
+    if wait > 5: work = mib(40)
+""",
+        150,
+    ),
+    "a branch that is taken": ("if x.sum() > 5:\n    y = mib(50)\nelse:\n    y = None", 50),
+    "a branch that is not taken": ("if x.sum() > 5:\n    y = None\nelse:\n    y = mib(50)", 50),
+    "two branches that matter together": (
+        "if x.sum() > 5:\n    y = mib(50)\nif x.sum() > 6:\n    y = None\nz = mib(50)", 100,
+    ),
+    "a threshold far away": ("if x.sum().item() > 5000: y = mib(50)", 50),
+    "a mask": ("y = x.repeat(16, 1)\ny = y[y > 0]", 25),
+    "experts by nonzero": ("y = [x[(x[:, 0] > e).nonzero().squeeze(1)].repeat(8, 1) for e in range(8)]", 16),
+    "copied to the host": ("values = x.cpu()\nif values.mean() > 0.5: y = mib(50)", 50),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORST)
+def test_of_all_courses_the_one_that_needs_most_counts(notebook, name) -> None:
+    cell, expected = WORST[name]
+    report = dry_run(cell, notebook)
+    assert (report.error, report.fits, needed(report)) == (None, True, expected)
+    assert sum(report.breakdown.values()) == report.peak["cuda:0"]
+
+
+OPEN = {
+    "a branch": ("if x.sum() > 5:\n    y = mib(50)", "line 1 (`x.sum() > 5`)"),
+    "one of two reads": ("print(x.sum().item())\nif x.sum() > 5:\n    y = mib(50)", "line 2 (`x.sum() > 5`)"),
+    "a number that sizes": ("a = x.max() > 1\nn = int(x.max())\ny = mib(n)", "line 2 (`int(x.max())`)"),
+    "a mask": ("for _ in range(2): keep = x[x > 0].repeat(999)", "line 1 (`x[x > 0]`)"),
+    "experts": ("y = [x[(x[:, 0] > e).nonzero().squeeze(1)].repeat(8, 1) for e in range(99)]", "line 1"),
+}
+
+
+@pytest.mark.usefixtures("small_card")
+@pytest.mark.parametrize("name", OPEN)
+def test_where_courses_disagree_on_fitting_the_line_is_told_on_which_it_hangs(notebook, name) -> None:
+    cell, line = OPEN[name]
+    report = dry_run(cell, notebook)
+    assert report.fits is None
+    assert any("depends on values on the device" in each and line in each for each in report.unknown), report.unknown
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["y = torch.zeros(x.max().long().item(), 512, device='cuda:0')",
+     "y = [torch.zeros(n, 64, device='cuda:0') for n in x[0].long().tolist()]",
+     "y = torch.nn.functional.one_hot(x[0].long())", "y = torch.bincount(x[0].long())",
+     "y = x\nwhile y.norm() > 1e-3: y = y * 0.9"],
+)  # fmt: skip
+def test_a_size_that_the_device_decides_leaves_the_verdict_open(notebook, cell) -> None:
+    report = run.dry_run(script_of(cell), notebook, targets.choose("cuda:0", None), time_limit=3)
+    assert report.fits is None
+
+
+@pytest.mark.parametrize(
+    "use", ["history.append(loss.item())", "print(f'{loss.item():.3f} {loss}')", "history.append(math.exp(loss))",
+            "best = min(best, loss.item())", "history.append((x > 0).sum().item() / len(x))",
+            "history.append(math.log(loss.item()))", "preds = layer(x).argmax(1).cpu().tolist()",
+            "names = [table[i] for i in layer(x).argmax(1).tolist()]", "assert loss.isfinite()", "1 / loss.item()"],
+)  # fmt: skip
+def test_what_is_only_noted_leaves_the_verdict_as_it_is(notebook, use) -> None:
+    names = {**notebook, "history": [], "best": 1e9, "table": ["a"] * 2}
+    cell = f"import math\nloss = layer(x).square().mean()\nloss.backward()\n{use}"
+    report = dry_run(cell, names)
+    assert (report.error, report.fits, report.unknown) == (None, True, ())
+
+
+def test_every_guess_is_named_with_its_line(notebook) -> None:
+    cell = "a = x.sum().item()\nif x.sum() > 5: pass\nb = x[x > 0]\nc = x.cpu()"
+    assert dry_run(cell, notebook).assumed[:4] == (
+        "line 1: `x.sum().item()` is taken to be 1",
+        "line 2: `x.sum() > 5` is taken to be False",
+        "line 3: `x[x > 0]` is taken to select everything",
+        "line 4: `x.cpu()` is taken to be 1, throughout",
+    )
+
+
+def test_an_error_that_no_guess_causes_is_the_cells_own(notebook) -> None:
+    report = dry_run("a = x.sum().item()\nb = x @ x", notebook)
+    assert report.error is not None
+    assert report.error.startswith("the cell fails in line 2 with RuntimeError")
