@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -172,6 +172,13 @@ class DeviceModule(ModuleType):
 
     def get_device_name(self, device: Any = None) -> str:
         return "device of a dry run"
+
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        """Return what code asks for that shares work out among devices: those of an A100."""
+        major, minor = self.get_device_capability()
+        total = self.mem_get_info(device)[1]
+        return SimpleNamespace(name=self.get_device_name(), major=major, minor=minor, total_memory=total,
+                               multi_processor_count=108, is_integrated=False)  # fmt: skip
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16, torch.float32]

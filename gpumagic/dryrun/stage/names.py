@@ -9,6 +9,7 @@ would, it is chosen here: attention as one kernel; and what cuDNN does with an L
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,7 @@ _SHARED = (
     "memory_reserved", "max_memory_reserved", "mem_get_info", "reset_peak_memory_stats", "reset_max_memory_allocated",
     "reset_accumulated_memory_stats", "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed",
     "get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all", "get_device_capability",
-    "get_device_name", "get_amp_supported_dtype", "device",
+    "get_device_name", "get_device_properties", "get_amp_supported_dtype", "device",
 )  # fmt: skip
 
 
@@ -98,9 +99,7 @@ class Names(TorchFunctionMode):
         if name in _RECURRENT:
             return self._refuse_recurrent
         if name == "scaled_dot_product_attention" and self._known == "cuda":
-            return lambda composite, args, kwargs: (
-                attention(composite, *args, **kwargs) if _is_here(args[0]) else NotImplemented
-            )
+            return lambda composite, args, kwargs: _attending(composite)(*args, **kwargs)
         return None
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,6 +150,9 @@ class Names(TorchFunctionMode):
         Generators.known = self._known
         torch.Generator = Generators
         torch.Tensor.record_stream = _record_nothing
+        if self._known == "cuda":  # torch's own functions call it past a mode
+            functional = torch.nn.functional
+            functional.scaled_dot_product_attention = _attending(functional.scaled_dot_product_attention)
         self._follow_backward()
         self.__enter__()
 
@@ -168,6 +170,7 @@ class Names(TorchFunctionMode):
             make(made, self._under(pack), self._under(unpack))
 
         hooks.__init__ = hook
+        threading.Thread._bootstrap_inner = self._under(threading.Thread._bootstrap_inner)  # a mode is one thread's
 
     def _under(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def under(*args: Any, **kwargs: Any) -> Any:
@@ -185,13 +188,20 @@ _is_of: dict[str, Any] = {
 }  # fmt: skip
 
 
+def _attending(composite: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(query: Any, *args: Any, **kwargs: Any) -> Any:
+        return attention(composite, query, *args, **kwargs) if _is_here(query) else composite(query, *args, **kwargs)
+
+    return attend
+
+
 def attention(
     composite: Callable[..., Any], query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Return attention's result from the kernel that CUDA would choose: flash, or the memory-efficient one.
 
-    Its choice is in `ATen/native/transformers/cuda/sdp_utils.cpp`; a mask that wants a gradient takes the composite.
+    Its choice is in `ATen/native/transformers/cuda/sdp_utils.cpp`.
     """
     if torch.is_autocast_enabled(OURS):
         dtype = torch.get_autocast_dtype(OURS)
@@ -203,7 +213,7 @@ def attention(
         return torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, **options
         )[0]
-    if simple and (attn_mask is None or not attn_mask.requires_grad):
+    if simple:
         wanted = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
         mask = _additive(attn_mask, query, key)
         return torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -233,7 +243,7 @@ def _share(theirs: ModuleType, module: DeviceModule) -> None:
         setattr(theirs, name, getattr(module, name))
     for name in _REFUSED:
         if hasattr(theirs, name):
-            setattr(theirs, name, functools.partial(_refuse, f"{theirs.__name__}.{name}"))
+            setattr(theirs, name, type(name, (_Refused,), {"__module__": theirs.__name__}))
     for name, value in _STREAMS.items():
         if hasattr(theirs, name):
             setattr(theirs, name, value)
@@ -245,8 +255,11 @@ def _record_nothing(_tensor: object, _stream: object) -> None:
     """Stand in for `record_stream`: no stream uses a tensor later here."""
 
 
-def _refuse(name: str, *_: object, **__: object) -> None:
-    raise CannotDryRun(f"it uses {name}, which is not part of a dry run")
+class _Refused:
+    """What a dry run does not have; libraries may name it in their annotations."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise CannotDryRun(f"it uses {type(self).__module__}.{type(self).__name__}, which is not part of a dry run")
 
 
 def _renaming(init: Callable[..., None], known: str) -> Callable[..., None]:

@@ -9,6 +9,7 @@ Operators whose results are as large as values say (masks, positions, distinct v
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,7 @@ class Operators:
             self._special[f"aten::{view}"] = self._viewing
         self._everything = torch.library.Library("_", "IMPL")
         self._each = torch.library.Library("aten", "IMPL")
+        self._one_at_a_time = threading.RLock()  # of the cell's threads
         self.is_running = False
         self.give_up: Callable[[Exception], None] = lambda _: None
         """Called before a kernel's error leaves into a backward pass, where torch's guard would end the process."""
@@ -114,7 +116,7 @@ class Operators:
         return kernel
 
     def _answer(self, name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with self._one_at_a_time, torch._C.DisableTorchFunction():
             self.is_running = True
             self._ledger.begin(name)
             try:
