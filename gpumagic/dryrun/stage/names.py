@@ -170,7 +170,8 @@ class Names(TorchFunctionMode):
             make(made, self._under(pack), self._under(unpack))
 
         hooks.__init__ = hook
-        threading.Thread._bootstrap_inner = self._under(threading.Thread._bootstrap_inner)  # a mode is one thread's
+        threads: Any = threading.Thread  # a mode is one thread's
+        threads._bootstrap_inner = self._under(threads._bootstrap_inner)
 
     def _under(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def under(*args: Any, **kwargs: Any) -> Any:
