@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gpumagic.dryrun import models
+from gpumagic.dryrun.models import DtypeReport, Model
 from gpumagic.report.base import Report, to_figure
 
 if TYPE_CHECKING:
@@ -135,6 +137,8 @@ class DryRunReport(Report[DryRunRow]):
     """How many operators the dry run answered."""
     seconds: float = 0.0
     """How long it took."""
+    models: tuple[Model, ...] = ()
+    """The models that the cell leaves in variables, or that the callable returns."""
     engine: str = "fake"
     """What it ran on: `cuda`, torch's own CUDA over a fake runtime, or `fake`, tensors without bytes."""
 
@@ -146,6 +150,18 @@ class DryRunReport(Report[DryRunRow]):
     def timeline(self) -> tuple[tuple[str, int, int], ...]:
         """``(device, line, bytes allocated)`` of each of the points; line 0 is before the first."""
         return tuple((point.device, point.line or 0, point.allocated) for point in self.points)
+
+    def by_dtype(self, training: bool = False, *, optimizer: str = "adamw") -> DtypeReport:
+        """Return what the models that the cell builds take with weights of float32, bfloat16, int8 and int4.
+
+        Args:
+            training: with gradients and the optimizer's state, in place of weights and buffers alone.
+            optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` (SGD with momentum) or ``"sgd"``.
+
+        Raises:
+            OptionError: the cell leaves no model, or it is another optimizer.
+        """
+        return models.table(self.models, self.capacity, training=training, optimizer=optimizer)
 
     def plot(self) -> Figure:
         """Return a matplotlib figure of the memory over the run, a line a device.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumagic.dryrun import engine, parcel
+from gpumagic.dryrun import engine, models, parcel
 from gpumagic.dryrun.engine import Engine
 from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow
 from gpumagic.dryrun.targets import Target
@@ -46,6 +46,7 @@ def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> Dry
         ),
         operators=told["operators"],
         seconds=told["seconds"],
+        models=models.models_of(told["models"], deciding.capacity),
     )  # fmt: skip
 
 

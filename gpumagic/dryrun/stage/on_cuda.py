@@ -23,6 +23,7 @@ from gpumagic.dryrun.stage.kinds import Kinds, Lines
 from gpumagic.dryrun.stage.known import Known
 from gpumagic.dryrun.stage.layout import Layout
 from gpumagic.dryrun.stage.ledger import Ledger, Peak, Place
+from gpumagic.dryrun.stage.models import Models
 from gpumagic.dryrun.stage.reading import Following, Reading, address_of, memory_of
 from gpumagic.dryrun.stage.unwritten import LEAST, Unwritten
 from gpumagic.memory import workspaces
@@ -79,6 +80,7 @@ class CudaRun:
         namespace.update({**self.order["values"], "__name__": "__main__"})
         namespace.setdefault("display", lambda *_, **__: None)
         namespace["get_ipython"] = lambda: surroundings.Magics(namespace, self.notes.effect)
+        self._models = Models(namespace)
         self._begin()
         self._tell(self._execute(namespace))
 
@@ -176,7 +178,7 @@ class CudaRun:
             "requests": [], "room": self.order["capacities"], "operators": book.operators,
             "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
             "effects": list(self.notes.effects), "passes": self._passes.told(running), "is_open": False,
-            "reads": list(self._guesses.reads),
+            "reads": list(self._guesses.reads), "models": self._models.told(),
         }  # fmt: skip
 
     def _book(self, devices: int) -> Ledger:

@@ -20,10 +20,12 @@ from gpumagic.dryrun.stage.counted import File, Passes
 from gpumagic.dryrun.stage.guesses import Guesses
 from gpumagic.dryrun.stage.kinds import Kinds, Lines
 from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
+from gpumagic.dryrun.stage.models import Models
 from gpumagic.dryrun.stage.names import OURS, Names
 from gpumagic.dryrun.stage.operators import Operators
 from gpumagic.dryrun.stage.storages import Storages
 from gpumagic.dryrun.stage.surroundings import Magics
+from gpumagic.dryrun.stage.unwritten import Unwritten
 
 MOST_REQUESTS = 50_000
 """Of the allocators, that are told."""
@@ -83,12 +85,14 @@ class FakeRun:
         self._before = self.ledger.figures()
         self._operators.give_up = lambda error: self._tell(self._failed(error))
         self._kinds.watch()
+        Unwritten(self._guesses.fill, draws=not self.order["guess"]).install()
         self.notes.effects.clear()
         cell.seed(self.order)
         namespace = scopes[0]
         namespace.update({**self.order["values"], "__name__": "__main__"})
         namespace.setdefault("display", lambda *_, **__: None)
         namespace["get_ipython"] = lambda: Magics(namespace, self.notes.effect)
+        self._models = Models(namespace)
         signal.signal(signal.SIGALRM, self._out_of_time)
         signal.setitimer(signal.ITIMER_REAL, self.order["time_limit"])
         self._tell(self._execute(namespace))
@@ -155,6 +159,7 @@ class FakeRun:
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
             "passes": self._passes.told(running), "is_open": False, "reads": list(self._guesses.reads),
+            "models": self._models.told(),
         }  # fmt: skip
 
     def _device(self, index: int, account: Account) -> dict[str, Any]:

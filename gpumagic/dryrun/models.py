@@ -1,0 +1,225 @@
+"""The models of a dry run, and what each would take in other types: sums over its tensors, not a rule of thumb."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gpumagic.errors import OptionError
+from gpumagic.report.base import Report
+
+_BLOCK = 512
+"""Bytes in whole numbers of which torch's CUDA allocator gives memory away."""
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
+"""Tensors of a parameter's own size that an optimizer of torch keeps on the device for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Tensors of a model that are alike."""
+
+    role: str
+    """``"parameter"`` or ``"buffer"``."""
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    requires_grad: bool
+    device: str
+    is_linear: bool
+    """Whether it is a linear layer's weight other than the output's, which is what int8 and int4 make smaller."""
+    count: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of one."""
+        return math.prod(self.shape)
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether a model that is cast to another type casts it."""
+        return self.dtype.startswith(("float", "bfloat"))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that the cell leaves in a variable, or returns.
+
+    Attributes:
+        name: the variable.
+        kind: the class's name.
+        tensors: its parameters and buffers, each once where it is shared.
+        capacity: bytes of the device of the dry run.
+    """
+
+    name: str
+    kind: str
+    tensors: tuple[TensorGroup, ...]
+    capacity: int | None = None
+
+    @property
+    def parameters(self) -> int:
+        """The number of its parameters."""
+        return sum(each.numel * each.count for each in self.tensors if each.role == "parameter")
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes on each device as the cell leaves it, as torch's allocator counts them."""
+        found: dict[str, int] = {}
+        for each in self.tensors:
+            found[each.device] = found.get(each.device, 0) + each.count * _allocated(each.numel * each.itemsize)
+        return found
+
+    def by_dtype(self, training: bool = False, *, optimizer: str = "adamw") -> DtypeReport:
+        """Return what it takes with weights of float32, bfloat16, int8 and int4.
+
+        Args:
+            training: with gradients and the optimizer's state, in place of weights and buffers alone.
+            optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` (SGD with momentum) or ``"sgd"``.
+
+        Raises:
+            OptionError: another optimizer.
+        """
+        return table([self], self.capacity, training=training, optimizer=optimizer)
+
+
+@dataclass(frozen=True)
+class DtypeRow:
+    """What models take with their weights in one type, in bytes as torch's CUDA allocator counts them."""
+
+    dtype: str
+    weights: int
+    """Parameters; with int8 and int4 their scales too, and all that is no linear layer's weight in 16 bits."""
+    buffers: int
+    gradients: int | None
+    """None where nothing is trained; `DtypeReport.notes` say why where training was asked for."""
+    optimizer: int | None
+    total: int | None
+    left: int | None
+    """What is left of the device for activations, cache and CUDA itself; less than 0 where it is too small."""
+
+
+@dataclass(frozen=True, repr=False)
+class DtypeReport(Report[DtypeRow]):
+    """What models take in each type of weights; activations and a cache of keys and values are not in it."""
+
+    row_type: ClassVar[type[Any]] = DtypeRow
+    view_module: ClassVar[str] = "models_view"
+
+    models: tuple[str, ...]
+    """``"model (LlamaForCausalLM)"`` of each."""
+    parameters: int
+    training: bool
+    optimizer: str
+    capacity: int | None
+    dtypes: tuple[DtypeRow, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[DtypeRow, ...]:
+        return self.dtypes
+
+
+def models_of(told: Iterable[dict[str, Any]], capacity: int | None) -> tuple[Model, ...]:
+    """Return the models of a worker's account."""
+    return tuple(
+        Model(each["name"], each["kind"], tuple(_group(group) for group in each["groups"]), capacity) for each in told
+    )
+
+
+def _group(told: list[Any]) -> TensorGroup:
+    role, dtype, itemsize, shape, requires_grad, device, is_linear, times = told
+    return TensorGroup(role, dtype, itemsize, tuple(shape), requires_grad, device, is_linear, times)
+
+
+def table(
+    models: Sequence[Model], capacity: int | None, *, training: bool = False, optimizer: str = "adamw"
+) -> DtypeReport:
+    """Return the table of some models together.
+
+    Raises:
+        OptionError: there is no model, or it is another optimizer.
+    """
+    if not models:
+        raise OptionError("the code leaves no model in a variable and returns none; a table by dtype is of models")
+    if optimizer not in OPTIMIZERS:
+        raise OptionError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    tensors = [each for model in models for each in model.tensors]
+    copies = OPTIMIZERS[optimizer] if training else None
+    rows = [_cast(tensors, dtype, copies, capacity) for dtype in _ITEMSIZE]
+    rows += [_quantized(tensors, dtype, weight, training, capacity) for dtype, weight in _QUANTIZED.items()]
+    return DtypeReport(
+        models=tuple(f"{each.name} ({each.kind})" for each in models),
+        parameters=sum(each.parameters for each in models), training=training, optimizer=optimizer, capacity=capacity,
+        dtypes=tuple(rows), notes=tuple(_notes(training)),
+    )  # fmt: skip
+
+
+def _cast(tensors: Sequence[TensorGroup], dtype: str, copies: int | None, capacity: int | None) -> DtypeRow:
+    """Return the row of a type that a model is cast to; buffers and whole numbers stay as they are."""
+    itemsize = _ITEMSIZE[dtype]
+    weights = _sum(tensors, lambda each: _allocated(each.numel * (itemsize if each.is_floating else each.itemsize)))
+    trained = _sum((each for each in tensors if each.requires_grad), lambda each: _allocated(each.numel * itemsize))
+    gradients, state = (None, None) if copies is None else (trained, copies * trained)
+    buffers = _buffers(tensors)
+    total = weights + buffers + (gradients or 0) + (state or 0)
+    return DtypeRow(dtype, weights, buffers, gradients, state, total, None if capacity is None else capacity - total)
+
+
+def _quantized(
+    tensors: Sequence[TensorGroup], dtype: str, weight: Callable[[TensorGroup], int], training: bool,
+    capacity: int | None,
+) -> DtypeRow:  # fmt: skip
+    """Return the row of a type that bitsandbytes makes of linear layers, the rest in 16 bits; it is not trained."""
+    weights = _sum(
+        tensors,
+        lambda each: weight(each) if each.is_linear
+        else _allocated(each.numel * (2 if each.is_floating else each.itemsize)),
+    )  # fmt: skip
+    buffers = _buffers(tensors)
+    total = None if training else weights + buffers
+    left = None if capacity is None or total is None else capacity - total
+    return DtypeRow(dtype, weights, buffers, None, None, total, left)
+
+
+def _int8(each: TensorGroup) -> int:
+    """A byte a weight, and a float32 for each row."""
+    return _allocated(each.numel) + _allocated(4 * each.shape[0])
+
+
+def _int4(each: TensorGroup) -> int:
+    """Half a byte a weight, a float32 for each 64 of them, and the 16 numbers that they stand for."""
+    return _allocated(-(-each.numel // 2)) + _allocated(4 * -(-each.numel // 64)) + _allocated(4 * 16)
+
+
+_QUANTIZED = {"int8": _int8, "int4": _int4}
+
+
+def _sum(tensors: Iterable[TensorGroup], nbytes: Callable[[TensorGroup], int]) -> int:
+    return sum(each.count * nbytes(each) for each in tensors if each.role == "parameter")
+
+
+def _buffers(tensors: Sequence[TensorGroup]) -> int:
+    return sum(each.count * _allocated(each.numel * each.itemsize) for each in tensors if each.role == "buffer")
+
+
+def _allocated(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+def _notes(training: bool) -> Iterable[str]:
+    if training:
+        yield (
+            "not in it: activations, what the optimizer's step takes for itself, and CUDA's own memory; dry-run a "
+            "training step for the peak"
+        )
+        yield "mixed precision (autocast) keeps weights, gradients and state as in the row of float32"
+        yield "int8 and int4 weights are not trained themselves; adapters such as LoRA's are, in 16 or 32 bits"
+    else:
+        yield "not in it: activations, the cache of keys and values, and CUDA's own memory"
+    yield (
+        "buffers keep their types; int8 and int4 are laid out as bitsandbytes does by default (0.50): all but linear "
+        "layers, and the output layer, stay in 16 bits"
+    )

@@ -1,0 +1,124 @@
+"""Models that a dry run builds where torch is a CPU build: no memory of the host, and the table by dtype."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gpumagic.dryrun import run, targets
+from gpumagic.dryrun.report import DryRunReport
+from gpumagic.dryrun.script import script_of
+from gpumagic.errors import OptionError
+from gpumagic.report.base import to_html
+
+MIB = 1 << 20
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
+
+def build(layers, width):
+    return nn.Sequential(nn.Embedding(128_000, width), *(Block(width) for _ in range(layers)))
+"""
+MEASURED = """
+import resource
+
+def _resident():
+    words = open("/proc/self/smaps_rollup").read().split()
+    return int(words[words.index("Rss:") + 1]) * 1024
+
+_before = _resident()
+{cell}
+raise RuntimeError(f"[{{_before}}, {{_resident()}}, {{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}}]")
+"""
+LARGE = 128_000 * 8192 + 80 * (2 * 4 * 8192 * 8192 + 4 * 8192 + 8192 + 2 * 8192)
+"""Parameters of 80 blocks."""
+
+
+def dry_run(cell: str, capacity: int = 1 << 40) -> DryRunReport:
+    return run.dry_run(script_of(cell), {}, targets.choose("cuda:0", capacity))
+
+
+@pytest.mark.parametrize(
+    ("way", "itemsize"),
+    [
+        ("m = build(80, 8192)", 0),
+        ("m = build(80, 8192).to('cuda', torch.bfloat16)", 2),
+        ("m = build(80, 8192).half().cuda()", 2),
+        ("with torch.device('meta'):\n    m = build(80, 8192)\nm = m.to_empty(device='cuda')", 4),
+        ("m = build(80, 8192)\nkept = {name: each.clone() for name, each in m.state_dict().items()}\n"
+         "m.load_state_dict(kept)\nm.load_state_dict(kept, assign=True)\nm.cuda()", 4),
+    ],
+)  # fmt: skip
+def test_a_model_of_44_billion_weights_costs_the_host_nothing(way: str, itemsize: int) -> None:
+    report = dry_run(MEASURED.format(cell=MODEL + way))
+    assert report.error is not None
+    before, after, most = json.loads(report.error[report.error.index("[") :])
+    assert max(after, most) - before < 100 * MIB
+    assert itemsize * LARGE <= report.peak["cuda:0"] <= itemsize * LARGE + MIB
+
+
+def test_what_the_host_looks_at_is_drawn() -> None:
+    report = dry_run(MODEL + "m = nn.Linear(1024, 1024)\nchosen = m.weight[m.weight > 0].cuda()")
+    assert 0.4 * 4 * MIB < report.peak["cuda:0"] < 0.6 * 4 * MIB
+
+
+def test_the_table_is_of_the_models_in_variables_each_tensor_once() -> None:
+    cell = (
+        MODEL + "m = build(1, 256)\nhead = nn.Linear(256, 128_000, bias=False)\nhead.weight = m[0].weight\ninner = m[1]"
+    )
+    report = dry_run(cell)
+    assert [(each.name, each.kind) for each in report.models] == [("m", "Sequential"), ("head", "Linear")]
+    biases = 4096 + 1024 + 1024 + 1024
+    assert report.models[0].nbytes == {"cpu": 4 * (128_000 * 256 + 2 * 256 * 1024) + biases}
+    assert report.models[0].by_dtype()[0].weights == 4 * (128_000 * 256 + 2 * 256 * 1024) + biases
+
+
+def test_a_model_that_a_function_returns_is_one() -> None:
+    def build() -> object:
+        from torch import nn
+
+        return nn.Linear(1000, 10)
+
+    report = run.dry_run(script_of(build), {}, targets.choose("cuda:0", 1 << 30))
+    assert [(each.name, each.parameters) for each in report.models] == [("the model", 10_010)]
+
+
+def test_int8_and_int4_are_laid_out_as_bitsandbytes_does_it() -> None:
+    """The figures are those of bitsandbytes 0.50.2 on torch's CUDA allocator, a layer of 1000 x 3000 with its bias."""
+    report = dry_run("from torch import nn\nmodel = nn.Linear(1000, 3000)")
+    assert {row.dtype: row.total for row in report.by_dtype()}["int8"] == 3_018_752
+    assert {row.dtype: row.total for row in report.by_dtype()}["int4"] == 1_694_720
+
+
+def test_only_what_is_trained_has_gradients_and_state() -> None:
+    cell = "from torch import nn\nm = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))\nm[0].requires_grad_(False)"
+    report = dry_run(cell)
+    layer = 4 * 64 * 64 + 512
+    row = report.by_dtype(training=True)[0]
+    assert (row.weights, row.gradients, row.optimizer, row.total) == (2 * layer, layer, 2 * layer, 5 * layer)
+    assert report.by_dtype(training=True, optimizer="sgd")[0].total == 3 * layer
+    assert [row.total for row in report.by_dtype(training=True)][2:] == [None, None]
+
+
+def test_no_model_and_no_such_optimizer_are_said() -> None:
+    with pytest.raises(OptionError, match="leaves no model in a variable"):
+        dry_run("x = 1").by_dtype()
+    with pytest.raises(OptionError, match="adamw, adam, momentum, sgd"):
+        dry_run("from torch import nn\nm = nn.Linear(2, 2)").by_dtype(training=True, optimizer="lion")
+
+
+def test_the_table_says_first_what_is_left() -> None:
+    report = dry_run("from torch import nn\nmodel = nn.Linear(16384, 16384)", 3 << 28)
+    assert str(report.by_dtype()).splitlines()[0] == (
+        "model (Linear), 268,451,840 parameters: in bfloat16, 256.0 MiB of 768.0 MiB is left"
+    )
+    assert "768.0 MiB is too little, it takes 2.0 GiB at least" in str(report.by_dtype(training=True))
+    assert "256.3 MiB short" in str(report.by_dtype())
+    assert "bfloat16, float16" in to_html(report.by_dtype())
