@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.stage import backend, cell, ledger, surroundings
+from gpumagic.dryrun.stage import backend, cell, ledger, reductions, surroundings
 from gpumagic.dryrun.stage.arena import Arena
 from gpumagic.dryrun.stage.autocast import Autocast
 from gpumagic.dryrun.stage.contents import Contents
@@ -56,7 +56,9 @@ class FakeRun:
         self.ledger.settle = self._storages.settle
         self._guesses = Guesses(order["guess"], order["others"], self.notes.assume, self._lines.reading)
         self._contents = contents = Contents(name, self._storages.nbytes_of, self._guesses, self.notes.assume)
-        self._operators = Operators(module, self._storages, self.ledger, contents)
+        self._operators = Operators(
+            module, self._storages, self.ledger, contents, reductions.scratch if known == "cuda" else lambda _: []
+        )
         self._operators.register()
         Autocast(name).register()
         self._kinds = Kinds(self.ledger, name)

@@ -49,10 +49,15 @@ class Operators:
         storages: makes storages.
         ledger: is told which operator runs.
         contents: knows small values.
+        scratch: returns the bytes that a call's kernel allocates for itself.
     """
 
-    def __init__(self, module: DeviceModule, storages: Storages, ledger: Ledger, contents: Contents) -> None:
+    def __init__(
+        self, module: DeviceModule, storages: Storages, ledger: Ledger, contents: Contents,
+        scratch: Callable[[Call], list[int]],
+    ) -> None:  # fmt: skip
         self._module = module
+        self._scratch = scratch
         self._storages = storages
         self._ledger = ledger
         self._contents = contents
@@ -230,7 +235,7 @@ class Operators:
                 if twin.shape != tensor.shape or twin.stride() != tensor.stride():
                     self._fit(tensor, twin)
                     is_like_others = False
-        plan = Plan(call, operands, returned, device)
+        plan = Plan(call, operands, returned, device, self._scratch(call))
         result = plan.result(operands.tensors, self._storages)
         self._contents.follow(call, result)
         if is_like_others:

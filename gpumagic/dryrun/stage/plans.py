@@ -130,11 +130,13 @@ class Plan:
         operands: its tensors.
         returned: what the meta kernel returned, or an operand.
         device: the index of the device on which new tensors are.
+        scratch: the bytes of what the kernel allocates for itself.
     """
 
-    __slots__ = ("_made", "reads", "recipe", "writes")
+    __slots__ = ("_made", "_scratch", "reads", "recipe", "writes")
 
-    def __init__(self, call: Call, operands: Operands, returned: Any, device: int) -> None:
+    def __init__(self, call: Call, operands: Operands, returned: Any, device: int, scratch: Iterable[int]) -> None:
+        self._scratch = [Form((nbytes,), (1,), torch.uint8, device) for nbytes in scratch]
         self._made: dict[int, int] = {}
         tensors = {id(each): place for place, each in enumerate(operands.tensors)}
         self.recipe = self._recipe(call, tensors, returned, device)
@@ -185,10 +187,14 @@ class Plan:
         """Return what the call returns, in new storages."""
         recipe = self.recipe
         if type(recipe) is Form:
-            return storages.make(recipe)
-        if type(recipe) is Given:
-            return tensors[recipe.place]
-        return _result(recipe, tensors, storages, [])
+            result: Any = storages.make(recipe)
+        elif type(recipe) is Given:
+            result = tensors[recipe.place]
+        else:
+            result = _result(recipe, tensors, storages, [])
+        if self._scratch:
+            [storages.make(form) for form in self._scratch]
+        return result
 
 
 def _result(recipe: Recipe, tensors: list[torch.Tensor], storages: Storages, made: list[torch.Tensor]) -> Any:
