@@ -1,4 +1,4 @@
-"""Code that says ``cuda`` is dry-run on a machine without CUDA, and needs what it needs on the simulated card.
+"""Code that says ``cuda`` is dry-run on a machine without CUDA, and needs what torch's CUDA allocator has for it.
 
 Nothing here was compared with a real GPU.
 """
@@ -16,25 +16,30 @@ from gpumagic.dryrun import run, targets
 from gpumagic.dryrun.script import script_of
 
 pytestmark = pytest.mark.usefixtures("two_devices")
-SAME = (
-    "adamw, its default", "adamw, fused", "autocast, bfloat16", "a model made on the device", "a data loader, shuffled",
-    "a convolutional network", "two devices", "moves", "checkpointing, reentrant", "lengths read back",
-)  # fmt: skip
+ALLOCATED = {
+    "adamw, its default": [6_810_112, 0], "adamw, fused": [6_813_184, 0], "autocast, bfloat16": [20_152_832, 0],
+    "a model made on the device": [15_443_456, 0], "a data loader, shuffled": [6_041_088, 0],
+    "a convolutional network": [9_818_112, 0], "two devices": [11_545_600, 8_205_312],
+    "moves": [14_001_152, 4_000_256], "checkpointing, reentrant": [23_855_616, 0],
+    "a gpt, checkpointed": [5_278_208, 0], "a scheduler and clipping": [6_802_432, 0],
+    "bfloat16 weights": [8_611_328, 0], "gradient accumulation": [3_591_168, 0],
+    "autocast, float16, with a gradient scaler": [7_130_112, 0],
+}  # fmt: skip
+"""What torch 2.13's CUDA allocator has at the peak of these cells over the fake runtime, cuBLAS without workspaces."""
 
 
 def dry_run(name, backend):
     source = (COMMON + "\n".join(CELLS[name])).replace("simgpu", backend)
-    target = dataclasses.replace(targets.choose(None, 1 << 30), backend=backend, extra=(0, 0), cuts_to_size=True)
+    target = dataclasses.replace(targets.choose(None, 1 << 30), backend=backend, extra=(0, 0), cuts_to_size=False)
     empty = dataclasses.replace(target, allocated=[0, 0], pinned=[0, 0], segments=[None, None])
     return run.dry_run(script_of(source), {}, empty)
 
 
-@pytest.mark.parametrize("name", sample(SAME, 4))
-def test_the_peak_is_that_of_the_simulated_card(name) -> None:
-    told, expected = dry_run(name, "cuda"), dry_run(name, "simgpu")
+@pytest.mark.parametrize("name", sample(ALLOCATED, 4))
+def test_the_peak_is_that_of_torchs_cuda_allocator(name) -> None:
+    told = dry_run(name, "cuda")
     assert told.error is None
-    assert list(told.peak.values()) == list(expected.peak.values())
-    assert told.breakdown == expected.breakdown
+    assert list(told.peak.values()) == ALLOCATED[name]
 
 
 def test_code_that_asks_gets_cudas_answers() -> None:

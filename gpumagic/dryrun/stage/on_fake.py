@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.stage import backend, cell, ledger, reductions, surroundings
+from gpumagic.dryrun.stage import backend, cell, ledger, surroundings
 from gpumagic.dryrun.stage.arena import Arena
 from gpumagic.dryrun.stage.autocast import Autocast
 from gpumagic.dryrun.stage.contents import Contents
@@ -23,6 +23,7 @@ from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
 from gpumagic.dryrun.stage.models import Models
 from gpumagic.dryrun.stage.names import OURS, Names
 from gpumagic.dryrun.stage.operators import Operators
+from gpumagic.dryrun.stage.scratch import scratch
 from gpumagic.dryrun.stage.storages import Storages
 from gpumagic.dryrun.stage.surroundings import Magics
 from gpumagic.dryrun.stage.unwritten import Unwritten
@@ -57,7 +58,7 @@ class FakeRun:
         self._guesses = Guesses(order["guess"], order["others"], self.notes.assume, self._lines.reading)
         self._contents = contents = Contents(name, self._storages.nbytes_of, self._guesses, self.notes.assume)
         self._operators = Operators(
-            module, self._storages, self.ledger, contents, reductions.scratch if known == "cuda" else lambda _: []
+            module, self._storages, self.ledger, contents, scratch if known == "cuda" else lambda _: []
         )
         self._operators.register()
         Autocast(name).register()

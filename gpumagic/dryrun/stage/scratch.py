@@ -1,7 +1,9 @@
-"""What CUDA's reductions allocate besides their results: torch's own rules, from `ATen/native/cuda/Reduce.cuh`.
+"""What CUDA's kernels allocate besides their results, by torch's own rules.
 
-A sum over many rows is split among blocks of threads, which leave their part sums in memory; a sum in a wider type
-copies what it sums. On a large device with small models that is most of what a backward pass holds for a moment.
+A sum over many rows is split among blocks of threads, which leave their part sums in memory, and a sum in a wider type
+copies what it sums (`ATen/native/cuda/Reduce.cuh`). A matrix whose rows do not lie as cuBLAS takes them is copied, such
+as an expanded gradient (`ATen/native/cuda/Blas.cpp`). With small models and large batches that is most of what a
+backward pass holds for a moment.
 """
 
 from __future__ import annotations
@@ -29,13 +31,37 @@ _PARTS = {
 """What a block leaves in memory, by operator."""
 
 
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation"})
+_FACTORS = frozenset({"mat1", "mat2", "batch1", "batch2"})
+
+
 def scratch(call: Call) -> list[int]:
     """Return the bytes that an operator's kernel allocates for itself on CUDA, in order; nothing for most.
 
     Args:
         call: the call.
     """
-    name = call.op._schema.name.removeprefix("aten::")
+    name = call.op._schema.name.removeprefix("aten::").rstrip("_")
+    if name in _PRODUCTS:
+        return [
+            each.numel() * each.itemsize
+            for argument, each in call.tensors()
+            if argument.name in _FACTORS or (argument.name == "self" and name in {"mm", "bmm"})
+            if _is_copied(each)
+        ]
+    return _reducing(call, name)
+
+
+def _is_copied(matrix: torch.Tensor) -> bool:
+    """Return whether neither rows nor columns lie one after the other."""
+    if not matrix.numel() or matrix.is_contiguous():
+        return False
+    rows, columns = matrix.shape[-2:]
+    down, along = matrix.stride()[-2:]
+    return not ((down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns)))
+
+
+def _reducing(call: Call, name: str) -> list[int]:
     given = {argument.name: value for argument, value in call.named()}
     whole = given.get("self")
     if name not in _PARTS or not isinstance(whole, torch.Tensor) or not whole.numel():
