@@ -93,6 +93,15 @@ class Call:
         # In-place operators read what they write to.
         return len(self.op._schema.returns) == 1 and _broadcast(shapes or targets, targets[0])
 
+    def fills_by_mask(self) -> bool:
+        """Return whether it writes one number where a mask says, for which CUDA lays out no positions."""
+        if not self.is_indexing or not any(argument.is_write for argument in self.op._schema.arguments):
+            return False
+        given = {argument.name: value for argument, value in self.named()}
+        masks = [each for each in given["indices"] if each is not None]
+        is_one = len(masks) == 1 and masks[0].dtype in {torch.bool, torch.uint8}
+        return is_one and not given.get("accumulate") and given["values"].dim() == 0
+
     def result(self) -> torch.Tensor:
         """Return what a call that is settled returns."""
         return self._target

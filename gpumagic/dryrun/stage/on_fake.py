@@ -23,7 +23,6 @@ from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
 from gpumagic.dryrun.stage.models import Models
 from gpumagic.dryrun.stage.names import OURS, Names
 from gpumagic.dryrun.stage.operators import Operators
-from gpumagic.dryrun.stage.scratch import scratch
 from gpumagic.dryrun.stage.storages import Storages
 from gpumagic.dryrun.stage.surroundings import Magics
 from gpumagic.dryrun.stage.unwritten import Unwritten
@@ -57,9 +56,7 @@ class FakeRun:
         self.ledger.settle = self._storages.settle
         self._guesses = Guesses(order["guess"], order["others"], self.notes.assume, self._lines.reading)
         self._contents = contents = Contents(name, self._storages.nbytes_of, self._guesses, self.notes.assume)
-        self._operators = Operators(
-            module, self._storages, self.ledger, contents, scratch if known == "cuda" else lambda _: []
-        )
+        self._operators = Operators(module, self._storages, self.ledger, contents, known == "cuda")
         self._operators.register()
         Autocast(name).register()
         self._kinds = Kinds(self.ledger, name)

@@ -22,6 +22,7 @@ from gpumagic.dryrun.stage.calls import Call
 from gpumagic.dryrun.stage.contents import Contents
 from gpumagic.dryrun.stage.ledger import Ledger
 from gpumagic.dryrun.stage.plans import Operands, Operator, Plan
+from gpumagic.dryrun.stage.scratch import scratch
 from gpumagic.dryrun.stage.storages import CPU, Form, Storages, key_of
 
 aten = torch.ops.aten
@@ -49,15 +50,15 @@ class Operators:
         storages: makes storages.
         ledger: is told which operator runs.
         contents: knows small values.
-        scratch: returns the bytes that a call's kernel allocates for itself.
+        is_cuda: whether the device stands for CUDA's.
     """
 
     def __init__(
         self, module: DeviceModule, storages: Storages, ledger: Ledger, contents: Contents,
-        scratch: Callable[[Call], list[int]],
+        is_cuda: bool = False,
     ) -> None:  # fmt: skip
         self._module = module
-        self._scratch = scratch
+        self._is_cuda = is_cuda
         self._storages = storages
         self._ledger = ledger
         self._contents = contents
@@ -223,11 +224,14 @@ class Operators:
         call = Call(op, args, kwargs, self._name)
         is_like_others = True
         """Whether another call of the same metadata does the same."""
-        if call.is_indexing:
+        fills = self._is_cuda and call.fills_by_mask()
+        if call.is_indexing and not fills:
             indices = self._selections.indices(call, torch.device(self._name, call.device))
             is_like_others = call.set("indices", indices)
         device = call.device if call.device is not None else self._device(call.asked_for)
-        if call.is_settled():
+        if fills:
+            returned = args[0]
+        elif call.is_settled():
             returned = call.result()
         else:
             returned = op.redispatch(META, *call.meta_args(), **call.meta_kwargs())
@@ -235,7 +239,7 @@ class Operators:
                 if twin.shape != tensor.shape or twin.stride() != tensor.stride():
                     self._fit(tensor, twin)
                     is_like_others = False
-        plan = Plan(call, operands, returned, device, self._scratch(call))
+        plan = Plan(call, operands, returned, device, scratch(call) if self._is_cuda else ())
         result = plan.result(operands.tensors, self._storages)
         self._contents.follow(call, result)
         if is_like_others:

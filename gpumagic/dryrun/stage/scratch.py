@@ -88,8 +88,9 @@ def _summed_in(name: str, dtype: torch.dtype, wanted: torch.dtype | None) -> tor
 
 
 def _part_size(part: str, dtype: torch.dtype) -> int:
-    wide = max(4, dtype.itemsize) if dtype.is_floating_point or dtype.is_complex else dtype.itemsize
-    return {"sum": wide, "value": dtype.itemsize, "truth": 1, "place": 16, "moments": 4 * wide}[part]
+    wide: int = max(4, dtype.itemsize) if dtype.is_floating_point or dtype.is_complex else dtype.itemsize
+    sizes: dict[str, int] = {"sum": wide, "value": dtype.itemsize, "truth": 1, "place": 16, "moments": 4 * wide}
+    return sizes[part]
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
