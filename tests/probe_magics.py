@@ -52,6 +52,9 @@ class ProbeGuard:
         events.append(f"close {self.key} {type(error).__name__}")
         modes().remove(self.key)
 
+    def restore(self):
+        pass
+
     def retry(self, error):
         events.append(f"retry {type(error).__name__}")
         return True

@@ -51,7 +51,7 @@ class _Sampler(threading.Thread):
 
     def run(self) -> None:
         """Sample and sleep."""
-        while not self._enough.wait(self._pause()):
+        while _sampled and not self._enough.wait(self._pause()):
             start = time.thread_time()
             try:
                 sample_all()
@@ -64,6 +64,10 @@ class _Sampler(threading.Thread):
         self._enough.set()  # also where Ctrl-C came while it was starting
         if self.is_alive():
             self.join()
+
+    def is_running(self) -> bool:
+        """Return whether it samples, and will."""
+        return self.is_alive() and not self._enough.is_set()
 
     def _pause(self) -> float:
         now = time.perf_counter()
@@ -83,25 +87,26 @@ def start_sampling(asked: SampledTimeline) -> None:
     global _thread  # noqa: PLW0603  one serves all
     with _lock:
         _sampled.append(asked)
-        if _thread is None or not _thread.is_alive():  # in a process that was forked it is not
+        if _thread is None or not _thread.is_running():  # in a process that was forked it is not
             _thread = _Sampler()
             _thread.start()
 
 
 def stop_sampling(asked: SampledTimeline) -> None:
-    """Undo `start_sampling`; idempotent."""
-    global _thread
+    """Undo `start_sampling`; idempotent, so that it can be called after an interrupt anywhere."""
+    global _thread  # noqa: PLW0603  as above
     with _lock:
         if asked in _sampled:
             _sampled.remove(asked)
-        last, _thread = (_thread, None) if not _sampled else (None, _thread)
+        last = None if _sampled else _thread
     if last is not None:
         last.end()
+        _thread = None if _thread is last else _thread
 
 
 def is_idle() -> bool:
     """Return whether no timeline is being sampled."""
-    return not _sampled
+    return not _sampled and _thread is None
 
 
 def sample_all() -> None:

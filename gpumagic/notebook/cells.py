@@ -48,11 +48,19 @@ class _Session:
     thread: int
     depth: int  # how many cells that show something were running in the thread, each inside the one before
     closed: bool = False
+    restored: bool = False
 
     def close(self, error: BaseException | None) -> None:
         if not self.closed:
             self.closed = True
             self.guard.close(error)
+            self.restored = True
+
+    def repair(self) -> None:
+        """Restore what an interrupt has kept `close` from restoring."""
+        if not self.restored:
+            self.guard.restore()
+            self.closed = self.restored = True
 
 
 @dataclass
@@ -68,6 +76,9 @@ class _FinishedGuard:
     def close(self, error: BaseException | None) -> None:
         pass
 
+    def restore(self) -> None:
+        pass
+
     def finish(self, result: Outcome) -> object:
         return self.report
 
@@ -78,6 +89,8 @@ class CellSessions:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._sessions: list[_Session] = []
+        self._begun: list[_Session] = []  # all that may still have changed something
+        self._ended: list[ExecutionInfo] = []
         self._cells: dict[int, list[ExecutionInfo]] = {}  # by thread, since subshells run cells in threads
         self._events: tuple[tuple[str, Callable[..., None]], ...] = (
             ("pre_run_cell", self._cell_starts),
@@ -99,7 +112,8 @@ class CellSessions:
             self._shell.events.unregister(event, callback)
         mine = self._mine()
         self._sessions.clear()
-        _in_reverse(mine, lambda session: session.close(None))
+        self._close(mine, None)
+        self._repair()
 
     def start(self, guard: Guard, info: ExecutionInfo | None = None) -> None:
         """Put a guard around the rest of a cell; it replaces an earlier one of its name.
@@ -122,13 +136,14 @@ class CellSessions:
             guard.open()
         except BaseException:
             self._forget([session])
+            session.restored = True  # by `open`
             raise
 
     def drop(self, guard: Guard) -> None:
         """Remove a guard from its cell: it is closed and shows nothing."""
         for session in [each for each in self._sessions if each.guard is guard]:
             self._forget([session])
-            session.close(None)
+            self._close([session], None)
 
     def is_any_running(self) -> bool:
         """Return whether this thread runs a cell that is not silent."""
@@ -177,18 +192,23 @@ class CellSessions:
         thread = threading.get_ident()
         session = _Session(guard, info, thread, depth=len(self._cells.get(thread, ())))
         self._sessions.append(session)
+        self._begun.append(session)
         return session
 
     def _replace(self, name: str, info: ExecutionInfo) -> None:
         """Close the guards of a name that a cell has; they show nothing."""
         earlier = [each for each in self._mine() if each.info is info and each.guard.name == name]
         self._forget(earlier)
-        _in_reverse(earlier, lambda session: session.close(None))
+        self._close(earlier, None)
 
     def _mine(self) -> list[_Session]:
         """Return this thread's sessions: what a guard enters belongs to its thread, as torch's modes do."""
         thread = threading.get_ident()
         return [session for session in self._sessions if session.thread == thread]
+
+    def _close(self, sessions: list[_Session], error: BaseException | None) -> None:
+        _in_reverse(sessions, lambda session: session.close(error))
+        self._begun = [each for each in self._begun if not each.restored]
 
     def _forget(self, sessions: list[_Session]) -> None:
         for session in sessions:
@@ -204,15 +224,31 @@ class CellSessions:
         return mine[-1] if mine else None
 
     def _cell_starts(self, info: ExecutionInfo) -> None:
-        self._cells.setdefault(threading.get_ident(), []).append(info)
+        cells = self._cells.setdefault(threading.get_ident(), [])
+        cells[:] = [each for each in cells if not _is_among(each, self._ended)]
+        self._repair()
+        cells.append(info)
+
+    def _repair(self) -> None:
+        """Restore what interrupts have kept the guards of ended cells of this thread from restoring."""
+        thread = threading.get_ident()
+        left = [each for each in self._begun if each.thread == thread and not self._is_open(each)]
+        _in_reverse(left, _Session.repair)
+        self._begun = [each for each in self._begun if not each.restored]
+        self._sessions = [each for each in self._sessions if not _is_among(each.info, self._ended)]
+        self._ended.clear()
+
+    def _is_open(self, session: _Session) -> bool:
+        return not session.closed and _is_among(session, self._sessions) and not _is_among(session.info, self._ended)
 
     def _cell_ends(self) -> None:
         """Close the guards of the cell that ran last; by identity, since empty cells and widgets fire this too."""
         result = self._shell.last_execution_result
         if result is None:
             return
+        self._ended.append(result.info)
         ended = [session for session in self._mine() if session.info is result.info]
-        _in_reverse(ended, lambda session: session.close(_error(result)))
+        self._close(ended, _error(result))
         if ended and result.info.silent:  # such a cell shows nothing, so no `post_run_cell` follows
             self._forget(ended)
             _in_reverse(ended, lambda session: session.guard.finish(result))
@@ -228,7 +264,7 @@ class CellSessions:
         ended = [session for session in self._mine() if session.depth > place]
         self._forget(ended)
         outcome: Outcome = BodyOutcome() if result is None else result
-        _in_reverse(ended, lambda session: session.close(_error(outcome)))
+        self._close(ended, _error(outcome))
         _in_reverse(ended, lambda session: _finish(session, outcome))
         if ended and result is not None:
             self._shell.last_execution_succeeded = result.success
@@ -243,6 +279,10 @@ def _finish(session: _Session, outcome: Outcome) -> None:
     report = None if session.info.silent else session.guard.finish(outcome)
     if report is not None:
         display(report)
+
+
+def _is_among(wanted: object, them: Collection[object]) -> bool:
+    return any(each is wanted for each in them)
 
 
 def _position(cells: list[ExecutionInfo], result: ExecutionResult | None) -> int | None:

@@ -39,6 +39,9 @@ class Guard(Protocol):
         in between, may still be open.
         """
 
+    def restore(self) -> None:
+        """Restore what the session must not keep. `close` does it; an interrupt of that has it done again."""
+
     def finish(self, result: Outcome) -> object | None:
         """Return the report to show, or None.
 
@@ -90,6 +93,13 @@ class NestedGuard:
             self._inner.close(error)
         finally:
             self._outer.close(error)
+
+    def restore(self) -> None:
+        """Restore what both have changed."""
+        try:
+            self._inner.restore()
+        finally:
+            self._outer.restore()
 
     def finish(self, result: Outcome) -> object | None:
         """Return the outer guard's report."""

@@ -122,19 +122,28 @@ class OomGuard(contextlib.ContextDecorator):
 
     def close(self, error: BaseException | None) -> None:
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
+        self.restore()
         memory, self._memory = self._memory, None
-        if memory is not None:
-            memory.stop()
         if self._observer is not None:
-            self._observer.close()
             self._samples, self._refusals, self._observer = self._observer.samples, self._observer.refusals, None
-        if self._shell is not None and self._keep_going:
-            _stop_showing_as_text(self._shell)
         self._recovered = error is None and self._failure is not None
         if error is not None:
             self._failure = self._examine(error)
         if error is not None and self._failure is not None and memory is not None:
             self._timeline = memory.finished(self._failure.at_failure)
+
+    def restore(self) -> None:
+        """Stop watching, and let the shell show errors as before; again after an interrupt."""
+        try:
+            if self._observer is not None:
+                self._observer.close()
+        finally:
+            try:
+                if self._memory is not None:
+                    self._memory.stop()
+            finally:
+                if self._shell is not None and self._keep_going:
+                    _stop_showing_as_text(self._shell)
 
     def finish(self, result: Any = None) -> OomReport | None:
         """Release, and return the report if it is to be shown."""

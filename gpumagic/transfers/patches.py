@@ -21,19 +21,20 @@ hash is its address. Imports torch at its top, so it is imported only when a cel
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from threading import RLock
+from typing import TYPE_CHECKING
 
 import torch
 import torch.overrides
 import torch.utils._device as device_state
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gpumagic import _compat
 from gpumagic.transfers import calls, function_holders, wrappers
@@ -44,6 +45,9 @@ from gpumagic.transfers.function_holders import Binding
 from gpumagic.transfers.log import TransferLog
 from gpumagic.transfers.recorder import Function, Recorder, device_context
 from gpumagic.transfers.wrappers import CompilerWrapper, ConstructorWrapper, FunctionWrapper
+
+if TYPE_CHECKING:
+    from gpumagic.transfers.tracing import Tracer
 
 times_patched = 0
 """How often tensors' methods have been patched in this process."""
@@ -94,7 +98,7 @@ class Recording:
         """Why the block runs under the function mode, if it does."""
         self._namespace = namespace
         self._source = source
-        self._stack = contextlib.ExitStack()
+        self._modes: list[RecordingContext | Tracer] = []
 
     def open(self) -> None:
         """Start recording, in the calling thread."""
@@ -116,18 +120,23 @@ class Recording:
             self._enter_mode(blocker)
             return
         self.recorder.switch_to_mode = self._switch_to_mode
-        self._stack.callback(end, self.recorder)
         begin(self.recorder)
 
     def close(self) -> None:
-        """Stop recording, and restore everything."""
+        """Stop recording, and restore everything; again after an interrupt anywhere."""
         try:
-            self._stack.close()
-        except BaseException:  # Ctrl-C: torch's functions are restored all the same
-            end(self.recorder)
-            raise
+            self._leave()
         finally:
             self.recorder.finish()
+
+    def _leave(self) -> None:
+        try:
+            while self._modes:
+                if _is_in_force(self._modes[-1]):
+                    self._modes[-1].__exit__(None, None, None)
+                self._modes.pop()
+        finally:
+            end(self.recorder)
 
     def scope(self) -> str:
         """Return what the report counts, and what it cannot see."""
@@ -137,7 +146,7 @@ class Recording:
 
     def _switch_to_mode(self, blocker: str) -> None:
         """Continue under the function mode."""
-        self._stack.close()
+        self._leave()
         self.recorder.uses_patches = False
         self._enter_mode(blocker)
 
@@ -151,13 +160,25 @@ class Recording:
         self.blocker = blocker
         self.recorder.inner_mode = lambda: RecordingContext(self.recorder, look_only=True)
         self.recorder.has_mode = True
-        self._stack.callback(end, self.recorder)
         begin(self.recorder)
-        self._stack.enter_context(RecordingContext(self.recorder))
+        self._enter(RecordingContext(self.recorder))
         if self.recorder.is_traced:
             from gpumagic.transfers.tracing import Tracer
 
-            self._stack.enter_context(Tracer(self.recorder))
+            self._enter(Tracer(self.recorder))
+
+    def _enter(self, mode: RecordingContext | Tracer) -> None:
+        self._modes.append(mode)  # first, so that an interrupt finds it
+        mode.__enter__()
+
+
+def _is_in_force(mode: RecordingContext | Tracer) -> bool:
+    if not isinstance(mode, RecordingContext):
+        return any(each is mode for each in _get_current_dispatch_mode_stack())
+    context = device_context()
+    while context is not None and context is not mode:
+        context = getattr(context, "prev_mode", None)
+    return context is not None
 
 
 def find_blocker(namespace: Mapping[str, object], source: str) -> str | None:

@@ -111,7 +111,7 @@ class DeviceRun:
             self._recording.open()
             self._follow_memory(is_traced=self._recording.recorder.is_traced)
         except BaseException:  # Ctrl-C: what did not open is not closed
-            self._restore()
+            self.restore()
             raise
 
     def close(self, error: BaseException | None) -> None:
@@ -119,7 +119,7 @@ class DeviceRun:
         try:
             self._clock.stop()
         finally:
-            self._restore()
+            self.restore()
         self.report = self._report(error)
         if self._store is not None:
             self._store(self.report)
@@ -218,17 +218,20 @@ class DeviceRun:
     def _find_kept(self) -> KeptStorages:
         return kinds.find_kept(self._namespace, None if self._recording.recorder.is_traced else kinds.MOST_TENSORS)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Restore the default device and torch's functions, then the current device; again after an interrupt."""
         try:
-            if self._memory is not None:
-                self._memory.stop()
             self._recording.close()
-        except BaseException:  # Ctrl-C: torch's functions are restored all the same
+        except BaseException:  # Ctrl-C: a `with` block has no next cell that would do the rest
             self._recording.close()
             raise
         finally:
-            if self._previous is not None:
-                _make_current(self._previous)
+            try:
+                if self._previous is not None:
+                    _make_current(self._previous)
+            finally:
+                if self._memory is not None:
+                    self._memory.stop()
 
     def _source(self) -> str:
         """Return the text of the cell; "" for a block, which may be a small part of its file."""
