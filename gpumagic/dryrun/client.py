@@ -38,8 +38,8 @@ class Worker:
                 f"import sys; sys.path[:] = {sys.path!r}; from gpumagic.dryrun.worker import main; main({descriptor})"
             )
             self._process = subprocess.Popen(  # noqa: S603  # our own Python and our own code
-                [sys.executable, "-c", code], pass_fds=[descriptor], env=_environment(engine), start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                [sys.executable, "-c", code], pass_fds=[descriptor], env=_environment(engine),
+                start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         self._connection: Connection = Connection(ours.detach())
         self._owner = os.getpid()
@@ -132,4 +132,5 @@ def _environment(engine: str) -> dict[str, str]:
     hidden = {"GPUMAGIC_SIMGPU", *_HIDDEN}
     ours = {name: value for name, value in os.environ.items() if name not in hidden}
     devices = fakecuda.environment() if engine == "cuda" else dict.fromkeys(_HIDDEN, "")
-    return {**ours, **devices, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "MPLBACKEND": "Agg"}
+    return {**ours, **devices, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "MPLBACKEND": "Agg",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip

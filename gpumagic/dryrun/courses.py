@@ -194,7 +194,7 @@ class _Courses:
             why = f"it needs {size(base.peak)} or {size(other.peak)}, as they are"
         keys = self._responsible(base, other)
         hosts = [key for key in keys if key == HOST]
-        lines = ", ".join(f"line {line} (`{code}`)" if line else f"`{code}`" for line, code in keys if code)
+        lines = ", ".join(f"line {line} (`{code}`)" if line else code for line, code in keys if code)
         on = ["values on the device"] * (len(keys) > len(hosts))
         on += ["what large tensors and arrays on the CPU hold"] * len(hosts)
         return f"what the cell needs depends on {' and '.join(on)}{f', read in {lines}' if lines else ''}: {why}"

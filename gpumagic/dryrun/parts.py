@@ -204,6 +204,11 @@ class Shelf:
         self._path = ""
         self._used = 0
 
+    @property
+    def path(self) -> str:
+        """Where the worker finds it; empty while there is nothing on it."""
+        return self._path
+
     def put(self, address: int, nbytes: int) -> Slot | None:
         """Return where a copy of memory lies; None where there is no room for it.
 
@@ -243,10 +248,19 @@ class Shelf:
         return self._file
 
 
+_held: dict[str, int] = {}
+
+
+def hold(path: str) -> None:
+    """Open a shelf, for a process that will not be able to."""
+    if path:
+        _held[path] = os.open(path, os.O_RDONLY)
+
+
 def mapped(slot: Slot, nbytes: int) -> Any:
     """Return what lies there, as memory of this process alone."""
     path, offset = slot
-    file = os.open(path, os.O_RDONLY)
+    file = os.dup(_held[path]) if path in _held else os.open(path, os.O_RDONLY)
     try:
         return mmap.mmap(file, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
     finally:

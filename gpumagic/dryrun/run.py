@@ -87,7 +87,8 @@ def _order(
         sources[what.filename] = what.source
     return {
         "engine": chosen.name, "is_brief": False, "gpus": chosen.gpus, "workspaces": _workspaces(target),
-        "source": what.source, "filename": what.filename, "data": parts.data, "scopes": parts.scopes,
+        "source": what.source, "filename": what.filename, "data": parts.data, "shelf": parts.shelf.path,
+        "scopes": parts.scopes,
         "sources": {name: text for name, text in sources.items() if text}, "values": values,
         "backend": target.backend, "chosen": target.chosen, "base": base, "cuts_to_size": target.cuts_to_size,
         "capacities": [

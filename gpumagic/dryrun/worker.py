@@ -19,10 +19,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from gpumagic import fakecuda
-from gpumagic.dryrun import forks
+from gpumagic.dryrun import forks, parts
 
-_TO_TELL = 20
-"""Seconds that a run has to tell its account after its time is up: it stops by itself, unless it hangs in C."""
 _tried: set[str] = set()
 """Modules that were asked for before: one that cannot be imported here is not tried for every dry run."""
 
@@ -77,6 +75,7 @@ def _serve(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Non
     _be_silent()
     with contextlib.suppress(OSError):
         os.chdir(order["folder"])
+    parts.hold(order["shelf"])
     sys.argv = [""]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if order["engine"] == "cuda":

@@ -12,6 +12,7 @@ Start with `run.py`.
     guesses.py       what the host is told of the others, a course at a time; `reading.py` answers it on CUDA
     autocast.py      the device's autocast
     surroundings.py  data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
+    overlay.py       files of the process's own
     kinds.py         tells parameters, gradients, optimizer state and activations, and the cell's running line
     counted.py       how many passes of each loop were run
 """

@@ -97,3 +97,17 @@ def seed(order: dict[str, Any]) -> None:
     torch.random.default_generator.set_state(torch.frombuffer(bytearray(order["torch_random"]), dtype=torch.uint8))
     if order["numpy_random"] is not None and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(order["numpy_random"])
+
+
+def runs_in(*prefixes: str) -> bool:
+    """Return whether a module whose name begins like this is running, in this thread."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(prefixes):
+            return True
+        frame = frame.f_back
+    return False
+
+
+COMPILERS = ("torch._inductor.runtime.", "torch._inductor.select_algorithm", "triton.")
+"""What measures kernels while torch.compile chooses among them, and copies what they would overwrite."""

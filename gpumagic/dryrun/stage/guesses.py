@@ -19,6 +19,8 @@ Key = tuple["int | None", str]
 
 HOST: Key = (None, "")
 """Contents of the host that were not sent: which expression reads them is not known."""
+THREAD: Key = (None, "a thread")
+"""What reads is a thread in which no line of the notebook runs."""
 
 
 def _falling(turn: int) -> float:
@@ -108,11 +110,11 @@ class Guesses:
         course: which of `COURSES`.
         others: for some of the expressions that read, another one.
         assume: called with a sentence for each thing that is assumed.
-        where: tells which expression of the cell runs.
+        where: tells which expression of the cell runs; None for a read that is not the cell's.
     """
 
     def __init__(
-        self, course: int, others: Mapping[Key, int], assume: Callable[[str], None], where: Callable[[], Key]
+        self, course: int, others: Mapping[Key, int], assume: Callable[[str], None], where: Callable[[], Key | None]
     ) -> None:
         self.reads: dict[tuple[int | None, str, str], None] = {}
         """The line, the expression, and what it read that is not known: truth, number, size, contents or host."""
@@ -181,12 +183,15 @@ class Guesses:
     def _read(self, kind: str) -> tuple[Key, int, Course]:
         """Note a read; return its expression, how often it was read before, and its course."""
         key = self._where()
+        if key is None:
+            return THREAD, 0, COURSES[0]
         self.reads.setdefault((*key, kind))
         turn = self._turns.get((key, kind), 0)
         self._turns[key, kind] = turn + 1
         return key, turn, COURSES[self._others.get(key, self._course)]
 
     def _say(self, key: Key, what: str) -> None:
+        if all(read[:2] != key for read in self.reads):
+            return
         line, code = key
-        place = "" if line is None else f"line {line}: "
-        self._assume(f"{place}{f'`{code}`' if code else 'what is read from the device'} {what}")
+        self._assume(f"what {code} reads {what}" if line is None else f"line {line}: `{code}` {what}")

@@ -12,6 +12,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gpumagic.dryrun.stage import cell
+from gpumagic.dryrun.stage.guesses import THREAD, Key
 from gpumagic.dryrun.stage.journal import Journal
 from gpumagic.dryrun.stage.ledger import Ledger, Place
 from gpumagic.dryrun.stage.storages import key_of
@@ -124,12 +126,12 @@ class Lines:
     """Finds the cell's running line from anywhere below it.
 
     Args:
-        cell: the file name of the cell's code.
+        filename: that of the cell's code.
         sources: the text of the cell and of the notebook's other files, by file name.
     """
 
-    def __init__(self, cell: str, sources: dict[str, str]) -> None:
-        self._cell = cell
+    def __init__(self, filename: str, sources: dict[str, str]) -> None:
+        self._cell = filename
         self._lines = {name: text.splitlines() for name, text in sources.items()}
         self._places: dict[tuple[Any, ...], Place] = {}
         self._expressions: dict[tuple[CodeType, int], str] = {}
@@ -155,8 +157,10 @@ class Lines:
             place = self._places[key] = self._place(_told(frame), _told(innermost) if innermost else None)
         return place
 
-    def reading(self) -> tuple[int | None, str]:
-        """Return the cell's running line, and the notebook's innermost expression that runs."""
+    def reading(self) -> Key | None:
+        """Return the cell's running line, and the notebook's innermost expression; None while kernels are measured."""
+        if cell.runs_in(*cell.COMPILERS):
+            return None
         inner: FrameType | None = None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != self._cell:
@@ -164,8 +168,7 @@ class Lines:
                 inner = frame
             frame = frame.f_back
         inner = inner or frame
-        line = None if inner is None else (frame or inner).f_lineno
-        return line, "" if inner is None else self._expression(inner)
+        return THREAD if inner is None else ((frame or inner).f_lineno, self._expression(inner))
 
     def _expression(self, frame: FrameType) -> str:
         at = (frame.f_code, frame.f_lasti)

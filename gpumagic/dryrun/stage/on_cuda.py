@@ -85,8 +85,8 @@ class CudaRun:
         self._tell(self._execute(namespace))
 
     def _arrange(self) -> None:
-        surroundings.block(self.notes.effect)  # before modules of the user's are imported
-        surroundings.refuse_compiler()
+        if not surroundings.block(self.notes.effect):  # before modules of the user's are imported
+            surroundings.refuse_compiler()
         surroundings.load_in_this_process(self.notes.assume)
 
     def _unpack(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What of torch around the device a dry run does another way: data loaders, pinned memory, loading, compilers.
 
-Files opened for writing are the null device; making, moving and removing files does nothing; sending, connecting and
-starting programs is refused. An audit hook refuses what comes another way.
+What the cell writes lies in an overlay that vanishes with the process. Where the system gives none, files opened for
+writing are the null device, and making, moving and removing files does nothing. Sending, connecting and starting
+programs is refused by an audit hook.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from gpumagic.dryrun.parts import CannotDryRun
+from gpumagic.dryrun.stage import cell, overlay
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.stage.backend import DeviceModule
@@ -138,32 +143,92 @@ class Magics:
 _SKIPPED = {os: ("mkdir", "makedirs", "remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate",
                  "chmod", "chown", "symlink", "link", "utime", "mkfifo", "mknod"),
             shutil: ("rmtree", "copy", "copy2", "copyfile", "move", "copytree")}  # fmt: skip
-_REFUSED = frozenset({
-    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.system", "os.exec",
-    "os.posix_spawn", "os.startfile", "os.kill", "os.fork", "subprocess.Popen", "socket.connect", "socket.sendto",
-    "socket.sendmsg", "socket.bind", "socket.getaddrinfo",
+_FILES = frozenset({
+    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink",
 })  # fmt: skip
+_NEVER = frozenset({
+    "os.system", "os.exec", "os.posix_spawn", "os.startfile", "os.kill", "os.fork", "subprocess.Popen",
+    "socket.connect", "socket.sendto", "socket.sendmsg", "socket.bind", "socket.getaddrinfo",
+})  # fmt: skip
+_CACHES = ("/.cache/", "/torchinductor_", "/.triton/", "/__pycache__/", "/dev/")
+"""Parts of paths that a library writes on its own account."""
+_LARGE = 64 << 20
+"""Bytes of which `torch.save` writes none."""
 _PROGRAMS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.startfile", "subprocess.Popen", "os.fork"})
 _NATIVE_PROGRAMS = frozenset({"system", "popen", "fork", "vfork", "posix_spawn", "execv", "execve", "execvp", "execl"})
 """C's own ways, looked up by `ctypes`."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def block(note: Callable[[str], None]) -> None:
-    """Block effects for the rest of the process.
+def block(note: Callable[[str], None]) -> bool:
+    """Block effects for the rest of the process; return whether it has files of its own, and so writes what it likes.
 
     Args:
         note: called with a sentence for each thing that was kept from happening.
     """
+    is_private = overlay.enter()
+    if is_private:
+        sys.dont_write_bytecode = True
+        torch.save = _saving(torch.save, note)
+        sys.addaudithook(_telling(note))
+    else:
+        _write_nowhere(note)
+    sys.addaudithook(_refusing(note, _NEVER if is_private else _NEVER | _FILES))
+    _no_waiting()
+    return is_private
+
+
+def _write_nowhere(note: Callable[[str], None]) -> None:
     _open_nowhere(note)
     for module, names in _SKIPPED.items():
         for name in names:
             if hasattr(module, name):
                 setattr(module, name, _skipped(f"{module.__name__}.{name}", note))
     _save_nowhere(note)
-    sys.addaudithook(_refusing(note))
+    sys.addaudithook(_read_only(note))
     _no_growing_files()
-    _no_waiting()
+
+
+def _telling(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], None]:
+    """Return a hook that tells what is done to the files of the process's own."""
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        path = args[0] if args and isinstance(args[0], str | os.PathLike) else None
+        if path is None or any(part in os.fspath(path) for part in _CACHES):
+            return
+        told = ""
+        if event == "open" and isinstance(args[2], int) and args[2] & _WRITES:
+            told = f"writes the file {path!s}"
+        elif event == "sqlite3.connect" and path != ":memory:":
+            told = f"opens the database {path!s}"
+        elif event in _FILES:
+            others = [each for each in args[1:2] if isinstance(each, str)]
+            told = f"calls {event}({', '.join([str(path), *others])})"
+        if told and not cell.runs_in("torch._inductor.", "triton."):
+            note(told)
+
+    return hook
+
+
+def _saving(save: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., None]:
+    """Return `torch.save` that tells of what C++ writes, and of large contents leaves as much room as they take."""
+
+    def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            note(f"writes the file {f!s}")
+        large = sum(each.nbytes for each in _tensors(obj)) > _LARGE
+        is_skipped = large and hasattr(torch.serialization, "skip_data")
+        # What goes to a file is nothing that the cell decides by, so no mode follows it.
+        with _disable_current_modes(), torch.serialization.skip_data() if is_skipped else nullcontext():
+            save(obj, f, *args, **kwargs)
+
+    return saved
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.nn.Module):
+        value = value.state_dict()
+    yield from (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
 
 
 def _open_nowhere(note: Callable[[str], None]) -> None:
@@ -195,23 +260,44 @@ def _skipped(name: str, note: Callable[[str], None]) -> Callable[..., None]:
     return skip
 
 
-def _refusing(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], None]:
+def _read_only(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], None]:
+    """Return a hook that refuses what would write a file."""
+
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[2], int) and args[2] & _WRITES and args[0] != os.devnull:
             note(f"writes the file {args[0]!s}")
-            raise PermissionError(f"a dry run writes no file, and {args[0]!s} was opened for writing")
+            raise PermissionError(f"a dry run writes no file here, and {args[0]!s} was opened for writing")
         if event == "sqlite3.connect" and args[0] not in {":memory:", ""}:
             note(f"opens the database {args[0]!s}")
-            raise CannotDryRun(f"it opens the database {args[0]!s}, which a dry run does not do")
+            raise CannotDryRun(f"it opens the database {args[0]!s}, which a dry run does not do here")
+
+    return hook
+
+
+def _refusing(note: Callable[[str], None], refused: frozenset[str]) -> Callable[[str, tuple[Any, ...]], None]:
+    def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "ctypes.dlsym" and args[1] in _NATIVE_PROGRAMS:
             note("starts a program")
             raise CannotDryRun("it starts a program, which a dry run does not do")
-        if event in _REFUSED:
-            what = "starts a program" if event in _PROGRAMS else f"calls {event}"
-            note(what)
-            raise CannotDryRun(f"it {what}, which a dry run does not do")
+        if event not in refused:
+            return
+        if event in _PROGRAMS and cell.runs_in("torch._inductor.", "triton."):
+            return  # its files are the process's own
+        program = _program(event, args)
+        what = f"calls {event}" if event not in _PROGRAMS else f"starts a program{f' ({program})' if program else ''}"
+        note(what)
+        raise CannotDryRun(f"it {what}, which a dry run does not do")
 
     return hook
+
+
+def _program(event: str, args: tuple[Any, ...]) -> str:
+    """Return the name of a program that is started, where the event has it."""
+    command = {"subprocess.Popen": args[1:2], "os.posix_spawn": args[:1]}.get(event, ())
+    for each in command:
+        first = each if isinstance(each, str | bytes | os.PathLike) else next(iter(each), "")
+        return os.path.basename(os.fsdecode(first).split(" ")[0])  # noqa: PTH119  # of bytes, too
+    return ""
 
 
 def _no_growing_files() -> None:

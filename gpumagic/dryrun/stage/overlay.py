@@ -1,0 +1,113 @@
+"""A private view of the file system for one process: it sees all files, and what it writes is gone with it (Linux).
+
+Every place that has files gets an overlay whose upper layer is in memory. It takes a mount namespace, which a kernel
+gives to anybody who first takes a user namespace, unless a container or the system's rules forbid that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
+_READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
+_DETACH = 2
+_NO_FILES = frozenset({
+    "proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "mqueue", "securityfs", "debugfs", "tracefs", "bpf",
+    "pstore", "configfs", "fusectl", "binfmt_misc", "hugetlbfs", "autofs", "nsfs", "rpc_pipefs", "efivarfs",
+})  # fmt: skip
+"""Kinds of file systems that are a view of the system."""
+_SYSTEM = ("/proc", "/sys", "/dev")
+_STAGE = "/sys"
+"""Where what is written is kept until it is no more to be seen; any folder does that nobody looks into meanwhile."""
+_SHARE = 8
+"""What is written may take one of so many parts of the memory."""
+
+
+def enter() -> bool:
+    """Let this process, which has one thread, write to no file of anybody's; return whether it could.
+
+    Where it could not, some of the places may be read-only for it.
+    """
+    if sys.platform != "linux":
+        return False
+    places: list[tuple[str, int]] = []
+    try:
+        _take_namespace()
+        places += [(path, os.open(path, os.O_PATH)) for path in _places()]
+        _cover(places)
+        os.chdir(os.getcwd())  # noqa: PTH109  # the same folder, seen through its overlay
+    except OSError:
+        return False
+    finally:
+        for _, descriptor in places:
+            os.close(descriptor)
+    return True
+
+
+def _places() -> list[str]:
+    """Return the folders of the root, and what is mounted below them, outer ones first."""
+    found = {entry.path for entry in os.scandir("/") if entry.is_dir(follow_symlinks=False)} - set(_SYSTEM)
+    found.update(_mounted())
+    return sorted(path for path in found if os.access(path, os.R_OK | os.X_OK))
+
+
+def _mounted() -> Iterator[str]:
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        fields, _, kind = line.partition(" - ")
+        path = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields.split()[4])
+        inside = not path.startswith(_SYSTEM) or path == "/dev/shm"  # noqa: S108
+        if path != "/" and inside and kind.split()[0] not in _NO_FILES and Path(path).is_dir():
+            yield path
+
+
+def _take_namespace() -> None:
+    """Take mounts of our own; who is not the system's administrator becomes one of a system of users of its own."""
+    user, group = os.getuid(), os.getgid()
+    try:
+        _call("unshare", _NEW_MOUNTS)
+    except OSError:
+        _call("unshare", _NEW_USER | _NEW_MOUNTS)
+        for name, text in ("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1"):
+            Path(f"/proc/self/{name}").write_text(text, encoding="ascii")
+    _mount("/", _RECURSIVE | _PRIVATE)
+
+
+def _cover(places: list[tuple[str, int]]) -> None:
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE
+    _mount(_STAGE, 0, "tmpfs", f"size={room}")
+    try:
+        _mount("/", _REMOUNT | _BIND | _READ_ONLY)
+        for number, (path, lower) in enumerate(places):
+            _lay_over(path, lower, f"{_STAGE}/{number}")
+    finally:
+        _call("umount2", _STAGE.encode(), _DETACH)
+
+
+def _lay_over(path: str, lower: int, store: str) -> None:
+    """Lay an overlay over a folder; one that takes none becomes read-only."""
+    upper, work = f"{store}/upper", f"{store}/work"
+    os.makedirs(upper)  # noqa: PTH103
+    os.mkdir(work)  # noqa: PTH102
+    layers = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={work}"
+    for options in f"{layers},userxattr", layers:  # its marks are in attributes that users may write
+        with contextlib.suppress(OSError):
+            _mount(path, 0, "overlay", options)
+            return
+    _mount(path, _BIND | _RECURSIVE, source=f"/proc/self/fd/{lower}")
+    _mount(path, _REMOUNT | _BIND | _READ_ONLY)
+
+
+def _mount(path: str, flags: int, kind: str = "none", options: str = "", source: str = "none") -> None:
+    _call("mount", source.encode(), path.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
