@@ -1,7 +1,7 @@
 """See and steer your GPUs from a notebook.
 
-`%load_ext gpumagic` adds four magics: `%gpuinfo`, `%devices`, `%%ondevice` and `%%oomguard`. The same engine
-is a plain Python API:
+`%load_ext gpumagic` adds five magics: `%gpuinfo`, `%devices`, `%%ondevice`, `%%oomguard` and `%%dryrun`. The same
+engine is a plain Python API:
 
     gpumagic.gpuinfo()                      the GPUs, who uses them, or why there is none
     gpumagic.devices()                      the live tensors and what holds them
@@ -9,7 +9,7 @@ is a plain Python API:
     gpumagic.release_held()                 release tensors that only outputs or the last error hold
     with gpumagic.ondevice("cuda:1") as run: ...     new tensors land there; run.report has the copies
     with gpumagic.oomguard() as guard: ...           out-of-memory is explained, its memory freed; guard.report
-    gpumagic.dry_run("...code...")         the peak memory that code would need, without running it
+    gpumagic.dry_run("...code...")          the peak memory that code would need, without running it
     gpumagic.cluster                        the same on the engines of an ipyparallel cluster, as one report
     gpumagic.merge([...])                   reports of several processes as one
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gpumagic.errors import DeviceNotFound, DryRunUnavailable, GpuMagicError, OptionError, SimgpuUnavailable
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.recognition import OutOfMemory
-    from gpumagic.oom.report import FitReport, OomReport
+    from gpumagic.oom.report import OomReport
     from gpumagic.tensors.held_report import ReleaseReport, WhyReport
     from gpumagic.tensors.report import DiffReport, HeldReport, TensorReport
     from gpumagic.transfers.report import TransferReport
@@ -43,7 +43,6 @@ __all__ = [
     "DiffReport",
     "DryRunReport",
     "DryRunUnavailable",
-    "FitReport",
     "GPUReport",
     "GpuMagicError",
     "HeldReport",
@@ -74,7 +73,7 @@ _HOMES = {
     "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "DryRunUnavailable", "SimgpuUnavailable"),
     "gpumagic.gpus.report": ("GPUReport",),
     "gpumagic.oom.recognition": ("OutOfMemory",),
-    "gpumagic.oom.report": ("FitReport", "OomReport"),
+    "gpumagic.oom.report": ("OomReport",),
     "gpumagic.tensors.held_report": ("ReleaseReport", "WhyReport"),
     "gpumagic.tensors.report": ("DiffReport", "HeldReport", "TensorReport"),
     "gpumagic.transfers.report": ("TransferReport",),

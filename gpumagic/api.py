@@ -147,42 +147,41 @@ def oomguard(
     keep_going: bool = False,
     retry: int = 0,
     shrink: str | None = None,
-    fit: str | None = None,
     fallback: str | None = None,
 ) -> OomGuard:
     """Return a context manager and decorator that turns out-of-memory into a report and gives the memory back.
 
-    What calls again needs a function to call, so ``retry``, ``shrink``, ``fit`` and ``fallback`` are for decorating
-    one: ``@gpumagic.oomguard(shrink="batch_size")`` above a function with that parameter.
+    What calls again needs a function to call, so ``retry``, ``shrink`` and ``fallback`` are for decorating one:
+    ``@gpumagic.oomguard(shrink="batch_size")`` above a function with that parameter.
 
     Args:
         keep: keep the failed frames for a debugger, and say what they hold.
         keep_going: swallow the failure after the report instead of raising `OutOfMemory`.
         retry: call again up to so many times, with the same arguments.
         shrink: the parameter to halve, from the value it is called with, until the call fits.
-        fit: the parameter of which to find the largest value that fits.
         fallback: the device to call it on at last; ``"auto"`` is the emptiest other one.
 
     Raises:
-        OptionError: the options contradict each other.
         DeviceNotFound: the device to fall back to is not here.
     """
     from gpumagic.oom import rerun
     from gpumagic.oom.guard import OomGuard
     from gpumagic.oom.rerun_plan import Plan
 
-    plan = Plan(retry, shrink, fit, fallback)
+    plan = Plan(retry, shrink, fallback)
     plan.check()
     again = functools.partial(rerun.decorate, plan) if plan != Plan() else None
     return OomGuard(keep=keep, keep_going=keep_going, namespace=sys._getframe(1).f_globals, rerun=again)
 
 
 def dry_run(
-    what: str | Callable[[], object],
+    code: str | Callable[[], object],
     namespace: Mapping[str, object] | None = None,
     *,
     device: str | None = None,
     capacity: int | str | None = None,
+    gpu: str | None = None,
+    fit: str | None = None,
     time_limit: float = 60.0,
 ) -> DryRunReport:
     """Return the peak memory that code would need, without running it here and without touching a device.
@@ -191,23 +190,29 @@ def dry_run(
     process, which takes some seconds; it is kept for the next ones.
 
     Args:
-        what: code as a notebook's cell has it, or a callable without arguments.
+        code: code as a notebook's cell has it, or a callable without arguments.
         namespace: the names that the code sees; the caller's globals by default.
         device: the device asked about, such as ``"cuda:1"``; the first accelerator by default.
         capacity: what a device is to have, in bytes or as ``"16GiB"``; what is free and this process's own without.
-        time_limit: seconds after which the dry run is cancelled.
+        gpu: a GPU that need not be here, such as ``"T4"``: it has that one's properties and memory.
+        fit: an int that the code writes, or that it reads from the namespace, of which to find the largest value with
+            which it fits: ``report.largest``. The rest of the report is of the run with that value.
+        time_limit: seconds after which a dry run is stopped.
 
     Raises:
         DeviceNotFound: a device that is not here.
-        OptionError: the code or the capacity cannot be read, or there is no accelerator and no capacity is given.
+        OptionError: the code, the capacity, the GPU or the name cannot be read, or there is no accelerator and neither
+            a capacity nor a GPU is given.
         DryRunUnavailable: this system or this torch cannot.
     """
-    from gpumagic.dryrun import run, targets
+    from gpumagic.dryrun import fitting, run, targets
     from gpumagic.dryrun.script import script_of
     from gpumagic.options import parse_size
 
     if namespace is None:
         namespace = sys._getframe(1).f_globals
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
-    target = targets.choose(device, size)
-    return run.dry_run(script_of(what), namespace, target, time_limit=time_limit)
+    target = targets.choose(device, size, gpu)
+    if fit is not None:
+        return fitting.largest(script_of(code), fit, namespace, target, time_limit)
+    return run.dry_run(script_of(code), namespace, target, time_limit=time_limit)

@@ -19,14 +19,13 @@ from gpumagic import api
 from gpumagic._compat import output_can_be_silenced
 from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.gpus import device_names
-from gpumagic.notebook.guards import Guard, RunOnce
+from gpumagic.notebook.guards import Guard, NoGuard, RunOnce
 from gpumagic.options import parser
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
     from gpumagic.cluster.report import ClusterReport
-    from gpumagic.dryrun.report import DryRunReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.notebook.cells import CellSessions
     from gpumagic.tensors.report import DiffReport, TensorReport
@@ -62,7 +61,7 @@ def _magic(method: Callable[..., object]) -> Callable[..., object]:
 
 @magics_class
 class GPUMagic(Magics):
-    """What `%gpuinfo`, `%devices`, `%%ondevice` and `%%oomguard` do where their line does not say."""
+    """What the magics do where their line does not say."""
 
     device = Unicode(help="The device of %%ondevice where its line names none, such as cuda:1 or auto.").tag(
         config=True
@@ -156,16 +155,11 @@ class GPUMagic(Magics):
         if options.engines is not None:
             options.keep_going = options.keep_going or self.keep_going
             return self._cell_of_engines("oomguard", options, None if options.state else cell)
-        if options.rehearse_only:
-            report = self._rehearse(options, cell)
-            return lambda: report
-        if options.rehearse or options.capacity is not None:
-            self._rehearse(options, cell)
-        plan = Plan(options.retry, options.shrink, options.fit, options.fallback)
+        plan = Plan(options.retry, options.shrink, options.fallback)
         runs_again = plan != Plan()
         if runs_again and cell is None:
             raise OptionError(
-                "--retry, --shrink, --fit and --fallback run the cell again, so they need all of it: "
+                "--retry, --shrink and --fallback run the cell again, so they need all of it: "
                 "write %%oomguard on its first line"
             )
         guard = functools.partial(
@@ -182,6 +176,21 @@ class GPUMagic(Magics):
         assert cell is not None
         return self._sessions.ready_body(Rerun(plan, guard(), self.shell.user_ns, self.shell), cell)
 
+    @line_cell_magic
+    @_magic
+    def dryrun(self, options: Namespace, cell: str | None = None) -> object:
+        """Tell what the cell would need, and run it only if it is asked to and fits."""
+        from gpumagic.dryrun import cells
+
+        report = cells.dry_run_cell(self.shell, options, cell)
+        if options.out is not None:
+            self.shell.user_ns[options.out] = report
+        if not options.run:
+            return lambda: report
+        cells.show_and_check(report)
+        assert cell is not None
+        return self._sessions.ready_body(RunOnce(NoGuard("dryrun")), cell)
+
     def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
         from gpumagic.oom import every_cell
 
@@ -190,17 +199,6 @@ class GPUMagic(Magics):
                 f"{state} is for every cell, not for this one: write %oomguard {state} in a cell of its own"
             )
         print(every_cell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
-
-    def _rehearse(self, options: Namespace, cell: str | None) -> DryRunReport:
-        """Return the cell's rehearsal; where the cell is to run next, show it, and raise if the cell does not fit."""
-        from gpumagic.dryrun import cells
-
-        report = cells.dry_run_cell(self.shell, options, cell)
-        if options.out is not None:
-            self.shell.user_ns[options.out] = report
-        if not options.rehearse_only:
-            cells.show(report)
-        return report
 
     def _follow(self, options: Namespace) -> object:
         if options.each_cell:

@@ -77,17 +77,18 @@ class Parser(argparse.ArgumentParser):
         needs_body: the options with which it needs the cell's text, to run it more than once or to read it.
         forwarded: the names of those that go to the engines with the cell.
         refused: the names of those that are about one process, and so are refused with ``--engines``.
+        moved: options of `%%dryrun` that are looked for here.
     """
 
     def __init__(
         self, prog: str, description: str, *, needs_body: Sequence[str] = (), forwarded: Sequence[str] = (),
-        refused: Sequence[str] = (),
+        refused: Sequence[str] = (), moved: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(
             prog=prog, description=description, add_help=False, allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
-        self.needs_body, self.forwarded, self.refused = needs_body, forwarded, refused
+        self.needs_body, self.forwarded, self.refused, self.moved = needs_body, forwarded, refused, moved
         self.add_argument("-h", "--help", action="store_true", help="show this help; a cell does not run")
 
     def error(self, message: str) -> NoReturn:
@@ -104,6 +105,9 @@ class Parser(argparse.ArgumentParser):
             words = shlex.split(line)
         except ValueError as error:
             raise OptionError(f"{self.prog}: {error} in {line!r}; close it or leave it out") from None
+        moved = [word for word in words if word.partition("=")[0] in self.moved]
+        if moved:
+            raise OptionError(f"{self.prog} has no option {moved[0]!r}; %%dryrun has it")
         options, unknown = self.parse_known_args(words)
         if unknown:
             raise OptionError(self._unknown(unknown[0]))
@@ -280,49 +284,55 @@ def _oomguard() -> Parser:
         "%oomguard inside a cell guards the rest of it, %oomguard on all cells to come.\n\n"
         "    %%oomguard -o r                  keep the report: r.verdict, r.advice\n"
         "    %%oomguard --shrink batch_size   halve it and run again, until it fits\n"
-        "    %%oomguard --rehearse-only       how much memory will this cell need?\n"
-        "    %%oomguard --rehearse-only --fit batch_size --capacity 16GiB\n"
-        "                                     the largest batch on a GPU you don't have",
-        needs_body=(
-            "--retry",
-            "--shrink",
-            "--fit",
-            "--fallback",
-            "--rehearse",
-            "--rehearse-only",
-            "--capacity",
-            "--engines",
-        ),
+        "    %oomguard on                     guard every cell to come\n"
+        "    %%dryrun --fit batch_size        the largest that fits, without running it",
+        needs_body=("--retry", "--shrink", "--fallback", "--engines"),
         forwarded=("retry", "shrink", "fallback", "keep", "keep_going"),
-        refused=("fit", "rehearse", "rehearse_only", "capacity"),
+        moved=("--fit", "--capacity", "--gpu"),
     )
     parser.add_argument("state", nargs="?", choices=("on", "off"), help="guard every cell from the next on, or no more")
     parser.add_argument(
         "--retry", metavar="N", type=_typed(positive_int), default=0, help="run again up to N times once freed"
     )
     parser.add_argument(
-        "--shrink", metavar="NAME", type=_typed(variable_name), help="halve this int and run again, until it fits"
-    )
-    parser.add_argument(
-        "--fit", metavar="NAME", type=_typed(variable_name), help="find the largest value of this int that fits"
+        "--shrink", metavar="INT", type=_typed(variable_name), help="halve this int and run again, until it fits"
     )
     parser.add_argument("--fallback", metavar="DEVICE", help="then run it on this device; auto: the emptiest other one")
-    parser.add_argument(
-        "--rehearse", action="store_true", help="tell the peak memory first, and run the cell only if it fits"
-    )
-    parser.add_argument(
-        "--rehearse-only", action="store_true", help="tell the peak memory; with --fit NAME also the largest that fits"
-    )
-    parser.add_argument(
-        "--capacity", metavar="SIZE", type=_typed(parse_size), help="rehearse for a GPU of this size, such as 16GiB"
-    )
     parser.add_argument("--keep", action="store_true", help="keep the failed frames for %%debug; say what they hold")
     parser.add_argument("--keep-going", action="store_true", help="let Run All go on after the report")
     _add_cell_options(parser)
     return parser
 
 
-_DECLARATIONS = {"gpuinfo": _gpuinfo, "devices": _devices, "ondevice": _ondevice, "oomguard": _oomguard}
+def _dryrun() -> Parser:
+    parser = Parser(
+        "%%dryrun",
+        "Tell how much device memory the cell would need and whether it fits. The cell\n"
+        "runs in another process that computes nothing on any device; the notebook stays\n"
+        "as it is. It works without a GPU, too.\n\n"
+        "    %%dryrun                         its peak, on which line, of what\n"
+        "    %%dryrun --fit batch_size        the largest batch that fits\n"
+        "    %%dryrun --gpu T4                on a GPU that is not here\n"
+        "    %%dryrun --run                   run the cell, if it fits\n"
+        "    %%dryrun -o r                    keep the report: r.peak, r.plot()",
+    )
+    parser.add_argument(
+        "--fit", metavar="INT", type=_typed(variable_name), help="find the largest value of this int that fits"
+    )
+    parser.add_argument(
+        "--capacity", metavar="SIZE", type=_typed(parse_size), help="on a GPU with this much memory, such as 16GiB"
+    )
+    parser.add_argument("--gpu", metavar="GPU", help="on a T4, V100, A100, A100-40GB, L4, RTX-3090, RTX-4090 or H100")
+    parser.add_argument("--run", action="store_true", help="then run the cell, if it fits; else stop Run All")
+    parser.add_argument(
+        "-o", "--out", metavar="NAME", type=_typed(variable_name), help="also store the report in a variable"
+    )
+    return parser
+
+
+_DECLARATIONS = {
+    "gpuinfo": _gpuinfo, "devices": _devices, "ondevice": _ondevice, "oomguard": _oomguard, "dryrun": _dryrun,
+}  # fmt: skip
 
 MAGICS: Sequence[str] = tuple(_DECLARATIONS)
 

@@ -9,7 +9,7 @@ import gpumagic
 from gpumagic.cluster.report import PlacedRow
 from gpumagic.dryrun.report import DryRunRow
 from gpumagic.gpus.report import GpuRow, ProcessRow
-from gpumagic.oom.report import Advice, FitReport, OomReport
+from gpumagic.oom.report import Advice, OomReport
 from gpumagic.tensors.held_report import FreedRow, WayRow
 from gpumagic.tensors.report import DeviceMemoryRow, DiffRow, HeldRow, TensorRow
 from gpumagic.transfers.report import TransferReport, TransferRow
@@ -47,8 +47,8 @@ def running() -> None:
     assert_type(run.report.peak, Mapping[str, int])
     with gpumagic.oomguard() as guard:
         pass
-    assert_type(guard.report, OomReport | FitReport | None)
-    assert isinstance(guard.report, OomReport)
+    assert_type(guard.report, OomReport | None)
+    assert guard.report is not None
     assert_type(guard.report.advice, tuple[Advice, ...])
 
 
@@ -57,6 +57,7 @@ def dry_runs() -> None:
     assert_type(report[0], DryRunRow)
     assert_type(report.peak, dict[str, int])
     assert_type(report.fits, bool | None)
+    assert_type(report.largest, int | None)
 
 
 @gpumagic.ondevice("cuda:1")

@@ -8,7 +8,7 @@ what they do. Nothing of the notebook changes.
     run.py         the request to the worker
     courses.py     the same with other values in place of those that are not known
     verdict.py     what the answer means
-    fitting.py     the largest value with which a cell fits
+    fitting.py     the largest value of a setting with which a cell fits
     cells.py       dry runs on behalf of the magics
     parcel.py      the notebook as code and metadata; `sendable.py` decides how each object goes, `parts.py` as what
     client.py      the parent's end of the worker process; `worker.py` is the other
@@ -17,18 +17,3 @@ what they do. Nothing of the notebook changes.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gpumagic.dryrun.fitting import fit
-
-__all__ = ["fit"]
-
-
-def __getattr__(name: str) -> object:
-    if name == "fit":
-        from gpumagic.dryrun.fitting import fit
-
-        return fit
-    raise AttributeError(f"module 'gpumagic.dryrun' has no attribute {name!r}")

@@ -1,24 +1,19 @@
-"""A dry run on behalf of the magics: of a cell before it runs, or of a cell with other values of one of its numbers.
+"""A dry run on behalf of the magics: of a cell, or of one that ran out of memory with other values of its batch size.
 
-The latter takes limited time and is never fatal: where the cell cannot be dry-run, that is an answer too, and the
-magics then run it.
+The latter takes limited time and is never fatal: where the cell cannot be dry-run, that is an answer too.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.dryrun import fitting, run, targets
-from gpumagic.dryrun.fitting import Recordings
-from gpumagic.dryrun.report import DryRunReport, Fit
+from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
 from gpumagic.errors import DryRunUnavailable, GpuMagicError, OptionError
-from gpumagic.report import progress
 from gpumagic.source.settings import Setting
 
 if TYPE_CHECKING:
@@ -34,28 +29,20 @@ def dry_run_cell(shell: InteractiveShell, options: Namespace, body: str | None) 
         body: the text below the line.
 
     Raises:
-        OptionError: there is no body, or a capacity without a dry run.
+        OptionError: there is no body, or what it needs is not there.
         GpuMagicError: as `gpumagic.dry_run`.
     """
-    if not (options.rehearse or options.rehearse_only):
-        raise OptionError("--capacity is what a dry run reckons with: add --rehearse or --rehearse-only")
     if body is None:
-        raise OptionError("a dry run needs all of the cell: write %%oomguard on its first line")
-    from gpumagic.dryrun import fitting, run, targets
-    from gpumagic.dryrun.script import script_of
-
+        raise OptionError("a dry run needs the whole cell: write %%dryrun on its first line")
     script = script_of(body, _lines_above(shell, body))
-    target = targets.choose(None, options.capacity)
-    report = run.dry_run(script, shell.user_ns, target)
-    if not (options.rehearse_only and options.fit):
-        return report
-    with progress.counted(fitting.MOST_RUNS, "dry run") as tell:
-        found = fitting.of_script(script, options.fit, shell.user_ns, target, tell)
-    return dataclasses.replace(report, largest=found)
+    target = targets.choose(None, options.capacity, options.gpu)
+    if options.fit is not None:
+        return fitting.largest(script, options.fit, shell.user_ns, target, run.TIME_LIMIT)
+    return run.dry_run(script, shell.user_ns, target)
 
 
-def show(report: DryRunReport) -> None:
-    """Show a dry run before the cell runs.
+def show_and_check(report: DryRunReport) -> None:
+    """Show a dry run before its cell runs.
 
     Raises:
         GpuMagicError: the cell does not fit, or that is not known, so it must not run.
@@ -64,8 +51,8 @@ def show(report: DryRunReport) -> None:
 
     display(report)
     if not report.fits:
-        why = report.verdict.rstrip(".")
-        raise GpuMagicError(f"not run: {why[:1].lower()}{why[1:]}; without --rehearse it runs all the same")
+        why = report.verdict
+        raise GpuMagicError(f"not run: {why[:1].lower()}{why[1:]}")
 
 
 def _lines_above(shell: InteractiveShell, body: str) -> int:
@@ -105,7 +92,6 @@ class OtherValues:
         self.knob = knob
         self._imagine, self._namespace, self._seconds = imagine, namespace, seconds
         self._until: float | None = None
-        self._recordings = Recordings()
 
     def dry_run(self, value: int) -> DryRunReport:
         """Return the dry run with a value, as the devices are now.
@@ -117,11 +103,9 @@ class OtherValues:
         if left <= 0:
             raise DryRunUnavailable(f"the dry runs took more than {self._seconds:g} s")
         what, values = self._imagine(value)
-        target = targets.choose(None, None)
         report = run.dry_run(
-            script_of(what), self._namespace, target, values=values, time_limit=left,
-            note=self._recordings.note(value, target),
-        )  # fmt: skip
+            script_of(what), self._namespace, targets.choose(None, None), values=values, time_limit=left
+        )
         if self._until is None:  # the worker's start does not count
             self._until = time.monotonic() + self._seconds
         return report
@@ -133,18 +117,13 @@ class OtherValues:
         except GpuMagicError:
             return None
 
-    def largest(self) -> Fit:
-        """Return the largest value that fits; where none is found, the reason."""
-        try:
-            with progress.counted(fitting.MOST_RUNS, "dry run") as tell:
-                dry_run = functools.partial(self._told, tell)
-                return fitting.search(dry_run, self.knob.name, self.knob.value, self._recordings.largest)
-        except GpuMagicError as error:
-            return Fit(self.knob.name, self.knob.value, None, None, None, 0, 0.0, reason=str(error))
+    def largest(self) -> DryRunReport:
+        """Return the dry run with the largest value that fits.
 
-    def _told(self, tell: Callable[[str], None], value: int) -> DryRunReport:
-        tell(f"{self.knob.name} = {value}")
-        return self.dry_run(value)
+        Raises:
+            GpuMagicError: it cannot be dry-run, or there is no time left.
+        """
+        return fitting.search(self.dry_run, self.knob.name, self.knob.value)
 
 
 def with_other_values(

@@ -179,11 +179,12 @@ class _Courses:
             return {**told, "varies": varies, "hangs": False}
         for device in told["devices"]:
             device["failed"] = False  # with other values it may fit
-        told["unknown"].insert(0, self._reason(telling, is_bounded))
-        return {**told, "varies": True, "hangs": True}
+        reason, keys = self._reason(telling, is_bounded)
+        told["unknown"].insert(0, reason)
+        return {**told, "varies": True, "hangs": True, "open_on": keys}
 
-    def _reason(self, telling: list[_Course], is_bounded: bool) -> str:
-        """Return on what the verdict hangs."""
+    def _reason(self, telling: list[_Course], is_bounded: bool) -> tuple[str, list[Key]]:
+        """Return on what the verdict hangs, and the expressions that read it."""
         base = next(each for each in telling if each.fits is not None)
         other = next((each for each in telling if each.fits is not base.fits), base)
         why = "with some it fits, with others not"
@@ -197,7 +198,8 @@ class _Courses:
         lines = ", ".join(f"line {line} (`{code}`)" if line else code for line, code in keys if code)
         on = ["values on the device"] * (len(keys) > len(hosts))
         on += ["what large tensors and arrays on the CPU hold"] * len(hosts)
-        return f"what the cell needs depends on {' and '.join(on)}{f', read in {lines}' if lines else ''}: {why}"
+        sentence = f"what the cell needs depends on {' and '.join(on)}{f', read in {lines}' if lines else ''}: {why}"
+        return sentence, [key for key in keys if key != HOST]
 
     def _responsible(self, base: _Course, other: _Course) -> list[Key]:
         """Return the expression that alone makes the difference between two courses, or else all that read."""

@@ -73,6 +73,8 @@ def _device(index: int, target: Target) -> str:
 def _gpu(index: int, target: Target) -> GPU:
     import torch
 
+    if target.gpu is not None:
+        return GPUS[target.gpu]
     if target.is_imagined or not torch.cuda.is_initialized() or index >= torch.cuda.device_count():
         return GPUS["A100"]
     return like(index)

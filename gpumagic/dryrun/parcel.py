@@ -66,21 +66,27 @@ class Parcel:
 
 
 def pack(
-    namespace: Mapping[str, Any], names: Iterable[str], extra: object = None, *, with_graphs: bool = False
+    namespace: Mapping[str, Any],
+    names: Iterable[str],
+    extra: object = None,
+    *,
+    with_graphs: bool = False,
+    only_used: bool = False,
 ) -> Parcel:
     """Return what code that uses these names of the namespace needs.
 
     Args:
         namespace: the notebook's.
-        names: those the code uses; what holds tensors is sent in any case, so that it stays alive in the dry run.
+        names: those the code uses.
         extra: one more object, under the name ``__dry_run__``.
+        only_used: whether to leave out what only holds tensors, and so stays alive in the dry run.
         with_graphs: whether what graphs keep is sent with the tensors that lead to them.
     """
     bad: set[str] = set()
     while True:
         packing = _Packing(namespace, OldGraphs(with_graphs))
         try:
-            failed = packing.fill([*names, *holders(namespace)], extra, bad)
+            failed = packing.fill([*names, *(() if only_used else holders(namespace))], extra, bad)
         except BaseException:  # Ctrl-C
             packing.shelf.close()
             raise

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gpumagic.dryrun import models
 from gpumagic.dryrun.models import DtypeReport, Model
-from gpumagic.report.base import Report, to_figure
+from gpumagic.report.base import Report, to_document, to_figure
+from gpumagic.report.document import Heading
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +33,7 @@ class DryRunPoint:
 
     device: str
     operator: int
-    """How many operators the cell had begun; of a loop that was cut short only those of the passes that were made."""
+    """How many operators the cell had begun."""
     line: int | None
     """Which line of the cell ran; None before the first."""
     allocated: int
@@ -41,115 +42,139 @@ class DryRunPoint:
     the end of the cell, so that memory that will be a gradient counts as one from its first byte."""
 
 
-@dataclass(frozen=True)
-class DeviceNeed:
-    """One device: what the cell takes of it."""
+class DeviceNeed(NamedTuple):
+    """What the cell takes of one device, in bytes."""
 
     device: str
-    peak: int
-    """Highest bytes allocated, as the allocator's own peak would tell."""
-    reserved: int
-    """Highest bytes that the allocator holds for it."""
     before: int
+    """Allocated when the cell begins."""
+    peak: int
+    """Allocated at most."""
     after: int
+    """Allocated when it ends."""
+    reserved: int
+    """What the caching allocator holds for it at most."""
     capacity: int | None
-    """Bytes that this process can have there."""
-    extra: tuple[int, int]
-    """Least and most bytes that are not modelled: a context, workspaces of kernels. An estimate."""
+    """What this process can have there."""
     fits: bool | None
-    line: int | None
-    code: str | None
-    function: str | None
-    """The notebook's function below the line, as ``"step, line 3"``."""
-    operator: str | None
-    operator_bytes: int
-    failure_line: int | None
-    """The line whose request would be the first to be refused."""
-    breakdown: dict[str, int] = field(default_factory=dict)
+
+
+class Passes(NamedTuple):
+    """How often a loop of the cell was run."""
+
+    place: str
+    """Such as ``"line 4"``."""
+    run: int
+    asked: int | None
+    """None where only running it to its end tells, as for ``while``."""
+
+
+class Trial(NamedTuple):
+    """One dry run of a search."""
+
+    value: int
+    peak: int
+    """Bytes allocated at most, on the device that decides."""
+    fits: bool | None
+    reason: str
+    """Why not, or why that is open."""
 
 
 @dataclass(frozen=True)
-class Fit:
-    """The largest value of a variable with which the cell fits."""
+class Search:
+    """The search for the largest value of a setting with which the cell fits."""
 
     name: str
-    value: int
-    """What it is now."""
-    largest: int | None
-    """None if none was found; the reason is in `reason`."""
-    peak: int | None
-    """Bytes allocated at the peak with the largest."""
-    capacity: int | None
-    base: int
-    """Bytes of the peak that do not depend on it."""
-    each: float
-    """Bytes of the peak for each 1 of it."""
-    tried: tuple[tuple[int, int, bool | None], ...] = ()
-    """(value, peak, whether it fits) of each dry run."""
+    now: int
+    """The value in the cell or the notebook."""
+    trials: tuple[Trial, ...]
+    """By value."""
     reason: str = ""
-    assumed: tuple[str, ...] = ()
-    """What the dry runs took for granted."""
+    """Why it ended before it found the largest."""
 
     @property
-    def ceiling(self) -> int | None:
-        """The smallest value that was run and does not fit."""
-        return min((value for value, _, fits in self.tried if fits is False), default=None)
-
-    @property
-    def expected(self) -> int | None:
-        """The value to run with: the largest that fits, 1 where none does, the present one where none matters."""
-        if self.largest is None and self.ceiling == 1:
-            return 1
-        matters = self.largest is not None or not self.tried or not all(fits for *_, fits in self.tried)
-        return self.largest if matters else self.value
+    def smallest_failing(self) -> Trial | None:
+        """The trial with the smallest value that was not shown to fit."""
+        return next((each for each in self.trials if not each.fits), None)
 
 
 @dataclass(frozen=True, repr=False)
 class DryRunReport(Report[DryRunRow]):
-    """The peak memory of a cell that has not run, where it is, what makes it up, and whether it fits."""
+    """The peak memory of a cell that has not run, where it is, what makes it up, and whether it fits.
+
+    The rows are the lines of the cell, by device.
+    """
 
     row_type: ClassVar[type[Any]] = DryRunRow
 
     device: str | None
     """The device that decides: the one that would run out, or has least left."""
     peak: dict[str, int]
+    """Highest bytes allocated, as `torch.cuda.max_memory_allocated` would tell, by device."""
+    reserved: dict[str, int]
+    """Highest bytes that the caching allocator holds, by device."""
     line: int | None
+    """Where the peak is."""
     code: str | None
     operator: str | None
+    """Which operator of that line allocates at the peak."""
     breakdown: dict[str, int]
     """Bytes at the peak by what they are: parameters, gradients, optimizer state, activations, temporaries, other."""
     fits: bool | None
-    """None where it cannot be told; `verdict` says why."""
+    """None where it cannot be told."""
     capacity: int | None
-    verdict: str
-    largest: Fit | None = None
-    points: tuple[DryRunPoint, ...] = ()
+    """Bytes that this process can have of the device that decides."""
+    complete: bool = False
+    """Whether the cell was run to its end, or until it was out of memory."""
+    certain: bool = False
+    """Whether every pass of every loop was run, and no value that is not known changes the verdict or the peak."""
+    passes: tuple[Passes, ...] = ()
+    """How often each loop of the cell was run, and was to be."""
+    largest: int | None = None
+    """The largest value of the setting that was asked about with which the cell was run and fits."""
+    modules: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Bytes at the peak by the path of the module they belong to, and by what they are."""
+    timeline: tuple[DryRunPoint, ...] = ()
     """Each device's memory in the course of the cell, by what it is, thinned to some hundred points a device."""
     assumed: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    engine: str = "fake"
+    """What it ran on: ``"cuda"``, torch's own CUDA over a fake runtime, or ``"fake"``, tensors without bytes."""
+    gpu: str | None = None
+    """The GPU that was asked for by name."""
+    overhead: tuple[int, int] = (0, 0)
+    """Least and most bytes that the CUDA context and what the engine does not model take besides: an estimate."""
+    function: str | None = None
+    """The notebook's function below the line of the peak, as ``"step, line 3"``."""
+    operator_bytes: int = 0
+    """What the operator of the peak allocates."""
+    failure_line: int | None = None
+    """The line whose request is the first to be refused."""
+    open_on: tuple[tuple[int, str], ...] = ()
+    """``(line, code)`` of each place where a value that is not known changes the verdict or the peak."""
     effects: tuple[str, ...] = ()
     """What the cell will do to files, programs and the network; the dry run did none of it."""
     error: str | None = None
     """How the cell would fail for another reason than memory."""
     devices: tuple[DeviceNeed, ...] = ()
     lines: tuple[DryRunRow, ...] = ()
+    search: Search | None = None
+    """How the largest value was found."""
     operators: int = 0
     """How many operators the dry run answered."""
     seconds: float = 0.0
     """How long it took."""
     models: tuple[Model, ...] = ()
     """The models that the cell leaves in variables, or that the callable returns."""
-    engine: str = "fake"
-    """What it ran on: `cuda`, torch's own CUDA over a fake runtime, or `fake`, tensors without bytes."""
 
     @property
     def rows(self) -> tuple[DryRunRow, ...]:
         return self.lines
 
     @property
-    def timeline(self) -> tuple[tuple[str, int, int], ...]:
-        """``(device, line, bytes allocated)`` of each of the points; line 0 is before the first."""
-        return tuple((point.device, point.line or 0, point.allocated) for point in self.points)
+    def verdict(self) -> str:
+        """The report's first line."""
+        return next(block.text for block in to_document(self).blocks if isinstance(block, Heading))
 
     def by_dtype(self, training: bool = False, *, optimizer: str = "adamw") -> DtypeReport:
         """Return what the models that the cell builds take with weights of float32, bfloat16, int8 and int4.
@@ -164,7 +189,7 @@ class DryRunReport(Report[DryRunRow]):
         return models.table(self.models, self.capacity, training=training, optimizer=optimizer)
 
     def plot(self) -> Figure:
-        """Return a matplotlib figure of the memory over the run, a line a device.
+        """Return a matplotlib figure of the memory over the run, a picture a device.
 
         Raises:
             GpuMagicError: matplotlib is not installed, or there is nothing to draw.

@@ -50,7 +50,9 @@ def dry_run(
     target = chosen.target
     if chosen.name == engine.FAKE:
         _check_torch()
-    sent = parcel.pack(namespace, what.names(), what.function, with_graphs=target.tells_segments())
+    sent = parcel.pack(
+        namespace, what.names(), what.function, with_graphs=target.tells_segments(), only_used=not target.is_here
+    )  # fmt: skip
     with contextlib.closing(sent) as parts:
         order = _order(what, parts, chosen, dict(values or {}), time_limit)
         told = courses.run(order)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from gpumagic.errors import OptionError
+from gpumagic.fakecuda import gpus
 from gpumagic.gpus import device_names
 from gpumagic.memory import allocator, segments
 from gpumagic.memory.segments import Segment
@@ -43,7 +44,11 @@ class Target:
     """Where blocks lie in the allocator's cache; None where that cannot be known, as on an imagined device."""
     unknown: tuple[str, ...] = ()
     is_imagined: bool = False
-    """Whether a capacity was asked for, so that nothing of the devices here counts."""
+    """Whether a capacity or a GPU was asked for, so that nothing of the devices here counts."""
+    is_here: bool = True
+    """Whether this machine has devices of the backend, so that the notebook's tensors may be on them."""
+    gpu: str | None = None
+    """The GPU that was asked for: a name of `fakecuda.gpus.GPUS`."""
 
     @property
     def names(self) -> list[str]:
@@ -55,21 +60,26 @@ class Target:
         return all(each is not None for each, held in zip(self.segments, self.allocated, strict=True) if held)
 
 
-def choose(device: str | None, capacity: int | None) -> Target:
+def choose(device: str | None, capacity: int | None, gpu: str | None = None) -> Target:
     """Return what a dry run is for.
 
     Args:
-        device: a device of this machine; where ``capacity`` is given, also one that it does not have.
+        device: a device of this machine; where ``capacity`` or ``gpu`` is given, also one that it does not have.
         capacity: bytes of the imagined device; what is free and this process's own without.
+        gpu: the imagined device by its name, such as ``"T4"``; its memory counts where no capacity is given.
 
     Raises:
-        DeviceNotFound: the device is not here, and no capacity is given.
-        OptionError: there is no accelerator here, and no capacity is given.
+        DeviceNotFound: the device is not here, and neither a capacity nor a GPU is given.
+        OptionError: there is no accelerator here, and neither is given; or no such GPU is known.
     """
     here = allocator.accelerators()
+    if gpu is not None:
+        gpu = gpus.name_of(gpu)
+        capacity = gpus.GPUS[gpu].capacity if capacity is None else capacity
+        device = device or "cuda:0"
     if device is None:
         if not here and capacity is None:
-            raise OptionError("there is no GPU here for a dry run; say what it should have: --capacity 16GiB")
+            raise OptionError("there is no GPU here; name one, --gpu T4, or give a size, --capacity 16GiB")
         device = here[0] if here else "cuda:0"
     elif capacity is None or device in here or not _is_imaginable(device):
         device = device_names.resolve(device)
@@ -94,7 +104,7 @@ def choose(device: str | None, capacity: int | None) -> Target:
             for name, each in zip(names, figures)  # noqa: B905
         ],
         unknown=(_EXPANDABLE,) if segments.may_be_expandable() and not simulated else (),
-        is_imagined=capacity is not None,
+        is_imagined=capacity is not None, is_here=any(each.startswith(f"{backend}:") for each in here), gpu=gpu,
     )  # fmt: skip
 
 

@@ -1,74 +1,81 @@
-"""What the account of a dry run means: its report, and the sentences in it."""
+"""What the account of a dry run means."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from gpumagic.dryrun import engine, models, parcel
+from gpumagic.dryrun import models, parcel
 from gpumagic.dryrun.engine import Engine
-from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow
+from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow, Passes
 from gpumagic.dryrun.targets import Target
-from gpumagic.report.units import size
+from gpumagic.report.units import count, size, size_pair
+
+MOST_PLACES = 2
+"""Lines that a sentence names."""
 
 
 def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> DryRunReport:
     """Return the report of a worker's account."""
-    target = chosen.target
-    error, complete = told["error"], told["error"] is None and not told["is_open"] and not told.get("hangs")
+    target, error = chosen.target, told["error"]
+    complete = error is None and not told["is_open"]
     devices = tuple(
-        _device(name, found, capacity, target.extra, complete)
+        _device(name, found, capacity, target.extra, decided=complete and not told.get("hangs"))
         for name, found, capacity in zip(target.names, told["devices"], target.capacities, strict=True)
     )
-    deciding = min(devices, key=lambda each: _room(each, target.names[target.chosen]))
-    unknown = [*told["unknown"], *parts.notes, *target.unknown]
-    if target.extra[1]:
-        unknown.append(not_modelled(target.extra, chosen.name))
+    deciding = min(range(len(devices)), key=lambda each: _room(devices[each], target.names[target.chosen]))
+    device, found = devices[deciding], told["devices"][deciding]
+    at, failure = found["at"], found["failure"]
     return DryRunReport(
-        device=deciding.device,
+        device=device.device,
         peak={each.device: each.peak for each in devices},
-        line=deciding.line,
-        code=deciding.code,
-        operator=deciding.operator,
-        breakdown=deciding.breakdown,
-        engine=chosen.name,
+        reserved={each.device: each.reserved for each in devices},
+        line=at["line"], code=at["code"] or None, operator=at["operator"] or None,
+        breakdown=dict(sorted(found["breakdown"].items(), key=lambda item: -item[1])),
         fits=_together([each.fits for each in devices]),
-        capacity=deciding.capacity,
-        verdict=verdict_sentence(deciding, error),
-        points=tuple(DryRunPoint(target.names[index], *found) for index, *found in told["timeline"]),
+        capacity=device.capacity,
+        complete=complete,
+        certain=complete and not told.get("varies"),
+        passes=tuple(Passes(*each) for each in told["passes"]),
+        modules=dict(told.get("modules", ())),
+        timeline=tuple(DryRunPoint(target.names[index], *point) for index, *point in told["timeline"]),
         assumed=(*told["assumed"], *parts.assumed),
-        unknown=tuple(dict.fromkeys(unknown)),
-        effects=tuple(told["effects"]),
-        error=None if error is None else failure_sentence(error),
+        unknown=tuple(dict.fromkeys((*told["unknown"], *parts.notes, *target.unknown))),
+        engine=chosen.name, gpu=target.gpu, overhead=target.extra,
+        function=at["function"] or None, operator_bytes=at["nbytes"],
+        failure_line=None if failure is None else failure["line"],
+        open_on=tuple((line, code) for line, code in told.get("open_on", ())),
+        effects=tuple(told["effects"]), error=None if error is None else failure_sentence(error),
         devices=devices,
         lines=tuple(
             DryRunRow(target.names[each["device"]], each["line"], each["code"], each["peak"], each["after"])
             for each in sorted(told["lines"], key=lambda each: (each["line"], each["device"]))
         ),
-        operators=told["operators"],
-        seconds=told["seconds"],
-        models=models.models_of(told["models"], deciding.capacity),
+        operators=told["operators"], seconds=told["seconds"], models=models.models_of(told["models"], device.capacity),
+    )  # fmt: skip
+
+
+def report_of_nothing(target: Target, sentence: str) -> DryRunReport:
+    """Return the report where there is no account, with the sentence that says why."""
+    return DryRunReport(
+        device=target.names[target.chosen], peak={}, reserved={}, line=None, code=None, operator=None, breakdown={},
+        fits=None, capacity=target.capacities[target.chosen], gpu=target.gpu, error=sentence,
     )  # fmt: skip
 
 
 def _device(
-    name: str, found: dict[str, Any], capacity: int | None, extra: tuple[int, int], complete: bool
+    name: str, found: dict[str, Any], capacity: int | None, extra: tuple[int, int], *, decided: bool
 ) -> DeviceNeed:
-    at, failure = found["at"], found["failure"]
-    return DeviceNeed(
-        device=name, peak=found["peak"], reserved=found["reserved"], before=found["before"], after=found["after"],
-        capacity=capacity, extra=extra, fits=_fits(found, capacity, extra, complete), line=at["line"],
-        code=at["code"] or None, function=at["function"] or None, operator=at["operator"] or None,
-        operator_bytes=at["nbytes"], failure_line=None if failure is None else failure["line"],
-        breakdown=dict(sorted(found["breakdown"].items(), key=lambda item: -item[1])),
-    )  # fmt: skip
+    fits = _fits(found, capacity, extra, decided=decided)
+    return DeviceNeed(name, found["before"], found["peak"], found["after"], found["reserved"], capacity, fits)
 
 
-def _fits(found: dict[str, Any], capacity: int | None, extra: tuple[int, int], complete: bool) -> bool | None:
+def _fits(found: dict[str, Any], capacity: int | None, extra: tuple[int, int], *, decided: bool) -> bool | None:
     """Judge one device: a clear no, a clear yes only of a run that was seen to its end, and between them None."""
     if capacity is None:
         return None
     if not found["failed"]:
-        return True if complete else None
+        return True if decided else None
     return False if extra[0] == extra[1] or found["peak"] + extra[0] > capacity else None
 
 
@@ -85,44 +92,46 @@ def _together(fits: list[bool | None]) -> bool | None:
     return None if None in fits else True
 
 
-def report_of_nothing(target: Target, sentence: str) -> DryRunReport:
-    """Return the report where there is no account, with the sentence that says why."""
-    return DryRunReport(
-        device=target.names[target.chosen], peak={}, line=None, code=None, operator=None, breakdown={}, fits=None,
-        capacity=target.capacities[target.chosen], verdict=f"{sentence[:1].upper()}{sentence[1:]}.", error=sentence,
-    )  # fmt: skip
-
-
-def verdict_sentence(device: DeviceNeed, error: dict[str, Any] | None) -> str:
-    """Return one sentence with the figures of the device that decides."""
-    need = f"{size(device.peak)} at its peak"
-    if error is not None and device.fits is not False:
-        return f"It cannot be told whether the cell fits: {failure_sentence(error)}. Up to there it needs {need}."
-    if device.capacity is None:
-        return f"The cell needs {need} on {device.device}."
-    room = f"{size(device.capacity)} on {device.device}"
-    if device.fits:
-        return f"The cell fits: it needs {need}, of {room}."
-    if device.fits is False:
-        where = f", first in line {device.failure_line}" if device.failure_line is not None else ""
-        why = (
-            ": what is free lies in pieces, each too small" if device.peak + device.extra[1] <= device.capacity else ""
-        )
-        return f"The cell does not fit: it needs {need}, of {room}; it would run out of memory{where}{why}."
-    return f"It cannot be told whether the cell fits: it needs {need}, of {room}, and what is not known matters."
-
-
 def failure_sentence(error: dict[str, Any]) -> str:
     """Return how the dry run ended, where not at the cell's end."""
-    where = f" in line {error['line']}" if error["line"] is not None else ""
+    where = f" on line {error['line']}" if error["line"] is not None else ""
     if error["refused"]:
         return f"the dry run stopped{where}: {error['text']}"
-    return f"the cell fails{where} with {error['kind']}: {error['text']}"
+    return f"the cell fails{where}: {error['kind']}: {error['text']}"
 
 
-def not_modelled(extra: tuple[int, int], name: str) -> str:
-    """Return what an engine does not model, as a band."""
-    what = "the context takes" if name == engine.CUDA else "the context and the workspaces of kernels take"
-    return (
-        f"{what} another {size(extra[0])} to {size(extra[1])}, an estimate; nothing of this was measured on a real GPU"
+def shortcoming(report: DryRunReport) -> str:
+    """Return why a dry run does not show that its cell fits, as the end of a sentence; nothing where it does."""
+    if report.fits:
+        return ""
+    if report.error is not None:
+        return report.error
+    if report.fits is False:
+        return f"line {report.failure_line} runs out of memory" if report.failure_line else "it runs out of memory"
+    if report.open_on:
+        return f"it hangs on {_places(report.open_on)}"
+    if report.complete:
+        return f"it needs {size(report.peak.get(report.device or '', 0))}, and {overhead(report)}"
+    return next(
+        (passes_sentence(each) for each in report.passes if each.run != each.asked), "it was not run to its end"
     )
+
+
+def _places(lines: Sequence[tuple[int, str]]) -> str:
+    """Return the first lines with their code."""
+    shown = [f"line {line} (`{code}`)" for line, code in lines[:MOST_PLACES]]
+    rest = [count(len(lines) - MOST_PLACES, "more line")] if len(lines) > MOST_PLACES else []
+    return " and ".join([*shown, *rest])
+
+
+def overhead(report: DryRunReport) -> str:
+    """Return what a device needs besides."""
+    band = size_pair(*report.overhead).replace(" / ", " to ")
+    return f"CUDA itself takes {band} (an estimate)"
+
+
+def passes_sentence(passes: Passes) -> str:
+    """Return how far a loop was run."""
+    of = "" if passes.asked is None else f" of {passes.asked:,}"
+    were = "pass" if (passes.asked or passes.run) == 1 else "passes"
+    return f"{passes.run:,}{of} {were} of {passes.place} were run"

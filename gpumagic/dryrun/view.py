@@ -1,13 +1,13 @@
-"""The view of a dry run: whether it fits, where the peak is, what makes it up, how it comes about."""
+"""The view of a dry run: whether it fits first, then what makes up the peak and how it comes about."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, Fit
+from gpumagic.dryrun.report import DryRunPoint, DryRunReport, Search
+from gpumagic.dryrun.verdict import overhead, passes_sentence, shortcoming
 from gpumagic.errors import GpuMagicError
-from gpumagic.report import document
 from gpumagic.report.document import (
     Block,
     Cell,
@@ -24,7 +24,7 @@ from gpumagic.report.document import (
     stacking_order,
 )
 from gpumagic.report.plot import figure_of, label, mark_point, new_figure, part_colour, unit_for
-from gpumagic.report.units import count, duration, size
+from gpumagic.report.units import count, duration, size, size_pair
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,69 +32,140 @@ if TYPE_CHECKING:
 COLUMNS = 60
 ENOUGH = 3
 """Points from which on there is something to draw."""
+MOST_MODULES = 30
+WORTH_SAYING = 0.01
+"""The share of the peak below which nobody asks which operator added it."""
+MOST_NAMED = 3
 
 
 @document_of.register(DryRunReport)
 def view_dry_run(report: DryRunReport) -> Document:
-    """Return the report with its verdict first; details that few need are folded away."""
-    blocks: list[Block] = [Heading(_headline(report)), Paragraph(report.verdict)]
-    deciding = next((each for each in report.devices if each.device == report.device), None)
-    if deciding is not None and deciding.peak:
-        blocks += _peak(report, deciding)
-    others = [each for each in report.devices if each.peak and each is not deciding]
-    if others:
-        blocks.append(_devices([each for each in report.devices if each.peak]))
-    if report.largest is not None:
-        blocks.append(Paragraph(_largest(report.largest)))
-    blocks += [Paragraph(f"When it runs, it {each}; the dry run did not.") for each in report.effects]
-    blocks += _small_print(report)
+    """Return the report with its answer first; details that few need are folded away."""
+    blocks: list[Block] = [Heading(_headline(report))]
+    if report.search is not None:
+        blocks += _neighbour(report.search, report.largest)
+    if report.peak.get(report.device or ""):
+        blocks += _peak(report)
+        blocks += _timeline(report)
+    blocks += _details(report)
     return Document(tuple(blocks))
 
 
 def _headline(report: DryRunReport) -> str:
-    said = [{True: "Fits", False: "Does not fit", None: "Dry run"}[report.fits]]
-    if report.device is not None and report.device in report.peak:
-        of = f" of {size(report.capacity)}" if report.capacity is not None else ""
-        said.append(f"{size(report.peak[report.device])}{of} on {report.device}")
-    if report.operators:
-        on = " on torch's own CUDA" if report.engine == "cuda" else ""
-        said.append(f"dry run{on} in {duration(report.seconds)}")
-    return " · ".join(said)
+    search = report.search
+    if search is None:
+        return _answer(report)
+    if report.largest is not None:
+        return f"{search.name} up to {report.largest:,} fits: {_needs(report)} on {_place(report)}"
+    if not search.reason:
+        answer = _answer(report)
+        return f"No {search.name} fits, not even 1: {answer[:1].lower()}{answer[1:]}"
+    return f"No largest {search.name} found: {search.reason}"
 
 
-def _peak(report: DryRunReport, device: DeviceNeed) -> Iterator[Block]:
-    if device.line is not None and device.code is not None:
-        yield Listing([(device.line, device.code, "")])
-        where = f" in {device.function}" if device.function else ""
-        by = f"by {device.operator} with" if device.operator else "with"
-        yield Paragraph(f"The peak is reached there{where}, {by} {size(device.operator_bytes)}.")
+def _answer(report: DryRunReport) -> str:
+    place, peak = _place(report), report.peak.get(report.device or "", 0)
+    if report.fits:
+        return f"Fits: {_needs(report)} on {place}" if peak else f"Fits: it allocates nothing on {place}"
+    if report.fits is False:
+        return f"Does not fit: {_shortage(report, peak)}; {shortcoming(report)}"
+    if report.error is not None:
+        so_far = f"; up to there it needs {size(peak)}" if peak else ""
+        return f"{report.error[:1].upper()}{report.error[1:]}{so_far}"
+    if report.capacity is None:
+        return f"Needs {size(peak)} on {place}, whose memory is not known"
+    return _open(report)
+
+
+def _open(report: DryRunReport) -> str:
+    """Return the answer where it cannot be told whether a cell fits."""
+    needs, why = f"{_needs(report)} on {_place(report)}", shortcoming(report)
+    if report.open_on:
+        return f"May not fit: {why}; it needs {needs} or more"
+    if not report.complete:
+        return f"{why[:1].upper()}{why[1:]} in {duration(report.seconds)}: needs at least {needs}"
+    return f"May not fit: needs {needs}, and {overhead(report)}"
+
+
+def _shortage(report: DryRunReport, peak: int) -> str:
+    """Return what a cell that does not fit lacks."""
+    capacity, place = report.capacity or 0, _place(report)
+    if peak > capacity:
+        return f"needs {size(peak)}, {size(peak - capacity)} more than {place} has"
+    if peak + report.overhead[1] > capacity:
+        return f"needs {_needs(report)} on {place}, and {overhead(report)}"
+    return f"needs {_needs(report)} on {place}, and what is free lies in pieces that are too small"
+
+
+def _needs(report: DryRunReport) -> str:
+    """Return the peak and what there is, in one unit where that is no loss."""
+    peak, capacity = report.peak.get(report.device or "", 0), report.capacity
+    if capacity is None or peak > capacity / 100:
+        return size_pair(peak, capacity).replace(" / ", " of ")
+    return f"{size(peak)} of {size(capacity)}"
+
+
+def _place(report: DryRunReport) -> str:
+    return f"{report.device} ({report.gpu})" if report.gpu else f"{report.device}"
+
+
+def _neighbour(search: Search, largest: int | None) -> Iterator[Block]:
+    """Say what shows that it is the largest, and every value that was run."""
+    failing = search.smallest_failing
+    if largest is not None and failing is not None:
+        does = "does not" if failing.fits is False else "may not"
+        yield Paragraph(f"{failing.value:,} {does}: {failing.reason}.")
+    rows = [[f"{each.value:,}", size(each.peak), "yes" if each.fits else each.reason] for each in search.trials]
+    columns = [Column(search.name, "right"), Column("peak", "right"), Column("fits", shrinks=True)]
+    tried = f"{count(len(rows), 'dry run')}, with {search.name} from {rows[0][0]} to {rows[-1][0]}; now {search.now:,}"
+    yield Fold(tried, [Table(columns, rows, caption="What was run")])
+
+
+def _peak(report: DryRunReport) -> Iterator[Block]:
+    """Yield the line of the peak, and what is allocated then."""
+    failing = next((row.code for row in report.lines if row.line == report.failure_line), "")
+    lines = {report.failure_line: (failing, "runs out of memory")} if failing and report.failure_line else {}
+    if report.line is not None and report.code is not None:
+        inside = f" in {report.function}" if report.function else ""
+        is_large = report.operator_bytes > WORTH_SAYING * report.peak[report.device or ""]
+        adds = f": {report.operator} adds {size(report.operator_bytes)}" if report.operator and is_large else ""
+        first = f"{lines[report.line][1]}; " if report.line in lines else ""
+        lines[report.line] = report.code, f"{first}peak{inside}{adds}"
+    if lines:
+        yield Listing([(number, code, note) for number, (code, note) in sorted(lines.items()) if number is not None])
+    peak = report.peak[report.device or ""]
     rows: list[list[Cell | str]] = [
-        [part, Cell(size(nbytes), (Segment(nbytes / device.peak, part=part),))]
-        for part, nbytes in device.breakdown.items()
+        [part, Cell(size(nbytes), (Segment(nbytes / peak, part=part),))] for part, nbytes in report.breakdown.items()
     ]
-    yield Table([Column("at the peak"), Column("allocated", "right")], rows, caption="What makes up the peak")
-    yield from _course(report, device)
-    lines = [row for row in report.lines if row.device == device.device]
-    if len(lines) > 1:
-        yield Fold(f"{count(len(lines), 'line')} of the cell", [_lines(report, device)])
+    reserved = report.reserved.get(report.device or "", 0)
+    if reserved > peak:
+        rows.append([Cell("reserved by the allocator", muted=True), Cell(size(reserved), muted=True)])
+    if report.overhead[1]:
+        band = size_pair(*report.overhead).replace(" / ", " to ")
+        rows.append([Cell("CUDA itself, an estimate", muted=True), Cell(band, muted=True)])
+    yield Table([Column("at the peak"), Column("bytes", "right")], rows, caption="What makes up the peak")
 
 
-def _course(report: DryRunReport, device: DeviceNeed) -> Iterator[Block]:
+def _timeline(report: DryRunReport) -> Iterator[Block]:
     """Yield the memory over the cell's operators, by what it is."""
-    points = [point for point in report.points if point.device == device.device]
+    points, peak = _points(report, report.device), report.peak[report.device or ""]
     if len(points) < ENOUGH:
         return
     columns = _columns(points)
-    heights = [point.allocated / device.peak for point in columns]
+    heights = [point.allocated / peak for point in columns]
     mark = heights.index(max(heights))
     bands = {
-        part: [point.parts.get(part, 0) / device.peak for point in columns]
-        for part in document.stacking_order(part for point in columns for part in point.parts)
+        part: [point.parts.get(part, 0) / peak for point in columns]
+        for part in stacking_order(part for point in columns for part in point.parts)
     }
     line = f", line {columns[mark].line}" if columns[mark].line is not None else ", before the cell"
-    said = f"Memory on {device.device} over {count(report.operators, 'operator')}"
-    yield Paragraph(f"{said}, each block told by what it will be at the end:")
-    yield Sparkline(heights, mark, f"peak {size(device.peak)}{line}", f"{said}, peak {size(device.peak)}{line}", bands)
+    said = f"Allocated on {report.device} over {count(report.operators, 'operator')}, by final use"
+    yield Paragraph(said, muted=True)
+    yield Sparkline(heights, mark, f"peak {size(peak)}{line}", f"{said}, peak {size(peak)}{line}", bands)
+
+
+def _points(report: DryRunReport, device: str | None) -> list[DryRunPoint]:
+    return [point for point in report.timeline if point.device == device]
 
 
 def _columns(points: Sequence[DryRunPoint]) -> list[DryRunPoint]:
@@ -111,35 +182,77 @@ def _columns(points: Sequence[DryRunPoint]) -> list[DryRunPoint]:
     return found
 
 
-def _lines(report: DryRunReport, device: DeviceNeed) -> Table:
+def _details(report: DryRunReport) -> Iterator[Block]:
+    lines = [row for row in report.lines if row.device == report.device]
+    if len(lines) > 1:
+        named = _named((f"line {row.line}", row.peak) for row in lines)
+        yield Fold(f"By line: {named}", [_lines(report)])
+    if report.modules:
+        named = _named((path, sum(parts.values())) for path, parts in report.modules.items() if path)
+        yield Fold(f"By module: {named}", [_modules(report)])
+    devices = [each for each in report.devices if each.peak]
+    if len(devices) > 1:
+        rows = [[each.device, *map(size, each[1:4]), size(each.capacity)] for each in devices]
+        titles = ("before", "peak", "after", "capacity")
+        columns = [Column("device"), *(Column(name, "right") for name in titles)]
+        others = ", ".join(f"{size(each.peak)} on {each.device}" for each in devices if each.device != report.device)
+        yield Fold(f"Other devices: {others}", [Table(columns, rows, caption="Each device")])
+    if report.operators:
+        yield Fold(_how(report), list(_small_print(report)))
+
+
+def _named(sizes: Iterable[tuple[str, int]]) -> str:
+    """Return the largest few."""
+    largest = sorted(sizes, key=lambda each: -each[1])
+    more = ", ..." if len(largest) > MOST_NAMED else ""
+    return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in largest[:MOST_NAMED]) + more
+
+
+def _lines(report: DryRunReport) -> Table:
+    peak = report.peak.get(report.device or "") or 1
     rows: list[list[Cell | str]] = [
-        [str(row.line), row.code, Cell(size(row.peak), (Segment(row.peak / device.peak),)), size(row.after)]
-        for row in report.lines if row.device == device.device
+        [str(row.line), row.code, Cell(size(row.peak), (Segment(row.peak / peak),)), size(row.after)]
+        for row in report.lines if row.device == report.device
     ]  # fmt: skip
-    columns = [Column("line", "right"), Column("code", shrinks=True), Column("peak", "right"), Column("after", "right")]
+    columns = [
+        Column("line", "right"), Column("code", shrinks=True, code=True), Column("peak", "right"),
+        Column("after", "right"),
+    ]  # fmt: skip
     return Table(columns, rows, caption="What each line of the cell takes")
 
 
-def _devices(devices: list[DeviceNeed]) -> Table:
+def _modules(report: DryRunReport) -> Table:
+    """Return the largest modules, a column for each kind of memory."""
+    largest = sorted(report.modules.items(), key=lambda item: -sum(item[1].values()))
+    shown = sorted(largest[:MOST_MODULES])
+    kinds = stacking_order(kind for _, parts in shown for kind in parts)
     rows: list[list[Cell | str]] = [
-        [each.device, size(each.before), size(each.peak), size(each.after), size(each.capacity)] for each in devices
-    ]
-    columns = [Column("device"), *(Column(name, "right") for name in ("before", "peak", "after", "capacity"))]
-    return Table(columns, rows, caption="Each device before, at the peak and after")
+        [path or "(outside)", *(size(parts[kind]) if parts.get(kind) else "" for kind in kinds)]
+        for path, parts in shown
+    ]  # fmt: skip
+    if len(largest) > MOST_MODULES:
+        rest = [sum(parts.get(kind, 0) for _, parts in largest[MOST_MODULES:]) for kind in kinds]
+        rows.append([f"{count(len(largest) - MOST_MODULES, 'smaller one')}", *map(size, rest)])
+    columns = [Column("module", shrinks=True, cut="middle"), *(Column(kind, "right", priority=1) for kind in kinds)]
+    return Table(columns, rows, caption="What each module takes at the peak")
 
 
-def _largest(fit: Fit) -> str:
-    if fit.largest is None:
-        return f"No value of {fit.name} that fits was found: {fit.reason}."
-    of = f" of {size(fit.capacity)}" if fit.capacity is not None else ""
-    law = f"{size(fit.base)} + {size(round(fit.each))} each"
-    return f"{fit.name} = {fit.largest} is the largest that fits: {size(fit.peak)}{of} ({law}; now {fit.value})."
+def _how(report: DryRunReport) -> str:
+    on = "torch's CUDA allocator" if report.engine == "cuda" else "fake tensors"
+    said = [f"Dry run on {on}, {duration(report.seconds)}"]
+    said += [count(len(report.assumed), "assumption")] if report.assumed else []
+    said += [f"{len(report.unknown)} not known"] if report.unknown else []
+    return ": ".join([said[0], ", ".join(said[1:])]) if len(said) > 1 else said[0]
 
 
 def _small_print(report: DryRunReport) -> Iterator[Block]:
-    for text, sentences in (("Assumed", report.assumed), ("Not known", report.unknown)):
+    for passes in report.passes:
+        if passes.run != passes.asked:
+            yield Paragraph(f"{passes_sentence(passes)}.", muted=True)
+    for text, sentences in (("Assumed", report.assumed), ("Not known", report.unknown), ("Left out", report.effects)):
         if sentences:
             yield Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
+    yield Paragraph(f"{count(report.operators, 'operator')} were run.", muted=True)
 
 
 @figure_of.register(DryRunReport)
@@ -149,14 +262,14 @@ def plot_dry_run(report: DryRunReport) -> Figure:
     Raises:
         GpuMagicError: matplotlib is not installed, or the dry run came to no operator.
     """
-    if not report.points:
+    if not report.timeline:
         raise GpuMagicError("there is no timeline to plot: the dry run came to no operator")
-    devices = [each for each in dict.fromkeys(point.device for point in report.points) if report.peak.get(each)]
+    devices = [each for each in dict.fromkeys(point.device for point in report.timeline) if report.peak.get(each)]
     if not devices:
         raise GpuMagicError("there is no timeline to plot: the cell would touch no device's memory")
     figure = new_figure(0.5 + 3 * len(devices))
     for axes, device in zip(figure.subplots(len(devices), squeeze=False, sharex=True)[:, 0], devices, strict=True):
-        _lay_out_operators(axes, [point for point in report.points if point.device == device], device)
+        _lay_out_operators(axes, [point for point in report.timeline if point.device == device], device)
     axes.set(xlabel="Operators of the cell")
     return figure
 

@@ -95,14 +95,19 @@ GPUS = {
 
 
 def named(name: str) -> GPU:
-    """Return a GPU by its name, without regard to case, spaces, dashes or `RTX`.
+    """Return a GPU by its name; see `name_of`."""
+    return GPUS[name_of(name)]
+
+
+def name_of(name: str) -> str:
+    """Return the name of a GPU as `GPUS` has it, without regard to case, spaces, dashes or `RTX`.
 
     Raises:
         OptionError: there is none of that name.
     """
     known = {_plain(each): each for each in GPUS}
     if _plain(name) in known:
-        return GPUS[known[_plain(name)]]
+        return known[_plain(name)]
     near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.5)
     hint = f"did you mean {known[near[0]]}?" if near else f"there are {', '.join(GPUS)}"
     raise OptionError(f"{name!r} is not a GPU that is known here; {hint}")

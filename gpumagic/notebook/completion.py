@@ -59,13 +59,24 @@ def _values(action: Action, namespace: dict[str, object], tensors: Names, device
     """Return what an option may be followed by, which its declaration says in its metavar."""
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
-    if action.metavar == "DEVICE":
-        return devices()
-    if action.dest == "why":
-        return tensors()
-    if action.metavar in {"NAME", "NAMES"} and action.dest != "out":
-        return sorted(name for name in namespace if not name.startswith("_"))
-    return []
+    offered: dict[object, Names] = {
+        "DEVICE": devices,
+        "GPU": _gpus,
+        "INT": lambda: sorted(name for name, value in namespace.items() if type(value) is int and name[0] != "_"),
+        "NAME": lambda: tensors() if action.dest == "why" else _variables(namespace) if action.dest != "out" else (),
+        "NAMES": lambda: _variables(namespace),
+    }
+    return offered[action.metavar]() if action.metavar in offered else ()
+
+
+def _gpus() -> Collection[str]:
+    from gpumagic.fakecuda.gpus import GPUS
+
+    return [name.replace(" ", "-") for name in GPUS]
+
+
+def _variables(namespace: dict[str, object]) -> Collection[str]:
+    return sorted(name for name in namespace if not name.startswith("_"))
 
 
 def _tensors(shell: InteractiveShell) -> Collection[str]:

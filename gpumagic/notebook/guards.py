@@ -76,6 +76,25 @@ class BodyRuns(Protocol):
         """Return the reports to show, each with its magic's name; like `Guard.finish` it may change the outcome."""
 
 
+class NoGuard:
+    """Stands where nothing watches a body."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def open(self) -> None:
+        """Do nothing."""
+
+    def close(self, error: BaseException | None) -> None:
+        """Do nothing."""
+
+    def restore(self) -> None:
+        """Do nothing."""
+
+    def finish(self, result: Outcome) -> object | None:
+        """Return None: there is nothing to show."""
+
+
 class NestedGuard:
     """One guard inside another; the outer one reports."""
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic.dryrun.cells import OtherValues
-    from gpumagic.dryrun.report import Fit
 
 
 MIN_REPORTED = 1024**2
@@ -100,17 +99,17 @@ def _dry_run(facts: Facts, state: GuardState) -> Facts:
         names = dict(state.namespace)
         setting = settings.find_in_cell(source, found.name, names, "advice")
         dry_runs = cells.with_other_values(source, setting, names, DRY_RUN_SECONDS, facts.residue)
-        fit = dry_runs.largest()
-        return replace(facts, rehearsed=fit, roundest=_roundest(fit, dry_runs))
+        report = dry_runs.largest()
+        return replace(facts, dry_run=report, roundest=_roundest(report.largest, dry_runs))
     return facts
 
 
-def _roundest(fit: Fit, dry_runs: OtherValues) -> int | None:
+def _roundest(largest: int | None, dry_runs: OtherValues) -> int | None:
     """Return a round number near the largest that fits; in fragmented memory a smaller one may not fit."""
-    if fit.largest is None:
+    if largest is None:
         return None
-    value = proposal.near_size(fit.largest)
-    return value if value == fit.largest or dry_runs.fits(value) else None
+    value = proposal.near_size(largest)
+    return value if value == largest or dry_runs.fits(value) else None
 
 
 def _facts(failure: Failure, state: GuardState) -> Facts:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic.memory.timeline import MemoryTimeline
-    from gpumagic.oom.report import FitReport, OomReport
+    from gpumagic.oom.report import OomReport
     from gpumagic.report.base import Report
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -56,7 +56,7 @@ class OomGuard(contextlib.ContextDecorator):
         is_running: whether the cell runs already when this opens.
 
     Attributes:
-        report: the `OomReport` of the last failure, once it is finished; the `FitReport` of a search.
+        report: the `OomReport` of the last failure, once it is finished.
     """
 
     name = "oomguard"
@@ -73,7 +73,7 @@ class OomGuard(contextlib.ContextDecorator):
         quiet: bool = False,
         is_running: bool = False,
     ) -> None:
-        self.report: OomReport | FitReport | None = None
+        self.report: OomReport | None = None
         self.quiet = quiet
         self._shell = shell
         self._keep = keep
@@ -231,7 +231,7 @@ class OomGuard(contextlib.ContextDecorator):
         """Call something with each report."""
         self._on_report = callback
 
-    def publish(self, report: OomReport | FitReport) -> None:
+    def publish(self, report: OomReport) -> None:
         """Set and store the guard's report."""
         self.report = report
         if self._store is not None:

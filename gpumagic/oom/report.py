@@ -12,8 +12,6 @@ from gpumagic.source.text import Change, apply_changes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gpumagic.dryrun.report import Fit
-
 CUBLAS, WORKSPACE = "cuBLAS", "workspace"
 """The name and the kind of the holder of what torch keeps for matrix products."""
 
@@ -78,36 +76,6 @@ class Try:
     """Where it failed."""
     lost: tuple[str, ...] = ()
     """What it had changed that could not be put back before the next."""
-
-
-@dataclass(frozen=True, repr=False)
-class FitReport(Report[Try]):
-    """The largest size with which a cell fits, and every size that was tried for it."""
-
-    row_type: ClassVar[type[Any]] = Try
-
-    name: str
-    best: int | None
-    """The largest that fits, with which the cell ran last; None if none does."""
-    ceiling: int | None
-    """The smallest tried or rehearsed that does not fit; None if all did."""
-    tries: tuple[Try, ...]
-    place: str = ""
-    """Where the number stands and how to write it: ``"line 2: batch_size = 384"``."""
-    failure: OomReport | None = None
-    """Of the last run that did not fit."""
-    notes: tuple[str, ...] = ()
-    rehearsed: Fit | None = None
-    """What rehearsals said before the first run; None where there were none."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether the next larger size was tried and does not fit."""
-        return self.best is not None and self.ceiling == self.best + 1
-
-    @property
-    def rows(self) -> tuple[Try, ...]:
-        return self.tries
 
 
 @dataclass(frozen=True, slots=True)

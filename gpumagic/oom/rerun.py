@@ -1,4 +1,4 @@
-"""Runs a cell or a function again after it ran out of memory: unchanged, smaller, at the largest size, or elsewhere.
+"""Runs a cell or a function again after it ran out of memory: unchanged, smaller, or elsewhere.
 
 Before each further run the guard releases what the previous one pinned, `oom.rollback` restores the notebook, and one
 printed line says what comes next and what cannot be undone. The cell is left as its last run left it.
@@ -20,17 +20,16 @@ from gpumagic.memory import allocator
 from gpumagic.notebook import guards
 from gpumagic.notebook.guards import BodyOutcome, Guard, NestedGuard, Outcome
 from gpumagic.oom.guard import raise_alone
-from gpumagic.oom.report import FitReport, OomReport, Try
+from gpumagic.oom.report import Try
 from gpumagic.oom.rerun_plan import Plan, Step, steps
 from gpumagic.oom.rollback import Rollback
-from gpumagic.report.units import count, size
+from gpumagic.report.units import size
 from gpumagic.source import cell_code, settings
 from gpumagic.transfers import log
 from gpumagic.transfers.run import DeviceRun
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.cells import OtherValues
-    from gpumagic.dryrun.report import Fit
     from gpumagic.oom.guard import OomGuard
     from gpumagic.oom.rerun_plan import Plan
 
@@ -73,23 +72,16 @@ class Rerun:
         self._tries: list[Try] = []
         self._elsewhere: DeviceRun | None = None
         self._fits = False
-        self._rehearsed: Fit | None = None
 
     def begin(self, source: str) -> str:
         """Find the setting and remember the state; raises `OptionError` where there is no such int."""
         self._source = source
-        if self._plan.name:
-            option = "--fit" if self._plan.fit else "--shrink"
-            self._setting = self._find(source, self._plan.name, self._namespace, option)
-        if self._plan.fit and self._setting is not None:
-            self._rehearsed = self._ask(source, self._setting).largest()
+        if self._plan.shrink:
+            self._setting = self._find(source, self._plan.shrink, self._namespace, "--shrink")
         self._rollback = Rollback(self._namespace, source, self._shell)
-        size = self._setting.value if self._setting is not None else None
-        expected = self._rehearsed.expected if self._rehearsed is not None else None
-        self._steps = steps(self._plan, size, self._failed_device, expected)
+        value = self._setting.value if self._setting is not None else None
+        self._steps = steps(self._plan, value, self._failed_device)
         self._step = next(self._steps)
-        if expected is not None and self._rehearsed is not None:
-            self._say(_prediction(self._rehearsed, expected))
         return self._start()
 
     def guard(self) -> Guard:
@@ -124,15 +116,11 @@ class Rerun:
     def finish(self, outcome: Outcome) -> list[tuple[str, object]]:
         """Return the report of the runs, and the other device's where there was one."""
         failure = self._guard.settle(outcome)
-        report: OomReport | FitReport | None = failure
-        if failure is not None:
-            report = failure = replace(
-                failure, tries=tuple(self._tries), shrunk=self._plan.name or "", place=self._new_place()
-            )  # fmt: skip
-        if self._plan.fit and self._setting is not None and self._tries:
-            report = _fit_report(self._setting, self._tries, failure, self._rehearsed)
-        if report is None:
+        if failure is None:
             return []
+        report = replace(
+            failure, tries=tuple(self._tries), shrunk=self._plan.shrink or "", place=self._new_place()
+        )  # fmt: skip
         self._guard.publish(report)
         if self._guard.quiet:
             return []
@@ -194,16 +182,16 @@ class Rerun:
 
     def _announcement(self, step: Step, skipped: list[int]) -> str:
         last = self._tries[-1]
-        what = f"{self._plan.name} = {last.size}" if last.size is not None else "the cell"
+        what = f"{self._plan.shrink} = {last.size}" if last.size is not None else "the cell"
         where = f" in line {last.line}" if last.line is not None else ""
         became = "fits" if last.fits else f"ran out of memory{where}"
         undone = f" Cannot be undone: {', '.join(last.lost)}." if last.lost else ""
-        no = f" Rehearsed: {' and '.join(map(str, skipped))} would not fit." if skipped else ""
+        no = f" By dry runs {' and '.join(map(str, skipped))} would not fit." if skipped else ""
         return f"%%oomguard: {what} {became}; now {self._described(step)}.{undone}{no}"
 
     def _described(self, step: Step) -> str:
         if step.device is None:
-            return f"{self._plan.name} = {step.size}" if step.size != self._step.size else "the same again"
+            return f"{self._plan.shrink} = {step.size}" if step.size != self._step.size else "the same again"
         names = _names_read(self._source) if self._source else self._namespace.keys()
         used = {name: value for name, value in list(self._namespace.items()) if name in names}
         stay = log.tensors_elsewhere(used, step.device)
@@ -240,46 +228,6 @@ def _ask_for_cell(source: str, setting: settings.Setting, namespace: MutableMapp
     return cells.with_other_values(source, setting, namespace)
 
 
-def _prediction(rehearsed: Fit, expected: int) -> str:
-    """Return the line printed before the first run, where dry runs have predicted the size."""
-    asked = count(len(rehearsed.tried), "size")
-    if rehearsed.largest is None:
-        return f"%%oomguard: rehearsed with {asked}: {rehearsed.reason}; now {rehearsed.name} = {expected}."
-    of = f" of {size(rehearsed.capacity)}" if rehearsed.capacity is not None else ""
-    return (
-        f"%%oomguard: rehearsed with {asked}: {rehearsed.name} = {expected} fits, {size(rehearsed.peak)}{of}; "
-        "now it runs with that."
-    )
-
-
-def _fit_report(
-    setting: settings.Setting, tries: list[Try], failure: OomReport | None, rehearsed: Fit | None
-) -> FitReport:
-    sized = [(each.size, each.fits) for each in tries if each.device is None and each.size is not None]
-    best = max((size for size, fits in sized if fits), default=None)
-    ceiling = min((size for size, fits in sized if not fits), default=None)
-    notes = []
-    is_predicted = rehearsed is not None and rehearsed.expected is not None
-    if rehearsed is not None and not is_predicted:
-        notes.append(f"The sizes were run, not rehearsed: {rehearsed.reason}.")
-    elif rehearsed is not None and ceiling is None:
-        ceiling = rehearsed.ceiling
-        notes += _dry_run_notes(rehearsed)
-    if best is not None and ceiling is None and not is_predicted:
-        notes.append(f"Nothing up to {best} failed, and there the search ended: the cell's memory may not go with it.")
-    place = setting.place(best) if best is not None else ""
-    return FitReport(setting.name, best, ceiling, tuple(tries), place, failure, tuple(notes), rehearsed)
-
-
-def _dry_run_notes(rehearsed: Fit) -> list[str]:
-    if rehearsed.largest is None:
-        return [f"Rehearsed: {rehearsed.reason}."]
-    law = f"{size(rehearsed.base)} and {size(round(rehearsed.each))} for each 1"
-    assumed = f" Assumed: {'; '.join(rehearsed.assumed)}." if rehearsed.assumed else ""
-    no = f" {rehearsed.ceiling} was rehearsed and does not fit." if rehearsed.ceiling is not None else ""
-    return [f"By the rehearsals the cell needs {law}.{no}{assumed}"]
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -290,9 +238,9 @@ def decorate(plan: Plan, function: Function, guard: OomGuard) -> Function:
         OptionError: the function has no such parameter, or only starts when it is called.
     """
     signature = inspect.signature(function)
-    if plan.name is not None and plan.name not in signature.parameters:
+    if plan.shrink is not None and plan.shrink not in signature.parameters:
         raise OptionError(
-            f"{function.__name__} has no parameter {plan.name!r}; it has {', '.join(signature.parameters) or 'none'}"
+            f"{function.__name__} has no parameter {plan.shrink!r}; it has {', '.join(signature.parameters) or 'none'}"
         )
     if any(ask(function) for ask in (inspect.iscoroutinefunction, inspect.isgeneratorfunction)):
         raise OptionError(f"{function.__name__} only starts when it is called: decorate one that runs to its end")

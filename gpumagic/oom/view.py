@@ -1,11 +1,11 @@
-"""The views of `%%oomguard`: a failure, and a search for the largest size that fits."""
+"""The view of `%%oomguard`: why a cell ran out of memory, and what would help."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
 from gpumagic.memory.view import timeline_blocks
-from gpumagic.oom.report import WORKSPACE, Advice, FitReport, OomReport, Try
+from gpumagic.oom.report import WORKSPACE, Advice, OomReport, Try
 from gpumagic.report.base import Holder
 from gpumagic.report.document import (
     Block,
@@ -21,19 +21,6 @@ from gpumagic.report.document import (
     document_of,
 )
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, shape, size
-
-
-@document_of.register(FitReport)
-def view_fit(report: FitReport) -> Document:
-    """Return the answer, how to write it down, and the runs it came from."""
-    blocks: list[Block] = [Heading(_fit_headline(report))]
-    if report.place:
-        blocks.append(Paragraph(f"The cell has run with it; to keep it, {report.place}"))
-    blocks.append(tries_table(report.tries, report.name))
-    blocks += [Paragraph(note) for note in report.notes]
-    if report.failure is not None:
-        blocks.append(_why_not(report))
-    return Document(tuple(blocks))
 
 
 def tries_table(tries: Sequence[Try], name: str) -> Table:
@@ -64,27 +51,6 @@ def _ending(each: Try) -> str:
     asked = f", asked for {size(each.requested)}" if each.requested is not None else ""
     line = f" in line {each.line}" if each.line is not None else ""
     return f"out of memory{where}{line}{asked}"
-
-
-def _fit_headline(report: FitReport) -> str:
-    tries = count(len(report.tries), "run")
-    if report.rehearsed is not None and report.rehearsed.expected is not None:
-        tries += f", {count(len(report.rehearsed.tried), 'rehearsal')}"
-    if report.best is None:
-        passed = next((each.device for each in report.tries if each.fits), None)
-        where = f"; passed on {passed}" if passed else ""
-        return f"No value of {report.name} fits{where} · {tries}"
-    if report.exact:
-        return f"{report.name} = {report.best} is the largest that fits · {tries}"
-    limit = f"; {report.ceiling} does not" if report.ceiling is not None else ""
-    return f"{report.name} = {report.best} fits{limit} · {tries}"
-
-
-def _why_not(report: FitReport) -> Block:
-    assert report.failure is not None
-
-    what = f"with {report.name} = {report.ceiling}" if report.best is not None else "the last run"
-    return Fold(f"why not {what}: {report.failure.verdict}", view_failure(report.failure).blocks)
 
 
 SHOWN_ADVICE = 5

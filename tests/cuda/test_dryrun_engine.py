@@ -13,8 +13,9 @@ import pytest
 import torch
 from dryrun_cells import CELLS, COMMON
 
+import gpumagic
 from gpumagic import fakecuda
-from gpumagic.dryrun import client, fit, run, targets
+from gpumagic.dryrun import client, run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
 
@@ -103,11 +104,11 @@ def test_the_largest_batch_that_it_finds_runs_and_a_larger_one_does_not() -> Non
     earlier = "model = nn.Sequential(nn.Linear(4096, 512), nn.ReLU(), nn.Linear(512, 64)).to('cuda:0')\nbatch = 8"
     names = notebook(earlier)
     fakecuda.set_memory(0, capacity=300 * MIB)
-    found = fit(cell, "batch", names, device="cuda:0")
+    found = gpumagic.dry_run(cell, names, device="cuda:0", fit="batch")
     assert found.largest is not None
     assert really(cell, {**names, "batch": found.largest})[0]
     gc.collect()
-    assert not really(cell, {**names, "batch": int(found.largest * 1.05)})[0]
+    assert not really(cell, {**names, "batch": int(found.largest * 1.02) + 1})[0]
 
 
 def test_every_pass_of_a_loop_is_run() -> None:

@@ -70,15 +70,15 @@ def dry_run(name: str, capacity: int) -> dict[str, object]:
     told = {
         "fits": report.fits,
         "peak": list(report.peak.values()),
-        "reserved": [each.reserved for each in report.devices],
+        "reserved": list(report.reserved.values()),
         "verdict": report.verdict,
         "seconds": time.perf_counter() - start,
         "operators": report.operators,
         "unknown": report.unknown,
         "assumed": report.assumed,
         "breakdown": report.breakdown,
-        "adds_up": all(sum(point.parts.values()) == point.allocated for point in report.points),
-        "highest": [max(p.allocated for p in report.points if p.device == device) for device in report.peak],
+        "adds_up": all(sum(point.parts.values()) == point.allocated for point in report.timeline),
+        "highest": [max(p.allocated for p in report.timeline if p.device == device) for device in report.peak],
     }
     namespace.clear()
     return told

@@ -10,7 +10,8 @@ import time
 from dryrun_cells import TRAINING
 from measure import KNOWN, notebook, really
 
-from gpumagic.dryrun import client, fit
+import gpumagic
+from gpumagic.dryrun import client
 
 CAPACITY = 64 << 20
 
@@ -28,12 +29,13 @@ def main(names: list[str]) -> None:
     for name in names or TRAINING:
         namespace = notebook(name, CAPACITY)
         start = time.perf_counter()
-        found = fit(TRAINING[name][1], "batch", namespace, device="simgpu:0")
+        found = gpumagic.dry_run(TRAINING[name][1], namespace, device="simgpu:0", fit="batch")
         seconds = time.perf_counter() - start
         namespace.clear()
         largest = found.largest or 0
         results[name] = {
-            "largest": largest, "seconds": seconds, "tried": len(found.tried), "reason": found.reason,
+            "largest": largest, "seconds": seconds, "tried": len(found.search.trials),
+            "reason": found.search.reason,
             "fits": runs(name, largest), "more": runs(name, max(largest + 1, int(largest * 1.02) + 1)),
         }  # fmt: skip
         print(name, results[name], file=sys.stderr, flush=True)

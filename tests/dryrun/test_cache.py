@@ -89,9 +89,7 @@ def test_memory_in_pieces_is_said_to_be_the_reason(card) -> None:
     report = gpumagic.dry_run(code.replace("2200", "900"), {"torch": torch, "kept": kept}, device=DEVICE)
     assert report.devices[1].before == 1500 * MIB + nameless.nbytes
     assert report.fits is False
-    assert report.verdict.endswith(
-        "it would run out of memory, first in line 1: what is free lies in pieces, each too small."
-    )
+    assert "what is free lies in pieces that are too small; line 1 runs out of memory" in report.verdict
 
 
 def test_what_was_sent_to_a_dry_run_is_not_kept(card) -> None:

@@ -35,7 +35,8 @@ def dry_run(before, cell, **options):
 def test_a_size_that_the_device_decides_leaves_the_verdict_open(before, cell) -> None:
     report = dry_run(before, cell)
     assert report.fits is None, report
-    assert report.verdict.startswith("It cannot be told whether the cell fits")
+    stopped = "The dry run stopped on line 1: what aten::bincount returns depends on values"
+    assert report.verdict.startswith(("May not fit: it hangs on line ", stopped))
 
 
 @pytest.mark.parametrize("first", [True, False])

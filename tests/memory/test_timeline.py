@@ -308,8 +308,8 @@ def test_every_report_with_a_timeline_can_be_plotted() -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is an option of the user's")
     oom = OomReport("simgpu allocator", "certain", DEVICE, 1, 0, 0, 0, 0, 5, "x", "full", timeline=timeline((4, 7)))
     dry_run = DryRunReport(
-        DEVICE, {DEVICE: 30}, 2, "x", "add", {}, None, None, "",
-        points=(DryRunPoint(DEVICE, 1, 1, 10, {"other": 10}), DryRunPoint(DEVICE, 2, 2, 30, {"other": 30})),
+        DEVICE, {DEVICE: 30}, {DEVICE: 30}, 2, "x", "add", {}, None, None,
+        timeline=(DryRunPoint(DEVICE, 1, 1, 10, {"other": 10}), DryRunPoint(DEVICE, 2, 2, 30, {"other": 30})),
     )  # fmt: skip
     for report in (TransferReport(DEVICE, (), timeline=timeline()), oom, dry_run):
         figure = report.plot()

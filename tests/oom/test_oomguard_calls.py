@@ -35,7 +35,7 @@ def test_a_function_is_called_with_half_until_it_fits() -> None:
         return kept.nbytes + take(batch_size / scale).nbytes
 
     assert train(8) == 3 * GIB
-    assert sizes == [64, 16]  # a rehearsal says no to 32
+    assert sizes == [64, 16]  # a dry run says no to 32
     assert [each.size for each in guard.report.tries] == sizes
     assert guard.report.recovered
     assert (train.__name__, train.__doc__) == ("train", "Train.")
@@ -43,14 +43,6 @@ def test_a_function_is_called_with_half_until_it_fits() -> None:
     assert train(8, batch_size=8) == 2 * GIB
     assert sizes == [8]
     assert guard.report is None
-
-
-def test_the_largest_argument_that_fits_is_the_one_of_the_last_call() -> None:
-    guard = gpumagic.oomguard(fit="n")
-    result = guard(lambda n: (n, take(n / 8).nbytes))(10)
-    assert result == (32, 4 * GIB)
-    assert (guard.report.best, guard.report.exact, guard.report.place) == (32, True, "n = 32")
-    assert allocated() == 0
 
 
 def test_when_nothing_fits_one_light_error_is_raised() -> None:
@@ -107,8 +99,6 @@ def test_what_cannot_be_called_again_is_refused_where_it_is_decorated() -> None:
 
     with pytest.raises(gpumagic.OptionError, match=r"^later only starts when it is called"):
         guard(later)
-    with pytest.raises(gpumagic.OptionError, match=r"^fit tries sizes up and down by itself"):
-        gpumagic.oomguard(shrink="n", fit="n")
     with pytest.raises(gpumagic.DeviceNotFound):
         gpumagic.oomguard(fallback="simgpu:9")
     with pytest.raises(gpumagic.OptionError, match=r"^shrink='n': n must be an int of at least 1, not '3'$"):

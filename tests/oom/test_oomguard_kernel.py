@@ -97,7 +97,7 @@ def test_a_cell_that_is_shrunk_lets_run_all_go_on(guarded_kernel) -> None:
     )  # fmt: skip
     assert (shrunk.status, shrunk.value, after.value) == ("ok", "20", "(20, 2.5)")
     assert shrunk.stdout == "%%oomguard: n = 40 ran out of memory in line 3; now n = 20.\n"
-    assert "passed with n = 20" in shrunk.reports[0]
+    assert any("passed with n = 20" in each for each in shrunk.reports)  # or a line of progress
     guarded_kernel.run("del x")
 
 
@@ -112,8 +112,8 @@ def test_a_cell_that_fits_nowhere_stops_run_all_with_one_line(guarded_kernel) ->
 def test_an_interrupt_in_the_search_for_a_size_ends_it_and_gives_all_back(guarded_kernel) -> None:
     guarded_kernel.run("n = 16")
     cell, *_ = guarded_kernel.interrupt(
-        "%%oomguard --fit n\nimport time\ndef work():\n    kept = take(n / 8)\n    if n < 16:\n        print('ready')\n"
-        "        time.sleep(60)\n    return take(9)\nwork()"
+        "%%oomguard --shrink n\nimport time\ndef work():\n    kept = take(n / 8)\n    if n < 16:\n"
+        "        print('ready')\n        time.sleep(60)\n    return take(9)\nwork()"
     )
     assert cell.ename == "KeyboardInterrupt"
     let_it_settle(guarded_kernel)

@@ -1,8 +1,8 @@
-"""`%%oomguard --shrink`, `--fit`, `--retry` and `--fallback`: the cell runs again from where it began."""
+"""`%%oomguard --shrink`, `--retry` and `--fallback`: the cell runs again from where it began."""
 
 from __future__ import annotations
 
-import threading
+import re
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from IPython.core.error import UsageError
 from oom_cells import GIB, allocated
 
 import gpumagic
-from gpumagic.oom.report import FitReport
 
 pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
 
@@ -97,58 +96,10 @@ for step in range(3):
     assert ns["report"].tries[0].lost == ("2 steps of opt", "changes in place of net")
 
 
-def test_fit_finds_the_largest_and_leaves_the_cell_as_it_ran_with_it(guarded, ns, capsys) -> None:
-    result = guarded("batch_size = 10\nx = take(batch_size / 8)\nbatch_size", "--fit batch_size")
-    report = ns["report"]
-    assert isinstance(report, FitReport)
-    assert (report.best, report.ceiling, report.exact) == (32, 33, True)
-    assert result.result == ns["batch_size"] == 32
-    assert ns["x"].nbytes == 4 * GIB == allocated()
-    assert report.tries[-1].size == 32
-    text = " ".join(str(report).split())
-    assert text.startswith("batch_size = 32 is the largest that fits · 1 run, ")
-    assert "to keep it, line 2: batch_size = 32" in text
-    assert "33 was rehearsed and does not fit" in text
-    assert len(report.to_pandas()) == len(report.tries) == 1
-    assert "batch_size = 32 fits, 4.0 GiB of 4.0 GiB; now it runs with that." in capsys.readouterr().out
-
-
-def test_fit_runs_the_cell_with_each_size_where_it_cannot_be_rehearsed(guarded, ns) -> None:
-    ns["lock"] = threading.Lock()
-    result = guarded("batch_size = 10\nwith lock:\n    x = take(batch_size / 8)\nbatch_size", "--fit batch_size")
-    report, text = ns["report"], str(ns["report"])
-    assert (report.best, report.ceiling, result.result) == (32, 33, 32)
-    assert text.startswith(f"batch_size = 32 is the largest that fits · {len(report.tries)} runs")
-    assert "why not with batch_size = 33" in text
-    assert "The sizes were run, not rehearsed: " in text
-
-
-def test_fit_goes_down_too(guarded, ns) -> None:
-    assert guarded(ROWS, "--fit batch_size").result == 32
-
-
-def test_fit_says_when_nothing_fits(guarded, ns) -> None:
-    result = guarded("batch_size = 4\nfail()", "--fit batch_size")
-    assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
-    assert ns["report"].best is None
-    assert str(ns["report"]).startswith("No value of batch_size fits · 3 runs")
-
-
-def test_fit_leaves_a_number_that_does_not_matter(guarded, ns) -> None:
-    assert guarded("batch_size = 3\nbatch_size", "--fit batch_size").result == 3
-    assert "batch_size changes nothing of the peak" in str(ns["report"])
-
-
-def test_fit_by_runs_gives_up_on_a_cell_that_always_fits(guarded, ns) -> None:
-    ns["lock"] = threading.Lock()
-    assert guarded("batch_size = 1\nlock.locked()\nbatch_size", "--fit batch_size").result == 1024
-    assert "Nothing up to 1024 failed" in str(ns["report"])
-
-
-def test_shrink_passes_over_what_a_rehearsal_says_no_to(guarded, ns, capsys) -> None:
+def test_shrink_passes_over_what_a_dry_run_says_no_to(guarded, ns, capsys) -> None:
     assert guarded("batch_size = 200\nx = take(batch_size / 8)\nbatch_size", "--shrink batch_size").result == 25
     assert [each.size for each in ns["report"].tries] == [200, 25]
-    assert "now batch_size = 25. Rehearsed: 100 and 50 would not fit." in capsys.readouterr().out
+    assert "now batch_size = 25. By dry runs 100 and 50 would not fit." in capsys.readouterr().out
 
 
 def test_another_error_ends_the_tries_and_is_the_cells(guarded, ns, bare_shell) -> None:
@@ -160,7 +111,7 @@ def test_another_error_ends_the_tries_and_is_the_cells(guarded, ns, bare_shell) 
 
 def test_an_interrupt_ends_the_tries_and_changes_no_number(guarded, ns, bare_shell) -> None:
     bare_shell.run_cell("n = 16", store_history=True)
-    result = guarded("x = take(n / 2)\nraise KeyboardInterrupt", "--fit n")
+    result = guarded("x = take(n / 2)\nraise KeyboardInterrupt", "--shrink n")
     assert isinstance(result.error_in_exec, KeyboardInterrupt)
     assert ns["n"] == 16
 
@@ -215,7 +166,7 @@ def test_fallback_says_when_the_text_names_the_device_itself(guarded, ns, capsys
     ("options", "words"),
     [
         ("--shrink bs", "the cell has no int called bs; it has batch_size"),
-        ("--fit batch_size --retry 2", "fit tries sizes up and down by itself; leave out shrink and retry"),
+        ("--fit batch_size", "%%oomguard has no option '--fit'; %%dryrun has it"),
         ("--fallback simgpu:9", "'simgpu:9' is not a device here"),
         ("--shrink 3", "'3' cannot be a variable; write a Python name, such as report or batch_size"),
         ("--shrink", "expected one argument"),
@@ -242,3 +193,12 @@ def test_a_function_of_the_cell_has_the_source_that_ran(guarded, bare_shell) -> 
     guarded("def f():\n    batch_size = 40\n    return take(batch_size / 8)\nf().nbytes", "--shrink batch_size")
     shown = bare_shell.run_cell("import inspect; inspect.getsource(f)", store_history=True).result
     assert "batch_size = 20" in shown
+
+
+def test_after_out_of_memory_the_advice_names_a_batch_that_was_dry_run(guarded, ns) -> None:
+    one = "torch.empty(batch_size, 1 << 18, device='simgpu:0')"
+    guarded(f"batch_size = 3000\nx = {one}\ndel x\ny = {one}\nz = {one}")
+    advice = next(each for each in ns["report"].advice if "batch_size" in each.title)
+    assert re.fullmatch(r"by dry runs batch_size=1\d\d\d fits: \S+ of 4.0 GiB", advice.evidence)
+    assert re.fullmatch(r"Lower batch_size from 3000 to 1\d\d\d", advice.title)
+    assert (advice.covers, advice.estimated, advice.frees > GIB) == (True, False, True)

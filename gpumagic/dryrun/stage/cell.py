@@ -6,6 +6,7 @@ import ast
 import io
 import pickle
 import random
+import re
 import sys
 import traceback
 import types
@@ -87,8 +88,11 @@ def failure(error: BaseException, filename: str, line: int | None = None) -> dic
         if frame.filename == filename:
             line = frame.lineno
     refused = isinstance(error, parts.CannotDryRun)
-    text = str(error).strip().splitlines()
-    return {"kind": type(error).__name__, "text": text[0] if text else "", "line": line, "refused": refused}
+    text = next(iter(str(error).strip().splitlines()), "")
+    without_shape = re.match(r"(\S+): attempted to run this operator with Meta tensors", text)
+    if without_shape is not None:  # torch's own words for an operator that is not answered by shape
+        refused, text = True, f"what {without_shape[1]} returns depends on values"
+    return {"kind": type(error).__name__, "text": text, "line": line, "refused": refused}
 
 
 def seed(order: dict[str, Any]) -> None:

@@ -7,23 +7,23 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from gpumagic.dryrun.report import Fit
+from gpumagic.dryrun.report import DryRunReport
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import proposal
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader
 from gpumagic.oom.rules.proposal import Region, backend, called_models, find, propose, read_tensors
-from gpumagic.report.units import count, size
+from gpumagic.report.units import count, size, size_pair
 from gpumagic.source.cell_code import defaults
 from gpumagic.source.text import CellText, Change, called_name, names_in
 
 
 def smaller(facts: Facts) -> Iterator[Advice]:
-    """Lower the batch the cell works with to what a rehearsal, or else the linear law, lets fit."""
+    """Lower the batch the cell works with to what fits by dry runs, or else by a linear law."""
     found = at_work(facts)
     if found is None:
         return
-    if facts.rehearsed is not None and facts.rehearsed.largest is not None:
-        yield from _rehearsed(facts, found, facts.rehearsed)
+    if facts.dry_run is not None and facts.dry_run.largest is not None:
+        yield from _dry_run(facts, found, facts.dry_run)
         return
     needs = proposal.estimate(facts)
     if needs is not None and needs.share <= 0:
@@ -48,19 +48,19 @@ def at_work(facts: Facts) -> BatchSize | None:
     return facts.batches[0] if _is_at_work(facts, facts.batches[0]) else None
 
 
-def _rehearsed(facts: Facts, found: BatchSize, fit: Fit) -> Iterator[Advice]:
-    """Lower it to what has been rehearsed; say nothing where what there is now fits."""
-    if fit.largest is None or fit.peak is None or fit.largest >= found.value:
+def _dry_run(facts: Facts, found: BatchSize, report: DryRunReport) -> Iterator[Advice]:
+    """Lower it to what was dry-run and fits; say nothing where what there is now fits."""
+    if report.largest is None or report.search is None or report.largest >= found.value:
         return
-    value = facts.roundest or fit.largest
-    needs = int(fit.base + fit.each * found.value)
+    value = facts.roundest or report.largest
+    peaks = {trial.value: trial.peak for trial in report.search.trials}
     steps = -(-found.value // value)
-    of = f" of {size(fit.capacity)}" if fit.capacity is not None else ""
-    assumed = f"; assumed: {'; '.join(fit.assumed)}" if fit.assumed else ""
+    fits = size_pair(peaks[report.largest], report.capacity).replace(" / ", " of ")
+    assumed = f"; assumed: {'; '.join(report.assumed)}" if report.assumed else ""
     yield propose(
         facts, f"Lower {_called(found)} from {found.value} to {value}", covers=True,
-        frees=max(0, needs - int(fit.base + fit.each * value)),
-        evidence=f"rehearsed: {found.name}={fit.largest} fits, {size(fit.peak)}{of}{assumed}",
+        frees=max(0, peaks[report.search.now] - peaks[report.largest]),
+        evidence=f"by dry runs {found.name}={report.largest} fits: {fits}{assumed}",
         cost=f"accumulate {count(steps, 'step')} for the same gradient" if facts.trains else "more turns of the loop",
         **_edit(facts, found, value, steps),
     )  # fmt: skip

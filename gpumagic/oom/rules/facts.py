@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpumagic.dryrun.report import Fit
+    from gpumagic.dryrun.report import DryRunReport
     from gpumagic.memory.allocator import AllocatorStats
     from gpumagic.report.base import Holder
     from gpumagic.source.cell_code import CellCode
@@ -256,8 +256,8 @@ class Facts:
     """Whether torch has attention kernels for this backend that never make the matrix of all scores."""
     settings: Mapping[str, bool] = field(default_factory=dict)
     """Switches of torch that matter here and are on, such as ``"cudnn.benchmark"``."""
-    rehearsed: Fit | None = None
-    """The largest value of the first of `batches` that fits, by rehearsals; None where there were none."""
+    dry_run: DryRunReport | None = None
+    """Of the largest value of the first of `batches` that fits; None where there was none."""
     roundest: int | None = None
     """A rounder value a little below it, where that one fits too."""
     private_pools: int = 0
