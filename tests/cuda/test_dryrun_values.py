@@ -204,4 +204,4 @@ def test_every_guess_is_named_with_its_line(notebook) -> None:
 def test_an_error_that_no_guess_causes_is_the_cells_own(notebook) -> None:
     report = dry_run("a = x.sum().item()\nb = x @ x", notebook)
     assert report.error is not None
-    assert report.error.startswith("the cell fails in line 2 with RuntimeError")
+    assert report.error.startswith("the cell fails on line 2: RuntimeError")
