@@ -70,6 +70,10 @@ def _traits(op: Any) -> _Traits:
     )
 
 
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())
+
+
 class Known:
     """Small contents by storage.
 
@@ -77,6 +81,7 @@ class Known:
         device_type: the name of the device of the dry run.
         key_of: tells the storage of a tensor on it; 0 for none.
         memory_of: returns the bytes of a tensor's whole storage, as a tensor on the CPU that is kept.
+        nbytes_of: tells the bytes of a tensor's whole storage.
         largest: bytes of a storage up to which its contents are kept.
     """
 
@@ -85,11 +90,13 @@ class Known:
         device_type: str,
         key_of: Callable[[torch.Tensor], int],
         memory_of: Callable[[torch.Tensor], torch.Tensor],
+        nbytes_of: Callable[[torch.Tensor], int] = _nbytes,
         largest: int = 1 << 14,
     ) -> None:
         self._type = device_type
         self._key_of = key_of
         self._memory_of = memory_of
+        self._nbytes_of = nbytes_of
         self._largest = largest
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -104,7 +111,7 @@ class Known:
         if tensor.layout is not torch.strided:
             return None
         raw = self._kept.get(self._key_of(tensor))
-        if raw is None or raw.numel() != tensor.untyped_storage().nbytes():
+        if raw is None or raw.numel() != self._nbytes_of(tensor):
             return None
         made = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return made.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -112,7 +119,7 @@ class Known:
     def write(self, target: torch.Tensor, value: torch.Tensor | None) -> None:
         """Note what a tensor holds from now on; None if that is not known."""
         place = None if value is None else self.of(target)
-        if value is not None and place is None and target.numel() * target.itemsize >= _nbytes(target):
+        if value is not None and place is None and target.numel() * target.itemsize >= self._nbytes_of(target):
             self._kept[self._key_of(target)] = self._memory_of(target)
             place = self.of(target)
         if value is None or place is None:
@@ -152,9 +159,42 @@ class Known:
             for each in self._written(traits, args, kwargs):
                 self.forget(self._key_of(each))
 
+    def needs(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+    ) -> tuple[list[torch.Tensor] | None, list[torch.Tensor]]:
+        """Return the tensors without which nothing is known of what an operator does, and those that it writes to.
+
+        The first is None where nothing ever is. It is the same for all calls of the same metadata.
+        """
+        traits = _traits(op)
+        written = list(self._written(traits, args, kwargs))
+        if traits.absorbing is not None:
+            return [], written
+        results = [each for each in _tensors(made) if self._is_here(each)]
+        is_small = results and all(each.numel() * each.itemsize <= self._largest for each in results)
+        if not is_small or not traits.computes:
+            return None, written
+        given = [(name, each) for name, value in (*enumerate(args), *kwargs.items()) for each in _tensors(value)]
+        return [each for name, each in given if name not in traits.overwritten and self._is_here(each)], written
+
+    def may_follow(self, needs: list[int] | None, written: list[int]) -> bool:
+        """Return whether something may be known of what an operator did; where not, what it wrote to is forgotten.
+
+        Args:
+            needs: the storages of what `needs` returns.
+            written: the same of those that are written to.
+        """
+        kept = self._kept
+        if needs is not None and all(key in kept for key in needs):
+            return True
+        if kept:
+            for key in written:
+                kept.pop(key, None)
+        return False
+
     def _read_in(self, tensor: torch.Tensor) -> None:
         """Note that what lies in a tensor's memory is what the host put there."""
-        if _nbytes(tensor) <= self._largest and (key := self._key_of(tensor)):
+        if self._nbytes_of(tensor) <= self._largest and (key := self._key_of(tensor)):
             self._kept[key] = self._memory_of(tensor)
 
     def _repeat(
@@ -211,10 +251,6 @@ class Known:
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._type and tensor.layout is torch.strided
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -55,8 +55,8 @@ class FakeRun:
         self._storages = Storages(self.ledger.take, self._gone)
         self.ledger.settle = self._storages.settle
         self._guesses = Guesses(order["guess"], order["others"], self.notes.assume, self._lines.reading)
-        self._contents = contents = Contents(name, self._storages.nbytes_of, self._guesses, self.notes.assume)
-        self._operators = Operators(module, self._storages, self.ledger, contents, known == "cuda")
+        self._contents = contents = Contents(name, self._storages, self._guesses)
+        self._operators = Operators(module, self._storages, self.ledger, contents, self.notes.assume, known == "cuda")
         self._operators.register()
         Autocast(name).register()
         self._kinds = Kinds(self.ledger, name)
@@ -112,7 +112,7 @@ class FakeRun:
         self._tell({**self._account(None, running), "is_open": True})
 
     def _gone(self, key: int) -> None:
-        self._contents.forget(key)
+        self._contents.known.forget(key)
         self.ledger.give_back(key)
 
     def _coming(self, part: parts.StoragePart) -> None:

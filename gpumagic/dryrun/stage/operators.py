@@ -34,6 +34,7 @@ VIEWS = ("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold"
          "detach", "squeeze", "squeeze.dim", "squeeze.dims", "_unsafe_view", "resolve_conj", "resolve_neg")  # fmt: skip
 """Kernels of the CPU's that look at sizes only and give a view of the tensor they get."""
 
+_FINITE = "gradients are taken to be finite, so that a gradient scaler steps"
 _KNOWN = frozenset({"aten", "prims"})
 WHOLE = ("record_stream", "equal", "convolution_overrideable", "convolution_backward_overrideable", "native_layer_norm",
          "native_group_norm", "native_channel_shuffle", "silu_backward", "mish_backward", "all.dims", "all.dims_out",
@@ -50,12 +51,13 @@ class Operators:
         storages: makes storages.
         ledger: is told which operator runs.
         contents: knows small values.
+        assume: called with a sentence for each thing that is assumed.
         is_cuda: whether the device stands for CUDA's.
     """
 
     def __init__(
         self, module: DeviceModule, storages: Storages, ledger: Ledger, contents: Contents,
-        is_cuda: bool = False,
+        assume: Callable[[str], None], is_cuda: bool,
     ) -> None:  # fmt: skip
         self._module = module
         self._is_cuda = is_cuda
@@ -81,6 +83,7 @@ class Operators:
             "aten::nonzero": self._selections.positions,
             "aten::masked_select": self._selections.masked,
             "aten::_unique2": self._selections.unique,
+            "aten::_amp_foreach_non_finite_check_and_unscale_": lambda *_: assume(_FINITE),
             "aten::convolution_overrideable": self._renamed(aten.convolution.default),
             "aten::convolution_backward_overrideable": self._convolution_backward,
         }
@@ -211,10 +214,8 @@ class Operators:
         if plan is None:
             return self._by_meta_kernel(operator, operands, args, kwargs)
         result = plan.result(operands.tensors, self._storages)
-        keys = operands.keys
-        reads = None if plan.reads is None else [keys[place] for place in plan.reads]
-        if self._contents.may_follow(reads, [keys[place] for place in plan.writes]):
-            self._contents.follow(Call(operator.op, args, kwargs, self._name), result)
+        if plan.may_follow(operands.keys, self._contents.known):
+            self._contents.known.follow(operator.op, args, kwargs, result)
         return result
 
     def _by_meta_kernel(
@@ -241,8 +242,10 @@ class Operators:
                     is_like_others = False
         plan = Plan(call, operands, returned, device, scratch(call) if self._is_cuda else ())
         result = plan.result(operands.tensors, self._storages)
-        self._contents.follow(call, result)
+        known = self._contents.known
+        known.follow(op, args, kwargs, result)
         if is_like_others:
+            plan.follow(operands, *known.needs(op, args, kwargs, result))
             operator.keep(operands.key, plan)
         return result
 
@@ -296,7 +299,7 @@ class Selections:
 
     def positions(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what `nonzero` returns."""
-        value = self._contents.of(tensor)
+        value = self._contents.known.of(tensor)
         if value is not None:
             return value.nonzero().to(tensor.device)
         count = self._contents.selected(tensor)

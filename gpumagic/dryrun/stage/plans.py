@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun.stage.calls import Call
-from gpumagic.dryrun.stage.contents import LARGEST, Contents
+from gpumagic.dryrun.stage.known import Known
 from gpumagic.dryrun.stage.storages import SPACING, Form, Storages, as_view
 
 Key = tuple[Any, ...]
@@ -133,36 +133,27 @@ class Plan:
         scratch: the bytes of what the kernel allocates for itself.
     """
 
-    __slots__ = ("_made", "_scratch", "reads", "recipe", "writes")
+    __slots__ = ("_made", "_scratch", "needs", "recipe", "writes")
 
     def __init__(self, call: Call, operands: Operands, returned: Any, device: int, scratch: Iterable[int]) -> None:
         self._scratch = [Form((nbytes,), (1,), torch.uint8, device) for nbytes in scratch]
         self._made: dict[int, int] = {}
         tensors = {id(each): place for place, each in enumerate(operands.tensors)}
         self.recipe = self._recipe(call, tensors, returned, device)
-        self.writes: list[int] = []
-        self.reads: list[int] | None = [] if Contents.is_repeatable(call.op) else None
+        self.needs: list[int] | None = None
         """The operands that must be known for the result to be known; None where it never is."""
-        sizes = [operands._nbytes.get(key, 0) for key in operands.keys]
-        for argument, tensor in call.tensors():
-            place = tensors.get(id(tensor))
-            if place is None:
-                continue
-            if argument.is_write:
-                self.writes.append(place)
-                if sizes[place] > LARGEST:
-                    self.reads = None
-            if self.reads is not None and not Contents.is_overwritten(call, argument, tensor, sizes[place]):
-                self.reads.append(place)
-        if self._is_large(self.recipe):
-            self.reads = None
-        if Contents.is_absorbing(call.op):
-            self.reads = []
+        self.writes: list[int] = []
 
-    def _is_large(self, recipe: Recipe) -> bool:
-        if isinstance(recipe, list | tuple):
-            return any(map(self._is_large, recipe))
-        return isinstance(recipe, Form) and recipe.nbytes > LARGEST
+    def follow(self, operands: Operands, needs: list[torch.Tensor] | None, writes: list[torch.Tensor]) -> None:
+        """Note what `Known.needs` returned."""
+        places = {id(each): place for place, each in enumerate(operands.tensors)}
+        self.needs = None if needs is None else [places[id(each)] for each in needs]
+        self.writes = [places[id(each)] for each in writes]
+
+    def may_follow(self, keys: list[int], known: Known) -> bool:
+        """Return whether something may be known of what a call of this metadata does with these storages."""
+        needs = None if self.needs is None else [keys[place] for place in self.needs]
+        return known.may_follow(needs, [keys[place] for place in self.writes])
 
     def _recipe(self, call: Call, tensors: dict[int, int], value: Any, device: int) -> Recipe:
         if isinstance(value, list | tuple):
