@@ -66,6 +66,37 @@ assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated() > 0
     assert "an estimate" in report.unknown[-1]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False).sum().backward()",
+        "with torch.autocast('cuda', dtype=torch.bfloat16): torch.utils.checkpoint.checkpoint(net, x).sum().backward()",
+        "torch.func.vmap(torch.func.grad(lambda row: net[0](row).sum()))(x)",
+        "kept = copy.deepcopy(net.state_dict())",
+        "worker = threading.Thread(target=lambda: net(torch.ones(4, 8).cuda())); worker.start(); worker.join()",
+        "with torch.autograd.graph.save_on_cpu(): net(x).sum().backward()",
+    ],
+)  # fmt: skip
+def test_what_runs_past_the_cells_own_frames_knows_cuda(line) -> None:
+    cell = (
+        "import copy, threading, torch, torch.utils.checkpoint\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 8)).cuda()\n"
+        "x = torch.ones(4, 8, device='cuda', requires_grad=True)\n"
+    )
+    report = gpumagic.dry_run(cell + line, {}, device="cuda", capacity="16GiB", time_limit=20)
+    assert report.error is None, report.error
+    assert report.fits
+
+
+def test_what_copies_among_devices_in_c_is_refused_and_not_blamed_on_the_cell() -> None:
+    cell = (
+        "import torch, torch.nn.parallel.comm\ntorch.nn.parallel.comm.broadcast(torch.ones(3, device='cuda'), [0, 1])"
+    )
+    report = gpumagic.dry_run(cell, {}, device="cuda", capacity="16GiB")
+    assert report.fits is None
+    assert "the dry run stopped in line 2: it uses DataParallel" in report.error
+
+
 def test_a_large_attention_matrix_is_not_made() -> None:
     """CUDA has kernels for attention that never hold it; so has the dry run."""
     cell = """

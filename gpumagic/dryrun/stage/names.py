@@ -22,6 +22,8 @@ from gpumagic.dryrun.stage.backend import DeviceModule, Event, Stream, current_s
 
 OURS = "dryrun"
 _REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")
+_AMONG_DEVICES = ("_broadcast", "_broadcast_out", "_broadcast_coalesced", "_scatter", "_scatter_out", "_gather",
+                  "_gather_out")  # fmt: skip
 _STREAMS: dict[str, Any] = {
     "Stream": Stream, "Event": Event, "stream": stream, "current_stream": current_stream,
     "default_stream": current_stream,
@@ -207,20 +209,27 @@ def attention(
     if torch.is_autocast_enabled(OURS):
         dtype = torch.get_autocast_dtype(OURS)
         query, key, value = (each.to(dtype) if each.is_floating_point() else each for each in (query, key, value))
-    is_half = query.dtype in {torch.float16, torch.bfloat16}
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
-    simple = query.dim() == 4 and not enable_gqa and query.shape[-1] % 8 == 0
-    if simple and attn_mask is None and is_half and query.shape[-1] <= 256:
-        return torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, **options
-        )[0]
-    if simple:
+    width = query.shape[-1]
+    if query.dim() == 4 and _takes_flash(query, key, attn_mask, is_causal):
+        options.setdefault("scale", width**-0.5)  # which is not that of what is padded
+        parts = [torch.nn.functional.pad(each, (0, -width % 8)) if width % 8 else each for each in (query, key, value)]
+        return torch.ops.aten._scaled_dot_product_flash_attention(*parts, dropout_p, is_causal, False, **options)[0][
+            ..., :width
+        ]
+    if query.dim() == 4 and not enable_gqa and width * query.itemsize % 16 == 0:
         wanted = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
         mask = _additive(attn_mask, query, key)
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, wanted, dropout_p, is_causal, **options
         )[0]
     return composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _takes_flash(query: Any, key: Any, mask: Any, is_causal: bool) -> bool:
+    is_half = query.dtype in {torch.float16, torch.bfloat16}
+    same = query.shape[-2] == key.shape[-2]
+    return is_half and mask is None and query.shape[-1] <= 256 and (same or not is_causal)
 
 
 def _additive(mask: Any, query: Any, key: Any) -> Any:
@@ -245,6 +254,8 @@ def _share(theirs: ModuleType, module: DeviceModule) -> None:
     for name in _REFUSED:
         if hasattr(theirs, name):
             setattr(theirs, name, type(name, (_Refused,), {"__module__": theirs.__name__}))
+    for name in _AMONG_DEVICES:
+        setattr(torch._C, name, _refuse_many)
     for name, value in _STREAMS.items():
         if hasattr(theirs, name):
             setattr(theirs, name, value)
@@ -254,6 +265,10 @@ def _share(theirs: ModuleType, module: DeviceModule) -> None:
 
 def _record_nothing(_tensor: object, _stream: object) -> None:
     """Stand in for `record_stream`: no stream uses a tensor later here."""
+
+
+def _refuse_many(*_: object, **__: object) -> None:
+    raise CannotDryRun("it uses DataParallel or torch.cuda.comm, which copy between devices past a dry run")
 
 
 class _Refused:

@@ -76,7 +76,7 @@ class Operators:
             "aten::resize_": self._resize,
             "aten::set_": self._set_nothing,
             "aten::record_stream": lambda *_: None,
-            "aten::_fused_sdp_choice": attention,
+            "aten::_fused_sdp_choice": (lambda *_, **__: 0) if is_cuda else attention,  # `names` has chosen
             "aten::_thnn_fused_gru_cell": gru_cell,
             "aten::_thnn_fused_gru_cell_backward": gru_cell_backward,
             "aten::_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
