@@ -13,6 +13,7 @@ Start with `run.py`.
     autocast.py      the device's autocast
     surroundings.py  data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
     overlay.py       files of the process's own
+    modules.py       tells by module, whichever pass asks
     kinds.py         tells parameters, gradients, optimizer state and activations, and the cell's running line
     counted.py       how many passes of each loop were run
 """

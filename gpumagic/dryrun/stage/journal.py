@@ -30,6 +30,7 @@ class Journal:
         self._where = where
         self._marks: list[tuple[float, Callable[[_Replay], object]]] = []
         self._depth = 0
+        self._module: int | None = None
 
     @property
     def in_backward(self) -> int:
@@ -41,6 +42,20 @@ class Journal:
         self._depth = depth
         place = self._where()
         self._note(lambda replay: replay.in_backward(depth, place))
+
+    @property
+    def module(self) -> int | None:
+        """The number of the module that asks for memory now."""
+        return self._module
+
+    @module.setter
+    def module(self, number: int | None) -> None:
+        self._module = number
+        self._note(lambda replay: replay.set_module(number))
+
+    def own(self, key: int, module: int) -> None:
+        """Say whose the block at an address is."""
+        self._note(lambda replay: replay.own(key, module))
 
     def mark(self, address: int, kind: str) -> None:
         """Say what the block at an address is."""
@@ -87,10 +102,12 @@ class _Replay:
         self._place_of = place_of
         self._alive: dict[int, Life] = {}
         self._backward = Place()
+        self._module: int | None = None
 
     def begin(self, device: int, address: int, size: int, operator: str, place: Place) -> None:
         self.ledger.operator, self.ledger.place = operator, place
-        self._alive[address] = self.ledger.begin_life(device, size)
+        life = self._alive[address] = self.ledger.begin_life(device, size)
+        life.module = self._module
 
     def follow(self, device: int, entry: Mapping[str, Any]) -> None:
         """Go through one entry."""
@@ -108,6 +125,14 @@ class _Replay:
             place = self._place_of(entry["frames"])
             refused = Life(device, entry["size"], 0, operator_of(entry["frames"]), place, False)
             account.failure = account.failure or Peak(account.allocated, self.ledger.time, refused)
+
+    def set_module(self, number: int | None) -> None:
+        self._module = number
+
+    def own(self, address: int, module: int) -> None:
+        life = self._alive.get(address)
+        if life is not None:
+            life.module = module
 
     def in_backward(self, depth: int, place: Place) -> None:
         self.ledger.in_backward, self._backward = depth, place

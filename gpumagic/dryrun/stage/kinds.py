@@ -65,6 +65,8 @@ class Kinds:
             self._mark(leaf.grad, "gradients")
 
     def _before_forward(self, module: torch.nn.Module, _: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         for each in (*module._parameters.values(), *module._buffers.values()):
             self._mark(each, "parameters")
 

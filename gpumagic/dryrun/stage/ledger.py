@@ -45,6 +45,8 @@ class Life:
     backward: bool
     died: int | None = None
     kind: str = ""
+    module: int | None = None
+    """Whose it is, as `modules` numbers them."""
 
     def is_alive_at(self, time: int) -> bool:
         """Return whether it was in use right after the allocation of that number."""

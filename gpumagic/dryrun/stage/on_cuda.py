@@ -24,6 +24,7 @@ from gpumagic.dryrun.stage.known import Known
 from gpumagic.dryrun.stage.layout import Layout
 from gpumagic.dryrun.stage.ledger import Ledger, Peak, Place
 from gpumagic.dryrun.stage.models import Models
+from gpumagic.dryrun.stage.modules import Modules, by_module
 from gpumagic.dryrun.stage.reading import Following, Reading, address_of, memory_of
 from gpumagic.dryrun.stage.unwritten import LEAST, Unwritten
 from gpumagic.memory import workspaces
@@ -48,8 +49,11 @@ class CudaRun:
         self.notes = cell.Notes()
         self._lines = Lines(order["filename"], order["sources"])
         self._journal = Journal(self._lines.where)
+        self._modules = Modules(self._journal, _address_on_device)
+        self._namespace: dict[str, Any] = {}
         self._passes = Passes(order["filename"], order["sources"])
         self._guesses = Guesses(order["guess"], order["others"], self.notes.assume, self._lines.reading)
+        self._names: list[str] = []
         self._known = Known("cuda", address_of, memory_of) if order["follows"] else None
         self._is_brief = order["is_brief"]  # only the figures are wanted, not the history
         self._kept: list[torch.Tensor] = []
@@ -64,12 +68,13 @@ class CudaRun:
             if capacity is None:
                 fakecuda.set_memory(device, capacity=UNLIMITED, others=0)
         self._arrange()
-        namespace = self._unpack()
+        namespace = self._namespace = self._unpack()
         if torch.cuda.get_allocator_backend() != "native":
             self._is_brief = True
             self.notes.not_known("which line needs most: cudaMallocAsync keeps no history")
         if not self._is_brief:
             Kinds(self._journal, "cuda", _address).watch()
+            self._modules.watch(namespace)
         self._guesses.fill_blanks(parts.blanks)
         Reading(self._guesses, self._known, self._start_again, self.notes.assume).install()
         Unwritten(self._guesses.fill, draws=not self.order["guess"]).install()
@@ -165,13 +170,14 @@ class CudaRun:
         for library in sorted({_library_of(what) for what in fakecuda.unknown_sizes()}):
             self.notes.not_known(f"what {library} takes for itself, which only a real GPU tells")
         for device, told in enumerate(devices):
-            told |= {"at": ledger.point(Peak()), "failure": None, "breakdown": {}}
+            told |= {"at": ledger.point(Peak()), "failure": None, "breakdown": {}, "modules": []}
             told["failed"] = failed and torch.cuda.memory_stats(device)["num_ooms"] > 0
         book = Ledger([], Place) if self._is_brief else self._book(len(devices))
         for told, account in zip(devices, book.accounts, strict=False):
             told["at"] = ledger.point(account.peak)
             told["failure"] = None if account.failure is None else ledger.point(account.failure)
             told["breakdown"] = book.breakdown(book.accounts.index(account))
+            told["modules"] = by_module(book, book.accounts.index(account), self._names)
         return {
             "devices": devices, "lines": ledger.told_lines(book), "timeline": ledger.told(book),
             "error": None if failed else error,
@@ -179,11 +185,13 @@ class CudaRun:
             "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
             "effects": list(self.notes.effects), "passes": self._passes.told(running), "is_open": False,
             "reads": list(self._guesses.reads), "models": self._models.told(),
+            "modules": max(devices, key=lambda each: each["peak"])["modules"] if devices else [],
         }  # fmt: skip
 
     def _book(self, devices: int) -> Ledger:
         """Return what the allocator's history says, and what its blocks are."""
         Kinds(self._journal, "cuda", _address).look_around()
+        self._names = self._modules.look_around(self._namespace)
         for workspace in workspaces.find_workspaces():
             self._journal.mark(workspace.address, "library workspaces")
         traces: list[Trace] = torch.cuda.memory._snapshot()["device_traces"][:devices]
@@ -220,3 +228,8 @@ def _library_of(function: str) -> str:
 def _address(tensor: torch.Tensor) -> int:
     address: int = tensor.untyped_storage().data_ptr()
     return address
+
+
+def _address_on_device(tensor: torch.Tensor) -> int:
+    is_there = tensor.device.type == "cuda" and tensor.layout is torch.strided
+    return address_of(tensor) if is_there else 0
