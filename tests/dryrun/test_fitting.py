@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import gpumagic
 from gpumagic.dryrun import fitting
 from gpumagic.dryrun.report import DryRunReport
+from gpumagic.report import progress
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -150,3 +151,13 @@ def test_training_cells_really_run_with_it_and_not_with_two_percent_more() -> No
         assert told[name]["tried"] <= 8, told
         assert told[name]["fits"], told
         assert not told[name]["more"], told
+
+
+def test_ctrl_c_ends_a_search_and_its_line_of_progress(capsys) -> None:
+    def interrupted(_: int) -> DryRunReport:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fitting.search(interrupted, "batch", 8)
+    assert progress._line is None
+    assert capsys.readouterr() == ("", "")
