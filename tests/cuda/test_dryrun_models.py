@@ -137,6 +137,21 @@ def test_what_the_host_looks_at_is_drawn_and_said_on_its_line() -> None:
     assert report.peak["cuda:0"] > MIB
 
 
+def test_weights_that_come_to_the_host_are_not_read_until_it_looks_at_one() -> None:
+    cell = """
+import copy, torch
+model = torch.nn.Linear(1024, 1024).cuda()
+best = {name: each.cpu().clone() for name, each in model.state_dict().items() if each.dim() > 1}
+twin = copy.deepcopy(model).cpu()
+model.load_state_dict({**model.state_dict(), **best})
+"""
+    told: list[dict[str, Any]] = []
+    dry_run(cell, accounts=told)
+    assert told[0]["reads"] == []
+    dry_run(cell + "large = best['weight'].abs().max().item() > 2", accounts=told)
+    assert [(line, kind) for line, _, kind in told[1]["reads"]] == [(7, "contents")]
+
+
 def test_what_the_cell_computes_on_the_host_stays_true() -> None:
     told: list[dict[str, Any]] = []
     cell = """

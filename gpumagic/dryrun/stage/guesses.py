@@ -41,6 +41,8 @@ MOST_FILLED = 64 << 20
 """Bytes of what of the host was not sent that are filled with something."""
 MOST_FETCHED = 16 << 20
 """Bytes of a copy from a device that is filled with something."""
+ROOM, LEAST_COUNTED = 256 << 20, 1 << 20
+"""Bytes of all such copies together, those that are not small."""
 FILLING = (0x3F, 0x47, 0xBF)
 """Bytes that make a fraction around one, a large one and a negative one in every format."""
 NUMBERS: dict[str, Callable[[int], float]] = {
@@ -122,6 +124,9 @@ class Guesses:
         self._others = others
         self._assume = assume
         self._where = where
+        self._room = ROOM
+        self.leave: Callable[[torch.Tensor], bool] = lambda _: False
+        """Takes a tensor that was copied from a device, to fill it when it is looked at; False where it does not."""
         self._turns: dict[tuple[Key, str], int] = {}
 
     def fill_blanks(self, blanks: Collection[Any]) -> None:
@@ -164,9 +169,12 @@ class Guesses:
         """Put something into a tensor of the host that was to hold what a device has."""
         import torch
 
+        if self.leave(host):
+            return
         key, turn, course = self._read("contents")
-        if host.nbytes > MOST_FETCHED:
+        if host.nbytes > min(MOST_FETCHED, self._room):
             host = host[:0]  # it stays zeros, which take no memory
+        self._room -= host.nbytes if host.nbytes >= LEAST_COUNTED else 0
         if host.dtype == torch.bool:
             self._say(key, f"is taken to {course.truth}, throughout")
             host.fill_(TRUTHS[course.truth](turn))

@@ -77,7 +77,9 @@ class CudaRun:
             self._modules.watch(namespace)
         self._guesses.fill_blanks(parts.blanks)
         Reading(self._guesses, self._known, self._start_again, self.notes.assume).install()
-        Unwritten(self._guesses.fill, draws=not self.order["guess"]).install()
+        unwritten = Unwritten(self._guesses.fill, draws=not self.order["guess"])
+        unwritten.install()
+        self._guesses.leave = unwritten.leave
         fakecuda.leave_out(LEAST)
         fakecuda.reset()
         self.notes.effects.clear()

@@ -85,7 +85,9 @@ class FakeRun:
         self._before = self.ledger.figures()
         self._operators.give_up = lambda error: self._tell(self._failed(error))
         self._kinds.watch()
-        Unwritten(self._guesses.fill, draws=not self.order["guess"]).install()
+        unwritten = Unwritten(self._guesses.fill, draws=not self.order["guess"])
+        unwritten.install()
+        self._guesses.leave = unwritten.leave
         self.notes.effects.clear()
         cell.seed(self.order)
         namespace = scopes[0]

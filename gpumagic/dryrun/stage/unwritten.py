@@ -10,6 +10,7 @@ numbers they are drawn first, and the report says on which line.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ class Unwritten:
         self._mode = _Mode(self._follow)
         self._room = ROOM
         self._is_drawing = False
+        self._is_applying = False
+        self._thread = threading.get_ident()
 
     def install(self) -> None:
         """Leave large fills undone for the rest of the process."""
@@ -88,7 +91,7 @@ class Unwritten:
     def _filling(self, fill: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
         def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             is_refused = is_method and tensor.requires_grad and torch.is_grad_enabled()
-            if is_refused or self._is_drawing or not _is_large(tensor):
+            if is_refused or not self._is_followed() or not _is_large(tensor):
                 return fill(tensor, *args, **kwargs)
             if is_method:
                 fill(tensor.detach().new_empty(0), *args, **kwargs)  # which raises what the arguments deserve
@@ -96,6 +99,20 @@ class Unwritten:
             return tensor
 
         return filled
+
+    def _is_followed(self) -> bool:
+        """Return whether what the caller makes is followed: the mode is one thread's."""
+        return not self._is_drawing and threading.get_ident() == self._thread
+
+    def leave(self, host: torch.Tensor) -> bool:
+        """Leave a tensor unwritten that a device was copied to; return whether it is.
+
+        It is if it is large, or if all of a module comes to the host: nobody looks at its numbers then.
+        """
+        if not (self._is_applying or _is_large(host)) or not _is_plain(host) or not self._is_followed():
+            return False
+        self._leave(host, None)
+        return True
 
     def _looking(self, look: Callable[..., Any]) -> Callable[..., Any]:
         def looked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -118,9 +135,15 @@ class Unwritten:
         """Return the method that takes a module to a device: then what it held before is gone."""
 
         def applied(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            made = apply(module, *args, **kwargs)
+            was_applying, self._is_applying = self._is_applying, True
+            try:
+                made = apply(module, *args, **kwargs)
+            finally:
+                self._is_applying = was_applying
             if self._storages:
                 self._sweep(1 + len(module._parameters) if module._parameters else len(self._by_age))
+                if not self._storages:
+                    self._mode.end()
             return made
 
         return applied
@@ -148,6 +171,7 @@ class Unwritten:
         return tensor
 
     def _add(self, storage: torch.UntypedStorage, fill: _Fill | None, span: range | None = None) -> None:
+        self._sweep(2)
         if not self._storages:
             self._mode.begin()
         added = self._storages[storage._cdata] = _Storage(StorageWeakRef(storage), fill, span)
@@ -165,8 +189,6 @@ class Unwritten:
                 gone = self._storages.pop(key)
                 if gone.span is not None:
                     self._files.remove(gone)
-        if not self._storages:
-            self._mode.end()
 
     def _draw(self, tensor: torch.Tensor) -> None:
         """Write what is in a tensor's storage, if it is unwritten: the host looks at it."""
@@ -176,7 +198,7 @@ class Unwritten:
         storage = tensor.untyped_storage()
         is_room = storage.nbytes() <= self._room
         whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
-        self._guess(whole if is_room else whole[:0])
+        self._guess_at(whole if is_room else whole[:0])
         if not is_room:
             return
         self._room -= storage.nbytes()
@@ -185,6 +207,13 @@ class Unwritten:
         self._by_age.remove(storage._cdata)
         del self._storages[storage._cdata]
 
+    def _guess_at(self, whole: torch.Tensor) -> None:
+        self._is_drawing = True
+        try:
+            self._guess(whole)
+        finally:
+            self._is_drawing = False
+
     def _fill(self, whole: torch.Tensor, fill: _Fill) -> None:
         self._is_drawing = True
         try:
@@ -192,6 +221,8 @@ class Unwritten:
             fill.method(whole.view(fill.shape) if is_alike else whole, *fill.args, **fill.kwargs)
         finally:
             self._is_drawing = False
+        self._is_applying = False
+        self._thread = threading.get_ident()
 
     # ---- Operators on them
 
@@ -249,12 +280,18 @@ class _Mode(TorchDispatchMode):
     def __init__(self, follow: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
         self._callback = follow
+        self._is_running = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._callback(func, args, kwargs or {})
+        self._is_running = True
+        try:
+            return self._callback(func, args, kwargs or {})
+        finally:
+            self._is_running = False
 
     def begin(self) -> None:
-        self._place(lambda others: [self, *others])
+        if not self._is_running:  # else it is off the stack for the moment
+            self._place(lambda others: [self, *others])
 
     def end(self) -> None:
         self._place(lambda others: others)
