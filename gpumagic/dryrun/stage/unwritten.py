@@ -9,11 +9,13 @@ numbers they are drawn first, and the report says on which line.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +27,11 @@ LEAST = 1 << 20
 """Bytes of a tensor from which on it is left unwritten."""
 ROOM = 256 << 20
 """Bytes that are drawn for the host to look at; what is beyond reads as zeros."""
+DRAWN = 160_000_000
+"""Numbers, about a second of them, that are drawn all the same and given up again: what the cell draws later, such as
+the lengths of its sentences, is then what it would draw."""
+_PAGE = 4096
+_DONTNEED = 4
 
 _FILLS = ("normal_", "uniform_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_",
           "bernoulli_")  # fmt: skip
@@ -45,6 +52,8 @@ class _Fill:
     shape: torch.Size
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    state: torch.Tensor | None = None
+    """Of the generator, where it was so that the fill gives the cell's own numbers."""
 
 
 @dataclass
@@ -71,6 +80,9 @@ class Unwritten:
         self._by_age: deque[int] = deque()
         self._mode = _Mode(self._follow)
         self._room = ROOM
+        self._left_to_draw = DRAWN
+        self.has_skipped = False
+        """Whether the generator is not where it would be in the cell."""
         self._is_drawing = False
         self._is_applying = False
         self._thread = threading.get_ident()
@@ -91,14 +103,36 @@ class Unwritten:
     def _filling(self, fill: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
         def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             is_refused = is_method and tensor.requires_grad and torch.is_grad_enabled()
-            if is_refused or not self._is_followed() or not _is_large(tensor):
+            has_its_own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+            if is_refused or has_its_own or not self._is_followed() or not _is_large(tensor):
                 return fill(tensor, *args, **kwargs)
-            if is_method:
+            state = self._advance(tensor, fill, args, kwargs)
+            if state is None and is_method:
                 fill(tensor.detach().new_empty(0), *args, **kwargs)  # which raises what the arguments deserve
-            self._leave(tensor, _Fill(fill, tensor.shape, args, kwargs))
+            self._leave(tensor, _Fill(fill, tensor.shape, args, kwargs, state))
             return tensor
 
         return filled
+
+    def _advance(self, tensor: torch.Tensor, fill: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Draw what is few, so that the generator goes on as in the cell; return what it was before."""
+        self._left_to_draw -= tensor.numel()
+        if self._left_to_draw < 0:
+            self.has_skipped = True
+            return None
+        state = torch.get_rng_state()
+        self._undisturbed(fill, tensor, *args, **kwargs)
+        _drop(tensor)
+        is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+        return state if is_whole and not self.has_skipped else None
+
+    def _undisturbed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call a function that fills for real."""
+        was_drawing, self._is_drawing = self._is_drawing, True
+        try:
+            function(*args, **kwargs)
+        finally:
+            self._is_drawing = was_drawing
 
     def _is_followed(self) -> bool:
         """Return whether what the caller makes is followed: the mode is one thread's."""
@@ -198,37 +232,21 @@ class Unwritten:
         storage = tensor.untyped_storage()
         is_room = storage.nbytes() <= self._room
         whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
-        self._guess_at(whole if is_room else whole[:0])
+        if not (is_room and known.fill is not None and known.fill.state is not None):
+            self._undisturbed(self._guess, whole if is_room else whole[:0])
         if not is_room:
             return
         self._room -= storage.nbytes()
-        if self._draws and known.fill is not None:
-            self._fill(whole, known.fill)
+        if known.fill is not None and (self._draws or known.fill.state is not None):
+            self._undisturbed(_draw, whole, known.fill)
         self._by_age.remove(storage._cdata)
         del self._storages[storage._cdata]
-
-    def _guess_at(self, whole: torch.Tensor) -> None:
-        self._is_drawing = True
-        try:
-            self._guess(whole)
-        finally:
-            self._is_drawing = False
-
-    def _fill(self, whole: torch.Tensor, fill: _Fill) -> None:
-        self._is_drawing = True
-        try:
-            is_alike = fill.shape.numel() == whole.numel()
-            fill.method(whole.view(fill.shape) if is_alike else whole, *fill.args, **fill.kwargs)
-        finally:
-            self._is_drawing = False
-        self._is_applying = False
-        self._thread = threading.get_ident()
 
     # ---- Operators on them
 
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; where it would only write what nobody reads, make its result without."""
-        met = [each for each in _tensors((args, kwargs)) if self._of(each) is not None]
+        met = [] if self._is_drawing else [each for each in _tensors((args, kwargs)) if self._of(each) is not None]
         if not met or not isinstance(op, torch._ops.OpOverload):
             return op(*args, **kwargs)
         name = op._schema.name.removeprefix("aten::")
@@ -250,13 +268,15 @@ class Unwritten:
             self._leave_all(targets, met)
             return args[0] if op._schema.returns else None
         if all(any(each is one for one in targets) for each in met):
+            self._leave_all(targets, met)
             return op(*args, **kwargs)
         return self._run(op, args, kwargs, met)
 
     def _leave_all(self, made: Any, met: list[torch.Tensor]) -> Any:
         known = self._of(met[0])
+        fill = None if known is None or known.fill is None else replace(known.fill, state=None)
         for each in _tensors(made):
-            self._leave(each, None if known is None else known.fill)
+            self._leave(each, fill)
         return made
 
     def _run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[torch.Tensor]) -> Any:
@@ -302,6 +322,27 @@ class _Mode(TorchDispatchMode):
             torch._C._pop_torch_dispatch_stack(None)
         for each in arrange([each for each in modes if each is not self]):
             torch._C._push_on_torch_dispatch_stack(each)
+
+
+def _draw(whole: torch.Tensor, fill: _Fill) -> None:
+    shaped = whole.view(fill.shape) if fill.shape.numel() == whole.numel() else whole
+    if fill.state is None:
+        fill.method(shaped, *fill.args, **fill.kwargs)
+        return
+    now = torch.get_rng_state()
+    torch.set_rng_state(fill.state)
+    try:
+        fill.method(shaped, *fill.args, **fill.kwargs)
+    finally:
+        torch.set_rng_state(now)
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """Give the pages of a tensor back to the system; they read as zeros then."""
+    first = -(-tensor.data_ptr() // _PAGE) * _PAGE
+    last = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
+    if sys.platform == "linux" and tensor.is_contiguous() and first < last:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONTNEED)
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
