@@ -131,9 +131,10 @@ def test_a_checkpoint_is_not_read_to_be_cast_and_moved(asked: str, checkpoint: P
 
 def test_what_the_host_looks_at_is_drawn_and_said_on_its_line() -> None:
     told: list[dict[str, Any]] = []
-    cell = "import torch\nlayer = torch.nn.Linear(1024, 1024)\nmask = layer.weight > 0\nx = layer.weight[mask].cuda()"
+    build = "import torch\nlarge = torch.nn.Linear(16384, 16384)\nlayer = torch.nn.Linear(1024, 1024)\n"
+    cell = build + "mask = layer.weight > 0\nx = layer.weight[mask].cuda()"
     report = dry_run(cell, accounts=told)
-    assert [3, "layer.weight > 0", "contents"] in told[0]["reads"]
+    assert [4, "layer.weight > 0", "contents"] in told[0]["reads"]
     assert report.peak["cuda:0"] > MIB
 
 

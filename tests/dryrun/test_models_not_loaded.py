@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from gpumagic.dryrun import run, targets
 from gpumagic.dryrun.report import DryRunReport
@@ -73,12 +74,37 @@ def test_a_model_of_44_billion_weights_costs_the_host_nothing(way: str, itemsize
 
 def test_what_the_host_looks_at_is_drawn_and_said_on_its_line() -> None:
     told: list[dict[str, Any]] = []
-    cell = "from torch import nn\nm = nn.Linear(1024, 1024)\nshare = (m.weight > 0).float().mean().item()\n"
+    build = "from torch import nn\nm = nn.Linear(16384, 16384), nn.Linear(1024, 1024)\n"
+    cell = build + "share = (m[1].weight > 0).float().mean().item()\n"
     tell = "raise RuntimeError(str(share))"
     run.dry_run(script_of(cell + tell), {}, targets.choose("cuda:0", 1 << 30), note=told.append)
     assert told[0]["error"]["kind"] == "RuntimeError"
     assert 0.45 < float(told[0]["error"]["text"]) < 0.55
     assert [(line, kind) for line, _, kind in told[0]["reads"]] == [(3, "contents")]
+
+
+def test_what_a_small_model_draws_and_what_is_drawn_after_it_are_the_cells_own() -> None:
+    cell = """
+import torch
+torch.manual_seed(7)
+model = torch.nn.Sequential(torch.nn.Embedding(3000, 512, padding_idx=0), torch.nn.Linear(1024, 1024))
+torch.nn.init.trunc_normal_(model[1].weight)
+drawn = (torch.rand(3).sum() + model[1].weight.sum()).item()
+"""
+    told: list[dict[str, Any]] = []
+    tell = "raise RuntimeError(repr(drawn))"
+    run.dry_run(script_of(cell + tell), {}, targets.choose("cuda:0", 1 << 30), note=told.append)
+    names: dict[str, Any] = {}
+    state = torch.get_rng_state()
+    exec(cell, names)
+    torch.set_rng_state(state)
+    assert (told[0]["error"]["text"], told[0]["reads"]) == (repr(names["drawn"]), [])
+
+
+def test_that_random_numbers_are_others_after_a_large_model_is_said() -> None:
+    said = "random numbers that the cell draws on the host after its large weights are others than its own"
+    build = "import torch\nm = torch.nn.Linear(16384, 16384)\n"
+    assert [said in dry_run(build + more).assumed for more in ("n = 1", "n = torch.rand(3)")] == [False, True]
 
 
 def test_the_table_is_of_the_models_in_variables_each_tensor_once() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.stage import cell, ledger, surroundings
+from gpumagic.dryrun.stage import cell, ledger, surroundings, unwritten
 from gpumagic.dryrun.stage.counted import File, Passes
 from gpumagic.dryrun.stage.guesses import Guesses
 from gpumagic.dryrun.stage.journal import Journal, Trace, rounded
@@ -77,9 +77,9 @@ class CudaRun:
             self._modules.watch(namespace)
         self._guesses.fill_blanks(parts.blanks)
         Reading(self._guesses, self._known, self._start_again, self.notes.assume).install()
-        unwritten = Unwritten(self._guesses.fill, draws=not self.order["guess"])
-        unwritten.install()
-        self._guesses.leave = unwritten.leave
+        self._unwritten = Unwritten(self._guesses.fill, draws=not self.order["guess"])
+        self._unwritten.install()
+        self._guesses.leave = self._unwritten.leave
         fakecuda.leave_out(LEAST)
         fakecuda.reset()
         self.notes.effects.clear()
@@ -167,6 +167,8 @@ class CudaRun:
 
     def _account(self, error: dict[str, Any] | None, running: Iterable[File]) -> dict[str, Any]:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if self._unwritten.draws_others:
+            self.notes.assume(unwritten.OTHERS)
         devices = [self._device(device) for device in range(len(self._allocated))]
         failed = error is not None and error.pop("is_memory")
         for library in sorted({_library_of(what) for what in fakecuda.unknown_sizes()}):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.stage import backend, cell, ledger, surroundings
+from gpumagic.dryrun.stage import backend, cell, ledger, surroundings, unwritten
 from gpumagic.dryrun.stage.arena import Arena
 from gpumagic.dryrun.stage.autocast import Autocast
 from gpumagic.dryrun.stage.contents import Contents
@@ -85,9 +85,9 @@ class FakeRun:
         self._before = self.ledger.figures()
         self._operators.give_up = lambda error: self._tell(self._failed(error))
         self._kinds.watch()
-        unwritten = Unwritten(self._guesses.fill, draws=not self.order["guess"])
-        unwritten.install()
-        self._guesses.leave = unwritten.leave
+        self._unwritten = Unwritten(self._guesses.fill, draws=not self.order["guess"])
+        self._unwritten.install()
+        self._guesses.leave = self._unwritten.leave
         self.notes.effects.clear()
         cell.seed(self.order)
         namespace = scopes[0]
@@ -149,6 +149,8 @@ class FakeRun:
 
     def _account(self, error: dict[str, Any] | None, running: Iterable[File]) -> dict[str, Any]:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if self._unwritten.draws_others:
+            self.notes.assume(unwritten.OTHERS)
         self.ledger.settle()
         self.ledger.where = Place
         self._kinds.look_around()

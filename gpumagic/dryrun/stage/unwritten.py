@@ -30,6 +30,7 @@ ROOM = 256 << 20
 DRAWN = 160_000_000
 """Numbers, about a second of them, that are drawn all the same and given up again: what the cell draws later, such as
 the lengths of its sentences, is then what it would draw."""
+OTHERS = "random numbers that the cell draws on the host after its large weights are others than its own"
 _PAGE = 4096
 _DONTNEED = 4
 
@@ -81,8 +82,8 @@ class Unwritten:
         self._mode = _Mode(self._follow)
         self._room = ROOM
         self._left_to_draw = DRAWN
-        self.has_skipped = False
-        """Whether the generator is not where it would be in the cell."""
+        self._skipped: torch.Tensor | None = None
+        """Where the generator was after the last weights, if some were not drawn."""
         self._is_drawing = False
         self._is_applying = False
         self._thread = threading.get_ident()
@@ -105,7 +106,9 @@ class Unwritten:
             is_refused = is_method and tensor.requires_grad and torch.is_grad_enabled()
             has_its_own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
             if is_refused or has_its_own or not self._is_followed() or not _is_large(tensor):
-                return fill(tensor, *args, **kwargs)
+                made = fill(tensor, *args, **kwargs)
+                self._skipped = None if self._skipped is None else torch.get_rng_state()
+                return made
             state = self._advance(tensor, fill, args, kwargs)
             if state is None and is_method:
                 fill(tensor.detach().new_empty(0), *args, **kwargs)  # which raises what the arguments deserve
@@ -118,13 +121,18 @@ class Unwritten:
         """Draw what is few, so that the generator goes on as in the cell; return what it was before."""
         self._left_to_draw -= tensor.numel()
         if self._left_to_draw < 0:
-            self.has_skipped = True
+            self._skipped = torch.get_rng_state()
             return None
         state = torch.get_rng_state()
         self._undisturbed(fill, tensor, *args, **kwargs)
         _drop(tensor)
         is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-        return state if is_whole and not self.has_skipped else None
+        return state if is_whole else None
+
+    @property
+    def draws_others(self) -> bool:
+        """Whether the cell has drawn random numbers that are not the ones it would have, besides weights."""
+        return self._skipped is not None and not torch.equal(self._skipped, torch.get_rng_state())
 
     def _undisturbed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call a function that fills for real."""
