@@ -14,6 +14,7 @@ what they do. Nothing of the notebook changes.
     client.py      the parent's end of the worker process; `worker.py` is the other
     stage/         what runs in there
     report.py      the records; `view.py` shows them
+    models.py      the models of a cell, and what they take in other types; `models_view.py` shows that
 """
 
 from __future__ import annotations
