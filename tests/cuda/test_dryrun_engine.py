@@ -170,3 +170,12 @@ def test_what_only_cudnn_knows_is_said_to_be_unknown() -> None:
     names = notebook("conv = nn.Conv2d(3, 8, 3).to('cuda:0')")
     report = dry_run("out = conv(torch.ones(2, 3, 16, 16, device='cuda:0'))", names)
     assert report.unknown == ("what cuDNN takes for itself, which only a real GPU tells",)
+
+
+def test_what_was_allocated_before_a_long_history_begins_is_freed_in_it() -> None:
+    """The allocator keeps only the last of its history: the list comes before that, and goes in it."""
+    cell = "kept = [torch.ones(2**20, device='cuda:0') for _ in range(4)]\nfor _ in range(70_000):\n"
+    cell += "    x = torch.ones(1, device='cuda:0')\n    del x\nkept.clear()\ny = torch.ones(2**21, device='cuda:0')"
+    report = dry_run(cell, notebook(""))
+    assert report.peak["cuda:0"] == sum(report.breakdown.values()) == 16 * MIB + 512
+    assert {row.line: row.after for row in report}[6] == 8 * MIB

@@ -31,6 +31,8 @@ from gpumagic.memory import workspaces
 
 UNLIMITED = 1 << 40
 """Bytes of a device where it is asked how much a cell needs that does not fit."""
+Block = tuple[int, int, int]
+"""Its device, its address, its bytes."""
 MOST_ENTRIES = 200_000
 """Of the allocator's history, a device; of a longer run only its end is known line by line."""
 
@@ -57,7 +59,7 @@ class CudaRun:
         self._known = Known("cuda", address_of, memory_of) if order["follows"] else None
         self._is_brief = order["is_brief"]  # only the figures are wanted, not the history
         self._kept: list[torch.Tensor] = []
-        self._before: list[tuple[int, int, int]] = []
+        self._before: list[Block] = []
         self._allocated: list[int] = []
 
     def run(self) -> None:
@@ -127,12 +129,7 @@ class CudaRun:
             self._allocated.append(torch.cuda.memory_allocated(device))
         if self._is_brief:
             return
-        self._before = [
-            (segment["device"], block["address"], block["size"])
-            for segment in torch.cuda.memory_snapshot()
-            for block in segment["blocks"]
-            if block["state"] == "active_allocated"
-        ]
+        self._before = list(_blocks_in_use())
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
 
     def _start_again(self) -> NoReturn:
@@ -199,14 +196,21 @@ class CudaRun:
         for workspace in workspaces.find_workspaces():
             self._journal.mark(workspace.address, "library workspaces")
         traces: list[Trace] = torch.cuda.memory._snapshot()["device_traces"][:devices]
-        return self._journal.ledger([*self._before, *self._forgotten(traces)], traces, self._place_of)
+        before = [block for device, trace in enumerate(traces) for block in self._in_use_before(device, trace)]
+        return self._journal.ledger(before, traces, self._place_of)
 
-    def _forgotten(self, traces: list[Trace]) -> Iterator[tuple[int, int, int]]:
-        """Yield what was allocated in the course of the run, as one block, where the history has lost its beginning."""
-        for device, trace in enumerate(traces):
-            if len(trace) >= MOST_ENTRIES:
-                known = sum(size for where, _, size in self._before if where == device)
-                yield device, 0, torch.cuda.memory_allocated(device) - known - _net(trace)
+    def _in_use_before(self, device: int, trace: Trace) -> Iterator[Block]:
+        """Yield the blocks that were in use when a device's history begins, which may have lost its beginning."""
+        if len(trace) < MOST_ENTRIES:
+            yield from (block for block in self._before if block[0] == device)
+            return
+        allocated = set()
+        for entry in trace:
+            if entry["action"] == "alloc":
+                allocated.add(entry["addr"])
+            elif entry["action"] == "free_requested" and entry["addr"] not in allocated:
+                yield device, entry["addr"], rounded(entry["size"])
+        yield from (block for block in _blocks_in_use() if block[0] == device and block[1] not in allocated)
 
     def _device(self, device: int) -> dict[str, Any]:
         return {
@@ -218,9 +222,11 @@ class CudaRun:
         return self._lines.of([(each["filename"], each["name"], each["line"]) for each in frames])
 
 
-def _net(trace: Trace) -> int:
-    signs = {"alloc": 1, "free_requested": -1}
-    return sum(signs.get(each["action"], 0) * rounded(each["size"]) for each in trace)
+def _blocks_in_use() -> Iterator[Block]:
+    for segment in torch.cuda.memory_snapshot():
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                yield segment["device"], block["address"], block["size"]
 
 
 def _library_of(function: str) -> str:
