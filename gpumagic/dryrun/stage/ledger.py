@@ -16,8 +16,6 @@ from gpumagic.memory.segments import Segment
 BASE = "before the cell"
 """The operator of what was alive already."""
 FROM_HOST = "copy from the host"
-STARTS, EMPTIES = (0,), (-1,)
-"""Among the requests: the cell begins; it empties the caches."""
 _INPUTS = frozenset({BASE, FROM_HOST})
 _MAKE_ROOM = frozenset({"empty.memory_format", "empty_strided"})
 """What torch calls before the kernel that the room is for."""
@@ -132,8 +130,6 @@ class Ledger:
     """Every change since `start`."""
     at_start: list[Life] = field(default_factory=list)
     """What was in use when the cell began."""
-    requests: list[tuple[int, ...]] = field(default_factory=list)
-    """What the allocators were asked, in order: see `dryrun.fitting`."""
     time: int = 0
     operators: int = 0
     operator: str = BASE
@@ -154,7 +150,6 @@ class Ledger:
         self.at_start = [life for life in self.lives if life.died is None]
         self.timeline.clear()
         self.unpacking = False
-        self.requests.append(STARTS)
 
     def begin(self, operator: str) -> None:
         """Note which operator runs now; the blocks that were just made for it get its name."""
@@ -178,7 +173,6 @@ class Ledger:
             self.place = self.where()
         block = account.take(nbytes, address)
         life = self._begin(device, block.size)
-        self.requests.append((life.born, device, nbytes, address))
         self._blocks[key] = (block, life)
         if account.arena.failed and not failed:
             account.failure = Peak(account.allocated, self.time, life)
@@ -224,7 +218,6 @@ class Ledger:
         account = self.accounts[life.device]
         account.allocated -= block.size
         account.arena.give_back(block)
-        self.requests.append((life.born,))
         self._note(life, account)
 
     def empty_caches(self) -> None:
@@ -232,7 +225,6 @@ class Ledger:
         self.settle()
         for account in self.accounts:
             account.arena.release_cached()
-        self.requests.append(EMPTIES)
 
     def mark(self, key: int, kind: str) -> None:
         """Say what a live storage is; the first word holds, except that a parameter is never anything else."""

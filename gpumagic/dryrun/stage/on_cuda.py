@@ -182,7 +182,7 @@ class CudaRun:
         return {
             "devices": devices, "lines": ledger.told_lines(book), "timeline": ledger.told(book),
             "error": None if failed else error,
-            "requests": [], "room": self.order["capacities"], "operators": book.operators,
+            "operators": book.operators,
             "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
             "effects": list(self.notes.effects), "passes": self._passes.told(running), "is_open": False,
             "reads": list(self._guesses.reads), "models": self._models.told(),

@@ -27,8 +27,6 @@ from gpumagic.dryrun.stage.storages import Storages
 from gpumagic.dryrun.stage.surroundings import Magics
 from gpumagic.dryrun.stage.unwritten import Unwritten
 
-MOST_REQUESTS = 50_000
-"""Of the allocators, that are told."""
 IN_TREE = frozenset({"cuda", "xpu", "mps"})
 
 
@@ -158,8 +156,6 @@ class FakeRun:
         return {
             "devices": devices, "lines": ledger.told_lines(self.ledger),
             "timeline": ledger.told(self.ledger), "error": error,
-            "requests": self.ledger.requests if len(self.ledger.requests) <= MOST_REQUESTS else [],
-            "room": [account.arena.capacity for account in self.ledger.accounts],
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
             "passes": self._passes.told(running), "is_open": False, "reads": list(self._guesses.reads),
