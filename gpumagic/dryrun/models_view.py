@@ -22,7 +22,7 @@ def view_by_dtype(report: DtypeReport) -> Document:
 
 def _headline(report: DtypeReport) -> str:
     what = f"{' and '.join(report.models)}, {count(report.parameters, 'parameter')}"
-    what += f", trained with {_OPTIMIZERS[report.optimizer]}" if report.training else ""
+    what += f", trained with {_OPTIMIZERS.get(report.optimizer, report.optimizer)}" if report.training else ""
     widest = next((row for row in report.rows if row.left is not None and row.left >= 0), None)
     if report.capacity is None:
         return what
