@@ -1,14 +1,17 @@
 """What runs in the worker: a device that exists for torch and has no memory, and the cell that is run on it.
 
-Start with `run.py`.
+Start with `on_cuda.py` or `on_fake.py`.
 
-    run.py           one dry run, from unpacking the notebook to the account of its memory
+    on_cuda.py       one dry run on torch's own CUDA, from unpacking the notebook to the account of its memory
+    on_fake.py       the same on fake tensors
     arena.py         where an allocator would put each block, and when it would give up
     ledger.py        every block: who asked for it, when, what it is; the peak
     storages.py      storages of torch's with a size, a device and no bytes
     backend.py       makes torch believe in the device; `names.py` lets it go by the name of CUDA's
     operators.py     answers every operator on the device by shape; `calls.py` is one operator's call
-    contents.py      the few small values that are known all the same; `known.py` is the CUDA engine's
+    plans.py         what an operator returned for operands of some metadata, kept
+    scratch.py       what CUDA's kernels allocate besides their results
+    known.py         the few small values that are known all the same; `contents.py` asks for them
     guesses.py       what the host is told of the others, a course at a time; `reading.py` answers it on CUDA
     autocast.py      the device's autocast
     surroundings.py  data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
