@@ -37,7 +37,7 @@ def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> Dry
         complete=complete,
         certain=complete and not told.get("varies"),
         passes=tuple(Passes(*each) for each in told["passes"]),
-        modules=dict(told.get("modules", ())),
+        modules=dict(found.get("modules", ())),
         timeline=tuple(DryRunPoint(target.names[index], *point) for index, *point in told["timeline"]),
         assumed=(*told["assumed"], *parts.assumed),
         unknown=tuple(dict.fromkeys((*told["unknown"], *parts.notes, *target.unknown))),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -188,7 +190,10 @@ def _details(report: DryRunReport) -> Iterator[Block]:
         named = _named((f"line {row.line}", row.peak) for row in lines)
         yield Fold(f"By line: {named}", [_lines(report)])
     if report.modules:
-        named = _named((path, sum(parts.values())) for path, parts in report.modules.items() if path)
+        families: Counter[str] = Counter()
+        for path, parts in report.modules.items():
+            families[re.sub(r"\.\d+(?=\.|$).*", ".*", path)] += sum(parts.values())
+        named = _named((path, nbytes) for path, nbytes in families.items() if path)
         yield Fold(f"By module: {named}", [_modules(report)])
     devices = [each for each in report.devices if each.peak]
     if len(devices) > 1:

@@ -21,7 +21,10 @@ REPORT = DryRunReport(
         DeviceNeed("cuda:0", 0, 12 * GIB, GIB, 13 * GIB, 15 * GIB, True),
         DeviceNeed("cuda:1", 0, GIB, 0, GIB, 15 * GIB, True),
     ),
-    modules={"0.mlp": {"parameters": GIB, "activations": 2 * GIB}, "0.norm": {"activations": GIB}},
+    modules={
+        "model.0.mlp": {"parameters": GIB, "activations": 2 * GIB}, "model.0.norm": {"activations": GIB},
+        "head": {"activations": GIB},
+    },
     assumed=("a number read from the device is taken to be 1.0",),
 )  # fmt: skip
 
@@ -43,7 +46,7 @@ Allocated on cuda:0 over 3,000 operators, by final use
 ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▆▆▆▆▆▆▆▆▆▆▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇██████████
                                      peak 12.0 GiB, line 6 ↑
 By line: line 7 12.0 GiB, line 6 11.0 GiB
-By module: 0.mlp 3.0 GiB, 0.norm 1.0 GiB
+By module: model.* 4.0 GiB, head 1.0 GiB
 Other devices: 1.0 GiB on cuda:1
 Dry run on fake tensors, 1.24 s: 1 assumption"""
     )
