@@ -43,7 +43,7 @@ def _ask(order: Order, variants: Sequence[Order]) -> list[Account]:
     """Return the accounts of variants of an order; where values have to be followed they are."""
     accounts = client.ask(order, variants)
     again = [number for number, each in enumerate(accounts) if each.get("starts_again")]
-    followed = client.ask({**order, "follows": True}, [variants[number] for number in again]) if again else []
+    followed = client.ask(order, [{**variants[number], "follows": True} for number in again]) if again else []
     for number, account in zip(again, followed, strict=True):
         accounts[number] = {**account, "follows": True}
     return accounts

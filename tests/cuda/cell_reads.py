@@ -33,7 +33,7 @@ class Reads:
 
     Args:
         number: one of `NUMBERS`, what fractions are.
-        truth: `False`, `True`, `in turn`, or `after 9`: false nine times and then true.
+        truth: `False`, `True`, `in turn`, or `then FTF`: false, true, false, and from then on true.
         masks: one of `SHARES`, how much a mask selects.
     """
 
@@ -76,6 +76,6 @@ class Reads:
 def _truths(told: str) -> Iterator[bool]:
     if told == "in turn":
         return itertools.cycle((False, True))
-    if told.startswith("after "):
-        return itertools.chain(itertools.repeat(False, int(told.removeprefix("after "))), itertools.repeat(True))
+    if told.startswith("then "):
+        return itertools.chain((each == "T" for each in told.removeprefix("then ")), itertools.repeat(True))
     return itertools.repeat(told == "True")

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -114,6 +115,7 @@ class Runs:
             "reserved": [max(sizes) for sizes in zip(*(each["reserved"] for each in told), strict=True)],
             "held": told[0]["held"],
             "seconds": max(each["seconds"] for each in told),
+            "answer": told[0]["answer"],
         }
 
     def need(self, cell: Cell, found: dict[str, Any]) -> tuple[int, int]:
@@ -134,14 +136,14 @@ class Runs:
                 least = middle
         return device, most * 2 * MIB
 
-    def verdicts(self, cell: Cell, engine: str = "cuda") -> Verdicts:
-        """Return what is told, and what is true, about as much room as the cell needs."""
-        device, need = self.need(cell, self.really(cell))
-        rooms = {"at": need, "above": need + 20 * MIB, "below": need - 2 * MIB}
+    def verdicts(self, cell: Cell, engine: str = "cuda", need: tuple[int, int] | None = None) -> Verdicts:
+        """Return what is told, and what is true, about as much room as the cell needs: on a device, that capacity."""
+        device, least = need or self.need(cell, self.really(cell))
+        rooms = {"at": least, "above": least + 20 * MIB, "below": least - 2 * MIB}
         real = {name: self.really(cell, {device: room})["fits"] for name, room in rooms.items()}
         told = {name: self.dry_run(cell, engine, capacities={device: room}) for name, room in rooms.items()}
         return Verdicts(
-            need,
+            least,
             len(cell.reads) == 1,
             {name: all(ended) for name, ended in real.items()},
             {name: each.get("fits") for name, each in told.items()},
@@ -207,10 +209,13 @@ def _notebook(asked: dict[str, Any]) -> dict[str, Any]:
 
     from gpumagic import fakecuda
 
+    if not asked.get("workspaces", True):
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
     random.seed(0)
     torch.manual_seed(0)
     for device in range(DEVICES):
         fakecuda.set_memory(device, capacity=AMPLE)
+    warnings.simplefilter("ignore")
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     names = vars(module)
@@ -227,8 +232,6 @@ def _really(asked: dict[str, Any]) -> dict[str, Any]:
     import torch
     from cell_reads import Reads
 
-    if not asked["workspaces"]:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
     Reads(**asked["reads"]).install()
     names = _notebook(asked)
     held = [torch.cuda.memory_reserved(device) for device in range(DEVICES)]
@@ -245,6 +248,7 @@ def _really(asked: dict[str, Any]) -> dict[str, Any]:
         "reserved": [torch.cuda.max_memory_reserved(device) for device in range(DEVICES)],
         "held": held,
         "seconds": time.perf_counter() - start,
+        "answer": names.get("answer"),
     }
 
 
@@ -263,7 +267,8 @@ def _dry_run(asked: dict[str, Any]) -> dict[str, Any]:
         "peak": peak, "reserved": [each.reserved for each in report.devices], "fits": report.fits,
         "certain": getattr(report, "certain", None), "passes": getattr(report, "passes", None), "error": report.error,
         "engine": report.engine, "verdict": report.verdict, "unknown": report.unknown, "assumed": report.assumed,
-        "seconds": seconds, "operators": report.operators, "largest": report.largest and report.largest.largest,
+        "seconds": seconds, "operators": report.operators, "largest": report.largest,
+        "trials": [(each.value, each.fits) for each in report.search.trials] if getattr(report, "search", None) else [],
         "workspaces": report.breakdown.get("library workspaces", 0),
     }  # fmt: skip
 

@@ -47,6 +47,6 @@ def test_it_is_never_said_to_fit_where_values_may_let_it_fail(cell: Cell, runs: 
 @examples(4, 100)
 @given(cell=made_cells(reads=False))
 def test_fake_tensors_are_within_a_hundredth_where_cublas_has_no_workspace(cell: Cell, runs: Runs) -> None:
-    told, real = runs.dry_run(cell, "fake"), runs.really(cell, workspaces=False)
+    told, real = runs.dry_run(cell, "fake", workspaces=False), runs.really(cell, workspaces=False)
     assert told["error"] is None
     assert told["peak"] == pytest.approx(real["peak"], rel=0.01)

@@ -21,46 +21,32 @@ SLOW = {
 }  # fmt: skip
 """They take seconds, mostly to import their libraries in each dry run."""
 OURS = [name for name, cell in cells().items() if cell.is_ours]
-CLOSE = ("checkpointed_blocks", "keep_the_best", "lists_and_cat", "model_parallel", "wgan_gp")
+CLOSE = ("checkpointed_blocks", "collects_predictions", "keep_the_best", "lists_and_cat", "model_parallel", "wgan_gp")
 """Cells whose verdict is asked for just above and just below what they need; of the others with `-m deep`."""
 FAKE = ("dqn_replay", "keep_the_best", "lists_and_cat", "streams", "swa")
 """Cells that the other engine dry-runs, too; the others with `-m deep`."""
 
 CUDA_DIFFERS = {
     "accelerate_accumulates": "an Accelerator of an earlier cell is not what accelerate's own state says in a dry run",
-    "compiled_mlp": "torch.compile is refused",
-    "early_stopping": "a value that falls is not tried",
-    "gpt2_generate": "the values that end a generation are not known, and it goes on",
-    "llama_sampling": "the values that end a generation are not known, and it goes on",
-    "per_sample_gradients": "vmap of grad fails: what names the storages asks a wrapper for its own",
-    "saves_and_loads": "a saved checkpoint is not there to be loaded",
-    "swa": "update_bn divides by a count on the device, taken to be 0",
-    "trainer_evaluates_and_saves": "a saved checkpoint is not there",
+    "bert_varying_lengths": "2 MiB more reserved where values are followed",
+    "compiled_mlp": "it compiles with no cache of kernels, and tries them out in more memory",
+    "packed_lstm": "2 MiB more reserved where values are followed",
+    "per_sample_gradients": "vmap of grad compiles: equal or not when last seen",
 }
-FAKE_DIFFERS: dict[str, str] = {
+FAKE_DIFFERS = {
     "accelerate_accumulates": CUDA_DIFFERS["accelerate_accumulates"],
-    "bert_trainer": "DataParallel asks for the properties of devices",
-    "bert_varying_lengths": "3.7 % short",
-    "boolean_masks": "1.5 % short: what nonzero lays out",
+    "bert_trainer": "DataParallel asks for GPUs",
+    "bert_varying_lengths": "2.9 % too much",
     "compiled_mlp": "torch.compile is refused",
-    "curriculum": "36 % too much: not the kernels that run on CUDA",
-    "data_parallel": "DataParallel asks for the properties of devices",
-    "deque_of_frames": "68 % too much: not the kernels that run on CUDA",
-    "early_stopping": "66 % short: a value that falls is not tried",
-    "gpt2_generate": "1.3 % too much",
-    "growing_cat": "78 % short, and said to fit: an empty tensor stays empty in a cat",
-    "llama_sampling": "29 % too much",
-    "mixture_of_experts": "3.5 % short",
-    "optimizers_compared": "40 % too much",
+    "data_parallel": "DataParallel asks for GPUs",
+    "llama_sampling": "29 % too much when last seen",
+    "optimizers_compared": "40 % too much when last seen: Rprop",
     "packed_lstm": "cuDNN's LSTM is refused",
-    "per_sample_gradients": "vmap of grad fails: a wrapper has no storage",
-    "prefetching_thread": "the thread does not end, and the time limit is up",
-    "saves_and_loads": CUDA_DIFFERS["saves_and_loads"],
-    "t5_adafactor": "8 % too much",
-    "trainer_accumulates_in_bf16": "DataParallel asks for the properties of devices",
-    "trainer_evaluates_and_saves": "DataParallel asks for the properties of devices",
+    "per_sample_gradients": "1.5 % short when last seen",
+    "trainer_accumulates_in_bf16": "DataParallel asks for GPUs",
+    "trainer_evaluates_and_saves": "DataParallel asks for GPUs",
 }
-VERDICT_DIFFERS = {name: why for name, why in CUDA_DIFFERS.items() if "a saved checkpoint" not in why}
+VERDICT_DIFFERS = {name: why for name, why in CUDA_DIFFERS.items() if name != "compiled_mlp"}
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +58,14 @@ def runs() -> Iterator[Runs]:
 def _marked(names: list[str] | tuple[str, ...], deep: set[str], differ: dict[str, str]) -> list[Any]:
     """Return the names as parameters: what takes long for the deep stage, what differs expected to."""
     marks = {
-        name: [pytest.mark.deep] * (name in deep) + [pytest.mark.xfail(reason=differ.get(name, ""))] * (name in differ)
+        name: [pytest.mark.deep] * (name in deep) + [_expected(differ.get(name, ""))] * (name in differ)
         for name in names
     }
     return [pytest.param(name, marks=marks[name]) for name in names]
+
+
+def _expected(why: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(reason=why, strict="when last seen" not in why)
 
 
 @pytest.mark.parametrize("name", _marked(OURS, SLOW, CUDA_DIFFERS))
@@ -102,7 +92,7 @@ def test_the_verdict_is_right_just_above_and_just_below_what_it_needs(name: str,
 @pytest.mark.parametrize("name", _marked(list(cells()), set(cells()) - set(FAKE), FAKE_DIFFERS))
 def test_fake_tensors_are_within_a_hundredth_where_cublas_has_no_workspace(name: str, runs: Runs) -> None:
     cell = cells()[name]
-    told, real = runs.dry_run(cell, "fake"), runs.really(cell, workspaces=False)
+    told, real = runs.dry_run(cell, "fake", workspaces=False), runs.really(cell, workspaces=False)
     assert told["error"] is None
     assert told["engine"] == "fake"
     assert told["peak"] == pytest.approx(real["peak"], rel=0.01)

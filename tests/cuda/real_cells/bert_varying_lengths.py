@@ -1,4 +1,4 @@
-# reads: truth=False; truth=True
+# reads: truth=True
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 

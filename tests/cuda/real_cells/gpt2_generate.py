@@ -1,4 +1,4 @@
-# reads: truth=after 39
+# reads: truth=then FFFTFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFF
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -1,4 +1,4 @@
-# reads: number=constant big; number=falling
+# reads: number=constant big; number=falling; number=rising
 import torch
 
 points = torch.randn(20000, 32).cuda()

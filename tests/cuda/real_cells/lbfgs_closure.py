@@ -1,4 +1,4 @@
-# reads: number=constant; number=falling; number=changing sign
+# reads: truth=in turn; truth=True; number=changing sign, truth=in turn; number=falling
 import torch
 from torch import nn
 

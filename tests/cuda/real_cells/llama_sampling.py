@@ -1,4 +1,4 @@
-# reads: truth=after 23
+# reads: truth=then FFFTFFFFFFFFFFFFFFFFFFFFFFFF; truth=then FFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFF
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
