@@ -36,9 +36,12 @@ STEP = "loss = model(x).sum()\nloss.backward()\nopt.step()\n"
 NEW = "model = Net().cuda()\nopt = torch.optim.AdamW(model.parameters())\nx = torch.ones(1024, 256, device='cuda')\n"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _worker() -> Iterator[None]:
-    yield
+@pytest.fixture(scope="module", autouse=True, params=["cuda", "fake"])
+def _engine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both engines tell it."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("GPUMAGIC_DRYRUN_ENGINE", request.param)
+        yield
     client.close()
 
 

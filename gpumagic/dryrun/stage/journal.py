@@ -102,12 +102,10 @@ class _Replay:
         self._place_of = place_of
         self._alive: dict[int, Life] = {}
         self._backward = Place()
-        self._module: int | None = None
 
     def begin(self, device: int, address: int, size: int, operator: str, place: Place) -> None:
         self.ledger.operator, self.ledger.place = operator, place
-        life = self._alive[address] = self.ledger.begin_life(device, size)
-        life.module = self._module
+        self._alive[address] = self.ledger.begin_life(device, size)
 
     def follow(self, device: int, entry: Mapping[str, Any]) -> None:
         """Go through one entry."""
@@ -127,7 +125,7 @@ class _Replay:
             account.failure = account.failure or Peak(account.allocated, self.ledger.time, refused)
 
     def set_module(self, number: int | None) -> None:
-        self._module = number
+        self.ledger.module = number
 
     def own(self, address: int, module: int) -> None:
         life = self._alive.get(address)

@@ -135,6 +135,8 @@ class Ledger:
     operator: str = BASE
     place: Place = Place()
     in_backward: int = 0
+    module: int | None = None
+    """Whose the blocks are that are asked for, as `modules` numbers them."""
     unpacking: bool = False
     """Whether what is made now was there before the cell."""
     address: int = 0
@@ -202,7 +204,7 @@ class Ledger:
     def _begin(self, device: int, nbytes: int) -> Life:
         account = self.accounts[device]
         self.time += 1
-        life = Life(device, nbytes, self.time, self.operator, self.place, self.in_backward > 0)
+        life = Life(device, nbytes, self.time, self.operator, self.place, self.in_backward > 0, module=self.module)
         self.lives.append(life)
         if self.operator in _MAKE_ROOM:
             self._unnamed.append(life)
@@ -231,6 +233,12 @@ class Ledger:
         known = self._blocks.get(key)
         if known is not None and (not known[1].kind or kind == "parameters"):
             known[1].kind = kind
+
+    def own(self, key: int, module: int) -> None:
+        """Say whose a live storage is."""
+        known = self._blocks.get(key)
+        if known is not None:
+            known[1].module = module
 
     def mark_activations(self) -> None:
         """Say that a backward pass begins: what the cell has made so far and still holds is kept for it."""

@@ -21,9 +21,10 @@ from gpumagic.dryrun.stage.guesses import Guesses
 from gpumagic.dryrun.stage.kinds import Kinds, Lines
 from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
 from gpumagic.dryrun.stage.models import Models
+from gpumagic.dryrun.stage.modules import Modules, by_module
 from gpumagic.dryrun.stage.names import OURS, Names
 from gpumagic.dryrun.stage.operators import Operators
-from gpumagic.dryrun.stage.storages import Storages
+from gpumagic.dryrun.stage.storages import Storages, key_of
 from gpumagic.dryrun.stage.surroundings import Magics
 from gpumagic.dryrun.stage.unwritten import Unwritten
 
@@ -58,6 +59,9 @@ class FakeRun:
         self._operators.register()
         Autocast(name).register()
         self._kinds = Kinds(self.ledger, name)
+        self._name = name
+        self._modules = Modules(self.ledger, self._key_on_device)
+        self._names: list[str] = []
         if known in IN_TREE:
             Names(known).install(module)
         surroundings.arrange(module, self.notes.assume)
@@ -93,6 +97,9 @@ class FakeRun:
         namespace.setdefault("display", lambda *_, **__: None)
         namespace["get_ipython"] = lambda: Magics(namespace, self.notes.effect)
         self._models = Models(namespace)
+        self._namespace = namespace
+        if not self.order["is_brief"]:
+            self._modules.watch(namespace)
         signal.signal(signal.SIGALRM, self._out_of_time)
         signal.setitimer(signal.ITIMER_REAL, self.order["time_limit"])
         self._tell(self._execute(namespace))
@@ -114,6 +121,11 @@ class FakeRun:
     def _gone(self, key: int) -> None:
         self._contents.known.forget(key)
         self.ledger.give_back(key)
+
+    def _key_on_device(self, tensor: torch.Tensor) -> int:
+        with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
+            is_there = tensor.device.type == self._name and tensor.layout is torch.strided
+            return key_of(tensor) if is_there else 0
 
     def _coming(self, part: parts.StoragePart) -> None:
         self.ledger.address = part.address
@@ -152,6 +164,8 @@ class FakeRun:
         self.ledger.settle()
         self.ledger.where = Place
         self._kinds.look_around()
+        if not self.order["is_brief"]:
+            self._names = self._modules.look_around(self._namespace)
         devices = [self._device(index, account) for index, account in enumerate(self.ledger.accounts)]
         return {
             "devices": devices, "lines": ledger.told_lines(self.ledger),
@@ -160,6 +174,7 @@ class FakeRun:
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
             "passes": self._passes.told(running), "is_open": False, "reads": list(self._guesses.reads),
             "models": self._models.told(),
+            "modules": max(devices, key=lambda each: each["peak"])["modules"],
         }  # fmt: skip
 
     def _device(self, index: int, account: Account) -> dict[str, Any]:
@@ -169,4 +184,5 @@ class FakeRun:
             "at": ledger.point(account.peak),
             "failure": None if account.failure is None else ledger.point(account.failure),
             "breakdown": self.ledger.breakdown(index),
+            "modules": [] if self.order["is_brief"] else by_module(self.ledger, index, self._names),
         }  # fmt: skip
