@@ -12,7 +12,7 @@ from gpumagic.dryrun import run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
 from gpumagic.errors import OptionError
-from gpumagic.report.base import to_html
+from gpumagic.report.base import to_html, to_text
 
 MIB = 1 << 20
 
@@ -152,7 +152,7 @@ def test_no_model_and_no_such_optimizer_are_said() -> None:
 
 def test_the_table_says_first_what_is_left() -> None:
     report = dry_run("from torch import nn\nmodel = nn.Linear(16384, 16384)", 3 << 28)
-    assert str(report.by_dtype()).splitlines()[0] == (
+    assert to_text(report.by_dtype(), 100).splitlines()[0] == (
         "model (Linear), 268,451,840 parameters: in bfloat16, 256.0 MiB of 768.0 MiB is left"
     )
     assert "768.0 MiB is too little, it takes 2.0 GiB at least" in " ".join(str(report.by_dtype(training=True)).split())
