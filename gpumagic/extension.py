@@ -27,11 +27,11 @@ _BACKGROUND_MODULES = ("gpumagic.gpus.live", "gpumagic.gpus.each_cell", "gpumagi
 def load(shell: InteractiveShell) -> None:
     """Add the magics, the cell hooks and the completion to a shell; idempotent."""
     from gpumagic.magics import DiffBaseline, GPUMagic
-    from gpumagic.options import needing_body
+    from gpumagic.options import letting_run, needing_body
 
     if _KEY not in shell.meta:
         baseline = DiffBaseline(shell)
-        attach(shell, functools.partial(GPUMagic, baseline=baseline), needing_body())
+        attach(shell, functools.partial(GPUMagic, baseline=baseline), needing_body(), letting_run())
         baseline.install()
         shell.meta[_KEY].callback(baseline.uninstall)
     if os.environ.get("GPUMAGIC_SIMGPU"):
@@ -65,6 +65,7 @@ def attach(
     shell: InteractiveShell,
     magics: Callable[[InteractiveShell, CellSessions], Magics],
     needs_body: Mapping[str, Collection[str]],
+    lets_run: Mapping[str, Collection[str]] | None = None,
 ) -> None:
     """Wire a class of magics into a shell, unless one is wired already.
 
@@ -72,11 +73,12 @@ def attach(
         shell: where.
         magics: makes the magics for a shell and its cell sessions.
         needs_body: the cell magics to promote, each with the options for which it needs the cell's text.
+        lets_run: those to promote only with some options; see `PromoteCellMagics`.
     """
     if _KEY in shell.meta:
         return
     sessions = CellSessions(shell)
-    transformer = PromoteCellMagics(needs_body)
+    transformer = PromoteCellMagics(needs_body, lets_run)
     with ExitStack() as undo:
         undo.callback(_register(shell, magics(shell, sessions)))
         shell.input_transformers_cleanup.append(transformer)

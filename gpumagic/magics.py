@@ -188,8 +188,7 @@ class GPUMagic(Magics):
         if not options.run:
             return lambda: report
         cells.show_and_check(report)
-        assert cell is not None
-        return self._sessions.ready_body(RunOnce(NoGuard("dryrun")), cell)
+        return None if cell is None else self._sessions.ready_body(RunOnce(NoGuard("dryrun")), cell)
 
     def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
         from gpumagic.oom import every_cell

@@ -343,6 +343,11 @@ def parser(magic: str) -> Parser:
     return _DECLARATIONS[magic]()
 
 
+def letting_run() -> dict[str, Sequence[str]]:
+    """Return the options with which the cell of a magic runs that does not run it otherwise."""
+    return {"dryrun": ("--run",)}
+
+
 def needing_body() -> dict[str, Sequence[str]]:
     """Return the options of each cell magic with which it needs the cell's text."""
     return {magic: parser(magic).needs_body for magic in MAGICS if parser(magic).needs_body}

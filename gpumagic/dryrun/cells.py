@@ -5,6 +5,7 @@ The latter takes limited time and is never fatal: where the cell cannot be dry-r
 
 from __future__ import annotations
 
+import re
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +27,14 @@ def dry_run_cell(shell: InteractiveShell, options: Namespace, body: str | None) 
     Args:
         shell: whose names the cell sees.
         options: what the line says.
-        body: the text below the line.
+        body: the text below the line; None where IPython runs the cell, with the line magic on its first line.
 
     Raises:
         OptionError: there is no body, or what it needs is not there.
         GpuMagicError: as `gpumagic.dry_run`.
     """
     if body is None:
-        raise OptionError("a dry run needs the whole cell: write %%dryrun on its first line")
+        body = _below_its_line(shell)
     script = script_of(body, _lines_above(shell, body))
     target = targets.choose(None, options.capacity, options.gpu)
     if options.fit is not None:
@@ -55,12 +56,24 @@ def show_and_check(report: DryRunReport) -> None:
         raise GpuMagicError(f"not run: {why[:1].lower()}{why[1:]}")
 
 
-def _lines_above(shell: InteractiveShell, body: str) -> int:
-    """Return how many lines of the running cell stand above the body, so that the report counts as the cell does."""
+def _below_its_line(shell: InteractiveShell) -> str:
+    cell = _running_text(shell)
+    found = re.search(r"(?m)^[ \t]*%%dryrun(?!\S).*$", cell)
+    if found is None or not cell[found.end() :].strip():
+        raise OptionError("a dry run needs the whole cell: write %%dryrun on its first line")
+    return cell[found.end() + 1 :]
+
+
+def _running_text(shell: InteractiveShell) -> str:
     from gpumagic.notebook.cells import running_cell
 
     info = running_cell(shell)
-    cell, text = ("" if info is None else info.raw_cell.rstrip()), body.rstrip()
+    return "" if info is None else info.raw_cell
+
+
+def _lines_above(shell: InteractiveShell, body: str) -> int:
+    """Return how many lines of the running cell stand above the body, so that the report counts as the cell does."""
+    cell, text = _running_text(shell).rstrip(), body.rstrip()
     if not cell.endswith(text):
         return 0
     return cell[: len(cell) - len(text)].count("\n")

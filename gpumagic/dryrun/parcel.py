@@ -32,6 +32,7 @@ from gpumagic.dryrun.sendable import (  # fmt: skip
     holders,
     is_importable,
     names_of,
+    shared_state,
 )
 
 KEPT_CONTENTS = 1 << 20
@@ -203,6 +204,9 @@ class _Pickler(pickle.Pickler):
 
     def _plain(self, obj: Any) -> Any:
         """Return the object's own way of being pickled; what has none is left out and said."""
+        shared = shared_state(obj)
+        if shared is not None:
+            return parts.make_sharing, (type(obj),), shared, None, None, parts.fill_sharing
         dispatch = copyreg.dispatch_table.get(type(obj))
         try:
             reduced = dispatch(obj) if dispatch else obj.__reduce_ex__(4)

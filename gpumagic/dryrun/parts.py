@@ -85,6 +85,18 @@ def fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
         cell.cell_contents = contents[0]
 
 
+def make_sharing(kind: Any) -> Any:
+    """Return an object that shares its attributes with all others of its class."""
+    made = kind.__new__(kind)
+    made.__dict__ = kind._shared_state
+    return made
+
+
+def fill_sharing(made: Any, state: dict[str, Any]) -> None:
+    """Give them back."""
+    made.__dict__.update(state)
+
+
 def make_function(code: bytes, scope: dict[str, Any], name: str, closure: Any) -> types.FunctionType:
     """Return a function of the notebook's."""
     found = find_code(marshal.loads(code))  # noqa: S302  # from the same Python, over a pipe of ours

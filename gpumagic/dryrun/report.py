@@ -127,7 +127,8 @@ class DryRunReport(Report[DryRunRow]):
     complete: bool = False
     """Whether the cell was run to its end, or until it was out of memory."""
     certain: bool = False
-    """Whether every pass of every loop was run, and no value that is not known changes the verdict or the peak."""
+    """Whether every pass of every loop was run, no value that is not known changes the verdict or the peak, and no
+    operator ran of which it is known that its kernel takes memory by rules that the engine does not have."""
     passes: tuple[Passes, ...] = ()
     """How often each loop of the cell was run, and was to be."""
     largest: int | None = None

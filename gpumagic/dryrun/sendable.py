@@ -67,6 +67,13 @@ def is_importable(obj: Any) -> bool:
     return found is obj
 
 
+def shared_state(obj: Any) -> dict[str, Any] | None:
+    """Return the attributes that all objects of a class share, as those of accelerate's states do; None for others."""
+    attributes: dict[str, Any] | None = getattr(obj, "__dict__", None)
+    shares = attributes is not None and attributes is getattr(type(obj), "_shared_state", None)
+    return dict(attributes) if shares and attributes is not None else None
+
+
 def holders(namespace: Mapping[str, Any]) -> list[str]:
     """Return the names that hold tensors: they keep alive what the cell may let go of."""
     torch = sys.modules.get("torch")

@@ -35,7 +35,7 @@ def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> Dry
         fits=_together([each.fits for each in devices]),
         capacity=device.capacity,
         complete=complete,
-        certain=complete and not told.get("varies"),
+        certain=complete and not told.get("varies") and not told.get("lacks"),
         passes=tuple(Passes(*each) for each in told["passes"]),
         modules=dict(found.get("modules", ())),
         timeline=tuple(DryRunPoint(target.names[index], *point) for index, *point in told["timeline"]),

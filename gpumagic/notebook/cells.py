@@ -318,12 +318,16 @@ class PromoteCellMagics:
 
     Args:
         needs_body: for each magic, the options with which it runs the body itself, so that it stays a cell magic.
+        lets_run: for other magics, which do not run their cell, the options with which it runs all the same.
     """
 
     has_side_effects = True  # else `check_complete` takes the promoted line for a whole cell (IPython 7.17 and newer)
 
-    def __init__(self, needs_body: Mapping[str, Collection[str]]) -> None:
-        self._header = re.compile(rf"%%({'|'.join(map(re.escape, needs_body))})(?!\S)(.*)")
+    def __init__(
+        self, needs_body: Mapping[str, Collection[str]], lets_run: Mapping[str, Collection[str]] | None = None
+    ) -> None:
+        self._lets_run = lets_run or {}
+        self._header = re.compile(rf"%%({'|'.join(map(re.escape, (*needs_body, *self._lets_run)))})(?!\S)(.*)")
         self._needs_body = {name: {*options, *_HELP} for name, options in needs_body.items()}
 
     def __call__(self, lines: list[str]) -> list[str]:
@@ -339,8 +343,13 @@ class PromoteCellMagics:
         if header is None or "?" in header[2] or header[2].rstrip().endswith("\\"):
             return False  # not ours, asks for help, or would swallow the next line as a line magic
         has_body = any(line.strip() for line in lines[1:])
-        options = re.split(r"\s#", header[2], maxsplit=1)[0].split()
-        return not has_body or self._needs_body[header[1]].isdisjoint(word.partition("=")[0] for word in options)
+        words = re.split(r"\s#", header[2], maxsplit=1)[0].split()
+        options = {word.partition("=")[0] for word in words}
+        if not has_body:
+            return True
+        if header[1] in self._lets_run:
+            return _HELP.isdisjoint(options) and not options.isdisjoint(self._lets_run[header[1]])
+        return self._needs_body[header[1]].isdisjoint(options)
 
     def _spared(self, lines: list[str]) -> list[str]:
         """Keep IPython from taking `cuda:{rank}` for a variable here: each engine has its own rank."""

@@ -27,14 +27,12 @@ FAKE = ("dqn_replay", "keep_the_best", "lists_and_cat", "streams", "swa")
 """Cells that the other engine dry-runs, too; the others with `-m deep`."""
 
 CUDA_DIFFERS = {
-    "accelerate_accumulates": "an Accelerator of an earlier cell is not what accelerate's own state says in a dry run",
     "bert_varying_lengths": "2 MiB more reserved where values are followed",
     "compiled_mlp": "it compiles with no cache of kernels, and tries them out in more memory",
     "packed_lstm": "2 MiB more reserved where values are followed",
     "per_sample_gradients": "vmap of grad compiles: equal or not when last seen",
 }
 FAKE_DIFFERS = {
-    "accelerate_accumulates": CUDA_DIFFERS["accelerate_accumulates"],
     "bert_trainer": "DataParallel asks for GPUs",
     "bert_varying_lengths": "2.9 % too much",
     "compiled_mlp": "torch.compile is refused",

@@ -138,3 +138,13 @@ z = torch.rand(1000, device="cuda", generator=g).normal_(generator=g)
 """
     report = gpumagic.dry_run(cell, {}, device="cuda", capacity="16GiB")
     assert (report.fits, report.peak["cuda:0"]) == (True, 3 * 4096)
+
+
+def test_what_cudas_kernels_take_by_rules_that_are_not_known_is_said_and_makes_it_uncertain() -> None:
+    plain, sorting = (
+        gpumagic.dry_run(f"import torch\nx = torch.ones(1000, 1000, device='cuda')\ny = x.{what}", {}, gpu="T4")
+        for what in ("exp()", "sort()")
+    )
+    assert plain.certain
+    assert not sorting.certain
+    assert "what CUDA's kernels take for themselves in sort" in sorting.unknown

@@ -132,3 +132,19 @@ def test_completion_offers_ints_and_gpus(run, bare_shell) -> None:
     assert all(name.replace(" ", "-") in parser("dryrun").format_help() for name in GPUS)
     assert complete("%%dryrun --gpu R", names) == ("R", ["RTX-3090", "RTX-4090"])
     assert complete("%%dryrun --", names)[1] == ["--help", "--fit", "--capacity", "--gpu", "--run", "--out"]
+
+
+def test_a_cell_that_is_run_is_ipythons_own(run, bare_shell) -> None:
+    """It may await, and its value is its last line's."""
+    result = run("--run", "import asyncio\nawait asyncio.sleep(0)\nx = torch.ones(9, device='simgpu:0')\nlen(x)")
+    assert result.result == 9
+    assert bare_shell.user_ns["report"].fits
+    assert bare_shell.run_cell("%%time\n%%dryrun --run\nran += 1").success
+    assert bare_shell.user_ns["ran"] == 1
+
+
+def test_help_needs_no_cell(run, bare_shell, capsys) -> None:
+    assert bare_shell.run_cell("%%dryrun --help").success
+    assert capsys.readouterr().out.startswith("usage: %%dryrun")
+    assert not bare_shell.run_cell("%%dryrun").success
+    assert "a dry run needs the whole cell" in capsys.readouterr().err

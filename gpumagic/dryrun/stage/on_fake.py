@@ -24,6 +24,7 @@ from gpumagic.dryrun.stage.models import Models
 from gpumagic.dryrun.stage.modules import Modules, by_module
 from gpumagic.dryrun.stage.names import OURS, Names
 from gpumagic.dryrun.stage.operators import Operators
+from gpumagic.dryrun.stage.scratch import without_rule
 from gpumagic.dryrun.stage.storages import Storages, key_of
 from gpumagic.dryrun.stage.surroundings import Magics
 from gpumagic.dryrun.stage.unwritten import Unwritten
@@ -166,6 +167,9 @@ class FakeRun:
         self._kinds.look_around()
         if not self.order["is_brief"]:
             self._names = self._modules.look_around(self._namespace)
+        unknown = without_rule(self._operators.seen) if self.order["backend"] == "cuda" else []
+        if unknown:
+            self.notes.not_known(f"what CUDA's kernels take for themselves in {', '.join(unknown)}")
         devices = [self._device(index, account) for index, account in enumerate(self.ledger.accounts)]
         return {
             "devices": devices, "lines": ledger.told_lines(self.ledger),
@@ -173,7 +177,7 @@ class FakeRun:
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
             "passes": self._passes.told(running), "is_open": False, "reads": list(self._guesses.reads),
-            "models": self._models.told(),
+            "models": self._models.told(), "lacks": bool(unknown),
             "modules": max(devices, key=lambda each: each["peak"])["modules"],
         }  # fmt: skip
 

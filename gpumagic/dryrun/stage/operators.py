@@ -94,6 +94,8 @@ class Operators:
         self._everything = torch.library.Library("_", "IMPL")
         self._each = torch.library.Library("aten", "IMPL")
         self._one_at_a_time = threading.RLock()  # of the cell's threads
+        self.seen: set[str] = set()
+        """The operators that were answered."""
         self.is_running = False
         self.give_up: Callable[[Exception], None] = lambda _: None
         """Called before a kernel's error leaves into a backward pass, where torch's guard would end the process."""
@@ -222,6 +224,7 @@ class Operators:
         self, operator: Operator, operands: Operands, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         op = operator.op
+        self.seen.add(operator.name)
         call = Call(op, args, kwargs, self._name)
         is_like_others = True
         """Whether another call of the same metadata does the same."""

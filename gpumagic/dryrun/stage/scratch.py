@@ -9,6 +9,7 @@ backward pass holds for a moment.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,21 @@ _PARTS = {
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation"})
 _FACTORS = frozenset({"mat1", "mat2", "batch1", "batch2"})
+
+
+_UNKNOWN = (
+    "linalg_", "_linalg", "cholesky", "_cholesky", "_fft", "geqrf", "ormqr", "triangular_solve", "lu_", "sort", "msort",
+    "argsort", "topk", "kthvalue", "median", "nanmedian", "mode", "unique", "_unique", "multinomial", "randperm",
+    "embedding_dense_backward", "_embedding_bag", "_index_put_impl", "index_put", "cumsum", "cumprod", "logcumsumexp",
+    "cummax", "cummin", "histc", "bincount", "_histogramdd", "_cdist", "_ctc_loss", "_cudnn", "_thnn",
+)  # fmt: skip
+"""How operators begin whose kernels sort, scan or call a library, with memory of their own."""
+
+
+def without_rule(names: Iterable[str]) -> list[str]:
+    """Return those of some operators whose kernels take memory for themselves by rules that are not here."""
+    found = {name.partition(".")[0] for name in names if name.startswith(_UNKNOWN)}
+    return sorted(found)
 
 
 def scratch(call: Call) -> list[int]:
