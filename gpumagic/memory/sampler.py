@@ -79,7 +79,7 @@ class _Sampler(threading.Thread):
 
 _sampled: list[SampledTimeline] = []
 _thread: _Sampler | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # Ctrl-C can come where a `with` ends, before it lets go: the same thread gets it again
 
 
 def start_sampling(asked: SampledTimeline) -> None:

@@ -82,15 +82,14 @@ def interrupted_at(shell, line: int, magic: str) -> str:
 
 
 @pytest.mark.parametrize("magic", ["%%ondevice simgpu:1", "%%ondevice simgpu:1 --trace", "%%oomguard"])
-@pytest.mark.parametrize("every", [13, pytest.param(3, marks=pytest.mark.deep)])
-def test_the_next_cell_finds_everything_as_it_was(shell, magic, every) -> None:
+def test_the_next_cell_finds_everything_as_it_was(shell, magic) -> None:
     shell.run_cell(f"{magic}\n1")  # what is made once for a process
     before, places = state(), []
-    for line in count(step=every):
+    for line in count():
         where = interrupted_at(shell, line, magic)
         if not where:
             break
         places.append(where)
         shell.run_cell("1")
         assert state() == before, where
-    assert len(places) > 5
+    assert len(places) > 50
