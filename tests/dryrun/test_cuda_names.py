@@ -88,13 +88,16 @@ def test_what_runs_past_the_cells_own_frames_knows_cuda(line) -> None:
     assert report.fits
 
 
-def test_what_copies_among_devices_in_c_is_refused_and_not_blamed_on_the_cell() -> None:
+def test_what_torch_copies_among_devices_in_c_is_copied() -> None:
     cell = (
-        "import torch, torch.nn.parallel.comm\ntorch.nn.parallel.comm.broadcast(torch.ones(3, device='cuda'), [0, 1])"
+        "import torch\nfrom torch.nn.parallel import comm\n"
+        "x = torch.ones(4, 1 << 18, device='cuda')\nboth = comm.broadcast(x, [0, 1])\nassert both[0] is x\n"
+        "parts = comm.scatter(x, [0, 1], None, 1)\nassert [each.shape[1] for each in parts] == [1 << 17] * 2\n"
+        "whole = comm.gather(parts, 1, 1)\nassert whole.shape == x.shape and whole.get_device() == 1"
     )
-    report = gpumagic.dry_run(cell, {}, device="cuda", capacity="16GiB")
-    assert report.fits is None
-    assert "the dry run stopped on line 2: it uses DataParallel" in report.error
+    report = gpumagic.dry_run(cell, {}, device="cuda:1", capacity="16GiB")
+    assert report.error is None
+    assert list(report.peak.values()) == [4 << 20, (4 + 2 + 4) << 20]
 
 
 def test_a_large_attention_matrix_is_not_made() -> None:

@@ -37,7 +37,7 @@ def test_the_demo_runs_the_tour_and_says_what_it_showed_and_where(tmp_path: Path
     assert_only_cells_marked_so_failed(nbformat.read(executed, as_version=4))
 
 
-@pytest.mark.deep  # each a kernel that imports torch; the tour, which has all four magics, runs in either stage
+@pytest.mark.deep  # each a kernel that imports torch; the tour, which has all magics, runs in either stage
 @pytest.mark.parametrize("path", SUBJECTS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_only_cells_marked_so_fail(path: Path) -> None:
     if path.stem == "many_engines" and IPython.version_info < (8,):

@@ -18,5 +18,6 @@ Start with `on_cuda.py` or `on_fake.py`.
     overlay.py       files of the process's own
     modules.py       tells by module, whichever pass asks
     kinds.py         tells parameters, gradients, optimizer state and activations, and the cell's running line
+    among_devices.py copies of one tensor to many devices, and back
     counted.py       how many passes of each loop were run
 """

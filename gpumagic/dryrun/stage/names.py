@@ -9,6 +9,7 @@ would, it is chosen here: attention as one kernel; and what cuDNN does with an L
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -18,12 +19,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gpumagic.dryrun.parts import CannotDryRun
+from gpumagic.dryrun.stage import among_devices
 from gpumagic.dryrun.stage.backend import DeviceModule, Event, Stream, current_stream, stream
 
 OURS = "dryrun"
 _REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")
-_AMONG_DEVICES = ("_broadcast", "_broadcast_out", "_broadcast_coalesced", "_scatter", "_scatter_out", "_gather",
-                  "_gather_out")  # fmt: skip
+_AMONG_DEVICES = ("broadcast", "broadcast_out", "broadcast_coalesced", "scatter", "scatter_out", "gather", "gather_out")
 _STREAMS: dict[str, Any] = {
     "Stream": Stream, "Event": Event, "stream": stream, "current_stream": current_stream,
     "default_stream": current_stream,
@@ -250,12 +251,16 @@ def _is_here(value: Any) -> bool:
 def _share(theirs: ModuleType, module: DeviceModule) -> None:
     """Give `torch.cuda` the device of the dry run's functions and streams; graphs are refused."""
     for name in _SHARED:
-        setattr(theirs, name, getattr(module, name))
+        for home in (theirs, getattr(theirs, "random", theirs), getattr(theirs, "memory", theirs)):
+            if hasattr(home, name):
+                setattr(home, name, getattr(module, name))
     for name in _REFUSED:
         if hasattr(theirs, name):
             setattr(theirs, name, type(name, (_Refused,), {"__module__": theirs.__name__}))
     for name in _AMONG_DEVICES:
-        setattr(torch._C, name, _refuse_many)
+        setattr(torch._C, f"_{name}", getattr(among_devices, name))
+    nccl: Any = importlib.import_module("torch.cuda.nccl")
+    nccl.is_available, nccl.reduce = among_devices.is_nccls, among_devices.add_up
     for name, value in _STREAMS.items():
         if hasattr(theirs, name):
             setattr(theirs, name, value)
@@ -265,10 +270,6 @@ def _share(theirs: ModuleType, module: DeviceModule) -> None:
 
 def _record_nothing(_tensor: object, _stream: object) -> None:
     """Stand in for `record_stream`: no stream uses a tensor later here."""
-
-
-def _refuse_many(*_: object, **__: object) -> None:
-    raise CannotDryRun("it uses DataParallel or torch.cuda.comm, which copy between devices past a dry run")
 
 
 class _Refused:
