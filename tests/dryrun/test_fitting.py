@@ -46,7 +46,7 @@ def test_the_answer_fits_and_two_percent_more_does_not(now, base, each, segment,
     assert fits[found.largest]
     assert found.largest < failing.value <= max(found.largest + 1, found.largest * 1.02)
     assert found.peak["d:0"] == int(base + each * found.largest**power), "the report is of that value"
-    assert len(fits) <= (8 if power == 1 else fitting.MOST_RUNS)
+    assert len(fits) <= fitting.MOST_RUNS
 
 
 def test_a_cell_that_needs_memory_in_proportion_takes_three_runs() -> None:
