@@ -103,3 +103,14 @@ def test_a_model_in_another_object_is_named_by_the_way_to_it() -> None:
     cell = "class Holder: pass\nholder = Holder()\nholder.net = Net().cuda()\nout = holder.net(x)"
     found, _ = by_module(cell, "x = torch.ones(1024, 256, device='cuda')")
     assert "holder.net.head" in found
+
+
+def test_gradients_of_each_sample_by_vmap_are_told_as_well() -> None:
+    """Its parameters and inputs are wrapped, and have no memory of their own."""
+    found, peak = by_module(
+        "from torch.func import functional_call, grad, vmap\n"
+        "weights = {name: each.detach() for name, each in model.named_parameters()}\n"
+        "def loss(weights, x): return functional_call(model, weights, (x.unsqueeze(0),)).sum()\n"
+        "each = vmap(grad(loss), in_dims=(None, 0))(weights, x[:4])"
+    )
+    assert sum(sum(parts.values()) for parts in found.values()) == peak

@@ -55,7 +55,7 @@ class Kinds:
 
     def _mark(self, tensor: Any, kind: str) -> None:
         with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._type and not _is_wrapped(tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._type and not is_wrapped(tensor):
                 self._ledger.mark(self._key_of(tensor), kind)
 
     def _leaf(self, leaf: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class Kinds:
         self._ledger.mark_activations()
 
 
-_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether it stands for another tensor inside `vmap` or `grad`, and has no storage."""
 
 

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from gpumagic.dryrun.stage.kinds import is_wrapped
 from gpumagic.dryrun.stage.ledger import Ledger
 
 REST = ""
@@ -125,7 +126,7 @@ class Modules:
             self._own(each, number)
 
     def _own(self, tensor: object, number: int) -> None:
-        key = self._key_of(tensor) if isinstance(tensor, torch.Tensor) else 0
+        key = self._key_of(tensor) if isinstance(tensor, torch.Tensor) and not is_wrapped(tensor) else 0
         if key and self._owners.get(key) != number:
             self._owners[key] = number
             self._journal.own(key, number)
