@@ -36,13 +36,16 @@ STEP = "loss = model(x).sum()\nloss.backward()\nopt.step()\n"
 NEW = "model = Net().cuda()\nopt = torch.optim.AdamW(model.parameters())\nx = torch.ones(1024, 256, device='cuda')\n"
 
 
-@pytest.fixture(scope="module", autouse=True, params=["cuda", "fake"])
-def _engine(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both engines tell it."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("GPUMAGIC_DRYRUN_ENGINE", request.param)
-        yield
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    yield
     client.close()
+
+
+@pytest.fixture(autouse=True, params=["cuda", "fake"])
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both engines tell it."""
+    monkeypatch.setenv("GPUMAGIC_DRYRUN_ENGINE", request.param)
 
 
 def by_module(cell: str, earlier: str = NEW) -> tuple[dict[str, dict[str, int]], int]:

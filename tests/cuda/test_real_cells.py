@@ -29,6 +29,7 @@ FAKE = ("dqn_replay", "keep_the_best", "lists_and_cat", "streams", "swa")
 CUDA_DIFFERS = {
     "bert_varying_lengths": "2 MiB more reserved where values are followed",
     "compiled_mlp": "it compiles with no cache of kernels, and tries them out in more memory",
+    "lora_with_checkpointing": "0.5 % short where values are followed",
     "packed_lstm": "2 MiB more reserved where values are followed",
     "per_sample_gradients": "vmap of grad compiles: equal or not when last seen",
 }
