@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,15 @@ REDUCTIONS: dict[str, Any] = {
 }  # fmt: skip
 EXTENTS = st.sampled_from([1, 2, 3, 7, 10, 32, 64, 100, 128, 256, 513, 784, 1000, 1024, 4096])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leaves_the_device_empty() -> Iterator[None]:
+    """Later dry runs begin with what this process has there."""
+    yield
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def asked(work: Any) -> list[int]:
