@@ -57,7 +57,7 @@ def dry_run(
         order = _order(what, parts, chosen, dict(values or {}), time_limit)
         told = courses.run(order)
         if "ended" in told:
-            return verdict.report_of_nothing(target, told["ended"])
+            return verdict.report_of_nothing(chosen, told["ended"])
         if note is not None:
             note(told)
         return verdict.report_of(told, chosen, parts)

@@ -8,7 +8,6 @@ from typing import Any
 from gpumagic.dryrun import models, parcel
 from gpumagic.dryrun.engine import Engine
 from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow, Passes
-from gpumagic.dryrun.targets import Target
 from gpumagic.report.units import count, size, size_pair
 
 MOST_PLACES = 2
@@ -55,11 +54,12 @@ def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> Dry
     )  # fmt: skip
 
 
-def report_of_nothing(target: Target, sentence: str) -> DryRunReport:
+def report_of_nothing(chosen: Engine, sentence: str) -> DryRunReport:
     """Return the report where there is no account, with the sentence that says why."""
+    target = chosen.target
     return DryRunReport(
         device=target.names[target.chosen], peak={}, reserved={}, line=None, code=None, operator=None, breakdown={},
-        fits=None, capacity=target.capacities[target.chosen], gpu=target.gpu, error=sentence,
+        fits=None, capacity=target.capacities[target.chosen], gpu=target.gpu, error=sentence, engine=chosen.name,
     )  # fmt: skip
 
 

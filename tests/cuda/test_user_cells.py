@@ -120,7 +120,7 @@ def test_under_oomguard_it_copies_and_leaves_what_it_does_bare(name: str, ran) -
 @pytest.mark.parametrize("name", CELLS)
 def test_a_dry_run_tells_what_it_has_at_most(name: str, ran) -> None:
     report = run.dry_run(script_of(CELLS[name]), {}, targets.choose("cuda:0", None))
-    assert report.engine == "cuda"
+    assert report.engine == "cuda", report
     assert report.fits, (report.verdict, report.unknown, report.effects)
     # Where values are followed, by a mode, a checkpointed pass frees some tensors a little earlier.
     at_most = 0.005 if name == "transformers_checkpointing" else 0

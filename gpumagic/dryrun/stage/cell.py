@@ -39,6 +39,10 @@ class Notes:
         """Note what is not known."""
         self.unknown.setdefault(text)
 
+    def out_of_time(self, seconds: float) -> None:
+        """Note that the cell was stopped."""
+        self.not_known(f"what the cell needs later: it was run for {seconds:g} s and not to its end")
+
 
 def unpack(data: bytes, scopes: list[dict[str, Any]]) -> None:
     """Put what the notebook sent into the scopes it is of."""
@@ -95,8 +99,15 @@ def failure(error: BaseException, filename: str, line: int | None = None) -> dic
     return {"kind": type(error).__name__, "text": text, "line": line, "refused": refused}
 
 
-def seed(order: dict[str, Any]) -> None:
-    """Give the random generators of the host the notebook's state."""
+def prepare(order: dict[str, Any], namespace: dict[str, Any], shell: object) -> None:
+    """Let the cell find what it would in the notebook: its variables, a shell, the state of the random generators."""
+    namespace.update({**order["values"], "__name__": "__main__"})
+    namespace.setdefault("display", lambda *_, **__: None)
+    namespace["get_ipython"] = lambda: shell
+    _seed(order)
+
+
+def _seed(order: dict[str, Any]) -> None:
     random.setstate(order["random"])
     torch.random.default_generator.set_state(torch.frombuffer(bytearray(order["torch_random"]), dtype=torch.uint8))
     if order["numpy_random"] is not None and "numpy" in sys.modules:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from gpumagic.dryrun.stage.storages import tensors_in
+
 _OVERWRITES = frozenset({"fill_", "zero_", "copy_"})
 """Operators of which what was in their first operand does not matter."""
 _SHAPES = frozenset({
@@ -139,7 +141,7 @@ class Known:
         traits = _traits(op)
         if traits.is_view:
             return
-        results = [each for each in _tensors(made) if self._is_here(each)]
+        results = [each for each in tensors_in(made) if self._is_here(each)]
         if traits.name == _FROM_HOST:
             for each in results:
                 self._read_in(each)
@@ -170,11 +172,11 @@ class Known:
         written = list(self._written(traits, args, kwargs))
         if traits.absorbing is not None:
             return [], written
-        results = [each for each in _tensors(made) if self._is_here(each)]
+        results = [each for each in tensors_in(made) if self._is_here(each)]
         is_small = results and all(each.numel() * each.itemsize <= self._largest for each in results)
         if not is_small or not traits.computes:
             return None, written
-        given = [(name, each) for name, value in (*enumerate(args), *kwargs.items()) for each in _tensors(value)]
+        given = [(name, each) for name, value in (*enumerate(args), *kwargs.items()) for each in tensors_in(value)]
         return [each for name, each in given if name not in traits.overwritten and self._is_here(each)], written
 
     def may_follow(self, needs: list[int] | None, written: list[int]) -> bool:
@@ -203,7 +205,7 @@ class Known:
         """Run the operator on what is known; return whether all it needed was."""
         twins: dict[int, torch.Tensor] = {}
         for name, value in (*enumerate(args), *kwargs.items()):
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 twin = self.of(tensor)
                 if name in traits.overwritten and twin is None:
                     twin = torch.empty_like(tensor, device="cpu")
@@ -216,7 +218,7 @@ class Known:
             returned = op(*_swapped(args, twins), **_swapped(kwargs, twins))
         except Exception:  # a kernel the CPU lacks: its result stays unknown
             return False
-        for tensor, value in zip(results, _tensors(returned), strict=False):
+        for tensor, value in zip(results, tensors_in(returned), strict=False):
             self.write(tensor, value)
         for tensor in self._written(traits, args, kwargs):
             self.write(tensor, twins[id(tensor)])
@@ -247,18 +249,10 @@ class Known:
         if traits.written:
             for name, value in (*enumerate(args), *kwargs.items()):
                 if name in traits.written:
-                    yield from filter(self._is_here, _tensors(value))
+                    yield from filter(self._is_here, tensors_in(value))
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._type and tensor.layout is torch.strided
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _swapped(value: Any, twins: dict[int, torch.Tensor]) -> Any:

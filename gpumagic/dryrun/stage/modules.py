@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from gpumagic.dryrun.stage.kinds import is_wrapped
 from gpumagic.dryrun.stage.ledger import Ledger
+from gpumagic.dryrun.stage.storages import tensors_in
 
 REST = ""
 """The name of what belongs to no module."""
@@ -135,7 +136,7 @@ class Modules:
 
     def _follow_back(self, value: Any, number: int | None) -> None:
         """Let the nodes that made some tensors tell whose turn has come: that of the innermost module."""
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             node = tensor.grad_fn
             if node is not None and _SEEN not in node.metadata:
                 node.metadata[_SEEN] = True
@@ -181,14 +182,3 @@ def _held(namespace: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]
             inner = getattr(value, "__dict__", None)
             if type(inner) is dict:
                 yield from ((f"{name}.{attribute}", module) for attribute, module in _roots(inner))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)

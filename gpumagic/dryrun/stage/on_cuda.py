@@ -85,10 +85,7 @@ class CudaRun:
         fakecuda.leave_out(LEAST)
         fakecuda.reset()
         self.notes.effects.clear()
-        cell.seed(self.order)
-        namespace.update({**self.order["values"], "__name__": "__main__"})
-        namespace.setdefault("display", lambda *_, **__: None)
-        namespace["get_ipython"] = lambda: surroundings.Magics(namespace, self.notes.effect)
+        cell.prepare(self.order, namespace, surroundings.Magics(namespace, self.notes.effect))
         self._models = Models(namespace)
         self._begin()
         self._tell(self._execute(namespace))
@@ -138,9 +135,7 @@ class CudaRun:
         raise AssertionError("the process has ended")
 
     def _out_of_time(self, _: int, frame: FrameType | None) -> None:
-        self.notes.not_known(
-            f"what the cell needs later: it was run for {self.order['time_limit']:g} s and not to its end"
-        )
+        self.notes.out_of_time(self.order["time_limit"])
         running = [(each.filename, each.lineno or 0) for each in traceback.extract_stack(frame)]
         self._tell({**self._account(None, running), "is_open": True})
 

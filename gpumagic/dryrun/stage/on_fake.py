@@ -92,11 +92,8 @@ class FakeRun:
         self._unwritten.install()
         self._guesses.leave = self._unwritten.leave
         self.notes.effects.clear()
-        cell.seed(self.order)
         namespace = scopes[0]
-        namespace.update({**self.order["values"], "__name__": "__main__"})
-        namespace.setdefault("display", lambda *_, **__: None)
-        namespace["get_ipython"] = lambda: Magics(namespace, self.notes.effect)
+        cell.prepare(self.order, namespace, Magics(namespace, self.notes.effect))
         self._models = Models(namespace)
         self._namespace = namespace
         if not self.order["is_brief"]:
@@ -114,9 +111,7 @@ class FakeRun:
             self._stop(running)
 
     def _stop(self, running: list[File]) -> None:
-        self.notes.not_known(
-            f"what the cell needs later: it was run for {self.order['time_limit']:g} s and not to its end"
-        )
+        self.notes.out_of_time(self.order["time_limit"])
         self._tell({**self._account(None, running), "is_open": True})
 
     def _gone(self, key: int) -> None:

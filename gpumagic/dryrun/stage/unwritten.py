@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
+
+from gpumagic.dryrun.stage.storages import tensors_in
 
 LEAST = 1 << 20
 """Bytes of a tensor from which on it is left unwritten."""
@@ -254,7 +256,7 @@ class Unwritten:
 
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; where it would only write what nobody reads, make its result without."""
-        met = [] if self._is_drawing else [each for each in _tensors((args, kwargs)) if self._of(each) is not None]
+        met = [] if self._is_drawing else [each for each in tensors_in((args, kwargs)) if self._of(each) is not None]
         if not met or not isinstance(op, torch._ops.OpOverload):
             return op(*args, **kwargs)
         name = op._schema.name.removeprefix("aten::")
@@ -269,7 +271,7 @@ class Unwritten:
 
     def _write(self, op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[torch.Tensor]) -> Any:
         """Run an operator in place where it writes to little, such as a row, or to another device."""
-        targets = list(_tensors(args[0])) if name.endswith("_") else []
+        targets = list(tensors_in(args[0])) if name.endswith("_") else []
         if name == "copy_" and args[0].device.type != "cpu":
             return op(args[0], _blank(args[1], args[0].dtype), *args[2:], **kwargs)
         if targets and all(_is_large(each) for each in targets):
@@ -283,7 +285,7 @@ class Unwritten:
     def _leave_all(self, made: Any, met: list[torch.Tensor]) -> Any:
         known = self._of(met[0])
         fill = None if known is None or known.fill is None else replace(known.fill, state=None)
-        for each in _tensors(made):
+        for each in tensors_in(made):
             self._leave(each, fill)
         return made
 
@@ -363,17 +365,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return not is_its_own and tensor.layout == torch.strided
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-
-
 def _blank(tensor: torch.Tensor, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
     """Return a new tensor like one, of which nothing is written."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
@@ -381,7 +372,7 @@ def _blank(tensor: torch.Tensor, dtype: torch.dtype | None = None, device: str =
 
 def _by_shape(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return an operator's results, unwritten; None where they are small or no fractions, or depend on values."""
-    if any(each.device.type != "cpu" for each in _tensors((args, kwargs))):
+    if any(each.device.type != "cpu" for each in tensors_in((args, kwargs))):
         return None
     if name == "_pin_memory":
         return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, pin_memory=True)
@@ -390,7 +381,7 @@ def _by_shape(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
         made = op(*sent[0], **{**sent[1], **({"device": "meta"} if sent[1].get("device") else {})})
     except Exception:  # no kernel for shapes alone
         return None
-    found = list(_tensors(made))
+    found = list(tensors_in(made))
     if not found or any(each.nbytes < LEAST or not each.is_floating_point() for each in found):
         return None
     return tree_map_only(torch.Tensor, _blank_on_host, made)
