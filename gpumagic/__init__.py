@@ -6,7 +6,7 @@ engine is a plain Python API:
     gpumagic.gpuinfo()                      the GPUs, who uses them, or why there is none
     gpumagic.devices()                      the live tensors and what holds them
     gpumagic.why("model.fc.weight")         every holder of one tensor
-    gpumagic.release_held()                 release tensors that only outputs or the last error hold
+    gpumagic.free_leaks()                 release tensors that only outputs or the last error hold
     with gpumagic.ondevice("cuda:1") as run: ...     new tensors land there; run.report has the copies
     with gpumagic.oomguard() as guard: ...           out-of-memory is explained, its memory freed; guard.report
     gpumagic.dry_run("...code...")          the peak memory that code would need, without running it
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic import cluster, simgpu
-    from gpumagic.api import devices, dry_run, gpuinfo, ondevice, oomguard, release_held, why
+    from gpumagic.api import devices, dry_run, free_leaks, gpuinfo, ondevice, oomguard, why
     from gpumagic.cluster.report import ClusterReport, merge
     from gpumagic.dryrun.report import DryRunReport
     from gpumagic.errors import DeviceNotFound, DryRunUnavailable, GpuMagicError, OptionError, SimgpuUnavailable
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.recognition import OutOfMemory
     from gpumagic.oom.report import OomReport
-    from gpumagic.tensors.held_report import ReleaseReport, WhyReport
-    from gpumagic.tensors.report import DiffReport, HeldReport, TensorReport
+    from gpumagic.tensors.leaks_report import FreedReport, WhyReport
+    from gpumagic.tensors.report import DiffReport, LeakReport, TensorReport
     from gpumagic.transfers.report import TransferReport
 
     __version__: str
@@ -43,13 +43,13 @@ __all__ = [
     "DiffReport",
     "DryRunReport",
     "DryRunUnavailable",
+    "FreedReport",
     "GPUReport",
     "GpuMagicError",
-    "HeldReport",
+    "LeakReport",
     "OomReport",
     "OptionError",
     "OutOfMemory",
-    "ReleaseReport",
     "SimgpuUnavailable",
     "TensorReport",
     "TransferReport",
@@ -57,25 +57,25 @@ __all__ = [
     "cluster",
     "devices",
     "dry_run",
+    "free_leaks",
     "gpuinfo",
     "merge",
     "ondevice",
     "oomguard",
-    "release_held",
     "simgpu",
     "why",
 ]
 
 _HOMES = {
-    "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "dry_run", "release_held", "why"),
+    "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "dry_run", "free_leaks", "why"),
     "gpumagic.cluster.report": ("ClusterReport", "merge"),
     "gpumagic.dryrun.report": ("DryRunReport",),
     "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "DryRunUnavailable", "SimgpuUnavailable"),
     "gpumagic.gpus.report": ("GPUReport",),
     "gpumagic.oom.recognition": ("OutOfMemory",),
     "gpumagic.oom.report": ("OomReport",),
-    "gpumagic.tensors.held_report": ("ReleaseReport", "WhyReport"),
-    "gpumagic.tensors.report": ("DiffReport", "HeldReport", "TensorReport"),
+    "gpumagic.tensors.leaks_report": ("FreedReport", "WhyReport"),
+    "gpumagic.tensors.report": ("DiffReport", "LeakReport", "TensorReport"),
     "gpumagic.transfers.report": ("TransferReport",),
 }
 

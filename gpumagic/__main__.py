@@ -12,10 +12,11 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.errors import GpuMagicError, OptionError
+from gpumagic.errors import GpuMagicError, OptionError, nearest
 from gpumagic.options import MAGICS
 
 if TYPE_CHECKING:
@@ -29,8 +30,12 @@ SHORTEST_INTERVAL = 0.1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit status."""
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
     try:
+        if unknown:
+            near = nearest(unknown[0], options.known)
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(options.known)}"
+            raise OptionError(f"there is no {unknown[0]!r} here; {hint}")
         status: int = options.run(options)
     except GpuMagicError as error:
         print(f"gpumagic: {error}", file=sys.stderr)
@@ -42,14 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m gpumagic", description="See and steer your GPUs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m gpumagic", description="What GPUs there are, and a demonstration of gpumagic."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="run a demo notebook on this machine's GPU, or on a simulated one")
     demo.add_argument("name", nargs="?", default="tour", metavar="NAME", help="which one (tour)")
     demo.add_argument(
         "--output", type=Path, default=Path("gpumagic-demo"), metavar="DIR", help="where the executed notebook goes"
     )
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_demo, known=[*demo._option_string_actions])
     info = commands.add_parser("gpuinfo", help="show the GPUs, or why there is none")
     info.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1")
     info.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
@@ -60,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     instead.add_argument("--best", action="store_true", help="print only the device with most free memory")
     instead.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    info.set_defaults(run=_gpuinfo)
+    info.set_defaults(run=_gpuinfo, known=[*info._option_string_actions])
     return parser
 
 
@@ -129,7 +136,16 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
         client.execute()
     except CellExecutionError as error:
         return str(error)
+    finally:
+        _drop_empty_outputs(notebook)
     return None
+
+
+def _drop_empty_outputs(notebook: NotebookNode) -> None:
+    """Remove what cleared displays leave, such as that of progress: nbconvert warns of outputs without data."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [each for each in cell.outputs if each.get("data") != {}]
 
 
 class _Progress:
@@ -177,8 +193,11 @@ def _notebook(name: str) -> Path:
     for path in notebooks:
         if path.stem == name:
             return path
-    there = ", ".join(sorted(path.stem for path in notebooks)) or f"none in {package / 'demo_notebooks'}"
-    raise GpuMagicError(f"there is no demo {name!r}; there are {there}")
+    names = sorted(path.stem for path in notebooks)
+    near = nearest(name, names)
+    hint = f"did you mean {near}? " if near else ""
+    there = ", ".join(names) or f"none in {package / 'demo_notebooks'}"
+    raise GpuMagicError(f"there is no demo {name!r}; {hint}there are {there}")
 
 
 def _count(notebook: NotebookNode) -> int:
@@ -201,7 +220,13 @@ def _say_what_was_shown(notebook: NotebookNode) -> None:
     for magic in MAGICS:
         shown = [_report(cell) for cell in notebook.cells if _uses(cell, magic)]
         if shown:
-            print(f"  %{magic:<9} {next((text.splitlines()[0] for text in shown if text), 'nothing')}")
+            print(f"  %{magic:<9} {next((_heading(text) for text in shown if text), 'nothing')}")
+
+
+def _heading(text: str) -> str:
+    """Return the first line of a report, with the indented ones that continue it."""
+    first, *rest = text.splitlines()
+    return " ".join([first, *(line.strip() for line in takewhile(lambda line: line.startswith("  "), rest))])
 
 
 def _uses(cell: Any, magic: str) -> bool:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import io
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Iterable
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 Magic = TypeVar("Magic", bound=Callable[..., object])
-Complete = Callable[[str], "tuple[str, list[str]]"]
+Complete = Callable[[str, str], "tuple[str, list[str]]"]
 
 FRAMES_KEEP_SNAPSHOTS = sys.version_info < (3, 13)
 """Whether a function's frame keeps what `f_locals` returned, and so its variables, until it ends (gh-113939)."""
-CLASSES_COUNT_CHANGES = sys.version_info >= (3, 13)
-"""Whether attributes of a class are not cached once it was changed 1000 times (MAX_VERSIONS_PER_CLASS, gh-113462)."""
 _NO_CODE = {tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.DEDENT}
 
 
@@ -37,19 +36,41 @@ def referrers(objects: Iterable[object]) -> list[Any]:
 
 def snapshot_without_traces(snapshot: Callable[..., Any]) -> Any:
     """Call torch's `memory_snapshot` for its segments alone: since 2.13 it can leave out the history of allocations."""
-    if "include_traces" in inspect.signature(snapshot).parameters:
-        return snapshot(include_traces=False)
-    return snapshot()
+    with names_of_stacks():
+        if "include_traces" in inspect.signature(snapshot).parameters:
+            return snapshot(include_traces=False)
+        return snapshot()
 
 
-def can_decompose(operator: Any) -> bool:
-    """Return whether an operator has a decomposition; torch 2.4 has `decompose`, but not this."""
-    import torch
+@contextlib.contextmanager
+def names_of_stacks() -> Iterator[None]:
+    """Keep torch from importing its compiler, some seconds, to name the frames of stacks: nothing of it has run.
 
-    if hasattr(operator, "_can_decompose"):
-        return bool(operator._can_decompose())
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), composite))
+    It asks for ``torch._inductor``, which torch imports when it is asked for.
+    """
+    torch: Any = sys.modules["torch"]
+    stand_in = None if "torch._inductor" in sys.modules else ModuleType("torch._inductor")
+    if stand_in is not None:
+        torch._inductor = stand_in
+    try:
+        yield
+    finally:
+        if stand_in is not None and vars(torch).get("_inductor") is stand_in:
+            del torch._inductor
+
+
+def skip_in_compilers(code: CodeType) -> None:
+    """Have `torch.compile` run a function, and those in it, as they are; before torch 2.7 by another name."""
+    from torch._C._dynamo import eval_frame
+
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            skip_in_compilers(each)
+    if hasattr(eval_frame, "skip_code"):
+        eval_frame.skip_code(code)
+    else:
+        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, default))
 
 
 def output_can_be_silenced(magic: Magic) -> Magic:
@@ -69,40 +90,46 @@ def ends_with_semicolon(code: str) -> bool:
     return last == [";"]
 
 
-def add_completer(shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete) -> Callable[[], None]:
-    """Complete lines that match a pattern from their start, and return what undoes it (ipython PR#13745, since 8.6).
+def add_completer(
+    shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete, undo: list[Callable[[], object]]
+) -> None:
+    """Complete lines that match a pattern from their start (ipython PR#13745, since 8.6).
 
-    ``complete`` takes the line up to the cursor and returns its last fragment and the completions of that.
+    ``complete`` takes the line up to the cursor and the lines below it, which are empty in IPython 7, and returns the
+    line's last fragment and the completions of that. What undoes it is added to ``undo``, first.
     """
-    try:
-        from IPython.core.completer import context_matcher
-    except ImportError:
-        return _add_hook(shell, pattern, complete)
-    from IPython.core.completer import SimpleCompletion
+    from IPython.core import completer
 
-    @context_matcher()  # type: ignore[untyped-decorator, unused-ignore]
+    if not hasattr(completer, "context_matcher"):
+        _add_hook(shell, pattern, complete, undo)
+        return
+
+    @completer.context_matcher()  # type: ignore[untyped-decorator, unused-ignore]
     def gpumagic_matcher(context: Any) -> dict[str, Any]:
         line = context.text_until_cursor
         if not pattern.match(line):
             return {"completions": []}
-        fragment, names = complete(line)
-        offers = [SimpleCompletion(text=name, type="magic") for name in names]
+        fragment, names = complete(line, "\n".join(context.full_text.splitlines()[context.cursor_line + 1 :]))
+        offers = [completer.SimpleCompletion(text=name, type="magic") for name in names]
         return {"completions": offers, "matched_fragment": fragment, "suppress": True}
 
-    shell.Completer.custom_matchers.append(gpumagic_matcher)
-    return lambda: shell.Completer.custom_matchers.remove(gpumagic_matcher)
+    matchers = shell.Completer.custom_matchers
+    undo.append(lambda: matchers.remove(gpumagic_matcher) if gpumagic_matcher in matchers else None)
+    matchers.append(gpumagic_matcher)
 
 
-def _add_hook(shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete) -> Callable[[], None]:
+def _add_hook(
+    shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete, undo: list[Callable[[], object]]
+) -> None:
     """Complete through IPython 7's hook, whose fragment starts after the last `:`, so that `cuda:1` is cut."""
 
     def hook(_: InteractiveShell, event: Any) -> list[str]:
-        fragment, names = complete(event.text_until_cursor)
+        fragment, names = complete(event.text_until_cursor, "")
         cut = len(fragment) - len(event.symbol)
         return [name[cut:] for name in names]
 
+    undo.append(lambda: shell.strdispatchers["complete_command"].regexs.pop(pattern, None))
     shell.set_hook("complete_command", hook, re_key=pattern)
-    return lambda: shell.strdispatchers["complete_command"].regexs.pop(pattern, None)
 
 
 def add_note(error: BaseException, text: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from os import PathLike
+from typing import TYPE_CHECKING, cast
 
+from gpumagic.errors import OptionError
 from gpumagic.gpus import device_names
 from gpumagic.notebook import session
 
@@ -16,9 +18,10 @@ if TYPE_CHECKING:
     from gpumagic.dryrun.report import DryRunReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.guard import OomGuard
-    from gpumagic.tensors.held_report import ReleaseReport, WhyReport
+    from gpumagic.tensors.leaks_report import FreedReport, WhyReport
     from gpumagic.tensors.report import TensorReport
     from gpumagic.transfers.run import DeviceRun
+    from gpumagic.transfers.trace.functions import Function
 
 
 def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) -> GPUReport:
@@ -40,21 +43,17 @@ def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) ->
 
 def devices(
     *devices: str,
-    minimum: int = 0,
-    sort: str = "size",
     by: str | None = None,
     limit: int | None = 20,
     namespace: Mapping[str, object] | None = None,
 ) -> TensorReport:
     """Return the live tensors of this process, one row per storage.
 
-    ``report.since(earlier)`` is the difference between two reports, ``report.held()`` what no variable
+    ``report.since(earlier)`` is the difference between two reports, ``report.leaks()`` what no variable
     reaches; no report keeps a tensor alive.
 
     Args:
         devices: only these, such as ``"cuda:1"``; all without.
-        minimum: only storages of at least this many bytes.
-        sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
         by: show totals by ``"device"``, ``"dtype"``, ``"kind"`` or ``"holder"`` instead of rows.
         limit: how many rows to show; the report has all.
         namespace: where names are looked up; the caller's globals by default.
@@ -66,17 +65,14 @@ def devices(
 
     names = [device_names.resolve(device) for device in devices]
     namespace = _globals_of_caller() if namespace is None else namespace
-    return scan.scan(
-        namespace, devices=names, minimum=minimum, sort=sort, group_by=by, limit=limit, shell=_shell_of(namespace),
-        thorough=True,
-    )  # fmt: skip
+    return scan.scan(namespace, devices=names, group_by=by, limit=limit, shell=_shell_of(namespace), thorough=True)
 
 
 def why(name: str, *, namespace: Mapping[str, object] | None = None) -> WhyReport:
     """Return every holder of one tensor, with the shortest way from each and the line that releases it.
 
     Args:
-        name: the tensor's, such as ``"model.fc.weight"``; or ``"Out[12]"``, or its number in a `HeldReport`.
+        name: the tensor's, such as ``"model.fc.weight"``; or ``"Out[12]"``, or its number in a `LeakReport`.
         namespace: where names are looked up; the caller's globals by default.
 
     Raises:
@@ -88,7 +84,7 @@ def why(name: str, *, namespace: Mapping[str, object] | None = None) -> WhyRepor
     return why.find_holders(name, namespace, _shell_of(namespace))
 
 
-def release_held() -> ReleaseReport:
+def free_leaks() -> FreedReport:
     """Have IPython and Python release outputs and the last error that hold tensors which no variable reaches.
 
     Variables, and outputs without such tensors, stay as they are. Variables are those of the running IPython, or
@@ -116,7 +112,7 @@ def ondevice(
     *,
     move: str | Sequence[str] = (),
     fallback: str | None = None,
-    trace: bool = False,
+    trace: bool | Function | Sequence[Function] = False,
     strict: bool = False,
 ) -> DeviceRun:
     """Return a context manager in which new tensors land on ``device``; its ``report`` has the copies.
@@ -126,7 +122,9 @@ def ondevice(
         move: variables of the caller's module or notebook that go there first, ``"model,x"`` or ``["model", "x"]``:
             all of them or, with an error, none.
         fallback: the device to use where ``device`` is not on this machine.
-        trace: count implicit copies too; small operators then take about five times as long.
+        trace: follow every line, and read the memory around every operator: ``report.by_line`` has time, memory,
+            transfers and syncs of each. Functions, or their names such as ``"model.forward"``, alone or in a list, have
+            their lines in it too. Small operators then take several times as long.
         strict: raise `StrayTensor` where a tensor of another device is used or copied unasked; traces as well.
 
     Raises:
@@ -138,26 +136,25 @@ def ondevice(
     from gpumagic.transfers import run
 
     names = variable_names(move if isinstance(move, str) else ",".join(move)) if move else []
-    return run.for_caller(device_names.resolve(device, fallback), names, trace=trace, strict=strict)
+    functions = trace if isinstance(trace, bool | list | tuple) else [cast("Function", trace)]
+    return run.for_caller(device_names.resolve(device, fallback), names, trace=functions, strict=strict)
 
 
 def oomguard(
     *,
-    keep: bool = False,
+    debug: bool = False,
     keep_going: bool = False,
-    retry: int = 0,
     shrink: str | None = None,
     fallback: str | None = None,
 ) -> OomGuard:
     """Return a context manager and decorator that turns out-of-memory into a report and gives the memory back.
 
-    What calls again needs a function to call, so ``retry``, ``shrink`` and ``fallback`` are for decorating one:
+    What calls again needs a function to call, so ``shrink`` and ``fallback`` are for decorating one:
     ``@gpumagic.oomguard(shrink="batch_size")`` above a function with that parameter.
 
     Args:
-        keep: keep the failed frames for a debugger, and say what they hold.
+        debug: keep the failed frames for a debugger, and say what they hold.
         keep_going: swallow the failure after the report instead of raising `OutOfMemory`.
-        retry: call again up to so many times, with the same arguments.
         shrink: the parameter to halve, from the value it is called with, until the call fits.
         fallback: the device to call it on at last; ``"auto"`` is the emptiest other one.
 
@@ -168,10 +165,10 @@ def oomguard(
     from gpumagic.oom.guard import OomGuard
     from gpumagic.oom.rerun_plan import Plan
 
-    plan = Plan(retry, shrink, fallback)
+    plan = Plan(shrink, fallback)
     plan.check()
     again = functools.partial(rerun.decorate, plan) if plan != Plan() else None
-    return OomGuard(keep=keep, keep_going=keep_going, namespace=sys._getframe(1).f_globals, rerun=again)
+    return OomGuard(debug=debug, keep_going=keep_going, namespace=sys._getframe(1).f_globals, rerun=again)
 
 
 def dry_run(
@@ -183,6 +180,7 @@ def dry_run(
     gpu: str | None = None,
     fit: str | None = None,
     time_limit: float = 60.0,
+    snapshot: str | PathLike[str] | None = None,
 ) -> DryRunReport:
     """Return the peak memory that code would need, without running it here and without touching a device.
 
@@ -197,12 +195,14 @@ def dry_run(
         gpu: a GPU that need not be here, such as ``"T4"``: it has that one's properties and memory.
         fit: an int that the code writes, or that it reads from the namespace, of which to find the largest value with
             which it fits: ``report.largest``. The rest of the report is of the run with that value.
-        time_limit: seconds after which a dry run is stopped.
+        time_limit: seconds after which a dry run is stopped; a search for the largest value may take four times that.
+        snapshot: a file for the snapshot of torch's CUDA allocator with each block's history and stack, which
+            https://pytorch.org/memory_viz opens; it takes torch's CUDA build.
 
     Raises:
         DeviceNotFound: a device that is not here.
         OptionError: the code, the capacity, the GPU or the name cannot be read, or there is no accelerator and neither
-            a capacity nor a GPU is given.
+            a capacity nor a GPU is given; a snapshot with `fit`, or where torch is no CUDA build.
         DryRunUnavailable: this system or this torch cannot.
     """
     from gpumagic.dryrun import fitting, run, targets
@@ -214,5 +214,7 @@ def dry_run(
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
     target = targets.choose(device, size, gpu)
     if fit is not None:
+        if snapshot is not None:
+            raise OptionError("a snapshot is of one dry run: leave fit out")
         return fitting.largest(script_of(code), fit, namespace, target, time_limit)
-    return run.dry_run(script_of(code), namespace, target, time_limit=time_limit)
+    return run.dry_run(script_of(code), namespace, target, time_limit=time_limit, snapshot=snapshot)

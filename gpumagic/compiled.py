@@ -60,6 +60,13 @@ def unfinished(home: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+def refuse_what_others_write(what: str, unavailable: type[GpuMagicError], *folders: Path) -> None:
+    """Raise an error where other users could have written what lies in these folders: it would be loaded as code."""
+    unsafe = next(filter(None, map(who_else_writes, folders)), None)
+    if unsafe is not None:
+        raise unavailable(f"{what} loads no code that others may have written: {unsafe}")
+
+
 def who_else_writes(folder: Path) -> str | None:
     """Return why a folder is not safe to load code from, as the end of a sentence, or None if it is.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import GpuMagicError
@@ -24,16 +24,25 @@ _BACKGROUND_MODULES = ("gpumagic.gpus.live", "gpumagic.gpus.each_cell", "gpumagi
 """What the user may have started in a shell, imported only then; each has an ``off``."""
 
 
+@dataclass
+class _Wiring:
+    """What was added to a shell, and how it is removed: step by step, so that after Ctrl-C it can go on."""
+
+    undo: list[Callable[[], object]] = field(default_factory=list)
+    """The last first; each is put here before what it undoes, and may be called more than once."""
+    is_whole: bool = False
+
+
 def load(shell: InteractiveShell) -> None:
     """Add the magics, the cell hooks and the completion to a shell; idempotent."""
     from gpumagic.magics import DiffBaseline, GPUMagic
     from gpumagic.options import letting_run, needing_body
 
-    if _KEY not in shell.meta:
-        baseline = DiffBaseline(shell)
-        attach(shell, functools.partial(GPUMagic, baseline=baseline), needing_body(), letting_run())
-        baseline.install()
-        shell.meta[_KEY].callback(baseline.uninstall)
+    baseline = DiffBaseline(shell)
+    attach(
+        shell, functools.partial(GPUMagic, baseline=baseline), needing_body(), letting_run(),
+        also=((baseline.install, baseline.uninstall),),
+    )  # fmt: skip
     if os.environ.get("GPUMAGIC_SIMGPU"):
         try:
             _enable_simgpu()
@@ -48,17 +57,22 @@ def is_loaded(shell: InteractiveShell) -> bool:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Undo `load`; idempotent."""
-    undo = shell.meta.pop(_KEY, None)
-    if undo is not None:
-        for name in _BACKGROUND_MODULES:
-            if name in sys.modules:
-                sys.modules[name].off(shell)
-        if "gpumagic.report.units" in sys.modules:
-            sys.modules["gpumagic.report.units"].use_system("binary")  # whatever `%config GPUMagic.units` said
-        if "gpumagic.dryrun.client" in sys.modules:
-            sys.modules["gpumagic.dryrun.client"].close()
-        undo.close()
+    """Undo `load`; idempotent, and again after an interrupt anywhere."""
+    wiring = shell.meta.get(_KEY)
+    if wiring is None:
+        return
+    wiring.is_whole = False
+    for name in _BACKGROUND_MODULES:
+        if name in sys.modules:
+            sys.modules[name].off(shell)
+    if "gpumagic.report.units" in sys.modules:
+        sys.modules["gpumagic.report.units"].use_system("binary")  # whatever `%config GPUMagic.units` said
+    if "gpumagic.dryrun.client" in sys.modules:
+        sys.modules["gpumagic.dryrun.client"].close()
+    while wiring.undo:
+        wiring.undo[-1]()
+        wiring.undo.pop()
+    shell.meta.pop(_KEY, None)
 
 
 def attach(
@@ -66,6 +80,7 @@ def attach(
     magics: Callable[[InteractiveShell, CellSessions], Magics],
     needs_body: Mapping[str, Collection[str]],
     lets_run: Mapping[str, Collection[str]] | None = None,
+    also: Iterable[tuple[Callable[[], object], Callable[[], object]]] = (),
 ) -> None:
     """Wire a class of magics into a shell, unless one is wired already.
 
@@ -74,35 +89,53 @@ def attach(
         magics: makes the magics for a shell and its cell sessions.
         needs_body: the cell magics to promote, each with the options for which it needs the cell's text.
         lets_run: those to promote only with some options; see `PromoteCellMagics`.
+        also: what else to do, each with what undoes it, also where it was not done.
     """
-    if _KEY in shell.meta:
+    earlier = shell.meta.get(_KEY)
+    if earlier is not None and earlier.is_whole:
         return
-    sessions = CellSessions(shell)
-    transformer = PromoteCellMagics(needs_body, lets_run)
-    with ExitStack() as undo:
-        undo.callback(_register(shell, magics(shell, sessions)))
-        shell.input_transformers_cleanup.append(transformer)
-        undo.callback(shell.input_transformers_cleanup.remove, transformer)
-        undo.callback(completion.install(shell, device_names.completions))
-        sessions.install()
-        undo.callback(sessions.uninstall)
-        shell.meta[_KEY] = undo.pop_all()
+    unload(shell)  # what an interrupt has left of it
+    wiring = shell.meta[_KEY] = _Wiring()
+    configurables = len(shell.configurables)
+    try:
+        sessions = CellSessions(shell)
+        _register(shell, magics(shell, sessions), wiring.undo)
+        _add(shell.input_transformers_cleanup, PromoteCellMagics(needs_body, lets_run), wiring.undo)
+        completion.install(shell, device_names.completions, wiring.undo)
+        for do, undo in ((sessions.install, sessions.uninstall), *also):
+            wiring.undo.append(undo)
+            do()
+    except BaseException:
+        unload(shell)
+        del shell.configurables[configurables:]  # magics enter themselves when they are made
+        raise
+    wiring.is_whole = True
 
 
-def _register(shell: InteractiveShell, magics: Magics) -> Callable[[], None]:
-    """Register magics, and return what restores those that had their names before."""
+def _add(them: list[Any], one: object, undo: list[Callable[[], object]]) -> None:
+    undo.append(lambda: _remove(them, one))
+    them.append(one)
+
+
+def _remove(them: list[Any], one: object) -> None:
+    if any(each is one for each in them):
+        them.remove(one)
+
+
+def _register(shell: InteractiveShell, magics: Magics, undo: list[Callable[[], object]]) -> None:
+    """Register magics; undone, those are back that had their names before."""
     registered = shell.magics_manager
     before = {kind: dict(registered.magics[kind]) for kind in magics.magics}
-    registered.register(magics)
 
-    def undo() -> None:
+    def restore() -> None:
         for kind, ours in magics.magics.items():
             for name, method in ours.items():
                 _restore(registered.magics[kind], name, method, before[kind])
         registered.registry.pop(type(magics).__name__, None)
-        shell.configurables.remove(magics)
+        _remove(shell.configurables, magics)
 
-    return undo
+    undo.append(restore)
+    registered.register(magics)
 
 
 def _restore(table: dict[str, Any], name: str, ours: Any, before: dict[str, Any]) -> None:

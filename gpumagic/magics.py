@@ -9,18 +9,20 @@ import functools
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
-from traitlets import Bool, Enum, Unicode, observe
+from traitlets import Bool, Enum, Float, TraitError, Unicode, observe, validate
 
 from gpumagic import api
 from gpumagic._compat import output_can_be_silenced
-from gpumagic.errors import GpuMagicError, OptionError
+from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError
 from gpumagic.gpus import device_names
+from gpumagic.notebook import session
 from gpumagic.notebook.guards import Guard, NoGuard, RunOnce
-from gpumagic.options import parser
+from gpumagic.options import ENGINE_TIMEOUT, parser
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from gpumagic.cluster.report import ClusterReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.notebook.cells import CellSessions
+    from gpumagic.tensors.growth import Held
     from gpumagic.tensors.report import DiffReport, TensorReport
 
 
@@ -67,9 +70,25 @@ class GPUMagic(Magics):
         config=True
     )
     keep_going = Bool(help="Let Run All go on after out-of-memory in a guarded cell.").tag(config=True)
+    advice_seconds = Float(8.0, min=0, help="How long dry runs may try the advice of %%oomguard; 0 tries nothing.").tag(
+        config=True
+    )
+    engine_timeout = Float(
+        ENGINE_TIMEOUT, min=0.1, help="Seconds to wait for engines to answer; three times as long before a cell."
+    ).tag(config=True)
     units = Enum(("binary", "decimal"), "binary", help="Bytes as 1.5 GiB, as torch does, or as 1.6 GB.").tag(
         config=True
     )
+
+    @validate("device")
+    def _check_device(self, proposal: Mapping[str, Any]) -> str:
+        name: str = proposal["value"]
+        try:
+            if name:
+                device_names.check_spelling(name)
+        except DeviceNotFound as error:
+            raise TraitError(str(error)) from None
+        return name
 
     @observe("units")
     def _use_units(self, change: Mapping[str, Any]) -> None:
@@ -89,39 +108,33 @@ class GPUMagic(Magics):
         if options.each_cell or options.watch is not None:
             return self._follow(options)
         if options.engines is not None:
-            return _on_engines("gpuinfo", options)
+            return self._on_engines("gpuinfo", options)
         if options.bench:
             from gpumagic.gpus import bench
 
-            measured = bench.benchmark(options.devices)
-            return _json(measured) if options.json else measured
-        report = _ask_gpus(options)
-        if options.best:
-            if report.best is None and report.cause:
-                print(report.cause)  # noqa: T201  # None alone would show as nothing
-            return report.best
-        return _json(report) if options.json else report
+            return bench.benchmark(options.devices)
+        return _ask_gpus(options)
 
     @line_magic
     @_magic
     def devices(self, options: Namespace) -> object:
         """Return the live tensors, what changed among them, or what keeps them."""
         if options.engines is not None:
-            return _on_engines("devices", options)
+            return self._on_engines("devices", options)
         from gpumagic.tensors import release, scan, why
 
         if options.why is not None:  # a name may be several words, such as "last traceback"
             return why.find_holders(" ".join((options.why, *options.devices)), self.shell.user_ns, self.shell)
-        if options.release_held:
+        if options.free:
             return release.release(self.shell.user_ns, self.shell)
         only = [device_names.resolve(name) for name in options.devices]
         everything = scan.scan(
-            self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell, thorough=options.held
+            self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell, thorough=options.leaks
         )  # fmt: skip
-        report = everything.narrowed(only, options.min, options.sort)
+        report = everything.narrowed(only)
         difference = self._baseline.difference(report) if options.diff else None
         self._baseline.remember(everything)
-        return difference or (report.held() if options.held else report)
+        return difference or (report.leaks() if options.leaks else report)
 
     @line_cell_magic
     @_magic
@@ -155,16 +168,16 @@ class GPUMagic(Magics):
         if options.engines is not None:
             options.keep_going = options.keep_going or self.keep_going
             return self._cell_of_engines("oomguard", options, None if options.state else cell)
-        plan = Plan(options.retry, options.shrink, options.fallback)
+        plan = Plan(options.shrink, options.fallback)
         runs_again = plan != Plan()
         if runs_again and cell is None:
             raise OptionError(
-                "--retry, --shrink and --fallback run the cell again, so they need all of it: "
-                "write %%oomguard on its first line"
+                "--shrink and --fallback run the cell again, so they need all of it: write %%oomguard on its first line"
             )
         guard = functools.partial(
-            OomGuard, self.shell, keep=options.keep, keep_going=options.keep_going or self.keep_going,
+            OomGuard, self.shell, debug=options.debug, keep_going=options.keep_going or self.keep_going,
             namespace=self.shell.user_ns, store=self._store(options.out), quiet=options.quiet,
+            seconds=self.advice_seconds,
         )  # fmt: skip
         if options.state:
             self._guard_every_cell(options.state, cell, guard)
@@ -202,12 +215,11 @@ class GPUMagic(Magics):
     def _follow(self, options: Namespace) -> object:
         if options.each_cell:
             if options.engines is not None:
-                return _on_engines("gpuinfo", options)
+                return self._on_engines("gpuinfo", options)
             from gpumagic.gpus import each_cell
 
             if options.each_cell is True:
-                report = each_cell.report(self.shell)
-                return _json(report) if options.json else report
+                return each_cell.report(self.shell)
             each_cell.switch(self.shell, options.each_cell)
         if options.watch is None:
             return None
@@ -220,7 +232,7 @@ class GPUMagic(Magics):
         if options.engines is not None:
             from gpumagic.cluster import queries
 
-            ask = queries.poller_of(options)
+            ask = queries.poller_of(options, self.engine_timeout)
         return live.watch(self.shell, ask, options.watch)
 
     def _run(self, guard: Guard, cell: str | None) -> object:
@@ -228,6 +240,12 @@ class GPUMagic(Magics):
             self._sessions.start(guard)
             return None
         return self._sessions.ready_body(RunOnce(guard), cell)
+
+    def _on_engines(self, magic: str, options: Namespace) -> object:
+        """Return one report of all engines."""
+        from gpumagic.cluster import queries
+
+        return queries.query_of(magic, options, self.engine_timeout).run()
 
     def _cell_of_engines(
         self, magic: str, options: Namespace, cell: str | None, device: str | None = None
@@ -245,7 +263,8 @@ class GPUMagic(Magics):
             if not options.quiet and report.is_worth_showing:
                 display(report)
 
-        ready = cells.prepare(magic, options, cell, device)
+        # Engines that are to run a cell may have to import torch first, so they have three times as long.
+        ready = cells.prepare(magic, options, cell, 3 * self.engine_timeout, device)
         return functools.partial(ready.run, show)
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
@@ -263,6 +282,7 @@ class DiffBaseline:
         self._shell = shell
         self._last: TensorReport | None = None
         self._called = ""
+        self._history: list[Mapping[str, Held]] = []
 
     def install(self) -> None:
         """Watch the shell's cells."""
@@ -270,13 +290,17 @@ class DiffBaseline:
 
     def uninstall(self) -> None:
         """Undo `install`."""
-        self._shell.events.unregister("pre_run_cell", self._cell_starts)
+        session.unregister(self._shell, "pre_run_cell", self._cell_starts)
         self._last = None
+        self._history.clear()
 
     def remember(self, report: TensorReport) -> None:
         """Make the next difference one from this report; it must list everything."""
         # Since IPython 9.8 `execution_count` is the next cell's (ipython PR#15088).
         self._last, self._called = report, f"%devices in cell {self._shell.displayhook.prompt_count}"
+        from gpumagic.tensors import growth
+
+        self._history = [*self._history, growth.held_by_variable(report)][-growth.MAX_REPORTS :]
 
     def difference(self, report: TensorReport) -> DiffReport:
         """Return what changed since the last report."""
@@ -285,7 +309,10 @@ class DiffBaseline:
             from gpumagic.tensors.report import DiffReport
 
             return DiffReport((), notes=(note,))
-        return report.since(self._last, self._called)
+        from gpumagic.tensors import growth
+
+        found = () if report.only else growth.growing([*self._history, growth.held_by_variable(report)])
+        return replace(report.since(self._last, self._called), growing=found)
 
     def _cell_starts(self, info: ExecutionInfo) -> None:
         if compares_with_its_start(info.raw_cell):
@@ -312,26 +339,3 @@ def compares_with_its_start(cell: str) -> bool:
 
 def _ask_gpus(options: Namespace) -> GPUReport:
     return api.gpuinfo(*options.devices, processes=options.processes, everything=options.all)
-
-
-def _on_engines(magic: str, options: Namespace) -> object:
-    """Return one report of all engines."""
-    from gpumagic.cluster import queries
-
-    report = queries.query_of(magic, options).run()
-    return _json(report) if getattr(options, "json", False) else report
-
-
-class _Json(str):
-    """JSON text that a cell shows as it is, not as one quoted line."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _json(report: Any) -> str:
-    import json
-
-    return _Json(json.dumps(report.to_dict(), indent=2))

@@ -6,7 +6,6 @@ A line that cannot be read is an `OptionError` of one line that ends in what wou
 from __future__ import annotations
 
 import argparse
-import difflib
 import keyword
 import re
 import shlex
@@ -14,11 +13,12 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NoReturn, TypeVar
 
-from gpumagic.errors import OptionError
+from gpumagic.errors import OptionError, nearest
 
 _T = TypeVar("_T")
-QUERY_TIMEOUT, CELL_TIMEOUT = 10.0, 30.0
-"""Seconds to wait for engines to answer, and for those that run a cell and may import torch first."""
+ENGINE_TIMEOUT = 10.0
+"""Seconds to wait for engines to answer."""
+_COMMENT = re.compile(r"""(?P<quoted>"[^"]*"|'[^']*')|(?:^|\s)#.*""", re.DOTALL)
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
@@ -34,6 +34,14 @@ def parse_size(text: str) -> int:
     if match is None:
         raise OptionError(f"{text!r} is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def device_memory(text: str) -> int:
+    """Return the bytes of a device's memory, or raise `OptionError` for less than any device has."""
+    nbytes = parse_size(text)
+    if nbytes < 1024**2:
+        raise OptionError(f"{text!r} is {nbytes} bytes; write a unit, such as 16GiB")
+    return nbytes
 
 
 def positive_int(text: str) -> int:
@@ -64,8 +72,17 @@ def variable_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     wrong = [name for name in names if not name.isidentifier()]
     if wrong or not names:
-        raise OptionError(f"{(wrong or [text])[0]!r} is no variable's name; write names such as --move model,x")
+        raise OptionError(f"{(wrong or [text])[0]!r} is not a variable name; write names such as --move model,x")
     return names
+
+
+def function_names(text: str) -> bool | list[str]:
+    """Return the names of a list such as ``"model.forward,step"``, True for an empty one, or raise `OptionError`."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    wrong = [name for name in names if not all(part.isidentifier() for part in name.split("."))]
+    if wrong:
+        raise OptionError(f"{wrong[0]!r} is not a function name; write names such as --trace=model.forward,step")
+    return names or True
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,21 +95,29 @@ class Parser(argparse.ArgumentParser):
         forwarded: the names of those that go to the engines with the cell.
         refused: the names of those that are about one process, and so are refused with ``--engines``.
         moved: options of `%%dryrun` that are looked for here.
+        valued: options that may have a value, which stands behind a ``=``.
     """
 
     def __init__(
         self, prog: str, description: str, *, needs_body: Sequence[str] = (), forwarded: Sequence[str] = (),
-        refused: Sequence[str] = (), moved: Sequence[str] = (),
+        refused: Sequence[str] = (), moved: Sequence[str] = (), valued: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(
             prog=prog, description=description, add_help=False, allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         self.needs_body, self.forwarded, self.refused, self.moved = needs_body, forwarded, refused, moved
-        self.add_argument("-h", "--help", action="store_true", help="show this help; a cell does not run")
+        self.valued = valued
+        self.add_argument("-h", "--help", action="store_true", help="show this help; the cell does not run")
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        for option in self.valued:  # argparse does not know that their value may be left out
+            text = re.sub(rf"{option} ([A-Z]+)(?:  (?= ))?", rf"{option}[=\1]", text)
+        return text
 
     def error(self, message: str) -> NoReturn:
-        raise OptionError(f"{message}; see {self.prog} --help")
+        raise OptionError(f"{self.prog}: {message}; see {self.prog} --help")
 
     def parse_line(self, line: str) -> argparse.Namespace:
         """Return the options of a magic's line; a trailing `;` and a comment are not part of it.
@@ -100,7 +125,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             OptionError: an unknown option (the nearest known one is suggested), a bad value, an open quote.
         """
-        line = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip().removesuffix(";")
+        line = _COMMENT.sub(lambda found: found["quoted"] or "", line).strip().removesuffix(";")
         try:
             words = shlex.split(line)
         except ValueError as error:
@@ -108,8 +133,10 @@ class Parser(argparse.ArgumentParser):
         moved = [word for word in words if word.partition("=")[0] in self.moved]
         if moved:
             raise OptionError(f"{self.prog} has no option {moved[0]!r}; %%dryrun has it")
-        options, unknown = self.parse_known_args(words)
-        if unknown:
+        misspelt = [word for word in words if word.startswith("--") and not self._knows(word)]
+        words = [f"{word}=" if word in self.valued else word for word in words]
+        options, unknown = (None, misspelt) if misspelt else self.parse_known_args(words)
+        if options is None or unknown:
             raise OptionError(self._unknown(unknown[0]))
         return options
 
@@ -117,12 +144,33 @@ class Parser(argparse.ArgumentParser):
         """Return every option as it is typed, in the order of the help."""
         return [string for action in self._actions for string in action.option_strings]
 
+    def _names(self) -> list[Sequence[str]]:
+        return [action.option_strings for action in self._actions if action.option_strings and action.dest != "help"]
+
+    def _knows(self, word: str) -> bool:
+        return word.partition("=")[0] in (*self.option_strings(), "--")
+
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"{self.prog}: {word!r} is one argument too many; see {self.prog} --help"
-        near = difflib.get_close_matches(word, self.option_strings(), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(self.option_strings())}"
-        return f"{self.prog} has no option {word!r}; {hint}"
+        option = word.partition("=")[0]
+        near = nearest(option, self.option_strings())
+        if near is not None:
+            hint = f"did you mean {near}?"
+        elif option == "--device":
+            hint = f"write the device alone: {self.prog} cuda:1"
+        else:
+            hint = f"it has {', '.join(names[-1] for names in self._names())}"
+        return f"{self.prog} has no option {option!r}; {hint}"
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(each) for each in action.choices]
+        near = nearest(str(value), choices)
+        hint = f"did you mean {near}?" if near else f"write {', '.join(choices[:-1])} or {choices[-1]}"
+        named = action if action.option_strings else None
+        raise argparse.ArgumentError(named, f"invalid choice: {value!r}; {hint}")
 
 
 def _typed(read: Callable[[str], _T]) -> Callable[[str], _T]:
@@ -144,162 +192,148 @@ def engine_targets(text: str) -> str:
     return text
 
 
-def positive_seconds(text: str) -> float:
-    """Return a time above 0, or raise `OptionError`."""
-    if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", text, re.ASCII) or float(text) == 0:
-        raise OptionError(f"{text!r} is no number of seconds above 0, such as 10")
-    return float(text)
-
-
-def _add_engine_options(parser: Parser, timeout: float, more: str = "") -> None:
+def _add_engines(parser: Parser, more: str = "") -> None:
     parser.add_argument(
         "--engines", nargs="?", metavar="TARGETS", type=_typed(engine_targets), const="px",
-        help="on the engines of the ipyparallel cluster: those of %%px, or all, 0,2, 1:3" + more,
-    )  # fmt: skip
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", type=_typed(positive_seconds), default=timeout,
-        help=f"wait so long for engines ({timeout:g})",
+        help="on the engines of an ipyparallel cluster: those of %%px, or all, 0,2, 1:3" + more,
     )  # fmt: skip
 
 
 def _add_cell_options(parser: Parser, more: str = "") -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
     parser.add_argument(
-        "-o", "--out", metavar="NAME", type=_typed(variable_name), help="also store the report in a variable"
+        "-o", "--out", metavar="NAME", type=_typed(variable_name), help="store the report in this variable"
     )
-    _add_engine_options(parser, CELL_TIMEOUT, more)
+    _add_engines(parser, more)
 
 
 def _gpuinfo() -> Parser:
     parser = Parser(
         "%gpuinfo",
-        "Show the GPUs, who uses them, and this kernel's part; or why there is none.\n"
-        "A figure that cannot be had says why. Looking never initialises CUDA.\n\n"
-        "    %gpuinfo -p                 who else is there\n"
-        "    %gpuinfo -w                 keep the table moving while other cells run\n"
-        "    device = %gpuinfo --best    where most memory is free\n"
-        "    r = %gpuinfo                a report: r.to_pandas(), r.cause, r.best",
-        refused=("each_cell", "best", "bench"),
+        "Show the GPUs, who uses them and what this kernel has on them, or why there is\n"
+        "none. A figure that is missing says why. CUDA is never initialised.\n\n"
+        "    %gpuinfo -p                 with the processes on each GPU\n"
+        "    %gpuinfo -w                 refreshed while other cells run\n"
+        "    r = %gpuinfo                keep the report: r.to_pandas(), r.cause\n"
+        "    r.best                      the device with most free memory",
+        refused=("each_cell", "bench"),
     )
-    parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these: cuda:1, 1, all are shown without")
+    parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or 1; else all")
     parser.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
-    parser.add_argument("-a", "--all", action="store_true", help="every field; PCIe and NVLink traffic take a moment")
+    parser.add_argument("-a", "--all", action="store_true", help="show every field; measures PCIe and NVLink traffic")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "-w", "--watch", nargs="?", metavar="SECONDS", type=_typed(watch_interval), const=2.0,
-        help="refresh in place every SECONDS (2) while other cells run; -w off or an interrupt stops it",
+        help="refresh every SECONDS (2) while other cells run, until -w off or an interrupt",
     )  # fmt: skip
     parser.add_argument(
         "--each-cell", nargs="?", choices=("on", "off"), const=True,
-        help="on: after every cell a line with its memory change, peak and time; alone, a table of the last cells: "
-        "which grew memory by how much",
+        help="on: print time, memory growth and peak after every cell; without on or off: a table of the last cells",
     )  # fmt: skip
-    instead.add_argument("--best", action="store_true", help="only return the device with most free memory")
-    instead.add_argument("--bench", action="store_true", help="measure matrix products and copies; takes some seconds")
-    parser.add_argument("--json", action="store_true", help="return JSON text instead of the table")
-    _add_engine_options(parser, QUERY_TIMEOUT)
+    instead.add_argument("--bench", action="store_true", help="measure matrix products and copies; takes seconds")
+    _add_engines(parser)
     return parser
 
 
 def _devices() -> Parser:
     parser = Parser(
         "%devices",
-        "List the live tensors, a row a storage: where, how big, whose, what keeps them.\n"
-        "Names are how to write it, such as model.fc.weight; (Out[12]) is what keeps one\n"
-        "that no variable reaches. Looking frees, keeps alive and moves nothing.\n\n"
-        "    %devices cuda:0 --min 100MiB     the large ones on one device\n"
-        "    %devices --by holder             how much each variable leads to\n"
-        "    %devices --diff                  after a cell: what it made, what it left\n"
-        "    %devices --why model.fc.weight   why is it still here?\n"
-        "    r = %devices                     a report: r.to_pandas(), r.since(earlier)",
-        refused=("diff", "held", "why", "release_held"),
+        "List the live tensors, one row per storage: name, device, size, and what keeps\n"
+        "it alive. A name can be pasted: model.fc.weight. In parentheses, as (Out[12]),\n"
+        "stands what keeps a tensor that no variable reaches. Nothing is changed.\n\n"
+        "    %devices cuda:0 -n 5             the five largest on one device\n"
+        "    %devices --by holder             totals by variable\n"
+        "    %devices --diff                  after a cell: what it created and freed\n"
+        "    %devices --why model.fc.weight   what keeps this tensor alive?\n"
+        "    r = %devices                     keep the report: r.to_pandas(), r.leaks()",
+        refused=("diff", "leaks", "free", "why"),
     )
-    parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these devices: cuda:1, cpu")
-    parser.add_argument("-n", metavar="N", type=_typed(positive_int), default=20, help="show N rows (20)")
-    parser.add_argument(
-        "--min", metavar="SIZE", type=_typed(parse_size), default=0, help="only storages of at least SIZE, such as 1MiB"
-    )
-    parser.add_argument("--sort", choices=("size", "name", "device", "dtype", "kind"), default="size", help="order")
+    parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or cpu; else all")
+    parser.add_argument("-n", metavar="N", type=_typed(positive_int), default=20, help="show the largest N (20)")
     ask = parser.add_mutually_exclusive_group()
     ask.add_argument(
         "--by", metavar="KEY", choices=("device", "dtype", "kind", "holder"),
-        help="totals by device, dtype, kind or holder instead",
+        help="show totals by device, dtype, kind or holder",
     )  # fmt: skip
     ask.add_argument(
         "--diff", action="store_true",
-        help="what came and what went since the last %%devices; or, with code before it in its cell, since that began",
+        help="what was created and freed since the last %%devices or, after other code of its cell, in that cell",
     )  # fmt: skip
     ask.add_argument(
-        "--held", action="store_true", help="only what no variable reaches: what keeps it, and the line that frees it"
+        "--leaks",
+        action="store_true",
+        help="tensors that no variable reaches, what keeps each, and the line that frees it",
     )
     ask.add_argument(
-        "--why", metavar="NAME",
-        help="what keeps one tensor: model.fc.weight, Out[12], or a number that --held gave it",
+        "--free", action="store_true",
+        help="free those that only outputs or the last error keep, and say how much that was; "
+        "variables and other outputs stay",
     )  # fmt: skip
     ask.add_argument(
-        "--release-held", action="store_true",
-        help="have IPython forget outputs and the last error that keep such tensors, and say what came back; "
-        "your variables and all other outputs stay",
+        "--why", metavar="NAME",
+        help="what keeps one tensor alive: model.fc.weight, Out[12], or a number that --leaks shows",
     )  # fmt: skip
-    _add_engine_options(parser, QUERY_TIMEOUT)
+    _add_engines(parser)
     return parser
 
 
 def _ondevice() -> Parser:
     parser = Parser(
         "%%ondevice",
-        "Run the cell with new tensors landing on DEVICE, then report what was created\n"
-        "where and what moved. %ondevice DEVICE inside a cell does the same for the rest\n"
-        "of it. The cell's last value, its errors and Ctrl-C are as ever.\n\n"
+        "Run the cell with DEVICE as the device of new tensors, then report what was\n"
+        "copied between devices, by which line, and what to change. %ondevice DEVICE\n"
+        "does so for the rest of its cell.\n\n"
         "    %%ondevice cuda:1                the second GPU\n"
-        "    %%ondevice auto --fallback cpu   the emptiest GPU; the CPU if there is none\n"
+        "    %%ondevice auto --fallback cpu   the GPU with most free memory, or the CPU\n"
         "    %%ondevice 0 --move model,x      first move these, with their optimizer\n"
         "    %%ondevice 0 -o r                keep the report: r.to_pandas(), r.syncs",
         needs_body=("--engines",),
         forwarded=("move", "trace", "strict"),
+        valued=("--trace",),
     )
     parser.add_argument("device", nargs="?", metavar="DEVICE", help="cuda:1, 1, auto (most free memory), cpu, meta")
     parser.add_argument(
         "--move", metavar="NAMES", type=_typed(variable_names), default=[],
-        help="first move these variables there, all or none: tensors, modules with their optimizers, containers",
+        help="first move these variables there: tensors, modules with their optimizers, containers; all or none",
     )  # fmt: skip
-    parser.add_argument("--fallback", metavar="DEVICE", help="use this device where DEVICE is not there")
+    parser.add_argument("--fallback", metavar="DEVICE", help="the device to use where DEVICE is not there")
     parser.add_argument(
-        "--trace", action="store_true",
-        help="count copies no line asks for too: indexing, backward, library code; slower",
+        "--trace", metavar="FUNCTIONS", type=_typed(function_names), default=False,
+        help="time, memory, transfers and syncs by line, in functions too: --trace=model.forward,step; slower",
     )  # fmt: skip
     parser.add_argument(
         "--strict", action="store_true",
-        help="fail, with the line, where a tensor of another device is used or copied unasked; traces, too",
+        help="raise an error where a tensor on another device is used or copied implicitly; slower",
     )  # fmt: skip
-    _add_cell_options(parser, "; DEVICE may be cuda:{rank} or cuda:{local_rank}")
+    _add_cell_options(parser, "; DEVICE may be cuda:{rank}")
     return parser
 
 
 def _oomguard() -> Parser:
     parser = Parser(
         "%%oomguard",
-        "Run the cell; if it runs out of memory, free all that the failure pins, say\n"
-        "what ran out and what would help, and let the cell fail, so that Run All stops.\n"
-        "%oomguard inside a cell guards the rest of it, %oomguard on all cells to come.\n\n"
+        "Run the cell. If it runs out of memory, free what the failed cell keeps, and\n"
+        "say what ran out and which change makes it fit. Then the cell fails, and Run\n"
+        "All stops. %oomguard guards the rest of its cell, %oomguard on all later cells.\n\n"
         "    %%oomguard -o r                  keep the report: r.verdict, r.advice\n"
         "    %%oomguard --shrink batch_size   halve it and run again, until it fits\n"
-        "    %oomguard on                     guard every cell to come\n"
+        "    %oomguard on                     guard every later cell\n"
         "    %%dryrun --fit batch_size        the largest that fits, without running it",
-        needs_body=("--retry", "--shrink", "--fallback", "--engines"),
-        forwarded=("retry", "shrink", "fallback", "keep", "keep_going"),
+        needs_body=("--shrink", "--fallback", "--engines"),
+        forwarded=("shrink", "fallback", "debug", "keep_going"),
         moved=("--fit", "--capacity", "--gpu"),
     )
-    parser.add_argument("state", nargs="?", choices=("on", "off"), help="guard every cell from the next on, or no more")
+    parser.add_argument("state", nargs="?", choices=("on", "off"), help="guard every later cell, or stop doing so")
     parser.add_argument(
-        "--retry", metavar="N", type=_typed(positive_int), default=0, help="run again up to N times once freed"
+        "--shrink", metavar="NAME", type=_typed(variable_name), help="halve this int and run again, until it fits"
     )
     parser.add_argument(
-        "--shrink", metavar="INT", type=_typed(variable_name), help="halve this int and run again, until it fits"
+        "--fallback", metavar="DEVICE", help="run it again on this device; auto: the other one with most free memory"
     )
-    parser.add_argument("--fallback", metavar="DEVICE", help="then run it on this device; auto: the emptiest other one")
-    parser.add_argument("--keep", action="store_true", help="keep the failed frames for %%debug; say what they hold")
-    parser.add_argument("--keep-going", action="store_true", help="let Run All go on after the report")
+    parser.add_argument(
+        "--debug", action="store_true", help="keep the failed frames for %%debug, and say what they hold"
+    )
+    parser.add_argument("--keep-going", action="store_true", help="do not fail: Run All goes on")
     _add_cell_options(parser)
     return parser
 
@@ -307,25 +341,30 @@ def _oomguard() -> Parser:
 def _dryrun() -> Parser:
     parser = Parser(
         "%%dryrun",
-        "Tell how much device memory the cell would need and whether it fits. The cell\n"
-        "runs in another process that computes nothing on any device; the notebook stays\n"
-        "as it is. It works without a GPU, too.\n\n"
-        "    %%dryrun                         its peak, on which line, of what\n"
+        "Say how much device memory the cell would need, and whether it fits. It is run\n"
+        "in another process that computes nothing; the notebook and its devices stay as\n"
+        "they are. No GPU is needed.\n\n"
+        "    %%dryrun                         the peak, its line, and what it is made of\n"
         "    %%dryrun --fit batch_size        the largest batch that fits\n"
         "    %%dryrun --gpu T4                on a GPU that is not here\n"
-        "    %%dryrun --run                   run the cell, if it fits\n"
+        "    %%dryrun --run                   then run the cell, if it fits\n"
         "    %%dryrun -o r                    keep the report: r.peak, r.plot()",
     )
     parser.add_argument(
-        "--fit", metavar="INT", type=_typed(variable_name), help="find the largest value of this int that fits"
+        "--fit", metavar="NAME", type=_typed(variable_name), help="find the largest value of this int that fits"
     )
     parser.add_argument(
-        "--capacity", metavar="SIZE", type=_typed(parse_size), help="on a GPU with this much memory, such as 16GiB"
+        "--capacity",
+        metavar="SIZE",
+        type=_typed(device_memory),
+        help="for a device with this much memory, such as 16GiB",
     )
-    parser.add_argument("--gpu", metavar="GPU", help="on a T4, V100, A100, A100-40GB, L4, RTX-3090, RTX-4090 or H100")
-    parser.add_argument("--run", action="store_true", help="then run the cell, if it fits; else stop Run All")
+    parser.add_argument("--gpu", metavar="NAME", help="for a T4, V100, A100, A100-40GB, L4, RTX-3090, RTX-4090 or H100")
     parser.add_argument(
-        "-o", "--out", metavar="NAME", type=_typed(variable_name), help="also store the report in a variable"
+        "--run", action="store_true", help="then run the cell if it fits; else fail, so that Run All stops"
+    )
+    parser.add_argument(
+        "-o", "--out", metavar="NAME", type=_typed(variable_name), help="store the report in this variable"
     )
     return parser
 

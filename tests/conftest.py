@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from kernels import Kernel
-from stages import FEW, MANY, is_deep
+from stages import FEW, IS_WHOLE, MANY, is_deep
 from traitlets.config import Config
 
 from gpumagic import fakecuda
@@ -26,7 +26,7 @@ os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
 
 for name, count in (("few", FEW), ("many", MANY)):
     settings.register_profile(
-        name, deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow], derandomize=count == FEW
+        name, deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow], derandomize=not IS_WHOLE
     )
 
 
@@ -78,30 +78,21 @@ _SHELLS = frozenset({"bare_shell", "start_kernel"})
 
 
 @pytest.fixture(scope="module")
-def few_objects() -> Iterator[None]:
-    """Freeze the modules that there are, and pytest's own objects, for the time of a file.
+def few_objects(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hide what other files of tests and pytest itself have made, for the time of a file.
 
     For files that have gpumagic look at all objects of the process again and again: there are half a million once
-    tests have imported what they need. It would say that a freeze hides some, so this one is not counted.
+    tests have been collected. It would say that a freeze hides some, so this one is not counted.
     """
-    count = gc.get_freeze_count
+    others = [name for name in sys.modules if "test_" in name and name != request.module.__name__]
     gc.collect()
     gc.freeze()
-    frozen = count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "get_freeze_count", lambda: max(0, count() - frozen))
+        patch.setattr(gc, "get_freeze_count", lambda: 0)
+        for name in others:
+            patch.delitem(sys.modules, name)
         yield
     gc.unfreeze()
-
-
-@pytest.fixture
-def unhindered(monkeypatch):
-    """Run `%%ondevice` as in a fresh process: what other tests left there, and these don't use, asks for no mode."""
-    from gpumagic.transfers import patches
-
-    monkeypatch.setattr(patches, "_overriding_classes", lambda *_: iter(()))
-    monkeypatch.setattr(patches, "_has_compiled", lambda: False)
-    monkeypatch.setattr(patches, "_blocker_in_heap", lambda names: patches.find_holders(names) and None)
 
 
 @pytest.fixture
@@ -110,6 +101,7 @@ def bare_shell():
     config = Config()
     config.HistoryManager.enabled = False
     config.HistoryAccessor.enabled = False
+    config.GPUMagic.advice_seconds = 0.0  # a test that wants advice tried says so
     InteractiveShell.clear_instance()
     shell = InteractiveShell.instance(config=config, display_pub_class=CapturingDisplayPublisher)
     shell.run_line_magic("colors", "nocolor")

@@ -14,6 +14,7 @@ from typing import Any
 import gpumagic
 from gpumagic.cluster.report import KINDS as OF_ENGINES
 from gpumagic.cluster.report import EngineAnswer
+from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.base import Report
 from gpumagic.report.document import document_of
 
@@ -33,7 +34,7 @@ _TYPES = {
     for module in list(sys.modules.values())
     if module.__name__.startswith("gpumagic.")
     for name, each in vars(module).items()
-    if isinstance(each, type)
+    if isinstance(each, type) and name not in typing.__all__
 }
 
 
@@ -49,6 +50,22 @@ def cases(text: str) -> Iterator[tuple[str, Report[Any]]]:
         told = [EngineAnswer(number, report=report(kind.__name__, text)) for number in range(2)]
         silent = EngineAnswer(2, state="failed", detail=text)
         yield f"ClusterReport, {magic}", report("ClusterReport", text, magic=magic, engines=(*told, silent))
+
+
+def eight_gpus() -> GPUReport:
+    """Return a report of a machine with eight GPUs of long names, each used by several processes."""
+    name, gib = "NVIDIA GH200 120GB HBM3 Grace Hopper Superchip", 1024**3
+    processes = tuple(
+        ProcessRow(pid=4_000_000 + pid, name="python -m torch.distributed.run --nproc-per-node=8 train.py",
+                   user="a.long.user.name", memory=20 * gib, utilization=30.0) for pid in range(3)
+    )  # fmt: skip
+    gpus = tuple(
+        GpuRow(f"cuda:{index}", index, f"GPU-{index}", name, 120 * gib, 96 * gib, 23 * gib, gib, 30 * gib, 36 * gib,
+               60 * gib, 100.0, 83.0, 652.0, 700.0, ("power cap", "thermal slowdown"), processes,
+               memory_utilization=71.0, clock_sm=1410, clock_sm_max=1980, performance_state="P0")
+        for index in range(8)
+    )  # fmt: skip
+    return GPUReport(gpus, "2.13.0", "13.0", "580.65.06", "0,1,2,3,4,5,6,7", show_processes=True, show_all=True)
 
 
 def report(kind: str, text: str, **fields: Any) -> Report[Any]:

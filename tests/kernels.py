@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from jupyter_client.manager import KernelManager
 
@@ -84,13 +85,13 @@ def plain(text: str) -> str:
 
 
 class Kernel:
-    """A real kernel of the Python that runs the tests, spoken to as a front end does."""
+    """A real kernel, spoken to as a front end does: of the Python that runs the tests, or another."""
 
-    def __init__(self, home: Path, **extra: str) -> None:
+    def __init__(self, home: Path, *, python: str = sys.executable, stderr: IO[str] | None = None, **extra: str):
         self.gate = home / "gate"
         self.manager = KernelManager()
-        self.manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        self.manager.start_kernel(env=environment(home, **extra))
+        self.manager.kernel_spec.argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        self.manager.start_kernel(env=environment(home, **extra), stderr=stderr)
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=PATIENCE)

@@ -1,15 +1,21 @@
-"""The two stages of the tests: what everybody runs, and the rest, marked `deep`, which CI runs as well."""
+"""The two stages of the tests: what everybody runs, and the rest, marked `deep`, which CI runs as well.
+
+CI has time for a part of the deep stage's examples, the same in every run; with GPUMAGIC_WHOLE_CORPUS=1 all are made,
+and others each time.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-FEW, MANY = 10, 100
+IS_WHOLE = "GPUMAGIC_WHOLE_CORPUS" in os.environ
+FEW, MANY = 7, 100 if IS_WHOLE else 40
 """How many examples a test of Hypothesis has in each stage, where it does not say otherwise."""
 
 
@@ -46,5 +52,6 @@ def is_deep(config: pytest.Config) -> bool:
 
 
 def examples(few: int, deep: int) -> settings:
-    """Return how many examples a costly test of Hypothesis has in each stage."""
-    return settings(max_examples=deep if settings.default.max_examples == MANY else few)
+    """Return how many examples a costly test of Hypothesis has in each stage; of the deep one's CI makes a third."""
+    many = deep if IS_WHOLE else max(few, deep // 3)
+    return settings(max_examples=many if settings.default.max_examples == MANY else few)

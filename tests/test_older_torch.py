@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch._C import _len_torch_function_stack
 
-from gpumagic import _compat
 from gpumagic.memory import allocator
-from gpumagic.transfers import device_mode, function_holders
+from gpumagic.transfers import device_mode
 
 
 def default() -> str:
@@ -68,20 +65,6 @@ def test_other_modes_stay_above_it_in_their_order(nesting) -> None:
         assert seen[:2] == ["second", "first"]
 
 
-@pytest.mark.parametrize(
-    ("name", "is_composite"), [("linear", True), ("addmm", False), ("to.dtype", True), ("_to_copy", False)]
-)
-def test_an_operator_made_of_others_is_told_without_torchs_own_question(name: str, is_composite: bool) -> None:
-    base, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.aten, base), overload or "default")
-
-    class Older:
-        def name(self) -> str:
-            return operator.name()
-
-    assert _compat.can_decompose(Older()) is _compat.can_decompose(operator) is is_composite
-
-
 def test_mps_without_its_later_question_is_no_obstacle(monkeypatch) -> None:
     monkeypatch.delattr(torch.mps, "is_available", raising=False)
     assert allocator.is_initialised("mps") is torch.backends.mps.is_available()
@@ -94,9 +77,3 @@ def test_a_backend_whose_allocator_keeps_no_figures_has_none(monkeypatch) -> Non
         monkeypatch.delattr(torch.xpu, name, raising=False)
     assert allocator.device_stats("xpu:0") is None
     assert "xpu:0" not in allocator.all_device_stats()
-
-
-def test_a_frame_that_has_let_go_of_a_function_keeps_none() -> None:
-    """It may end between the search and the question what it holds."""
-    frame = sys._getframe()
-    assert function_holders._describe([frame], {id(torch.full)}, set()) is None

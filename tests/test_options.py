@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.errors import OptionError
+from gpumagic.errors import OptionError, nearest
 from gpumagic.options import MAGICS, parse_size, parser
 
 
@@ -35,17 +35,32 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
 @pytest.mark.parametrize(
     ("magic", "line", "message"),
     [
-        ("devices", "--min 3parsecs", "argument --min: '3parsecs' is not a size; write bytes or a unit"),
-        ("oomguard", "--retry x", "argument --retry: 'x' is not a whole number of at least 1, such as 3"),
-        ("devices", "--mim 3", "%devices has no option '--mim'; did you mean --min?"),
+        ("dryrun", "--capacity 3parsecs", "argument --capacity: '3parsecs' is not a size; write bytes or a unit"),
+        ("dryrun", "--capacity 16", "'16' is 16 bytes; write a unit, such as 16GiB"),
+        ("oomguard", "onn", "%%oomguard: invalid choice: 'onn'; did you mean on?"),
+        ("oomguard", "--retry 2", "%%oomguard has no option '--retry'"),
+        ("oomguard", "--shink batch", "%%oomguard has no option '--shink'; did you mean --shrink?"),
+        ("devices", "--leeks", "%devices has no option '--leeks'; did you mean --leaks?"),
         ("gpuinfo", "--proceses", "%gpuinfo has no option '--proceses'; did you mean --processes?"),
-        ("devices", "--sort weight", "invalid choice: 'weight'"),
-        ("gpuinfo", "-w 1 --best", "argument --best: not allowed with argument -w/--watch"),
+        ("devices", "--by weight", "invalid choice: 'weight'"),
+        ("gpuinfo", "-w 1 --bench", "argument --bench: not allowed with argument -w/--watch"),
+        ("devices", "--device cuda:1", "%devices has no option '--device'; write the device alone: %devices cuda:1"),
+        (
+            "devices",
+            "--proceses",
+            "%devices has no option '--proceses'; it has -n, --by, --diff, --leaks",
+        ),
+        ("devices", "--by knid", "invalid choice: 'knid'; did you mean kind?"),
+        ("devices", "--di", "did you mean --diff?"),
+        ("gpuinfo", "-x", "%gpuinfo has no option '-x'; it has --processes, --all"),
+        ("gpuinfo", "--each-cell of", "invalid choice: 'of'; did you mean off?"),
+        ("ondevice", "cuda --srtict", "did you mean --strict?"),
+        ("dryrun", "--gpu=T4 --fti n", "did you mean --fit?"),
         ("ondevice", "cuda:0 cuda:1", "'cuda:1' is one argument too many"),
         ("ondevice", "cuda -o 1x", "'1x' cannot be a variable"),
         ("devices", "'cuda", "close it or leave it out"),
         ("devices", "-n 0", "'0' is not a whole number of at least 1"),
-        ("devices", "--min", "expected one argument"),
+        ("devices", "--why", "expected one argument"),
     ],
 )
 def test_a_bad_line_is_one_line_that_says_what_would_be_right(magic: str, line: str, message: str) -> None:
@@ -59,6 +74,8 @@ def test_a_comment_and_a_semicolon_are_not_arguments() -> None:
     assert parser("devices").parse_line("cuda:1 # the second").devices == ["cuda:1"]
     assert parser("devices").parse_line("# all of them").devices == []
     assert parser("devices").parse_line("cuda:1;").devices == ["cuda:1"]
+    assert parser("devices").parse_line("""--why "batch['a #1']" # why?""").why == "batch['a #1']"
+    assert parser("devices").parse_line("cuda:1 # don't").devices == ["cuda:1"]
 
 
 @given(magic=st.sampled_from(MAGICS), line=st.text(max_size=60))
@@ -86,3 +103,16 @@ def test_the_help_has_examples_that_are_right(magic: str, monkeypatch: pytest.Mo
     for example in examples:
         parser(magic).parse_line(example)
     assert max(map(len, text.splitlines())) < 80
+
+
+@pytest.mark.parametrize(
+    ("word", "valid", "meant"),
+    [
+        ("modle", ["model", "mode"], "model"), ("cuad:1", ["cuda:0", "cuda:1", "cpu"], "cuda:1"),
+        ("nope", ["open"], None),
+        ("cuda", ["cpu", "meta"], None), ("x", ["y"], None), ("proc", ["processes", "all"], "processes"),
+        ("--de", ["--devices", "--debug"], None), ("CPUU", ["cpu"], "cpu"), ("anything", [], None),
+    ],
+)  # fmt: skip
+def test_a_suggestion_is_a_valid_word_with_few_letters_changed(word: str, valid: list[str], meant: str | None) -> None:
+    assert nearest(word, valid) == meant

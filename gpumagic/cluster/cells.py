@@ -26,13 +26,14 @@ _INTERRUPT_TIMEOUT = 10.0
 """Seconds that engines have to end their cells after an interrupt."""
 
 
-def prepare(magic: str, options: Namespace, body: str | None, device: str | None = None) -> EngineCell:
+def prepare(magic: str, options: Namespace, body: str | None, timeout: float, device: str | None = None) -> EngineCell:
     """Return a cell ready to run: all engines have answered, and each has its device.
 
     Args:
         magic: ``"ondevice"`` or ``"oomguard"``.
         options: of its line.
         body: the cell below; None where there is none.
+        timeout: seconds to wait until the engines are ready.
         device: the device of `%%ondevice`, as `assign_devices` takes it.
 
     Raises:
@@ -44,7 +45,7 @@ def prepare(magic: str, options: Namespace, body: str | None, device: str | None
     check_options(magic, options, "%%px, and below it %%")
     line = " ".join(word for name in parser(magic).forwarded for word in _words(name, getattr(options, name)))
     connection = connect(options.engines, gone=False)
-    ready = transport.ask_all(connection, ("prepare", {}), options.timeout)
+    ready = transport.ask_all(connection, ("prepare", {}), timeout)
     try:
         _check(ready)
         lines = dict.fromkeys(connection.engines, line)
@@ -54,14 +55,14 @@ def prepare(magic: str, options: Namespace, body: str | None, device: str | None
                 engine: ("resolve_device", {"name": name, "fallback": options.fallback})
                 for engine, name in assign_devices(device, resources).items()
             }
-            resolved = transport.ask_each(connection, wanted, options.timeout)
+            resolved = transport.ask_each(connection, wanted, timeout)
             _check(resolved)
             lines = {int(answer.engine): f"{answer.report} {line}" for answer in resolved}
     except OptionError:
         able = tuple(int(answer.engine) for answer in ready if answer.state == ANSWERED)
-        transport.ask_all(replace(connection, engines=able), ("collect", {"name": REPORT_NAME}), options.timeout)
+        transport.ask_all(replace(connection, engines=able), ("collect", {"name": REPORT_NAME}), timeout)
         raise
-    return EngineCell(connection, magic, lines, body, options.timeout, magic == "oomguard" and options.keep_going)
+    return EngineCell(connection, magic, lines, body, timeout, magic == "oomguard" and options.keep_going)
 
 
 def _words(name: str, value: object) -> list[str]:
@@ -69,7 +70,7 @@ def _words(name: str, value: object) -> list[str]:
     option = f"--{name.replace('_', '-')}"
     if value is True:
         return [option]
-    return [option, ",".join(value) if isinstance(value, list) else str(value)] if value else []
+    return [f"{option}={','.join(value) if isinstance(value, list) else value}"] if value else []
 
 
 def _check(answers: Sequence[EngineAnswer]) -> None:
@@ -140,7 +141,7 @@ class EngineCell:
         ended = replace(self.connection, engines=tuple(engine for engine, future in sent.items() if future.done()))
         answers = transport.ask_all(ended, ("collect", {"name": REPORT_NAME}), self.timeout)
         ready = {answer.engine: _with_outcome(answer, sent[int(answer.engine)].result()) for answer in answers}
-        running = EngineAnswer(-1, state="interrupted", detail="but its cell goes on")
+        running = EngineAnswer(-1, state="interrupted", detail="but its cell is still running")
         found = [ready.get(engine) or replace(running, engine=engine) for engine in sent]
         return ClusterReport(self.magic, tuple(found), elapsed)
 

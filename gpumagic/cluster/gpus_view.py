@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gpumagic.cluster.report import (
@@ -23,7 +23,6 @@ from gpumagic.report.units import NOT_AVAILABLE, count, percent, size, size_pair
 
 MAX_HOSTS = 20
 MAX_FOLDED = 128
-BAR_LEGEND = "Bar, from the left: tensors of all the engines on it, their caches, all else in use."
 
 
 def gpu_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
@@ -36,22 +35,19 @@ def gpu_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
         blocks += _host_blocks(hosts)
     elif gpus:
         blocks.append(_table(gpus))
-    if any(_has_memory(gpu) for gpu in gpus):
-        legend = f" {view.UTILIZATION_LEGEND}" if pooled(gpus).utilization is not None else ""
-        blocks.append(Paragraph(BAR_LEGEND + legend, muted=True))
     if len(gpus) <= MAX_GPUS:
         blocks += _detail_blocks([each for _, each in found], hosts)
     causes = grouped((own.cause, answer) for answer, own in found if own.cause)
     blocks += [Paragraph(f"{engines_label(answers)}: {cause}") for cause, answers in causes.items()]
-    return _heading(gpus), blocks
+    return _heading(gpus, hosts), blocks
 
 
-def _heading(gpus: Sequence[SharedGpu]) -> str:
-    simulated = sum(gpu.row.simulated for gpu in gpus)
-    if simulated == len(gpus) > 0:
-        return count(simulated, "simulated GPU")
-    number = count(len(gpus) - simulated, "GPU") if gpus else "No GPU"
-    return f"{number}, {simulated} simulated" if simulated else number
+def _heading(gpus: Sequence[SharedGpu], hosts: Collection[str]) -> str:
+    """Return what the headline of one process says, with the host of the GPU where there are several."""
+    if len(hosts) < 2:
+        return view.headline([gpu.row for gpu in gpus])
+    rows = [(gpu.host, gpu.row) for gpu in gpus]
+    return view.headline([replace(row, device=row.device and f"{row.device} on {host}") for host, row in rows])
 
 
 def _versions(found: Sequence[tuple[EngineAnswer, GPUReport]]) -> list[str]:
@@ -60,7 +56,7 @@ def _versions(found: Sequence[tuple[EngineAnswer, GPUReport]]) -> list[str]:
     if len(versions) < 2:
         return []
     parts = "; ".join(f"{version} on {engine_ranges(answers)}" for version, answers in versions.items())
-    return [f"The engines are not alike: {parts}."]
+    return [f"The engines differ: {parts}."]
 
 
 def _detail_blocks(reports: Sequence[GPUReport], hosts: Mapping[str, Sequence[SharedGpu]]) -> Iterator[Block]:

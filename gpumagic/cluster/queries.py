@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from gpumagic.cluster import connection, transport
 from gpumagic.cluster.report import ClusterReport, EngineAnswer
 from gpumagic.errors import DeviceNotFound
-from gpumagic.options import QUERY_TIMEOUT
+from gpumagic.options import ENGINE_TIMEOUT
 
 _NO_DEVICE = "DeviceNotFound: "
 
 
 def gpuinfo(
-    *devices: str, engines: str = connection.PX, timeout: float = QUERY_TIMEOUT, processes: bool = False,
+    *devices: str, engines: str = connection.PX, timeout: float = ENGINE_TIMEOUT, processes: bool = False,
     everything: bool = False,
 ) -> ClusterReport:  # fmt: skip
     """Return the GPUs of all engines; a GPU that several engines see is reported once.
@@ -37,8 +37,8 @@ def gpuinfo(
 
 
 def devices(
-    *devices: str, engines: str = connection.PX, timeout: float = QUERY_TIMEOUT, minimum: int = 0, sort: str = "size",
-    by: str | None = None, limit: int | None = 20,
+    *devices: str, engines: str = connection.PX, timeout: float = ENGINE_TIMEOUT, by: str | None = None,
+    limit: int | None = 20,
 ) -> ClusterReport:  # fmt: skip
     """Return the live tensors of all engines, one row per storage.
 
@@ -46,8 +46,6 @@ def devices(
         devices: only these, by each engine's own names.
         engines: ``"all"``, ``"0,2"``, ``"1:3"``; by default those of `%%px`.
         timeout: seconds to wait; engines that have not answered by then are listed as such.
-        minimum: only storages of at least this many bytes.
-        sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
         by: show totals by ``"device"``, ``"dtype"``, ``"kind"`` or ``"holder"`` instead of rows.
         limit: how many rows to show; the report has all.
 
@@ -55,7 +53,7 @@ def devices(
         OptionError: there are no engines, or not these.
         DeviceNotFound: a device that no engine has.
     """
-    arguments = {"names": devices, "minimum": minimum, "sort": sort}
+    arguments = {"names": devices}
     return Query("devices", arguments, engines, timeout, limit, by).run()
 
 
@@ -82,24 +80,23 @@ class Query:
         return ClusterReport(self.magic, answers, time.perf_counter() - started, self.limit, self.group_by)
 
 
-def query_of(magic: str, options: Namespace) -> Query:
-    """Return the query of a line with `--engines`.
+def query_of(magic: str, options: Namespace, timeout: float) -> Query:
+    """Return the query of a line with `--engines`; the timeout is in seconds.
 
     Raises:
         OptionError: an option is about one process; `%px` has each engine answer for itself.
     """
     connection.check_options(magic, options, "%px %")
     if magic == "devices":
-        arguments = {"names": options.devices, "minimum": options.min, "sort": options.sort}
-        return Query(magic, arguments, options.engines, options.timeout, options.n, options.by)
+        return Query(magic, {"names": options.devices}, options.engines, timeout, options.n, options.by)
     arguments = {"names": options.devices, "processes": options.processes, "everything": options.all}
-    return Query(magic, arguments, options.engines, options.timeout)
+    return Query(magic, arguments, options.engines, timeout)
 
 
-def poller_of(options: Namespace) -> GpuPoller:
+def poller_of(options: Namespace, timeout: float) -> GpuPoller:
     """Return what `%gpuinfo --engines --watch` calls for each snapshot."""
-    query = query_of("gpuinfo", options)
-    timeout = min(options.timeout, max(1.0, options.watch))  # a busy engine must not hold up the others
+    query = query_of("gpuinfo", options, timeout)
+    timeout = min(timeout, max(1.0, options.watch))  # a busy engine must not hold up the others
     return GpuPoller(replace(query, timeout=timeout, arguments={**query.arguments, "everything": False}))
 
 
@@ -114,7 +111,7 @@ class GpuPoller:
         """Return the engines as they are now."""
         now = time.monotonic()
         query = (
-            self._query if self._last else replace(self._query, timeout=QUERY_TIMEOUT)
+            self._query if self._last else replace(self._query, timeout=ENGINE_TIMEOUT)
         )  # engines first import what they need
         report = query.run(skip_pending=True)
         self._last.update((answer.engine, (now, answer)) for answer in report.engines if answer.report is not None)

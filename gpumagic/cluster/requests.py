@@ -32,16 +32,14 @@ def gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> Respo
     return report.origin, report
 
 
-def devices(names: Sequence[str], *, minimum: int, sort: str) -> Response:
+def devices(names: Sequence[str]) -> Response:
     """Return the live tensors of this engine, under the names of its notebook."""
     from gpumagic.tensors import scan
 
     simgpu.enable_from_environment()
     shell = session.shell()
     only = [device_names.resolve(name) for name in names]
-    report: TensorReport = scan.scan(
-        session.user_variables(shell), devices=only, minimum=minimum, sort=sort, limit=None, shell=shell
-    )
+    report: TensorReport = scan.scan(session.user_variables(shell), devices=only, limit=None, shell=shell)
     return report.origin, report
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from gpumagic.cluster.report import ClusterReport, EngineAnswer, engine_ranges
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Paragraph, Segment, Table
-from gpumagic.report.units import count, size
+from gpumagic.report.units import count, size, size_of
 from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
 from gpumagic.tensors.view import GROUP_KEYS, Line, fold, kind_cell, shape_text, size_cell
 
+UNEVEN = 2
+"""Times what the other engines hold on average, from which one of them holds most."""
 MAX_DEVICES = 24
 """Rows of devices, those with most in tensors first."""
 Found = Sequence[tuple[EngineAnswer, TensorReport]]
@@ -21,10 +23,23 @@ def tensor_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
     """Return the heading and the blocks."""
     found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, TensorReport)]
     blocks = _largest(found, report.limit) if report.group_by is None else [_totals(found, report)]
+    return _heading(found), [*blocks, *_devices(found)]
+
+
+def _heading(found: Found) -> str:
+    """Return which engine holds far more than the others, with its largest storage, or the sums."""
     sums = [row for _, own in found for row in own.by_device]
-    tensors = sum(row.tensors for row in sums)
-    heading = f"{count(tensors, 'tensor')}, {size(sum(row.in_rows for row in sums))}" if tensors else "No live tensors"
-    return heading, [*blocks, *_devices(found)]
+    tensors, whole = sum(row.tensors for row in sums), sum(row.in_rows for row in sums)
+    if not tensors:
+        return "No live tensors"
+    held = [(sum(row.in_rows for row in own.by_device), place) for place, (_, own) in enumerate(found)]
+    most, place = max(held)
+    if len(found) < 2 or most < UNEVEN * (whole - most) / (len(found) - 1):
+        return f"{count(tensors, 'tensor')}, {size(whole)}"
+    answer, own = found[place]
+    largest = next(iter(fold(own.tensors)), None)
+    mostly = f", mostly {largest.text}" if largest is not None and largest.nbytes > most / 2 else ""
+    return f"Engine {answer.label} holds most: {size_of(most, whole)}{mostly}"
 
 
 @dataclass(slots=True)
@@ -115,8 +130,8 @@ def _devices(found: Found) -> list[Block]:
     has_workspaces = any(row.workspaces for row, _ in shown)
     columns = [
         Column("Engine", shrinks=True), Column("Device"), Column("Tensors", "right", 2), Column("Named", "right"),
-        Column("Unnamed", "right"), *([Column("Workspaces", "right", 1)] if has_workspaces else []),
-        Column("Unexplained", "right", 1), Column("Allocated", "right"), Column("Cached", "right", 1),
+        Column("No variable", "right"), *([Column("Workspaces", "right", 1)] if has_workspaces else []),
+        Column("Unattributed", "right", 1), Column("Allocated", "right"), Column("Cached", "right", 1),
     ]  # fmt: skip
     grid = [_device_cells(answers, row, has_workspaces) for row, answers in shown]
     blocks: list[Block] = [Table(columns, grid, "Each engine's devices")]

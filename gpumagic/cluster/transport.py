@@ -7,7 +7,6 @@ time is up is cancelled, so that it does not run later.
 from __future__ import annotations
 
 import importlib.resources
-import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
@@ -16,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from gpumagic import _compat
+from gpumagic.cluster import records
 from gpumagic.cluster.connection import Connection
 from gpumagic.cluster.report import EngineAnswer
 from gpumagic.report.base import Origin
@@ -59,7 +59,7 @@ def ask_each(
     answers = dict.fromkeys(pending, EngineAnswer(0, state="busy", detail="in a cell"))
     answers.update(_cancel(connection, late, timeout) if late else {})
     answers.update((engine, _read_answer(engine, future)) for engine, future in asked.items() if engine not in answers)
-    gone = EngineAnswer(0, state="dead", detail="it is not there any more")
+    gone = EngineAnswer(0, state="dead", detail="it is gone")
     return tuple(_with_origin(connection, engine, answers.get(engine, gone)) for engine in connection.engines)
 
 
@@ -92,13 +92,13 @@ def _read_answer(engine: int, future: Any) -> EngineAnswer:
     if isinstance(facts, BaseException):
         kind = getattr(facts, "ename", type(facts).__name__)
         if kind == "EngineError":
-            return EngineAnswer(engine, state="dead", detail="it died while it was asked")
+            return EngineAnswer(engine, state="dead", detail="it died before it answered")
         return EngineAnswer(engine, state="failed", detail=f"{kind}: {getattr(facts, 'evalue', facts)}")
     state, detail = facts["state"], facts.get("detail", "")
     origin, report = Origin(facts["host"], facts["pid"]), None
     if "answer" in facts:
         try:
-            origin, report = pickle.loads(zlib.decompress(facts["answer"]))  # noqa: S301  # our own engines'
+            origin, report = records.load(zlib.decompress(facts["answer"]))
         except Exception as error:
             state, detail = "other version", f"{type(error).__name__}: {error}"
     return EngineAnswer(engine, origin, state, _explain_state(state, detail), facts.get("seconds"), report)
@@ -135,7 +135,7 @@ def _cancel(connection: Connection, late: Mapping[int, Any], seconds: float = 0.
 def _why_no_answer(engine: int, future: Any, queue: Sequence[str] | None, seconds: float) -> EngineAnswer:
     within = f"no answer within {seconds:g} s"
     if future.begun:
-        return EngineAnswer(engine, state="slow", detail=f"it began, and was not through within {seconds:g} s")
+        return EngineAnswer(engine, state="slow", detail=f"it started, but did not finish within {seconds:g} s")
     if queue and queue[0] != future.msg_id:
         return EngineAnswer(engine, state="busy", detail=f"in a cell; {within}")
     return EngineAnswer(engine, state="no answer", detail=within)

@@ -8,7 +8,7 @@ from gpumagic.cluster.gpus_view import gpu_blocks
 from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engine_ranges, engines_label
 from gpumagic.cluster.tensors_view import tensor_blocks
 from gpumagic.oom.report import OomReport
-from gpumagic.oom.view import view_failure
+from gpumagic.oom.view import first_step, view_failure
 from gpumagic.report.base import grouped
 from gpumagic.report.document import (
     Block,
@@ -39,7 +39,7 @@ def view_engines(report: ClusterReport) -> Document:
         heading, blocks = _BODIES[report.magic](report)
     else:
         heading, blocks = f"%%{report.magic}" if report.magic in {"ondevice", "oomguard"} else "No answer", []
-    blocks = [Heading(f"{heading} · {_engines(report)}"), *blocks]
+    blocks = [Heading(heading), Paragraph(_engines(report), muted=True), *blocks]
     blocks += [Paragraph(text) for text in _engines_without_report(report)]
     notes = report.notes if report.magic == "oomguard" else (*report.notes, *_notes(report))  # has them in each report
     blocks += [Paragraph(note, muted=True) for note in notes]
@@ -84,19 +84,35 @@ Transfers = Sequence[tuple[EngineAnswer, TransferReport]]
 def transfer_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
     """Return the heading and the blocks of `%%ondevice`."""
     found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, TransferReport)]
-    blocks: list[Block] = [_transfer_table(found[:MAX_ROWS])]
+    blocks: list[Block] = [Paragraph(_durations(found), muted=True), _transfer_table(found[:MAX_ROWS])]
     if len(found) > MAX_ROWS:
         blocks.append(Paragraph(f"and {count(len(found) - MAX_ROWS, 'more engine')}", muted=True))
-    for advice, answers in grouped((advice, answer) for answer, own in found for advice in own.advice).items():
-        engines = "" if len(answers) == len(found) else f" ({engines_label(answers).lower()})"
-        blocks.append(Paragraph(f"→ {advice}{engines}"))
+    first, *others = _changes(found) or [""]
+    blocks += [Paragraph(f"→ {each}") for each in others]
     each: list[Block] = []
     for answer, own in found[:MAX_TRANSFER_REPORTS]:
         each += [Heading(f"Engine {answer.label}", apart=True), *view_transfers(own).blocks]
-    return _transfer_heading(found), [*blocks, Fold("Each engine's own report; in code, report.reports[engine]", each)]
+    return first or _nothing_to_change(found), [
+        *blocks,
+        Fold("Each engine's own report; in code, report.reports[engine]", each),
+    ]
 
 
-def _transfer_heading(found: Transfers) -> str:
+def _changes(found: Transfers) -> list[str]:
+    """Return what to change, with the engines where not all should."""
+    alike = grouped((str(advice), answer) for answer, own in found for advice in own.advice)
+    return [
+        advice if len(answers) == len(found) else f"{advice} ({engines_label(answers).lower()})"
+        for advice, answers in alike.items()
+    ]
+
+
+def _nothing_to_change(found: Transfers) -> str:
+    copied = sum(_moved(report) for _, report in found)
+    return f"{size(copied)} copied, nothing to change found" if copied else "No transfers between devices"
+
+
+def _durations(found: Transfers) -> str:
     devices = list(dict.fromkeys(report.device for _, report in found))
     where = ", ".join(devices) if len(devices) <= 3 else count(len(devices), "device")
     engine, slowest = max(found, key=lambda each: each[1].elapsed)
@@ -108,8 +124,8 @@ def _transfer_table(found: Transfers) -> Table:
     most = max(_moved(report) for _, report in found) or 1
     columns = [
         Column("Engine"), Column("Host", priority=3), Column("Device"), Column("Time", "right"),
-        Column("New tensors", "right", 1), Column("Moved", "right"), Column("To device", "right", 2),
-        Column("To host", "right", 2), Column("Between", "right", 3), Column("Waits", "right", 2),
+        Column("New tensors", "right", 1), Column("Copied", "right"), Column("To device", "right", 2),
+        Column("To host", "right", 2), Column("Between", "right", 3), Column("Syncs", "right", 2),
         Column("Peak", "right", 1),
     ]  # fmt: skip
     grid = [_transfer_cells(answer, report, most) for answer, report in found]
@@ -154,9 +170,16 @@ def oom_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
         blocks += [Heading(heading, apart=True), *rest] if place < MAX_OOM_REPORTS else [Fold(heading, rest)]
     if not out:
         return ("Passed after running out of memory" if found else "%%oomguard"), blocks
-    passed = sum(answer.state == ANSWERED for answer in report.engines)
+    passed = sum(answer.state == ANSWERED and answer not in out for answer in report.engines)
     others = f"; the cell passed on {count(passed, 'other')}" if passed else ""
-    return f"Out of memory on engine {engine_ranges(out)}{others}", blocks
+    return f"Out of memory on engine {engine_ranges(out)}{others}. {_first_steps(out)}", blocks
+
+
+def _first_steps(out: Sequence[EngineAnswer]) -> str:
+    """Return what to do, of the first engine where they are told different things."""
+    steps = grouped((first_step(answer.report), answer) for answer in out)
+    step, answers = next(iter(steps.items()))
+    return step if len(steps) == 1 else f"{engines_label(answers)}: {step}"
 
 
 _BODIES: Mapping[str, Callable[[ClusterReport], tuple[str, list[Block]]]] = {

@@ -6,14 +6,14 @@ what they do. Nothing of the notebook changes.
 
     script.py      what runs; `targets.py` says on which devices, `engine.py` what answers
     run.py         the request to the worker
-    courses.py     the same with other values in place of those that are not known
+    scenarios.py   the same with other values in place of those that are not known
     verdict.py     what the answer means
     fitting.py     the largest value of a setting with which a cell fits
     cells.py       dry runs on behalf of the magics
-    parcel.py      the notebook as code and metadata; `sendable.py` decides how each object goes, `parts.py` as what
+    payload.py     the notebook as code and metadata; `sendable.py` decides how each object goes, `parts.py` as what
     client.py      the parent's end of the worker process; `worker.py` is the other
     stage/         what runs in there
-    report.py      the records; `view.py` shows them
+    report.py      the records; `view.py` shows them, `chrome.py` writes trace events
     models.py      the models of a cell, and what they take in other types; `models_view.py` shows that
 """
 

@@ -106,7 +106,7 @@ class OtherValues:
         self._imagine, self._namespace, self._seconds = imagine, namespace, seconds
         self._until: float | None = None
 
-    def dry_run(self, value: int) -> DryRunReport:
+    def dry_run(self, value: int, only: int | None = None) -> DryRunReport:
         """Return the dry run with a value, as the devices are now.
 
         Raises:
@@ -117,7 +117,7 @@ class OtherValues:
             raise DryRunUnavailable(f"the dry runs took more than {self._seconds:g} s")
         what, values = self._imagine(value)
         report = run.dry_run(
-            script_of(what), self._namespace, targets.choose(None, None), values=values, time_limit=left
+            script_of(what), self._namespace, targets.choose(None, None), values=values, time_limit=left, only=only
         )
         if self._until is None:  # the worker's start does not count
             self._until = time.monotonic() + self._seconds
@@ -136,7 +136,7 @@ class OtherValues:
         Raises:
             GpuMagicError: it cannot be dry-run, or there is no time left.
         """
-        return fitting.search(self.dry_run, self.knob.name, self.knob.value)
+        return fitting.search(self.dry_run, self.knob.name, self.knob.value, self.dry_run)
 
 
 def with_other_values(

@@ -53,11 +53,11 @@ class Worker:
         """Return whether it runs, and was started by this very process and not by the one this was forked from."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def ask(self, order: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the account of a dry run for each variant; ``{"ended": sentence}`` where it gave none."""
+    def ask(self, request: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the outcome of a dry run for each variant; ``{"ended": sentence}`` where it gave none."""
         try:
-            self._connection.send_bytes(pickle.dumps((order, variants), protocol=5))
-            return [self._account(int(order["time_limit"]) + _STARTING) for _ in variants]
+            self._connection.send_bytes(pickle.dumps((request, variants), protocol=5))
+            return [self._outcome(int(request["time_limit"]) + _STARTING) for _ in variants]
         except TimeoutError:
             self.close()
             return [{"ended": "the dry run's worker gave no answer and was stopped"}] * len(variants)
@@ -68,7 +68,7 @@ class Worker:
             self.close()
             raise
 
-    def _account(self, seconds: int) -> dict[str, Any]:
+    def _outcome(self, seconds: int) -> dict[str, Any]:
         if not self._wait(seconds):
             raise TimeoutError
         answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
@@ -97,22 +97,22 @@ _workers: dict[str, Worker] = {}
 """The warm one of each engine."""
 
 
-def ask(order: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the accounts of dry runs from the warm worker of their engine, starting one if there is none.
+def ask(request: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the outcomes of dry runs from the warm worker of their engine, starting one if there is none.
 
     Args:
-        order: what to run.
+        request: what to run.
         variants: what is different in each run; they run side by side where there are cores.
     """
     if not variants:
         return []
-    engine = order["engine"]
+    engine = request["engine"]
     worker = _workers.get(engine)
     if worker is None or not worker.is_usable():
         if not _workers:
             atexit.register(close)
         worker = _workers[engine] = Worker(engine)
-    return worker.ask(order, variants)
+    return worker.ask(request, variants)
 
 
 def warm(engine: str = "fake") -> Worker | None:

@@ -1,12 +1,14 @@
 """The largest value of a setting with which a cell fits, found by dry runs.
 
 The answer was run and fits, and 2 % more, or the next integer, was run and does not. Where to look next is read off a
-line through the peaks of two runs; that line is a guess, and only runs are believed.
+line through the peaks of two runs; that line is a guess, and only runs are believed. Where the cell reads values that
+are not known, the runs on the way are of the scenario that needed most at first, and only the last two of all.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gpumagic.dryrun.report import DryRunReport, Search, Trial
 from gpumagic.dryrun.verdict import shortcoming
 from gpumagic.report import progress
+from gpumagic.report.units import count
 from gpumagic.source import settings
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 PRECISION = 0.02
 MOST_RUNS = 16
+LIMITS = 4
+"""How many times the limit of one dry run a search may take."""
 _FURTHER = 16
 """How many times the last value is tried where the peak has not grown yet."""
 
@@ -34,7 +39,7 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
         name: an int that the cell writes, or that the notebook has.
         namespace: the notebook's variables.
         target: the devices.
-        time_limit: seconds for each dry run.
+        time_limit: seconds for each dry run; four times as many for the search.
 
     Raises:
         OptionError: there is no such int.
@@ -47,33 +52,52 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
     else:
         setting = settings.find_in_cell(script.source, name, names, "--fit")
 
-    def dry_run(value: int) -> DryRunReport:
+    def dry_run(value: int, only: int | None = None) -> DryRunReport:
         text, values = setting.with_value(value)
         changed = script if text is None else replace(script, source=text)
-        return run.dry_run(changed, namespace, target, values=values, time_limit=time_limit)
+        return run.dry_run(changed, namespace, target, values=values, time_limit=time_limit, only=only)
 
-    return search(dry_run, name, setting.value)
+    return search(dry_run, name, setting.value, dry_run, LIMITS * time_limit)
 
 
-def search(dry_run: Callable[[int], DryRunReport], name: str, now: int) -> DryRunReport:
+def search(
+    dry_run: Callable[[int], DryRunReport],
+    name: str,
+    now: int,
+    in_scenario: Callable[[int, int], DryRunReport] | None = None,
+    seconds: float = math.inf,
+) -> DryRunReport:
     """Return the dry run with the largest value that fits, or with the present one where none was found.
 
     Args:
         dry_run: dry-runs with a value.
         name: of the setting.
         now: its value.
+        in_scenario: dry-runs with a value in one scenario only, whose number it is given.
+        seconds: after which no further run is begun.
     """
+    deadline = time.monotonic() + seconds
     runs: dict[int, DryRunReport] = {}
+    sure: set[int] = set()
     reason = ""
     with progress.counted(MOST_RUNS, "dry run") as tell:
         value: int | None = now
         while value is not None and not reason:
             tell(f"{name} = {value:,}")
-            runs[value] = dry_run(value)
+            scenario = runs[now].scenario if runs and value not in runs else None
+            if in_scenario is None or scenario is None:
+                seen, runs[value] = runs.get(value), dry_run(value)
+                sure.add(value)
+                if seen is not None and seen.fits != runs[value].fits:
+                    in_scenario = None  # with this value another scenario needs more
+            else:
+                runs[value] = in_scenario(value, scenario)
             reason = _obstacle(runs[value], f"with {name} = {value:,} ", is_first=len(runs) == 1)
-            value = _next(runs)
+            value = _next(runs) or next((each for each in _bracket(runs) if each in runs.keys() - sure), None)
             if value is not None and len(runs) == MOST_RUNS:
                 reason = f"{MOST_RUNS} dry runs did not find it"
+            elif value is not None and time.monotonic() > deadline:
+                reason = f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
     low, high = _bracket(runs)
     found = low or None
     if reason or high is None:

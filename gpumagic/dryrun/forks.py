@@ -22,36 +22,39 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 _TO_TELL = 20
-"""Seconds that a run has to tell its account after its time is up."""
+"""Seconds that a run has to send its outcome after its time is up."""
 _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
-Account = dict[str, Any]
-Serve = Callable[[dict[str, Any], Callable[[Account], None]], None]
+Outcome = dict[str, Any]
+Serve = Callable[[dict[str, Any], Callable[[Outcome], None]], None]
 
 
-def run_each(orders: Sequence[dict[str, Any]], serve: Serve) -> Iterator[bytes]:
-    """Yield the answers to some orders in their order, as JSON; as many run at once as there are cores.
+def run_each(requests: Sequence[dict[str, Any]], serve: Serve) -> Iterator[bytes]:
+    """Yield the answers to some requests in their order, as JSON; as many run at once as there are cores.
 
     Args:
-        orders: what to run.
-        serve: runs one in its own process, and tells its account.
+        requests: what to run.
+        serve: runs one in its own process, and sends its outcome.
     """
-    coming = list(enumerate(orders))[::-1]
+    coming = list(enumerate(requests))[::-1]
     running: dict[Connection, tuple[int, _Fork]] = {}
     answers: dict[int, bytes] = {}
-    for number in range(len(orders)):
+    ended: list[int] = []
+    for number in range(len(requests)):
         while number not in answers:
             while coming and len(running) < _cores():
-                which, order = coming.pop()
-                fork = _Fork.start(order, serve)
+                which, request = coming.pop()
+                fork = _Fork.start(request, serve)
                 running[fork.answers] = which, fork
             until = min(fork.until for _, fork in running.values())
             ready = connection.wait(list(running), max(0.0, until - time.monotonic()))
             for each, (which, fork) in list(running.items()):
                 if each in ready or time.monotonic() >= fork.until:
                     del running[each]
-                    answers[which] = fork.end(has_answer=each in ready)
+                    answers[which] = fork.end(ended, has_answer=each in ready)
         yield answers.pop(number)
+    for pid in ended:
+        os.waitpid(pid, 0)
 
 
 def _cores() -> int:
@@ -63,45 +66,48 @@ class _Fork:
     """A process of a dry run.
 
     Attributes:
-        answers: where its account comes from.
+        answers: where its outcome comes from.
         last_words: where a crash is told.
         until: when it is given up.
     """
 
-    order: dict[str, Any]
+    request: dict[str, Any]
     pid: int
     answers: Connection
     last_words: int
     until: float
 
     @classmethod
-    def start(cls, order: dict[str, Any], serve: Serve) -> _Fork:
+    def start(cls, request: dict[str, Any], serve: Serve) -> _Fork:
         receiving, sending = os.pipe()
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _be(order, serve, sending, writing)
+            _be(request, serve, sending, writing)
         os.close(sending)
         os.close(writing)
         os.set_blocking(reading, False)
         answers = Connection(receiving, writable=False)
-        return cls(order, pid, answers, reading, time.monotonic() + order["time_limit"] + _TO_TELL)
+        return cls(request, pid, answers, reading, time.monotonic() + request["time_limit"] + _TO_TELL)
 
-    def end(self, *, has_answer: bool) -> bytes:
-        """End the process; return its answer."""
-        told = _ended(f"the dry run took more than {self.order['time_limit']:g} s and was stopped")
+    def end(self, ended: list[int], *, has_answer: bool) -> bytes:
+        """End the process and return its answer; one that answered joins those to be waited for."""
+        outcome = _ended(f"the dry run took more than {self.request['time_limit']:g} s and was stopped")
         try:
             if has_answer:
-                told = self.answers.recv_bytes()
+                outcome = self.answers.recv_bytes()
         except EOFError:
-            told = b""
+            outcome = b""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        _, status = os.waitpid(self.pid, 0)
-        told = told or _ended(_crash(status, self._read_last_words(), self.order["filename"]))
+        if outcome:
+            ended.append(self.pid)
+        else:
+            _, status = os.waitpid(self.pid, 0)
+            outcome = _ended(_crash(status, self._read_last_words(), self.request["filename"]))
         self.answers.close()
         os.close(self.last_words)
-        return told
+        return outcome
 
     def _read_last_words(self) -> str:
         with contextlib.suppress(BlockingIOError):
@@ -109,8 +115,8 @@ class _Fork:
         return ""
 
 
-def _be(order: dict[str, Any], serve: Serve, sending: int, last_words: int) -> NoReturn:
-    """Be the process that runs an order."""
+def _be(request: dict[str, Any], serve: Serve, sending: int, last_words: int) -> NoReturn:
+    """Be the process that runs a request."""
     leave = os._exit
     try:
         os.setpgid(0, 0)
@@ -120,9 +126,9 @@ def _be(order: dict[str, Any], serve: Serve, sending: int, last_words: int) -> N
         faulthandler.enable(last_words)
         start = time.perf_counter()
 
-        def tell(account: Account) -> None:
-            account["seconds"] = time.perf_counter() - start
-            Connection(sending, readable=False).send_bytes(json.dumps(account).encode())
+        def send(outcome: Outcome) -> None:
+            outcome["seconds"] = time.perf_counter() - start
+            Connection(sending, readable=False).send_bytes(json.dumps(outcome).encode())
             leave(0)
 
         def _exit(status: int) -> NoReturn:
@@ -130,7 +136,7 @@ def _be(order: dict[str, Any], serve: Serve, sending: int, last_words: int) -> N
             leave(status)
 
         os._exit = _exit
-        serve(order, tell)
+        serve(request, send)
     except BaseException as error:
         text = str(error).strip().splitlines()
         sentence = f"the dry run could not be set up: {type(error).__name__}: {text[0] if text else ''}"

@@ -123,7 +123,7 @@ class DtypeReport(Report[DtypeRow]):
 
 
 def models_of(told: Iterable[dict[str, Any]], capacity: int | None) -> tuple[Model, ...]:
-    """Return the models of a worker's account."""
+    """Return the models of a worker's outcome."""
     return tuple(
         Model(each["name"], each["kind"], tuple(_group(group) for group in each["groups"]), capacity) for each in told
     )

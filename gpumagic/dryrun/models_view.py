@@ -34,8 +34,11 @@ def _headline(report: DtypeReport) -> str:
 
 def _table(report: DtypeReport) -> Table:
     parts = [part for part in _PARTS if any(getattr(row, part) for row in report.rows)]
-    columns = [Column("weights in"), *(Column(part.replace("optimizer", "state"), "right") for part in parts)]
-    columns += [Column("total", "right")] + ([Column("left", "right")] if report.capacity is not None else [])
+    columns = [
+        Column("Weights in"),
+        *(Column(part.replace("optimizer", "state").capitalize(), "right") for part in parts),
+    ]
+    columns += [Column("Total", "right")] + ([Column("Left", "right")] if report.capacity is not None else [])
     return Table(columns, [_row(report, row, parts) for row in report.rows], caption="What each type of weights takes")
 
 

@@ -15,6 +15,7 @@ import mmap
 import os
 import tempfile
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -83,6 +84,11 @@ def fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
     """Put the contents, if there are any, into a cell."""
     if contents:
         cell.cell_contents = contents[0]
+
+
+def dead_reference() -> weakref.ReferenceType[Any]:
+    """Return a weak reference to an object that is gone."""
+    return weakref.ref(type("Gone", (), {})())
 
 
 def make_sharing(kind: Any) -> Any:
@@ -201,14 +207,14 @@ def _blank(nbytes: int, is_whole: bool) -> Any:
 
 
 ROOM = 256 << 20
-"""Bytes of all that is shelved for one dry run."""
+"""Bytes of all that is shared with one dry run."""
 _PAGE = mmap.ALLOCATIONGRANULARITY
 
 Slot = tuple[str, int]
 """Where something lies: a path that the worker can open, and an offset."""
 
 
-class Shelf:
+class SharedMemory:
     """What one dry run gets."""
 
     def __init__(self) -> None:
@@ -264,7 +270,7 @@ _held: dict[str, int] = {}
 
 
 def hold(path: str) -> None:
-    """Open a shelf, for a process that will not be able to."""
+    """Open shared memory, for a process that will not be able to."""
     if path:
         _held[path] = os.open(path, os.O_RDONLY)
 

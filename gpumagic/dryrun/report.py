@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gpumagic.dryrun import models
 from gpumagic.dryrun.models import DtypeReport, Model
-from gpumagic.report.base import Report, to_document, to_figure
+from gpumagic.report.base import Report, to_document, to_figure, write_chrome_trace
 from gpumagic.report.document import Heading
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class DryRunReport(Report[DryRunRow]):
     capacity: int | None
     """Bytes that this process can have of the device that decides."""
     complete: bool = False
-    """Whether the cell was run to its end, or until it was out of memory."""
+    """Whether the cell was run to its end, or until it was out of memory, with all values that were guessed."""
     certain: bool = False
     """Whether every pass of every loop was run, no value that is not known changes the verdict or the peak, and no
     operator ran of which it is known that its kernel takes memory by rules that the engine does not have."""
@@ -151,8 +152,10 @@ class DryRunReport(Report[DryRunRow]):
     """What the operator of the peak allocates."""
     failure_line: int | None = None
     """The line whose request is the first to be refused."""
+    scenario: int | None = None
+    """Which scenario for the values that are not known needs most, where all agree on the verdict."""
     open_on: tuple[tuple[int, str], ...] = ()
-    """``(line, code)`` of each place where a value that is not known changes the verdict or the peak."""
+    """``(line, code)`` of each place where a value that is not known changes the verdict or the peak, or may."""
     effects: tuple[str, ...] = ()
     """What the cell will do to files, programs and the network; the dry run did none of it."""
     error: str | None = None
@@ -165,6 +168,8 @@ class DryRunReport(Report[DryRunRow]):
     """How many operators the dry run answered."""
     seconds: float = 0.0
     """How long it took."""
+    sizes: tuple[str, ...] = ()
+    """Variables that the code sets to a number and that by their names say how much it works on at once."""
     models: tuple[Model, ...] = ()
     """The models that the cell leaves in variables, or that the callable returns."""
 
@@ -188,6 +193,10 @@ class DryRunReport(Report[DryRunRow]):
             OptionError: the cell leaves no model, or it is another optimizer.
         """
         return models.table(self.models, self.capacity, training=training, optimizer=optimizer)
+
+    def to_chrome_trace(self, path: str | Path) -> Path:
+        """Write the lines and memory over its operators, a microsecond each, as trace events, for Perfetto and chrome://tracing."""
+        return write_chrome_trace(self, path)
 
     def plot(self) -> Figure:
         """Return a matplotlib figure of the memory over the run, a picture a device.

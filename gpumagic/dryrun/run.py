@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import linecache
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from gpumagic.dryrun import courses, engine, parcel, verdict
+from gpumagic.dryrun import engine, payload, scenarios, verdict
 from gpumagic.dryrun.engine import Engine
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
-from gpumagic.errors import DryRunUnavailable
+from gpumagic.errors import DryRunUnavailable, OptionError
 from gpumagic.memory import workspaces
 from gpumagic.source.frames import is_library
+from gpumagic.source.settings import sizes_in
 
 TIME_LIMIT = 60.0
-_PRELOADED = frozenset({"torch", "numpy", "pandas", "matplotlib", "torchvision", "transformers", "timm", "einops"})
+_PRELOADED = frozenset({
+    "torch", "numpy", "pandas", "matplotlib", "torchvision", "transformers", "timm", "einops", "accelerate", "peft",
+    "lightning", "pytorch_lightning", "torchmetrics", "safetensors",
+})  # fmt: skip
 """Packages of which the worker imports once what the notebook has imported."""
 
 
@@ -31,7 +38,8 @@ def dry_run(
     *,
     values: Mapping[str, object] | None = None,
     time_limit: float = TIME_LIMIT,
-    note: Callable[[dict[str, Any]], object] | None = None,
+    only: int | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
 ) -> DryRunReport:
     """Return what running the code would need.
 
@@ -41,26 +49,44 @@ def dry_run(
         target: the devices.
         values: other values for some of the names.
         time_limit: seconds after which the dry run is given up.
-        note: called with the worker's account, where it gave one.
+        only: the number of the one scenario that is run; all that the cell needs without.
+        snapshot: a file for the allocator's snapshot of the run, as `torch.cuda.memory._dump_snapshot` writes it.
 
     Raises:
         DryRunUnavailable: this torch or system cannot.
+        OptionError: the code uses tensors on a device that is none of them, or there is no snapshot to be had.
     """
     chosen = engine.choose(target)
     target = chosen.target
     if chosen.name == engine.FAKE:
         _check_torch()
-    sent = parcel.pack(
+        if snapshot is not None:
+            raise OptionError(
+                "a snapshot is of torch's CUDA allocator: it takes a CUDA build of torch and a C compiler"
+            )
+    sent = payload.pack(
         namespace, what.names(), what.function, with_graphs=target.tells_segments(), only_used=not target.is_here
     )  # fmt: skip
     with contextlib.closing(sent) as parts:
-        order = _order(what, parts, chosen, dict(values or {}), time_limit)
-        told = courses.run(order)
-        if "ended" in told:
-            return verdict.report_of_nothing(chosen, told["ended"])
-        if note is not None:
-            note(told)
-        return verdict.report_of(told, chosen, parts)
+        _check_devices(parts, target)
+        request = _request(what, parts, chosen, dict(values or {}), time_limit)
+        outcome = scenarios.run({**request, "snapshot": snapshot is not None}, only)
+        if "ended" in outcome:
+            return verdict.report_of_nothing(chosen, outcome["ended"])
+        if snapshot is not None and outcome["snapshot"] is not None:
+            Path(snapshot).write_bytes(base64.b64decode(outcome["snapshot"]))
+        return replace(verdict.report_of(outcome, chosen, parts), sizes=sizes_in(what.source or ""))
+
+
+def _check_devices(parts: payload.Payload, target: Target) -> None:
+    """Refuse tensors on a backend of which the devices are not."""
+    known = {target.backend, "cpu", "meta"}
+    for device in parts.device_bytes:
+        if device.partition(":")[0] not in known:
+            raise OptionError(
+                f"the cell uses tensors on {device}, and this dry run has {target.names[target.chosen]}: make them in "
+                f"the cell, or give a --capacity without naming another device"
+            )
 
 
 def _check_torch() -> None:
@@ -73,8 +99,8 @@ def _check_torch() -> None:
         )
 
 
-def _order(
-    what: Script, parts: parcel.Parcel, chosen: Engine, values: dict[str, object], time_limit: float
+def _request(
+    what: Script, parts: payload.Payload, chosen: Engine, values: dict[str, object], time_limit: float
 ) -> dict[str, Any]:
     import torch
 
@@ -89,7 +115,7 @@ def _order(
         sources[what.filename] = what.source
     return {
         "engine": chosen.name, "is_brief": False, "gpus": chosen.gpus, "workspaces": _workspaces(target),
-        "source": what.source, "filename": what.filename, "data": parts.data, "shelf": parts.shelf.path,
+        "source": what.source, "filename": what.filename, "data": parts.data, "shared": parts.shared.path,
         "scopes": parts.scopes,
         "sources": {name: text for name, text in sources.items() if text}, "values": values,
         "backend": target.backend, "chosen": target.chosen, "base": base, "cuts_to_size": target.cuts_to_size,
@@ -97,7 +123,7 @@ def _order(
             None if each is None else max(0, each - target.extra[1]) for each in target.capacities
         ],
         "pinned": target.pinned, "segments": target.segments, "guess": 0, "others": {}, "follows": False,
-        "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
+        "answers": None, "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
         "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),
         "numpy_random": None if numpy is None else numpy.random.get_state(),

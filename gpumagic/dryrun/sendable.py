@@ -11,12 +11,15 @@ allocator's segments is known: what they leave behind is gaps, and how large tho
 from __future__ import annotations
 
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gpumagic.dryrun import parts
 from gpumagic.heap.kinds import Graphs
+from gpumagic.heap.storages import plain, undisturbed
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -27,11 +30,35 @@ def _cell(cell: types.CellType) -> Any:
     return parts.make_cell, (), contents, None, None, parts.fill_cell
 
 
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
+def _method(method: types.BuiltinMethodType) -> Any:
+    """Leave out what belongs to a lock: a condition, and with it an event, a queue and an executor, stores some."""
+    if type(method.__self__) in _LOCKS:
+        return parts.Absent, (described(method.__self__),)
+    return NotImplemented
+
+
+def _weak(reference: weakref.ReferenceType[Any]) -> Any:
+    """Return a reference to what is sent of the object, without a callback; what only it leads to is gone there too."""
+    target = reference()
+    if target is None:
+        return parts.dead_reference, ()
+    key = (reference.key,) if type(reference) is weakref.KeyedRef else ()
+    return type(reference), (target, None, *key)
+
+
 SPECIAL: dict[type, Callable[[Any], Any]] = {
     types.CellType: _cell,
     property: lambda obj: (property, (obj.fget, obj.fset, obj.fdel, obj.__doc__)),
     staticmethod: lambda obj: (staticmethod, (obj.__func__,)),
     classmethod: lambda obj: (classmethod, (obj.__func__,)),
+    types.BuiltinMethodType: _method,
+    weakref.ReferenceType: _weak,
+    weakref.WeakMethod: _weak,
+    weakref.KeyedRef: _weak,
+    threading.Thread: lambda obj: (parts.Absent, (described(obj),)),
     types.MappingProxyType: lambda obj: (types.MappingProxyType, (dict(obj),)),
     types.GetSetDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
     types.MemberDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
@@ -87,12 +114,15 @@ def _holds(value: Any, kinds: tuple[Any, ...]) -> bool:
     if type(value) is dict:
         value = list(value.values())
     each_of = value[:1000] if type(value) in {list, tuple} else [value]
-    return any(isinstance(each, kinds) and not _is_of_the_host(each, kinds[0]) for each in each_of)
+    return any(issubclass(type(each), kinds) and not _is_of_the_host(each, kinds[0]) for each in each_of)
 
 
 def _is_of_the_host(value: Any, tensor: Any) -> bool:
     """Return whether it is a tensor on the CPU, which keeps nothing of a device's alive."""
-    return isinstance(value, tensor) and bool(value.device.type == "cpu")
+    if not issubclass(type(value), tensor):
+        return False
+    with undisturbed():
+        return bool(plain(value, "device").type == "cpu")
 
 
 def described(obj: Any) -> str:

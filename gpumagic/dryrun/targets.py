@@ -17,9 +17,7 @@ CONTEXT = (300 * MIB, 700 * MIB)
 WORKSPACES = (0, 400 * MIB)
 """What cuBLAS and cuDNN take for themselves, least and most: an estimate."""
 
-_EXPANDABLE = (
-    "segments that expand are not modelled: they are taken to be of a fixed size, so that less may fit than really does"
-)
+_EXPANDABLE = "expandable segments are not modelled: segments have a fixed size here, so more may fit than is said"
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Target:
     """Bytes that the allocator cannot give back now: live blocks, and what lies between them."""
     extra: tuple[int, int]
     cuts_to_size: bool
-    """Whether the allocator is simgpu's; see `stage.arena`."""
+    """Whether the allocator is simgpu's; see `stage.allocator`."""
     segments: list[list[Segment] | None]
     """Where blocks lie in the allocator's cache; None where that cannot be known, as on an imagined device."""
     unknown: tuple[str, ...] = ()
@@ -85,7 +83,7 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None) -> 
         device = device_names.resolve(device)
     backend, _, index = device.partition(":")
     if backend in device_names.BUILTIN_DEVICES:
-        raise OptionError(f"a dry run is for an accelerator, and {device} is none; name one of {', '.join(here)}")
+        raise OptionError(f"a dry run is for an accelerator, and {device} is not one; name one of {', '.join(here)}")
     chosen = int(index or 0)
     count = max(chosen + 1, sum(each.startswith(f"{backend}:") for each in here))
     names = [f"{backend}:{each}" for each in range(count)]

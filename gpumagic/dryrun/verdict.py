@@ -1,29 +1,29 @@
-"""What the account of a dry run means."""
+"""What the outcome of a dry run means."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from gpumagic.dryrun import models, parcel
+from gpumagic.dryrun import models, payload
 from gpumagic.dryrun.engine import Engine
 from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow, Passes
-from gpumagic.report.units import count, size, size_pair
+from gpumagic.report.units import count, size, size_range
 
 MOST_PLACES = 2
 """Lines that a sentence names."""
 
 
-def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> DryRunReport:
-    """Return the report of a worker's account."""
-    target, error = chosen.target, told["error"]
-    complete = error is None and not told["is_open"]
+def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -> DryRunReport:
+    """Return the report of a worker's outcome."""
+    target, error = chosen.target, outcome["error"]
+    complete = error is None and not outcome["is_open"]
     devices = tuple(
-        _device(name, found, capacity, target.extra, decided=complete and not told.get("hangs"))
-        for name, found, capacity in zip(target.names, told["devices"], target.capacities, strict=True)
+        _device(name, found, capacity, target.extra, decided=complete and not outcome.get("depends"))
+        for name, found, capacity in zip(target.names, outcome["devices"], target.capacities, strict=True)
     )
     deciding = min(range(len(devices)), key=lambda each: _room(devices[each], target.names[target.chosen]))
-    device, found = devices[deciding], told["devices"][deciding]
+    device, found = devices[deciding], outcome["devices"][deciding]
     at, failure = found["at"], found["failure"]
     return DryRunReport(
         device=device.device,
@@ -34,28 +34,29 @@ def report_of(told: dict[str, Any], chosen: Engine, parts: parcel.Parcel) -> Dry
         fits=_together([each.fits for each in devices]),
         capacity=device.capacity,
         complete=complete,
-        certain=complete and not told.get("varies") and not told.get("lacks"),
-        passes=tuple(Passes(*each) for each in told["passes"]),
+        certain=complete and not outcome.get("varies") and not outcome.get("lacks"),
+        passes=tuple(Passes(*each) for each in outcome["passes"]),
         modules=dict(found.get("modules", ())),
-        timeline=tuple(DryRunPoint(target.names[index], *point) for index, *point in told["timeline"]),
-        assumed=(*told["assumed"], *parts.assumed),
-        unknown=tuple(dict.fromkeys((*told["unknown"], *parts.notes, *target.unknown))),
-        engine=chosen.name, gpu=target.gpu, overhead=target.extra,
+        timeline=tuple(DryRunPoint(target.names[index], *point) for index, *point in outcome["timeline"]),
+        assumed=(*outcome["assumed"], *parts.assumed),
+        unknown=tuple(dict.fromkeys((*outcome["unknown"], *parts.notes, *target.unknown))),
+        engine=chosen.name, gpu=target.gpu, overhead=target.extra, scenario=outcome.get("most"),
         function=at["function"] or None, operator_bytes=at["nbytes"],
         failure_line=None if failure is None else failure["line"],
-        open_on=tuple((line, code) for line, code in told.get("open_on", ())),
-        effects=tuple(told["effects"]), error=None if error is None else failure_sentence(error),
+        open_on=tuple((line, code) for line, code in outcome.get("open_on", ())),
+        effects=tuple(outcome["effects"]), error=None if error is None else failure_sentence(error),
         devices=devices,
         lines=tuple(
             DryRunRow(target.names[each["device"]], each["line"], each["code"], each["peak"], each["after"])
-            for each in sorted(told["lines"], key=lambda each: (each["line"], each["device"]))
+            for each in sorted(outcome["lines"], key=lambda each: (each["line"], each["device"]))
         ),
-        operators=told["operators"], seconds=told["seconds"], models=models.models_of(told["models"], device.capacity),
+        operators=outcome["operators"], seconds=outcome["seconds"],
+        models=models.models_of(outcome["models"], device.capacity),
     )  # fmt: skip
 
 
 def report_of_nothing(chosen: Engine, sentence: str) -> DryRunReport:
-    """Return the report where there is no account, with the sentence that says why."""
+    """Return the report where there is no outcome, with the sentence that says why."""
     target = chosen.target
     return DryRunReport(
         device=target.names[target.chosen], peak={}, reserved={}, line=None, code=None, operator=None, breakdown={},
@@ -109,11 +110,12 @@ def shortcoming(report: DryRunReport) -> str:
     if report.fits is False:
         return f"line {report.failure_line} runs out of memory" if report.failure_line else "it runs out of memory"
     if report.open_on:
-        return f"it hangs on {_places(report.open_on)}"
+        on = _places(report.open_on)
+        return f"it depends on {on}" if report.complete else f"with other values of {on} it did not run to the end"
     if report.complete:
         return f"it needs {size(report.peak.get(report.device or '', 0))}, and {overhead(report)}"
     return next(
-        (passes_sentence(each) for each in report.passes if each.run != each.asked), "it was not run to its end"
+        (passes_sentence(each) for each in report.passes if each.run != each.asked), "it did not run to the end"
     )
 
 
@@ -126,8 +128,7 @@ def _places(lines: Sequence[tuple[int, str]]) -> str:
 
 def overhead(report: DryRunReport) -> str:
     """Return what a device needs besides."""
-    band = size_pair(*report.overhead).replace(" / ", " to ")
-    return f"CUDA itself takes {band} (an estimate)"
+    return f"CUDA itself takes {size_range(*report.overhead)} (an estimate)"
 
 
 def passes_sentence(passes: Passes) -> str:

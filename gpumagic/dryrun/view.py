@@ -25,8 +25,9 @@ from gpumagic.report.document import (
     document_of,
     stacking_order,
 )
-from gpumagic.report.plot import figure_of, label, mark_point, new_figure, part_colour, unit_for
-from gpumagic.report.units import count, duration, size, size_pair
+from gpumagic.report.plot import figure_of, finish_memory, label, mark_point, new_figure, part_colour, unit_for
+from gpumagic.report.tree import tree_blocks
+from gpumagic.report.units import count, duration, size, size_of, size_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 COLUMNS = 60
 ENOUGH = 3
 """Points from which on there is something to draw."""
-MOST_MODULES = 30
 WORTH_SAYING = 0.01
 """The share of the peak below which nobody asks which operator added it."""
 MOST_NAMED = 3
@@ -70,13 +70,18 @@ def _answer(report: DryRunReport) -> str:
     if report.fits:
         return f"Fits: {_needs(report)} on {place}" if peak else f"Fits: it allocates nothing on {place}"
     if report.fits is False:
-        return f"Does not fit: {_shortage(report, peak)}; {shortcoming(report)}"
+        return f"Does not fit: {_shortage(report, peak)}; {shortcoming(report)}{_remedy(report)}"
     if report.error is not None:
         so_far = f"; up to there it needs {size(peak)}" if peak else ""
         return f"{report.error[:1].upper()}{report.error[1:]}{so_far}"
     if report.capacity is None:
         return f"Needs {size(peak)} on {place}, whose memory is not known"
     return _open(report)
+
+
+def _remedy(report: DryRunReport) -> str:
+    """Return what finds the way out of a shortage, where the cell has a size that could be smaller."""
+    return f". --fit {report.sizes[0]} finds what fits" if report.sizes and report.search is None else ""
 
 
 def _open(report: DryRunReport) -> str:
@@ -101,10 +106,7 @@ def _shortage(report: DryRunReport, peak: int) -> str:
 
 def _needs(report: DryRunReport) -> str:
     """Return the peak and what there is, in one unit where that is no loss."""
-    peak, capacity = report.peak.get(report.device or "", 0), report.capacity
-    if capacity is None or peak > capacity / 100:
-        return size_pair(peak, capacity).replace(" / ", " of ")
-    return f"{size(peak)} of {size(capacity)}"
+    return size_of(report.peak.get(report.device or "", 0), report.capacity)
 
 
 def _place(report: DryRunReport) -> str:
@@ -118,7 +120,7 @@ def _neighbour(search: Search, largest: int | None) -> Iterator[Block]:
         does = "does not" if failing.fits is False else "may not"
         yield Paragraph(f"{failing.value:,} {does}: {failing.reason}.")
     rows = [[f"{each.value:,}", size(each.peak), "yes" if each.fits else each.reason] for each in search.trials]
-    columns = [Column(search.name, "right"), Column("peak", "right"), Column("fits", shrinks=True)]
+    columns = [Column(search.name, "right"), Column("Peak", "right"), Column("Fits", shrinks=True)]
     tried = f"{count(len(rows), 'dry run')}, with {search.name} from {rows[0][0]} to {rows[-1][0]}; now {search.now:,}"
     yield Fold(tried, [Table(columns, rows, caption="What was run")])
 
@@ -141,11 +143,10 @@ def _peak(report: DryRunReport) -> Iterator[Block]:
     ]
     reserved = report.reserved.get(report.device or "", 0)
     if reserved > peak:
-        rows.append([Cell("reserved by the allocator", muted=True), Cell(size(reserved), muted=True)])
+        rows.append([Cell("reserved with cache", muted=True), Cell(size(reserved), muted=True)])
     if report.overhead[1]:
-        band = size_pair(*report.overhead).replace(" / ", " to ")
-        rows.append([Cell("CUDA itself, an estimate", muted=True), Cell(band, muted=True)])
-    yield Table([Column("at the peak"), Column("bytes", "right")], rows, caption="What makes up the peak")
+        rows.append([Cell("CUDA itself (estimate)", muted=True), Cell(size_range(*report.overhead), muted=True)])
+    yield Table([Column("At the peak"), Column("Size", "right")], rows, caption="What makes up the peak")
 
 
 def _timeline(report: DryRunReport) -> Iterator[Block]:
@@ -161,7 +162,7 @@ def _timeline(report: DryRunReport) -> Iterator[Block]:
         for part in stacking_order(part for point in columns for part in point.parts)
     }
     line = f", line {columns[mark].line}" if columns[mark].line is not None else ", before the cell"
-    said = f"Allocated on {report.device} over {count(report.operators, 'operator')}, by final use"
+    said = f"Memory on {report.device} over {count(report.operators, 'operator')}, coloured by final use"
     yield Paragraph(said, muted=True)
     yield Sparkline(heights, mark, f"peak {size(peak)}{line}", f"{said}, peak {size(peak)}{line}", bands)
 
@@ -194,12 +195,15 @@ def _details(report: DryRunReport) -> Iterator[Block]:
         for path, parts in report.modules.items():
             families[re.sub(r"\.\d+(?=\.|$).*", ".*", path)] += sum(parts.values())
         named = _named((path, nbytes) for path, nbytes in families.items() if path)
-        yield Fold(f"By module: {named}", [_modules(report)])
+        kinds = stacking_order(kind for parts in report.modules.values() for kind in parts)
+        tree = tree_blocks(report.modules, kinds, "What each module takes at the peak")
+        if named:
+            yield Fold(f"By module: {named}", list(tree))
     devices = [each for each in report.devices if each.peak]
     if len(devices) > 1:
         rows = [[each.device, *map(size, each[1:4]), size(each.capacity)] for each in devices]
-        titles = ("before", "peak", "after", "capacity")
-        columns = [Column("device"), *(Column(name, "right") for name in titles)]
+        titles = ("Before", "Peak", "After", "Capacity")
+        columns = [Column("Device"), *(Column(name, "right") for name in titles)]
         others = ", ".join(f"{size(each.peak)} on {each.device}" for each in devices if each.device != report.device)
         yield Fold(f"Other devices: {others}", [Table(columns, rows, caption="Each device")])
     if report.operators:
@@ -220,33 +224,17 @@ def _lines(report: DryRunReport) -> Table:
         for row in report.lines if row.device == report.device
     ]  # fmt: skip
     columns = [
-        Column("line", "right"), Column("code", shrinks=True, code=True), Column("peak", "right"),
-        Column("after", "right"),
+        Column("Line", "right"), Column("Code", shrinks=True, code=True), Column("Peak", "right"),
+        Column("After", "right"),
     ]  # fmt: skip
     return Table(columns, rows, caption="What each line of the cell takes")
 
 
-def _modules(report: DryRunReport) -> Table:
-    """Return the largest modules, a column for each kind of memory."""
-    largest = sorted(report.modules.items(), key=lambda item: -sum(item[1].values()))
-    shown = sorted(largest[:MOST_MODULES])
-    kinds = stacking_order(kind for _, parts in shown for kind in parts)
-    rows: list[list[Cell | str]] = [
-        [path or "(outside)", *(size(parts[kind]) if parts.get(kind) else "" for kind in kinds)]
-        for path, parts in shown
-    ]  # fmt: skip
-    if len(largest) > MOST_MODULES:
-        rest = [sum(parts.get(kind, 0) for _, parts in largest[MOST_MODULES:]) for kind in kinds]
-        rows.append([f"{count(len(largest) - MOST_MODULES, 'smaller one')}", *map(size, rest)])
-    columns = [Column("module", shrinks=True, cut="middle"), *(Column(kind, "right", priority=1) for kind in kinds)]
-    return Table(columns, rows, caption="What each module takes at the peak")
-
-
 def _how(report: DryRunReport) -> str:
     on = "torch's CUDA allocator" if report.engine == "cuda" else "fake tensors"
-    said = [f"Dry run on {on}, {duration(report.seconds)}"]
+    said = [f"How: a dry run on {on}, {duration(report.seconds)}"]
     said += [count(len(report.assumed), "assumption")] if report.assumed else []
-    said += [f"{len(report.unknown)} not known"] if report.unknown else []
+    said += [f"{len(report.unknown)} unknown"] if report.unknown else []
     return ": ".join([said[0], ", ".join(said[1:])]) if len(said) > 1 else said[0]
 
 
@@ -265,32 +253,35 @@ def plot_dry_run(report: DryRunReport) -> Figure:
     """Return a figure of the memory that a cell would take over its operators, by what it is, a picture a device.
 
     Raises:
-        GpuMagicError: matplotlib is not installed, or the dry run came to no operator.
+        GpuMagicError: matplotlib is not installed, or the dry run reached no operator.
     """
     if not report.timeline:
-        raise GpuMagicError("there is no timeline to plot: the dry run came to no operator")
+        raise GpuMagicError("there is no timeline to plot: the dry run reached no operator")
     devices = [each for each in dict.fromkeys(point.device for point in report.timeline) if report.peak.get(each)]
     if not devices:
         raise GpuMagicError("there is no timeline to plot: the cell would touch no device's memory")
+    capacities = {each.device: each.capacity for each in report.devices} or {report.device or "": report.capacity}
     figure = new_figure(0.5 + 3 * len(devices))
     for axes, device in zip(figure.subplots(len(devices), squeeze=False, sharex=True)[:, 0], devices, strict=True):
-        _lay_out_operators(axes, [point for point in report.timeline if point.device == device], device)
+        _lay_out_operators(axes, _points(report, device), capacities.get(device))
+        axes.set(title=label(device))
     axes.set(xlabel="Operators of the cell")
     return figure
 
 
-def _lay_out_operators(axes: Any, points: Sequence[DryRunPoint], device: str) -> None:
+def _lay_out_operators(axes: Any, points: Sequence[DryRunPoint], capacity: int | None) -> None:
     """Draw one device of a dry run: its parts one on the other, and the peak with its line."""
-    unit, name = unit_for(max(point.allocated for point in points))
+    most = max(point.allocated for point in points)
+    unit = unit_for(most)
     steps = [point.operator for point in points]
+    axes.set(xlim=(0, max(1, steps[-1])))
     floor = [0.0] * len(points)
     for part in stacking_order(part for point in points for part in point.parts):
-        top = [low + point.parts.get(part, 0) / unit for low, point in zip(floor, points, strict=True)]
+        top = [low + point.parts.get(part, 0) / unit[0] for low, point in zip(floor, points, strict=True)]
         axes.fill_between(steps, floor, top, step="post", lw=0, color=part_colour(part), alpha=0.85, label=label(part))
         floor = top
-    axes.plot(steps, floor, drawstyle="steps-post", color="0.5", lw=1, label=label(device))
+    axes.plot(steps, floor, drawstyle="steps-post", color="0.5", lw=1)
     place = floor.index(max(floor))
     line = points[place].line
-    mark_point(axes, steps[place], floor[place], "peak before the cell" if line is None else f"peak line {line}")
-    axes.set(ylabel=f"Allocated, {name}", ylim=(0, None), xlim=(0, None))
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", reverse=True)
+    mark_point(axes, steps[place], floor[place], "peak before the cell" if line is None else f"peak, line {line}")
+    finish_memory(axes, unit, most, capacity)

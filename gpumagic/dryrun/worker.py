@@ -14,7 +14,7 @@ import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,11 +32,11 @@ def main(descriptor: int) -> None:
     _warm_up("on_cuda" if fakecuda.is_enabled() else "on_fake")
     while True:
         try:
-            order, variants = pickle.loads(requests.recv_bytes())  # noqa: S301  # from our own parent
+            request, variants = pickle.loads(requests.recv_bytes())  # noqa: S301  # from our own parent
         except EOFError:
             return
-        _preload(order)
-        for answer in forks.run_each([{**order, **each} for each in variants], _serve):
+        _preload(request)
+        for answer in forks.run_each([{**request, **each} for each in variants], _serve):
             requests.send_bytes(answer)
 
 
@@ -58,34 +58,54 @@ def _warm_up(stage: str) -> None:
     gc.freeze()  # so that a fork finds its own objects among few, and copies no page for a reference count
 
 
-def _preload(order: dict[str, Any]) -> None:
-    sys.path[:] = order["path"]
-    missing = [name for name in order["preload"] if name not in sys.modules and name not in _tried]
+def _preload(request: dict[str, Any]) -> None:
+    sys.path[:] = request["path"]
+    missing = [name for name in request["preload"] if name not in sys.modules and name not in _tried]
     _tried.update(missing)
-    for name in missing:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    with _devices_that_nobody_asks_for(len(request["capacities"])):
+        for name in missing:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
     if missing:
         gc.collect()
         gc.freeze()
 
 
-def _serve(order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+@contextlib.contextmanager
+def _devices_that_nobody_asks_for(count: int) -> Iterator[None]:
+    """Tell a module that asks for the devices when it is imported, as torch.utils.cpp_extension does, their number.
+
+    The devices differ from one dry run to the next, and CUDA that was asked for them before a fork is of no use after.
+    """
+    import torch
+
+    counts = [(torch._C, "_cuda_getDeviceCount"), (torch.cuda, "_device_count_nvml")]
+    torchs = [(owner, name, getattr(owner, name)) for owner, name in counts if hasattr(owner, name)]
+    for owner, name, _ in torchs:
+        setattr(owner, name, lambda: count)
+    try:
+        yield
+    finally:
+        for owner, name, function in torchs:
+            setattr(owner, name, function)
+
+
+def _serve(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
     """Run the dry run in this process."""
     _be_silent()
     with contextlib.suppress(OSError):
-        os.chdir(order["folder"])
-    parts.hold(order["shelf"])
+        os.chdir(request["folder"])
+    parts.hold(request["shared"])
     sys.argv = [""]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if order["engine"] == "cuda":
+    if request["engine"] == "cuda":
         from gpumagic.dryrun.stage.on_cuda import CudaRun
 
-        CudaRun(order, tell).run()
+        CudaRun(request, send).run()
     else:
         from gpumagic.dryrun.stage.on_fake import FakeRun
 
-        FakeRun(order, tell).run()
+        FakeRun(request, send).run()
 
 
 def _be_silent() -> None:

@@ -41,11 +41,12 @@ from gpumagic.fakecuda.log import (
     set_memory,
     syncs,
     unknown_sizes,
+    was_asked,
 )  # fmt: skip
 
 __all__ = [
     "GPU", "GPUS", "Copy", "copies", "environment", "is_enabled", "launches", "leave_out", "memory", "reset",
-    "set_memory", "syncs", "unknown_sizes",
+    "set_memory", "syncs", "unknown_sizes", "was_asked",
 ]  # fmt: skip
 
 VARIABLE = "GPUMAGIC_FAKECUDA"

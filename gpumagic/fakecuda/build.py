@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumagic.compiled import cache_folder, only_process, unfinished, who_else_writes
+from gpumagic.compiled import cache_folder, only_process, refuse_what_others_write, unfinished
 from gpumagic.errors import FakecudaUnavailable
 from gpumagic.fakecuda.answers import answering
 
@@ -135,17 +135,11 @@ def libraries() -> Path:
     if not home.exists():
         compiler = _compiler()
         with only_process(home, "fakecuda", FakecudaUnavailable):
-            _refuse_what_others_write(home.parent)
+            refuse_what_others_write("fakecuda", FakecudaUnavailable, home.parent)
             if not home.exists():
                 _build(torch, compiler, home)
-    _refuse_what_others_write(home.parent, home)
+    refuse_what_others_write("fakecuda", FakecudaUnavailable, home.parent, home)
     return home
-
-
-def _refuse_what_others_write(*folders: Path) -> None:
-    unsafe = next(filter(None, map(who_else_writes, folders)), None)
-    if unsafe is not None:
-        raise FakecudaUnavailable(f"fakecuda loads no code that others may have written: {unsafe}")
 
 
 def _compiler() -> list[str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from gpumagic.errors import OptionError
+from gpumagic.errors import OptionError, nearest
 
 MIB = 1024**2
 
@@ -108,8 +107,8 @@ def name_of(name: str) -> str:
     known = {_plain(each): each for each in GPUS}
     if _plain(name) in known:
         return known[_plain(name)]
-    near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.5)
-    hint = f"did you mean {known[near[0]]}?" if near else f"there are {', '.join(GPUS)}"
+    near = nearest(_plain(name), known)
+    hint = f"did you mean {known[near]}?" if near else f"there are {', '.join(GPUS)}"
     raise OptionError(f"{name!r} is not a GPU that is known here; {hint}")
 
 

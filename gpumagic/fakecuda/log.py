@@ -127,6 +127,11 @@ def reset() -> None:
         _library().fakecuda_forget_unknown_sizes()
 
 
+def was_asked() -> bool:
+    """Return whether anything has asked for the devices: from then on they stay what the environment said."""
+    return is_enabled() and bool(_library().fakecuda_was_asked())
+
+
 def memory(device: int = 0) -> Memory:
     """Return the memory of a device, by its index among those that are visible.
 
@@ -140,13 +145,21 @@ def memory(device: int = 0) -> Memory:
     return Memory(capacity, others, used, peak, bool(context))
 
 
-def set_memory(device: int = 0, *, capacity: int | None = None, others: int | None = None) -> None:
+def set_memory(
+    device: int = 0, *, capacity: int | None = None, others: int | None = None, limit: int | None = None
+) -> None:
     """Change what a device has, or what others hold of it, in bytes; its peak begins anew.
+
+    Args:
+        device: its index among those that are visible.
+        capacity: what it says that it has.
+        others: what it says that other processes hold.
+        limit: what it gives in all, whatever it says; 0 for no more than that.
 
     Raises:
         IndexError: there is no such device.
     """
-    told = [-1 if size is None else size for size in (capacity, others)]
+    told = [-1 if size is None else size for size in (capacity, others, limit)]
     if _library().fakecuda_set_memory(device, *map(ctypes.c_int64, told)):
         raise IndexError(f"there is no device {device}")
 

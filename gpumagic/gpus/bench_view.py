@@ -11,15 +11,15 @@ from gpumagic.report.document import Block, Cell, Column, Document, Heading, Par
 from gpumagic.report.units import NOT_AVAILABLE, count, rate
 
 LEGEND = (
-    "The best go of each: square matrices large enough to be timed, copies of up to 256 MiB, from one device "
-    "to the next of its kind too."
+    'The best of several runs each: products of square matrices, copies of up to 256 MiB; "to next" is to the '
+    "next device of the same kind."
 )
 
 
 @document_of.register(BenchReport)
 def view_bench(report: BenchReport) -> Document:
     """Return both tables and the conclusions."""
-    blocks: list[Block] = [Heading(_headline(report))]
+    blocks: list[Block] = [Heading(_headline(report)), Paragraph(_conditions(report), muted=True)]
     for measure, title, show in (("matmul", "Products", flops), ("copy", "Copies", rate)):
         rows = [row for row in report.measurements if row.measure == measure]
         if any(row.rate is not None for row in rows):
@@ -41,6 +41,20 @@ def flops(each_second: float | None) -> str:
 
 
 def _headline(report: BenchReport) -> str:
+    """Return the fastest device, and how it compares with the CPU."""
+    rates = {row.device: row.rate for row in report.measurements if row.what == "float32" and not row.simulated}
+    known = {device: each for device, each in rates.items() if each}
+    if not known:
+        simulated = bool(report.measurements) and all(row.simulated for row in report.measurements)
+        return "Only simulated GPUs were measured" if simulated else "No product of float32 matrices was measured"
+    cpu, fastest = known.get("cpu"), max(known, key=known.__getitem__)
+    speed = f"{flops(known[fastest])} in float32"
+    if fastest != "cpu":
+        return f"{fastest} is fastest: {speed}" + (f", {known[fastest] / cpu:.3g} times the CPU's" if cpu else "")
+    return f"The CPU is fastest: {speed}" if len(known) > 1 else f"The CPU does {speed}; no GPU was measured"
+
+
+def _conditions(report: BenchReport) -> str:
     devices = len({row.device for row in report.measurements})
     threads = count(report.threads or 1, "CPU thread")
     return f"{count(devices, 'device')} measured · torch {report.torch_version} · {threads}"
@@ -97,10 +111,10 @@ def _break_even(cpu: float, fast: float, to: float | None, back: float | None) -
     if not to or not back:
         return ""
     if fast <= cpu:
-        return " Sending matrices there to be multiplied never pays."
+        return " Multiplying there is never faster, copies included."
     size = (8 / to + 4 / back) / (2 / cpu - 2 / fast)
     rows = max(1, math.ceil(size))
-    return f" Sending two matrices there and the product back pays from about {rows} rows on (estimated)."
+    return f" With copies to it and back it is faster from about {rows} rows on (estimated)."
 
 
 def _notes(report: BenchReport) -> list[str]:

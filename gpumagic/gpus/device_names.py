@@ -6,15 +6,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 
 from gpumagic import simgpu
-from gpumagic.errors import DeviceNotFound
+from gpumagic.errors import DeviceNotFound, nearest
 from gpumagic.memory import allocator
 
 BUILTIN_DEVICES = ("cpu", "meta")
+_BACKENDS = ("auto", "gpu", "cuda", "mps", "xpu", "hpu", "npu", "simgpu", *BUILTIN_DEVICES)
 
 
 def resolve(name: str, fallback: str | None = None) -> str:
@@ -91,9 +91,16 @@ def most_free(devices: list[str]) -> str | None:
     return max(devices, key=lambda device: free.get(device, 0), default=None)
 
 
+def check_spelling(name: str) -> None:
+    """Raise `DeviceNotFound` for what is no device on any machine; imports no torch."""
+    if not _is_readable(name):
+        near = nearest(name.partition(":")[0], _BACKENDS)
+        hint = f"did you mean {near}?" if near else "write cuda, cuda:1, 1, auto or cpu"
+        raise DeviceNotFound(f"{name!r} is not a device; {hint}")
+
+
 def _is_readable(name: str) -> bool:
-    known = ("auto", "gpu", "cuda", "mps", "xpu", "hpu", "npu", "simgpu", *BUILTIN_DEVICES)
-    return name.strip().partition(":")[0].lower() in known or name.strip().isdigit()
+    return name.strip().partition(":")[0].lower() in _BACKENDS or name.strip().isdigit()
 
 
 def _unknown(name: str) -> DeviceNotFound:
@@ -101,17 +108,8 @@ def _unknown(name: str) -> DeviceNotFound:
     listed = f"there are {', '.join(here)}"
     if name.strip().lower().startswith("simgpu") and not simgpu.is_enabled():
         return DeviceNotFound(f"{name!r} is not here: gpumagic.simgpu.enable() adds simulated GPUs; {listed}")
-    if not allocator.accelerators():
-        if _is_readable(name):
-            return DeviceNotFound(f"{name!r} is not here: torch sees no GPU (%gpuinfo says why); {listed}")
-        return DeviceNotFound(f"{name!r} is not a device; {listed}")
-    near = _nearest(name.lower(), here)
+    if not allocator.accelerators() and _is_readable(name):
+        return DeviceNotFound(f"{name!r} is not here: torch sees no GPU (%gpuinfo says why); {listed}")
+    near = nearest(name, [*here, *(each.partition(":")[0] for each in here)])
     hint = f"did you mean {near}? " if near else ""
     return DeviceNotFound(f"{name!r} is not a device here; {hint}{listed}")
-
-
-def _nearest(name: str, names: list[str]) -> str | None:
-    """Return the most similar name, or None if none is similar."""
-    likeness = {each: difflib.SequenceMatcher(None, name, each).ratio() for each in names}
-    best = max(names, key=lambda each: likeness[each])
-    return best if likeness[best] > 0.5 else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from gpumagic.gpus.report import CellRow, CellsReport
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import MemoryTimeline
+from gpumagic.notebook import session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
@@ -23,6 +24,10 @@ MAX_CELLS = 200
 """Cells in the table, at most."""
 MAX_POINTS = 40
 """Points in the timeline of each."""
+RERUNS = 3
+"""Runs in a row after which a cell that left more allocated each time is reported."""
+MIN_GROWTH = 1024**2
+"""Growth in bytes of each run from which that is reported."""
 _KEY = "gpumagic_each_cell"
 
 
@@ -44,18 +49,20 @@ class CellMonitor:
         self._shell = shell
         self._open: list[_RunningCell] = []
         self._done: deque[tuple[tuple[CellRow, ...], MemoryTimeline | None]] = deque(maxlen=MAX_CELLS)
+        self._runs: dict[str, list[dict[str, int]]] = {}
+        self._warned = False
         self.is_on = False
 
     def install(self) -> None:
         """Record the cells that start from now on."""
+        self.is_on = True  # first, so that what an interrupt has left of it is undone
         self._shell.events.register("pre_run_cell", self._pre_run_cell)
         self._shell.events.register("post_run_cell", self._post_run_cell)
-        self.is_on = True
 
     def uninstall(self) -> None:
         """Undo `install`; recorded cells are kept."""
-        self._shell.events.unregister("pre_run_cell", self._pre_run_cell)
-        self._shell.events.unregister("post_run_cell", self._post_run_cell)
+        session.unregister(self._shell, "pre_run_cell", self._pre_run_cell)
+        session.unregister(self._shell, "post_run_cell", self._post_run_cell)
         self.is_on = False
         self._close(0)
 
@@ -88,6 +95,20 @@ class CellMonitor:
         from gpumagic.gpus.history_view import cell_line
 
         print(cell_line(now - cell.started, rows, timeline))  # noqa: T201  # the line asked for
+        self._warn_of_growth(cell.info.raw_cell, rows)
+
+    def _warn_of_growth(self, code: str, rows: Sequence[CellRow]) -> None:
+        """Say once that a cell has left more allocated each of the last times that it ran."""
+        runs = [*self._runs.pop(code, []), {row.device: row.growth for row in rows}][-RERUNS:]
+        self._runs[code] = runs  # the last, so that the first is the one that has not run for longest
+        if len(self._runs) > MAX_CELLS:
+            self._runs.pop(next(iter(self._runs)))
+        for device, change in runs[-1].items():
+            if not self._warned and len(runs) == RERUNS and all(each.get(device, 0) >= MIN_GROWTH for each in runs):
+                self._warned = True
+                from gpumagic.gpus.history_view import growth_line
+
+                print(growth_line(device, change, RERUNS))  # noqa: T201  # as the line above
 
     def _close(self, place: int) -> None:
         """Stop a cell that has ended, and any cells inside it whose end was not reported."""

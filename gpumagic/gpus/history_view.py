@@ -22,7 +22,7 @@ from gpumagic.report.document import (
     Table,
     document_of,
 )
-from gpumagic.report.plot import GIB, figure_of, label, nan_if_none, new_figure, unit_for
+from gpumagic.report.plot import GIB, figure_of, finish_memory, label, nan_if_none, new_figure, unit_for, whole_ticks
 from gpumagic.report.text import terminal_has_unicode, to_ascii
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, printable, size, sparkline, truncate_words
 
@@ -95,11 +95,11 @@ def plot_history(report: HistoryReport) -> Figure:
         )
         own = [nan_if_none(row.kernel_allocated, GIB) for row in rows]
         memory.plot(moments, own, "--", color=line.get_color(), label=label(f"{device}, this kernel"))
-    busy.set(ylabel="Utilisation, %", ylim=(0, 100))
-    memory.set(ylabel="Memory, GiB", xlabel="Seconds", ylim=(0, None))
+    busy.set(ylabel="Utilization (%)", ylim=(0, 100))
+    memory.set(ylabel="Memory (GiB)", xlabel="Seconds", ylim=(0, None))
     for axes in (busy, memory):
         if axes.lines:
-            axes.legend(loc="upper left", fontsize="small")
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     return figure
 
 
@@ -124,12 +124,11 @@ def view_cells(report: CellsReport) -> Document:
 def _headline(report: CellsReport) -> str:
     if not report.recorded:
         return "No cell has been recorded yet"
-    touched = len({row.cell for row in report.cells})
-    text = f"{count(report.recorded, 'cell')}, {touched} of which touched a device's memory"
+    changed = f"{len({row.cell for row in report.cells}):,} of {count(report.recorded, 'cell')} changed memory"
     most = max(report.cells, key=lambda row: row.growth, default=None)
     if most is None or most.growth <= 0:
-        return text
-    return f"{text}; cell {most.cell} grew it most: {most.device} by {size(most.growth)}"
+        return f"No cell left more memory allocated; {changed}"
+    return f"Cell {most.cell} added most: {size(most.growth)} on {most.device}; {changed}"
 
 
 def _table(rows: Sequence[CellRow], report: CellsReport, caption: str) -> Table:
@@ -166,17 +165,19 @@ def plot_cells(report: CellsReport) -> Figure:
         raise GpuMagicError("there is nothing to plot: no recorded cell touched a device's memory")
     figure = new_figure(3.5)
     axes = figure.subplots()
-    unit, name = unit_for(max(row.peak or row.allocated_after for row in report.cells))
+    most = max(row.peak or row.allocated_after for row in report.cells)
+    unit = unit_for(most)
     for device in dict.fromkeys(row.device for row in report.cells):
         rows = [row for row in report.cells if row.device == device]
         numbers = [row.cell for row in rows]
-        (line,) = axes.plot(
-            numbers, [row.allocated_after / unit for row in rows], "o-", label=label(f"{device}, after")
-        )
-        peaks = [nan_if_none(row.peak, unit) for row in rows]
+        after = [row.allocated_after / unit[0] for row in rows]
+        (line,) = axes.plot(numbers, after, "o-", label=label(f"{device}, after"))
+        peaks = [nan_if_none(row.peak, unit[0]) for row in rows]
         axes.plot(numbers, peaks, "^", color=line.get_color(), label=label(f"{device}, peak"))
-    axes.set(ylabel=f"Allocated, {name}", xlabel="Cell", ylim=(0, None))
-    axes.legend(loc="upper left", fontsize="small")
+    axes.set(xlabel="Cell")
+    whole_ticks(axes)
+    capacities = {each.capacity for timeline in report.timelines.values() for each in timeline.courses}
+    finish_memory(axes, unit, most, capacities.pop() if len(capacities) == 1 else None)
     return figure
 
 
@@ -188,6 +189,12 @@ def cell_line(seconds: float, rows: Sequence[CellRow], timeline: MemoryTimeline 
     parts = [duration(seconds), *(_device_change(row, timeline) for row in rows)]
     text = truncate_words(printable(" · ".join(parts if rows else [*parts, "no device memory used"])))
     return text if terminal_has_unicode() else to_ascii(text)
+
+
+def growth_line(device: str, nbytes: int, times: int) -> str:
+    """Return the warning that a cell leaves more allocated each time that it runs."""
+    grown = f"this cell left {size(nbytes)} more on {device}, as each of the last {times} times that it ran"
+    return f"{grown}: %devices --diff after each run names what grows"
 
 
 def _device_change(row: CellRow, timeline: MemoryTimeline | None) -> str:

@@ -7,6 +7,7 @@ other cells can run meanwhile; in a terminal, which has one place to write to, i
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import signal
@@ -29,8 +30,6 @@ MAX_SNAPSHOTS = 900
 STOP_LIMIT = 1.0
 """Seconds to wait for a snapshot that is being taken."""
 _KEY = "gpumagic_recorder"
-_STOP_LOCK = threading.Lock()
-"""Held while a recorder stops, which an interrupt between cells does in a thread: the next starts after that."""
 
 
 class GpuRecorder:
@@ -141,13 +140,16 @@ def watch(shell: InteractiveShell, read: Callable[[], Report[Any]], seconds: flo
 
 
 def off(shell: InteractiveShell, reason: str = "stopped") -> None:
-    """Stop the shell's recorder, if there is one."""
-    with _STOP_LOCK:
-        recorder, undo = shell.meta.pop(_KEY, (None, None))
-        if recorder is not None:
-            recorder.stop_soon(reason)  # first, so that it stops even if the rest is interrupted
-            undo()
-            recorder.stop()
+    """Stop the shell's recorder, if there is one, and wait until it has stopped.
+
+    Nothing here minds being done twice: an interrupt between cells does it in a thread, and one in the midst of it has
+    the end of its cell do it again. So there is no lock, which an interrupt could leave locked.
+    """
+    recorder, undo = shell.meta.get(_KEY, (None, None))
+    if recorder is not None:
+        recorder.stop_soon(reason)  # first, so that it stops even if the rest is interrupted
+        recorder.stop()
+        undo()
 
 
 def _notebook_display() -> Callable[[HistoryReport], None]:
@@ -191,7 +193,7 @@ def _truncated(lines: list[str], height: int) -> list[str]:
     """Return as many lines as fit: those that have scrolled off the top cannot be written over."""
     if len(lines) <= height:
         return lines
-    return [*lines[: height - 1], f"... {len(lines) - height + 1} more lines in a higher terminal; Ctrl-C ends it"]
+    return [*lines[: height - 1], f"... {len(lines) - height + 1} more lines in a taller terminal; Ctrl-C ends it"]
 
 
 _INTERRUPTS = (KeyboardInterrupt, CancelledError)
@@ -200,38 +202,30 @@ IPython (7.34 to 9) reports it as an error "before execution"."""
 
 
 def _stop_on_interrupt(shell: Any) -> Callable[[], None]:
-    """Stop the recorder at Ctrl-C, in a cell or between cells; return what undoes this."""
+    """Stop the recorder at Ctrl-C, in a cell or between cells; return what undoes this.
+
+    Between cells ipykernel ignores an interrupt, by a handler that it stores (6.17 to 7.4).
+    """
+    kernel = shell.kernel
+    ignoring = getattr(kernel, "saved_sigint_handler", None)
 
     def cell_has_run(result: ExecutionResult | None) -> None:
         if result is None or isinstance(result.error_in_exec or result.error_before_exec, _INTERRUPTS):
             off(shell, "interrupted")
-
-    shell.events.register("post_run_cell", cell_has_run)
-    restore = _on_interrupt_between_cells(shell)
-
-    def undo() -> None:
-        shell.events.unregister("post_run_cell", cell_has_run)
-        restore()
-
-    return undo
-
-
-def _on_interrupt_between_cells(shell: Any) -> Callable[[], None]:
-    """Handle an interrupt between cells, which ipykernel ignores by a handler that it stores (6.17 to 7.4)."""
-    kernel = shell.kernel
-    ignoring = getattr(kernel, "saved_sigint_handler", None)
-    if ignoring is None:
-        return lambda: None
+            undo()  # where the interrupt came before `off` could find it
 
     def interrupted(*_: object) -> None:
         signal.signal(signal.SIGINT, ignoring)
         # In a thread: this runs between two instructions of the main thread, which may hold any lock.
         threading.Thread(target=off, args=(shell, "interrupted"), name="gpumagic stop", daemon=True).start()
 
-    kernel.saved_sigint_handler = interrupted
-
-    def restore() -> None:
-        if kernel.saved_sigint_handler is interrupted:
+    def undo() -> None:
+        if getattr(kernel, "saved_sigint_handler", None) is interrupted:
             kernel.saved_sigint_handler = ignoring
+        with contextlib.suppress(ValueError):  # done before
+            shell.events.unregister("post_run_cell", cell_has_run)
 
-    return restore
+    shell.events.register("post_run_cell", cell_has_run)
+    if ignoring is not None:
+        kernel.saved_sigint_handler = interrupted
+    return undo

@@ -169,7 +169,7 @@ _EXPLANATIONS: dict[str, Callable[[Environment], str]] = {
         "The NVIDIA driver was updated while the old one still runs (library and kernel module differ): reboot."
     ),
     "no permission": lambda _: (
-        "This user may not open the NVIDIA devices: check the rights of /dev/nvidia* (on many machines the group "
+        "This user may not open the NVIDIA devices: check the permissions of /dev/nvidia* (on many machines the group "
         "video), or ask an administrator."
     ),
     "old driver": lambda _: "The NVIDIA driver is too old to be asked: install a current one.",

@@ -103,8 +103,7 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
     cause = no_gpu.explain(answer, build, view) if not any(row.device is not None for row in rows) else None
     rows = [with_reasons(row) for row in (*rows, *other_devices.simulated_rows())]
     if any(row.simulated for row in rows):
-        notes.append("simgpu devices are simulated: host memory with a set capacity, and no GPU behind it.")
-        notes += [f"No real GPU: {cause}"] if cause else []
+        notes.append(f"simgpu devices are simulated. {cause}" if cause else "simgpu devices are simulated.")
         cause = None
     chosen = selected_rows(rows, devices)
     return GPUReport(

@@ -9,40 +9,75 @@ from gpumagic.gpus import bench_view, history_view  # noqa: F401  # they registe
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
-from gpumagic.report.units import NOT_AVAILABLE, count, percent, rate, size, size_pair
+from gpumagic.report.units import NOT_AVAILABLE, count, percent, rate, size, size_of, size_pair
 
-BAR_LEGEND = "Bar, from the left: tensors of this kernel, its cache, all else in use."
+BAR_LEGEND = "Bar: this kernel's tensors, its cache, other use."
 ELSEWHERE = "in a wider terminal, or with -a"
-UTILIZATION_LEGEND = "Util: share of the last moments in which any kernel ran; 100% is not full."
+UTILIZATION_LEGEND = "Util: percent of the last sample period in which any kernel ran; 100% need not be full load."
 
 
 @document_of.register(GPUReport)
 def view_gpus(report: GPUReport) -> Document:
     """Return the report as a table of devices, or as one paragraph where there is none."""
-    blocks: list[Block] = [Heading(_headline(report))]
-    if report.cause:
-        blocks.append(Paragraph(report.cause))
+    blocks: list[Block] = [Heading(headline(report.devices, report.cause)), Paragraph(_versions(report), muted=True)]
     if report.devices:
         blocks += table_blocks(report.devices, explained=report.cause is not None)
     if report.show_processes and report.devices:
         blocks += process_blocks(report.devices)
     if report.show_all:
         blocks += [details_table(row, report.devices) for row in report.devices]
+        blocks.append(Paragraph(f"{BAR_LEGEND} {UTILIZATION_LEGEND}", muted=True))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
 
-def _headline(report: GPUReport) -> str:
-    real = {row.device if row.nvml_index is None else row.nvml_index for row in report.devices if not row.simulated}
-    simulated = sum(row.simulated for row in report.devices)
-    parts = [count(len(real), "GPU") if real else "No GPU"]
-    if simulated:
-        parts[0] += f", {simulated} simulated"
+FULL = 0.1
+"""The share of a device's memory that is free, below which it counts as full."""
+
+
+def headline(rows: Sequence[GpuRow], cause: str | None = None) -> str:
+    """Return which device has room, or what fills them, or why there is none."""
+    real = [row for row in rows if not row.simulated]
+    if cause:
+        return f"{f'No usable GPU of {len(real)}' if real else 'No GPU'}: {cause}"
+    kind = count(len(real), "GPU") if real else count(len(rows), "simulated GPU") if rows else "No GPU"
+    known = [row for row in real or rows if row.device is not None and row.memory_free is not None and row.memory_total]
+    if not known:
+        return kind
+    best = max(known, key=lambda row: row.memory_free or 0)
+    room = size_of(best.memory_free or 0, best.memory_total)
+    is_full = (best.memory_free or 0) < FULL * (best.memory_total or 0)
+    if len(known) == 1:
+        return (
+            f"{best.device} has only {room} free: {_who_fills(best)}" if is_full else f"{best.device} has {room} free"
+        )
+    if is_full:
+        return f"{kind}, all full: {best.device} has most free memory, {room}; {_who_fills(best)}"
+    return f"{kind}: {best.device} has most free memory, {room}"
+
+
+def _who_fills(row: GpuRow) -> str:
+    """Return who holds most of a full device, and what to do."""
+    others, own = row.other_processes or 0, row.kernel_reserved or 0
+    if own > others:
+        return f"this kernel holds {size(own)}, %devices lists it"
+    largest = max(
+        (each for each in row.processes or () if not each.this_kernel and each.memory), default=None,
+        key=lambda each: each.memory or 0,
+    )  # fmt: skip
+    if largest is None or largest.pid is None:
+        return f"other processes hold {size(others) if others else 'the rest'}, %gpuinfo -p lists them"
+    user = f" of {largest.user}" if largest.user else ""
+    name = f" ({largest.name})" if largest.name else ""
+    return f"other processes hold {size(others)}, most of it PID {largest.pid}{user}{name}"
+
+
+def _versions(report: GPUReport) -> str:
     if report.torch_version is None:
-        parts.append("torch is not installed")
+        parts = ["torch is not installed"]
     else:
         build = report.cuda_build or "CPU-only build"
-        parts.append(f"torch {report.torch_version} ({f'CUDA {build}' if build[0].isdigit() else build})")
+        parts = [f"torch {report.torch_version} ({f'CUDA {build}' if build[0].isdigit() else build})"]
     if report.driver_version:
         parts.append(f"driver {report.driver_version}")
     if report.cuda_visible_devices is not None:
@@ -72,15 +107,14 @@ def table_blocks(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
     throttled = grouped((row.throttle_reasons, short_name(row)) for row in rows if row.throttle_reasons)
     for reasons, names in throttled.items():
         verb = "is" if len(names) == 1 else "are"
-        found.append(Paragraph(f"{', '.join(names)} {verb} held back by: {', '.join(reasons)}."))
+        where = f"All {len(rows)}" if len(names) == len(rows) > 2 else ", ".join(names)
+        found.append(Paragraph(f"{where} {verb} throttled by: {', '.join(reasons)}."))
     for row in rows:
         if row.ecc_errors:
             errors = count(row.ecc_errors, "uncorrected memory error")
             found.append(Paragraph(f"{short_name(row)} has had {errors} since its driver was loaded."))
-    legend = [BAR_LEGEND] * any(memory_bar(row) for row in rows)
-    legend += [UTILIZATION_LEGEND] * any(row.utilization is not None for row in rows)
     missing = [*([] if explained else _unusable_gpus(rows)), *_missing_fields(rows)]
-    return found + [Paragraph(" ".join(sentences), muted=True) for sentences in (missing, legend) if sentences]
+    return found + ([Paragraph(" ".join(missing), muted=True)] if missing else [])
 
 
 def _has_value(row: GpuRow, column: FieldColumn) -> bool:
@@ -169,7 +203,7 @@ def _name(row: GpuRow) -> Cell:
 def _memory(row: GpuRow) -> Cell:
     if row.memory_used is None:
         return Cell(size(row.memory_total), title=row.reasons.get("memory_used", ""))
-    kept = "" if row.memory_reserved is None else f", kept by the driver {size(row.memory_reserved)}"
+    kept = "" if row.memory_reserved is None else f", reserved by the driver {size(row.memory_reserved)}"
     title = f"free {size(row.memory_free)}, used {size(row.memory_used)}{kept}"
     return Cell(size_pair(row.memory_used, row.memory_total), bar=memory_bar(row), title=title)
 
@@ -240,12 +274,11 @@ def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
         for reason in sorted(reasons)
         if not reason.startswith(NOT_AVAILABLE)
     ]
-    hidden = [row for row in rows if row.processes is None]
-    if not grid and len(hidden) < len(rows):
+    hidden = grouped((row.reasons.get("processes"), short_name(row)) for row in rows if row.processes is None)
+    if not grid and any(row.processes is not None for row in rows):
         found.append(Paragraph("No process uses a GPU."))
-    for row in hidden:
-        reason = not_available(row.reasons.get("processes"))
-        found.append(Paragraph(f"Processes of {short_name(row)}: {reason}.", muted=True))
+    for why, names in hidden.items():
+        found.append(Paragraph(f"Processes of {', '.join(names)}: {not_available(why)}.", muted=True))
     return found
 
 
@@ -293,7 +326,7 @@ DETAILS: Mapping[str, tuple[str, Callable[[GpuRow], str]]] = {
     "kernel_allocated": ("This kernel, tensors", lambda row: size(row.kernel_allocated)),
     "kernel_reserved": ("This kernel, with cache", lambda row: size(row.kernel_reserved)),
     "other_processes": ("Other processes", lambda row: size(row.other_processes)),
-    "utilization": ("Utilisation", lambda row: percent(row.utilization)),
+    "utilization": ("Utilization", lambda row: percent(row.utilization)),
     "temperature": ("Temperature", lambda row: f"{row.temperature:.0f} C"),
     "power": ("Power", power),
     "fan": ("Fan", lambda row: percent(row.fan)),
@@ -311,5 +344,5 @@ DETAILS: Mapping[str, tuple[str, Callable[[GpuRow], str]]] = {
     "nvlinks": ("NVLinks up", lambda row: str(row.nvlinks)),
     "nvlink_sent": ("NVLink, sent", lambda row: rate(row.nvlink_sent)),
     "nvlink_received": ("NVLink, received", lambda row: rate(row.nvlink_received)),
-    "throttle_reasons": ("Held back by", lambda row: ", ".join(row.throttle_reasons or ()) or "nothing"),
+    "throttle_reasons": ("Throttled by", lambda row: ", ".join(row.throttle_reasons or ()) or "nothing"),
 }

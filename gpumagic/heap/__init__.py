@@ -4,8 +4,15 @@ Start with `holders.py`: from which names and other places a tensor is reached.
 
     storages.py    the storages under tensors, numbered; bytes that are occupied and viewed
     kinds.py       what tensors are for: parameters, buffers, gradients, optimizer state, what autograd graphs keep
-    readers.py     what an object holds, read without running anybody's code
-    holders.py     the search for tensors from variables, outputs, running functions and modules; names as code
+    identity.py    which object a variable was bound to, told without keeping it alive
+    branches.py    what one object holds, as records, and how CPython reads an object's attributes
+    readers.py     what an object holds, read without running anybody's code: containers, instances, modules, classes
+    modules.py     modules and optimizers by what they store
+    running_module.py  whose forward or backward runs: the hooks of all modules; imports torch at its top
+    calls.py       the same of functions, generators, frames and exceptions
+    foreign.py     the same of types written in C: arrays, columns, thread locals, context variables, iterators
+    holders.py     the search for tensors from variables, outputs, running functions and modules
+    paths.py       a path to a tensor, as code that evaluates to it
     references.py  every reference below some roots: all paths to one tensor
     cycles.py      tensors that only a reference cycle keeps
     outputs.py     IPython's outputs and the last error: what they keep, and how they are made to forget it

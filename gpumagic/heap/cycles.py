@@ -10,20 +10,22 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from gpumagic import _compat
-from gpumagic.heap.kinds import subclasses
+from gpumagic.heap.branches import name_of_type
+from gpumagic.heap.kinds import Graphs, gradients_of, non_leaves, subclasses
+from gpumagic.heap.readers import is_lasting_class
 from gpumagic.heap.storages import StorageTable, undisturbed
 from gpumagic.source import frames
 
-MAX_ROUNDS = 12
+MAX_ROUNDS = 16
 """Passes over all objects at most, about 30 ms each for a million."""
 MAX_BELOW = 20_000
 """Objects that a cycle leads to, at most."""
-MAX_OBJECTS = 300
+MAX_OBJECTS = 600
 """Objects that are gathered, at most: what more objects lead to is most likely no cycle."""
 CYCLE = "cycle of "
 """How the holder of a tensor in a cycle begins."""
@@ -40,18 +42,37 @@ def find_cycles(numbers: set[int], followed: set[int]) -> dict[int, str]:
     with undisturbed():
         tensors, number_of = _tensors_over(numbers)
         starts = [each for each in tensors if number_of[id(each)] in followed]
+        keys = list(map(id, starts))
         referrers = _Referrers(starts, ours=(tensors, starts))
         tensors.clear()
+        starts.clear()  # `referrers` has them: each reference of ours counts in `is_closed`
         try:
-            for key in list(map(id, starts)):
+            for key in keys:
                 cycle = referrers.cycle_of(key)
-                for each in referrers.below(cycle) if cycle else ():
-                    if each in number_of:
-                        found.setdefault(number_of[each], CYCLE + referrers.kinds(cycle))
+                for number in _numbers_below(referrers.below(cycle)) if cycle else ():
+                    if number in numbers:
+                        found.setdefault(number, CYCLE + referrers.kinds(cycle))
         finally:
             referrers.objects.clear()
-            starts.clear()
     return found
+
+
+def garbage_over(tensors: Iterable[Any], ours: Iterable[object]) -> dict[int, str]:
+    """Return ``"cycle of KeyError"`` by the `id`s of the tensors that a cycle refers to as well, until the gc runs.
+
+    Args:
+        tensors: what other holders keep.
+        ours: those holders, and the caller's own objects that contain the tensors.
+    """
+    starts = list(tensors)
+    keys = list(map(id, starts))
+    referrers = _Referrers(starts, ours=(*ours, starts))
+    starts.clear()
+    try:
+        garbage = {key: referrers.garbage_over(key) for key in keys}
+        return {key: CYCLE + referrers.kinds(found) for key, found in garbage.items() if found}
+    finally:
+        referrers.objects.clear()
 
 
 def _tensors_over(numbers: set[int]) -> tuple[list[Any], dict[int, int]]:
@@ -64,11 +85,26 @@ def _tensors_over(numbers: set[int]) -> tuple[list[Any], dict[int, int]]:
     return [each for each in tensors if id(each) in number_of], number_of
 
 
+def _numbers_below(objects: list[Any]) -> Iterator[int]:
+    """Yield the numbers of the storages of some objects' tensors, of their gradients, and of what their graphs keep."""
+    import torch
+
+    kinds, table, graphs = subclasses(torch.Tensor), StorageTable(), Graphs()
+    tensors = [each for each in objects if type(each) in kinds]
+    objects.clear()
+    for result in non_leaves(tensors):
+        graph = graphs.walk(result.grad_fn)
+        tensors += graph.tensors if graph is not None else ()
+    graphs.release()
+    for each in (*tensors, *gradients_of(tensors)):
+        yield from table.numbers(each)
+
+
 class _Referrers:
     """All that refers to some tensors, directly or indirectly, as far as it was followed."""
 
     def __init__(self, tensors: list[Any], ours: Iterable[object]) -> None:
-        self.objects: dict[int, object] = {}
+        self.objects: dict[int, object] = {id(each): each for each in tensors}
         """By their `id`."""
         self._referrers: dict[int, list[int]] = {}
         self._open: set[int] = set()
@@ -78,7 +114,7 @@ class _Referrers:
         self._follow(tensors)
 
     def _follow(self, tensors: list[Any]) -> None:
-        known, lasting = set(map(id, tensors)), module_dict_ids()
+        lasting = module_dict_ids()
         newest = list(tensors)
         for _ in range(MAX_ROUNDS):
             if not newest or len(self.objects) > MAX_OBJECTS:
@@ -93,10 +129,9 @@ class _Referrers:
                     continue
                 for target in targets.intersection(map(id, gc.get_referents(each))):
                     self._referrers.setdefault(target, []).append(id(each))
-                if id(each) in lasting or is_module_or_class(each):
+                if id(each) in lasting or is_lasting(each):
                     self._open.add(id(each))
-                elif id(each) not in known:
-                    known.add(id(each))
+                elif id(each) not in self.objects:
                     self.objects[id(each)] = each
                     newest.append(each)
             referrers.clear()
@@ -116,38 +151,63 @@ class _Referrers:
                 waiting += self._referrers.get(each, ())
         return list(cycle) if self._is_closed(cycle) else []
 
-    def below(self, cycle: Iterable[int]) -> set[int]:
-        """Return the `id`s of what the objects of a cycle lead to, as far as `MAX_BELOW`."""
-        found: set[int] = set()
-        lasting, waiting = module_dict_ids(), [self.objects[key] for key in cycle]
+    def garbage_over(self, tensor: int) -> list[int]:
+        """Return the objects that lead to a tensor and that nothing but each other refers to."""
+        above: dict[int, None] = {}
+        waiting = list(self._referrers.get(tensor, ()))
+        while waiting:
+            if (each := waiting.pop(0)) not in above:
+                above[each] = None
+                waiting += self._referrers.get(each, ())
+        counted = above.keys() - self._open
+        unaccounted = self._with_other_references(counted)
+        alive = set(unaccounted)
+        while unaccounted:
+            below = set(map(id, gc.get_referents(self.objects[unaccounted.pop()])))
+            unaccounted |= (below & counted) - alive
+            alive |= below
+        return [each for each in above if each in counted and each not in alive]
+
+    def below(self, cycle: Iterable[int]) -> list[Any]:
+        """Return what the objects of a cycle lead to, themselves included, as far as `MAX_BELOW`."""
+        found = {key: self.objects[key] for key in cycle}
+        lasting, waiting = module_dict_ids(), list(found.values())
         while waiting and len(found) < MAX_BELOW:
             for each in gc.get_referents(waiting.pop()):
-                if id(each) not in found and id(each) not in lasting and not is_module_or_class(each):
-                    found.add(id(each))
+                if id(each) not in found and id(each) not in lasting and not is_lasting(each):
+                    found[id(each)] = each
                     waiting.append(each)
         waiting.clear()
-        return found
+        return list(found.values())
 
     def kinds(self, cycle: Sequence[int]) -> str:
         """Return the most telling classes of the objects of a cycle, the outermost first."""
-        names = list(dict.fromkeys(type(self.objects[key]).__name__ for key in reversed(cycle)))
+        names = list(dict.fromkeys(_called(self.objects[key]) for key in reversed(cycle)))
         return ", ".join(([name for name in names if name not in _UNINFORMATIVE] or names)[:2])
 
     def _is_closed(self, cycle: Iterable[int]) -> bool:
-        """Tell whether all references to the objects of a cycle come from among them."""
-        inner = Counter(id(each) for key in cycle for each in gc.get_referents(self.objects[key]))
+        """Return whether all references to the objects of a cycle come from among them."""
+        return not self._with_other_references(cycle)
+
+    def _with_other_references(self, group: Iterable[int]) -> set[int]:
+        """Return which objects of a group something else refers to."""
+        inner = Counter(id(each) for key in group for each in gc.get_referents(self.objects[key]))
         self.objects[0] = []  # it has the references that all have from here, and no other
         own = sys.getrefcount(self.objects[0])
         del self.objects[0]
-        return all(sys.getrefcount(self.objects[key]) - own == inner[key] for key in cycle)
+        return {key for key in group if sys.getrefcount(self.objects[key]) - own != inner[key]}
 
 
-_UNINFORMATIVE = ("dict", "cell", "frame", "tuple")
+_UNINFORMATIVE = ("dict", "cell", "frame", "tuple", "getset_descriptor")
 
 
-def is_module_or_class(value: object) -> bool:
-    """Tell whether an object lives as long as the process: a module, a class."""
-    return issubclass(type(value), ModuleType | type)
+def _called(value: Any) -> str:
+    return f"class {name_of_type(value)}" if issubclass(type(value), type) else name_of_type(type(value))
+
+
+def is_lasting(value: object) -> bool:
+    """Return whether an object lives as long as the process: a module, a class of a library."""
+    return issubclass(type(value), ModuleType) or (issubclass(type(value), type) and is_lasting_class(value))  # type: ignore[arg-type]
 
 
 def module_dict_ids() -> set[int]:

@@ -1,31 +1,31 @@
-"""The search for tensors: from which roots, along which paths, and how a path is written.
+"""The search for tensors: from which roots, and along which paths.
 
 Roots are the notebook's variables first, then IPython's outputs, the last error, running functions and modules. One
-pass finds every path to each tensor. A path is written as code wherever code can reach the tensor, and evaluates to
-it; what no expression reaches stands between angle brackets: ``step.<closure>.x``, ``cache[<Point>]``.
+pass finds every path to each tensor; `paths` writes them as code.
 
-Small containers come first, so that a list of a million records cannot hide the model beside it. `references` finds
-all holders of one tensor.
+Small containers come first, so that a list of a million records cannot hide the model beside it, and what no
+expression reaches comes last. `references` finds all holders of one tensor.
 """
 
 from __future__ import annotations
 
+import contextvars
+import gc
 import heapq
-import keyword
-import math
 import sys
-import unicodedata
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
-from types import ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from gpumagic.heap import readers
-from gpumagic.heap.readers import VARIABLE, Branch, Reader, Style, reader_of
+from gpumagic.heap import calls, readers
+from gpumagic.heap.branches import VARIABLE, Branch, Reader, key_code, name_of_type
+from gpumagic.heap.paths import Names, Path, is_typeable
+from gpumagic.heap.readers import reader_of
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 from gpumagic.source import frames
-from gpumagic.source.text import parse_tree
 
 TRACEBACK = "last traceback"
 
@@ -66,6 +66,8 @@ class Held(NamedTuple):
     """The path to it from there: ``"Out[3]['k'][0]"``, ``"last traceback.<step()>.hidden"``."""
     releasable: bool
     """Whether it is freed once IPython and Python forget outputs and the last error."""
+    variable: str | None = None
+    """The variable that reaches it where no expression does."""
 
 
 def unnamed_holders(
@@ -81,7 +83,7 @@ def unnamed_holders(
     """
     found: dict[int, Held] = {}
     # What the session cannot release comes first: a tensor of an output that a thread uses too is not releasable.
-    lasting = [*running_roots(), *others, *module_roots(namespace)]
+    lasting = [*running_roots(), *others, *module_roots(namespace), *ambient_roots()]
     for roots, releasable in ((lasting, False), (list(hidden_roots(namespace, shell)), True)):
         order = {label: position for position, (label, _) in reversed(list(enumerate(roots)))}
         paths_to = search.run(roots)
@@ -89,7 +91,7 @@ def unnamed_holders(
         for tensor, paths in paths_to.items():
             if tensor not in found:
                 first = min(paths, key=lambda path: (order[path.root()], path.depth))
-                found[tensor] = Held(first.root(), spell(first, names.best), releasable)
+                found[tensor] = Held(first.root(), names.description(first), releasable)
     return found
 
 
@@ -99,7 +101,7 @@ def variables(namespace: Mapping[str, object], shell: object | None) -> list[tup
     missing = object()
     return [
         # A variable may have been bound by other means than typing its name.
-        (name if is_typeable(name) else f"globals()[{_key(name)}]", value)
+        (name if is_typeable(name) else f"globals()[{key_code(name)}]", value)
         for name, value in list(namespace.items())
         if type(name) is str and hidden.get(name, missing) is not value
     ]
@@ -128,7 +130,7 @@ def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> Itera
 
 def running_roots() -> Iterator[tuple[str, object]]:
     """Yield the variables of the functions that run now, in any thread."""
-    for label, own in readers.running_functions():
+    for label, own in calls.running_functions():
         yield label, SimpleNamespace(**dict(own))
 
 
@@ -140,7 +142,23 @@ def module_roots(namespace: Mapping[str, object], installed: bool = False) -> It
         if own is namespace or type(file) is not str or name.partition(".")[0] == "gpumagic":
             continue
         if frames.is_library(name, file) == installed:
-            yield f"module {name}", SimpleNamespace(**own)
+            yield f"module {name}", SimpleNamespace(**dict(readers.module_variables(own)))
+
+
+def ambient_roots() -> Iterator[tuple[str, object]]:
+    """Yield what Python keeps for the current context, and for objects that are to be finalized."""
+    for variable, value in contextvars.copy_context().items():
+        yield f"context variable {variable.name}", value
+    registry: Any = getattr(weakref.finalize, "_registry", {})
+    for info in list(registry.values()):
+        label = f"finalizer {_called(info.func)}()"
+        yield label, SimpleNamespace(func=info.func, args=info.args, kwargs=info.kwargs)
+
+
+def _called(function: object) -> str:
+    kinds = (FunctionType, BuiltinFunctionType, MethodType)
+    named: Any = function
+    return str(named.__name__) if type(function) in kinds else name_of_type(type(function))
 
 
 def excluded_objects(namespace: Mapping[str, object], shell: object | None) -> list[object]:
@@ -161,33 +179,8 @@ LARGE = 1_000
 """Containers of at least this many children wait until the smaller ones have been read."""
 _HUGE = 50_000
 """Containers of at least this many are only read if some tensor has no name yet."""
-_MAX_PATHS = 16
-
-
-class Path(NamedTuple):
-    """One step from a parent to a child; the first step is a name."""
-
-    parent: Path | None
-    style: Style
-    key: Any
-    rank: int
-    """The worst rank of the steps so far: how well it names what it leads to."""
-    depth: int
-    kind: type | None = None
-    """The type of what the step leads to."""
-
-    def root(self) -> str:
-        """Return the name that the path starts from."""
-        return str(self.steps()[0].key)
-
-    def steps(self) -> list[Path]:
-        """Return the path's beginnings, from its root to itself."""
-        path: Path | None = self
-        found = []
-        while path is not None:
-            found.append(path)
-            path = path.parent
-        return found[::-1]
+MAX_PATHS = 16
+"""Paths kept of one tensor, but for those from further variables."""
 
 
 class Search:
@@ -205,21 +198,29 @@ class Search:
         self._limit = self._steps = steps
         self._queue: deque[tuple[object, Path]] = deque()
         self._large: list[tuple[int, int, object, Path]] = []
+        self._unreached: deque[tuple[object, Path]] = deque()
+        """What no expression reaches, in case that one does."""
+        self._plain: list[tuple[Any, Path]] = []
+        """Plain tensors, of which hardly any has attributes."""
         self._order = count()
         self.gave_up = False
         self._paths: dict[int, list[Path]] = {}
         self.tensors: dict[int, Any] = {}
-        """The tensors met, so that an `id` stays theirs."""
+        """The tensors and storages met, so that an `id` stays theirs."""
         self.owners: list[object] = []
         """The modules and optimizers met."""
+        self.nodes: dict[int, Any] = {}
+        """The nodes of autograd graphs met, which have paths too."""
 
     def release(self) -> None:
         """Release every object, however the search ended."""
-        self.tensors.clear()
-        self.owners.clear()
-        self._excluded.clear()
-        self._queue.clear()
-        self._large.clear()
+        for each in (self.tensors, self.owners, self.nodes, self._excluded):
+            each.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        for each in (self._queue, self._large, self._unreached, self._plain):
+            each.clear()
 
     def run(self, roots: Iterable[tuple[str, object]], wanted: Iterable[int] | None = None) -> dict[int, list[Path]]:
         """Follow each root to every tensor below it; return the paths to each, by the tensor's `id`.
@@ -231,36 +232,54 @@ class Search:
         self._steps, self._paths = self._limit, {}
         missing = None if wanted is None else set(wanted)
         self._meet(Branch("name", VARIABLE, list(roots)), None)
-        while self._steps > 0 and (self._queue or self._large):
+        while self._steps > 0 and (self._queue or self._large or self._plain or self._unreached):
             if self._queue:
-                value, path = self._queue.popleft()
-            else:
+                self._read(*self._queue.popleft())
+            elif self._plain:
+                self._read_tensors()
+            elif self._large:
                 length, _, value, path = heapq.heappop(self._large)
                 if length >= _HUGE and missing is not None and missing <= self._paths.keys():
                     break
                 self._steps -= length // 4  # even what holds nothing is glanced at
-            if path.depth < MAX_DEPTH:
                 self._read(value, path)
+            else:
+                self._meet_again(*self._unreached.popleft())
         self.gave_up |= self._steps <= 0
-        self._queue.clear()
-        self._large.clear()
+        self._forget()
         return self._paths
 
     def _read(self, value: object, path: Path) -> None:
         reader = self._readers[type(value)]
         assert reader is not None
+        if path.depth >= MAX_DEPTH:
+            return
         if reader.read in (readers.read_module, readers.read_optimizer):
             self.owners.append(value)
+        elif reader.read is readers.read_node:
+            self.nodes[id(value)] = value
+            self._paths.setdefault(id(value), []).append(path)
         for branch in reader.read(value, reader):
             if self._steps <= 0:
                 return
             self._meet(branch, path)
+        if reader.has_own_class and id(type(value)) not in self._seen:
+            for branch in readers.own_class(value, reader):
+                self._meet(branch, path)
+
+    def _read_tensors(self) -> None:
+        """Read what was set on plain tensors: one question to the gc tells whether there is anything."""
+        waiting, self._plain = self._plain, []
+        shown = set(map(type, gc.get_referents(*[tensor for tensor, _ in waiting])))
+        for tensor, path in waiting if any(issubclass(kind, dict) for kind in shown) else ():
+            for branch in readers.tensor_attributes(tensor):
+                self._meet(branch, path)
 
     def _meet(self, branch: Branch, parent: Path | None) -> None:
         style, rank, children, parameter = branch
         if parameter is not None:
             assert parent is not None
-            parent = Path(parent, "state", id(parameter), rank, parent.depth + 1)
+            parent = Path(parent, "state", parameter, rank, parent.depth + 1)
         rank, depth = (rank, 0) if parent is None else (max(rank, parent.rank), parent.depth + 1)
         known, seen = self._readers, self._seen
         children = list(islice(children, self._steps))
@@ -271,10 +290,13 @@ class Search:
             if reader is None:
                 continue
             if reader.is_tensor:
-                self._note(child, Path(parent, style, key, rank, depth, kind))
+                self._note(child, Path(parent, style, key, rank, depth, kind), reader)
                 if reader.fields is None:
                     continue
             if id(child) in seen:
+                continue
+            if style == "in" and key.code is None:
+                self._unreached.append((child, Path(parent, style, key, rank, depth, kind)))
                 continue
             seen.add(id(child))
             length = reader.length(child)
@@ -284,104 +306,15 @@ class Search:
             elif length or reader.container is None or reader.fields is not None:
                 self._queue.append((child, Path(parent, style, key, rank, depth, kind)))
 
-    def _note(self, tensor: object, path: Path) -> None:
+    def _meet_again(self, value: object, path: Path) -> None:
+        if id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._queue.append((value, path))
+
+    def _note(self, tensor: object, path: Path, reader: Reader) -> None:
+        if reader.fields is None and id(tensor) not in self.tensors and path.depth < MAX_DEPTH:
+            self._plain.append((tensor, path))
         self.tensors[id(tensor)] = tensor
         paths = self._paths.setdefault(id(tensor), [])
-        if len(paths) < _MAX_PATHS or path.root() not in {each.root() for each in paths}:
+        if len(paths) < MAX_PATHS or path.root() not in {each.root() for each in paths}:
             paths.append(path)  # each variable that reaches it counts, further paths from the same do not
-
-
-class Names:
-    """The names of tensors by their `id`, best first; spelled only when asked for."""
-
-    def __init__(self, paths: Mapping[int, list[Path]]) -> None:
-        self._paths = paths
-
-    def of(self, tensor_id: int) -> list[str]:
-        """Return the names of a tensor, a plain variable before a module's path before other containers."""
-        paths = self._paths.get(tensor_id)
-        if paths is None:
-            return []
-        if len(paths) == 1:
-            return [spell(path, self.best) for path in paths]
-        return [name for _, _, name in sorted((path.rank, path.depth, spell(path, self.best)) for path in paths)]
-
-    def paths(self, tensor_id: int) -> list[Path]:
-        """Return the paths to a tensor, in no order."""
-        return list(self._paths.get(tensor_id, ()))
-
-    def are_none(self) -> bool:
-        """Return whether no tensor has a name."""
-        return not self._paths
-
-    def best(self, tensor_id: int) -> str | None:
-        """Return the best name of a tensor that does not lead through an optimizer's state."""
-        paths = [path for path in self._paths.get(tensor_id, ()) if not _through_state(path)]
-        first = min(paths, key=lambda path: (path.rank, path.depth), default=None)
-        return None if first is None else spell(first, self.best)
-
-
-def _through_state(path: Path) -> bool:
-    return any(step.style == "state" for step in path.steps())
-
-
-LONGEST_KEY = 200
-"""Characters of a key that are written; the name of a longer one is cut, and no code."""
-
-
-def spell(path: Path, name_of: Callable[[int], str | None]) -> str:
-    """Return a path as one would type it: ``model.layers[3].weight``, ``cfg['k']``, ``opt.state[w].exp_avg``.
-
-    Args:
-        path: the path to a tensor.
-        name_of: returns the name of the tensor with an `id`, for optimizer states.
-    """
-    if path.parent is None:
-        return str(path.key)
-    before = spell(path.parent, name_of)
-    if path.style == "state":
-        return f"{before}.state[{name_of(path.key) or '...'}]"
-    if path.style == "in":
-        place, name = path.key
-        return f"{before}.<{place}>.{name}" if name and name.isidentifier() else f"{before}.<{place}>"
-    if path.style == "{":
-        return before + "{...}"
-    if path.style == "." and type(path.key) is str:
-        return before + _attribute(path.key, path.parent.kind)
-    return f"{before}[{_key(path.key)}]"
-
-
-def is_typeable(name: str) -> bool:
-    """Return whether Python reads a name as it is stored: it normalises what is typed, ``ﬁ`` to ``fi`` (PEP 3131)."""
-    is_name = name.isidentifier() and not keyword.iskeyword(name)
-    return is_name and (name.isascii() or unicodedata.normalize("NFKC", name) == name)
-
-
-def is_code(line: str) -> bool:
-    """Return whether a line can be run, as one with ``step.<closure>.x`` cannot."""
-    return "[...]" not in line and parse_tree(line) is not None
-
-
-def _attribute(name: str, owner: type | None) -> str:
-    if is_typeable(name):
-        return f".{name}"
-    import torch.nn
-
-    if owner is not None and issubclass(owner, torch.nn.ModuleDict | torch.nn.ParameterDict):
-        return f"[{_key(name)}]"
-    if owner is not None and issubclass(owner, torch.nn.Module):
-        is_number = name.isascii() and name.isdigit()  # the layers of a Sequential are indexed by ints
-        return f"[{name}]" if is_number else f".__getattr__({_key(name)})"
-    return f".__getattribute__({_key(name)})"
-
-
-def _key(key: Any, depth: int = 0) -> str:
-    text = f"<{type(key).__name__}>"  # the repr of anything else is its author's code
-    if type(key) is float and not math.isfinite(key):
-        text = "<nan>" if math.isnan(key) else f"float('{key}')"  # another nan does not find it
-    elif type(key) is tuple and depth < 3:
-        inner = [_key(each, depth + 1) for each in key]
-        text = f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
-    elif type(key) in (str, float, bool, type(None), bytes) or (type(key) is int and key.bit_length() < 4096):
-        text = repr(key)  # longer numbers may not be written (sys.set_int_max_str_digits)
-    return text if len(text) <= LONGEST_KEY else f"<{text[:36]}...>"

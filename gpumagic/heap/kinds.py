@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.heap import storages
-from gpumagic.heap.readers import Fields, attributes, attributes_of, fields_of
+from gpumagic.heap.branches import Fields, attributes, attributes_of, class_attribute, fields_of
+from gpumagic.heap.modules import modules_in, registered
 from gpumagic.heap.storages import undisturbed
 from gpumagic.memory.timeline import KeptStorage, KeptStorages
 
@@ -62,6 +64,20 @@ def kinds_of(owners: Iterable[object]) -> dict[int, str]:
     return found
 
 
+def node_types() -> set[type]:
+    """Return the types of the nodes of autograd graphs: torch's, each of C's own, and those of custom functions."""
+    import torch
+
+    own = {kind for kind in type.__subclasses__(object) if is_node(kind)}
+    functions: Any = torch._C._FunctionBase
+    return own | subclasses(functions)
+
+
+def is_node(kind: type) -> bool:
+    """Return whether a type is of a node of autograd's graphs."""
+    return type(class_attribute(kind, "next_functions")) is types.GetSetDescriptorType
+
+
 MOST_TENSORS = 400
 """The limit for a cell that is not traced: each takes five microseconds."""
 
@@ -72,19 +88,19 @@ def find_kept(namespace: Mapping[str, object], most: int | None = MOST_TENSORS) 
     if torch is None or not hasattr(torch, "optim"):
         return {}
     values = list(namespace.values())
-    modules = list(_modules([each for each in values if issubclass(type(each), torch.nn.Module)]))
+    roots = [each for each in values if issubclass(type(each), torch.nn.Module)]
+    modules = {id(each): each for root in roots for _, each in modules_in(root)}.values()
     optimizers = [each for each in values if issubclass(type(each), torch.optim.Optimizer)]
     if not modules and not optimizers:
         return {}
     found: dict[int, KeptStorage] = {}
     with undisturbed():
         states = [state for each in optimizers for state in _values(attributes_of(each).get("state"))]
-        registered = [each for module in modules for each in _values(attributes_of(module).get("_parameters"))]
-        weights = [each for each in registered if each is not None]
+        weights = [each for module in modules for _, each in registered(module, "_parameters")]
         if most is not None and len(weights) + sum(map(len, states)) > most:
             return {}
         _note(found, "parameters", weights)
-        _note(found, "buffers", (each for module in modules for each in _values(attributes_of(module).get("_buffers"))))
+        _note(found, "buffers", (each for module in modules for _, each in registered(module, "_buffers")))
         _note(found, "gradients", gradients_of(weights))
         _note(found, "optimizer state", (each for state in states for each in _values(state)))
     storages.forget_expired()
@@ -102,17 +118,6 @@ def _note(found: dict[int, KeptStorage], part: str, tensors: Iterable[Any]) -> N
             found.setdefault(
                 storages.number_of(storage), KeptStorage(str(each.device), part, storage.nbytes(), storage.data_ptr())
             )
-
-
-def _modules(roots: Iterable[object]) -> Iterator[object]:
-    """Yield modules and all inside them, each once."""
-    waiting, seen = list(roots), set()
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
-            yield module
-            waiting += _values(attributes_of(module).get("_modules"))
 
 
 def _values(mapping: Any) -> list[Any]:
@@ -216,9 +221,9 @@ class Graphs:
         self.are_readable = True
         self.gave_up = False
 
-    def walk(self, node: Any) -> Graph | None:
-        """Return what a tensor's ``grad_fn`` keeps, or None if this torch cannot tell or there is too much of it."""
-        found, seen, waiting = Graph(), {id(node)}, [node]
+    def walk(self, *nodes: Any) -> Graph | None:
+        """Return what some tensors' ``grad_fn`` keep, or None if this torch cannot tell or there is too much of it."""
+        found, seen, waiting = Graph(), set(map(id, nodes)), [*nodes]
         while waiting:
             if self._left <= 0:
                 self.gave_up = True

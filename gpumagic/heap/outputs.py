@@ -14,14 +14,16 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gpumagic import _compat
 from gpumagic.heap import cycles, holders, release
-from gpumagic.heap.holders import Held, Names, Search, spell
+from gpumagic.heap.holders import Held, Search
+from gpumagic.heap.paths import Names
 from gpumagic.heap.references import MAX_STEPS, References
+from gpumagic.heap.storages import StorageTable, undisturbed
 from gpumagic.source.frames import related_exceptions, traceback_steps
 
 if TYPE_CHECKING:
@@ -160,28 +162,53 @@ _MAX_ROUNDS = 4
 """Passes of the gc, about 20 ms each."""
 
 
-def kept_by_modules(
-    tensors: list[Any], namespace: Mapping[str, object], shell: InteractiveShell | None, ours: Iterable[object]
-) -> tuple[dict[int, Held], bool]:
-    """Return which of some tensors an installed module keeps, by their `id`, and whether all modules were searched.
+def kept_elsewhere(
+    tensors: list[Any], held: Mapping[int, Held], namespace: Mapping[str, object], shell: InteractiveShell | None,
+    ours: Iterable[object],
+) -> tuple[dict[int, Held], bool]:  # fmt: skip
+    """Return which of some tensors more than the session keeps, by their `id`, and whether all modules were searched.
+
+    That is an installed module, or the frames of an earlier failure, which are garbage until the gc runs.
 
     Args:
         tensors: what the session's outputs or its last error keep.
+        held: which of these keeps each, by its `id`.
         namespace: the notebook's variables.
         shell: the shell they belong to.
         ours: lists of the caller's that contain the tensors too.
     """
     if not tensors:
         return {}, True
-    if _only_session_refers_to(tensors, {id(tensors), *map(id, ours), *map(id, _of_the_session(namespace, shell))}):
+    known = [tensors, *ours, *_of_the_session(namespace, shell)]
+    if _only_session_refers_to(tensors, set(map(id, known))):
         return {}, True
+    found, is_whole = _kept_by_modules(set(map(id, tensors)), lambda each: [id(each)], namespace, shell)
+    for tensor, cycle in cycles.garbage_over([each for each in tensors if id(each) not in found], known).items():
+        label, place = (f"{each} and {cycle}" for each in held[tensor][:2])
+        found[tensor] = Held(label, place, releasable=False)
+    return found, is_whole
+
+
+def in_modules(numbers: set[int], namespace: Mapping[str, object], shell: object | None) -> dict[int, Held]:
+    """Return which installed module keeps the storages with these numbers, by the number."""
+    with undisturbed():
+        table = StorageTable()
+        return _kept_by_modules(numbers, table.numbers, namespace, shell)[0]
+
+
+def _kept_by_modules(
+    wanted: set[int], keys_of: Callable[[Any], Iterable[int]], namespace: Mapping[str, object], shell: object | None
+) -> tuple[dict[int, Held], bool]:
+    """Return which installed module keeps the tensors with some of these keys, by the key, and whether it read all."""
     search = Search(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_MODULES)
+    found: dict[int, Held] = {}
     try:
         paths_to = search.run(holders.module_roots(namespace, installed=True))
-        names, found = Names(paths_to), dict[int, Held]()
-        for tensor in {id(each) for each in tensors}.intersection(paths_to):
-            first = min(paths_to[tensor], key=lambda path: path.depth)
-            found[tensor] = Held(first.root(), spell(first, names.best), releasable=False)
+        names = Names(paths_to)
+        for each, tensor in search.tensors.items():
+            for key in wanted.intersection(keys_of(tensor)):
+                first = min(paths_to[each], key=lambda path: path.depth)
+                found[key] = Held(first.root(), names.description(first), releasable=False)
         return found, not search.gave_up
     finally:
         search.release()
@@ -198,7 +225,7 @@ def _only_session_refers_to(tensors: list[Any], known: set[int]) -> bool:
         waiting = [each for each in found if id(each) not in known]
         if not waiting:
             return True
-        if any(id(each) in lasting or cycles.is_module_or_class(each) for each in waiting):
+        if any(id(each) in lasting or cycles.is_lasting(each) for each in waiting):
             return False
         known.update(map(id, waiting), [id(found)])
     return False

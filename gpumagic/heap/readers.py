@@ -7,95 +7,96 @@ have overridden is never accessed, so lazy objects stay lazy and dead proxies st
 
 from __future__ import annotations
 
-import functools
 import gc
-import itertools
-import queue
 import sys
-import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+from gpumagic.heap import calls, foreign
+from gpumagic.heap.branches import (
+    CONTAINED,
+    FIELD,
+    OPTIMIZER,
+    OWN,
+    REGISTERED,
+    Branch,
+    Inside,
+    Read,
+    Reader,
+    attributes,
+    class_attribute,
+    dict_of,
+    fields_of,
+    is_heap_type,
+    key_code,
+    mro_of,
+    name_of_type,
+)
+from gpumagic.heap.kinds import is_node
 from gpumagic.source import frames
 
-Style = Literal["name", ".", "[", "{", "state", "in"]
-"""How a child is reached: by a variable, an attribute, an index or key, a set's element, an optimizer's state, or, with
-a pair of labels for key, in a place that no expression reaches: ``step.<closure>.x``."""
-
-VARIABLE, OWN, CONTAINED, OPTIMIZER = range(4)
-"""How well a step names what it leads to; the lowest is best."""
-
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, bytearray, type(None), type, range, slice})
+_TYPED = frozenset({int, str, bool, type(None)})
+"""Types of keys that can be typed, but for very long ones."""
+_IMPORT = frozenset({"__builtins__", "__loader__", "__spec__"})
 _PIECE = 512
-
-_closure_of = types.FunctionType.__dict__["__closure__"].__get__
-_defaults_of = types.FunctionType.__dict__["__defaults__"].__get__
-_bound_of = {each: each.__dict__["__self__"].__get__ for each in (types.MethodType, types.BuiltinMethodType)}
-_PARTIAL = [(name, functools.partial.__dict__[name].__get__) for name in ("func", "args", "keywords")]
-_dict_of = type.__dict__["__dict__"].__get__
-_mro_of = type.__dict__["__mro__"].__get__
-_flags_of = type.__dict__["__flags__"].__get__
-
-
-Read = Callable[[Any, "Reader"], Iterator["Branch"]]
-
-
-class Fields(NamedTuple):
-    """How CPython itself reads the attributes of a type's instances."""
-
-    instance_dict: Callable[[object], object] | None
-    slots: tuple[tuple[str, Callable[[object], object]], ...]
-
-
-class Branch(NamedTuple):
-    """Children of one object that are reached by the same kind of step."""
-
-    style: Style
-    rank: int
-    children: Iterable[tuple[Any, object]]
-    parameter: object = None
-    """For an optimizer: the parameter whose state the children are."""
-
-
-class Reader(NamedTuple):
-    """How the instances of one type are read."""
-
-    read: Read
-    fields: Fields | None = None
-    container: Any = None
-    """The built-in container that it is or derives from: its own methods read it, never those of a subclass."""
-    is_tensor: bool = False
-
-    def length(self, value: object) -> int:
-        """Return how many children a container has, 0 for anything else."""
-        return int(self.container.__len__(value)) if self.container else 0
 
 
 def reader_of(kind: type) -> Reader | None:
     """Return how to read the instances of a type, or None if they cannot hold a tensor."""
     import torch
 
-    if kind in (torch.Tensor, torch.nn.Parameter):
+    if kind in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
         return Reader(_nothing, is_tensor=True)
     if issubclass(kind, torch.Tensor):
         return Reader(_tensor_subclass, fields_of(kind), is_tensor=True)
-    if kind in _EXACTLY:
-        return Reader(_EXACTLY[kind])
-    return None if _runs_the_session(kind) else _reader_by_base(kind)
+    if kind in calls.EXACTLY:
+        return Reader(calls.EXACTLY[kind])
+    if _runs_the_session(kind):
+        return None
+    return _reader_by_base(kind)
 
 
 def _reader_by_base(kind: type) -> Reader | None:
+    has_own_class = not is_lasting_class(kind)
     for base, read in _bases():
         if issubclass(kind, base):
             container = base if base in _CONTAINERS else None
-            return Reader(read, None if kind is container else fields_of(kind), container)
-    if issubclass(kind, types.ModuleType) or not (is_heap_type(kind) or kind is types.SimpleNamespace):
-        return None
-    fields = fields_of(kind)
-    return Reader(_instance, fields) if fields else None
+            fields = None if kind is container else fields_of(kind)
+            is_indexed = kind is container or not _is_overridden(kind, "__getitem__", "__iter__", "values")
+            return Reader(read, fields, container, has_own_class=has_own_class, is_indexed=is_indexed)
+    if is_node(kind):
+        return Reader(read_node, fields_of(kind))
+    if read_foreign := foreign.read_by_base(kind):
+        return Reader(read_foreign, fields_of(kind), is_indexed=not _is_overridden(kind, "__getitem__"))
+    is_plain = kind is types.SimpleNamespace
+    fields = fields_of(kind) if is_plain or is_heap_type(kind) else None
+    if not is_plain and foreign.shows_more(kind):
+        return Reader(foreign.read_opaque, fields, has_own_class=has_own_class)
+    return Reader(_instance, fields, has_own_class=has_own_class) if fields or has_own_class else None
+
+
+def is_lasting_class(kind: type) -> bool:
+    """Return whether a class lives as long as the process: a library's, and a variable of its module.
+
+    The class that torch makes for each parametrized module is no variable, and keeps that module.
+    """
+    name = dict_of(kind).get("__module__") if is_heap_type(kind) else None
+    if type(name) is not str:
+        return True
+    module = sys.modules.get(name)
+    own = _variables_of(module) if issubclass(type(module), types.ModuleType) else {}
+    file = own.get("__file__")
+    is_its_variable = not own or own.get(name_of_type(kind)) is kind
+    return is_its_variable and frames.is_library(name, file if type(file) is str else "")
+
+
+def _is_overridden(kind: type, *names: str) -> bool:
+    """Return whether one of the methods of a built-in container is another's in a type, not C's."""
+    in_c = (types.WrapperDescriptorType, types.MethodDescriptorType, type(None))
+    return any(type(class_attribute(kind, name)) not in in_c for name in names)
 
 
 def _runs_the_session(kind: type) -> bool:
@@ -110,117 +111,45 @@ def _bases() -> Iterator[tuple[type, Read]]:
     yield torch.nn.Module, read_module
     yield torch.optim.Optimizer, read_optimizer
     yield from _CONTAINERS.items()
-    yield BaseException, _exception
+    yield BaseException, calls.read_exception
     yield type, _class
-    yield functools.partial, _partial_call
-    if "_asyncio" in sys.modules:
-        yield sys.modules["_asyncio"].Future, _opaque  # also tasks
-
-
-def is_heap_type(kind: type) -> bool:
-    """Return whether a type was made by a class statement."""
-    return bool(_flags_of(kind) & _HEAP_TYPE)
-
-
-def fields_of(kind: type) -> Fields | None:
-    """Return how to read the attributes of a type's instances, or None if they have none."""
-    instance_dict, slots = None, []
-    for base in _mro_of(kind):
-        for name, entry in _dict_of(base).items():
-            if name == "__dict__" and type(entry) in (types.GetSetDescriptorType, types.MemberDescriptorType):
-                instance_dict = instance_dict or entry.__get__
-            elif type(entry) is types.MemberDescriptorType and is_heap_type(base):
-                slots.append((name, entry.__get__))
-    return Fields(instance_dict, tuple(slots)) if instance_dict or slots else None
-
-
-def attributes(value: object, fields: Fields | None) -> list[tuple[str, object]]:
-    """Return the slots and instance attributes of an object."""
-    if fields is None:
-        return []
-    found = [(name, _slot(read, value)) for name, read in fields.slots]
-    own = fields.instance_dict(value) if fields.instance_dict else None
-    if isinstance(own, dict):
-        found += list(dict.items(own))
-    return found
-
-
-def attributes_of(value: object) -> dict[str, Any]:
-    """Return the slots and instance attributes of an object by name."""
-    return dict(attributes(value, fields_of(type(value))))
-
-
-def stored_attribute(owner: object, name: str, default: object = None) -> Any:
-    """Return an attribute as an instance stores it, or a parameter, buffer or submodule as a module does."""
-    own = attributes_of(owner)
-    for registered in (own.get("_parameters"), own.get("_buffers"), own.get("_modules")):
-        if isinstance(registered, dict) and name in registered:
-            return registered[name]
-    return own.get(name, default)
-
-
-def _slot(read: Callable[[object], object], value: object) -> object:
-    try:
-        return read(value)
-    except AttributeError:  # it was never set
-        return None
-
-
-_INFRASTRUCTURE = frozenset({
-    "IPython", "ipykernel", "ipyparallel", "traitlets", "tornado", "asyncio", "zmq", "concurrent", "threading",
-    "selectors", "socketserver", "runpy", "debugpy", "pytest", "_pytest", "pluggy", "xdist", "execnet", "hypothesis",
-    "gpumagic",
-})  # fmt: skip
-"""Packages whose running functions say nothing about who keeps a tensor: they run the session, or are us."""
-
-_PREFIX = {types.GeneratorType: "gi_", types.CoroutineType: "cr_", types.AsyncGeneratorType: "ag_"}
-SUSPENDED = tuple(_PREFIX)
-
-
-def variables_of(frame: types.FrameType) -> list[tuple[str, object]]:
-    """Return the local variables of a frame; none for a module's, which are its globals."""
-    if frames.is_function_frame(frame):
-        return list(frames.local_variables(frame).items())
-    return [] if frame.f_locals is frame.f_globals else list(frame.f_locals.items())
-
-
-def call_label(code: types.CodeType) -> str:
-    """Return what a call of some code is called: ``"step()"``."""
-    return f"{code.co_name.strip('<>')}()"
-
-
-def running_functions() -> Iterator[tuple[str, list[tuple[str, object]]]]:
-    """Yield every function that runs now, in any thread, innermost first: what it is called, and its variables."""
-    own = threading.get_ident()
-    threads = {thread.ident: thread.name for thread in threading.enumerate()}
-    innermost_of = sys._current_frames()
-    innermost_of[own] = sys._getframe(1)  # a frame that is its own variable would live on, and its callers with it
-    for ident, innermost in innermost_of.items():
-        where = "" if ident == own else f" in {threads.get(ident, 'a thread')}"
-        for frame in frames.stack(innermost):
-            if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _INFRASTRUCTURE:
-                yield f"running {call_label(frame.f_code)}{where}", variables_of(frame)
-
-
-def generator_label(generator: object) -> str:
-    """Return what a suspended generator or coroutine is called."""
-    return f"suspended {call_label(_read_attribute(generator, 'code'))}"
-
-
-def _read_attribute(generator: object, what: str) -> Any:
-    return type(generator).__dict__[_PREFIX[type(generator)] + what].__get__(generator)
+    yield types.ModuleType, _module_of_variables
 
 
 def _nothing(_value: object, _reader: Reader) -> Iterator[Branch]:
     return iter(())
 
 
+def read_node(value: object, reader: Reader) -> Iterator[Branch]:
+    """Read a node of an autograd graph: what was set on it; what it saved is the graph's."""
+    yield Branch(".", CONTAINED, attributes(value, reader.fields))
+
+
+def tensor_attributes(tensor: object) -> Iterator[Branch]:
+    """Read what was set on a plain tensor, and its hooks; asking for its `__dict__` would allocate one."""
+    if class_attribute(type(tensor), "_backward_hooks") is None:  # a storage
+        return
+    for name, each in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), _hooks_of(tensor), strict=True):
+        yield Branch(".", CONTAINED, [(name, each)] if each else [])
+    own = [each for each in gc.get_referents(tensor) if type(each) is dict]
+    yield Branch(".", CONTAINED, list(own[0].items()) if own else [])
+
+
+def _hooks_of(tensor: object) -> tuple[Any, Any]:
+    import torch
+
+    base: Any = torch._C.TensorBase
+    return base._backward_hooks.__get__(tensor), base._post_accumulate_grad_hooks.__get__(tensor)
+
+
 def _tensor_subclass(value: object, reader: Reader) -> Iterator[Branch]:
-    # Only the tensors: a fake tensor also holds its mode, and that the whole tracer.
+    # Of torch's own only the tensors: a fake tensor also holds its mode, and that the whole tracer.
     import torch
 
     own = attributes(value, reader.fields)
-    yield Branch(".", CONTAINED, [(name, item) for name, item in own if issubclass(type(item), torch.Tensor)])
+    if str(dict_of(type(value)).get("__module__")).partition(".")[0] == "torch":
+        own = [(name, item) for name, item in own if issubclass(type(item), torch.Tensor)]
+    yield Branch(".", CONTAINED, own)
 
 
 def _instance(value: object, reader: Reader) -> Iterator[Branch]:
@@ -229,30 +158,49 @@ def _instance(value: object, reader: Reader) -> Iterator[Branch]:
         yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
+def own_class(value: object, reader: Reader) -> Iterator[Branch]:
+    """Read what the class of an instance keeps, where it may go with it."""
+    if reader.has_own_class and type(class_attribute(type(value), "__class__")) is types.GetSetDescriptorType:
+        yield Branch("in", CONTAINED, [(Inside("class", code=".__class__"), type(value))])
+
+
 def _sequence(value: Any, reader: Reader) -> Iterator[Branch]:
     items = list(reader.container.__iter__(value))
-    names = _dict_of(type(value)).get("_fields")
-    if type(names) is tuple and len(names) == len(items):  # a named tuple
-        yield Branch(".", CONTAINED, zip(names, items, strict=True))
+    names = dict_of(type(value)).get("_fields")
+    if type(names) is tuple and all(type(class_attribute(type(value), name)) is FIELD for name in names):
+        yield Branch(".", CONTAINED, zip(names, items, strict=False))
     else:
         for start, piece in _promising(items):
-            yield Branch("[", CONTAINED, enumerate(piece, start))
+            yield _indexed(reader, Branch("[", CONTAINED, enumerate(piece, start)))
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
+
+
+def _indexed(reader: Reader, branch: Branch) -> Branch:
+    """Return a branch as it is, or as what no expression reaches where the type overrides how it is indexed."""
+    if reader.is_indexed:
+        return branch
+    return Branch("in", branch.rank, [(Inside(key_code(key) or "..."), item) for key, item in branch.children])
 
 
 def _set(value: Any, reader: Reader) -> Iterator[Branch]:
     for start, piece in _promising(list(reader.container.__iter__(value))):
-        yield Branch("{", CONTAINED, enumerate(piece, start))
+        yield _indexed(reader, Branch("items", CONTAINED, enumerate(piece, start)))
+    yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
 def _dict(value: dict[Any, object], reader: Reader) -> Iterator[Branch]:
     items = list(dict.items(value))
-    for start, piece in _promising([item for _, item in items]):
-        yield Branch("[", CONTAINED, items[start : start + len(piece)])
     keys = [key for key, _ in items]
+    are_plain = _TYPED.issuperset(map(type, keys)) and all(key_code(key) is not None for key in keys[:_PIECE])
+    for start, piece in _promising([item for _, item in items]):
+        part = items[start : start + len(piece)]
+        odd = () if are_plain else [(start + i, item) for i, (key, item) in enumerate(part) if key_code(key) is None]
+        typed = part if not odd else [(key, item) for key, item in part if key_code(key) is not None]
+        yield _indexed(reader, Branch("[", CONTAINED, typed))
+        yield _indexed(reader, Branch("values", CONTAINED, odd))
     if _may_hold(keys):  # tensors hash by identity
         for start, piece in _promising(keys):
-            yield Branch("{", CONTAINED, enumerate(piece, start))
+            yield _indexed(reader, Branch("items", CONTAINED, enumerate(piece, start)))
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
@@ -274,11 +222,31 @@ def _promising(items: list[object]) -> Iterator[tuple[int, list[object]]]:
 def read_module(value: object, reader: Reader) -> Iterator[Branch]:
     """Read a module: what it registers by its own names, then its other attributes."""
     own = dict(attributes(value, reader.fields))
-    for name in ("_parameters", "_buffers", "_modules"):
+    for name in REGISTERED:
         children = own.pop(name, None)
         if isinstance(children, dict):
-            yield Branch(".", OWN, list(dict.items(children)))
+            yield from _registered(name, list(dict.items(children)), type(value))
     yield Branch(".", CONTAINED, own.items())
+
+
+def _registered(name: Any, children: list[tuple[Any, object]], kind: type) -> Iterator[Branch]:
+    """Read one of a module's dicts; the layers of a `Sequential` are indexed by their position, not by their name."""
+    from torch import nn
+
+    getitem = class_attribute(kind, "__getitem__")
+    numbered = [
+        (place, str(place), child)
+        for place, (key, child) in enumerate(children)
+        if type(key) is str and key.isascii() and key.isdigit()
+    ]
+    if getitem is nn.Sequential.__getitem__ or (
+        getitem in (nn.ModuleList.__getitem__, nn.ParameterList.__getitem__)
+        and [key for _, key, _ in numbered] == [key for key, _ in children]
+    ):
+        yield Branch("[", OWN, [(place, child) for place, _, child in numbered])
+        taken = {place for place, _, _ in numbered}
+        children = [each for place, each in enumerate(children) if place not in taken]
+    yield Branch(name, OWN, children)
 
 
 def read_optimizer(value: object, reader: Reader) -> Iterator[Branch]:
@@ -286,110 +254,46 @@ def read_optimizer(value: object, reader: Reader) -> Iterator[Branch]:
     own = dict(attributes(value, reader.fields))
     states = own.pop("state", None)
     if isinstance(states, dict):
-        for parameter, state in list(dict.items(states)):
+        for place, (parameter, state) in enumerate(list(dict.items(states))):
             if isinstance(state, dict):
-                yield Branch(".", OPTIMIZER, list(dict.items(state)), parameter=parameter)
+                yield Branch("[", OPTIMIZER, list(dict.items(state)), parameter=(id(parameter), place))
     yield Branch(".", OPTIMIZER, own.items())
 
 
-def _function(value: types.FunctionType, _reader: Reader) -> Iterator[Branch]:
-    cells = _closure_of(value)
-    if cells:
-        held = [(name, *gc.get_referents(cell)) for name, cell in zip(value.__code__.co_freevars, cells, strict=True)]
-        yield Branch("in", CONTAINED, [(("closure", each[0]), each[1]) for each in held if len(each) > 1])  # not empty
-    if defaults := _defaults_of(value):
-        yield Branch(".", CONTAINED, [("__defaults__", defaults)])
-    # Asking for its `__dict__` would allocate one; these are that, if it is there, and the defaults of keywords.
-    shared = (value.__globals__, value.__builtins__) if hasattr(value, "__builtins__") else (value.__globals__,)
-    for each in gc.get_referents(value):
-        if type(each) is dict and each and not any(each is other for other in shared):
-            yield Branch(".", CONTAINED, list(each.items()))
-
-
-def _method(value: Any, _reader: Reader) -> Iterator[Branch]:
-    yield Branch(".", CONTAINED, [("__self__", _bound_of[type(value)](value))])
-    if type(value) is types.MethodType:
-        yield Branch(".", CONTAINED, [("__func__", value.__func__)])
-
-
-def _partial_call(value: Any, reader: Reader) -> Iterator[Branch]:
-    yield Branch(".", CONTAINED, [(name, read(value)) for name, read in _PARTIAL])
-    yield Branch(".", CONTAINED, attributes(value, reader.fields))
-
-
 def _class(value: Any, _reader: Reader) -> Iterator[Branch]:
-    if is_heap_type(value):
-        yield Branch(".", CONTAINED, list(_dict_of(value).items()))
+    """Read a class and those that it derives from and that may go with it."""
+    for place, base in enumerate(mro_of(value)):
+        if is_heap_type(base) and (place == 0 or not is_lasting_class(base)):
+            dictionary = f".__mro__[{place}].__dict__" if place else ".__dict__"
+            for name, item in list(dict_of(base).items()):
+                if place or class_attribute(type(item), "__get__") is not None:
+                    # What stands in a class is not what its attribute gives.
+                    key = key_code(name)
+                    yield Branch("in", CONTAINED, [(Inside(str(name), code=key and f"{dictionary}[{key}]"), item)])
+                else:
+                    yield Branch(".", CONTAINED, [(name, item)])
 
 
-def _opaque(value: object, _reader: Reader) -> Iterator[Branch]:
-    held = [each for each in gc.get_referents(value) if not issubclass(type(each), type | types.ModuleType)]
-    yield Branch("in", CONTAINED, [(("...", None), each) for each in held])
+def _module_of_variables(value: types.ModuleType, _reader: Reader) -> Iterator[Branch]:
+    """Read a module of Python code that the user wrote; those of libraries lead everywhere."""
+    own = _variables_of(value)
+    name, file = own.get("__name__"), own.get("__file__")
+    if type(name) is str and name != "__main__" and type(file) is str and not frames.is_library(name, file):
+        yield Branch(".", CONTAINED, module_variables(own))
 
 
-def _generator(generator: object, _reader: Reader) -> Iterator[Branch]:
-    frame: types.FrameType | None = _read_attribute(generator, "frame")
-    if frame is None:
-        return
-    named = variables_of(frame)
-    yield Branch("in", CONTAINED, [(("locals", name), value) for name, value in named])
-    skipped = {id(value) for _, value in named} | {id(frame), id(frame.f_globals), id(frame.f_builtins)}
-    stacked = [each for each in gc.get_referents(generator) if id(each) not in skipped]
-    yield Branch(
-        "in", CONTAINED, [(("locals", None), each) for each in stacked if type(each) is not types.FunctionType]
-    )
+def module_variables(own: dict[str, object]) -> list[tuple[str, object]]:
+    """Return the variables of a module without what imported it: a loader may lead everywhere."""
+    return [(name, value) for name, value in list(own.items()) if name not in _IMPORT]
 
 
-def _exception(value: Any, reader: Reader) -> Iterator[Branch]:
-    yield from _traceback(_traceback_of(value), reader)
-    own = [(name, read(value)) for name, read in _ERROR_FIELDS]
-    yield Branch(".", CONTAINED, own)
-    yield Branch(".", CONTAINED, attributes(value, reader.fields))
-
-
-def _traceback(value: types.TracebackType | None, _reader: Reader) -> Iterator[Branch]:
-    for step in frames.traceback_steps(value):
-        yield from _frame(step.tb_frame, _reader)
-
-
-def _frame(frame: types.FrameType, _reader: Reader) -> Iterator[Branch]:
-    label = call_label(frame.f_code)
-    yield Branch("in", CONTAINED, [((label, name), value) for name, value in variables_of(frame)])
+_variables_of: Any = vars(types.ModuleType)["__dict__"].__get__
 
 
 def _may_hold(values: Iterable[object]) -> bool:
     return not _ATOMS.issuperset(map(type, values))
 
 
-_traceback_of = BaseException.__dict__["__traceback__"].__get__
-_ERROR_FIELDS: list[tuple[str, Any]] = [
-    (name, BaseException.__dict__[name].__get__) for name in ("args", "__cause__", "__context__")
-]
-_group: Any = getattr(sys.modules["builtins"], "BaseExceptionGroup", None)  # since Python 3.11
-if _group is not None:
-    _exceptions_of = _group.__dict__["exceptions"].__get__
-    _ERROR_FIELDS.append(("exceptions", lambda each: _exceptions_of(each) if isinstance(each, _group) else None))
-
-
 _CONTAINERS: dict[type, Read] = {
     dict: _dict, list: _sequence, tuple: _sequence, deque: _sequence, set: _set, frozenset: _set,
 }  # fmt: skip
-_OPAQUE: frozenset[type] = frozenset().union(map(type, (
-    iter([]), iter(()), iter({}), iter({}.values()), iter({}.items()), iter(set()), reversed([]), reversed({}),
-    {}.keys(), {}.values(), {}.items(), types.MappingProxyType({}), enumerate(()), zip(), map(len, ()),
-    filter(None, ()), reversed(()), itertools.chain(), itertools.cycle(()), itertools.islice((), 0),
-    itertools.repeat(0), itertools.starmap(len, ()), itertools.tee(())[0], itertools.product(), itertools.count(),
-    functools.lru_cache(len), staticmethod(len), property(),
-)), {classmethod})  # fmt: skip
-"""Iterators, views, descriptors, caches: what they hold has no name of its own, and only the gc shows it."""
-_EXACTLY: dict[type, Read] = {
-    types.FunctionType: _function,
-    types.MethodType: _method,
-    types.BuiltinMethodType: _method,
-    types.FrameType: _frame,
-    types.TracebackType: _traceback,
-    queue.SimpleQueue: _opaque,
-    **dict.fromkeys(SUSPENDED, _generator),
-    **dict.fromkeys(_OPAQUE, _opaque),
-}
-"""Types that are hardly ever subclassed."""

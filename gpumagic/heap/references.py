@@ -6,25 +6,27 @@ list under two variables is on a path from both. It serves `%devices --why`, not
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-from gpumagic.heap.holders import LARGE, Path, spell
-from gpumagic.heap.readers import VARIABLE, Branch, Reader, Style, reader_of
+from gpumagic.heap.branches import VARIABLE, Branch, Reader, Style
+from gpumagic.heap.holders import LARGE
+from gpumagic.heap.paths import Path, Spelling
+from gpumagic.heap.readers import own_class, reader_of, tensor_attributes
 
 MAX_STEPS = 500_000
 """References followed before it gives up: about half a second."""
 
 
-class _Reference(NamedTuple):
+class Reference(NamedTuple):
     """That one object is referred to, by a root's label if there is no parent."""
 
     parent: int | None
     style: Style
     rank: int
-    parameter: int | None
+    parameter: tuple[int, int] | None
     key: Any
 
 
@@ -33,6 +35,7 @@ class Step(NamedTuple):
 
     path: Path
     value: object
+    reference: Reference
 
 
 class References:
@@ -46,7 +49,7 @@ class References:
     def __init__(self, excluded: Iterable[object], steps: int) -> None:
         self._excluded = list(excluded)
         self._objects: dict[int, object] = {}
-        self._references: dict[int, list[_Reference]] = {}
+        self._references: dict[int, list[Reference]] = {}
         self._readers: dict[type, Reader | None] = {}
         self._limit = self._steps = steps
         self._wanted: Collection[int] = ()
@@ -72,9 +75,15 @@ class References:
             value = waiting.popleft() if waiting else heappop(large)[2]
             reader = self._reader(type(value))
             if reader is not None and id(value) not in excluded:
-                for branch in reader.read(value, reader):
+                for branch in self._branches(value, reader):
                     self._wait(self._met(branch, id(value)), waiting, large)
         self.gave_up |= self._steps <= 0
+
+    def _branches(self, value: object, reader: Reader) -> Iterator[Branch]:
+        yield from reader.read(value, reader)
+        yield from own_class(value, reader)
+        if reader.is_tensor and reader.fields is None:
+            yield from tensor_attributes(value)
 
     def _wait(self, met: Iterable[object], waiting: deque[object], large: list[tuple[int, int, object]]) -> None:
         for value in met:
@@ -88,12 +97,13 @@ class References:
     def name_of(self, target: int) -> str | None:
         """Return the best name of the object with an `id`."""
         paths = [steps[-1].path for steps in self.paths([target])]
-        best = min(paths, key=lambda path: (path.rank, path.depth), default=None)
-        return None if best is None else spell(best, lambda _: None)
+        spelling = Spelling(lambda _: None)
+        found = (spelling.code(path) for path in sorted(paths, key=lambda path: (path.rank, path.depth)))
+        return next((name for name in found if name is not None), None)
 
     def paths(self, targets: Iterable[int]) -> Iterator[list[Step]]:
         """Yield the shortest path to any object with these `id`s from each root that leads there, shortest first."""
-        after: dict[int, tuple[int, _Reference] | None] = dict.fromkeys(targets)
+        after: dict[int, tuple[int, Reference] | None] = dict.fromkeys(targets)
         waiting, roots = deque(after), set()
         while waiting:
             child = waiting.popleft()
@@ -106,6 +116,33 @@ class References:
                     after[reference.parent] = (child, reference)
                     waiting.append(reference.parent)
 
+    def left_by(self, is_cut: Callable[[Reference], bool]) -> tuple[set[int], bool]:
+        """Return the `id`s of what the roots do not reach once some references are gone, and whether a cycle keeps it.
+
+        Without a cycle it is freed at once, else by the next collection.
+        """
+        children: dict[int | None, list[int]] = {}
+        for child, references in self._references.items():
+            for parent in {each.parent for each in references if not is_cut(each)}:
+                children.setdefault(parent, []).append(child)
+        reached, waiting = set(children.get(None, ())), list(children.get(None, ()))
+        while waiting:
+            for child in children.get(waiting.pop(), ()):
+                if child not in reached:
+                    reached.add(child)
+                    waiting.append(child)
+        left = self._objects.keys() - reached
+        parents = Counter(child for parent in left for child in children.get(parent, ()))
+        free = [each for each in left if not parents[each] and not issubclass(type(self._objects[each]), type)]
+        freed = 0  # a class refers to itself, and is freed by a collection
+        while free:
+            freed += 1
+            for child in children.get(free.pop(), ()):
+                parents[child] -= 1
+                if not parents[child] and not issubclass(type(self._objects[child]), type):
+                    free.append(child)
+        return left, freed < len(left)
+
     def release(self) -> None:
         """Release every object."""
         self._excluded.clear()
@@ -115,7 +152,7 @@ class References:
 
     def _met(self, branch: Branch, parent: int | None) -> Iterator[object]:
         """Record what one object refers to, and yield what is met for the first time."""
-        parameter = None if branch.parameter is None else id(branch.parameter)
+        parameter = branch.parameter
         for key, child in branch.children:
             reader = self._reader(type(child))
             self._steps -= 1
@@ -123,7 +160,7 @@ class References:
                 return
             if reader is None and id(child) not in self._wanted:
                 continue
-            reference = _Reference(parent, branch.style, branch.rank, parameter, key)
+            reference = Reference(parent, branch.style, branch.rank, parameter, key)
             self._references.setdefault(id(child), []).append(reference)
             if id(child) not in self._objects:
                 self._objects[id(child)] = child
@@ -137,17 +174,17 @@ class References:
         return self._readers[kind]
 
     def _path(
-        self, child: int | None, reference: _Reference, after: dict[int, tuple[int, _Reference] | None]
+        self, child: int | None, reference: Reference, after: dict[int, tuple[int, Reference] | None]
     ) -> list[Step]:
         steps: list[Step] = []
         path: Path | None = None
         while child is not None:
             if reference.parameter is not None:
                 path = Path(path, "state", reference.parameter, reference.rank, len(steps))
-                steps.append(Step(path, {}))  # the optimizer's state of one parameter is a dict
+                steps.append(Step(path, {}, reference))  # the optimizer's state of one parameter is a dict
             rank = reference.rank if path is None else max(reference.rank, path.rank)
             path = Path(path, reference.style, reference.key, rank, len(steps), type(self._objects[child]))
-            steps.append(Step(path, self._objects[child]))
+            steps.append(Step(path, self._objects[child], reference))
             following = after[child]
             child, reference = (None, reference) if following is None else following
         return steps

@@ -115,6 +115,8 @@ class Storage:
     from_graph: bool = False
     """Whether a tensor over it is the result of an operation that autograd recorded."""
     is_parameter: bool = False
+    handles: tuple[int, ...] = ()
+    """The `id`s of Python's own objects for the storage, where a path leads to them."""
 
     def is_special(self) -> bool:
         """Return whether its own tensors show what it is for."""
@@ -131,6 +133,7 @@ class StorageTable:
         self._torch: Any = torch._C
         self._base = base
         self._parameter = torch.nn.Parameter
+        self._storage_type = torch.UntypedStorage
         self._address = torch._C._data_address
         self._plain = (torch.Tensor, torch.nn.Parameter)
         self._size, self._dtype, self._device_of = base.shape.__get__, base.dtype.__get__, base.device.__get__
@@ -187,10 +190,23 @@ class StorageTable:
         storage.from_graph |= from_graph
         return storage
 
-    def find(self, tensor: torch.Tensor) -> tuple[Storage, list[Storage]]:
-        """Return the entry of a tensor's storage, and for a sparse tensor those of all its parts."""
+    def add_storage(self, storage: torch.UntypedStorage) -> None:
+        """Add an object of Python's for a storage, which may have no tensor."""
+        entry, _ = self.find(storage)
+        entry.handles += (id(storage),)
+
+    def add_bare(self, found: Iterable[torch.UntypedStorage]) -> None:
+        """Add the storages among some objects of Python's that no tensor has: each looks like one of bytes."""
+        for storage in found:
+            entry = self.storages.get(storage._cdata) or self.find(storage)[0]
+            if not entry.views:
+                nbytes = entry.nbytes or 0
+                entry.views.append((id(storage), View((nbytes,), "uint8", nbytes, 0, nbytes, nbytes)))
+
+    def find(self, tensor: torch.Tensor | torch.UntypedStorage) -> tuple[Storage, list[Storage]]:
+        """Return the entry of a tensor's storage, or of a storage; for a sparse tensor those of all its parts too."""
         try:
-            storage = self._base.untyped_storage(tensor)
+            storage = tensor if type(tensor) is self._storage_type else self._base.untyped_storage(tensor)
             key = storage._cdata
         except Exception:  # sparse, opaque, batched, functional: whatever refuses to show a storage
             return self._without_storage(tensor)
@@ -215,12 +231,13 @@ class StorageTable:
         device = self._device(tensor)
         try:
             nbytes = storage.nbytes()
-            address = self._torch._data_address(tensor)
+            is_bare = type(tensor) is self._storage_type
+            address = storage.data_ptr() if is_bare else self._torch._data_address(tensor)
         except Exception as error:
             return Storage(device, None, note=f"its size cannot be read ({type(error).__name__})")
         if address == 0 and nbytes > 0:
             return Storage(device, 0, note=_why_weightless(tensor, device))
-        emptied = nbytes == 0 and prod(self._shape(tensor)) > 0
+        emptied = not is_bare and nbytes == 0 and prod(self._shape(tensor)) > 0
         return Storage(device, nbytes, address, note="its storage was emptied" if emptied else None)
 
     def _view(self, storage: Storage, tensor: torch.Tensor) -> View:
@@ -270,7 +287,7 @@ class StorageTable:
 
     def _device(self, tensor: torch.Tensor) -> str:
         try:
-            device = self._device_of(tensor)
+            device = tensor.device if type(tensor) is self._storage_type else self._device_of(tensor)
         except Exception:
             return "?"
         return self._devices.get(device) or self._devices.setdefault(device, str(device))
@@ -293,12 +310,30 @@ def _why_weightless(tensor: torch.Tensor, device: str) -> str:
     return "a wrapper: its parts have rows of their own"
 
 
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements; of a sparse one, which has no ``nbytes``, those of its parts."""
+    try:
+        nbytes: int = tensor.nbytes
+    except RuntimeError:
+        storage, parts = StorageTable().find(tensor)
+        return sum(each.nbytes or 0 for each in parts or [storage])
+    return nbytes
+
+
+def plain(tensor: torch.Tensor, attribute: str) -> Any:
+    """Return an attribute of a tensor as torch has it, whatever its class has made of it; call it `undisturbed`."""
+    import torch
+
+    return getattr(torch._C.TensorBase, attribute).__get__(tensor)
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Disable `__torch_function__`, of subclasses and modes, and autograd for what is read inside."""
     import torch
 
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    # Not `no_grad`, which restores in Python code that Ctrl-C can tear: gradients would stay off.
+    with torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
         yield
 
 
@@ -312,10 +347,12 @@ def gc_disabled() -> Iterator[None]:
     One thread at a time: another's lists of all objects would be searched as holders of each.
     """
     with _SEARCHES:
-        collects = gc.isenabled()
-        gc.disable()
+        restore = gc.enable if gc.isenabled() else gc.disable
         try:
-            yield
+            try:
+                gc.disable()
+                yield
+            finally:
+                restore()
         finally:
-            if collects:
-                gc.enable()
+            restore()  # once more: Ctrl-C may have come in place of the first

@@ -8,18 +8,17 @@ initialised backends are read.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 BACKENDS = ("cuda", "xpu", "mps")
 """In-tree accelerators, in torch's order; an out-of-tree one (PrivateUse1) comes before them, as in torch."""
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorStats:
+class AllocatorStats(NamedTuple):
     """One device's allocator at one moment, in bytes."""
 
     allocated: int
@@ -28,6 +27,13 @@ class AllocatorStats:
     """Highest ``allocated`` since the user last reset the counter, which we never do; None where none is kept (MPS)."""
     allocations: int = 0
     """How many there have ever been; 0 where that is not counted."""
+    total: int = 0
+    """Their bytes, those that have been freed since included; 0 where that is not counted."""
+
+    @property
+    def freed(self) -> int:
+        """Bytes that have been freed."""
+        return max(0, self.total - self.allocated)
 
 
 def accelerators() -> list[str]:
@@ -62,6 +68,20 @@ def device_stats(device: str) -> AllocatorStats | None:
     return None if module is None else _read_stats(backend, module, int(index or 0))
 
 
+def reader(device: str) -> Callable[[], AllocatorStats | None]:
+    """Return a function that reads a device's statistics again and again; all zero while nobody has used it.
+
+    It does not look up the backend each time, which takes longer than to read.
+    """
+    backend, _, index = device.partition(":")
+    module = device_module(backend)
+    if module is None or not (backend == "mps" or hasattr(module, "memory_stats")):
+        return lambda: None
+    number, is_in_use = int(index or 0), getattr(module, "is_initialized", lambda: True)
+    read = functools.partial(_read_stats, backend, module, number)
+    return lambda: read() if is_in_use() else AllocatorStats(0, 0, 0)
+
+
 def _stats_module(backend: str) -> ModuleType | None:
     """Return the module of a backend that is in use and whose allocator counts; XPU's does not in torch 2.4."""
     module = device_module(backend)
@@ -80,6 +100,7 @@ def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
         reserved=stats["reserved_bytes"]["all"]["current"],
         peak=allocated["peak"],
         allocations=stats["allocation"]["all"]["allocated"],
+        total=allocated["allocated"],
     )
 
 

@@ -10,10 +10,11 @@ costs a busy cell 0.2 to 0.4 ms of processor time, the switch of threads include
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import get_ident
 from types import CodeType
@@ -79,13 +80,24 @@ class _Sampler(threading.Thread):
 
 _sampled: list[SampledTimeline] = []
 _thread: _Sampler | None = None
-_lock = threading.RLock()  # Ctrl-C can come where a `with` ends, before it lets go: the same thread gets it again
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def exclusive(lock: threading.RLock) -> Iterator[None]:
+    """Hold a lock, or go on without it after a second: Ctrl-C where a `with` ends may keep it from its release."""
+    is_held = lock.acquire(timeout=1)
+    try:
+        yield
+    finally:
+        if is_held:
+            lock.release()
 
 
 def start_sampling(asked: SampledTimeline) -> None:
     """Sample the allocators for a timeline until `stop_sampling`."""
     global _thread  # noqa: PLW0603  one serves all
-    with _lock:
+    with exclusive(_lock):
         _sampled.append(asked)
         if _thread is None or not _thread.is_running():  # in a process that was forked it is not
             _thread = _Sampler()
@@ -95,7 +107,7 @@ def start_sampling(asked: SampledTimeline) -> None:
 def stop_sampling(asked: SampledTimeline) -> None:
     """Undo `start_sampling`; idempotent, so that it can be called after an interrupt anywhere."""
     global _thread  # noqa: PLW0603  as above
-    with _lock:
+    with exclusive(_lock):
         if asked in _sampled:
             _sampled.remove(asked)
         last = None if _sampled else _thread
@@ -175,9 +187,15 @@ class CellMemory:
         """Sample once, before the first line runs."""
         self.log.add(allocator.all_device_stats(), self._first_line)
 
-    def sample_after_operator(self, device: str, addresses: Iterable[int], innermost: Callable[[], int | None]) -> None:
-        """Sample a device right after an operator; ``innermost`` returns the line of the cell's innermost function."""
-        now = allocator.device_stats(device)
+    def sample_after_operator(
+        self, device: str, addresses: Iterable[int], innermost: Callable[[], int | None],
+        now: AllocatorStats | None = None,
+    ) -> None:  # fmt: skip
+        """Sample a device right after an operator; ``innermost`` returns the line of the cell's innermost function.
+
+        ``now`` is what it says, if that has been read.
+        """
+        now = now or allocator.device_stats(device)
         if now is not None:
             # Autograd works for the cell in threads of its own.
             stack = sys._getframe(1) if get_ident() == self._thread else sys._current_frames().get(self._thread)

@@ -15,6 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpumagic.errors import GpuMagicError
+from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.report.base import grouped, to_figure
 from gpumagic.source.lines import lines_between
@@ -64,6 +65,8 @@ class DeviceTimeline:
     peak is activations and what else came and went. Empty where that is not known."""
     grown: Mapping[str, int] = field(default_factory=dict)
     """The same of what came during the cell and was there at its end."""
+    capacity: int | None = None
+    """Bytes of the device; None where its driver does not tell."""
 
     @property
     def line(self) -> int | None:
@@ -333,9 +336,10 @@ def _device_timeline(
     lines = lines_between(code, first, last) if track.line is None else (track.line, track.line)
     is_one = lines is not None and lines[0] == lines[1]
     text = code.get(lines[0], "").strip() if lines is not None and is_one else ""
+    room = allocator.mem_get_info(device)
     return DeviceTimeline(
         device, track.before, track.now, track.peak, track.seen, lines, text or None,
-        tuple(_with_parts(track.fold.points(), parts, arrivals)), parts, _sums(arrivals),
+        tuple(_with_parts(track.fold.points(), parts, arrivals)), parts, _sums(arrivals), room[1] if room else None,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gpumagic.memory.timeline import DeviceTimeline, MemoryTimeline
 from gpumagic.report import document
 from gpumagic.report.document import Block, Fold, Paragraph, Sparkline, stacking_order
-from gpumagic.report.plot import figure_of, label, mark_point, new_figure, part_colour, unit_for
+from gpumagic.report.plot import figure_of, finish_memory, label, mark_point, new_figure, part_colour, unit_for
 from gpumagic.report.units import count, duration, size, sparkline
 
 if TYPE_CHECKING:
@@ -17,27 +17,20 @@ if TYPE_CHECKING:
 COLUMNS = 60
 MIN_POINTS = 4
 """Points from which on there is something to draw."""
-MAX_DEVICES = 3
-TOO_SHORT = "Too short a cell to draw its memory by the clock"
 REST = "activations and others"
 
 
-def timeline_blocks(timeline: MemoryTimeline | None, better: str = "") -> Iterator[Block]:
-    """Yield the devices with most memory, the others folded; ``better`` says how to learn the line of a peak."""
-    if timeline is None:
-        return
+def timeline_blocks(timeline: MemoryTimeline | None) -> Iterator[Block]:
+    """Yield a picture of the device with most memory; the other devices and how it was measured are folded."""
     drawn = sorted(drawable_devices(timeline), key=lambda each: -each.highest)
-    for series in drawn[:MAX_DEVICES]:
-        yield from _device_blocks(series, timeline)
-    if drawn[MAX_DEVICES:]:
-        names = ", ".join(each.device for each in drawn[MAX_DEVICES:])
-        inner = [block for series in drawn[MAX_DEVICES:] for block in _device_blocks(series, timeline)]
-        yield Fold(f"memory on {names}", inner)
-    if drawn:
-        unknown = better and any(each.line is None for each in drawn[:MAX_DEVICES])
-        yield Paragraph(f"{_method_note(timeline, drawn)}{f' {better}' if unknown else ''}", muted=True)
-    elif better and not timeline.every_operator and any(each.highest for each in timeline.courses):
-        yield Paragraph(f"{TOO_SHORT}: --trace does, after each operator.", muted=True)
+    if timeline is None or not drawn:
+        return
+    first, *others = drawn
+    yield from _device_blocks(first, timeline)
+    if others:
+        names = ", ".join(f"{each.device} (peak {size(each.highest)})" for each in others)
+        yield Fold(f"Memory on {names}", [block for each in others for block in _device_blocks(each, timeline)])
+    yield Fold(_method(timeline), [Paragraph(text) for text in _details(timeline, drawn)])
 
 
 def drawable_devices(timeline: MemoryTimeline | None) -> tuple[DeviceTimeline, ...]:
@@ -90,44 +83,54 @@ def heights(series: DeviceTimeline, timeline: MemoryTimeline, columns: int = COL
 
 
 def _device_blocks(series: DeviceTimeline, timeline: MemoryTimeline) -> Iterator[Block]:
-    most = "at its peak" if series.peak is not None else "seen at most"
-    said = (
-        f"Memory on {series.device} over {duration(timeline.seconds)}: {size(series.before)} before, "
-        f"{size(series.highest)} {most}, {size(series.after)} after"
-    )
-    yield Paragraph(f"{said}.")
     shown = heights(series, timeline)
-    if series.parts:
-        text = f"Of it, there all the time: {_listed(series.parts)}"
-        yield Paragraph(f"{text}; the rest is activations and what else came and went.")
-    if series.grown:
-        yield Paragraph(f"New, and there at the end: {_listed(series.grown)}.")
+    said = f"Memory on {series.device}: {size(series.before)} before, {size(series.after)} after"
+    yield Paragraph(said, muted=True)
     shares = [each / series.highest for each in shown]
-    yield Sparkline(shares, shown.index(max(shown)), _peak_note(series), said, bands(series, timeline))
-
-
-def _listed(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{part} {size(nbytes)}" for part, nbytes in found.items())
+    note = _peak_note(series)
+    yield Sparkline(shares, shown.index(max(shown)), note, f"{said}, {note}", bands(series, timeline))
 
 
 def _peak_note(series: DeviceTimeline) -> str:
     """Return the note at the highest column, with its line as far as that is certain."""
-    most = f"{'peak' if series.peak is not None else 'most seen'} {size(series.highest)}"
-    if series.line is not None:
-        return f"{most}, line {series.line}" + (f": {series.code}" if series.code else "")
-    if series.lines is not None:
-        return f"{most}, between lines {series.lines[0]} and {series.lines[1]}"
-    return most
+    return f"{_kind_of_highest(series)} {size(series.highest)}{_place(series)}"
 
 
-def _method_note(timeline: MemoryTimeline, drawn: list[DeviceTimeline]) -> str:
+def _kind_of_highest(series: DeviceTimeline) -> str:
+    return "peak" if series.peak is not None else "highest sample"
+
+
+def _place(series: DeviceTimeline) -> str:
+    if series.lines is None:
+        return ""
+    return f", line {series.line}" if series.line is not None else ", lines {}-{}".format(*series.lines)
+
+
+def _method(timeline: MemoryTimeline) -> str:
     if timeline.every_operator:
-        return "Allocated bytes after every operator."
+        return "Memory was read after every operator"
     apart = timeline.seconds / max(1, timeline.looks - 1)
-    said = f"Allocated bytes, looked at {count(timeline.looks, 'time')}, some {duration(apart)} apart"
+    return f"Memory was sampled {count(timeline.looks, 'time')}, about every {duration(apart)}"
+
+
+def _details(timeline: MemoryTimeline, drawn: Sequence[DeviceTimeline]) -> Iterator[str]:
+    for series in drawn:
+        code = f": {series.code}" if series.code else ""
+        yield f"{series.device}: {_peak_note(series)}{code}."
+        if series.parts:
+            yield f"Peak: {_listed(series.parts)}, the rest activations and temporaries."
+        if series.grown:
+            yield f"Still allocated at the end: {_listed(series.grown)}."
+    if timeline.every_operator:
+        return
     if any(each.peak is None for each in drawn):
-        return f"{said}: a peak in between shows only where it is higher than any before the cell."
-    return f"{said}; peaks in between are the allocator's own figure."
+        yield "A peak between two samples is seen only where it is higher than any before the cell."
+    else:
+        yield "Peaks between two samples are from the allocator's counter. --trace reads it after every operator."
+
+
+def _listed(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{part} {size(nbytes)}" for part, nbytes in found.items())
 
 
 @figure_of.register(MemoryTimeline)
@@ -139,14 +142,16 @@ def plot_timeline(timeline: MemoryTimeline) -> Figure:
     """
     figure = new_figure(3.5)
     axes = figure.subplots()
-    unit, name = unit_for(max(series.highest for series in timeline.courses))
-    if len(timeline.courses) == 1:
-        _lay_out_parts(axes, timeline.courses[0], timeline, unit)
-    for series in timeline.courses:
-        _draw(axes, series, timeline, unit)
+    most = max(series.highest for series in timeline.courses)
+    unit = unit_for(most)
     over = "Operators of the cell" if timeline.every_operator else "Seconds"
-    axes.set(ylabel=f"Allocated, {name}", xlabel=over, ylim=(0, None), xlim=(0, None))
-    axes.legend(loc="upper left", fontsize="small")
+    axes.set(xlabel=over, xlim=(0, timeline.looks if timeline.every_operator else timeline.seconds or None))
+    if len(timeline.courses) == 1:
+        _lay_out_parts(axes, timeline.courses[0], timeline, unit[0])
+    for series in timeline.courses:
+        _draw(axes, series, timeline, unit[0])
+    capacities = {series.capacity for series in timeline.courses}
+    finish_memory(axes, unit, most, capacities.pop() if len(capacities) == 1 else None)
     return figure
 
 
@@ -159,12 +164,7 @@ def _draw(axes: Any, series: DeviceTimeline, timeline: MemoryTimeline, unit: int
     axes.vlines(moments, lasts, highs, color=line.get_color(), alpha=0.5)
     if moments:
         top = highs.index(max(highs))
-        where = f"line {series.line}" if series.line is not None else ""
-        if not where and series.lines is not None:
-            where = "lines {}-{}".format(*series.lines)
-        mark_point(
-            axes, moments[top], highs[top], f"{'peak' if series.peak is not None else 'most seen'} {where}".strip()
-        )
+        mark_point(axes, moments[top], highs[top], f"{_kind_of_highest(series)}{_place(series)}")
 
 
 def _moments(series: DeviceTimeline, timeline: MemoryTimeline) -> list[float]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -21,14 +22,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from IPython.core.inputtransformer2 import cell_magic, classic_prompt, ipython_prompt, leading_indent
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from gpumagic.errors import GpuMagicError
+from gpumagic.notebook import session as sessions
 from gpumagic.notebook.cell_body import CellBody
 from gpumagic.notebook.guards import BodyOutcome, BodyRuns, Guard, Outcome, run_guarded
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
+    from types import FrameType
+
+    from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult
 
 
 def running_cell(shell: InteractiveShell) -> ExecutionInfo | None:
@@ -47,20 +52,22 @@ class _Session:
     info: ExecutionInfo
     thread: int
     depth: int  # how many cells that show something were running in the thread, each inside the one before
+    opens: bool = True
+    """Whether the guard has been asked to open: an interrupt may come before."""
     closed: bool = False
     restored: bool = False
 
     def close(self, error: BaseException | None) -> None:
-        if not self.closed:
+        if self.opens and not self.closed:
             self.closed = True
             self.guard.close(error)
             self.restored = True
 
     def repair(self) -> None:
         """Restore what an interrupt has kept `close` from restoring."""
-        if not self.restored:
+        if self.opens and not self.restored:
             self.guard.restore()
-            self.closed = self.restored = True
+        self.closed = self.restored = True
 
 
 @dataclass
@@ -107,9 +114,9 @@ class CellSessions:
             self._cell_starts(current)
 
     def uninstall(self) -> None:
-        """Undo `install`; what is open in this thread is closed, without a report."""
+        """Undo `install`, as far as it went; what is open in this thread is closed, without a report."""
         for event, callback in self._events:
-            self._shell.events.unregister(event, callback)
+            sessions.unregister(self._shell, event, callback)
         mine = self._mine()
         self._sessions.clear()
         self._close(mine, None)
@@ -131,12 +138,13 @@ class CellSessions:
                 f"%{guard.name} acts on the rest of a cell, and here is none; "
                 f"in a script write `with gpumagic.{guard.name}(...):`"
             )
-        session = self._add(guard, info)
+        session = self._add(guard, info, opens=False)
         try:
+            session.opens = True
             guard.open()
-        except BaseException:
+        except BaseException:  # Ctrl-C, also right after `open`, which otherwise has restored what it had changed
             self._forget([session])
-            session.restored = True  # by `open`
+            session.repair()
             raise
 
     def drop(self, guard: Guard) -> None:
@@ -186,11 +194,11 @@ class CellSessions:
         else:
             self._add(_FinishedGuard(name, report), info)
 
-    def _add(self, guard: Guard, info: ExecutionInfo) -> _Session:
+    def _add(self, guard: Guard, info: ExecutionInfo, *, opens: bool = True) -> _Session:
         """Add a guard to a cell."""
         self._replace(guard.name, info)
         thread = threading.get_ident()
-        session = _Session(guard, info, thread, depth=len(self._cells.get(thread, ())))
+        session = _Session(guard, info, thread, depth=len(self._cells.get(thread, ())), opens=opens)
         self._sessions.append(session)
         self._begun.append(session)
         return session
@@ -225,9 +233,20 @@ class CellSessions:
 
     def _cell_starts(self, info: ExecutionInfo) -> None:
         cells = self._cells.setdefault(threading.get_ident(), [])
+        if info.store_history and not self._is_inside_a_cell():
+            self._ended += cells  # ipykernel was interrupted between the end of a cell and its events
         cells[:] = [each for each in cells if not _is_among(each, self._ended)]
         self._repair()
         cells.append(info)
+
+    def _is_inside_a_cell(self) -> bool:
+        """Return whether the cell that starts may have been run by the code of another one."""
+        run, count = InteractiveShell.run_cell_async.__code__, 0
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and count < 2:
+            count += frame.f_code is run and frame.f_locals.get("self") is self._shell
+            frame = frame.f_back
+        return count != 1  # none: somebody has replaced that function
 
     def _repair(self) -> None:
         """Restore what interrupts have kept the guards of ended cells of this thread from restoring."""
@@ -279,6 +298,9 @@ def _finish(session: _Session, outcome: Outcome) -> None:
     report = None if session.info.silent else session.guard.finish(outcome)
     if report is not None:
         display(report)
+    show_error = getattr(session.guard, "show_error", None)
+    if show_error is not None:
+        show_error()
 
 
 def _is_among(wanted: object, them: Collection[object]) -> bool:

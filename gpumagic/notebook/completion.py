@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from argparse import Action
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpumagic import _compat, options
@@ -20,20 +21,28 @@ _LINE = re.compile(rf"(?:\s*[^%#'\"]*=\s*|\s*)%%?({'|'.join(options.MAGICS)})\s"
 Names = Callable[[], Collection[str]]
 
 
-def install(shell: InteractiveShell, devices: Names) -> Callable[[], None]:
-    """Complete the lines of our magics in a shell, with names of devices; return what undoes it."""
-    return _compat.add_completer(
-        shell, _LINE, lambda line: complete(line, shell.user_ns, lambda: _tensors(shell), devices)
-    )
+def install(shell: InteractiveShell, devices: Names, undo: list[Callable[[], object]]) -> None:
+    """Complete the lines of our magics in a shell, with names of devices; what undoes it is added to ``undo``."""
+
+    def complete_line(line: str, below: str) -> tuple[str, list[str]]:
+        return complete(line, Offers(devices, lambda: _tensors(shell), lambda: numbers(shell.user_ns, below)))
+
+    _compat.add_completer(shell, _LINE, complete_line, undo)
 
 
-def complete(
-    line: str, namespace: dict[str, object], tensors: Names = tuple, devices: Names = tuple
-) -> tuple[str, list[str]]:
-    """Return the last fragment of a magic's line up to the cursor, and its completions.
+@dataclass(frozen=True)
+class Offers:
+    """What there is to choose from, asked for when it is wanted."""
 
-    Variables are those of the namespace; the callables return the names offered for tensors and for devices.
-    """
+    devices: Names = tuple
+    tensors: Names = tuple
+    """Names of tensors: ``model.fc.weight``."""
+    numbers: Names = tuple
+    """Names of ints, in the cell and among the variables."""
+
+
+def complete(line: str, offers: Offers) -> tuple[str, list[str]]:
+    """Return the last fragment of a magic's line up to the cursor, and its completions."""
     match = _LINE.match(line)
     assert match is not None
     parser = options.parser(match[1])
@@ -42,31 +51,33 @@ def complete(
     actions = {string: action for action in parser._actions for string in action.option_strings}
     option, equals, value = fragment.partition("=")
     if equals and option in actions:
-        return value, _starting(value, _values(actions[option], namespace, tensors, devices))
+        return value, _starting(value, _values(actions[option], offers))
     if before and before[-1] in actions and actions[before[-1]].nargs != 0:
-        names = _values(actions[before[-1]], namespace, tensors, devices)
+        names = _values(actions[before[-1]], offers)
         fragment = fragment.rpartition(",")[2]
     elif fragment.startswith("-"):
         names = [name for name in parser.option_strings() if name not in before]
     else:
         positional = [action for action in parser._actions if not action.option_strings]
         asked = [action for action in positional if not _is_of_no_cell(action, line)]
-        names = [name for action in asked for name in _values(action, namespace, tensors, devices)]
+        names = [name for action in asked for name in _values(action, offers)]
     return fragment, _starting(fragment, names)
 
 
-def _values(action: Action, namespace: dict[str, object], tensors: Names, devices: Names) -> Collection[str]:
-    """Return what an option may be followed by, which its declaration says in its metavar."""
+def _values(action: Action, offers: Offers) -> Collection[str]:
+    """Return what an option may be followed by."""
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
-    offered: dict[object, Names] = {
-        "DEVICE": devices,
-        "GPU": _gpus,
-        "INT": lambda: sorted(name for name, value in namespace.items() if type(value) is int and name[0] != "_"),
-        "NAME": lambda: tensors() if action.dest == "why" else _variables(namespace) if action.dest != "out" else (),
-        "NAMES": lambda: _variables(namespace),
+    if action.metavar == "DEVICE":
+        return offers.devices()
+    offered: dict[str, Names] = {
+        "gpu": _gpus,
+        "fit": offers.numbers,
+        "shrink": offers.numbers,
+        "why": offers.tensors,
+        "move": lambda: _variables_of(offers.tensors()),
     }
-    return offered[action.metavar]() if action.metavar in offered else ()
+    return offered[action.dest]() if action.dest in offered else ()
 
 
 def _gpus() -> Collection[str]:
@@ -75,8 +86,18 @@ def _gpus() -> Collection[str]:
     return [name.replace(" ", "-") for name in GPUS]
 
 
-def _variables(namespace: dict[str, object]) -> Collection[str]:
-    return sorted(name for name in namespace if not name.startswith("_"))
+def numbers(namespace: Mapping[str, object], cell: str) -> Collection[str]:
+    """Return the names of the ints among some variables and in the text of a cell."""
+    from gpumagic.source import settings
+
+    variables = {name for name, value in namespace.items() if type(value) is int and not name.startswith("_")}
+    return sorted(variables | settings.names_in_text(cell))
+
+
+def _variables_of(tensors: Collection[str]) -> Collection[str]:
+    """Return the variables with which the names of tensors begin."""
+    found = (re.match(r"[^\W\d_]\w*", name) for name in tensors)
+    return sorted({each[0] for each in found if each is not None})
 
 
 def _tensors(shell: InteractiveShell) -> Collection[str]:

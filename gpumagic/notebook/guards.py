@@ -40,13 +40,18 @@ class Guard(Protocol):
         """
 
     def restore(self) -> None:
-        """Restore what the session must not keep. `close` does it; an interrupt of that has it done again."""
+        """Restore what the session must not keep.
+
+        `close` does it; an interrupt of that, or of `open`, has it done again, whatever had been opened by then.
+        """
 
     def finish(self, result: Outcome) -> object | None:
         """Return the report to show, or None.
 
         The value or the traceback is on the screen by then, except in `CellSessions.ready_body`, which asks before
         it returns or raises. Of a silent cell, such as those of `%run notebook.ipynb`, nothing is shown.
+
+        A guard that has held back an error until its report is shown also has a `show_error`, which is called then.
         """
 
 
@@ -168,12 +173,16 @@ def run_guarded(runs: BodyRuns, execute: Callable[[str], object], source: str) -
 def _attempt(guard: Guard, execute: Callable[[str], object], source: str) -> BodyOutcome:
     __tracebackhide__ = True
     outcome = BodyOutcome()
-    guard.open()
     try:
-        outcome.result = execute(source)
-    except BaseException as error:
-        outcome.error_in_exec = error
-    guard.close(outcome.error_in_exec)
+        guard.open()
+        try:
+            outcome.result = execute(source)
+        except BaseException as error:
+            outcome.error_in_exec = error
+        guard.close(outcome.error_in_exec)
+    except BaseException:  # Ctrl-C, also right after one of the two
+        guard.restore()
+        raise
     try:
         return outcome
     finally:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,3 +22,16 @@ def user_variables(running: InteractiveShell | None) -> Mapping[str, object]:
     """Return the user's variables: the shell's, or without one those of the main module."""
     names: Mapping[str, object] = vars(sys.modules["__main__"]) if running is None else running.user_ns
     return names
+
+
+def names_of_users(namespace: Mapping[str, object]) -> list[str]:
+    """Return the names of the user's own variables: not `In`, `Out`, `exit` and what else IPython puts beside them."""
+    running = shell()
+    hidden = {} if running is None else running.user_ns_hidden
+    return [name for name in namespace if not name.startswith("_") and name not in hidden]
+
+
+def unregister(running: InteractiveShell, event: str, callback: Callable[..., object]) -> None:
+    """Stop calling something at an event of a shell, if it is called: Ctrl-C may have come before it was registered."""
+    with contextlib.suppress(ValueError):
+        running.events.unregister(event, callback)

@@ -8,7 +8,10 @@ Start with `guard.py`: `OomGuard` has the order of things after a failure.
     failing_code.py  the line, the operation and the tensors that failed
     ownership.py     which names, models and optimizers own the memory of a device
     evidence.py      what is read after the release, and the report made of it
-    rules/           facts -> verdict and advice
+    rules/           facts -> verdict and suggestions
+    advice.py        the suggestions tried, combined and ranked; `trials.py` has the dry runs
+    followed.py      what came of a change since the cell ran out of memory before
+    actions.py       lines to run at once
     rerun.py         running again: `rerun_plan.py` decides with what, `rollback.py` restores the notebook before it
-    report.py        the records; `view.py` shows them
+    report.py        the records; `view.py` shows them, `traceback.py` the user's part of the traceback after them
 """

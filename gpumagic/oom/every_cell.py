@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gpumagic.notebook import session
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
@@ -36,8 +38,8 @@ class EveryCell:
 
     def uninstall(self) -> None:
         """Undo `install`; a cell that runs now ends unguarded."""
-        self._shell.events.unregister("pre_run_cell", self._starts)
-        self._shell.events.unregister("post_execute", self._ended)
+        session.unregister(self._shell, "pre_run_cell", self._starts)
+        session.unregister(self._shell, "post_execute", self._ended)
         for guard in list(self._guards):
             self._sessions.drop(guard)
 
@@ -70,17 +72,17 @@ def switch(shell: InteractiveShell, state: str, sessions: CellSessions, make: Ca
         return f"Cells are no longer guarded. {_counts(every)}" if every is not None else "Cells are not guarded."
     if every is not None:
         return f"Every cell is guarded already. {_counts(every)} %oomguard off ends it."
-    every = EveryCell(shell, sessions, make)
+    every = shell.meta[_KEY] = EveryCell(shell, sessions, make)  # first: `off` undoes what an interrupt leaves of it
     every.install()
-    shell.meta[_KEY] = every
-    return "Every cell from the next on is guarded against running out of memory. %oomguard off ends it."
+    return "From the next cell on, every cell is guarded against running out of memory. %oomguard off ends it."
 
 
 def off(shell: InteractiveShell) -> None:
     """Guard no more cells."""
-    every = shell.meta.pop(_KEY, None)
+    every = shell.meta.get(_KEY)
     if every is not None:
         every.uninstall()
+        shell.meta.pop(_KEY, None)
 
 
 def _counts(every: EveryCell) -> str:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.memory import allocator, workspaces
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.oom import ownership
+from gpumagic.oom import advice, followed, ownership, trainers
 from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.recognition import OomEvent
-from gpumagic.oom.report import OomReport
-from gpumagic.oom.rules import batch, proposal, verdict
-from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, KeptGraph, Loader, Ownership, Work
+from gpumagic.oom.report import Advice, Need, OomReport
+from gpumagic.oom.rules import limits, training, verdict
+from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, KeptGraph, Loader, Ownership
+from gpumagic.oom.trials import Trials
 from gpumagic.report import base
 from gpumagic.report.units import size
 from gpumagic.source import cell_code
@@ -29,14 +29,9 @@ from gpumagic.tensors import scan
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from gpumagic.dryrun.cells import OtherValues
-
 
 MIN_REPORTED = 1024**2
 """Bytes below which a difference is not reported."""
-
-DRY_RUN_SECONDS = 10.0
-"""How long the dry runs for an advice may take."""
 
 FUSED_ATTENTION = ("cuda", "xpu", "mps")
 """Backends whose `scaled_dot_product_attention` has kernels that never make the matrix of all scores."""
@@ -46,11 +41,23 @@ NOT_IN_USE = AllocatorStats(0, 0, 0)
 
 
 def conclude(
-    failure: Failure, state: GuardState, *, pinned: int | None = None, retries: int = 0, recovered: bool = False
+    failure: Failure,
+    state: GuardState,
+    *,
+    pinned: int | None = None,
+    retries: int = 0,
+    recovered: bool = False,
+    seconds: float = 0.0,
 ) -> OomReport:
     """Return the report, from the failure and from what is alive now.
 
-    `pinned` are the bytes that frames kept for a debugger hold, at least.
+    Args:
+        failure: what was read before the release.
+        state: of the session when the block began.
+        pinned: bytes that frames kept for a debugger hold, at least.
+        retries: how often the cell was run again.
+        recovered: whether it passed in the end.
+        seconds: how long dry runs of the advice may take.
     """
     notes = list(failure.notes)
     facts = _bare_facts(failure)
@@ -58,7 +65,9 @@ def conclude(
         facts = _facts(failure, state)
     except Exception as fault:  # a partial report is better than the loss of it
         notes.append(f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}")
-    facts = _dry_run(facts, state)
+    tried = _trials(facts, state, 0.0 if recovered else seconds)
+    facts = replace(facts, need=_need(facts, tried))
+    advised = () if recovered else advice.advise(facts, tried)
     before, at_failure, after = facts.before, facts.at_failure, facts.after
     return OomReport(
         kind=facts.kind,
@@ -75,41 +84,49 @@ def conclude(
         code=facts.scene.code,
         verdict=verdict.sentence(facts),
         cause=verdict.cause(facts),
+        need=facts.need,
+        since="" if recovered else _since(facts, state, advised),
+        untried=tried.reason if facts.need is None else "",
         holders=facts.holders,
-        advice=verdict.advise(facts),
+        advice=advised,
         capacity=facts.capacity,
         retries=retries,
         recovered=recovered,
         message=failure.event.message,
-        notes=(*notes, *verdict.sentences(facts), *_notes(facts, failure, pinned)),
+        notes=(*notes, *verdict.sentences(facts), *_notes(failure, pinned), *_untried(facts, tried)),
         origin=base.current_origin(),
     )
 
 
-def _dry_run(facts: Facts, state: GuardState) -> Facts:
-    """Return the facts with the largest batch that fits, where dry runs find it in little time."""
-    found = batch.at_work(facts)
-    source, shell = facts.scene.source, state.shell
-    if found is None or found.loader or found.cell or source is None or shell is None:
-        return facts
-    from gpumagic.dryrun import cells
-    from gpumagic.source import settings
-
-    with contextlib.suppress(Exception):  # our own failure must not cost the user the report
-        names = dict(state.namespace)
-        setting = settings.find_in_cell(source, found.name, names, "advice")
-        dry_runs = cells.with_other_values(source, setting, names, DRY_RUN_SECONDS, facts.residue)
-        report = dry_runs.largest()
-        return replace(facts, dry_run=report, roundest=_roundest(report.largest, dry_runs))
-    return facts
+def _trials(facts: Facts, state: GuardState, seconds: float) -> Trials:
+    """Return what tries advice, which it does only where it has the text of the cell and the device is known."""
+    found = Trials(facts, state.namespace, seconds)
+    if facts.scene.source is None or state.shell is None:
+        found.reason = "only a cell of a notebook can be tried"
+    elif facts.memory != "device" or facts.device is None or facts.kind == "size bug":
+        found.reason = "a dry run knows only of the devices' memory"
+    return found
 
 
-def _roundest(largest: int | None, dry_runs: OtherValues) -> int | None:
-    """Return a round number near the largest that fits; in fragmented memory a smaller one may not fit."""
-    if largest is None:
+def _need(facts: Facts, tried: Trials) -> Need | None:
+    """Return what the cell needs; None too where a dry run would have it fit that has just failed."""
+    found = tried.need()
+    if found is not None and found.fits and facts.came_back < MIN_REPORTED and not limits.is_fragmented(facts):
+        tried.reason = "the cell fits in a dry run, so a dry run does not know what it failed for"
         return None
-    value = proposal.near_size(largest)
-    return value if value == largest or dry_runs.fits(value) else None
+    return found
+
+
+def _since(facts: Facts, state: GuardState, advised: tuple[Advice, ...]) -> str:
+    if facts.need is None or state.shell is None:
+        return ""
+    now = followed.LastFailure(facts.scene.source or "", facts.device or "", facts.need, advised)
+    return followed.compare(state.shell, now)
+
+
+def _untried(facts: Facts, tried: Trials) -> Iterator[str]:
+    if tried.reason and facts.need is not None:
+        yield f"Not all advice was tried: {tried.reason}."
 
 
 def _facts(failure: Failure, state: GuardState) -> Facts:
@@ -122,14 +139,13 @@ def _facts(failure: Failure, state: GuardState) -> Facts:
     used = names_used(facts.cell.reads, namespace) if facts.cell is not None else set(namespace)
     bound_first = facts.cell.bound_first if facts.cell is not None else frozenset()
     read_first = names_used(facts.cell.reads - bound_first, namespace) if facts.cell is not None else set()
-    unchanged = {name for name, value in namespace.items() if bound.get(name) == id(value)}
+    unchanged = {name for name, value in namespace.items() if bound.is_still(name, value)}
     removable = (unchanged | ownership.outputs(owned)) - used - bound_first
     free_elsewhere, others = other_devices(device)
     kept = workspaces.workspace_bytes().get(device, 0)
     unnamed = facts.after.allocated - kept - sum(part.nbytes for part in owned) if facts.after is not None else 0
     return replace(
         facts,
-        looked_at=True,
         holders=ownership.rows(owned, device, kept),
         leftovers=tuple(part for part in owned if part.names <= removable),
         graphs=kept_graphs(device, unchanged - used, bound_first, namespace, state.shell)
@@ -138,20 +154,31 @@ def _facts(failure: Failure, state: GuardState) -> Facts:
         stale={name: ownership.released(owned, [name]) for name in (unchanged & bound_first) - read_first},
         models=tuple(model for model in work.models if model.local or model.name in used),
         optimizers=tuple(each for each in work.optimizers if each.local or each.name in used),
-        fixed=kept + _fixed(owned, unchanged, work),
         brought=_brought(owned, (used & unchanged) - bound_first, namespace),
         kept=_brought(owned, set(namespace), namespace),
-        residue=_residue(facts, owned, read_first),
+        residue=tuple(name for name in _residue(facts, owned, read_first) if name in namespace),
+        half_made=_half_made(facts, namespace),
         device_names=names_of_device(device, used, namespace),
         loaders=find_loaders(used, namespace),
+        trainer=trainers.find_trainer(
+            used | (bound_first & namespace.keys()), namespace, facts.text, _history(state.shell)
+        ),
         batches=_batches(facts, used, namespace),
         free_elsewhere=free_elsewhere,
         other_processes=others,
     )
 
 
+def _history(shell: InteractiveShell | None) -> list[str]:
+    """Return the texts of the cells so far, by their numbers."""
+    cells = shell.user_ns.get("In") if shell is not None else None
+    return [each for each in cells if isinstance(each, str)] if isinstance(cells, list) else []
+
+
 def _bare_facts(failure: Failure) -> Facts:
     """Return the facts that do not depend on the notebook's variables."""
+    import torch
+
     event, device = failure.event, failure.device or ""
     source = failure.scene.source
     return Facts(
@@ -171,7 +198,7 @@ def _bare_facts(failure: Failure) -> Facts:
         cell=cell_code.read_cell(source) if source else None,
         work=failure.work,
         fused_attention=(failure.device or "").partition(":")[0] in FUSED_ATTENTION,
-        settings=active_switches(),
+        tries_algorithms=torch.backends.cudnn.benchmark,
         private_pools=event.numbers.private_pools or 0,
     )
 
@@ -187,18 +214,19 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
     return (*found, *elsewhere)
 
 
-def _fixed(owned: Sequence[Ownership], unchanged: set[str], work: Work) -> int:
-    """Return the bytes that a smaller batch would not change."""
-    named = sum(part.nbytes for part in owned if part.names & unchanged or part.kind in ("module", "optimizer"))
-    local = sum(model.nbytes + model.gradients for model in work.models if model.local)
-    return named + local + sum(optimizer.state for optimizer in work.optimizers if optimizer.local)
-
-
 def _residue(facts: Facts, owned: Sequence[Ownership], read_first: set[str]) -> tuple[str, ...]:
     """Return the variables with memory or a graph that the cell binds anew when it runs again."""
     made = facts.cell.bound_first - read_first if facts.cell is not None else frozenset[str]()
     large = {name for part in owned if part.nbytes >= MIN_REPORTED for name in part.names}
     return tuple(sorted(made & (large | set(facts.scene.graph_names))))
+
+
+def _half_made(facts: Facts, namespace: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the optimizers that failed in their first step; the cell does not make them anew."""
+    remade = facts.cell.bound_first if facts.cell is not None else frozenset()
+    found = [each for each in facts.work.optimizers if facts.stage == "step" and 0 < each.state < 2 * each.nbytes]
+    adams = [each.name for each in found if each.kind in training.ADAMS and not each.local]
+    return tuple(name for name in adams if name in namespace and name not in remade)
 
 
 def _brought(owned: Sequence[Ownership], names: set[str], namespace: Mapping[str, object]) -> tuple[Brought, ...]:
@@ -222,20 +250,16 @@ def _segments_can_expand(event: OomEvent) -> bool:
     return event.from_allocator and hinted and "expandable_segments:True" not in settings
 
 
-def _notes(facts: Facts, failure: Failure, pinned: int | None) -> list[str]:
+def _notes(failure: Failure, pinned: int | None) -> list[str]:
     event, notes = failure.event, []
     if pinned is not None:
         notes.append(f"Kept for %debug: the failed frames hold at least {size(pinned)} of it.")
     if event.raised != event.message:
-        notes.append(f"It arrived as {event.raised}")
+        notes.append(f"It was raised as {event.raised}")
     if event.memory == "device" and event.device is None and failure.device is not None:
         notes.append(f"The error does not name the device; {failure.device} is the fullest of its kind in use.")
     if failure.scene.inside is not None:
         notes.append(f"It failed inside {failure.scene.inside}")
-    named = sum(holder.nbytes for holder in facts.holders)
-    nameless = facts.after.allocated - named if facts.after is not None and facts.looked_at else 0
-    if nameless >= MIN_REPORTED:
-        notes.append(f"{size(nameless)} of what is allocated now has no name here: %devices says what keeps it.")
     return notes
 
 
@@ -308,13 +332,6 @@ def names_of_device(device: str, names: Iterable[str], namespace: Mapping[str, o
     first = device.partition(":")[0] if device.endswith(":0") else device
     texts = [name for name in names if type(namespace[name]) in (str, torch.device)]
     return tuple(sorted(name for name in texts if str(namespace[name]) in (device, first)))
-
-
-def active_switches() -> dict[str, bool]:
-    """Return torch's switches that affect memory and are on."""
-    import torch
-
-    return {"cudnn.benchmark": True} if torch.backends.cudnn.benchmark else {}
 
 
 def other_devices(device: str) -> tuple[dict[str, int], int | None]:

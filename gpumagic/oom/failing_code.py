@@ -12,14 +12,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpumagic.heap.readers import stored_attribute
+from gpumagic.heap.branches import attributes_of, stored_attribute
 from gpumagic.oom import ownership
 from gpumagic.oom.report import Instant, Shape
 from gpumagic.oom.rules.facts import Collection as Collected
-from gpumagic.oom.rules.facts import Growth, Scene, TensorFact, Work
+from gpumagic.oom.rules.facts import Scene, TensorFact, Work
 from gpumagic.source import cell_code, frames
 from gpumagic.source import text as texts
-from gpumagic.source.cell_code import Accumulation, CellCode
+from gpumagic.source.cell_code import CellCode
 from gpumagic.source.frames import is_user_code
 from gpumagic.source.text import CellText
 
@@ -49,7 +49,6 @@ def read_scene(error: BaseException, namespace: Mapping[str, object], outside: C
         inside=_inside(users[-1:], frame),
         calls_backward=any("backward" in frame.f_code.co_names for frame, _ in own),
         autocast=any("autocast" in frame.f_code.co_names for frame, _ in own),
-        growths=tuple(_growths(cell, own)),
         graph_names=_graph_names(cell, own),
     )
 
@@ -64,26 +63,6 @@ def _inside(deepest: list[FrameLine], shown: FrameType) -> str | None:
     frame, line = deepest[0]
     code = frames.code_at(frame, line)
     return f"{frame.f_code.co_name}(), line {line}" + (f": {code}" if code else "")
-
-
-def _growths(cell: CellCode | None, own: list[FrameLine]) -> Iterator[Growth]:
-    for accumulation in cell.accumulations if cell is not None else ():
-        for frame, _ in own:
-            growth = _growth(accumulation, frame.f_locals.get(accumulation.target))
-            if growth is not None:
-                yield growth
-                break
-
-
-def _growth(found: Accumulation, target: object) -> Growth | None:
-    members = target if type(target) is list and found.append else [target]
-    graphs = [each for each in members if has_graph(each)]
-    if not graphs:
-        return None
-    last: Any = graphs[-1]
-    return Growth(
-        found.target, found.added, found.line, found.append, scalar=last.numel() == 1, tensors=len(graphs)
-    )  # fmt: skip
 
 
 def _graph_names(cell: CellCode | None, own: list[FrameLine]) -> tuple[str, ...]:
@@ -123,7 +102,8 @@ def read_failing_code(
         return Work()
     frame, line = own[-1]
     text = _text(own[0][0], frame, line, shell)
-    values = dict(_values(text, frame))
+    outer = _text(own[0][0], *own[0], shell)
+    values = {**dict(_values(outer, own[0][0])), **dict(_values(text, frame))}
     named = list(_named(own, namespace))
     function, operands = _functional(stack)
     return Work(
@@ -131,12 +111,14 @@ def read_failing_code(
         tensors=_tensor_facts(values),
         numbers={code: value for code, value in values.items() if type(value) in (int, float)},
         collections=_collections(values, device),
+        sums=frozenset(
+            name for name, value in (*((each[0], each[1]) for each in named), *values.items()) if _adds_up(value)
+        ),
         moving=_moving(stack),
         function=function,
         operands=operands,
         models=ownership.find_models(named, device),
         optimizers=ownership.find_optimizers(named, device),
-        progress=ownership.progress(_running_modules(stack)),
     )
 
 
@@ -179,8 +161,14 @@ def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collected]
             continue  # do not read all of a long list of numbers
         facts = [fact for fact in map(_fact, members) if fact is not None and fact.device == device]
         if facts:
-            found[code] = Collected(len(facts), sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts))
+            nbytes, graphs = sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts)
+            found[code] = Collected(len(facts), nbytes, graphs, not any(fact.shape for fact in facts))
     return found
+
+
+def _adds_up(value: object) -> bool:
+    """Return whether a value is a criterion such as ``nn.MSELoss(reduction="sum")``."""
+    return ownership.kind_of(value) == "module" and attributes_of(value).get("reduction") == "sum"
 
 
 def _moving(stack: list[FrameLine]) -> int:
@@ -211,17 +199,6 @@ def _functional(stack: list[FrameLine]) -> tuple[str, dict[str, TensorFact]]:
         return "", {}
     frame = inside[-1]
     return frame.f_code.co_name, _tensor_facts(frame.f_locals)
-
-
-def _running_modules(stack: list[FrameLine]) -> list[Any]:
-    import torch
-
-    found: list[Any] = []
-    for frame, _ in stack:
-        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if issubclass(type(module), torch.nn.Module) and not any(module is each for each in found):
-            found.append(module)
-    return found
 
 
 def _fact(value: object) -> TensorFact | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from gpumagic.heap.identity import Identities
 from gpumagic.memory import allocator, host
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import failing_code, ownership, recognition
@@ -51,8 +52,8 @@ class GuardState:
 
     namespace: Mapping[str, object]
     """The notebook's variables, not a copy."""
-    bound: Mapping[str, int]
-    """``{name: id of its value}``."""
+    bound: Identities
+    """What they were bound to."""
     before: Figures
     shell: InteractiveShell | None = None
     outside: frozenset[int] = frozenset()
@@ -161,7 +162,7 @@ def _at_the_instant(event: OomEvent, now: AllocatorStats) -> AllocatorStats:
     stated = event.numbers.allocated if event.from_allocator else None
     if stated is None or stated <= now.allocated * 1.01:
         return now
-    return replace(now, allocated=stated)
+    return now._replace(allocated=min(stated, now.reserved))
 
 
 def _capacity_of(device: str) -> tuple[int, int] | None:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from gpumagic.errors import OptionError
 from gpumagic.heap import release
+from gpumagic.heap.identity import Identities
 from gpumagic.memory import allocator, host
 from gpumagic.memory.sampler import CellMemory
-from gpumagic.notebook import session
-from gpumagic.oom import failure, ownership, recognition
+from gpumagic.notebook import grad_mode, session
+from gpumagic.oom import actions, failure, followed, ownership, recognition, traceback
 from gpumagic.oom.failure import Failure, GuardState, OomObserver, Refusal
 from gpumagic.oom.report import Instant
-from gpumagic.oom.rules import kept
+from gpumagic.oom.traceback import LateTraceback
 from gpumagic.report.units import size
 from gpumagic.source import frames
 
@@ -47,13 +48,14 @@ class OomGuard(contextlib.ContextDecorator):
 
     Args:
         shell: the shell that shows the traceback; its copies of the error are forgotten with it.
-        keep: leave the failed frames as they are, for `%debug`, and say what they hold.
+        debug: leave the failed frames as they are, for `%debug`, and say what they hold.
         keep_going: swallow the failure after the report.
         store: called with the finished report.
         namespace: the globals of the guarded code, where names are looked up; the shell's, or ``__main__``'s.
         rerun: wraps a function that the guard decorates so that it is called again; see `rerun.decorate`.
         quiet: show no report when a cell ends.
         is_running: whether the cell runs already when this opens.
+        seconds: how long dry runs may try the advice, the start of their worker not counted; 0 tries nothing.
 
     Attributes:
         report: the `OomReport` of the last failure, once it is finished.
@@ -65,23 +67,25 @@ class OomGuard(contextlib.ContextDecorator):
         self,
         shell: InteractiveShell | None = None,
         *,
-        keep: bool = False,
+        debug: bool = False,
         keep_going: bool = False,
         store: Callable[[Report[Any]], None] | None = None,
         namespace: Mapping[str, object] | None = None,
         rerun: Callable[[Callable[..., Any], OomGuard], Callable[..., Any]] | None = None,
         quiet: bool = False,
         is_running: bool = False,
+        seconds: float = 0.0,
     ) -> None:
         self.report: OomReport | None = None
         self.quiet = quiet
         self._shell = shell
-        self._keep = keep
+        self._debug = debug
         self._keep_going = keep_going
         self._store = store
         self._namespace = namespace if namespace is not None else session.user_variables(shell)
         self._rerun = rerun
         self._is_running = is_running
+        self._seconds = seconds
         self._block: CodeType | None = None
         self._line: int | None = None
         self._is_of_function = False
@@ -95,16 +99,26 @@ class OomGuard(contextlib.ContextDecorator):
         self._failure: Failure | None = None
         self._retries = 0
         self._recovered = False
-        self._state = GuardState(self._namespace, {}, {}, shell)
+        self._traceback: LateTraceback | None = None
+        self._grad_mode = True
+        self._state = GuardState(self._namespace, Identities({}), {}, shell)
 
     def open(self) -> None:
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
+        self._grad_mode = grad_mode.current()
         if self._observer is not None:
             self._observer.close()  # a decorated function that calls itself
         if self._memory is not None:
             self._memory.stop()
         self._observer = OomObserver(self._shares)
-        self._observer.open()
+        try:
+            self._watch(self._observer)
+        except BaseException:  # Ctrl-C: what did not open is not closed
+            self.restore()
+            raise
+
+    def _watch(self, observer: OomObserver) -> None:
+        observer.open()
         if not self._retries:  # a further try is measured against the state before the first
             self._read_state()
         before = allocator.all_device_stats() if self._retries else self._state.before
@@ -115,20 +129,24 @@ class OomGuard(contextlib.ContextDecorator):
         outside = frames.handled_exception_ids()
         if self._shell is not None:
             _warn_of_host_memory(self._shell)
-            if self._keep_going:
-                _show_as_text(self._shell, self._recognises)
-        bound = {name: id(value) for name, value in list(self._namespace.items())}
-        self._state = GuardState(self._namespace, bound, allocator.all_device_stats(), self._shell, outside)
+            self._traceback = LateTraceback(self._shell, self._recognises, as_text=self._keep_going)
+            self._traceback.install()
+        self._state = GuardState(
+            self._namespace, Identities(self._namespace), allocator.all_device_stats(), self._shell, outside
+        )
 
     def close(self, error: BaseException | None) -> None:
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
         self.restore()
+        grad_mode.repair(self._grad_mode, error)
         memory, self._memory = self._memory, None
         if self._observer is not None:
             self._samples, self._refusals, self._observer = self._observer.samples, self._observer.refusals, None
         self._recovered = error is None and self._failure is not None
         if error is not None:
             self._failure = self._examine(error)
+        if self._failure is None:
+            self.show_error()
         if error is not None and self._failure is not None and memory is not None:
             self._timeline = memory.finished(self._failure.at_failure)
 
@@ -142,13 +160,21 @@ class OomGuard(contextlib.ContextDecorator):
                 if self._memory is not None:
                     self._memory.stop()
             finally:
-                if self._shell is not None and self._keep_going:
-                    _stop_showing_as_text(self._shell)
+                if self._traceback is not None:
+                    self._traceback.uninstall()
 
     def finish(self, result: Any = None) -> OomReport | None:
         """Release, and return the report if it is to be shown."""
         report = self.settle(result)
         return None if self.quiet else report
+
+    def show_error(self) -> None:
+        """Show the traceback that was held back; after the report."""
+        late = self._traceback
+        if late is not None:
+            late.uninstall()  # again, where an interrupt has kept it from being done
+            self._traceback = None
+            late.show(keep=self._debug)
 
     def settle(self, result: Any = None) -> OomReport | None:
         """Release and report, once IPython has shown and stored the traceback.
@@ -160,7 +186,7 @@ class OomGuard(contextlib.ContextDecorator):
             return None
         if self._recovered:
             return self._conclude()
-        if self._keep:
+        if self._debug:
             report = self._conclude(self._pinned(result.error_in_exec))
             result.error_in_exec = None if self._keep_going else result.error_in_exec
             return report
@@ -189,7 +215,7 @@ class OomGuard(contextlib.ContextDecorator):
         if self._rerun is not None:
             raise OptionError(
                 "a with block cannot run again: decorate a function, "
-                'such as @gpumagic.oomguard(shrink="batch_size"), or leave out retry, shrink, fit and fallback'
+                'such as @gpumagic.oomguard(shrink="batch_size"), or leave out shrink and fallback'
             )
         self.reset()
         if not self._is_of_function:
@@ -205,7 +231,7 @@ class OomGuard(contextlib.ContextDecorator):
             return False
         if error is None:
             self._conclude()
-        elif self._keep:
+        elif self._debug:
             self._conclude(self._pinned(error))
         else:
             release.clear_exception(error, self._shell, self._state.outside)
@@ -265,9 +291,11 @@ class OomGuard(contextlib.ContextDecorator):
 
         assert self._failure is not None
         found, self._failure = self._failure, None
-        report = conclude(found, self._state, pinned=pinned, retries=self._retries, recovered=self._recovered)
+        report = conclude(
+            found, self._state, pinned=pinned, retries=self._retries, recovered=self._recovered, seconds=self._seconds
+        )
         report = replace(report, instant=self._instant, timeline=self._timeline)
-        report = replace(report, actions=kept.actions_of(report, in_notebook=self._shell is not None))
+        report = replace(report, actions=actions.actions_of(report, in_notebook=self._shell is not None))
         self.publish(report)
         self._on_report()
         return report
@@ -292,31 +320,6 @@ def raise_alone(error: BaseException) -> NoReturn:
 
 
 _WARNED = "gpumagic_host_warning"
-_SHOW_TRACEBACK = "_showtraceback"
-
-
-def _show_as_text(shell: InteractiveShell, continues_after: Callable[[BaseException], bool]) -> None:
-    """Have a kernel's shell print the tracebacks that `--keep-going` continues after; a terminal's prints all.
-
-    A front end that runs notebooks without a reader may take any output of the type `error` for a failed run, whatever
-    the kernel replies: papermill 2.7 does.
-    """
-    if getattr(shell, "kernel", None) is None:
-        return
-    send = shell._showtraceback
-
-    def show(kind: object, error: BaseException, lines: Any) -> None:
-        if continues_after(error):
-            sys.stderr.write(shell.InteractiveTB.stb2text(lines) + "\n")
-        else:
-            send(kind, error, lines)
-
-    vars(shell)[_SHOW_TRACEBACK] = show
-
-
-def _stop_showing_as_text(shell: InteractiveShell) -> None:
-    """Undo `_show_as_text`."""
-    vars(shell).pop(_SHOW_TRACEBACK, None)
 
 
 def _warn_of_host_memory(shell: InteractiveShell) -> None:
@@ -333,5 +336,7 @@ def _warn_of_host_memory(shell: InteractiveShell) -> None:
 
 
 def off(shell: InteractiveShell) -> None:
-    """Forget the warning about host memory, when the extension is unloaded."""
+    """Forget the warning about host memory, the last failure and the text for `%tb`, when the extension is unloaded."""
     shell.meta.pop(_WARNED, None)
+    followed.forget(shell)
+    traceback.forget()

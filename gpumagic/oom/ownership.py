@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.heap import holders, readers
+from gpumagic.heap import branches, calls, holders, modules
+from gpumagic.heap.identity import Identities
 from gpumagic.heap.kinds import gradients_of
-from gpumagic.heap.storages import Storage, StorageTable, undisturbed
+from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.oom.report import CUBLAS, WORKSPACE, Share
 from gpumagic.oom.rules.facts import Model, Optimizer, Ownership
@@ -39,7 +41,7 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
 
 def in_frames(error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()) -> int:
     """Return the bytes on a device that only the frames of an error reach; graphs may hold more, unseen."""
-    locals_ = [each for frame, _ in frames.frames_in(error, outside) for _, each in readers.variables_of(frame)]
+    locals_ = [each for frame, _ in frames.frames_in(error, outside) for _, each in calls.variables_of(frame)]
     roots = [*holders.variables(namespace, None), (FRAMES, locals_)]
     return released(_ownerships(roots, namespace, device, None), [FRAMES])
 
@@ -112,7 +114,7 @@ def kind_of(value: object) -> str:
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
     kind = type(value)
     named = {torch.nn.Module: "module", torch.optim.Optimizer: "optimizer", torch.Tensor: "tensor"}
-    return next((word for base, word in named.items() if issubclass(kind, base)), kind.__name__)
+    return next((word for base, word in named.items() if issubclass(kind, base)), branches.name_of_type(kind))
 
 
 PURPOSES = {
@@ -126,12 +128,13 @@ NAMES = 3
 
 
 def find_shares(
-    namespace: Mapping[str, object], bound: Mapping[str, int], device: str, shell: object | None,
+    namespace: Mapping[str, object], bound: Identities, device: str, shell: object | None,
     figures: AllocatorStats | None,
 ) -> tuple[Share, ...]:  # fmt: skip
     """Return what the bytes of a device are for, largest first, then what the allocator kept for reuse.
 
-    `bound` is ``{name: id of its value}`` when the cell began; `figures` is None for an allocator that does not count.
+    `bound` is what the variables were bound to when the cell began; `figures` is None for an allocator that does not
+    count.
     """
     report = scan.scan(namespace, shell=shell)
     rows = [row for row in report if row.device == device and row.nbytes]
@@ -143,18 +146,18 @@ def find_shares(
     found += [Share("cuBLAS workspaces", kept)] if kept else []
     if figures is not None:
         unseen = figures.allocated - sum(share.nbytes for share in found)
-        found += [Share("what had no name (graphs, C++, unfinished lists)", unseen)] if unseen > 0 else []
+        found += [Share("without a name (graphs, C++, unfinished lists)", unseen)] if unseen > 0 else []
     found.sort(key=lambda share: -share.nbytes)
     cached = figures.reserved - figures.allocated if figures is not None else 0
     return (*found, Share("cache", cached)) if cached > 0 else tuple(found)
 
 
-def _part(row: TensorRow, namespace: Mapping[str, object], bound: Mapping[str, int]) -> str:
+def _part(row: TensorRow, namespace: Mapping[str, object], bound: Identities) -> str:
     if row.kind in PURPOSES:
         return PURPOSES[row.kind]
-    if row.name is not None:
-        roots = {root_of(name) for name in row.names}
-        old = any(root in bound and bound[root] == id(namespace.get(root)) for root in roots)
+    if row.is_reached():
+        roots = {root_of(name) for name in row.names} or {str(row.variable)}
+        old = any(bound.is_still(root, namespace.get(root)) for root in roots)
         return "names of earlier cells" if old else "names of this cell"
     if row.holder is not None and row.holder.startswith("Out["):
         return "outputs"
@@ -162,7 +165,8 @@ def _part(row: TensorRow, namespace: Mapping[str, object], bound: Mapping[str, i
 
 
 def _names(rows: Iterable[TensorRow]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(root_of(row.name) for row in rows if row.name is not None))[:NAMES]
+    reached = [row for row in rows if row.is_reached()]
+    return tuple(dict.fromkeys(root_of(row.name) if row.name else str(row.variable) for row in reached))[:NAMES]
 
 
 Named = Iterable[tuple[str, object, bool]]
@@ -176,11 +180,9 @@ def find_models(named: Named, device: str) -> tuple[Model, ...]:
     found: dict[int, Model] = {}
     for name, value, local in named:
         if issubclass(type(value), torch.nn.Module) and id(value) not in found:
-            module: Any = value
-            made = [each for each in module.parameters() if not torch.nn.parameter.is_lazy(each)]
-            here = [each for each in made if str(each.device) == device]
+            here = _on_device(modules.parameters_of(value), device)
             if here:
-                found[id(value)] = _model(name, module, here, local=local)
+                found[id(value)] = _model(name, value, here, local=local)
     return tuple(sorted(found.values(), key=lambda model: -model.nbytes))
 
 
@@ -188,72 +190,98 @@ def find_optimizers(named: Named, device: str) -> tuple[Optimizer, ...]:
     """Return the optimizers among these with parameters on the device."""
     import torch
 
+    known = list(named)
     found: dict[int, Optimizer] = {}
-    for name, value, local in named:
-        if issubclass(type(value), torch.optim.Optimizer) and id(value) not in found:
-            optimizer: Any = value
-            here = [each for group in optimizer.param_groups for each in group["params"] if str(each.device) == device]
+    for name, value, local in known:
+        optimizer = modules.unwrapped(value) if issubclass(type(value), torch.optim.Optimizer) else None
+        if optimizer is not None and id(optimizer) not in found:
+            groups = modules.parameter_groups(optimizer)
+            here = _on_device((each for group in groups for each in group["params"]), device)
             if here:
-                found[id(value)] = _optimizer(name, optimizer, here, local=local)
+                updated = frozenset(_with_any(here, known))
+                found[id(optimizer)] = replace(_optimizer(name, optimizer, here, local=local), models=updated)
     return tuple(found.values())
 
 
-def progress(modules: list[Any]) -> float | None:
-    """Return how far the innermost of nested running modules stands among all leaves of the outermost, 0 to 1."""
-    if len(modules) < 2:
-        return None
-    leaves = [each for each in modules[0].modules() if not any(each.children())]
-    inside = {id(each) for each in modules[-1].modules()}
-    place = next((i for i, leaf in enumerate(leaves) if id(leaf) in inside), None)
-    return None if place is None or len(leaves) < 2 else (place + 1) / len(leaves)
+def _with_any(parameters: Iterable[object], named: Named) -> Iterator[str]:
+    """Yield the names of the modules that have one of these parameters."""
+    import torch
+
+    wanted = set(map(id, parameters))
+    for name, value, _ in named:
+        if issubclass(type(value), torch.nn.Module) and any(
+            id(each) in wanted for each in modules.parameters_of(value)
+        ):
+            yield name
+
+
+def _on_device(tensors: Iterable[Any], device: str) -> list[Any]:
+    import torch
+
+    lazy: Any = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined, unused-ignore]
+    made = [each for each in tensors if not issubclass(type(each), lazy)]
+    with undisturbed():
+        return [each for each in made if str(plain(each, "device")) == device]
+
+
+def _nbytes(tensors: Iterable[Any], dtype: object = None) -> int:
+    with undisturbed():
+        counted = (each for each in tensors if dtype is None or plain(each, "dtype") == dtype)
+        return sum(int(plain(each, "nbytes")) for each in counted)
 
 
 def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Model:
     import torch
 
-    blocks, depth, leaves = _blocks(name, module)
     return Model(
         name=name,
-        nbytes=sum(each.nbytes for each in parameters),
-        float32_nbytes=sum(each.nbytes for each in parameters if each.dtype == torch.float32),
-        training=module.training,
+        nbytes=_nbytes(parameters),
+        float32_nbytes=_nbytes(parameters, torch.float32),
+        training=bool(branches.attributes_of(module).get("training")),
         checkpoints=_checkpoints(module),
-        gradients=sum(each.nbytes for each in gradients_of(parameters)),
-        blocks=blocks,
-        depth=depth,
-        leaves_in_block=leaves,
+        gradients=_nbytes(_gradients_of(parameters)),
+        blocks=_blocks(name, module),
         sequential=issubclass(type(module), torch.nn.Sequential),
         local=local,
     )
 
 
+def _gradients_of(parameters: list[Any]) -> list[Any]:
+    with undisturbed():
+        return gradients_of(parameters)
+
+
 def _checkpoints(module: Any) -> bool | None:
     """Return whether a module recomputes activations; None where neither a switch nor a wrapped forward tells."""
-    if any(_is_wrapped(each) for each in module.modules()):
+    inside = [branches.attributes_of(each) for _, each in modules.modules_in(module)]
+    if any(_is_wrapped(each.get("forward")) for each in inside):
         return True
-    switch = getattr(module, "is_gradient_checkpointing", None)
-    if isinstance(switch, bool):
-        return switch
-    return False if callable(getattr(type(module), "gradient_checkpointing_enable", None)) else None
+    # transformers' own switch lies in each module that can checkpoint; `is_gradient_checkpointing` reads them so
+    switches = [each["gradient_checkpointing"] for each in inside if type(each.get("gradient_checkpointing")) is bool]
+    if switches:
+        return any(switches)
+    return False if branches.class_attribute(type(module), "gradient_checkpointing_enable") is not None else None
 
 
-def _is_wrapped(module: Any) -> bool:
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, functools.partial) and getattr(forward.func, "__name__", "") == "checkpoint"
+def _is_wrapped(forward: object) -> bool:
+    return type(forward) is functools.partial and getattr(forward.func, "__name__", "") == "checkpoint"
 
 
-def _blocks(name: str, module: Any) -> tuple[str | None, int, int]:
-    """Return code for the longest list of like children with layers of their own, its length, and their layers."""
+def _blocks(name: str, module: Any) -> str | None:
+    """Return code for the longest list of like children with layers of their own, or for all of the module's."""
     import torch
 
-    best: tuple[str | None, int, int] = (None, 0, 0)
-    for path, child in module.named_modules():
+    best, longest = None, 1
+    for path, child in modules.modules_in(module):
         if not issubclass(type(child), torch.nn.ModuleList | torch.nn.Sequential):
             continue
-        blocks = list(child)
-        if len(blocks) > max(best[1], 1) and len({type(each) for each in blocks}) == 1 and any(blocks[0].children()):
-            leaves = sum(not any(each.children()) for each in blocks[0].modules())
-            best = (_code(name, path), len(blocks), leaves)
+        blocks = [each for _, each in modules.children_of(child)]
+        is_of_one_kind = all(type(each) is type(blocks[0]) for each in blocks)
+        if len(blocks) > longest and is_of_one_kind and any(modules.children_of(blocks[0])):
+            best, longest = _code(name, path), len(blocks)
+    children = [each for _, each in modules.children_of(module)]
+    if best is None and sum(any(modules.children_of(each)) for each in children) > 1:
+        return None if issubclass(type(module), torch.nn.Sequential) else f"{name}.children()"
     return best
 
 
@@ -264,21 +292,25 @@ def _code(name: str, path: str) -> str:
 
 def _optimizer(name: str, optimizer: Any, parameters: list[Any], *, local: bool) -> Optimizer:
     own = {id(each) for each in parameters}
-    states: list[Mapping[str, Any]] = [dict(state) for each, state in optimizer.state.items() if id(each) in own]
+    stored = branches.attributes_of(optimizer)
+    kept, defaults = stored.get("state"), stored.get("defaults")
+    items = dict.items(kept) if isinstance(kept, dict) else ()
+    states: list[Any] = [state for each, state in items if id(each) in own and isinstance(state, dict)]
+    defaults = defaults if isinstance(defaults, dict) else {}
     return Optimizer(
         name=name,
-        kind=type(optimizer).__name__,
-        nbytes=sum(each.nbytes for each in parameters),
-        state=sum(value.nbytes for state in states for value in _state_tensors(state)),
-        foreach=optimizer.defaults.get("foreach"),
-        fused=optimizer.defaults.get("fused"),
+        kind=branches.name_of_type(type(optimizer)),
+        nbytes=_nbytes(parameters),
+        state=_nbytes(value for state in states for value in _state_tensors(state)),
+        foreach=dict.get(defaults, "foreach"),
+        fused=dict.get(defaults, "fused"),
         local=local,
     )
 
 
-def _state_tensors(state: Mapping[str, Any]) -> Iterator[Any]:
+def _state_tensors(state: dict[str, Any]) -> Iterator[Any]:
     import torch
 
-    for value in state.values():
-        if issubclass(type(value), torch.Tensor) and value.numel() > 1:
+    for value in dict.values(state):
+        if issubclass(type(value), torch.Tensor) and torch._C.TensorBase.numel(value) > 1:
             yield value

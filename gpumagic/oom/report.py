@@ -79,21 +79,58 @@ class Try:
 
 
 @dataclass(frozen=True, slots=True)
+class Need:
+    """What the cell needs on the device, by a dry run of it from where the release left the notebook.
+
+    Every sentence of a report that compares what is needed with what is there is made of this.
+    """
+
+    needed: int
+    """Bytes allocated at its peak, with as much memory as it wants."""
+    had: int
+    """Bytes that this process can have there."""
+    fits: bool | None
+    """Whether it ran with what is there; None where values that are not known decide."""
+    certain: bool
+    """As `DryRunReport.certain`."""
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which the peak exceeds what is there; 0 where only the pieces are too small."""
+        return max(0, self.needed - self.had)
+
+
+@dataclass(frozen=True, slots=True)
+class EditTrial:
+    """A dry run of the cell with an edit made."""
+
+    fits: bool | None = None
+    """None where it could not be tried, or where it cannot be told."""
+    certain: bool = False
+    needs: int | None = None
+    """Bytes allocated at the peak of the device that decides."""
+    had: int | None = None
+    saves: int | None = None
+    """How much lower the peak of the device that failed is than without the edit."""
+    reason: str = ""
+    """Why it could not be tried, or what is not certain."""
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
     """One change that would help, with what it is worth, what it costs and why we believe it."""
 
     title: str
     frees: int | None
-    """Bytes it would give back; None where that cannot be known beforehand."""
+    """Bytes that it saves: of the peak, by its dry run; where it was not tried, what it gives back; None if unknown."""
     covers: bool | None
-    """Whether that is enough for the request that failed; None if unknown."""
+    """Whether the cell fits with it, by a dry run; None where it was not tried or the dry run cannot tell."""
     edit: str | None = None
     """The code to type: the cell's new lines, or where it has none, what to run before it."""
     evidence: str = ""
     cost: str = ""
     """What is lost by it, or has to be done besides."""
-    estimated: bool = False
-    """Whether `frees` and `covers` come from an estimate."""
+    trial: EditTrial | None = None
     changes: tuple[Change, ...] = ()
     """`edit` as changes of the cell's text; empty where it is not one."""
     first: str | None = None
@@ -153,9 +190,16 @@ class OomReport(Report[Advice]):
     """The name of the int that went down from run to run."""
     place: str = ""
     """Where that int stands, and what it has to be for the cell to pass: ``"line 2: batch_size = 64"``."""
+    need: Need | None = None
+    """What the cell needs, by a dry run; None where there was none."""
+    since: str = ""
+    """What the change gave where the cell ran out of memory before, was edited, and ran out again; else empty."""
+    untried: str = ""
+    """Why none of the advice was tried; empty where some was."""
     cause: str = "shortage"
-    """The verdict in a word or two: ``"shortage"``, ``"leftovers"``, ``"fragmentation"``, ``"other process"``,
-    ``"one request"`` (larger than the device), ``"size bug"``, ``"host memory"``, ``"shared memory"``, ``"cap"``."""
+    """The verdict in a word or two: ``"shortage"``, ``"leftovers"``, ``"earlier failure"`` (whose traceback held
+    memory), ``"fragmentation"``, ``"other process"``, ``"one request"`` (larger than the device), ``"size bug"``,
+    ``"host memory"``, ``"shared memory"``, ``"cap"``."""
     origin: Origin = field(default_factory=Origin)
     timeline: MemoryTimeline | None = None
     """What was allocated in the course of the run that failed; None where no device's memory was touched."""

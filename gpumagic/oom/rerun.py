@@ -1,4 +1,4 @@
-"""Runs a cell or a function again after it ran out of memory: unchanged, smaller, or elsewhere.
+"""Runs a cell or a function again after it ran out of memory: smaller, or elsewhere.
 
 Before each further run the guard releases what the previous one pinned, `oom.rollback` restores the notebook, and one
 printed line says what comes next and what cannot be undone. The cell is left as its last run left it.
@@ -191,7 +191,7 @@ class Rerun:
 
     def _described(self, step: Step) -> str:
         if step.device is None:
-            return f"{self._plan.shrink} = {step.size}" if step.size != self._step.size else "the same again"
+            return f"{self._plan.shrink} = {step.size}"
         names = _names_read(self._source) if self._source else self._namespace.keys()
         used = {name: value for name, value in list(self._namespace.items()) if name in names}
         stay = log.tensors_elsewhere(used, step.device)

@@ -17,12 +17,10 @@ class Plan:
     """What to do when memory runs out; every part is optional.
 
     Attributes:
-        retries: how often to run it again unchanged, first of all.
         shrink: the name of an int to halve until the cell fits.
         fallback: the device to run on last, ``"auto"`` for the one with most free memory.
     """
 
-    retries: int = 0
     shrink: str | None = None
     fallback: str | None = None
 
@@ -43,23 +41,16 @@ class Step:
 
 
 def steps(plan: Plan, size: int | None, failed: Callable[[], str | None]) -> Generator[Step, bool, None]:
-    """Yield the runs, each sent whether it fitted: first the cell unchanged, then as the plan says.
+    """Yield the runs, each sent whether it fitted: first the cell as it is, then as the plan says.
 
     `failed` returns the device that ran out last.
     """
-    fits = yield from _again(Step(size), 1 + plan.retries)
+    fits = yield Step(size)
     if not fits and size is not None:
         fits = yield from _halved(size)
     device = None if fits or plan.fallback is None else _elsewhere(plan.fallback, failed())
     if device is not None:
         yield Step(size, device)
-
-
-def _again(step: Step, times: int) -> Generator[Step, bool, bool]:
-    for _ in range(times):
-        if (yield step):
-            return True
-    return False
 
 
 def _halved(size: int) -> Generator[Step, bool, bool]:

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from functools import partial
 from typing import Any, NamedTuple
 
-from gpumagic.heap import holders, kinds
-from gpumagic.heap.storages import undisturbed
+from gpumagic.heap import branches, holders, kinds
+from gpumagic.heap.identity import Identities, is_marked, mark
+from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory import allocator
 from gpumagic.source import cell_code
 
@@ -44,7 +45,7 @@ class WrittenTensors:
 
     def changed(self) -> dict[str, set[int]]:
         """Return the ids of the tensors written to, by variable."""
-        alive = {key: mark.tensor() for key, mark in self._marks.items()}
+        alive = {key: each.tensor() for key, each in self._marks.items()}
         own = _gradients([each for each in alive.values() if each is not None])
         written = {
             key
@@ -56,23 +57,29 @@ class WrittenTensors:
 
     def drop_new_gradients(self) -> None:
         """Remove the gradients that are new."""
-        for mark in self._marks.values():
-            tensor = mark.tensor()
-            if tensor is not None and mark.gradient is None and tensor.is_leaf and tensor.grad is not None:
-                tensor.grad = None
+        import torch
+
+        for each in self._marks.values():
+            tensor = each.tensor()
+            if tensor is not None and each.gradient is None:
+                with undisturbed():
+                    if plain(tensor, "is_leaf") and plain(tensor, "grad") is not None:
+                        torch._C.TensorBase.grad.__set__(tensor, None)
 
 
 def version(tensor: Any) -> int:
     """Return how often a tensor has been changed in place; 0 for an inference tensor, which has no count."""
     try:
-        return int(tensor._version)
+        with undisturbed():
+            return int(plain(tensor, "_version"))
     except Exception:
         return 0
 
 
 def is_on_accelerator(tensor: Any) -> bool:
     """Return whether a tensor occupies memory of a device."""
-    return tensor.device.type not in ("cpu", "meta")
+    with undisturbed():
+        return plain(tensor, "device").type not in ("cpu", "meta")
 
 
 def _gradients(tensors: list[Any]) -> dict[int, tuple[int, int]]:
@@ -115,8 +122,8 @@ SCALARS = (bool, int, float, complex, str, bytes, type(None))
 MAX_LENGTH = 100_000
 """The size above which a container's entries are not remembered."""
 
-Entries = Mapping[int, int] | tuple[int, ...]
-"""The ids of a container's entries; of a dict, by the ids of its keys."""
+Entries = Mapping[int, tuple[object, object]] | tuple[object, ...]
+"""Marks of a container's entries; of a dict or set, those of the keys and values by the ids of the keys."""
 
 
 class Rollback:
@@ -126,7 +133,7 @@ class Rollback:
         self._namespace, self._shell = namespace, shell
         self._remade, self._rebound = _bound_names(source)
         mine = self._mine()
-        self._bound = {name: id(value) for name, value in mine.items()}
+        self._bound = Identities(mine)
         self._kept: dict[str, object] = {}
         self._watched: dict[str, weakref.ref[Any]] = {}
         reached = self._reached()
@@ -170,7 +177,7 @@ class Rollback:
     def _keep(self, name: str, value: object, on_accelerator: bool) -> None:
         if type(value) in SCALARS or (name in self._rebound and name not in self._remade and not on_accelerator):
             self._kept[name] = value
-        elif type(value).__weakrefoffset__:
+        elif _weakref_offset_of(type(value)):
             self._watched[name] = weakref.ref(value)
 
     def _written(self) -> Iterator[str]:
@@ -189,7 +196,7 @@ class Rollback:
 
     def _has(self, name: str) -> bool:
         """Return whether a name is bound to the same object as before."""
-        return name in self._namespace and id(self._namespace[name]) == self._bound[name]
+        return name in self._namespace and self._bound.is_still(name, self._namespace[name])
 
     def _restore_contents(self) -> Iterator[str]:
         for name, entries in self._contents.items():
@@ -197,7 +204,7 @@ class Rollback:
                 yield f"what was replaced in or taken out of {name}"
 
     def _restore_names(self) -> Iterator[str]:
-        for name in self._mine().keys() - self._bound.keys():
+        for name in self._mine().keys() - set(self._bound):
             del self._namespace[name]
         for name in [each for each in self._bound if not self._has(each)]:
             watched = self._watched.get(name)
@@ -208,6 +215,9 @@ class Rollback:
                 yield f"the new value of {name}" if name in self._namespace else f"the deletion of {name}"
             elif name in self._namespace and any(map(is_on_accelerator, self._reached(name).get(name, ()))):
                 del self._namespace[name]  # the run makes a new one; both at once would not fit either
+
+
+_weakref_offset_of = type.__dict__["__weakrefoffset__"].__get__
 
 
 def _bound_names(source: str) -> tuple[frozenset[str], frozenset[str]]:
@@ -226,9 +236,10 @@ def _is_optimizer(value: object) -> bool:
 
 def _steps(optimizer: Any) -> int:
     """Return how many steps an optimizer has taken, from the versions of its counters: no device is read."""
-    states = [state for state in list(optimizer.state.values()) if isinstance(state, dict)]
+    kept = branches.attributes_of(optimizer).get("state")
+    states = [state for state in dict.values(kept) if isinstance(state, dict)] if isinstance(kept, dict) else []
     counters = [state["step"] for state in states if "step" in state]
-    return max((each if isinstance(each, int) else version(each) for each in counters), default=0)
+    return max((each if type(each) is int else version(each) for each in counters), default=0)
 
 
 def _is_container(value: object) -> bool:
@@ -236,19 +247,20 @@ def _is_container(value: object) -> bool:
 
 
 def _entries(value: Any) -> Entries:
-    if type(value) is dict:
-        return {id(key): id(each) for key, each in value.items()}
-    return tuple(map(id, value))
+    if type(value) is list:
+        return tuple(map(mark, value))
+    values = value.values() if type(value) is dict else value
+    return {id(key): (mark(key), mark(each)) for key, each in zip(value, values, strict=True)}
 
 
 def _restore_entries(value: Any, before: Entries) -> bool:
     """Remove the new entries of a container, and return whether it holds what it held."""
-    if type(value) is list:
-        if tuple(map(id, value[: len(before)])) == before:
+    if isinstance(before, tuple):
+        if len(value) >= len(before) and all(map(is_marked, before, value)):
             del value[len(before) :]
-    else:
-        known = set(before)
-        for key in [each for each in value if id(each) not in known]:
-            value.pop(key) if type(value) is dict else value.remove(key)
-    now = _entries(value)
-    return set(now) == set(before) if type(value) is set else now == before
+        return len(value) == len(before) and all(map(is_marked, before, value))
+    for key in [each for each in value if not (id(each) in before and is_marked(before[id(each)][0], each))]:
+        value.pop(key) if type(value) is dict else value.remove(key)
+    return len(value) == len(before) and (
+        type(value) is set or all(is_marked(before[id(key)][1], each) for key, each in value.items())
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from gpumagic.memory.view import timeline_blocks
-from gpumagic.oom.report import WORKSPACE, Advice, OomReport, Try
+from gpumagic.oom.report import WORKSPACE, Advice, EditTrial, OomReport, Try
 from gpumagic.report.base import Holder
 from gpumagic.report.document import (
     Block,
@@ -20,15 +20,16 @@ from gpumagic.report.document import (
     Table,
     document_of,
 )
-from gpumagic.report.units import NOT_AVAILABLE, count, duration, shape, size
+from gpumagic.report.units import NOT_AVAILABLE, count, duration, shape, size, size_of
 
 
 def tries_table(tries: Sequence[Try], name: str) -> Table:
     """Return the runs of a cell, in order; `name` is the int that varied, "" for none."""
     lost = any(each.lost for each in tries)
     columns = [
-        Column("run", "right"), *([Column(name, "right")] if name else []), Column("ended"), Column("in use", "right"),
-        Column("time", "right", priority=1), *([Column("could not be undone", shrinks=True)] if lost else []),
+        Column("Run", "right"), *([Column(name, "right")] if name else []), Column("Ended"),
+        Column("Allocated", "right"), Column("Time", "right", priority=1),
+        *([Column("Could not be undone", shrinks=True)] if lost else []),
     ]  # fmt: skip
     rows: list[list[Cell | str]] = [
         [
@@ -54,39 +55,42 @@ def _ending(each: Try) -> str:
 
 
 SHOWN_ADVICE = 5
-SHOWN_HOLDERS = 6
+SHOWN_HOLDERS = 20
+SHORT = 40
+"""Characters of code that the first line has room for."""
+NAMED_HOLDERS = 3
 WORTH_A_ROW = 1024**2
 
 
 @document_of.register(OomReport)
 def view_failure(report: OomReport) -> Document:
-    """Return the report with its verdict first; a cell that passed in the end has all of the failure folded away."""
-    heading, failure = Heading(_headline(report)), _failure(report)
+    """Return the verdict and the first suggestion, then the others and the memory; all else is folded away."""
+    heading, failure = Heading(_headline(report)), list(_failure(report))
     if not report.recovered:
-        return Document((heading, Paragraph(report.verdict), *failure))
-    blocks: list[Block] = [heading]
-    if report.place:
-        blocks.append(Paragraph(f"To keep it, {report.place}"))
-    blocks += _tries(report)
-    return Document((*blocks, Fold(f"why it ran out at first: {report.verdict}", failure)))
+        freed = _freed(report)
+        said = [report.verdict] if report.advice else []  # else it is in the first line
+        said += [f"Freed {size(freed)}."] if freed is not None and freed > 0 else []
+        paragraphs = [Paragraph(sentence) for sentence in (" ".join(said), report.since) if sentence]
+        return Document((heading, *paragraphs, *failure))
+    return Document((heading, *_tries(report), Fold(f"Why it ran out at first: {report.verdict}", failure)))
 
 
-def _failure(report: OomReport) -> list[Block]:
-    blocks: list[Block] = []
-    if report.code is not None:
-        blocks.append(Listing([(report.line or 0, report.code, "")]))
-    blocks += _operation(report)
+def _failure(report: OomReport) -> Iterator[Block]:
     if not report.recovered:
-        blocks += _tries(report)
-    blocks += _advice(report.advice)
-    blocks += _actions(report)
+        yield from _tries(report)
+    yield from _advice(report)
+    yield from _actions(report)
     if report.allocated_at_failure is not None:
-        blocks += [Heading("Memory", apart=True), _memory(report)]
-    blocks += timeline_blocks(report.timeline)
-    blocks += _shares(report)
-    if report.holders:
-        blocks += _holders(report)
-    return [*blocks, *(Paragraph(note, muted=True) for note in report.notes)]
+        yield _memory(report)
+    line = [Listing([(report.line or 0, report.code, "")])] if report.code is not None else []
+    evidence = [*line, *timeline_blocks(report.timeline)]
+    if evidence:
+        where = _operation(report) or report.code
+        yield Fold(f"Failed in {where}" if where else "Memory over the cell", evidence)
+    yield from _shares(report)
+    yield from _holders(report)
+    if report.notes:
+        yield Fold(report.notes[0], [Paragraph(note, muted=True) for note in report.notes])
 
 
 def _tries(report: OomReport) -> Iterator[Block]:
@@ -95,16 +99,28 @@ def _tries(report: OomReport) -> Iterator[Block]:
 
 
 def _headline(report: OomReport) -> str:
-    where = f" on {report.device}" if report.device else ""
-    parts = [f"Out of memory{where}" + (f", line {report.line}" if report.line is not None else "")]
-    if report.certainty == "probable":
-        parts[0] = f"Probably o{parts[0][1:]}"
+    """Return where it ran out, and the first thing to do."""
+    device = f" on {report.device}" if report.device else ""
+    line = f", line {report.line}" if report.line is not None else ""
+    where = f"{'Probably out' if report.certainty == 'probable' else 'Out'} of memory{device}{line}"
+    if report.recovered:
+        keep = f". To keep it: {report.place}" if report.place else ""
+        return f"{where}; passed {_way(report)}{keep}"
     if report.retries:
-        parts.append(f"passed {_way(report)}" if report.recovered else f"also {_way(report)}")
-    freed = _freed(report)
-    if freed is not None and freed > 0 and not report.recovered:
-        parts.append(f"{size(freed)} given back")
-    return " · ".join(parts)
+        where += f", also {_way(report)}"
+    return f"{where}. {first_step(report)}"
+
+
+def first_step(report: OomReport) -> str:
+    """Return the first thing to do, or where nothing is known what is wrong."""
+    return f"{report.advice[0].title}{_short(report.advice[0])}" if report.advice else report.verdict
+
+
+def _short(advice: Advice) -> str:
+    """Return the code of a suggestion where that is one short statement to run, and what it is worth."""
+    code = "" if advice.changes else advice.first or advice.edit or ""
+    is_short = code.startswith(("del ", "%xdel ")) and "\n" not in code and len(code) <= SHORT
+    return f" ({code}){_worth(advice)}" if is_short and code != advice.title else _worth(advice)
 
 
 def _way(report: OomReport) -> str:
@@ -125,14 +141,14 @@ def _freed(report: OomReport) -> int | None:
 
 def _memory(report: OomReport) -> Table:
     stages = (
-        ("before the cell", report.allocated_before, report.reserved_before),
-        ("at the failure", report.allocated_at_failure, report.reserved_at_failure),
-        ("now", report.allocated_after, report.reserved_after),
+        ("Before the cell", report.allocated_before, report.reserved_before),
+        ("At the failure", report.allocated_at_failure, report.reserved_at_failure),
+        ("Now", report.allocated_after, report.reserved_after),
     )
     columns = [
-        Column(report.device or "memory"),
-        Column("allocated" + (f" of {size(report.capacity)}" if report.capacity else ""), "right"),
-        Column("cached", "right", priority=1),
+        Column(report.device or "Memory"),
+        Column("Allocated" + (f" of {size(report.capacity)}" if report.capacity else ""), "right"),
+        Column("Cached", "right", priority=1),
     ]
     rows: list[list[Cell | str]] = [
         [stage, _bar(allocated, reserved, report.capacity), _cached(allocated, reserved)]
@@ -152,75 +168,89 @@ def _cached(allocated: int | None, reserved: int | None) -> str:
     return NOT_AVAILABLE if allocated is None or reserved is None else size(reserved - allocated)
 
 
-def _operation(report: OomReport) -> Iterator[Block]:
+def _operation(report: OomReport) -> str:
+    """Return the operation that failed with the shapes it worked on; nothing where they are not known."""
     instant = report.instant
     shapes = [f"{each.name} {shape(each.shape)} {each.dtype}" for each in instant.operands]
     if not shapes:
-        return
+        return ""
     is_sign = bool(instant.operator) and not instant.operator[-1].isalnum()
-    operation = f" {instant.operator} ".join(shapes) if is_sign else f"{instant.operator}({', '.join(shapes)})"
-    yield Paragraph(operation, muted=True)
+    return f" {instant.operator} ".join(shapes) if is_sign else f"{instant.operator}({', '.join(shapes)})"
 
 
 def _shares(report: OomReport) -> Iterator[Block]:
-    """Say what the device was full of, folded: the parts in a line, the table behind it."""
+    """Say what the device was full of, folded: the largest part in a line, the table behind it."""
     shown = [share for share in report.instant.shares if share.nbytes >= WORTH_A_ROW]
     if not shown:
         return
     whole = sum(share.nbytes for share in shown)
-    columns = [Column("at the failure"), Column("names", priority=1, shrinks=True), Column("bytes", "right")]
+    columns = [Column("At the failure"), Column("Names", priority=1, shrinks=True), Column("Size", "right")]
     rows: list[list[Cell | str]] = [
-        [share.what, ", ".join(share.names), Cell(size(share.nbytes), (Segment(share.nbytes / whole),))]
+        [
+            share.what,
+            ", ".join(share.names),
+            Cell(size(share.nbytes), (Segment(share.nbytes / whole, part=share.what),)),
+        ]
         for share in shown
     ]
-    parts = ", ".join(f"{size(share.nbytes)} {share.what}" for share in shown)
-    yield Fold(f"It was full of {parts}", [Table(columns, rows, caption="What occupied the device at the failure")])
+    largest = max(shown, key=lambda share: share.nbytes)
+    caption = f"At the failure: {largest.what.partition(' (')[0]} {size_of(largest.nbytes, whole)}"
+    yield Fold(caption, [Table(columns, rows, caption="What occupied the device at the failure")])
 
 
 def _actions(report: OomReport) -> Iterator[Block]:
-    """Offer the lines that stand under no suggestion yet."""
-    shown = report.advice[:SHOWN_ADVICE]
-    said = {line for each in shown for code in (each.first, each.edit) for line in (code or "").splitlines()}
-    lines = [("run", each.code, each.note) for each in report.actions if each.code not in said]
+    lines = [("run", each.code, each.note) for each in report.actions]
     if lines:
-        yield Heading("To run now", apart=True)
         yield Listing(lines, whole=True)
 
 
 def _holders(report: OomReport) -> Iterator[Block]:
-    large = sum(holder.nbytes >= WORTH_A_ROW for holder in report.holders)  # they come largest first
-    shown = report.holders[: min(SHOWN_HOLDERS, max(1, large))]
+    if not report.holders:
+        return
+    large = [holder for holder in report.holders if holder.nbytes >= WORTH_A_ROW]  # they come largest first
+    shown = [f"{holder.name} {size(holder.nbytes)}" for holder in large[:NAMED_HOLDERS]]
     rest = report.holders[len(shown) :]
-    yield _holder_table(shown, report.allocated_after)
-    if rest:
-        more = size(sum(holder.nbytes for holder in rest))
-        yield Fold(f"and {count(len(rest), 'more name')} with {more}", [_holder_table(rest, report.allocated_after)])
+    shown += [f"{count(len(rest), 'name')} {size(sum(holder.nbytes for holder in rest))}"] if rest else []
+    table = _holder_table(report.holders[:SHOWN_HOLDERS], report.allocated_after)
+    yield Fold(f"Held now: {', '.join(shown)}", [table])
 
 
 def _holder_table(holders: tuple[Holder, ...], allocated: int | None) -> Table:
     whole = allocated or sum(holder.nbytes for holder in holders) or 1
-    worth = "frees" if any(holder.kind == WORKSPACE for holder in holders) else "freed by del"
-    columns = [Column("held by", shrinks=True), Column("what", priority=1), Column(worth, "right")]
+    worth = "Frees" if any(holder.kind == WORKSPACE for holder in holders) else "Freed by del"
+    columns = [Column("Held by", shrinks=True), Column("What", priority=1), Column(worth, "right")]
     rows: list[list[Cell | str]] = [
         [holder.name, holder.kind, Cell(size(holder.nbytes), (Segment(holder.nbytes / whole),))] for holder in holders
     ]
     return Table(columns, rows, caption="Names that hold memory on the device")
 
 
-def _advice(advice: tuple[Advice, ...]) -> Iterator[Block]:
+def _advice(report: OomReport) -> Iterator[Block]:
+    advice = report.advice
     if not advice:
         return
-    yield Heading("What would help", apart=True)
-    for number, each in enumerate(advice[:SHOWN_ADVICE], 1):
-        yield from _suggestion(number, each)
+    first, *others = advice
+    yield from _how(first)
+    if report.untried:
+        yield Paragraph(f"None of it was tried: {report.untried}.", muted=True)
+    elif _nothing_fits(report):
+        yield Paragraph(f"Nothing that was tried fits on {report.device}.")
+    for number, each in enumerate(others[: SHOWN_ADVICE - 1], 2):
+        yield Fold(f"{number}. {each.title}{_worth(each)}", list(_how(each)))
     rest = list(enumerate(advice[SHOWN_ADVICE:], SHOWN_ADVICE + 1))
     if rest:
-        blocks = [block for number, each in rest for block in _suggestion(number, each)]
+        blocks = [block for number, each in rest for block in (Paragraph(f"{number}. {each.title}"), *_how(each))]
         yield Fold(f"and {len(rest)} more: " + "; ".join(each.title for _, each in rest), blocks)
 
 
-def _suggestion(number: int, advice: Advice) -> Iterator[Block]:
-    yield Paragraph(f"{number}. {advice.title}{_worth(advice)}")
+def _nothing_fits(report: OomReport) -> bool:
+    tried = [each.trial for each in report.advice if each.trial is not None]
+    return (
+        bool(tried) and report.need is not None and not report.need.fits and all(each.fits is False for each in tried)
+    )
+
+
+def _how(advice: Advice) -> Iterator[Block]:
     code = _code(advice)
     if code:
         yield Listing(code, whole=True)
@@ -248,9 +278,23 @@ def _place(advice: Advice) -> Callable[[int], int | str]:
 
 
 def _worth(advice: Advice) -> str:
-    about = "about " if advice.estimated else ""
-    enough = {True: "which should be enough" if advice.estimated else "which is enough",
-              False: "not enough alone", None: ""}[advice.covers]  # fmt: skip
-    if advice.frees is not None:
-        return f": frees {', '.join(filter(None, (about + size(advice.frees), enough)))}"
-    return f": {enough.removeprefix('which is ').removeprefix('which ')}" if enough else ""
+    """Return what a dry run says of a suggestion; of one that was not tried, what it frees."""
+    trial = advice.trial
+    saves = f"saves {size(advice.frees)}" if advice.frees is not None else ""
+    if trial is None or trial.needs is None:
+        frees = f": frees {size(advice.frees)}" if advice.frees is not None else ""
+        return f"{frees}{_untried(trial)}"
+    ran = size_of(trial.needs, trial.had)
+    if trial.fits:
+        return f": fits (dry run: {ran})" if trial.certain else f": should fit (dry run: {ran}{_but(trial)})"
+    if trial.fits is False:
+        return f": {saves}, does not fit alone" if saves else ": does not fit alone"
+    return f": {saves or 'tried'}; whether it fits is open{_but(trial)}"
+
+
+def _untried(trial: EditTrial | None) -> str:
+    return f" (not tried: {trial.reason})" if trial is not None and trial.reason else ""
+
+
+def _but(trial: EditTrial) -> str:
+    return f"; {trial.reason}" if trial.reason else ""

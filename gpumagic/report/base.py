@@ -6,17 +6,21 @@ A report becomes a neutral document, which `text` and `html` render. Nothing her
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
-from gpumagic.report import html, text
-from gpumagic.report.document import Document, document_of
+from gpumagic.errors import OptionError
+from gpumagic.report import html, markdown, text
+from gpumagic.report.chrome_trace import events_of
+from gpumagic.report.document import Document, document_of, unfolded
 from gpumagic.report.plot import figure_of
 
 if TYPE_CHECKING:
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+EVENTS = "events"
+"""In the metadata of a field that has single events, which are for viewers: `to_dict` leaves it out."""
 Row = TypeVar("Row")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -79,6 +85,34 @@ class Report(Generic[Row]):
         assert isinstance(plain, dict)
         return plain
 
+    def details(self) -> Details:
+        """Return the report with all that it folds: alone on a line of a cell it shows itself."""
+        return Details(unfolded(to_document(self)))
+
+    def to_markdown(self) -> str:
+        """Return the report as Markdown, for an issue: tables, and what is folded behind `<details>`."""
+        return markdown.render(to_document(self))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report to a file, and return its path.
+
+        Args:
+            path: ends in ``.html`` (one page, without other files), ``.md``, ``.json``, ``.csv`` (its rows), ``.txt``.
+
+        Raises:
+            OptionError: it ends otherwise.
+        """
+        path = Path(path)
+        forms: dict[str, Callable[[], str]] = {
+            ".html": lambda: html.page(to_document(self)), ".md": self.to_markdown,
+            ".json": lambda: json.dumps(self.to_dict(), indent=1), ".csv": lambda: self.to_pandas().to_csv(index=False),
+            ".txt": lambda: f"{to_text(self, 100, unicode=True)}\n",
+        }  # fmt: skip
+        if path.suffix not in forms:
+            raise OptionError(f"{path.name!r} ends in none of {', '.join(forms)}")
+        path.write_text(forms[path.suffix](), encoding="utf-8")
+        return path
+
     def __str__(self) -> str:
         return to_text(self)
 
@@ -89,6 +123,21 @@ class Report(Generic[Row]):
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+
+@dataclass(frozen=True, repr=False)
+class Details:
+    """A report with nothing folded, as text and as HTML."""
+
+    document: Document
+
+    def __str__(self) -> str:
+        return text.render(self.document)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html.render(self.document)
 
 
 def frame(columns: Mapping[str, str], rows: Sequence[Sequence[object]]) -> pd.DataFrame:
@@ -114,7 +163,8 @@ def columns_of(row_type: type[Any]) -> dict[str, str]:
 
 def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = [field.name for field in dataclasses.fields(value) if not field.metadata.get(EVENTS)]
+        return {name: _plain(getattr(value, name)) for name in fields}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
@@ -162,6 +212,12 @@ def to_figure(record: object) -> Figure:
     """
     _import_view(record)
     return figure_of(record)
+
+
+def write_chrome_trace(record: object, path: str | Path) -> Path:
+    """Write a report's trace events, and return the path."""
+    import_module(f"{type(record).__module__.rpartition('.')[0]}.chrome")
+    return events_of(record).write(path)
 
 
 def _import_view(record: object) -> None:

@@ -11,7 +11,7 @@ show on white and on black.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,6 +35,8 @@ class Cell:
     muted: bool = False
     title: str = ""
     """Said on hovering in HTML (why a figure is absent, the full name); never the only place of a fact."""
+    notes: tuple[str, ...] = ()
+    """What to do about it: each in a line of its own, below the text and after an arrow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,14 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell | str]]
     caption: str = ""
-    """Names the table for screen readers; not shown in text."""
+    """Names the table for screen readers; what stands above it says it to the others."""
     elsewhere: str = ""
     """Where columns are that the width has no room for, as the end of a sentence: ``"in a wider terminal"``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The first line of a report or of a part: what it is, and its one most telling figure."""
+    """The first line of a report, which is its answer, or of a part of a long one."""
 
     text: str
     apart: bool = False
@@ -134,6 +136,20 @@ class Document:
     """A report ready to be rendered."""
 
     blocks: Sequence[Block] = field(default_factory=tuple)
+
+
+def unfolded(document: Document) -> Document:
+    """Return the document with what is folded in its place, under its summary."""
+    return Document(tuple(_unfolded(document.blocks)))
+
+
+def _unfolded(blocks: Iterable[Block]) -> Iterator[Block]:
+    for block in blocks:
+        if isinstance(block, Fold):
+            yield Heading(block.summary, apart=True)
+            yield from _unfolded(block.blocks)
+        else:
+            yield block
 
 
 @functools.singledispatch

@@ -27,10 +27,13 @@ from gpumagic.report.document import (
 )
 from gpumagic.report.units import MAX_LENGTH, printable, sparkline, truncate_middle, truncate_words
 
-COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(230,140,30,.65)"}
+COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(128,128,128,.75)"}
 TRACK = "rgba(128,128,128,.25)"
 SPARKLINE_WIDTH = "600px"
 """How wide a sparkline is drawn at most."""
+TEXT_WIDTH = "26em;max-width:min(26em,45vw)"
+CODE_WIDTH = "60em;max-width:min(60em,max(16em,100vw - 40em))"
+"""How wide a column that may be cut is at most: code has what the figures beside it leave of the page."""
 MUTED = "opacity:.72"
 """Small text stays readable (4.5 to 1, WCAG) also where a theme's own text is a dark grey, as VS Code's is."""
 CODE = "font-family:Menlo,Consolas,monospace"
@@ -46,6 +49,16 @@ def render(document: Document) -> str:
     return f'<div style="max-width:100%;overflow-x:auto;overflow-wrap:anywhere">{body}</div>'
 
 
+def page(document: Document) -> str:
+    """Return the document as a page of its own, light or dark as the reader's system is."""
+    title = next((block.text for block in document.blocks if isinstance(block, Heading | Paragraph)), "gpumagic")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(printable(title))}</title>'
+        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark"></head>'
+        f'<body style="font-family:system-ui,sans-serif;font-size:14px;margin:2em">{render(document)}</body></html>\n'
+    )
+
+
 def _block(block: Block, label: str) -> str:
     if isinstance(block, Heading | Paragraph):
         return _line(block)
@@ -58,9 +71,16 @@ def _block(block: Block, label: str) -> str:
     if isinstance(block, Sparkline):
         return _sparkline(block)
     if isinstance(block, Fold):
-        inner = "".join(_block(each, block.summary) for each in block.blocks)
-        return f"<details><summary>{_text(block.summary)}</summary>{inner}</details>"
+        return _fold(block)
     raise TypeError(f"not a block: {block!r}")
+
+
+def _fold(fold: Fold) -> str:
+    """Return `<details>` whose summary takes one line; what the page has no room for shows on hovering."""
+    inner = "".join(_block(each, fold.summary) for each in fold.blocks)
+    one_line = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
+    summary = f'<summary style="{one_line}" title="{_uncut(fold.summary)}">{_text(fold.summary)}</summary>'
+    return f"<details>{summary}{inner}</details>"
 
 
 def _line(block: Heading | Paragraph) -> str:
@@ -71,14 +91,12 @@ def _line(block: Heading | Paragraph) -> str:
 
 
 def _table(table: Table, label: str) -> str:
-    caption = f'<caption style="text-align:left;{MUTED}">{_text(table.caption)}</caption>' if table.caption else ""
     barred = [
         any(isinstance(cell, Cell) and cell.bar for cell in cells) for cells in zip(*table.rows, strict=True)
     ] or [False] * len(table.columns)
     head = "".join(map(_title, table.columns, barred))
     body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, barred))}</tr>" for row in table.rows)
-    name = "" if caption else _named(label)  # a caption is the name that a screen reader says
-    return _box(f"{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", name)
+    return _box(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", _named(table.caption or label))
 
 
 def _box(table: str, name: str) -> str:
@@ -109,14 +127,15 @@ def _cell(cell: Cell | str, column: Column, barred: bool) -> str:
     cell = Cell(cell) if isinstance(cell, str) else cell
     style, title = f"text-align:{_align(column, barred)};white-space:nowrap", cell.title
     if column.shrinks:
-        style += ";max-width:26em;max-width:min(26em,45vw);overflow:hidden;text-overflow:ellipsis"
+        style += f";max-width:{CODE_WIDTH if column.code else TEXT_WIDTH};overflow:hidden;text-overflow:ellipsis"
         title = title or cell.text
     if cell.muted:
         style += f";{MUTED}"
     hover = f' title="{_uncut(title)}"' if title else ""
     bar = _bar(cell) if barred else ""
     text = f'<code style="white-space:pre;{CODE}">{_uncut(cell.text)}</code>' if column.code else _text(cell.text)
-    return f'<td style="{style}"{hover}>{text}{bar}</td>'
+    notes = "".join(f'<div style="white-space:normal">→ {_text(note)}</div>' for note in cell.notes)
+    return f'<td style="{style}"{hover}>{text}{bar}{notes}</td>'
 
 
 def _align(column: Column, barred: bool) -> str:
@@ -148,9 +167,9 @@ def _named(label: str) -> str:
 def _listing(listing: Listing, label: str) -> str:
     rows = "".join(
         f'<tr><td style="text-align:right;white-space:nowrap;{MUTED}">{_text(str(place))}</td>'
-        f'<td style="text-align:left;white-space:pre"><code style="{CODE}">'
+        f'<td style="text-align:left"><code style="white-space:pre;{CODE}">'
         f"{escape(printable(code)) if listing.whole else _uncut(code)}</code></td>"
-        f'<td style="text-align:left">{_text(note)}</td></tr>'
+        f'<td style="text-align:left;max-width:{TEXT_WIDTH}">{_text(note)}</td></tr>'
         for place, code, note in listing.lines
     )
     return _box(f"<tbody>{rows}</tbody>", _named(label))
@@ -178,7 +197,8 @@ def _sparkline(block: Sparkline) -> str:
     return (
         f'<div role="img" aria-label="{_text(block.label)}" '
         f'style="{ground};white-space:nowrap;background:{TRACK}">{stand}{columns}</div>'
-        f'<div style="max-width:{SPARKLINE_WIDTH};margin:.1em 0 .3em 0"><div style="{arrow[0]}">{arrow[1]}</div></div>'
+        f'<div style="max-width:{SPARKLINE_WIDTH};margin:.1em 0 .3em 0;white-space:nowrap">'
+        f'<div style="{arrow[0]}">{arrow[1]}</div></div>'
         f"{_legend(list(block.bands))}"
     )
 

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.report.document import OTHER_COLOUR, PART_COLOURS
-from gpumagic.report.units import printable, truncate_middle
+from gpumagic.report.units import printable, size, truncate_middle
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GIB = 1024**3
 MIB = 1024**2
+FAR_ABOVE = 3
+"""How many times the highest a capacity may be and still be drawn."""
 
 
 def label(text: str) -> str:
@@ -28,10 +30,37 @@ def part_colour(part: str) -> tuple[float, ...]:
 
 
 def mark_point(axes: Any, x: float, y: float, text: str) -> None:
-    """Mark a point and write a text above it."""
+    """Mark a point and write a text above it, to the side that has room."""
     axes.plot([x], [y], "v", color="tab:orange")
-    axes.annotate(text, (x, y), textcoords="offset points", xytext=(0, 6), ha="center", fontsize="small")
-    axes.margins(y=0.15)
+    left, right = axes.get_xlim()
+    side = "left" if x < left + (right - left) / 4 else "right" if x > right - (right - left) / 4 else "center"
+    axes.annotate(text, (x, y), textcoords="offset points", xytext=(0, 6), ha=side, fontsize="small")
+
+
+def finish_memory(axes: Any, unit: tuple[int, str], most: int, capacity: int | None = None) -> None:
+    """Give a picture of memory its axis, its capacity and its legend, which stands beside it and hides nothing.
+
+    A capacity far above all that is drawn would flatten the picture, so the axis ends below it and the legend says it.
+
+    Args:
+        axes: matplotlib's, with everything else drawn.
+        unit: as `unit_for` returns it.
+        most: the most bytes that are drawn.
+        capacity: bytes of the device; None where that is not known.
+    """
+    scale, name = unit
+    top = 1.15 * most / scale
+    if capacity:
+        text = f"capacity {size(capacity)}"
+        axes.axhline(capacity / scale, ls="--", lw=1, color="tab:red", label=text)
+        top = max(top, 1.05 * capacity / scale) if capacity <= FAR_ABOVE * most else top
+    axes.set(ylabel=f"Allocated ({name})", ylim=(0, top or 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", reverse=True)
+
+
+def whole_ticks(axes: Any) -> None:
+    """Number the horizontal axis by whole numbers, as of cells."""
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def unit_for(most: int) -> tuple[int, str]:

@@ -107,7 +107,10 @@ def _shown() -> Iterator[_Line]:
 def _surface() -> _Surface:
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    if getattr(shell, "kernel", None) is not None:
+    kernel = getattr(shell, "kernel", None)
+    if type(kernel).__module__.startswith("ipyparallel."):
+        return _File()  # an engine's client draws each update as one more output, and none of them goes
+    if kernel is not None:
         return _Display()
     return _Terminal() if sys.stderr.isatty() else _File()
 

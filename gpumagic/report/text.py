@@ -84,9 +84,11 @@ def _block(block: Block, width: int) -> str:
     raise TypeError(f"not a block: {block!r}")
 
 
-def _wrap(text: str, width: int) -> str:
+def _wrap(text: str, width: int, indent: int = 0) -> str:
+    start = " " * indent
+    shown = truncate_words(printable(text))
     return "\n".join(
-        textwrap.wrap(truncate_words(printable(text)), width, break_on_hyphens=False, subsequent_indent="  ")
+        textwrap.wrap(shown, width, break_on_hyphens=False, initial_indent=start, subsequent_indent=f"{start}  ")
     )
 
 
@@ -159,19 +161,34 @@ def _tree(tree: Tree, width: int) -> str:
 
 def _table(table: Table, width: int) -> str:
     columns, grid = _fitted(table, width, bars=True)
-    if _total(_widths(columns, grid, width)) > width:  # what bars show, the numbers beside them say
+    widths = _widths(columns, grid, width)
+    if _total(widths) > width or _cuts_code(columns, grid, widths):  # what bars show, the numbers beside them say
         columns, grid = _fitted(table, width, bars=False)
     kept = {column.title.strip() for column in columns}
     left_out = [column.title for column in table.columns if column.title not in kept]
     widths = _widths(columns, grid, width)
     if _total(widths) > width:
-        return "\n".join(_stacked(columns, row, width) for row in grid)
+        stacked = (
+            [_stacked(columns, row, width), *_notes(cells, width)] for row, cells in zip(grid, table.rows, strict=True)
+        )
+        return "\n".join(itertools.chain.from_iterable(stacked))
     lines = [_row([column.title for column in columns], columns, widths)]
     lines.append(GAP.join("─" * w for w in widths))
-    lines += [_row(row, columns, widths) for row in grid]
+    for row, cells in zip(grid, table.rows, strict=True):
+        lines += [_row(row, columns, widths), *_notes(cells, width)]
     if left_out and table.elsewhere:
         lines.append(_wrap(f"{', '.join(left_out)}: {table.elsewhere}.", width))
     return "\n".join(lines)
+
+
+def _cuts_code(columns: Sequence[Column], grid: list[list[str]], widths: Sequence[int]) -> bool:
+    code = [(place, width) for place, (column, width) in enumerate(zip(columns, widths, strict=True)) if column.code]
+    return any(_width(row[place]) > width for row in grid for place, width in code)
+
+
+def _notes(cells: Sequence[Cell | str], width: int) -> list[str]:
+    notes = [note for cell in cells if isinstance(cell, Cell) for note in cell.notes]
+    return [_wrap(f"→ {note}", width, indent=6) for note in notes]
 
 
 def _stacked(columns: Sequence[Column], row: Sequence[str], width: int) -> str:

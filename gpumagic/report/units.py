@@ -37,12 +37,23 @@ def size_pair(part: int, whole: int | None) -> str:
     if whole is None:
         return size(part)
     scale, unit = _scale(max(part, whole))
-    base = SYSTEMS[_system][0]
-    digits = 0 if scale == 1 or (scale <= base**2 and max(part, whole) / scale >= 99.95) else 1
+    digits = 0 if scale == 1 else 1
     shown = [f"{value / scale:.{digits}f}" for value in (part, whole)]
     if part and float(shown[0]) == 0:
-        shown[0] = "<0.1" if digits else "<1"
+        shown[0] = "<0.1"
     return f"{shown[0]} / {shown[1]} {unit}"
+
+
+def size_of(part: int, whole: int | None) -> str:
+    """Return ``"3.1 of 15.0 GiB"``; what is far less than the whole keeps a unit of its own."""
+    if whole is None or part > whole / 100:
+        return size_pair(part, whole).replace(" / ", " of ")
+    return f"{size(part)} of {size(whole)}"
+
+
+def size_range(least: int, most: int) -> str:
+    """Return ``"0.3 to 0.7 GiB"``."""
+    return size_pair(least, most).replace(" / ", " to ")
 
 
 def _scale(nbytes: int) -> tuple[int, str]:

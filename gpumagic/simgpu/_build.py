@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from gpumagic import compiled
-from gpumagic.compiled import only_process, unfinished
+from gpumagic.compiled import only_process, refuse_what_others_write, unfinished
 from gpumagic.errors import SimgpuUnavailable
 from gpumagic.report import progress
 
@@ -38,11 +38,13 @@ def load() -> ModuleType:
     home = built.parent
     if not built.exists():
         with only_process(home, WHAT, SimgpuUnavailable):
+            refuse_what_others_write(WHAT, SimgpuUnavailable, home.parent)
             if not built.exists():
                 try:
                     return _compile(home)
                 except (OSError, subprocess.SubprocessError) as error:
                     raise SimgpuUnavailable(f"{WHAT} cannot be compiled in {home.parent}: {error}") from error
+    refuse_what_others_write(WHAT, SimgpuUnavailable, home.parent, home)
     return _import(built)
 
 
@@ -82,7 +84,7 @@ def _compile(home: Path) -> ModuleType:
     telling = progress.waiting("gpumagic: compiling the simulated GPU, once, about 30 s ...")
     with telling, unfinished(home) as folder:
         module = _build_in(str(folder))
-        home.mkdir(exist_ok=True)
+        home.mkdir(mode=0o700, exist_ok=True)
         (folder / f"{NAME}.so").replace(library())
     return module
 

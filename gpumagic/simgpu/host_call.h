@@ -92,7 +92,7 @@ class HostCall {
       return known->second;
     }
     check_strided(host);
-    Tensor taken = view_of(take_back_storage(host.storage()), DispatchKey::PrivateUse1, host);
+    Tensor taken = view_of(take_back_storage(own_storage(host)), DispatchKey::PrivateUse1, host);
     made_.push_back(host);
     returned_.emplace(host.unsafeGetTensorImpl(), taken);
     return taken;
@@ -139,6 +139,13 @@ class HostCall {
         /*resizable=*/true);
     card_storages_.emplace(host.unsafeGetStorageImpl(), taken);
     return taken;
+  }
+
+  // A number's storage is its own: the CPU's losses return theirs in the room of all that they summed up.
+  Storage own_storage(const Tensor& host) {
+    const bool is_known = card_storages_.count(host.storage().unsafeGetStorageImpl()) != 0;
+    const bool has_more = host.dim() == 0 && host.storage().nbytes() > host.itemsize();
+    return !is_known && has_more && host.storage_offset() == 0 ? host.clone().storage() : host.storage();
   }
 
   static void settle_storage(c10::StorageImpl* card_storage, Loan& loan) {

@@ -88,40 +88,49 @@ void check_supported(const c10::OperatorHandle& op) {
 
 bool is_mask(const Tensor& index) { return index.scalar_type() == at::kBool || index.scalar_type() == at::kByte; }
 
-// CUDA looks for what a mask selects, and the host asks how much that is. It need not where one number is written
-// under one mask; here torch has made that number a tensor, so one of the card's is taken for it.
-size_t masks_to_find(const std::vector<IValue>& arguments) {
-  size_t masks = 0;
+// CUDA looks for what a mask selects, by the operator that does so, and the host asks how much that is. It need not
+// where one number is written under one mask; here torch has made that number a tensor, so one of the card's is taken
+// for it.
+void find_masked(const std::vector<IValue>& arguments) {
+  std::vector<Tensor> masks;
   size_t selecting = 0;
   for (const std::optional<Tensor>& index : arguments[1].toOptionalTensorVector()) {
     const bool selects = index.has_value() && index->defined();
     selecting += selects ? 1 : 0;
-    masks += selects && on_card(*index) && is_mask(*index) ? 1 : 0;
+    if (selects && on_card(*index) && is_mask(*index)) {
+      masks.push_back(*index);
+    }
   }
   const bool writes = arguments.size() > 3 && arguments[2].isTensor();
-  const bool fills = writes && selecting == 1 && arguments[2].toTensor().numel() == 1 && !arguments[3].toBool();
-  return fills ? 0 : masks;
+  if (writes && selecting == 1 && arguments[2].toTensor().numel() == 1 && !arguments[3].toBool()) {
+    return;
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const Tensor& mask : masks) {
+    mask.nonzero();
+  }
 }
 
 // CUDA's kernels tell the host how many elements they have found: int32 from nonzero, mostly int64 from unique.
 void count_sizes(const c10::OperatorHandle& op, Device device, const std::vector<IValue>& arguments) {
   const std::string& name = op.schema().name();
-  size_t reads = 1;
   size_t nbytes = sizeof(int32_t);
   if (name == "aten::index" || name == "aten::_index_put_impl_") {
-    reads = masks_to_find(arguments);
-  } else if (name == "aten::_unique2" || name.find("aten::unique") == 0) {
+    find_masked(arguments);
+    return;
+  }
+  if (name == "aten::_unique2" || name.find("aten::unique") == 0) {
     const Tensor& given = arguments[0].toTensor();
     const bool in_slices =
         name.find("_dim") != std::string::npos || (name == "aten::unique_consecutive" && !arguments[3].isNone());
-    reads = given.numel() == 0 ? 0 : 1;
+    if (given.numel() == 0) {
+      return;
+    }
     nbytes = in_slices || given.scalar_type() == at::kBool ? sizeof(int32_t) : sizeof(int64_t);
   } else if (name != "aten::nonzero" && name != "aten::masked_select") {
     return;
   }
-  for (size_t i = 0; i < reads; ++i) {
-    count_copy(device, Device(c10::kCPU), nbytes);
-  }
+  count_copy(device, Device(c10::kCPU), nbytes);
 }
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {

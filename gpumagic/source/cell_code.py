@@ -1,7 +1,7 @@
-"""Facts in a cell's text: its loops, batch sizes, accumulations and copies. Pure: text in, frozen records out.
+"""Facts in a cell's text: its loops, batch sizes and copies. Pure: text in, frozen records out.
 
-Nothing here is advice yet: a literal called ``batch_size`` or a ``total += loss`` becomes a suggestion only where live
-objects or counts confirm it.
+Nothing here is advice yet: a literal called ``batch_size`` becomes a suggestion only where live objects or counts
+confirm it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,6 @@ class BatchLiteral:
 
 
 @dataclass(frozen=True, slots=True)
-class Accumulation:
-    """A line in a loop that adds to something that outlives the pass: ``total += loss``, ``losses.append(loss)``."""
-
-    target: str
-    """What is added to."""
-    added: str
-    """The code of what is added."""
-    line: int
-    append: bool
-
-
-@dataclass(frozen=True, slots=True)
 class CellCode:
     """The facts in a cell's text."""
 
@@ -52,7 +40,6 @@ class CellCode:
     attributes: frozenset[str] = frozenset()
     """Every attribute and function name the cell mentions: ``backward``, ``autocast``, ``eval``..."""
     batches: tuple[BatchLiteral, ...] = ()
-    accumulations: tuple[Accumulation, ...] = ()
     text: CellText | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -89,7 +76,6 @@ def read_text(text: CellText) -> CellCode:
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
         | frozenset(node.id for node in names),
         batches=tuple(_batches(nodes)),
-        accumulations=tuple(_accumulations(tree)),
         text=text,
     )
 
@@ -178,28 +164,6 @@ def defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
 def _batch(name: str, value: ast.expr) -> Iterator[BatchLiteral]:
     if is_batch_name(name) and isinstance(value, ast.Constant) and type(value.value) is int and value.value > 1:
         yield BatchLiteral(name, value.value, value.lineno)
-
-
-def _accumulations(tree: ast.Module) -> Iterator[Accumulation]:
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While | ast.AsyncFor)]
-    seen: set[int] = set()
-    for node in (inner for loop in loops for inner in ast.walk(loop)):
-        if id(node) not in seen:
-            seen.add(id(node))
-            yield from _accumulation(node)
-
-
-def _accumulation(node: ast.AST) -> Iterator[Accumulation]:
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name):
-        yield Accumulation(node.target.id, ast.unparse(node.value), node.lineno, append=False)
-    elif (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "append"
-        and isinstance(node.func.value, ast.Name)
-        and len(node.args) == 1
-    ):
-        yield Accumulation(node.func.value.id, ast.unparse(node.args[0]), node.lineno, append=True)
 
 
 _FACTORIES = frozenset({

@@ -245,7 +245,9 @@ class CallSites:
 
     @staticmethod
     def _cell_file(found: list[FrameType]) -> str | None:
-        return next((each.f_code.co_filename for each in found if not is_function_frame(each)), None)
+        """Return the file of the nearest module-level frame whose code can be read, which that of `exec` cannot."""
+        files = (each.f_code.co_filename for each in found if not is_function_frame(each))
+        return next((each for each in files if linecache.getline(each, 1)), None)
 
 
 def _is_module_move(frame: FrameType) -> bool:

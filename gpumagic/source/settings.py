@@ -7,13 +7,13 @@ there; or in a variable of the notebook; or it is a parameter of a decorated fun
 from __future__ import annotations
 
 import ast
-import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Protocol
 
-from gpumagic.errors import OptionError
+from gpumagic.errors import OptionError, nearest
 from gpumagic.source.cell_code import defaults
 from gpumagic.source.text import names_in
 
@@ -173,6 +173,28 @@ def find_in_arguments(name: str, arguments: MutableMapping[str, object], option:
     return VariableSetting(arguments, name, value)
 
 
+def names_in_text(source: str) -> set[str]:
+    """Return the names under which code writes ints that can be changed; none of code that is not Python yet."""
+    try:
+        return {name for name, _ in _literals(ast.parse(source))}
+    except (SyntaxError, ValueError, RecursionError):
+        return set()
+
+
+_SIZES = re.compile(r"batch|size|length|^(n|bs|seq|seq_len|tokens)$", re.IGNORECASE)
+
+
+def sizes_in(source: str) -> tuple[str, ...]:
+    """Return the variables that code sets to a number and that by their names say how much it works on at once."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return ()
+    written = (pair for node in ast.walk(tree) if isinstance(node, ast.Assign) for pair in _pairs(node))
+    numbers = (name for name, value in written if isinstance(value, ast.Constant) and type(value.value) is int)
+    return tuple(dict.fromkeys(name for name in numbers if _SIZES.search(name)))
+
+
 def _literals(tree: ast.AST) -> Iterator[tuple[str, Literal]]:
     """Yield every positive int that the code writes under a name."""
     for node in ast.walk(tree):
@@ -214,6 +236,6 @@ def _no_such_int(option: str, name: str, tree: ast.AST, namespace: Mapping[str, 
         return f"{option} {name}: {name} is a {kind}, not an int; name the number that its size goes with"
     used = names_used(names_in(tree), namespace)
     there = {written for written, _ in _literals(tree)} | {each for each in used if type(namespace[each]) is int}
-    near = difflib.get_close_matches(name, sorted(there), n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(there))}" if there else "it has none"
+    near = nearest(name, there)
+    hint = f"did you mean {near}?" if near else f"it has {', '.join(sorted(there))}" if there else "it has none"
     return f"{option} {name}: the cell has no int called {name}; {hint}"

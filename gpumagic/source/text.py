@@ -75,12 +75,16 @@ class CellText:
         """Yield every node of the tree."""
         return ast.walk(self.tree)
 
+    def expressions(self) -> Iterator[ast.expr]:
+        """Yield every expression of the tree."""
+        return (node for node in self.nodes() if isinstance(node, ast.expr))
+
     def code(self, node: ast.AST) -> str:
         """Return the text of a node."""
         return ast.get_source_segment(self.source, node) or ""
 
-    def replace(self, node: ast.expr, new: str) -> Change:
-        """Return the change that puts other code in an expression's place."""
+    def replace(self, node: ast.expr | ast.stmt, new: str) -> Change:
+        """Return the change that puts other code in the place of an expression or a statement."""
         return Change(node.lineno, self._column(node.lineno, node.col_offset), self.code(node), new, self.cell)
 
     def append(self, node: ast.expr, new: str) -> Change:

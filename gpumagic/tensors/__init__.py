@@ -4,8 +4,11 @@ Start with `scan.scan`, which makes the report from the heap.
 
     scan.py         finds the tensors, names them, compares each device's sum with its allocator
     rows.py         groups storages into blocks of memory and builds a row for each
+    detaching.py    the line that releases an autograd graph
+    sources.py      the lines that allocated what no tensor accounts for
     why.py          every holder of one tensor, for `--why`
-    release.py      frees what only outputs and the last error keep, for `--release-held`
-    report.py       what `%devices`, `--diff` and `--held` return; `view.py` and `diff_view.py` show it
-    held_report.py  what `--why` and `--release-held` return; `held_view.py` shows it, and `--held`
+    release.py      frees what only outputs and the last error keep, for `--free`
+    growth.py       which variables hold more from report to report, for `--diff`
+    report.py       what `%devices`, `--diff` and `--leaks` return; `view.py` and `diff_view.py` show it
+    leaks_report.py  what `--why` and `--free` return; `leaks_view.py` shows it, and `--leaks`
 """

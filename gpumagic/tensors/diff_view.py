@@ -6,21 +6,34 @@ from collections.abc import Sequence
 
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import count, size
-from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow
+from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow, Growth
 from gpumagic.tensors.view import STORAGE_COLUMNS, Line, fold, storage_cells
 
-_WORDS = {"came": "new", "went": "gone", "resized": "resized", "lost its name": "unnamed"}
+MAX_GROWING = 3
+_WORDS = {"came": "new", "went": "freed", "resized": "resized", "lost its name": "unnamed"}
 
 
 @document_of.register(DiffReport)
 def view_diff(report: DiffReport) -> Document:
     """Return the document of the difference between two reports."""
-    blocks: list[Block] = [Heading(_heading(report))]
+    growth = [Heading(_growth(each)) for each in report.growing[:MAX_GROWING]]
+    blocks: list[Block] = [*growth, Paragraph(_heading(report))] if growth else [Heading(_heading(report))]
     if report.changes:
         blocks += _largest(report)
         blocks.append(_devices(report.by_device))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
+
+
+def _growth(found: Growth) -> str:
+    """Say what a variable has more of each time, and what to do about graphs that it keeps."""
+    what = []
+    if found.graphs > 0:
+        what.append(f"{count(found.graphs, 'autograd graph')} of {size(found.graph_nbytes)}")
+    if found.nbytes > found.graph_nbytes:
+        what.append(f"{count(max(1, found.storages), 'tensor')} of {size(found.nbytes - found.graph_nbytes)}")
+    grown = f"{found.name} grows by {' and '.join(what) or size(found.nbytes)} each time ({found.times} times in a row)"
+    return f"{grown}: keep .item() or .detach() of what is collected" if found.graphs > 0 else grown
 
 
 def _heading(report: DiffReport) -> str:
@@ -31,12 +44,12 @@ def _heading(report: DiffReport) -> str:
     if rows["came"]:
         parts.append(f"{_signed(_sum(rows['came']))} in {count(len(rows['came']), 'new storage')}")
     if rows["went"]:
-        parts.append(f"{_signed(_sum(rows['went']))} in {len(rows['went']):,} gone")
+        parts.append(f"{_signed(_sum(rows['went']))} in {len(rows['went']):,} freed")
     if rows["resized"]:
         parts.append(f"{_signed(_sum(rows['resized']))} by resizing")
     if rows["lost its name"]:
         parts.append(f"{len(rows['lost its name']):,} without a name now")
-    return f"{', '.join(parts) or 'No tensor came or went'} since {report.since}"
+    return f"{', '.join(parts) or 'No change'} since {report.since}"
 
 
 def _sum(rows: Sequence[DiffRow]) -> int:
@@ -75,7 +88,7 @@ def _signed(nbytes: int) -> str:
 
 
 def _devices(rows: Sequence[DeviceChange]) -> Table:
-    titles = ["Came", "Went", "Net"] + (["Allocator"] if any(row.allocated is not None for row in rows) else [])
+    titles = ["New", "Freed", "Net"] + (["Allocator"] if any(row.allocated is not None for row in rows) else [])
     columns = [Column("Device"), *(Column(title, "right") for title in titles)]
     cells = []
     for row in rows:

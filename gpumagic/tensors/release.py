@@ -10,14 +10,14 @@ from gpumagic.heap.kinds import Graphs, non_leaves
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator
 from gpumagic.tensors import scan
-from gpumagic.tensors.held_report import FreedRow, ReleaseReport
+from gpumagic.tensors.leaks_report import FreedReport, FreedRow
 from gpumagic.tensors.report import TensorReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
-def release(namespace: Mapping[str, object], shell: InteractiveShell | None = None) -> ReleaseReport:
+def release(namespace: Mapping[str, object], shell: InteractiveShell | None = None) -> FreedReport:
     """Make IPython and Python forget outputs and the last error where these keep tensors that no variable reaches.
 
     Args:
@@ -31,7 +31,7 @@ def release(namespace: Mapping[str, object], shell: InteractiveShell | None = No
         released = _forget(wanted, namespace, shell) if wanted else ()
         now = allocator.all_device_stats()
         after = scan.scan(namespace, shell=shell, thorough=True)
-    return ReleaseReport(tuple(_freed(before, after, figures, now)), released, after.held(), after.notes)
+    return FreedReport(tuple(_freed(before, after, figures, now)), released, after.leaks(), after.notes)
 
 
 def _forget(wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What `%devices`, `--diff` and `--held` return: the live tensors, what changed, and what no variable reaches.
+"""What `%devices`, `--diff` and `--leaks` return: the live tensors, what changed, and what no variable reaches.
 
 Reports are plain data: none keeps a tensor alive.
 """
@@ -6,11 +6,12 @@ Reports are plain data: none keeps a tensor alive.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.errors import GpuMagicError
+from gpumagic.heap.cycles import CYCLE
 from gpumagic.report.base import Origin, Report
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer state", "activation", "plain")
@@ -32,14 +33,14 @@ class TensorRow(NamedTuple):
     kind: str
     """One of `KINDS`."""
     name: str | None
-    """The best name it has in the notebook, such as ``"model.fc.weight"``; None if no variable reaches it."""
+    """The best name it has, such as ``"model.fc.weight"``, which evaluates to it; None if no expression reaches it."""
     names: tuple[str, ...] = ()
     holder: str | None = None
     """What keeps it alive where no variable does: ``"Out[12]"``, ``"last traceback"``..."""
     place: str | None = None
     """Where in its holder it is: ``"Out[12]['k'][0]"``, ``"last traceback.<step()>.hidden"``."""
     releasable: bool = False
-    """Whether ``--release-held`` frees it: only outputs, the display hook or the last error keep it alive."""
+    """Whether ``--free`` frees it: only outputs, the display hook or the last error keep it alive."""
     in_graph: bool = False
     """Whether only autograd graphs keep it; ``holder`` says whose."""
     frees: str | None = None
@@ -54,6 +55,12 @@ class TensorRow(NamedTuple):
     note: str | None = None
     numbers: tuple[int, ...] = ()
     """The numbers of its storages in every report of this process; never given to another storage."""
+    variable: str | None = None
+    """The variable that reaches it although no expression does, as what an iterator holds; ``holder`` says where."""
+
+    def is_reached(self) -> bool:
+        """Return whether a variable of the notebook reaches it."""
+        return self.name is not None or self.variable is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ class DeviceMemoryRow:
     tensors: int
     storages: int
     named: int
-    """Bytes in storages that a notebook name reaches."""
+    """Bytes in storages that a variable of the notebook reaches."""
     held: int
     """Bytes in other storages that Python can see."""
     graph: int | None = None
@@ -125,8 +132,6 @@ class TensorReport(Report[TensorRow]):
     notes: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     """The devices it was narrowed to; empty for all."""
-    minimum: int = 0
-    """Smaller storages are left out."""
     graphs: tuple[GraphRow, ...] = ()
     """The variables whose graphs keep memory, most first."""
     sources: tuple[SourceRow, ...] = ()
@@ -142,7 +147,7 @@ class TensorReport(Report[TensorRow]):
     def since(self, earlier: TensorReport, called: str = "the earlier report") -> DiffReport:
         """Return what was created and what was freed since an earlier report of this process.
 
-        Where the two cover different devices or sizes, only what both would list is compared.
+        Where the two cover different devices, only what both would list is compared.
 
         Args:
             earlier: what to compare with; it keeps nothing alive.
@@ -153,38 +158,23 @@ class TensorReport(Report[TensorRow]):
         """
         if earlier.process and self.process and earlier.process != self.process:
             raise GpuMagicError("the earlier report is of another process: only reports of one kernel can be compared")
-        minimum = max(earlier.minimum, self.minimum)
         found = [
-            row
-            for row in _changes(earlier, self)
-            if is_on(row.device, earlier.only)
-            and is_on(row.device, self.only)
-            and max(row.size or 0, abs(row.nbytes or 0)) >= minimum
+            row for row in _changes(earlier, self) if is_on(row.device, earlier.only) and is_on(row.device, self.only)
         ]
         found.sort(key=lambda row: (-abs(row.nbytes or 0), -(row.size or 0), *_by_name(row), row.device))
         return DiffReport(tuple(found), tuple(_device_changes(found, earlier, self)), called, self.limit)
 
-    def held(self) -> HeldReport:
+    def leaks(self) -> LeakReport:
         """Return what no variable reaches, with what keeps each tensor and the line that frees it."""
-        return HeldReport(tuple(_held_row(row) for row in self.tensors if row.name is None), self.limit, self.notes)
+        return LeakReport(tuple(_leak_row(row) for row in self.tensors if not row.is_reached()), self.limit, self.notes)
 
-    def narrowed(self, only: Sequence[str] = (), minimum: int = 0, sort: str = "size") -> TensorReport:
-        """Return the report of some devices and of storages of at least some size.
-
-        Args:
-            only: devices such as ``"cuda:1"``, or ``"cuda"`` for all of a backend; empty for all.
-            minimum: bytes.
-            sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
-        """
-        found: Iterable[TensorRow] = self.tensors
-        if only or minimum:
-            found = [row for row in found if is_on(row.device, only) and (row.nbytes or 0) >= minimum]
+    def narrowed(self, only: Sequence[str]) -> TensorReport:
+        """Return the report of some devices: ``"cuda:1"``, or ``"cuda"`` for all of a backend; empty for all."""
         return replace(
             self,
-            tensors=tuple(sorted(found, key=_ORDERS[sort])),
+            tensors=tuple(sorted((row for row in self.tensors if is_on(row.device, only)), key=_by_size)),
             by_device=tuple(row for row in self.by_device if is_on(row.device, only)),
             only=tuple(only),
-            minimum=minimum,
         )
 
 
@@ -201,20 +191,12 @@ def _by_size(row: TensorRow) -> tuple[object, ...]:
     return -(row.nbytes or 0), row.name is None, row.name or "", row.device
 
 
-_ORDERS: dict[str, Callable[[TensorRow], Any]] = {
-    "size": _by_size,
-    "name": lambda row: (*_by_name(row), *_by_size(row)),
-    "device": lambda row: (row.device, *_by_size(row)),
-    "dtype": lambda row: (row.dtype, *_by_size(row)),
-    "kind": lambda row: (KINDS.index(row.kind), *_by_size(row)),
-}
-
-_ROOT = re.compile(r"globals\(\)\[.*?\](?=[.\[{]|$)|.[^.\[{]*|", re.DOTALL)
+_ROOT = re.compile(r"(?:\[\*)*(globals\(\)\[.*?\](?=[.\[\]]|$)|[^.\[\]]*)", re.DOTALL)
 
 
 def root_of(name: str) -> str:
     """Return the variable a name starts from: ``"model"`` for ``"model.fc.weight"``."""
-    return _ROOT.match(name)[0]  # type: ignore[index]  # it matches everything
+    return _ROOT.match(name)[1]  # type: ignore[index]  # it matches everything
 
 
 CHANGES = ("came", "went", "resized", "lost its name")
@@ -257,6 +239,20 @@ class DeviceChange:
     """Change of what the allocator has handed out; more than ``net`` where graphs or C++ keep tensors."""
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A variable that has grown each time."""
+
+    name: str
+    times: int
+    """How many reports in a row it has grown."""
+    nbytes: int
+    """By how many bytes the last time, those of autograd graphs included."""
+    graph_nbytes: int
+    storages: int
+    graphs: int
+
+
 @dataclass(frozen=True, repr=False)
 class DiffReport(Report[DiffRow]):
     """What came and what went between two reports of the live tensors, one row per storage, largest change first."""
@@ -271,6 +267,8 @@ class DiffReport(Report[DiffRow]):
     limit: int | None = None
     """How many rows to show; `rows` and `to_pandas` always have all."""
     notes: tuple[str, ...] = ()
+    growing: tuple[Growth, ...] = ()
+    """The variables that have grown each of the last times that `%devices` was asked, the fastest first."""
 
     @property
     def rows(self) -> tuple[DiffRow, ...]:
@@ -286,7 +284,7 @@ def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
             yield _diff_row("came", row, row.nbytes)
         elif old.nbytes != row.nbytes and old.nbytes is not None and row.nbytes is not None:
             yield _diff_row("resized", row, row.nbytes - old.nbytes, old.name)
-        elif old.name is not None and row.name is None:
+        elif old.is_reached() and not row.is_reached():
             yield _diff_row("lost its name", row, 0, old.name)
     for row in earlier:
         if now.isdisjoint(row.numbers):
@@ -317,7 +315,7 @@ def _device_changes(rows: Iterable[DiffRow], earlier: TensorReport, later: Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class HeldRow:
+class LeakRow:
     """One storage that lives although no variable of the notebook reaches it."""
 
     number: int
@@ -337,28 +335,29 @@ class HeldRow:
 
 
 @dataclass(frozen=True, repr=False)
-class HeldReport(Report[HeldRow]):
+class LeakReport(Report[LeakRow]):
     """The live tensors that no variable reaches, one row per storage, with what keeps and what frees each."""
 
-    row_type: ClassVar[type[Any]] = HeldRow
-    view_module: ClassVar[str] = "held_view"
+    row_type: ClassVar[type[Any]] = LeakRow
+    view_module: ClassVar[str] = "leaks_view"
 
-    held: tuple[HeldRow, ...]
+    leaks: tuple[LeakRow, ...]
     limit: int | None = None
     """How many rows to show; `rows` and `to_pandas` always have all."""
     notes: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> tuple[HeldRow, ...]:
-        return self.held
+    def rows(self) -> tuple[LeakRow, ...]:
+        return self.leaks
 
 
-RELEASE = "%devices --release-held"
+RELEASE = "%devices --free"
 COLLECT = "import gc; gc.collect()"
+COLLECT_AND_RELEASE = f"{COLLECT}\n{RELEASE}"
 
 
-def _held_row(row: TensorRow) -> HeldRow:
-    return HeldRow(
+def _leak_row(row: TensorRow) -> LeakRow:
+    return LeakRow(
         row.numbers[0] if row.numbers else 0, row.device, row.nbytes, row.shape, row.dtype, row.kind,
         row.holder, row.place, release_command(row), row.views,
     )  # fmt: skip
@@ -366,6 +365,7 @@ def _held_row(row: TensorRow) -> HeldRow:
 
 def release_command(row: TensorRow) -> str | None:
     """Return the line that frees a storage that no variable reaches, or None where none is known."""
-    if row.releasable:
-        return RELEASE
-    return row.frees or (COLLECT if "cycle" in (row.holder or "") else None)
+    if row.releasable or row.frees:
+        return RELEASE if row.releasable else row.frees
+    holder = row.holder or ""
+    return COLLECT_AND_RELEASE if f" and {CYCLE}" in holder else COLLECT if CYCLE in holder else None

@@ -1,28 +1,23 @@
-"""The rows of the report: storages are grouped into blocks of memory, and each block gets what is known of its tensors.
-
-For blocks that only autograd graphs keep, a row also has the line that releases them, where there is one: a tensor
-in a tuple cannot be replaced, and one that an output keeps besides its name still keeps its graph.
-"""
+"""The rows of the report: storages grouped into blocks of memory, each with what is known of its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpumagic.heap.holders import Held, Names, Path, is_code, is_typeable, spell
-from gpumagic.heap.kinds import subclasses
+from gpumagic.heap.holders import Held
+from gpumagic.heap.paths import Names
 from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
+from gpumagic.tensors.detaching import DetachCommands
 from gpumagic.tensors.report import KINDS, GraphRow, TensorRow, root_of
 
 MAX_NAMES = 16
 """Names kept of one storage; views of one tensor may have thousands."""
-_MAX_STATEMENTS = 3
-"""Statements in the line that releases a graph."""
-_GRAPH = "autograd graph"
-_NO_HOLDER = (None, None, False)
+GRAPH = "autograd graph"
+_NO_HOLDER = (None, None, False, None)
 
 
 class Findings(NamedTuple):
@@ -30,8 +25,8 @@ class Findings(NamedTuple):
 
     names: Names
     kinds: Mapping[int, str]
-    gradient_of: Mapping[Storage, int]
-    """The tensor that a storage is the gradient of."""
+    gradient_of: Mapping[Storage, list[int]]
+    """The tensors whose gradients a storage has."""
     graph_of: Mapping[int, frozenset[Storage]]
     """The storages that the graph of a tensor keeps."""
     detaching: DetachCommands
@@ -57,7 +52,8 @@ class _Block:
         return len(self.storages) == 1 and len(self.storages[0].views) == 1
 
     def tensors(self) -> list[int]:
-        return [tensor for storage in self.storages for tensor, _ in storage.views]
+        found = [tensor for storage in self.storages for tensor, _ in storage.views]
+        return found + [handle for storage in self.storages for handle in storage.handles]
 
 
 class RowBuilder:
@@ -88,10 +84,10 @@ class RowBuilder:
         for block in self._blocks:
             if not block.names:
                 tensors = block.tensors()
-                tensors += [self._found.gradient_of[each] for each in block.storages if each in self._found.gradient_of]
+                tensors += [owner for each in block.storages for owner in self._found.gradient_of.get(each, ())]
                 found = [held[tensor] for tensor in tensors if tensor in held]
                 # A storage is freed when all that view it are.
-                block.held = min(found, key=lambda each: each.releasable, default=None)
+                block.held = min(found, key=lambda each: (each.releasable, each.variable is None), default=None)
                 if block.held is not None:
                     self._held.update((tensor, block.held) for tensor in block.tensors())
 
@@ -107,7 +103,8 @@ class RowBuilder:
         for block in self._blocks:
             if block.only_graphs_keep() and block.nbytes:
                 reaching = {root_of(name) for root in block.roots for name in self._found.names.of(root)}
-                if len(reaching) == 1 and self._only_names_keep(self._outer(block.roots)):
+                outer = self._outer(block.roots)
+                if len(reaching) == 1 and self._only_names_keep(outer) and not self._found.detaching.any_is_node(outer):
                     key = reaching.pop(), block.storages[0].device
                     totals[key] = totals.get(key, 0) + block.nbytes
         having: dict[str, list[str]] = {}
@@ -128,14 +125,17 @@ class RowBuilder:
         named: list[View] = []
         names, gradient_of = self._found.names, self._found.gradient_of
         for storage in storages:
-            owner = gradient_of.get(storage) if gradient_of else None
-            through = [f"{name}.grad" for name in names.of(owner)] if owner is not None else []
+            owners = gradient_of.get(storage, ()) if gradient_of else ()
+            through = [f"{name}.grad" for owner in owners for name in names.of(owner)]
             for tensor, view in storage.views:
                 own = names.of(tensor)
                 if own or through:
                     found += own
                     named.append(view)
-            found += through
+            handles = [name for handle in storage.handles for name in names.of(handle)]
+            if handles and not named:
+                named += [view for _, view in storage.views]
+            found += through + handles
         if found:
             block.names, block.named = _bounded(found), named
         return block
@@ -149,11 +149,12 @@ class RowBuilder:
         note = storage.note
         if viewed is not None and viewed != nbytes:
             note = note or _small_view(viewed, nbytes)
-        label, place, releasable = held or _NO_HOLDER
+        label, place, releasable, variable = held or _NO_HOLDER
         kind = self._kind(block) if self._any_is_special or storage.is_special() else "plain"
         return TensorRow(
             storage.device, block.nbytes, view.shape, view.dtype, kind, names[0] if names else None, names,
             label, place, releasable, False, None, 0, storage.requires_grad, None, viewed, note, (storage.number,),
+            variable,
         )  # fmt: skip
 
     def _shared_row(self, block: _Block) -> TensorRow:
@@ -188,6 +189,7 @@ class RowBuilder:
             viewed_nbytes=viewed,
             note=note or _small_view(viewed, first.nbytes),
             numbers=(first.number,) if len(storages) == 1 else tuple([storage.number for storage in storages]),
+            variable=held and held.variable,
         )
 
     def _kind(self, block: _Block) -> str:
@@ -226,7 +228,7 @@ class RowBuilder:
         named = [names[0] for root in outer if (names := self._found.names.of(root))]
         others = [self._held[root] for root in outer if root in self._held]
         if not named and not others:
-            return Held(_GRAPH, _GRAPH, releasable=False), None
+            return Held(GRAPH, GRAPH, releasable=False), None
         label = f"graph of {named[0] if named else others[0].place}"
         also = [each.label for each in others if each.releasable]  # what the user can do something about
         if named and also:
@@ -334,58 +336,3 @@ def _overlapping(table: StorageTable) -> Iterator[list[Storage]]:
             end = storage.address + (storage.nbytes or 0)
             if end > reached:
                 reached, furthest = end, storage
-
-
-class DetachCommands:
-    """Finds the line that makes tensors release their autograd graphs: it rebinds every name of theirs."""
-
-    def __init__(self, namespace: Mapping[str, object], names: Names) -> None:
-        self._namespace, self._names = namespace, names
-        self._lists: dict[int, str | None] = {}
-        """By the `id` of the path to a list: the statement that detaches all of its items, if there is one."""
-
-    def line(self, roots: Iterable[int]) -> str | None:
-        """Return the line after which none of the tensors with these `id`s keeps its graph, or None."""
-        statements = {self._statement(path): None for root in roots for path in self._names.paths(root)}
-        found = [each for each in statements if each is not None]
-        return "; ".join(found) if len(found) == len(statements) <= _MAX_STATEMENTS and found else None
-
-    def _statement(self, path: Path) -> str | None:
-        if path.style == "[" and path.parent is not None and path.parent.kind is list:
-            whole = self._of_list(path.parent)
-            if whole is not None:
-                return whole
-        name = spell(path, self._names.best)
-        return f"{name} = {name}.detach()" if _can_be_assigned(path) and is_code(f"{name} = 0") else None
-
-    def _of_list(self, path: Path) -> str | None:
-        if id(path) not in self._lists:
-            name = spell(path, self._names.best)
-            alike = _are_tensors(_reached(path, self._namespace)) and is_code(f"{name}[:] = 0")
-            self._lists[id(path)] = f"{name}[:] = [each.detach() for each in {name}]" if alike else None
-        return self._lists[id(path)]
-
-
-def _can_be_assigned(path: Path) -> bool:
-    owner = None if path.parent is None else path.parent.kind
-    if owner is not None and issubclass(owner, tuple):
-        return False
-    return path.style in ("name", "[", "state") or (path.style == "." and is_typeable(str(path.key)))
-
-
-def _reached(path: Path, namespace: Mapping[str, object]) -> Any:
-    """Return what a path leads to through plain lists and dicts; None through anything else."""
-    first, *steps = path.steps()
-    value: Any = namespace.get(first.key)
-    for step in steps:
-        if step.style != "[" or type(value) not in (list, dict):
-            return None
-        value = value[step.key]
-    return value
-
-
-def _are_tensors(value: Any) -> bool:
-    import torch
-
-    kinds = subclasses(torch.Tensor)
-    return type(value) is list and len(value) > 1 and all(type(each) in kinds for each in value)

@@ -2,44 +2,41 @@
 
 Tensors are found by the exact type of every object the gc tracks: an `isinstance` would wake lazy objects and
 trip over dead proxies. Every object is released before this returns, also when it fails.
-
-Where ``torch.cuda.memory._record_memory_history()`` is on, the allocator keeps the Python stack of every block it
-hands out; the snapshot is read as its documentation describes it. Nothing is switched on here.
 """
 
 from __future__ import annotations
 
 import gc
-import re
 import sys
 import traceback
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gpumagic.heap import cycles, holders, outputs, readers, storages
-from gpumagic.heap.holders import MAX_STEPS, Names
-from gpumagic.heap.kinds import Graphs, kinds_of, leaves, non_leaves, peek_gradients, subclasses
+from gpumagic.heap import calls, cycles, holders, outputs, storages
+from gpumagic.heap.holders import MAX_STEPS, Held
+from gpumagic.heap.kinds import Graphs, kinds_of, leaves, node_types, non_leaves, peek_gradients, subclasses
+from gpumagic.heap.paths import Names
 from gpumagic.heap.storages import Storage, StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator, workspaces
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.report import base
-from gpumagic.source.frames import is_library
+from gpumagic.tensors.detaching import DetachCommands
 from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, SourceRow, TensorReport, TensorRow
-from gpumagic.tensors.rows import DetachCommands, Findings, RowBuilder, group_by_memory
+from gpumagic.tensors.rows import GRAPH, Findings, RowBuilder, group_by_memory
+from gpumagic.tensors.sources import allocation_sources, recorded_segments
 
 WORTH_LOOKING = 1 << 20
 """Bytes without a holder from which on cycles are looked for unasked: it takes about 0.2 s for a million objects."""
 LARGEST = 16
-"""Storages for which cycles are looked for."""
+"""Storages from which cycles are looked for at once; what such a cycle leads to is found with it."""
+ROUNDS = 4
+"""How often that is done, while there are storages of which nothing is known."""
 
 
 def scan(
     namespace: Mapping[str, object] | None = None,
     *,
     devices: Sequence[str] = (),
-    minimum: int = 0,
-    sort: str = "size",
     group_by: str | None = None,
     limit: int | None = 20,
     shell: object | None = None,
@@ -51,8 +48,6 @@ def scan(
     Args:
         namespace: where names are looked up; the main module's globals by default.
         devices: only these, such as ``"cuda:1"``, or ``"cuda"`` for all of a backend; empty for all.
-        minimum: only storages of at least this many bytes.
-        sort: ``"size"``, ``"name"``, ``"device"``, ``"dtype"`` or ``"kind"``.
         group_by: the key to show totals by instead of rows.
         limit: how many rows to show; the report has all.
         shell: the IPython shell, whose outputs and last error may keep tensors alive.
@@ -64,16 +59,18 @@ def scan(
         notes: tuple[str, ...] = ("torch is not imported: no tensors",)
         return TensorReport((), limit=limit, group_by=group_by, notes=notes, origin=base.current_origin())
     with gc_disabled():
-        found = TensorScan(vars(sys.modules["__main__"]) if namespace is None else namespace, shell, names, thorough)
+        namespace = vars(sys.modules["__main__"]) if namespace is None else namespace
+        found = TensorScan(namespace, shell, names, thorough)
         rows = _rows_of(found)
         rows = name_cycles(rows, 0 if thorough else WORTH_LOOKING) if names else rows
+        rows = name_modules(rows, namespace, shell) if thorough else rows
         summary = memory_by_device(rows)
         notes = (*found.notes, *_memory_notes(rows, summary))
         report = TensorReport(
             tuple(rows), summary, limit, group_by, notes, graphs=found.graphs, sources=found.sources,
             process=storages.PROCESS, origin=base.current_origin(),
         )  # fmt: skip
-        return report.narrowed(devices, minimum, sort)
+        return report.narrowed(devices)
 
 
 def _rows_of(found: TensorScan) -> list[TensorRow]:
@@ -94,14 +91,33 @@ def name_cycles(rows: Sequence[TensorRow], least: int = 0) -> list[TensorRow]:
         rows: all of a scan.
         least: the bytes of such rows together from which on it looks for cycles.
     """
-    unexplained = [row for row in rows if row.name is None and row.holder is None]
-    if not unexplained or sum(row.nbytes or 0 for row in unexplained) < least:
+    waiting = {row.numbers[0]: row for row in rows if not row.is_reached() and row.holder in (None, GRAPH)}
+    if not waiting or sum(row.nbytes or 0 for row in waiting.values()) < least:
         return list(rows)
-    largest = sorted(unexplained, key=lambda row: row.nbytes or 0, reverse=True)[:LARGEST]
-    found = cycles.find_cycles(
-        {number for row in unexplained for number in row.numbers}, {row.numbers[0] for row in largest}
-    )
+    found: dict[int, str] = {}
+    starts = sorted((row for row in waiting.values() if not row.in_graph), key=lambda row: -(row.nbytes or 0))
+    for _ in range(1 if least else ROUNDS):
+        followed = {row.numbers[0] for row in [each for each in starts if each.numbers[0] not in found][:LARGEST]}
+        if not followed:
+            break
+        starts = [row for row in starts if row.numbers[0] not in followed]
+        more = cycles.find_cycles({number for row in waiting.values() for number in row.numbers}, followed)
+        if not more:  # C++ keeps them, most likely
+            break
+        found.update(more)
     return [row._replace(holder=by, place=by) if (by := found.get(row.numbers[0])) else row for row in rows]
+
+
+def name_modules(rows: Sequence[TensorRow], namespace: Mapping[str, object], shell: object | None) -> list[TensorRow]:
+    """Return the rows; those of which nothing is known name the installed module that keeps them, if one does."""
+    unexplained = {number for row in rows if not row.is_reached() and row.holder is None for number in row.numbers}
+    if sum(row.nbytes or 0 for row in rows if row.numbers[0] in unexplained) < WORTH_LOOKING:
+        return list(rows)
+    found = outputs.in_modules(unexplained, namespace, shell)
+    return [
+        row._replace(holder=held.label, place=held.place) if (held := found.get(row.numbers[0])) else row
+        for row in rows
+    ]
 
 
 class TensorScan:
@@ -119,10 +135,15 @@ class TensorScan:
         self._looks_for_names, self._looks_into_libraries = names, libraries
         self._search = holders.tensor_search(namespace, shell)
         self._graphs = Graphs()
+        self._names = Names({})
         self._table = StorageTable()
         self._tensors: list[Any] = []
         self._owners: list[object] = []
         self._suspended: list[object] = []
+        self._nodes: dict[int, Any] = {}
+        """The nodes of graphs that have objects of Python's, by their `id`."""
+        self._bare: list[Any] = []
+        """Python's own objects for storages; torch keeps one that was asked for as long as its storage lives."""
         self._saved: dict[int, Any] = {}
         self.graphs: tuple[GraphRow, ...] = ()
         self.sources: tuple[SourceRow, ...] = ()
@@ -131,7 +152,7 @@ class TensorScan:
     def run(self) -> list[TensorRow]:
         """Find the tensors, name them, measure their storages; return the rows."""
         self._find()
-        names = self._named() if self._looks_for_names else Names({})
+        names = self._names = self._named() if self._looks_for_names else Names({})
         saved_for = self._walk_graphs() if self._looks_for_names else {}
         saved = self._saved
         self._table.add_all(
@@ -139,7 +160,12 @@ class TensorScan:
         )
         gradient_of = self._find_gradients()
         self._add_saved()
-        graph_of = {root: frozenset(self._storages(tensors)) for root, tensors in saved_for.items()}
+        self._table.add_bare(self._bare)
+        for each in self._bare:
+            if names.paths(id(each)):
+                self._table.add_storage(each)
+        gradients = _by_leaf(gradient_of)
+        graph_of = {root: frozenset(self._storages(tensors, gradients)) for root, tensors in saved_for.items()}
         commands = DetachCommands(self._namespace, names)
         findings = Findings(names, kinds_of(self._owners), gradient_of, graph_of, commands)
         rows = RowBuilder(findings, group_by_memory(self._table))
@@ -163,6 +189,8 @@ class TensorScan:
         self._tensors.clear()
         self._owners.clear()
         self._suspended.clear()
+        self._bare.clear()
+        self._nodes.clear()
         self._saved.clear()
         self._graphs.release()
         self._search.release()
@@ -171,12 +199,18 @@ class TensorScan:
         import torch
 
         tensor_types = subclasses(torch.Tensor)
-        wanted = tensor_types | subclasses(torch.nn.Module, torch.optim.Optimizer)
-        wanted.update(readers.SUSPENDED)
+        wanted = tensor_types | {torch.UntypedStorage} | subclasses(torch.nn.Module, torch.optim.Optimizer)
+        wanted.update(calls.SUSPENDED)
+        nodes = node_types() if self._looks_for_names else set()
+        wanted |= nodes
         found = [each for each in gc.get_objects() if type(each) in wanted]
         self._tensors = [each for each in found if type(each) in tensor_types]
         for each in found if len(found) > len(self._tensors) else ():
-            if type(each) in readers.SUSPENDED:
+            if type(each) is torch.UntypedStorage:
+                self._bare.append(each)
+            elif type(each) in nodes:
+                self._nodes[id(each)] = each
+            elif type(each) in calls.SUSPENDED:
                 self._suspended.append(each)
             elif type(each) not in tensor_types:
                 self._owners.append(each)
@@ -184,21 +218,25 @@ class TensorScan:
             self.notes.append(f"gc.freeze() hides {frozen:,} objects; of theirs only tensors with a name are listed")
 
     def _named(self) -> Names:
+        import torch
+
         variables = holders.variables(self._namespace, self._shell)
         names = Names(self._search.run(variables, wanted=map(id, self._tensors)))
         known = set(map(id, self._tensors))
-        self._tensors += [each for key, each in self._search.tensors.items() if key not in known]
+        met = [each for key, each in self._search.tensors.items() if key not in known]
+        self._tensors += [each for each in met if type(each) is not torch.UntypedStorage]
         self._owners += self._search.owners if gc.get_freeze_count() else ()
         return names
 
     def _walk_graphs(self) -> dict[int, list[Any]]:
         """Return what the graph of each tensor that has one keeps, by the tensor's `id`."""
         found: dict[int, list[Any]] = {}
-        for tensor in non_leaves(self._tensors):
-            graph = self._graphs.walk(tensor.grad_fn)
+        roots = [(id(each), each.grad_fn) for each in non_leaves(self._tensors)]
+        for root, node in (*roots, *self._nodes.items()):
+            graph = self._graphs.walk(node)
             if graph is None:
                 break
-            found[id(tensor)] = graph.tensors
+            found[root] = graph.tensors
             self._saved.update((id(each), each) for each in graph.tensors)
         if self._graphs.gave_up:
             self.notes.append("autograd graphs were only looked at in part: they are large")
@@ -215,37 +253,54 @@ class TensorScan:
             if not storage.views:
                 self._table.add(each)
 
-    def _storages(self, tensors: Iterable[Any]) -> Iterable[Storage]:
+    def _storages(self, tensors: Iterable[Any], gradients: Mapping[int, list[Storage]]) -> Iterator[Storage]:
         for each in tensors:
             storage, parts = self._table.find(each)
             yield from parts or [storage]
+            yield from gradients.get(id(each), ())
 
-    def _find_gradients(self) -> dict[Storage, int]:
-        """Return the leaf whose gradient a storage is, by its `id`."""
-        with_gradient = leaves(self._tensors)
+    def _find_gradients(self) -> dict[Storage, list[int]]:
+        """Return the leaves whose gradients a storage has, by their `id`: adjoint methods make them views of one."""
+        with_gradient = leaves({id(each): each for each in (*self._tensors, *self._saved.values())}.values())
         found = peek_gradients(with_gradient)
         if found is None:
             self.notes.append("this torch does not show gradients that Python has not read; they are not listed")
-        owners: dict[Storage, int] = {}
+        owners: dict[Storage, list[int]] = {}
         for position, alias in found or ():
             storage, _ = self._table.find(alias)
             if not storage.views:  # no Python object represents this gradient: the alias does, then
                 storage = self._table.add(alias)
-            owners[storage] = id(with_gradient[position])
+            owners.setdefault(storage, []).append(id(with_gradient[position]))
         return owners
 
     def _holders(self) -> dict[int, holders.Held]:
-        others = [(readers.generator_label(each), each) for each in self._suspended]
+        others = [(calls.generator_label(each), each) for each in self._suspended]
         found = holders.unnamed_holders(self._search, self._namespace, self._shell, others)
         if self._looks_into_libraries:
             releasable = [each for each in self._tensors if id(each) in found and found[id(each)].releasable]
             ours = (self._tensors, self._search.tensors, self._saved)
-            kept, is_whole = outputs.kept_by_modules(releasable, self._namespace, self._shell, ours)
+            kept, is_whole = outputs.kept_elsewhere(releasable, found, self._namespace, self._shell, ours)
             releasable.clear()
             found.update(kept)
             if not is_whole:
                 self.notes.append("installed modules were only looked at in part: they may keep some of it too")
+        found.update(self._inside_variables())
         return found
+
+    def _inside_variables(self) -> Iterator[tuple[int, Held]]:
+        """Yield what variables reach and no expression does."""
+        for key in (*map(id, self._tensors), *map(id, self._bare), *self._nodes):
+            if not self._names.of(key) and (told := self._names.described(key)) is not None:
+                variable, holder, place = told
+                yield key, Held(holder, place, releasable=False, variable=variable)
+
+
+def _by_leaf(gradient_of: Mapping[Storage, list[int]]) -> dict[int, list[Storage]]:
+    found: dict[int, list[Storage]] = {}
+    for storage, owners in gradient_of.items():
+        for leaf in owners:
+            found.setdefault(leaf, []).append(storage)
+    return found
 
 
 def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
@@ -264,7 +319,7 @@ def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
 def _device_row(
     device: str, rows: Sequence[TensorRow], figures: AllocatorStats | None, kept: int, others: int | None
 ) -> DeviceMemoryRow:
-    named = sum([row.nbytes or 0 for row in rows if row.name is not None])
+    named = sum([row.nbytes or 0 for row in rows if row.is_reached()])
     graph = sum([row.nbytes or 0 for row in rows if row.in_graph])
     held = sum([row.nbytes or 0 for row in rows]) - named - graph
     tensors = len(rows) + sum([row.views for row in rows])
@@ -300,65 +355,3 @@ def _memory_notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow])
     if unknown := len([row for row in rows if row.nbytes is None]):
         found.append(f"storages of unknown size, in no sum: {unknown:,}")
     return found
-
-
-UNRECORDED_LINE = "a line that was not recorded"
-_IN_USE = "active_allocated"
-_OF_C = re.compile(r"(\?\?|.*\.(c|cc|cpp|cxx|cu|cuh|h|hpp|pyx|S))?")
-
-
-def recorded_segments() -> Sequence[Mapping[str, Any]]:
-    """Return the allocator's segments with the stacks of their blocks; none unless history is recorded."""
-    torch = sys.modules.get("torch")
-    is_recording = getattr(getattr(torch, "_C", None), "_cuda_isHistoryEnabled", None)
-    if torch is None or is_recording is None or not torch.cuda.is_initialized():
-        return ()
-    try:
-        if not is_recording():
-            return ()
-    except RuntimeError:  # cudaMallocAsync does not even say that it does not record
-        return ()
-    found: Sequence[Mapping[str, Any]] = torch.cuda.memory._snapshot()["segments"]
-    return found
-
-
-def allocation_sources(
-    recorded: Iterable[Mapping[str, Any]], known: Iterable[tuple[str, int]], backend: str = "cuda"
-) -> tuple[SourceRow, ...]:
-    """Return, most bytes first, the lines that allocated the blocks in which no known storage lies.
-
-    Args:
-        recorded: the segments of a snapshot.
-        known: device and address of each storage that a tensor has.
-        backend: whose allocator it is.
-    """
-    addresses: dict[str, list[int]] = {}
-    for device, address in sorted(known):
-        addresses.setdefault(device, []).append(address)
-    totals: dict[tuple[str, str], tuple[int, int]] = {}
-    for segment in recorded:
-        device = f"{backend}:{segment['device']}"
-        for block in segment["blocks"]:
-            if block["state"] == _IN_USE and not _holds_any(block, addresses.get(device, ())):
-                key = (device, _users_line(block.get("frames", ())))
-                nbytes, number = totals.get(key, (0, 0))
-                totals[key] = (nbytes + block["size"], number + 1)
-    rows = (SourceRow(device, line, nbytes, number) for (device, line), (nbytes, number) in totals.items())
-    return tuple(sorted(rows, key=lambda row: -row.nbytes))
-
-
-def _holds_any(block: Mapping[str, Any], addresses: Sequence[int]) -> bool:
-    last = bisect_right(addresses, block["address"] + block["size"] - 1)
-    return last > 0 and addresses[last - 1] >= block["address"]
-
-
-def _users_line(recorded: Sequence[Mapping[str, Any]]) -> str:
-    """Return the innermost line of the user's own code: ``"train.py:12 in step"``.
-
-    By default the stack has the frames of C++ too, with what debug information says of their files: often ``"??"``.
-    """
-    python = [each for each in recorded if not _OF_C.fullmatch(each["filename"])]
-    own = [each for each in python if not is_library("", each["filename"])] or python
-    if not own:
-        return UNRECORDED_LINE
-    return f"{own[0]['filename']}:{own[0]['line']} in {own[0]['name']}"

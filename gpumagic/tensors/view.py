@@ -9,14 +9,23 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from gpumagic.memory.workspaces import CLEAR_WORKSPACES
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import count, shape, size
-from gpumagic.tensors.report import DeviceMemoryRow, DiffRow, GraphRow, HeldRow, TensorReport, TensorRow, root_of
+from gpumagic.tensors.report import (
+    DeviceMemoryRow,
+    DiffRow,
+    GraphRow,
+    LeakRow,
+    TensorReport,
+    TensorRow,
+    release_command,
+    root_of,
+)
 
-Row = TypeVar("Row", TensorRow, HeldRow, DiffRow)
+Row = TypeVar("Row", TensorRow, LeakRow, DiffRow)
 
 _FEW_ROWS = 3
 """Up to this many rows under names such as ``batch[0]`` keep lines of their own."""
@@ -26,34 +35,92 @@ _ROLES: tuple[Literal["main", "second", "other"], ...] = ("main", "second", "oth
 @document_of.register(TensorReport)
 def view_tensors(report: TensorReport) -> Document:
     """Return the document of a tensor report."""
-    blocks: list[Block] = [Heading(_heading(report))]
+    blocks: list[Block] = [Heading(_headline(report)), *_sums(report)]
     if report.group_by is not None:
         blocks += _totals(report, GROUP_KEYS[report.group_by], report.group_by.capitalize())
     elif report.tensors:
         blocks += _largest(report)
     if report.by_device:
         blocks += [*_devices(report.by_device), *_workspaces(report.by_device)]
-    blocks += [Paragraph(_graph(row)) for row in report.graphs if row.nbytes >= _WORTH_A_SENTENCE]
     blocks += [
-        Paragraph(f"Unexplained on {row.device}: {size(row.nbytes)} in {count(row.blocks, 'block')} from {row.line}")
+        Paragraph(_graph(row))
+        for row in report.graphs
+        if row.nbytes >= WORTH_A_SENTENCE and _graph(row) != _headline(report)
+    ]
+    blocks += [
+        Paragraph(f"Unattributed on {row.device}: {size(row.nbytes)} in {count(row.blocks, 'block')} from {row.line}")
         for row in report.sources[:5]
     ]
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
 
-_WORTH_A_SENTENCE = 1 << 20
-"""Bytes that a graph keeps before the report says how to release them."""
+WORTH_A_SENTENCE = 1 << 20
+"""Bytes that may be freed, from which the report says how."""
+LARGE_SHARE = 0.1
+"""The share of all that the report lists, from which what may be freed is its first line."""
 
 
 def _graph(row: GraphRow) -> str:
     kept = f"{row.name} keeps {size(row.nbytes)} of activations on {row.device} for backward"
     if row.example != row.name and row.tensors > 1:
-        return f"{kept}, of {row.tensors:,} graphs: append loss.detach() to it, or loss.item() for a number"
-    return f"{kept}: {row.example} = {row.example}.detach() lets go of them"
+        return f"{kept}, in {row.tensors:,} graphs: append loss.detach(), or loss.item() for a number"
+    return f"{kept}: {row.example} = {row.example}.detach() frees them"
 
 
-def _heading(report: TensorReport) -> str:
+def _headline(report: TensorReport) -> str:
+    """Return what keeps most memory for nothing and how to free it, or how much there is."""
+    graph, leak = _largest_graph(report), _largest_leak(report)
+    if graph is not None and graph.nbytes >= (leak.frees if leak else 0):
+        return _graph(graph)
+    if leak is not None:
+        command = leak.command.replace("\n", " and then ")
+        return f"{leak.holder} keeps {size(leak.frees)} on {leak.device}: {command} frees it"
+    return _amount(report)
+
+
+class Freeable(NamedTuple):
+    """What no variable reaches, by what keeps it."""
+
+    holder: str
+    device: str
+    frees: int
+    command: str
+
+
+def _largest_graph(report: TensorReport) -> GraphRow | None:
+    return next((row for row in report.graphs if _is_worth_it(row.nbytes, report)), None)
+
+
+def _largest_leak(report: TensorReport) -> Freeable | None:
+    """Return the holder whose line frees most; graphs have a sentence of their own."""
+    sums: Counter[tuple[str, str, str]] = Counter()
+    for row in report.tensors:
+        command = None if row.is_reached() or row.in_graph else release_command(row)
+        if command is not None and row.nbytes:
+            sums[_holder(row), row.device, command] += row.nbytes
+    for (holder, device, command), nbytes in sums.most_common(1):
+        if _is_worth_it(nbytes, report):
+            return Freeable(holder, device, nbytes, command)
+    return None
+
+
+def _holder(row: TensorRow) -> str:
+    holder = row.holder or "Python"
+    return f"The {holder}" if holder.startswith("last ") else holder
+
+
+def _is_worth_it(nbytes: int, report: TensorReport) -> bool:
+    return nbytes >= max(WORTH_A_SENTENCE, LARGE_SHARE * sum(row.in_rows for row in report.by_device))
+
+
+def _sums(report: TensorReport) -> list[Block]:
+    """Return how much there is, where the first line says something else."""
+    amount = _amount(report)
+    return [] if _headline(report) == amount else [Paragraph(amount, muted=True)]
+
+
+def _amount(report: TensorReport) -> str:
     tensors = sum(row.tensors for row in report.by_device)
     if not tensors:
         return f"No live tensors on {', '.join(report.only)}" if report.only else "No live tensors"
@@ -82,7 +149,7 @@ def _rest(report: TensorReport, shown: Sequence[Line[TensorRow]]) -> list[Block]
 def _cells(line: Line[TensorRow], whole: int) -> list[Cell]:
     row = line.row
     name = Cell(line.text, muted=row.name is None, title=", ".join(row.names))
-    return [name, *storage_cells(row, size_cell(None if row.nbytes is None else line.nbytes, whole))]
+    return [name, *storage_cells(row, size_cell(None if row.nbytes is None else line.nbytes, whole, row.kind))]
 
 
 def _notes(lines: Sequence[Line[TensorRow]]) -> list[Block]:
@@ -95,7 +162,7 @@ def _notes(lines: Sequence[Line[TensorRow]]) -> list[Block]:
 
 def _note(row: TensorRow) -> str:
     if row.nbytes and row.viewed_nbytes is not None and 2 * row.viewed_nbytes <= row.nbytes:
-        return f"a view of {size(row.viewed_nbytes)} keeps {size(row.nbytes)}; a .clone() of it would not"
+        return f"a {size(row.viewed_nbytes)} view keeps a {size(row.nbytes)} storage alive; .clone() it"
     return row.note or ""
 
 
@@ -109,7 +176,7 @@ GROUP_KEYS: dict[str, Callable[[TensorRow], str]] = {
     "device": lambda row: row.device,
     "dtype": lambda row: row.dtype,
     "kind": lambda row: row.kind,
-    "holder": lambda row: root_of(row.name) if row.name is not None else holder_text(row.holder),
+    "holder": lambda row: root_of(row.name) if row.name is not None else row.variable or holder_text(row.holder),
 }
 
 
@@ -123,7 +190,12 @@ def _totals(report: TensorReport, key: Callable[[TensorRow], str], title: str) -
     ordered = sorted(alike, key=lambda name: (-(sizes[name] or 0), name))
     shown = ordered if report.limit is None else ordered[: report.limit]
     rows = [
-        (name, size_cell(sizes[name], whole), f"{sum(row.views + 1 for row in alike[name]):,}", f"{len(alike[name]):,}")
+        (
+            name,
+            size_cell(sizes[name], whole, name),
+            f"{sum(row.views + 1 for row in alike[name]):,}",
+            f"{len(alike[name]):,}",
+        )
         for name in shown
     ]
     blocks: list[Block] = [Table(columns, rows, caption=f"Live tensors by {title.lower()}")]
@@ -147,13 +219,7 @@ def _devices(rows: Iterable[DeviceMemoryRow]) -> list[Block]:
     if not rows:
         return []
     columns = [Column("Device"), *(Column(title, "right", _LEAST.get(title, 0)) for title in _titles(rows))]
-    table = Table(columns, [_figures(row, _titles(rows)) for row in rows], caption="Each device")
-    if all(row.allocated is None for row in rows):
-        return [table]
-    graphs, rest = ("in graphs + ", "C++, threads") if any(row.graph for row in rows) else ("", "graphs, C++, threads")
-    kept = "workspaces + " if any(row.workspaces for row in rows) else ""
-    legend = f"Named + unnamed + {graphs}{kept}unexplained ({rest}) = allocated, as in the bar."
-    return [table, Paragraph(legend, muted=True)]
+    return [Table(columns, [_figures(row, _titles(rows)) for row in rows], caption="Each device")]
 
 
 def _workspaces(rows: Iterable[DeviceMemoryRow]) -> list[Block]:
@@ -162,10 +228,10 @@ def _workspaces(rows: Iterable[DeviceMemoryRow]) -> list[Block]:
 
 
 def _titles(rows: Sequence[DeviceMemoryRow]) -> list[str]:
-    titles = ["Tensors", "Storages", "Named", "Unnamed"]
+    titles = ["Tensors", "Storages", "Named", "No variable"]
     titles += ["In graphs"] if any(row.graph for row in rows) else []
     titles += ["Workspaces"] if any(row.workspaces for row in rows) else []
-    titles += ["Unexplained", "Allocated", "Cached"] if any(row.allocated is not None for row in rows) else []
+    titles += ["Unattributed", "Allocated", "Cached"] if any(row.allocated is not None for row in rows) else []
     return titles + (["Others"] if any(row.other_processes is not None for row in rows) else [])
 
 
@@ -178,10 +244,10 @@ def _figures(row: DeviceMemoryRow, titles: Sequence[str]) -> list[Cell | str]:
         "Tensors": f"{row.tensors:,}",
         "Storages": f"{row.storages:,}",
         "Named": size(row.named),
-        "Unnamed": size(row.held),
+        "No variable": size(row.held),
         "In graphs": size(row.graph),
         "Workspaces": size(row.workspaces),
-        "Unexplained": size(row.unexplained),
+        "Unattributed": size(row.unexplained),
         "Allocated": Cell(size(row.allocated), bar),
         "Cached": size(row.cached),
         "Others": size(row.other_processes),
@@ -224,7 +290,7 @@ def fold(rows: Sequence[Row]) -> list[Line[Row]]:
     return list(lines.values())
 
 
-def _fold_key(row: TensorRow | HeldRow | DiffRow) -> object:
+def _fold_key(row: TensorRow | LeakRow | DiffRow) -> object:
     name = getattr(row, "name", None)
     more = (getattr(row, "note", None), getattr(row, "change", None))
     return (
@@ -258,14 +324,14 @@ STORAGE_COLUMNS = (
 """What every table of storages has, after the columns that identify a storage."""
 
 
-def storage_cells(row: TensorRow | HeldRow | DiffRow, size_: Cell) -> list[Cell]:
+def storage_cells(row: TensorRow | LeakRow | DiffRow, size_: Cell) -> list[Cell]:
     """Return the cells of a row under `STORAGE_COLUMNS`."""
     return [Cell(row.device), size_, Cell(shape_text(row.shape)), Cell(row.dtype), kind_cell(row.kind)]
 
 
-def size_cell(nbytes: int | None, whole: int) -> Cell:
-    """Return a size with a bar: its share of the whole."""
-    return Cell(size(nbytes), bar=(Segment((nbytes or 0) / whole if whole else 0.0),))
+def size_cell(nbytes: int | None, whole: int, kind: str = "") -> Cell:
+    """Return a size with a bar: its share of the whole, in the colour of its kind."""
+    return Cell(size(nbytes), bar=(Segment((nbytes or 0) / whole if whole else 0.0, part=PARTS.get(kind, "")),))
 
 
 def shape_text(sizes: tuple[int, ...]) -> str:
@@ -278,4 +344,9 @@ def kind_cell(kind: str) -> Cell:
     return Cell(_SHORT_KINDS.get(kind, kind), muted=kind == "plain", title=kind)
 
 
+PARTS = {
+    "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer state": "optimizer state",
+    "activation": "activations",
+}  # fmt: skip
+"""What reports over time call a kind."""
 _SHORT_KINDS = {"parameter": "param", "gradient": "grad", "optimizer state": "optim", "activation": "activ."}

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import re
+import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.errors import OptionError
+from gpumagic.errors import OptionError, nearest
 from gpumagic.heap import cycles, holders, outputs, references
-from gpumagic.heap.holders import Path, is_code, spell
-from gpumagic.heap.readers import is_heap_type, reader_of
+from gpumagic.heap.branches import OWN, REGISTERED, class_attribute, is_heap_type, name_of_type
+from gpumagic.heap.kinds import Graphs, gradients_of, non_leaves
+from gpumagic.heap.paths import Path, Spelling
+from gpumagic.heap.readers import reader_of
 from gpumagic.heap.references import References, Step
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
+from gpumagic.source.text import parse_tree
 from gpumagic.tensors import scan
-from gpumagic.tensors.held_report import WayRow, WhyReport
-from gpumagic.tensors.report import RELEASE, TensorReport, TensorRow, release_command
+from gpumagic.tensors.leaks_report import WayRow, WhyReport
+from gpumagic.tensors.report import COLLECT, RELEASE, TensorReport, TensorRow, release_command
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -30,7 +34,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     """Return every holder of one tensor.
 
     Args:
-        name: any of its names, such as ``model.fc.weight``; ``Out[12]``; or its number in a `HeldReport`.
+        name: any of its names, such as ``model.fc.weight``; ``Out[12]``; or its number in a `LeakReport`.
         namespace: where names are looked up.
         shell: the shell whose outputs and last error may keep it.
 
@@ -39,23 +43,33 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     """
     report = scan.scan(namespace, shell=shell)
     row = _find_row(name, report, also=_numbers_at(name, namespace))
-    owner = _owner_of_gradient(row, report)
+    leaves = _leaves_of_gradient(row, report)
     graph = References(holders.excluded_objects(namespace, shell), references.MAX_STEPS)
     try:
         with undisturbed(), gc_disabled():
             hidden = _hidden(shell)
-            others = [*holders.running_roots(), *holders.module_roots(namespace)]
+            others = [*holders.running_roots(), *holders.module_roots(namespace), *holders.ambient_roots()]
             graph.explore([*holders.variables(namespace, shell), *hidden])
             graph.explore(others)
-            targets = map(id, _over(owner or row, graph))
-            ways = [_way(steps, graph, dict(hidden), owner is not None) for steps in graph.paths(targets)]
+            targets = [id(each) for over in leaves or [row] for each in _over(over, graph)]
+            paths = list(graph.paths(targets))
+            found = [_way(steps, graph, dict(hidden), bool(leaves)) for steps in paths]
+            ways = [way for way, _ in found] if leaves else _with_shared_commands(found, paths)
+            frees, collects = row.nbytes, False
+            if not leaves:
+                on_device = [each for each in report if each.device == row.device]
+                is_known = all(way.command is not None for way in ways) and not graph.gave_up
+                cuts = [cut.reference for _, cut in found if cut is not None]
+                frees, collects = _freed(cuts, on_device, graph, dict(hidden)) if is_known else (None, False)
+            paths.clear()
             hidden.clear()
             others.clear()
+            found.clear()
     finally:
         graph.release()
     if not ways and row.holder is None:
         (row,) = scan.name_cycles([row])
-    return WhyReport(row, tuple(ways), tuple(_notes(row, report, ways, graph)))
+    return WhyReport(row, tuple(ways), tuple(_notes(row, report, ways, graph)), frees, collects)
 
 
 def _find_row(text: str, report: Iterable[TensorRow], also: Sequence[int]) -> TensorRow:
@@ -85,13 +99,13 @@ def _goes_by(text: str, row: TensorRow) -> bool:
 
 def _rows_below(wanted: str, report: Iterable[TensorRow]) -> Iterator[TensorRow]:
     beginning = re.compile(rf"{re.escape(wanted)}[.\[{{]")
-    return (row for row in report if any(beginning.match(_unquoted(name)) for name in row.names))
+    return (row for row in report if any(beginning.match(_unquoted(name)) for name in (*row.names, row.place or "")))
 
 
 def _why_not(text: str, report: Iterable[TensorRow]) -> str:
     if text.isdigit():
-        return f"no live tensor has the number {text}; %devices --held shows the numbers of those without a name"
-    below = [row.name for row in _rows_below(_unquoted(text), report) if row.name is not None]
+        return f"no live tensor has the number {text}; %devices --leaks shows the numbers of those without a name"
+    below = [row.name or str(row.place) for row in _rows_below(_unquoted(text), report)]
     if below:
         rest = len(below) - _MAX_SUGGESTIONS
         more = f" and {rest} more" if rest > 0 else ""
@@ -99,8 +113,8 @@ def _why_not(text: str, report: Iterable[TensorRow]) -> str:
     known = {
         _unquoted(name): name for row in report for name in (*row.names, row.holder, row.place) if name is not None
     }
-    near = difflib.get_close_matches(_unquoted(text), known, n=_MAX_SUGGESTIONS, cutoff=0.5)
-    hint = f"did you mean {' or '.join(known[each] for each in near)}?" if near else "%devices lists those there are"
+    near = nearest(_unquoted(text), known)
+    hint = f"did you mean {known[near]}?" if near else "%devices lists those there are"
     return f"no live tensor is called {text!r}; {hint}"
 
 
@@ -127,8 +141,8 @@ def _tensor_at(value: object, rest: str) -> Any:
     for branch in reader.read(value, reader):
         for key, child in branch.children:
             parent = Path(None, "name", "", 0, 0, type(value))
-            step = _unquoted(spell(Path(parent, branch.style, key, 0, 0), lambda _: None))
-            if rest.startswith(step):
+            step = _unquoted(Spelling(lambda _: None).code(Path(parent, branch.style, key, 0, 0)) or "")
+            if step and rest.startswith(step):
                 found = _tensor_at(child, rest[len(step) :])
                 if found is not None:
                     return found
@@ -143,12 +157,12 @@ def _hidden(shell: InteractiveShell | None) -> list[tuple[str, object]]:
     return [(label, value) for label, value in found if labels[id(value)] == label]
 
 
-def _owner_of_gradient(row: TensorRow, report: TensorReport) -> TensorRow | None:
-    """Return the leaf that a gradient belongs to: the gradient itself may be no Python object."""
+def _leaves_of_gradient(row: TensorRow, report: TensorReport) -> list[TensorRow]:
+    """Return the leaves that a storage of gradients belongs to: a gradient itself may be no Python object."""
     leaves = {name.removesuffix(_GRADIENT) for name in row.names if name.endswith(_GRADIENT)}
     if row.kind != "gradient" or len(leaves) < len(row.names):
-        return None
-    return next((each for each in report if leaves.intersection(each.names)), None)
+        return []
+    return [each for each in report if leaves.intersection(each.names)]
 
 
 def _over(row: TensorRow, graph: References) -> list[object]:
@@ -157,37 +171,124 @@ def _over(row: TensorRow, graph: References) -> list[object]:
     return [each for each in graph.tensors if not set(row.numbers).isdisjoint(table.numbers(each))]
 
 
-def _way(steps: Sequence[Step], graph: References, hidden: Collection[str], through_owner: bool) -> WayRow:
-    spelled = [spell(each.path, graph.name_of) for each in steps]
+def _way(
+    steps: Sequence[Step], graph: References, hidden: Collection[str], through_owner: bool
+) -> tuple[WayRow, Step | None]:
+    """Return the row of one way, and the step that its command unbinds."""
+    spelling = Spelling(graph.name_of)
+    codes = [spelling.code(each.path) for each in steps]
+    spelled = [code or spelling.description(each.path) for code, each in zip(codes, steps, strict=True)]
     kinds = [_kind(each.value) for each in steps]
-    texts = [spelled[0], *(later[len(earlier) :] for earlier, later in pairwise(spelled))]
-    expression, command = spelled[-1], _command(steps, spelled, hidden)
+    texts = [spelled[0], *(later.removeprefix(earlier) for earlier, later in pairwise(spelled))]
+    expression, (command, cut) = spelled[-1], _command(steps, codes, hidden)
     if through_owner:
         expression, command = expression + _GRADIENT, f"{expression}{_GRADIENT} = None"
         texts, kinds = [*texts, _GRADIENT], [*kinds, "Tensor"]
-    return WayRow(spelled[0], expression, tuple(zip(texts, kinds, strict=True)), command)
+    return WayRow(spelled[0], expression, tuple(zip(texts, kinds, strict=True)), command), cut
+
+
+def _with_shared_commands(found: Sequence[tuple[WayRow, Step | None]], paths: Sequence[Sequence[Step]]) -> list[WayRow]:
+    """Return the ways; of those that lead through one reference that goes, all have the command of the first."""
+    commands: dict[int, str | None] = {}
+    for way, cut in found:
+        if cut is not None:
+            commands.setdefault(id(cut.reference), way.command)
+    shared = [
+        next((commands[id(step.reference)] for step in reversed(steps) if id(step.reference) in commands), None)
+        for steps in paths
+    ]
+    return [
+        way if command is None or way.command == RELEASE else dataclasses.replace(way, command=command)
+        for (way, _), command in zip(found, shared, strict=True)
+    ]
+
+
+def _freed(
+    exact: Sequence[references.Reference], report: Sequence[TensorRow], graph: References, hidden: Collection[str]
+) -> tuple[int, bool]:
+    """Return the bytes that are freed together once these references are gone, and whether the gc has to run for it."""
+    states = {(each.parent, each.parameter) for each in exact if each.parameter is not None}
+
+    def is_cut(reference: references.Reference) -> bool:
+        is_hidden = reference.parent is None and reference.key in hidden
+        is_state = reference.parameter is not None and (reference.parent, reference.parameter) in states
+        return is_hidden or is_state or any(reference is each for each in exact)
+
+    left, collects = graph.left_by(is_cut)
+    gone = set(_numbers([each for each in graph.tensors if id(each) in left]))
+    kept = set(_numbers([each for each in graph.tensors if id(each) not in left]))
+    rows = [row for row in report if not gone.isdisjoint(row.numbers) and kept.isdisjoint(row.numbers)]
+    if collects and rows:  # which frees what other cycles keep as well
+        others = [row for row in scan.name_cycles(report) if gone.isdisjoint(row.numbers)]
+        rows += [row for row in others if release_command(row) == COLLECT]
+    return sum(row.nbytes or 0 for row in rows), collects and bool(rows)
+
+
+def _numbers(tensors: list[object]) -> Iterator[int]:
+    """Yield the numbers of the storages of tensors, of their gradients, and of what their graphs keep."""
+    import torch
+
+    table, graphs = StorageTable(), Graphs()
+    plain: list[Any] = [each for each in tensors if type(each) is not torch.UntypedStorage]
+    kept = [graphs.walk(each.grad_fn) for each in non_leaves(plain)]
+    saved = [each for graph in kept if graph is not None for each in graph.tensors]
+    graphs.release()
+    for each in (*tensors, *gradients_of([*plain, *saved]), *saved):
+        yield from table.numbers(each)
 
 
 def _kind(value: object) -> str:
     """Return the class of what a step leads to; none for the variables of a running function or a module."""
-    return "" if type(value) is SimpleNamespace else type(value).__name__
+    return "" if type(value) is SimpleNamespace else name_of_type(type(value))
 
 
-def _command(steps: Sequence[Step], spelled: Sequence[str], hidden: Collection[str]) -> str | None:
-    """Return the line that makes a root release the tensor: it unbinds the last step that Python can delete."""
-    if spelled[0] in hidden:
-        return RELEASE
-    for last in range(len(steps) - 1, -1, -1):
-        line = f"del {spelled[last]}"
-        if is_code(line) and (last == 0 or _can_be_deleted(steps[last].path, steps[last - 1].value)):
-            return line
-    return None  # a running function, a module: not the notebook's to change
+def _command(
+    steps: Sequence[Step], codes: Sequence[str | None], hidden: Collection[str]
+) -> tuple[str | None, Step | None]:
+    """Return the line that makes a root release the tensor, and the last step that Python can delete, which it does."""
+    if codes[0] in hidden:
+        return RELEASE, steps[0]
+    if parse_tree(codes[0] or "") is None:
+        return None, None  # a running function, a module: not the notebook's to change
+    for last in range(_last_to_unbind(steps), -1, -1):
+        if codes[last] is not None and (last == 0 or _can_be_deleted(steps[last].path, steps[last - 1].value)):
+            return f"del {codes[last]}", steps[last]
+    return None, None
+
+
+def _last_to_unbind(steps: Sequence[Step]) -> int:
+    """Return the last step that may go: a model without one of its weights, or an optimizer, is of no use."""
+    import torch
+
+    for place, (_, value, _) in enumerate(steps[:-1]):
+        styles = [step.path.style for step in steps[place + 1 :]]
+        is_registered = any(step.path.rank == OWN or step.path.style in REGISTERED for step in steps[place + 1 :])
+        if issubclass(type(value), torch.nn.Module) and is_registered:
+            return place
+        if issubclass(type(value), torch.optim.Optimizer):  # the state of one parameter goes as a whole
+            return place + 1 + styles.index("state") if "state" in styles else place
+    return len(steps) - 1
 
 
 def _can_be_deleted(path: Path, parent: object) -> bool:
-    if issubclass(type(parent), tuple):
+    """Return whether a `del` of a step removes it and nothing else, and runs nobody's code."""
+    import torch
+
+    kind, is_item = type(parent), path.style == "["
+    deleter = class_attribute(kind, "__delitem__" if is_item else "__delattr__")
+    is_cs = type(deleter) in (types.WrapperDescriptorType, types.MethodDescriptorType)
+    if is_item or path.style == "state":
+        return is_cs or path.style == "state"
+    if issubclass(kind, tuple) or path.style != "." or not (is_cs or deleter is torch.nn.Module.__delattr__):
         return False
-    return path.style != "." or is_heap_type(type(parent))
+    stands_in_class = type(class_attribute(kind, path.key))
+    is_shadowed = stands_in_class in (property, types.GetSetDescriptorType)
+    return not is_shadowed and (is_heap_type(kind) or kind is types.SimpleNamespace or is_class(parent))
+
+
+def is_class(value: object) -> bool:
+    """Return whether an object is a class that can be changed."""
+    return issubclass(type(value), type) and is_heap_type(value)  # type: ignore[arg-type]
 
 
 def _notes(row: TensorRow, report: TensorReport, ways: Sequence[WayRow], graph: References) -> Iterator[str]:

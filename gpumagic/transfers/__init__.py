@@ -1,18 +1,23 @@
 """`%%ondevice`: run a cell on a device, and report what it created there and what it copied between devices.
 
-Start with `run.DeviceRun`: it opens a recording, lets the block run, and builds the report. A call of a torch function
-goes from a wrapper or the function mode to its handler in `calls.py`, which counts it in the recorder's log.
+Start with `run.DeviceRun`: it opens a recording, lets the block run, and builds the report. Torch's own device context,
+`device_mode`, makes the device the default; kernels at torch's dispatcher, `operators`, count copies in the recorder's
+log, whoever makes them.
 
     run.py               the block and its report
-    patches.py           torch's functions exchanged for wrappers while a cell runs, or the function mode, and why
-    wrappers.py          what stands in the place of torch's functions
-    function_holders.py  the search for everything that holds one of torch's functions
-    device_mode.py       the function mode
-    tracing.py           the dispatch mode of `--trace` and `--strict`
-    calls.py             which functions create, move or read, and their handlers; `indexing.py` has those of indexing
+    recording.py         what a run puts in place, and takes away
+    device_mode.py       the device context
+    calls.py             what that does with functions that create, and with those that ask for copies
+    operators.py         the count of copies and of values read, at torch's dispatcher
+    causes.py            what a copy is called: the function by which the line asks for it
     recorder.py          the state of a run, by thread
-    log.py               counts by line, and advice
+    tracing.py           the dispatch mode of `--trace` and `--strict`
+    waits.py             calls of `synchronize`, counted by line
+    tracebacks.py        the user's errors without the frames between a line and torch
+    log.py               counts by line
+    advice.py            what to change about them
     explain.py           an error about devices, explained; `device_errors.py` knows the errors
-    report.py            the records; `view.py` shows them
+    report.py            the records; `view.py` shows them, `chrome.py` writes trace events
     move/                `--move`
+    trace/               `--trace`, line by line
 """

@@ -73,8 +73,7 @@ def _different_devices(error: DeviceError) -> tuple[str, str | None, str]:
     target = _target(placed, error.device)
     others = [each for each in placed if each.devices != (target,)]
     fixes = [_move_code(each, target) for each in others]
-    what = f"{_locations(placed)}: an operator needs all of them on one device."
-    return what, "; ".join(fixes), _alternative(error, others, target)
+    return f"{_locations(placed)}.", "; ".join(fixes), _alternative(error, others, target)
 
 
 def _unnamed_operand(error: DeviceError, placed: Sequence[Operand], devices: set[str]) -> tuple[str, str | None, str]:
@@ -177,7 +176,7 @@ def _ordinal(error: DeviceError) -> tuple[str, str | None, str]:
     missing = [each for each in asked if each not in error.here]
     there = ", ".join(each for each in error.here if each not in ("cpu", "meta"))
     if not missing:
-        return f"The line asks for a device by a number that is not there; there are {there}.", None, ""
+        return f"The line asks for a device number that does not exist; there are {there}.", None, ""
     near = difflib.get_close_matches(missing[0], error.here, n=1) or [error.device]
     failing = error.expression or ""
     fix = failing.replace(missing[0], near[0]) if missing[0] in failing else None

@@ -59,45 +59,50 @@ NestingContext: type[device_state.DeviceContext] = (
 )
 
 
+_entered: list[RecordingContext] = []
+
+
 class RecordingContext(NestingContext):
-    """Torch's own device context, which passes calls to the handlers.
+    """Torch's own device context, which passes some calls to the handlers."""
 
-    With ``look_only``, the recorder decides whether new tensors go to its device at the moment.
-    """
-
-    def __init__(self, recorder: Recorder, *, look_only: bool = False) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder.device)
         self.recorder = recorder
         self.prev_mode: DeviceContext | None = None
         self.old_device: Any = None
-        self._look_only = look_only
-        self._handler = calls.handlers().get
+        self._handlers = calls.handlers()
         self._outer: list[tuple[Any, ...]] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True  # IPython leaves such frames out of the user's traceback
-        handler = self._handler(func)
+        handler = self._handlers.get(func)
         if handler is not None:
+            if torch.compiler.is_compiling():  # a graph has torch's own context, and no counting in it
+                return super().__torch_function__(func, types, args, kwargs)
             return handler(self.recorder, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def __enter__(self) -> RecordingContext:  # noqa: PYI034  # as in DeviceRun
         # Checkpointing re-enters the context of its forward in backward, which torch's own does not support.
-        self._outer.append((self.old_device, self.prev_mode, self.recorder.is_suspended))
+        self._outer.append((self.old_device, self.prev_mode))
         self.prev_mode = None
-        self.recorder.is_suspended = self.recorder.is_suspended and self._look_only
         super().__enter__()
+        _entered.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
+        _entered[:] = [each for each in _entered if each is not self]
+        for each in _entered:  # in another thread: torch notes one default device for all, which they would restore
+            if each.old_device is self.device:
+                each.old_device = self.old_device
         later = self._entered_later()
         if later is None:
             super().__exit__(*error)
         else:  # the cell called set_default_device: its effect stays, like that of any line
             later.prev_mode, later.old_device = self.prev_mode, self.old_device
-        self.old_device, self.prev_mode, self.recorder.is_suspended = self._outer.pop()
+        self.old_device, self.prev_mode = self._outer.pop()
 
     def _entered_later(self) -> DeviceContext | None:
         """Return the device context that was entered after this one and is still in force."""

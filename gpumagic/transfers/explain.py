@@ -8,21 +8,19 @@ frame.
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpumagic.heap.readers import stored_attribute
+from gpumagic.heap.branches import stored_attribute
 from gpumagic.memory import allocator
 from gpumagic.source import frames
 from gpumagic.source.frames import MISSING, is_function_frame, is_user_code
 from gpumagic.source.text import failing_node, names_in
 from gpumagic.transfers import device_errors
 from gpumagic.transfers.device_errors import DeviceError
+from gpumagic.transfers.log import bytes_by_device, kind_of
 from gpumagic.transfers.report import Explanation, Operand
-
-_MAX_ITEMS = 1000  # of a container that are read
 
 
 def operands_of(expression: ast.AST, variables: Mapping[str, Any]) -> tuple[Operand, ...]:
@@ -63,7 +61,7 @@ def _describe_path(node: ast.expr, variables: Mapping[str, Any], is_index: bool)
             break
         operand = _describe(ast.unparse(step), value, owner, step, is_index)
         found = operand or found
-        if _kind(value) == "tensor":
+        if kind_of(value) == "tensor":
             break
     return found
 
@@ -100,10 +98,10 @@ def _item(value: Any, index: ast.expr, variables: Mapping[str, Any]) -> Any:
 def _describe(code: str, value: Any, owner: Any, step: ast.expr, is_index: bool) -> Operand | None:
     import torch
 
-    kind = _kind(value)
+    kind = kind_of(value)
     if kind is None:
         return None
-    totals = _bytes(value, kind)
+    totals = bytes_by_device(value, kind)
     if not totals:
         return None
     return Operand(
@@ -112,7 +110,7 @@ def _describe(code: str, value: Any, owner: Any, step: ast.expr, is_index: bool)
         sum(totals.values()),
         kind,
         is_variable=isinstance(step, ast.Name),
-        is_unregistered=_kind(owner) == "module" and not _is_registered(owner, value),
+        is_unregistered=kind_of(owner) == "module" and not _is_registered(owner, value),
         is_index=is_index,
         requires_grad=kind == "tensor" and bool(value.requires_grad) and torch.is_grad_enabled(),
     )
@@ -121,49 +119,6 @@ def _describe(code: str, value: Any, owner: Any, step: ast.expr, is_index: bool)
 def _is_registered(module: Any, value: Any) -> bool:
     kept = [*module._parameters.values(), *module._buffers.values(), *module._modules.values()]
     return any(value is each for each in kept)
-
-
-def _kind(value: Any) -> Any:
-    import torch
-
-    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
-    kinds: dict[str, type | tuple[type, ...]] = {
-        "tensor": torch.Tensor, "module": torch.nn.Module, "optimizer": torch.optim.Optimizer,
-        "generator": torch.Generator, "device": torch.device, "container": (list, tuple, dict),
-    }  # fmt: skip
-    return next((name for name, kind in kinds.items() if issubclass(type(value), kind)), None)
-
-
-def _bytes(value: Any, kind: str) -> Counter[str]:
-    """Return the bytes by device of what a value holds."""
-    import torch
-
-    totals: Counter[str] = Counter()
-    if kind in ("generator", "device"):
-        totals[str(value.device if kind == "generator" else value)] = 0
-        return totals
-    with torch._C.DisableTorchFunction():
-        for tensor in _tensors(value, kind):
-            totals[str(tensor.device)] += tensor.numel() * tensor.element_size()
-    return totals
-
-
-def _tensors(value: Any, kind: str) -> Iterator[Any]:
-    import torch
-
-    if kind == "tensor":
-        yield value
-    elif kind == "module":
-        for part in torch.nn.Module.modules(value):
-            kept = [*part._parameters.values(), *part._buffers.values()]
-            yield from (each for each in kept if each is not None and not torch.nn.parameter.is_lazy(each))
-    elif kind == "optimizer":
-        yield from (each for group in value.param_groups for each in group["params"])
-        kept = [(key, each) for state in value.state.values() for key, each in state.items()]
-        yield from (each for key, each in kept if key != "step" and _kind(each) == "tensor")
-    elif kind == "container":
-        parts = dict.values(value) if isinstance(value, dict) else value
-        yield from (each for _, each in zip(range(_MAX_ITEMS), parts, strict=False) if _kind(each) == "tensor")
 
 
 def explain(

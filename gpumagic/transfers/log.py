@@ -1,8 +1,8 @@
-"""What a cell creates, transfers and waits for, by line; what it uses elsewhere; and what to change about it.
+"""What a cell creates, transfers and waits for, by line, and what it uses elsewhere.
 
 The handlers of `calls` fill a log while the cell runs. It keeps numbers and names, and tensors only by weak reference.
 A tensor is recognised by the counter that torch increments with every change in place, so a new batch in the place of
-an old one is not mistaken for it. Each rule of the advice uses only what was counted.
+an old one is not mistaken for it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import contextlib
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpumagic.heap import modules
+from gpumagic.heap.storages import nbytes_of
 from gpumagic.report.base import Holder
-from gpumagic.report.units import count, size
-from gpumagic.source import cell_code
-from gpumagic.source.cell_code import LoopCode
 from gpumagic.source.frames import CallSites
 from gpumagic.transfers.report import TransferRow
 
@@ -30,23 +29,6 @@ _MANY = 1000
 """Tensors kept before those that are gone are removed."""
 _MAX_ITEMS = 10_000
 """Items of a container that are read."""
-MIN_REPEATS = 2
-"""Times a line must have repeated a transfer to be reported."""
-MANY_SYNCS = 100
-"""Syncs by one line from which they are reported."""
-MIN_PINNED_BYTES = 16 * 1024**2
-"""Bytes from pageable memory from which pinning pays."""
-MIN_SECOND_COPY_BYTES = 1024**2
-"""Bytes from which a second copy is reported."""
-
-MASK = "mask"
-"""The cause of a read of how many elements a mask has, where it is an index."""
-SIZE_READS = frozenset({".nonzero", ".argwhere", ".where", ".masked_select", ".unique", ".unique_consecutive", MASK})
-"""Causes of reads of how many elements a result has."""
-_VALUE_READS = frozenset(
-    {".item", ".tolist", "float()", "int()", "complex()", "index()", "bool()", "print", "allclose"}
-)
-_READS = SIZE_READS | _VALUE_READS
 
 
 def is_host(device: str) -> bool:
@@ -139,6 +121,10 @@ class TransferLog:
     moves: dict[tuple[object, ...], _TransferSum] = field(default_factory=dict)
     syncs: Counter[int] = field(default_factory=Counter)
     history: TransferHistory = field(default_factory=TransferHistory)
+    transfers: int = 0
+    """Running sums of what is counted by line above, and of what no line did."""
+    transferred: int = 0
+    waits: int = 0
 
     def add_created(self, device: object, nbytes: int) -> CreatedSum:
         """Count one new tensor, and return the sum for its device, which is named only in the report."""
@@ -173,12 +159,16 @@ class TransferLog:
         pageable = is_pageable(subject, target, nbytes)
         one = _TransferSum(1, nbytes, seconds, repeats, None if pageable is None else nbytes * pageable)
         self.moves.setdefault(key, _TransferSum()).add(one)
+        self.transfers += 1
+        self.transferred += nbytes
+        self.waits += waits
         if waits and site.line is not None:
             self.syncs[site.line] += 1
 
     def add_sync(self) -> None:
         """Count one operation that made the host wait for the device, at the line that is running now."""
         line = self.sites.find().line
+        self.waits += 1
         if line is not None:
             self.syncs[line] += 1
 
@@ -190,6 +180,10 @@ class TransferLog:
             total.nbytes += made.nbytes
         for key, moved in other.moves.items():
             self.moves.setdefault(key, _TransferSum()).add(moved)
+        if not other.is_unrelated:
+            self.transfers += other.transfers
+            self.transferred += other.transferred
+            self.waits += other.waits
         self.syncs.update(other.syncs)
         self.history.copies.update(other.history.copies)
 
@@ -223,130 +217,55 @@ def tensors_elsewhere(variables: Mapping[str, object], device: str) -> list[Hold
     """Return the variables that have bytes on a device other than ``device``, most bytes first."""
     found = []
     for name, value in variables.items():
-        # A module's `parameters` is the user's code: what it raises must hide neither the report nor the cell's error.
-        with contextlib.suppress(Exception):
-            totals = _bytes_by_device(value)
-            found += [
-                Holder(name, at, nbytes) for at, nbytes in totals.items() if nbytes and at not in (device, "meta")
-            ]
+        if (kind := kind_of(value)) in ("tensor", "module", "container"):
+            with contextlib.suppress(Exception):  # of a tensor of a class of its own
+                totals = bytes_by_device(value, kind)
+                found += [
+                    Holder(name, at, nbytes) for at, nbytes in totals.items() if nbytes and at not in (device, "meta")
+                ]
     return sorted(found, key=lambda holder: -holder.nbytes)
 
 
-def _bytes_by_device(value: Any) -> Counter[str]:
+def kind_of(value: Any) -> Any:
+    """Return what a value is that has a device, or whose parts may have one; None for anything else."""
+    import torch
+
+    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "tensor": torch.Tensor, "module": torch.nn.Module, "optimizer": torch.optim.Optimizer,
+        "generator": torch.Generator, "device": torch.device, "container": (list, tuple, dict),
+    }  # fmt: skip
+    return next((name for name, kind in kinds.items() if issubclass(type(value), kind)), None)
+
+
+def bytes_by_device(value: Any, kind: str) -> Counter[str]:
+    """Return the bytes by device of the tensors that a value of a kind holds, each tensor once."""
     import torch
 
     totals: Counter[str] = Counter()
-    tensors: list[Any] = []
-    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
-    if issubclass(type(value), torch.Tensor):
-        tensors = [value]
-    elif issubclass(type(value), torch.nn.Module):
-        tensors = [*value.parameters(), *value.buffers()]
-    elif type(value) in (list, tuple, dict):
-        tensors = _items(value)
+    if kind in ("generator", "device"):
+        totals[str(value.device if kind == "generator" else value)] = 0
+        return totals
     with torch._C.DisableTorchFunction():
-        for tensor in tensors:
-            totals[str(tensor.device)] += tensor.numel() * tensor.element_size()
+        for tensor in {id(each): each for each in _tensors_in(value, kind)}.values():
+            totals[str(tensor.device)] += nbytes_of(tensor)
     return totals
 
 
-def _items(container: Any) -> list[Any]:
-    """Return the tensors in a container, each once; of a very long one, those at the start."""
+def _tensors_in(value: Any, kind: str) -> Iterator[Any]:
     import torch
 
-    parts = itertools.islice(container.values() if type(container) is dict else container, _MAX_ITEMS)
-    return list({id(part): part for part in parts if issubclass(type(part), torch.Tensor)}.values())
-
-
-def suggestions(
-    moves: Sequence[TransferRow],
-    syncs: Mapping[int, int],
-    both: Collection[str] = (),
-    lines: tuple[tuple[int, str], ...] = (),
-) -> tuple[str, ...]:
-    """Return one sentence for each change that the counts justify.
-
-    ``syncs`` is ``{line: count}``; ``both`` are variables whose tensor is alive along with its copy on the device.
-    """
-    code = cell_code.read_loops(lines) if moves or syncs else LoopCode()
-    return (
-        *(_hoist(row, code) for row in moves if _is_repeated(row)),
-        *_waits(moves, syncs, code),
-        *_created(moves, code),
-        *(_pin(row) for row in moves if _is_pageable_stream(row)),
-        *(_rebind(row) for row in moves if _is_left_behind(row, both)),
-    )
-
-
-def _is_repeated(row: TransferRow) -> bool:
-    return row.repeats >= MIN_REPEATS and row.cause not in _READS and row.line is not None
-
-
-def _hoist(row: TransferRow, code: LoopCode) -> str:
-    each, what = row.nbytes // row.count, row.name or "it"
-    if row.repeats < row.count - 1:
-        again = f"{count(row.repeats, 'move')}, {size(each * row.repeats)}"
-        return f"line {row.line} moved again what it had moved before ({again}): keep the copies of the first time"
-    where = "before the loop" if row.line in code.loops else "and keep the copy"
-    return f"line {row.line} moved the same {size(each)} {row.count:,} times: move {what} once, {where}"
-
-
-def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCode) -> Iterator[str]:
-    for line, waits in syncs.items():
-        # A copy from the host waits too, and has advice of its own.
-        waits -= sum(row.count for row in moves if row.line == line and row.direction == "host-to-device")  # noqa: PLW2901
-        if waits < MANY_SYNCS:
-            continue
-        causes = {row.cause for row in moves if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS}
-        loop = " in the loop" if line in code.loops else ""
-        if causes == {"bool()"}:
-            yield f"line {line}: a condition{loop} was read from the device {waits:,} times, and each read waits"
-        elif causes & SIZE_READS:
-            what = min(causes & SIZE_READS)
-            call = "a mask" if what == MASK else f"{what}()"
-            yield (
-                f"line {line}: {call}{loop} made {waits:,} syncs, each to learn how many elements there are: "
-                "torch.where(mask, a, b) keeps the shape and makes none"
-            )
-        elif causes and "print" not in causes:
-            call = min(causes) + ("()" if min(causes).startswith(".") else "")
-            yield f"line {line}: {call}{loop} made {waits:,} syncs: accumulate on the device and read once at the end"
-        else:
-            yield f"line {line} made the host wait {waits:,} times{loop}"
-
-
-def _created(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[str]:
-    for creation in code.creations:
-        for row in moves:
-            at_once = creation.name is None and row.name is None
-            named = row.name == creation.name and creation.name is not None
-            if row.line != creation.moved or row.cause in _READS or row.direction == "device-to-host":
-                continue
-            if named:
-                first = f"line {creation.created} created {row.name} on {row.source} and line {row.line} moved it"
-                yield f'{first}: create it with device="{row.target}"'
-            elif at_once:
-                yield f'line {row.line} created on {row.source} what it moved: create it with device="{row.target}"'
-
-
-def _is_pageable_stream(row: TransferRow) -> bool:
-    """Return whether a line transfers new data each time, as a loop over batches does; pinning pays only then."""
-    return (
-        row.line is not None and (row.pageable or 0) >= MIN_PINNED_BYTES and row.count - row.repeats >= MIN_REPEATS + 1
-    )
-
-
-def _pin(row: TransferRow) -> str:
-    what = f"line {row.line} copied {size(row.pageable)} in {row.count:,} moves from pageable memory"
-    return f"{what}: DataLoader(..., pin_memory=True) and .to(..., non_blocking=True) let the host go on meanwhile"
-
-
-def _is_left_behind(row: TransferRow, both: Collection[str]) -> bool:
-    is_one = row.count - row.repeats == 1 and not _is_repeated(row)
-    is_move = row.direction != "device-to-host" and not row.cause.startswith("Module.") and row.cause not in _READS
-    return is_one and is_move and row.name in both and row.nbytes >= MIN_SECOND_COPY_BYTES
-
-
-def _rebind(row: TransferRow) -> str:
-    kept = f"{row.name} is still on {row.source}, {size(row.nbytes)}, beside its copy on {row.target}"
-    return f"{kept}: rebind the name, {row.name} = {row.name}.to(...), to keep only that"
+    if kind == "tensor":
+        yield value
+    elif kind == "module":
+        for _, part in modules.modules_in(value):
+            kept = [*modules.registered(part, "_parameters"), *modules.registered(part, "_buffers")]
+            yield from (each for _, each in kept if not torch.nn.parameter.is_lazy(each))
+    elif kind == "optimizer":
+        yield from (each for group in modules.parameter_groups(value) for each in group["params"])
+        kept = [(key, each) for state in value.state.values() for key, each in state.items()]
+        yield from (each for key, each in kept if key != "step" and kind_of(each) == "tensor")
+    elif kind == "container":
+        base = next(each for each in (dict, list, tuple) if issubclass(type(value), each))
+        parts = dict.values(value) if base is dict else base.__iter__(value)
+        yield from (each for each in itertools.islice(parts, _MAX_ITEMS) if kind_of(each) == "tensor")

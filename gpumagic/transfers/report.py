@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from gpumagic.errors import OptionError
+from gpumagic.memory import history
 from gpumagic.memory.timeline import MemoryTimeline, plot
-from gpumagic.report.base import Holder, Origin, Report
+from gpumagic.report.base import EVENTS, Holder, Origin, Report, write_chrome_trace
+from gpumagic.report.units import size
+from gpumagic.transfers.trace.report import LineReport, ModuleReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,6 +67,27 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
+class Suggestion:
+    """One change to the cell that would save transfers or syncs."""
+
+    line: int | None
+    problem: str
+    """``"40.0 MiB copied to cuda:0 10 times by line 4"``."""
+    change: str
+    """``"move x before the loop"``."""
+    saves: int | None = None
+    """Bytes that need not be copied then."""
+
+    @property
+    def action(self) -> str:
+        """The change, with what it saves."""
+        return self.change + (f" (saves {size(self.saves)})" if self.saves else "")
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.action}"
+
+
+@dataclass(frozen=True, slots=True)
 class TransferRow:
     """Transfers from one device to another by one line, for one variable and one cause."""
 
@@ -104,10 +130,13 @@ class TransferReport(Report[TransferRow]):
     no line of the cell does, such as `--move`."""
     peak: Mapping[str, int] = field(default_factory=dict)
     """``{device: bytes}`` allocated at most during the cell, where the allocator's counter gives it exactly."""
+    allocations: Mapping[str, int] = field(default_factory=dict)
+    """``{device: count}`` of the blocks of memory allocated during the cell, where the allocator counts them."""
     elapsed: float = 0.0
     elsewhere: tuple[Holder, ...] = ()
     """Variables that the cell or block names and that are on another device at its end."""
-    advice: tuple[str, ...] = ()
+    advice: tuple[Suggestion, ...] = ()
+    """What to change, what saves most first."""
     error: str | None = None
     """The type of the exception that ended the cell, if one did."""
     explanation: Explanation | None = None
@@ -118,10 +147,41 @@ class TransferReport(Report[TransferRow]):
     origin: Origin = field(default_factory=Origin)
     timeline: MemoryTimeline | None = None
     """Memory over the course of the cell; None if no device's memory was used."""
+    by_line: LineReport | None = None
+    """With ``--trace``, what each line took: a report of its own, with rows and `to_pandas()`."""
+    by_module: ModuleReport | None = None
+    """With ``--trace``, what each module took: another one."""
+    snapshot: Mapping[str, Any] | str | None = field(default=None, metadata={EVENTS: True}, compare=False)
+    """With ``--trace``, the snapshot of torch's CUDA allocator with its history of the cell, or why there is none."""
 
     @property
     def rows(self) -> tuple[TransferRow, ...]:
         return self.moves
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report to a file, and return its path.
+
+        Args:
+            path: ends as those of other reports; or in ``.pickle``, for what https://pytorch.org/memory_viz opens of a
+                traced cell on CUDA.
+
+        Raises:
+            OptionError: it ends otherwise, or the allocator kept no history.
+        """
+        path = Path(path)
+        if path.suffix != ".pickle":
+            return super().save(path)
+        if self.snapshot is None or isinstance(self.snapshot, str):
+            raise OptionError(self.snapshot or "memory_viz opens what a cell with --trace records; this had none")
+        return history.write(self.snapshot, path)
+
+    def to_chrome_trace(self, path: str | Path) -> Path:
+        """Write the lines, modules and memory of a traced cell as trace events, for Perfetto and chrome://tracing.
+
+        Raises:
+            GpuMagicError: it was not traced.
+        """
+        return write_chrome_trace(self, path)
 
     def plot(self) -> Figure:
         """Return a matplotlib figure of the memory over the cell.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import linecache
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -18,15 +17,19 @@ from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import KeptStorages, MemoryTimeline
+from gpumagic.notebook import grad_mode
 from gpumagic.report import base
 from gpumagic.source import lines
 from gpumagic.source.frames import CallSites
 from gpumagic.source.lines import WatchedCode
-from gpumagic.transfers import explain, log, move
+from gpumagic.transfers import explain, log, move, tracebacks
+from gpumagic.transfers.advice import suggestions
 from gpumagic.transfers.report import TransferReport
+from gpumagic.transfers.trace import functions
 
 if TYPE_CHECKING:
-    from gpumagic.transfers.patches import Recording
+    from gpumagic.transfers.recording import Recording
+    from gpumagic.transfers.trace.run import Trace
 
 
 Given = ParamSpec("Given")
@@ -55,8 +58,9 @@ class DeviceRun:
         namespace: the globals in which the block runs; the caller's for a `with` block.
         move: names in it that are moved to the device first.
         filename: the file whose lines are reported; None for a notebook's cell.
-        trace: whether implicit copies are counted too.
-        strict: whether these, and implicit use of tensors on other devices, are errors; traces too.
+        trace: whether each line is followed, and memory is sampled around every operator; or functions, or their names,
+            whose lines are followed too.
+        strict: whether implicit copies, and implicit use of tensors on other devices, are errors; traces too.
         show: whether the report is shown when a cell ends.
         store: called with the finished report.
         is_running: whether the cell is already running when this opens.
@@ -74,7 +78,7 @@ class DeviceRun:
         namespace: MutableMapping[str, Any],
         move: Sequence[str] = (),
         filename: str | None = None,
-        trace: bool = False,
+        trace: bool | Sequence[functions.Function] = False,
         strict: bool = False,
         show: bool = True,
         store: Callable[[TransferReport], None] | None = None,
@@ -86,6 +90,9 @@ class DeviceRun:
         self._move = tuple(move)
         self._filename = filename
         self._trace, self._strict = trace, strict
+        self._is_traced = bool(trace) or strict
+        self._functions = functions.find(() if isinstance(trace, bool) else trace, namespace)
+        self._traced: Trace | None = None
         self._show = show
         self._store = store
         self._code = WatchedCode(namespace, filename)
@@ -93,23 +100,28 @@ class DeviceRun:
         self._is_running = is_running
         self._memory: CellMemory | None = None
         self._frame: FrameType | None = None
+        self._opens = False
+        self._previous: str | None = None
 
     def open(self) -> None:
         """Make the device the default and the current one, and start recording."""
-        from gpumagic.transfers.patches import Recording
+        from gpumagic.transfers.recording import Recording
 
+        self._grad_mode = grad_mode.current()
         self._clock = _Clock()
         self._moved = move.relocate(self._move, self._namespace, self.device) if self._move else ()
         self._sites = CallSites(self._namespace, self._filename)
         self._sites.find()  # stores the cell's file while it is on the stack
         self._log = log.TransferLog(self._sites)
-        self._recording: Recording = Recording(
-            self.device, self._log, self._namespace, self._source(), trace=self._trace, strict=self._strict
-        )
-        self._previous = _make_current(self.device)
+        self._recording: Recording = Recording(self.device, self._log, trace=self._is_traced, strict=self._strict)
+        self._opens = True
+        self._previous = _current_like(self.device)  # before anything changes: an interrupt may come at any line
         try:
+            if self._previous is not None:
+                _make_current(self.device)
             self._recording.open()
-            self._follow_memory(is_traced=self._recording.recorder.is_traced)
+            self._follow_memory()
+            self._start_trace()
         except BaseException:  # Ctrl-C: what did not open is not closed
             self.restore()
             raise
@@ -120,6 +132,8 @@ class DeviceRun:
             self._clock.stop()
         finally:
             self.restore()
+        grad_mode.repair(self._grad_mode, error)
+        tracebacks.drop_own_frames(error)
         self.report = self._report(error)
         if self._store is not None:
             self._store(self.report)
@@ -137,15 +151,18 @@ class DeviceRun:
             created=self._log.created_by_device(),
             syncs=syncs,
             peak=self._clock.peak(),
+            allocations=self._clock.allocations(),
             elapsed=self._clock.elapsed,
             elsewhere=tuple(log.tensors_elsewhere(variables, self.device)),
-            advice=log.suggestions(moves, syncs, self._log.history.still_on_both(variables), lines),
+            advice=suggestions(moves, syncs, self._log.history.still_on_both(variables), lines),
             error=type(error).__name__ if error is not None else None,
             explanation=explanation,
             lines=lines,
-            notes=(self._recording.scope(),),
             origin=base.current_origin(),
             timeline=self._timeline(),
+            by_line=None if self._traced is None else self._traced.by_line(lines, self._clock.elapsed),
+            by_module=None if self._traced is None else self._traced.by_module(),
+            snapshot=None if self._traced is None else self._traced.history.snapshot,
         )
 
     def finish(self, result: object) -> TransferReport | None:
@@ -197,17 +214,26 @@ class DeviceRun:
             run._block = code
         return run
 
-    def _follow_memory(self, *, is_traced: bool) -> None:
+    def _follow_memory(self) -> None:
         self._memory = CellMemory(
             self._clock.before, self._namespace, self._block, self._code.line,
-            is_running=self._is_running, by_clock=not is_traced,
+            is_running=self._is_running, by_clock=not self._is_traced,
         )  # fmt: skip
         self._kept = self._find_kept() if self._clock.before else {}  # else no device has tensors yet
-        if is_traced:
-            self._recording.recorder.memory = self._memory
+        self._recording.follow_memory(self._memory)
         if self._moved:
             self._memory.sample()  # what the move allocated does not belong to the next line
         self._memory.start()
+
+    def _start_trace(self) -> None:
+        if not self._trace:
+            return
+        from gpumagic.transfers.trace.run import Trace
+
+        started = time.perf_counter() if self._memory is None else self._memory.log.started
+        self._traced = Trace(self._recording.recorder, self._code, self._block, self._functions, started)
+        self._recording.follow_operators(self._traced)
+        self._traced.start()
 
     def _timeline(self) -> MemoryTimeline | None:
         if self._memory is None:
@@ -216,10 +242,14 @@ class DeviceRun:
         return self._memory.finished(self._clock.after, (self._kept, at_end))
 
     def _find_kept(self) -> KeptStorages:
-        return kinds.find_kept(self._namespace, None if self._recording.recorder.is_traced else kinds.MOST_TENSORS)
+        return kinds.find_kept(self._namespace, None if self._is_traced else kinds.MOST_TENSORS)
 
     def restore(self) -> None:
         """Restore the default device and torch's functions, then the current device; again after an interrupt."""
+        if not self._opens:
+            return
+        if self._traced is not None:
+            self._traced.stop()
         try:
             self._recording.close()
         except BaseException:  # Ctrl-C: a `with` block has no next cell that would do the rest
@@ -232,11 +262,6 @@ class DeviceRun:
             finally:
                 if self._memory is not None:
                     self._memory.stop()
-
-    def _source(self) -> str:
-        """Return the text of the cell; "" for a block, which may be a small part of its file."""
-        filename = self._sites.filename
-        return "" if filename is None or self._filename is not None else "".join(linecache.getlines(filename))
 
     def _keep(self, report: TransferReport) -> None:
         self.report = report
@@ -251,7 +276,12 @@ class DeviceRun:
 
 
 def for_caller(
-    device: str, move: Sequence[str] = (), *, trace: bool = False, strict: bool = False, depth: int = 2
+    device: str,
+    move: Sequence[str] = (),
+    *,
+    trace: bool | Sequence[functions.Function] = False,
+    strict: bool = False,
+    depth: int = 2,
 ) -> DeviceRun:
     """Return a run for a `with` block of the function ``depth`` frames up.
 
@@ -285,6 +315,11 @@ class _Clock:
         self.elapsed = time.perf_counter() - self._start
         self.after = allocator.all_device_stats()
 
+    def allocations(self) -> dict[str, int]:
+        """Return how many blocks of memory each device has allocated since the start."""
+        earlier = {device: figures.allocations for device, figures in self.before.items()}
+        return {device: now.allocations - earlier.get(device, 0) for device, now in self.after.items()}
+
     def peak(self) -> dict[str, int]:
         """Return the block's peak by device, where it is known without a reset of the user's counter.
 
@@ -298,12 +333,16 @@ class _Clock:
         }
 
 
-def _make_current(device: str) -> str | None:
-    """Make an accelerator its backend's current device, so that `.cuda()` uses it; return the previous one."""
-    backend, _, index = device.partition(":")
+def _current_like(device: str) -> str | None:
+    """Return the current device of a device's backend; None where that has none that can be set."""
+    backend = device.partition(":")[0]
     module = allocator.device_module(backend)
-    if module is None or not hasattr(module, "set_device"):
-        return None
-    previous = f"{backend}:{module.current_device()}"
-    module.set_device(int(index))
-    return previous
+    return None if module is None or not hasattr(module, "set_device") else f"{backend}:{module.current_device()}"
+
+
+def _make_current(device: str) -> None:
+    """Make an accelerator its backend's current device, so that `.cuda()` uses it."""
+    import torch
+
+    backend, _, index = device.partition(":")
+    getattr(torch, backend).set_device(int(index))

@@ -1,11 +1,11 @@
-"""The view of `%%ondevice`: what was copied between which devices, by which lines, why it failed, what to change."""
+"""The view of `%%ondevice`: what to change first, then the lines that copied or waited, and the memory."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpumagic.memory.view import drawable_devices, timeline_blocks
+from gpumagic.report.base import grouped
 from gpumagic.report.document import (
     Block,
     Cell,
@@ -19,133 +19,142 @@ from gpumagic.report.document import (
     document_of,
 )
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
-from gpumagic.transfers.report import TransferReport, TransferRow
+from gpumagic.transfers.report import Suggestion, TransferReport, TransferRow
+from gpumagic.transfers.trace.view import line_blocks, module_blocks
 
-SHOWN_ROUTES = 6
+SHOWN_ROUTES = 2
 SHOWN_LINES = 12
-SHOWN_ADVICE = 5
 SHOWN_NAMES = 6
 
 
 @document_of.register(TransferReport)
 def view_transfers(report: TransferReport) -> Document:
     """Return the document of one run: at most a screen, and the rest folded."""
-    blocks: list[Block] = [Heading(_headline(report)), *_explanation(report)]
-    if report.moves:
-        blocks.append(_flow(report.moves))
+    blocks: list[Block] = [Heading(_headline(report))]
+    if report.explanation is not None and report.explanation.note:
+        blocks.append(Paragraph(report.explanation.note))
+    blocks.append(Paragraph(_summary(report), muted=True))
+    if report.by_line is not None and report.by_line.lines:
+        changes = {line: _changes(report.advice, line) for line in dict(report.lines)}
+        blocks += line_blocks(report.by_line, changes)
+    else:
         blocks += _lines(report)
-    blocks += [Paragraph(text) for text in _sentences(report)]
-    blocks += _advice(report.advice)
-    is_traced = report.timeline is not None and report.timeline.every_operator
-    blocks += timeline_blocks(report.timeline, "" if is_traced else "--trace finds the line.")
-    if _are_summed(report.moves):
-        blocks.append(_every_move(report.moves))
+    blocks += [Paragraph(text, muted=True) for text in _sentences(report)]
+    blocks += timeline_blocks(report.timeline)
+    blocks += module_blocks(report.by_module)
+    if report.moves:
+        blocks.append(_every_transfer(report.moves))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
 
 def _headline(report: TransferReport) -> str:
-    made = sum(number for number, _ in report.created.values())
-    moves = sum(row.count for row in report.moves)
-    moved = size(sum(row.nbytes for row in report.moves))
-    what = f"{count(moves, 'move')}, {moved}" if moves else "nothing moved between devices"
-    ended = f", ended by {report.error}" if report.error else ""
-    return f"on {report.device} for {duration(report.elapsed)}{ended}: {count(made, 'new tensor')}; {what}"
+    """Return what is wrong and what to do about it, or that nothing is."""
+    if report.explanation is not None:
+        found = report.explanation
+        fix = f" Fix: {found.fix}" if found.fix else ""
+        return f"{found.place.capitalize()[:1]}{found.place[1:]}{found.what}{fix}"
+    first = str(report.advice[0]) if report.advice else _used_instead(report) or _transfers(report.moves)
+    return f"{first}; ended by {report.error}" if report.error else first
 
 
-def _explanation(report: TransferReport) -> Iterator[Block]:
-    found = report.explanation
-    if found is None:
-        return
-    yield Paragraph(found.place.capitalize()[:1] + found.place[1:] + found.what)
-    if found.fix:
-        yield Paragraph(f"→ {found.fix}")
-    if found.note:
-        yield Paragraph(found.note)
+def _transfers(moves: Sequence[TransferRow]) -> str:
+    if not moves:
+        return "No transfers between devices"
+    told = f"{count(sum(row.count for row in moves), 'transfer')}, {size(sum(row.nbytes for row in moves))}"
+    return told if any(row.repeats for row in moves) else f"{told}: none copied the same data again"
 
 
-def _flow(moves: Sequence[TransferRow]) -> Table | Fold:
-    """Return the table of device pairs, with a bar for the bytes."""
-    routes: dict[str, list[TransferRow]] = defaultdict(list)
-    for row in moves:
-        routes[f"{row.source} → {row.target}"].append(row)
-    columns = (Column("From → to"), Column("Size", "right"), Column("Moves", "right"), Column("Time", "right"))
-    sums = {route: sum(row.nbytes for row in rows) for route, rows in routes.items()}
-    largest = max(sums.values()) or 1
-    found: list[list[Cell | str]] = [
-        [
-            route,
-            Cell(size(sums[route]), (Segment(sums[route] / largest),)),
-            f"{sum(row.count for row in routes[route]):,}",
-            _time(routes[route]),
-        ]
-        for route in sorted(routes, key=lambda route: -sums[route])
-    ]
-    return Table(columns, found[:SHOWN_ROUTES], "From device to device")
+def _used_instead(report: TransferReport) -> str:
+    """Return what the cell used instead of its device, if it allocated nothing there; "" if it did."""
+    others = [device for device, n in report.allocations.items() if n and device != report.device]
+    is_used = report.allocations.get(report.device) or report.device in report.created
+    if is_used or report.device in ("cpu", "meta") or not (others or report.elsewhere):
+        return ""
+    where = others or sorted({each.device for each in report.elsewhere})
+    names = [each.name for each in report.elsewhere if each.device in where][:SHOWN_NAMES]
+    named = f" ({', '.join(names)})" if names else ""
+    worked = f"Nothing was allocated on {report.device}: the cell worked on {', '.join(where)}{named}"
+    return f"{worked}; --move NAMES copies tensors first" if names else worked
 
 
-def _time(rows: Sequence[TransferRow]) -> str:
-    known = [row.seconds for row in rows if row.seconds is not None]
-    return duration(sum(known)) if known else NOT_AVAILABLE
+def _summary(report: TransferReport) -> str:
+    """Return the figures of the whole run in one line."""
+    said = [f"{report.device}, {duration(report.elapsed)}"]
+    if report.moves:
+        said.append(_routes(report.moves))
+    if report.syncs:
+        said.append(count(sum(report.syncs.values()), "sync"))
+    created = {device: count(n, "new tensor") for device, (n, _) in report.created.items()}
+    said += [text if device == report.device else f"{text} on {device}" for device, text in created.items()]
+    drawn = {each.device for each in drawable_devices(report.timeline)}
+    said += [f"peak {size(nbytes)} on {device}" for device, nbytes in report.peak.items() if device not in drawn]
+    return " · ".join(said)
+
+
+def _routes(moves: Sequence[TransferRow]) -> str:
+    routes = grouped((f"{row.source} → {row.target}", row.nbytes) for row in moves)
+    largest = sorted(routes, key=lambda route: -sum(routes[route]))
+    rest = len(largest) - SHOWN_ROUTES
+    shown = [f"{route} {size(sum(routes[route]))}" for route in largest[:SHOWN_ROUTES]]
+    return ", ".join(shown) + (f" and {count(rest, 'more route')}" if rest > 0 else "")
 
 
 def _lines(report: TransferReport) -> Iterator[Block]:
-    """Show the code with what each line copied; of a long cell only the lines that did, and the rest folded."""
-    by_line: dict[int, list[TransferRow]] = defaultdict(list)
-    for row in report.moves:
-        line = _asking_line(report) if row.cause == "--move" else row.line
-        if line is not None:
-            by_line[line].append(row)
+    """Yield the lines that copied or waited, each with what to change about it."""
+    by_line = grouped((_line_of(row, report), row) for row in report.moves)
     code = dict(report.lines)
-    for line in (*by_line, *report.syncs):  # a function's line outside the cell, or code that could not be read
-        code.setdefault(line, next((row.code for row in by_line[line] if row.code), ""))
-    if not by_line:
+    busy = {line for line in (*by_line, *report.syncs) if line is not None}
+    for line in busy:  # a function's line outside the cell, or code that could not be read
+        code.setdefault(line, next((row.code for row in by_line.get(line, ()) if row.code), ""))
+    if not busy:
         return
-    shown = _worth_showing(code, by_line, report)
-    yield _code_table(shown, code, by_line, report, "The lines that moved")
-    if len(shown) < len(code):
-        moving = len(set(by_line) - set(shown))
-        more = f", {moving} of which moved something" if moving else ""
-        summary = f"{count(len(code) - len(shown), 'more line')} of the code{more}"
-        yield Fold(summary, [_code_table(sorted(code), code, by_line, report, "All lines")])
+    weight = {line: sum(row.nbytes for row in by_line.get(line, ())) for line in busy}
+    ordered = sorted(busy, key=lambda line: (-weight[line], line))
+    yield _code_table(_with_context(ordered[:SHOWN_LINES], code), code, by_line, report)
+    if rest := sorted(ordered[SHOWN_LINES:]):
+        summary = f"{count(len(rest), 'more line')} with transfers, {size(sum(weight[line] for line in rest))}"
+        yield Fold(summary, [_code_table(rest, code, by_line, report)])
 
 
-def _asking_line(report: TransferReport) -> int | None:
-    """Return the line of the magic with `--move`; a `with` block has none in its code."""
+def _line_of(row: TransferRow, report: TransferReport) -> int | None:
+    """Return the line that asked for a transfer: of `--move`, that of the magic; a `with` block has none."""
+    if row.cause != "--move":
+        return row.line
     return next((line for line, code in report.lines if code.startswith("%") and "--move" in code), None)
 
 
-def _worth_showing(code: dict[int, str], by_line: dict[int, list[TransferRow]], report: TransferReport) -> list[int]:
-    """Return the lines to show: all of a short cell, else those that copied most, with the lines above them."""
-    if len(code) <= SHOWN_LINES:
-        return sorted(line for line in code if code[line].strip())
-    weight = {line: sum(row.nbytes for row in rows) for line, rows in by_line.items()}
-    busy = sorted({*weight, *report.syncs}, key=lambda line: (-weight.get(line, 0), line))[:SHOWN_LINES]
+def _with_context(busy: Sequence[int], code: dict[int, str]) -> list[int]:
+    """Return the lines with the one above each, as far as there is room."""
     shown = set(busy)
     for line in busy:
-        above = line - 1
-        if len(shown) < SHOWN_LINES and code.get(above, "").strip():
-            shown.add(above)
+        above = code.get(line - 1, "").strip()
+        if len(shown) < SHOWN_LINES and above and not above.startswith("%%"):
+            shown.add(line - 1)
     return sorted(shown)
 
 
 def _code_table(
-    shown: Sequence[int], code: dict[int, str], by_line: dict[int, list[TransferRow]], report: TransferReport, name: str
+    shown: Sequence[int], code: dict[int, str], by_line: dict[int | None, list[TransferRow]], report: TransferReport
 ) -> Table:
-    columns = [
-        Column("Line", "right"), Column("Code", shrinks=True, code=True), Column("Size", "right"),
-        Column("Moved", shrinks=True),
-    ]  # fmt: skip
     waits = any(line in report.syncs for line in shown)
-    if waits:
-        columns.append(Column("Waits", "right", priority=1))
-    rows = []
+    columns = [
+        Column("Line", "right"), Column("Code", shrinks=True, code=True, least=30), Column("Size", "right"),
+        Column("Transfers", shrinks=True), *([Column("Syncs", "right", priority=1)] if waits else []),
+    ]  # fmt: skip
+    sums = {line: sum(row.nbytes for row in by_line.get(line, ())) for line in shown}
+    most = max(sums.values()) or 1
+    rows: list[list[Cell | str]] = []
     for line in shown:
-        moved = by_line.get(line, [])
-        total = size(sum(row.nbytes for row in moved)) if moved else ""
-        row: list[Cell | str] = [str(line), code[line], total, _what(moved)]
-        rows.append([*row, f"{report.syncs[line]:,}" if line in report.syncs else ""] if waits else row)
-    return Table(columns, rows, name)
+        copied = by_line.get(line, [])
+        syncs = [f"{report.syncs[line]:,}" if line in report.syncs else ""] if waits else []
+        total = Cell(size(sums[line]), (Segment(sums[line] / most),)) if copied else ""
+        rows.append([str(line), Cell(code[line], notes=_changes(report.advice, line)), total, _what(copied), *syncs])
+    return Table(columns, rows, "Lines with transfers or syncs")
+
+
+def _changes(advice: Sequence[Suggestion], line: int) -> tuple[str, ...]:
+    return tuple(each.action for each in advice if each.line == line)
 
 
 def _what(rows: Sequence[TransferRow]) -> str:
@@ -154,21 +163,17 @@ def _what(rows: Sequence[TransferRow]) -> str:
     parts = []
     for row in sorted(rows, key=lambda row: -row.nbytes):
         times = f"{row.count:,}× " if row.count > 1 else ""
-        what = f"{row.name} by {row.cause}" if row.name else row.cause
-        parts.append(times + what + (f" to {row.target}" if len(targets) > 1 else ""))
+        by = row.cause if row.name and row.cause.startswith(".") else f" by {row.cause}"
+        what = f"{row.name}{by}" if row.name else row.cause
+        parts.append(times + what + (f" → {row.target}" if len(targets) > 1 else ""))
     return "; ".join(parts)
 
 
-def _are_summed(moves: Sequence[TransferRow]) -> bool:
-    """Return whether the lines shown sum up more rows."""
-    lines = [row.line for row in moves]
-    return len(set(lines)) < len(lines) or len(lines) > SHOWN_LINES
-
-
-def _every_move(moves: Sequence[TransferRow]) -> Fold:
+def _every_transfer(moves: Sequence[TransferRow]) -> Fold:
     columns = (
         Column("Line", "right"), Column("Code", shrinks=True, code=True), Column("Variable", shrinks=True),
-        Column("By"), Column("From → to"), Column("Moves", "right"), Column("Size", "right"), Column("Time", "right"),
+        Column("Cause"), Column("Direction"), Column("Count", "right"), Column("Size", "right"),
+        Column("Time", "right"),
     )  # fmt: skip
     rows: list[list[Cell | str]] = [
         [
@@ -178,41 +183,28 @@ def _every_move(moves: Sequence[TransferRow]) -> Fold:
         ]
         for row in moves
     ]  # fmt: skip
-    return Fold(
-        f"{count(len(rows), 'row')} with count, bytes and time in .to_pandas()", [Table(columns, rows, "moves")]
-    )
+    known = [row.seconds for row in moves if row.seconds is not None]
+    took = f", {duration(sum(known))} of host time" if known else ""
+    return Fold(f"Every transfer: {count(len(rows), 'row')}{took}", [Table(columns, rows, "Every transfer")])
 
 
 def _sentences(report: TransferReport) -> Iterator[str]:
     first = [row for row in report.moves if row.cause == "--move"]
-    if first and _asking_line(report) is None:
+    if first and _line_of(first[0], report) is None:
         names = (f"{row.name} ({size(row.nbytes)} from {row.source})" for row in first)
-        yield f"Moved first, as asked: {', '.join(names)}."
+        yield f"Copied first, as asked: {', '.join(names)}."
     outside = [row for row in report.moves if row.line is None and row.cause != "--move"]
     if outside:
-        moved = "; ".join(
+        copied = "; ".join(
             f"{row.source} → {row.target} {size(row.nbytes)} by {row.cause}" for row in outside[:SHOWN_NAMES]
         )
-        yield f"Moved by code outside the cell: {moved}."
-    if report.created:
-        parts = [f"{device} {count(n, 'tensor')}, {size(nbytes)}" for device, (n, nbytes) in report.created.items()]
-        yield "Created: " + "; ".join(parts) + "."
-    if report.syncs and not any(row.line is not None for row in report.moves):
-        lines = "; ".join(f"line {line}, {count(n, 'time')}" for line, n in report.syncs.items())
-        yield f"The host waited for the device at {lines}."
-    drawn = {each.device for each in drawable_devices(report.timeline)}
-    peaks = [f"{device} {size(n)}" for device, n in report.peak.items() if device not in drawn]
-    if peaks:
-        yield f"Peak: {'; '.join(peaks)}."
-    if report.elsewhere:
-        names = (f"{each.name} ({each.device}, {size(each.nbytes)})" for each in report.elsewhere[:SHOWN_NAMES])
-        rest = len(report.elsewhere) - SHOWN_NAMES
+        yield f"Copied by code outside the cell: {copied}."
+    told = {row.name for row in report.moves}
+    elsewhere = [each for each in report.elsewhere if each.name not in told]
+    if elsewhere and report.explanation is None and (report.advice or not _used_instead(report)):
+        names = (f"{each.name} ({each.device}, {size(each.nbytes)})" for each in elsewhere[:SHOWN_NAMES])
+        rest = len(elsewhere) - SHOWN_NAMES
         more = f" and {count(rest, 'more name')}" if rest > 0 else ""
-        yield f"Used here but living elsewhere: {', '.join(names)}{more}."
-
-
-def _advice(advice: Sequence[str]) -> Iterator[Block]:
-    yield from (Paragraph(f"→ {each}") for each in advice[:SHOWN_ADVICE])
-    rest = advice[SHOWN_ADVICE:]
-    if rest:
-        yield Fold(f"and {count(len(rest), 'more suggestion')}", [Paragraph(f"→ {each}") for each in rest])
+        yield f"Used, but on another device: {', '.join(names)}{more}."
+    rest_of_advice = [each for each in report.advice if each.line is None or each.line not in dict(report.lines)]
+    yield from (f"→ {each}" for each in rest_of_advice if each is not report.advice[0])

@@ -3,6 +3,11 @@
     python -m gpumagic.fakecuda --devices 2 -- python -m pytest -m benchmark -s tests/benchmarks/test_dryrun.py
 
 The truth is the same cell really run there, in a process of its own, against torch's CUDA allocator.
+
+On 2026-11-23, 2 cores, torch 2.13: 11.8 us an operator on the CUDA engine, 49.5 us on fake tensors. Over the host
+time of a cell 0.43 s in the median of eight; one misses the bar of 1 s: dcgan with 1.11 to 1.20 s (0.88 s in a faster
+hour), which prints what it reads in each pass and is run with each guess for that. `--fit` took 0.6 to 12 s for ten
+cells, and each time what it found ran and 2 % more did not.
 """
 
 from __future__ import annotations
@@ -98,9 +103,10 @@ def test_the_largest_batch_is_found_in_few_runs_and_is_right(runs: Runs) -> None
         told = runs.dry_run(fitted(name), options={"fit": "batch"}, capacities={0: ROOM})
         assert told.get("largest"), (name, told)
         most, count = told["largest"], len(told["trials"])
-        more = max(most + 1, math.ceil(most * 1.02))
+        more = min(value for value, fits in told["trials"] if not fits)  # beyond, free pieces may fall better again
+        assert more <= max(most + 1, math.ceil(most * 1.02))
         answers = [all(runs.really(fitted(name, each), {0: ROOM})["fits"]) for each in (most, more)]
-        print(f"\n{name}: {most} in {count} runs and {told['seconds']:.1f} s; it, and 2 % more, {answers}", end="")
+        print(f"\n{name}: {most} in {count} runs and {told['seconds']:.1f} s; it, and {more}, {answers}", end="")
         assert answers == [True, False]
 
 
@@ -161,6 +167,7 @@ run()
 answer = [calls[-1], len(calls)]
 """
 LIGHTNING = """
+import torch
 import lightning as L
 from lightning.pytorch.tuner import Tuner
 

@@ -13,7 +13,8 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,6 @@ PATIENCE = 60_000  # milliseconds until a page that shows nothing is taken for h
 TOKEN = "browser-tests"
 # Chromium's own background traffic is switched off: a test machine may have no network beyond the registries.
 SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-THEMES = ("JupyterLab Light", "JupyterLab Dark")
 
 
 def _missing() -> str | None:
@@ -96,7 +96,8 @@ def server(browser, tmp_path_factory) -> Iterator[Server]:
     server.set("@jupyterlab/notebook-extension/tracker", windowingMode="none")
     server.set("@jupyterlab/apputils-extension/notification", fetchNews="false", checkForUpdates=False)
     environment = {
-        **os.environ, "GPUMAGIC_SIMGPU": "2x64MiB", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+        **os.environ, "GPUMAGIC_SIMGPU": "2x64MiB", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "JUPYTERLAB_SETTINGS_DIR": str(server.settings), "IPYTHONDIR": str(home / "ipython"),
         "JUPYTER_CONFIG_DIR": str(home / "config"), "JUPYTER_DATA_DIR": str(home / "data"),
         "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
@@ -104,6 +105,8 @@ def server(browser, tmp_path_factory) -> Iterator[Server]:
     command = [
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--port-retries=0",
         f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={server.notebooks}",
+        "--ServerApp.jpserver_extensions=notebook=True",  # also in an environment that only borrows the package
+        "--LabApp.expose_app_in_browser=True", "--JupyterNotebookApp.expose_app_in_browser=True",
     ]  # fmt: skip
     with (home / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -177,6 +180,12 @@ class Page:
             has_not_text="[ ]"
         ).wait_for(timeout=PATIENCE)
 
+    def command(self, name: str, **arguments: object) -> None:
+        """Give the front end one of its commands, without waiting for what it does."""
+        self.page.evaluate(
+            "([name, arguments]) => { window.jupyterapp.commands.execute(name, arguments) }", [name, arguments]
+        )
+
     def output(self, index: int):
         return self.cell(index).locator(".jp-Cell-outputArea")
 
@@ -185,12 +194,30 @@ class Page:
         if folder := os.environ.get("GPUMAGIC_SCREENSHOTS"):
             self.page.screenshot(path=f"{folder}/{name}.png", full_page=True)
 
+    def pictures(self, name: str, cells: Iterable[str]) -> None:
+        """Keep a picture of each cell, by the names of the cells."""
+        if folder := os.environ.get("GPUMAGIC_SCREENSHOTS"):
+            for index, cell in enumerate(cells):
+                self.cell(index).screenshot(path=f"{folder}/{cell.replace(' ', '-')}-{name}.png")
+
+
+@pytest.fixture(scope="session")
+def new_page(browser, server) -> Callable[[], AbstractContextManager[Page]]:
+    """Return a function that opens an empty page of a browser that knows nothing."""
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[Page]:
+        context = browser.new_context(viewport={"width": 1280, "height": 1600})
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE)
+        yield Page(page, server)
+        context.close()
+
+    return opened
+
 
 @pytest.fixture
-def notebook_page(browser, server):
-    """Return an empty page, closed after the test; a script error on it fails the test."""
-    context = browser.new_context(viewport={"width": 1280, "height": 1600})
-    page = context.new_page()
-    page.set_default_timeout(PATIENCE)
-    yield Page(page, server)
-    context.close()
+def notebook_page(new_page):
+    """Return an empty page, closed after the test."""
+    with new_page() as page:
+        yield page

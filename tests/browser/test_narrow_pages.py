@@ -5,7 +5,9 @@ from __future__ import annotations
 import every_report
 import pytest
 
+from gpumagic.report import html
 from gpumagic.report.base import to_html
+from gpumagic.report.document import Document, Listing
 
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <style>body {{ margin: 8px; font: 13px sans-serif }} td, th {{ padding: .4em .5em }}
@@ -55,6 +57,12 @@ def test_no_report_is_wider_than_its_page_and_nothing_lies_on_anything(narrow, w
             page = narrow(to_html(report), width)
             assert not page.evaluate(WIDER_THAN_THE_PAGE), name
             assert page.evaluate(OVERLAPS) == [], name
+
+
+def test_a_note_that_wraps_beside_code_has_no_arrow(narrow) -> None:
+    note = "says what keeps 3.0 MiB without a name: autograd graphs, C++"
+    page = narrow(html.render(Document([Listing([("run", "%devices --leaks", note)])])), 480)
+    assert page.evaluate(BOXES) == [[False, False, False]]
 
 
 def test_an_arrow_stands_under_the_tables_that_scroll_and_under_no_other(narrow) -> None:

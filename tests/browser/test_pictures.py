@@ -1,4 +1,4 @@
-"""Takes the README's pictures, in JupyterLab light and dark, where `GPUMAGIC_PICTURES` names the folder for them."""
+"""Takes the pictures of the pages, in JupyterLab light and dark, where `GPUMAGIC_PICTURES` names a folder for them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ x, y = torch.randn(4096, 256), torch.randint(10, (4096,))
 """
 CELLS = {
     "gpuinfo": "%gpuinfo",
+    "dryrun": """%%dryrun --fit batch_size
+batch_size = 256
+opt = torch.optim.AdamW(model.parameters())
+for step in range(3):
+    logits = model(torch.randn(batch_size, 256, device="simgpu:0"))
+    logits.square().mean().backward()
+    opt.step()""",
     "ondevice": """%%ondevice 0
 losses = []
 for _ in range(6):

@@ -1,4 +1,4 @@
-"""`--engines` on a real cluster: four engines with simulated GPUs, three that lack something, and two to be killed."""
+"""`--engines` on a real cluster."""
 
 from __future__ import annotations
 
@@ -6,157 +6,19 @@ import contextlib
 import os
 import pickle
 import signal
-import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nvml_stub.machine import Machine as Driver
-from traitlets.config import Config
+from engines import PATIENCE, Gate, look, states, text_of
 
 import gpumagic
 from gpumagic.cluster.queries import GpuPoller, Query
-from gpumagic.cluster.report import ClusterReport, shared_gpus
+from gpumagic.cluster.report import shared_gpus
 
 ipyparallel = pytest.importorskip("ipyparallel")
 psutil = pytest.importorskip("psutil")
-
-ROOT = Path(gpumagic.__file__).parents[1]
-PATIENCE = 60
-HIDING = """
-import os, sys
-
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == os.environ.get("HIDDEN"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Hidden())
-"""
-
-
-class Machine:
-    """A controller and its engines, those of a role told apart by their environment."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.others = set(psutil.Process().children(recursive=True))
-        quick = Config({"LocalProcessLauncher": {"poll_seconds": 1, "stop_seconds_until_kill": 1}})
-        self.cluster = ipyparallel.Cluster(profile_dir=str(home / "profile"), log_level=50, config=quick)
-        self.pids: list[int] = []
-        (home / "hiding").mkdir()
-        (home / "hiding" / "sitecustomize.py").write_text(HIDING)
-        (home / "old" / "gpumagic").mkdir(parents=True)
-        (home / "old" / "gpumagic" / "__init__.py").write_text('__version__ = "0.0.1"\n')
-
-    def start(self, number: int, role: str = "", *, path: str = "", **environment: str) -> None:
-        """Start engines without waiting for them."""
-        paths = [str(self.home / path)] if path else []
-        wanted = {"PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]), "ROLE": role, **environment}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(self.home)  # where the engines find no checkout
-            for name, value in wanted.items():
-                patch.setenv(name, value)
-            self.cluster.start_engines_sync(n=number)
-
-    def connect(self, number: int) -> None:
-        self.client = self.cluster.connect_client_sync()
-        self.client.wait_for_engines(number, interactive=False, timeout=PATIENCE)
-        self.pids = self.client[:].apply_sync(os.getpid)
-        roles = self.client[:].apply_sync(os.getenv, "ROLE")
-        self.roles: dict[int, str] = dict(zip(self.client.ids, roles, strict=True))
-        self.plain = sorted(engine for engine, role in self.roles.items() if not role)
-
-    def of(self, role: str) -> int:
-        return next(engine for engine, its in self.roles.items() if its == role)
-
-    def stop(self) -> None:
-        children = set(psutil.Process().children(recursive=True)) - self.others
-        engines = [psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid)]
-        nannies = [child for engine in engines for child in engine.children()]
-        self.client.shutdown(hub=True)  # the engines, then the controller
-        _, left = psutil.wait_procs([*children, *engines, *nannies], timeout=PATIENCE)
-        assert not left
-        self.cluster.stop_cluster_sync()
-
-
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory) -> Iterator[Machine]:
-    machine = Machine(tmp_path_factory.mktemp("cluster"))
-    machine.cluster.start_controller_sync()
-    machine.start(4, GPUMAGIC_SIMGPU="2x256MiB", OMP_NUM_THREADS="1")
-    machine.start(1, "old", path="old")
-    machine.start(1, "no gpumagic", path="hiding", HIDDEN="gpumagic")
-    driver = Driver(machine.home / "driver", gpus=2).environment()
-    driver = {name: driver[name] for name in ("LD_LIBRARY_PATH", "NVML_STUB")}
-    machine.start(1, "no torch", path="hiding", HIDDEN="torch", **driver)
-    machine.start(1, "victim", **driver)
-    machine.start(1, "second victim")
-    machine.connect(9)
-    yield machine
-    machine.stop()
-
-
-@pytest.fixture
-def here(machine, bare_shell) -> Iterator[object]:
-    """A shell with the extension, connected to the engines as a notebook is."""
-    view = machine.client[machine.plain]
-    view.block = True
-    view.activate()
-    bare_shell.run_line_magic("load_ext", "gpumagic")
-    yield bare_shell
-    bare_shell.run_line_magic("unload_ext", "gpumagic")
-    machine.client[:].clear(block=True)
-    gpumagic.cluster.use(None)
-
-
-def look(here, line: str) -> ClusterReport:
-    """Run a line, patiently: the first one has each engine import torch."""
-    report = here.run_cell(f"%{line} --timeout {PATIENCE}").result
-    assert isinstance(report, ClusterReport)
-    return report
-
-
-def states(report: ClusterReport) -> dict[object, str]:
-    return {answer.engine: answer.state for answer in report.engines}
-
-
-def text_of(report: ClusterReport) -> str:
-    return " ".join(str(report).split())
-
-
-class Gate:
-    """Keeps engines in a cell until it is opened."""
-
-    def __init__(self, path: Path, view) -> None:
-        self.path = path
-        wait = f"while not os.path.exists({str(path)!r}): time.sleep(0.01)"
-        self.cell = view.execute(f"import os, time\n{wait}", block=False)
-
-    def open(self) -> None:
-        self.path.touch()
-        self.cell.get(PATIENCE)
-
-
-@pytest.fixture
-def gate(here, machine, tmp_path) -> Iterator[Gate]:
-    """The first engine, kept in a cell, with a count of the requests that reached it."""
-    look(here, "devices --engines")
-    view = machine.client[machine.plain[0]]
-    view.execute(
-        textwrap.dedent("""
-            from gpumagic.cluster import requests
-            ran, devices = [], requests.devices
-            requests.devices = lambda names, **options: ran.append(names) or devices(names, **options)
-        """),
-        block=True,
-    )
-    gate = Gate(tmp_path / "open", view)
-    yield gate
-    gate.open()
-    view.execute("requests.devices = devices", block=True)
 
 
 def test_one_report_has_the_devices_of_every_engine(here, machine) -> None:
@@ -167,7 +29,8 @@ def test_one_report_has_the_devices_of_every_engine(here, machine) -> None:
         (engine, f"simgpu:{index}") for engine in machine.plain for index in (0, 1)
     ]
     assert set(frame["memory_total"]) == {256 << 20}
-    assert "8 simulated GPUs · 4 engines on " in text_of(report)
+    assert text_of(report).startswith("8 simulated GPUs: simgpu:")
+    assert "4 engines on " in text_of(report)
 
 
 def test_an_engine_that_lacks_something_is_a_line_that_says_what(here, machine) -> None:
@@ -189,7 +52,7 @@ def test_a_gpu_that_two_engines_see_is_one(here, machine) -> None:
     gpus = shared_gpus(report)
     assert [gpu.row.nvml_index for gpu in gpus] == [0, 1]
     assert [[each.answer.engine for each in gpu.engines] for gpu in gpus] == [engines, engines]
-    assert text_of(report).startswith("2 GPUs · 2 engines on ")
+    assert text_of(report).startswith("2 GPUs 2 engines on ")
     assert len(report.to_pandas()) == 4
 
 
@@ -203,7 +66,7 @@ def test_the_engine_with_the_memory_stands_out_from_replicas(here, machine) -> N
     machine.client[culprit].execute(code, block=True)
     report = look(here, "devices --engines")
     lines = str(report).splitlines()
-    assert lines[3].split()[:5] == [str(culprit), "hoard", "simgpu:1", "16.0", "MiB"]
+    assert lines[4].split()[:5] == [str(culprit), "hoard", "simgpu:1", "16.0", "MiB"]
     span = f"{machine.plain[0]}-{machine.plain[-1]}" if machine.plain[-1] - machine.plain[0] == 3 else ""
     assert any(line.split()[:2] == [span, "model.weight"] for line in lines) or not span
     frame = report.to_pandas()
@@ -213,7 +76,7 @@ def test_the_engine_with_the_memory_stands_out_from_replicas(here, machine) -> N
 
 
 def test_a_busy_engine_is_a_line_within_the_time_limit_and_is_not_asked_later(here, machine, gate) -> None:
-    report = here.run_cell("%devices --engines --timeout 2").result
+    report = look(here, "devices --engines", 2)
     assert states(report) == {machine.plain[0]: "busy", **dict.fromkeys(machine.plain[1:], "answered")}
     assert f"Engine {machine.plain[0]}: busy, in a cell; no answer within 2 s" in text_of(report)
     gate.open()
@@ -224,7 +87,7 @@ def test_a_busy_engine_is_a_line_within_the_time_limit_and_is_not_asked_later(he
 def test_ctrl_c_ends_the_waiting_and_the_engines_are_not_asked_later(here, machine, gate) -> None:
     pressed = threading.Timer(0.5, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
     pressed.start()
-    result = here.run_cell("%devices --engines --timeout 50")
+    result = here.run_cell("%devices --engines")
     assert isinstance(result.error_in_exec, KeyboardInterrupt)
     gate.open()
     assert machine.client[machine.plain[0]].pull("ran", block=True) == []
@@ -242,7 +105,7 @@ def test_an_engine_killed_while_it_is_asked_is_told_of_from_then_on(here, machin
     assert time.monotonic() - started < PATIENCE / 2
     assert states(report) == {machine.plain[0]: "answered", victim: "dead"}
     again = look(here, line)
-    assert f"Engine {victim}: dead, it is not there any more" in text_of(again)
+    assert f"Engine {victim}: dead, it is gone" in text_of(again)
     assert list(again.to_pandas()["engine"]) == [machine.plain[0], victim]
 
 
@@ -263,9 +126,8 @@ def test_engines_are_those_of_px_or_of_use(here, machine) -> None:
         ("devices --engines 99", "there is no engine 99; there are 0, 1"),
         ("devices simgpu:9 --engines", "on the engines: 'simgpu:9' is not a device here"),
         ("devices --engines --diff", "--diff is about one process: %px %devices --diff"),
-        ("gpuinfo --engines --best", "--best is about one process"),
+        ("gpuinfo --engines --bench", "--bench is about one process"),
         ("ondevice auto --engines", "--engines takes all of a cell: write %%ondevice on its first line"),
-        ("gpuinfo --engines --timeout never", "'never' is no number of seconds above 0"),
     ],
 )
 def test_a_line_that_cannot_be_is_one_sentence(here, capsys, line, said) -> None:
@@ -304,7 +166,7 @@ def test_each_engine_works_on_the_device_of_its_rank_and_is_left_as_it_was(here,
     here.user_ns["rank"] = 7
     cell = "import torch\nx = torch.ones(1000)\ny = x.cpu()\nprint('on', x.device)"
     targets = ",".join(map(str, two))
-    assert here.run_cell(f"%%ondevice simgpu:{{rank}} --engines {targets} -o run --timeout {PATIENCE}\n{cell}").success
+    assert here.run_cell(f"%%ondevice simgpu:{{rank}} --engines {targets} -o run\n{cell}").success
     run = here.user_ns["run"]
     assert {engine: report.device for engine, report in run.reports.items()} == {two[0]: "simgpu:0", two[1]: "simgpu:1"}
     moves = run.to_pandas()
@@ -322,11 +184,12 @@ def test_each_engine_works_on_the_device_of_its_rank_and_is_left_as_it_was(here,
 
 def test_out_of_memory_on_one_engine_keeps_what_the_others_made(here, machine, shown) -> None:
     culprit = machine.plain[2]
+    machine.client[culprit].execute("%load_ext gpumagic\n%config GPUMagic.advice_seconds = 0", block=True)
     cell = f"""import torch, os
 done = True
 if get_ipython().kernel.engine_id == {culprit}:
     big = [torch.ones(1 << 24, device="simgpu:1") for _ in range(10)]"""
-    result = here.run_cell(f"%%oomguard --engines -o oom --timeout {PATIENCE}\nimport gpumagic\n{cell}")
+    result = here.run_cell(f"%%oomguard --engines -o oom\nimport gpumagic\n{cell}")
     assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
     assert str(result.error_in_exec) == f"engine {culprit} ran out of memory: simgpu:1 in line 6"
     assert states(here.user_ns["oom"]) == {
@@ -336,6 +199,18 @@ if get_ipython().kernel.engine_id == {culprit}:
     assert machine.client[machine.plain].pull("done", block=True) == [True] * 4
     assert f"Out of memory on engine {culprit}; the cell passed on 3 others" in shown()[-1]
     assert here.run_cell(f"%%oomguard --engines --keep-going\n{cell}").success
+
+
+def test_progress_of_an_engine_leaves_no_output_with_its_client(machine) -> None:
+    code = """
+from gpumagic.report import progress
+progress.DELAY = 0.0
+with progress.counted(2, "trying") as tell:
+    tell("one"); tell("two")
+progress.DELAY = 1.0
+"""
+    (outputs,) = machine.client[machine.plain[:1]].execute(code, block=True).outputs
+    assert outputs == []
 
 
 def test_an_error_of_an_engine_is_raised_as_px_raises_it(here, machine, capsys) -> None:
@@ -383,7 +258,7 @@ if get_ipython().kernel.engine_id == {slow}:
     time.sleep({PATIENCE})"""
     press_ctrl_c(tmp_path / "begun")
     started = time.monotonic()
-    result = here.run_cell(f"%%ondevice auto --engines -o run --timeout {PATIENCE}\n{cell}")
+    result = here.run_cell(f"%%ondevice auto --engines -o run\n{cell}")
     assert isinstance(result.error_in_exec, KeyboardInterrupt)
     assert time.monotonic() - started < PATIENCE
     found = states(here.user_ns["run"])
@@ -393,7 +268,8 @@ if get_ipython().kernel.engine_id == {slow}:
 
 
 def test_a_cell_runs_nowhere_where_one_engine_cannot_run_it(here, machine, gate, capsys) -> None:
-    here.run_cell("%%ondevice auto --engines --timeout 2\nmark = 1")
+    here.run_cell("%config GPUMagic.engine_timeout = 0.7")
+    here.run_cell("%%ondevice auto --engines\nmark = 1")
     said = capsys.readouterr().err
     free = ",".join(map(str, machine.plain[1:]))
     assert f"the cell ran nowhere: engine {machine.plain[0]}: busy, in a cell" in said
@@ -417,7 +293,7 @@ def test_watching_follows_the_gpus_of_all_engines_until_ctrl_c(here, machine, ca
     assert recorder.ended == "interrupted"
     labels = {row.device for row in recorder.report}
     assert labels == {f"engine {engine} simgpu:{index}" for engine in machine.plain for index in (0, 1)}
-    assert "8 simulated GPUs · 4 engines on " in capsys.readouterr().out
+    assert "8 simulated GPUs: simgpu:" in capsys.readouterr().out
 
 
 def test_a_watched_engine_that_gets_busy_keeps_its_figures_and_is_not_asked_again(here, machine, tmp_path) -> None:
@@ -444,7 +320,7 @@ def test_an_engine_that_dies_in_a_cell_fails_the_cell_and_is_told_of(here, machi
     cell = (
         f"import os, signal\nif get_ipython().kernel.engine_id == {victim}:\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
-    result = here.run_cell(f"%%oomguard --engines {targets} --timeout {PATIENCE}\n{cell}")
+    result = here.run_cell(f"%%oomguard --engines {targets}\n{cell}")
     assert f"Engine {victim} died" in str(result.error_in_exec)
     assert f"Engine {victim}: dead" in shown()[-1]
     gpumagic.cluster.use(machine.client[machine.plain])
@@ -456,4 +332,5 @@ def test_an_engine_that_dies_in_a_cell_fails_the_cell_and_is_told_of(here, machi
 
 def test_where_no_engine_answers_nothing_is_said_of_gpus(here, machine) -> None:
     report = look(here, f"gpuinfo --engines {machine.of('no gpumagic')}")
-    assert text_of(report).startswith("No answer · 0 of 1 engine on ")
+    assert text_of(report).startswith("No answer")
+    assert "0 of 1 engine on " in text_of(report)

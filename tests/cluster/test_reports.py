@@ -22,7 +22,9 @@ GIB = 1 << 30
 
 def gpu(index: int, host: str, **more) -> GpuRow:
     facts = {"name": "NVIDIA H100 80GB HBM3", "memory_total": 80 * GIB, "memory_used": 20 * GIB, "utilization": 40.0}
-    return GpuRow(f"cuda:{index}", nvml_index=index, uuid=f"GPU-{host}-{index}", **{**facts, **more})
+    facts |= more
+    facts["memory_free"] = facts["memory_total"] - facts["memory_used"]
+    return GpuRow(f"cuda:{index}", nvml_index=index, uuid=f"GPU-{host}-{index}", **facts)
 
 
 def report(host: str, pid: int, *rows: GpuRow, rank: int | None = None) -> GPUReport:
@@ -50,7 +52,10 @@ def test_a_gpu_that_several_processes_see_is_one_with_several_kernels() -> None:
     assert [each.answer.origin.pid for each in shared.engines] == [1, 2]
     assert (shared.allocated, shared.reserved, alone.host) == (5 * GIB, 8 * GIB, "b")
     text = to_text(merged, 100)
-    assert "2 GPUs · 3 engines on 2 hosts" in text
+    assert text.splitlines()[:2] == [
+        "2 GPUs: cuda:1 on a has most free memory, 60.0 of 80.0 GiB",
+        "3 engines on 2 hosts",
+    ]
     assert "5.0 / 8.0 GiB" in text
     assert len(merged.to_pandas()) == 3
 
@@ -107,7 +112,10 @@ def test_many_gpus_are_a_row_a_host_the_fullest_first_and_the_rest_a_sum() -> No
     text = to_text(merged, 80)
     assert len(text.splitlines()) < 40
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert "2,560 GPUs · 320 engines on 40 hosts" in text
+    assert text.splitlines()[:2] == [
+        "2,560 GPUs: cuda:0 on node000 has most free memory, 80.0 of 80.0 GiB",
+        "320 engines on 40 hosts",
+    ]
     assert "and 20 more hosts with 1,280 GPUs: " in text
     assert "<details>" in to_html(merged)
 
@@ -115,7 +123,7 @@ def test_many_gpus_are_a_row_a_host_the_fullest_first_and_the_rest_a_sum() -> No
 def test_what_differs_between_torches_is_said() -> None:
     other = replace(report("a", 2, gpu(1, "a")), torch_version="2.4.0")
     text = to_text(gpumagic.merge([report("a", 1, gpu(0, "a")), other]), 100)
-    assert "The engines are not alike: torch 2.13.0 on 0; torch 2.4.0 on 1." in text
+    assert "The engines differ: torch 2.13.0 on 0; torch 2.4.0 on 1." in text
 
 
 def test_tensors_alike_on_several_engines_are_one_line() -> None:
@@ -123,7 +131,7 @@ def test_tensors_alike_on_several_engines_are_one_line() -> None:
     hoard = TensorRow("cuda:0", 1 << 20, (1 << 18,), "float32", "plain", "hoard")
     found = [TensorReport((weight,)), TensorReport((hoard, weight)), TensorReport((weight._replace(device="cuda:1"),))]
     lines = to_text(gpumagic.merge(found), 100).splitlines()
-    assert [line.split()[:2] for line in lines[3:]] == [["1", "hoard"], ["0-2", "net.weight"]]
+    assert [line.split()[:2] for line in lines[4:]] == [["1", "hoard"], ["0-2", "net.weight"]]
 
 
 def test_totals_and_devices_say_which_engine_has_most() -> None:
@@ -133,21 +141,23 @@ def test_totals_and_devices_say_which_engine_has_most() -> None:
     other = DeviceMemoryRow("cuda:1", 1, 1, 1 << 20, 0)
     merged = gpumagic.merge([TensorReport((weight,), (memory,)), TensorReport((hoard, weight), (memory, other))])
     assert to_text(replace(merged, group_by="holder"), 100).splitlines() == [
-        "3 tensors, 1.0 MiB · 2 engines",
+        "Engine 1 holds most: 1.0 of 1.0 MiB, mostly hoard",
+        "2 engines",
         "Holder     Size               Engines  Most on",
         "──────  ────────────────────  ───────  ──────────",
         "hoard   1.0 MiB ████████████        1  1: 1.0 MiB",
         "net     8.0 KiB █░░░░░░░░░░░        2  0: 4.0 KiB",
-        "Engine  Device  Tensors    Named  Unnamed  Unexplained  Allocated                Cached",
-        "──────  ──────  ───────  ───────  ───────  ───────────  ──────────────────────  ───────",
-        "1       cuda:1        1  1.0 MiB      0 B          n/a        n/a                   n/a",
-        "0, 1    cuda:0        1  4.0 KiB      0 B        512 B    4.5 KiB ██████▒░░░░░  3.5 KiB",
+        "Engine  Device  Tensors    Named  No variable  Unattributed  Allocated                Cached",
+        "──────  ──────  ───────  ───────  ───────────  ────────────  ──────────────────────  ───────",
+        "1       cuda:1        1  1.0 MiB          0 B           n/a        n/a                   n/a",
+        "0, 1    cuda:0        1  4.0 KiB          0 B         512 B    4.5 KiB ██████▒░░░░░  3.5 KiB",
     ]
 
 
 def test_a_host_of_many_is_one_row_with_the_sums_of_its_gpus() -> None:
-    assert to_text(cluster(33, 1, 1), 100).splitlines()[:4] == [
-        "33 GPUs · 33 engines on 33 hosts",
+    assert to_text(cluster(33, 1, 1), 100).splitlines()[:5] == [
+        "33 GPUs: cuda:0 on node000 has most free memory, 80.0 of 80.0 GiB",
+        "33 engines on 33 hosts",
         "Host     GPUs  Memory                        Engines' part  Engines  Util  Fullest",
         "───────  ────  ────────────────────────────  ─────────────  ───────  ────  ──────────",
         "node032     1  32.0 / 80.0 GiB ▒▒▒▒▒░░░░░░░        nothing  32        40%  cuda:0 40%",

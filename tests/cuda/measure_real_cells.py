@@ -27,10 +27,10 @@ class Row:
         cell = cells()[name]
         self.name, self.is_plain = name, len(cell.reads) == 1
         runs.dry_run(cell)  # what its process imports for the first time counts for no cell
-        self.real = runs.really(cell)
-        self.without = runs.really(cell, workspaces=False)
         self.cuda = runs.dry_run(cell)
+        self.real = runs.really_like(self.cuda, cell)
         self.fake = runs.dry_run(cell, "fake", workspaces=False)
+        self.without = runs.really_like(self.fake, cell, workspaces=False, off=0.01)
         device, need = runs.need(cell, self.real)
         self.verdicts: Verdicts = runs.verdicts(cell, need=(device, need))
         self.fake_below = runs.dry_run(cell, "fake", capacities={device: need - 2 * MIB})
@@ -110,8 +110,10 @@ def _text(rows: list[Row]) -> str:
         f"Written by `measure_real_cells.py` with torch {version('torch')} over the fake CUDA runtime. Each cell "
         f"really ran in its own process; *need* is the least capacity, in steps of 2 MiB, that it ends with. *At* is "
         f"that capacity, *above* 20 MiB more, *below* 2 MiB less. A star: what the host reads from the device "
-        f"decides, and the cell was really run with several values, of which the worst counts. Fake tensors are "
-        f"compared with a run in which cuBLAS has no workspaces; at such capacities they leave open "
+        f"decides, and the cell was really run with several values, of which the worst counts. The peak of "
+        f"some cells differs from run to run, as torch's threads do: of eight runs the first counts that has what was "
+        f"told, or else the last. Fake tensors are compared with a run in which cuBLAS has no workspaces; at such "
+        f"capacities they leave open "
         f"whether it fits, for what they do not model. Seconds were taken on two busy cores.\n\n"
         f"Of {len(cells())} cells these are {count}.\n\n"
         f"- The CUDA engine's peak is equal to the byte in {sum(row.is_exact for row in rows)} of {count}.\n"

@@ -19,11 +19,13 @@ import torch
 from torch import nn
 x = torch.ones(1024, 256, device="cuda")
 table = nn.Embedding(1000, 64).cuda()
+lazy = nn.LazyLinear(64).cuda()
 """
 CELLS = {
     "new tensors and an operator": "y = torch.empty(1000, 1000, device='cuda')\nz = (y + 1).relu()",
     "a graph": "a = x.clone().requires_grad_()\nloss = a.sin().exp().sum()\nloss.backward()",
     "an embedding": "found = table(torch.zeros(64, 32, dtype=torch.long, device='cuda')).tanh()",
+    "a lazy module": "y = lazy(x)\ny.sum().backward()",
     "a loop": "kept = []\nfor _ in range(5):\n    kept.append(x * 2)",
     "a stream": """
 s = torch.cuda.Stream()

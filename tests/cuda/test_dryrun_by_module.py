@@ -52,10 +52,9 @@ def by_module(cell: str, earlier: str = NEW) -> tuple[dict[str, dict[str, int]],
     """Return the bytes by module and kind, and the peak."""
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(SETUP + earlier, names)
-    told: list[dict[str, Any]] = []
-    report = run.dry_run(script_of(cell), names, targets.choose("cuda:0", None), note=told.append)
+    report = run.dry_run(script_of(cell), names, targets.choose("cuda:0", None))
     assert report.error is None
-    return dict(map(tuple, told[0]["modules"])), report.peak["cuda:0"]
+    return dict(report.modules), report.peak["cuda:0"]
 
 
 def test_the_sum_is_the_peak_and_the_names_are_the_notebooks() -> None:

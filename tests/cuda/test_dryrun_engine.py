@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import linecache
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from dryrun_cells import CELLS, COMMON
+from torch.cuda import _memory_viz
 
 import gpumagic
 from gpumagic import fakecuda
@@ -135,6 +138,36 @@ def test_a_run_that_is_too_long_is_told_as_far_as_it_came() -> None:
     assert any("it was run for 1 s" in each for each in report.unknown)
 
 
+def test_the_snapshot_is_what_torchs_viewer_of_memory_opens(tmp_path) -> None:
+    names = notebook("layer = nn.Linear(512, 512).to('cuda:0')")
+    cell = "y = layer(torch.ones(4096, 512, device='cuda:0')).relu()\ny.sum().backward()"
+    report = gpumagic.dry_run(cell, names, device="cuda:0", snapshot=tmp_path / "cell.pickle")
+    snapshot = pickle.loads((tmp_path / "cell.pickle").read_bytes())
+    assert _memory_viz.trace_plot(snapshot).startswith("\n<!DOCTYPE html>")
+    assert "total_allocated" in _memory_viz.segsum(snapshot)
+    entries = snapshot["device_traces"][0]
+    assert ("<dry run>", 1) in {
+        (each["filename"], each["line"]) for entry in entries for each in entry.get("frames", ())
+    }
+    change = {"alloc": 1, "free_completed": -1}
+    steps = itertools.accumulate(change.get(entry["action"], 0) * entry["size"] for entry in entries)
+    added = report.peak["cuda:0"] - report.devices[0].before
+    assert added - 512 * len(entries) <= max(steps) <= added  # the allocator counts in blocks of 512 bytes
+    with pytest.raises(gpumagic.OptionError, match="one dry run: leave fit out"):
+        gpumagic.dry_run("n = 1", {}, fit="n", snapshot=tmp_path / "other.pickle")
+
+
+@pytest.mark.usefixtures("card")
+def test_what_a_cell_needs_that_chooses_its_size_by_what_is_free_is_of_the_size_that_it_chooses_here() -> None:
+    names = notebook("")
+    fakecuda.set_memory(0, capacity=torch.cuda.memory_reserved(0) + 256 * MIB)
+    cell = "free, _ = torch.cuda.mem_get_info(0)\nx = torch.ones(free // 4 - 2**20, device='cuda:0')\ny = x + 1"
+    report = dry_run(cell, names)
+    assert (report.fits, report.failure_line) == (False, 3)
+    room = report.devices[0].capacity - report.devices[0].before
+    assert 1.8 * room < report.peak["cuda:0"] - report.devices[0].before < 2 * room
+
+
 def test_what_the_notebook_holds_and_the_gaps_between_are_there() -> None:
     names = notebook("kept = [torch.ones(3 * 2**20, device='cuda:0') for _ in range(4)]\ndel kept[1], kept[1]")
     report = dry_run("more = torch.ones(5 * 2**20, device='cuda:0')", names)
@@ -155,6 +188,18 @@ torch.cuda.synchronize()
     report = dry_run(cell, names)
     assert report.error is None
     assert report.peak["cuda:0"] == 4096
+
+
+def test_a_library_that_asks_for_the_devices_when_it_is_imported_changes_nothing() -> None:
+    import torch.utils.cpp_extension  # it does, and the worker imports what the notebook has
+
+    client.close()
+    cell = "x = torch.ones(2**30, dtype=torch.uint8, device='cuda:1')"
+    asked = {
+        size: run.dry_run(script_of(cell), {"torch": torch}, targets.choose("cuda:1", size)).fits
+        for size in (3 << 30, 1 << 29)
+    }
+    assert asked == {3 << 30: True, 1 << 29: False}
 
 
 def test_a_device_that_is_not_here_is_imagined() -> None:
@@ -179,3 +224,22 @@ def test_what_was_allocated_before_a_long_history_begins_is_freed_in_it() -> Non
     report = dry_run(cell, notebook(""))
     assert report.peak["cuda:0"] == sum(report.breakdown.values()) == 16 * MIB + 512
     assert {row.line: row.after for row in report}[6] == 8 * MIB
+
+
+def test_a_library_that_wraps_the_allocators_error_hides_nothing() -> None:
+    cell = """
+try:
+    x = torch.ones(2**30, dtype=torch.uint8, device="cuda:0")
+except Exception as error:
+    raise RuntimeError("the backend failed") from error
+"""
+    report = run.dry_run(script_of(cell), notebook(""), targets.choose("cuda:0", 1 << 29))
+    assert report.fits is False
+    assert report.peak["cuda:0"] == 1 << 30
+
+
+def test_a_card_that_is_too_small_for_what_the_notebook_holds_is_said_to_be() -> None:
+    names = notebook("held = torch.ones(2**30, dtype=torch.uint8, device='cuda:0')")
+    report = run.dry_run(script_of("y = held[:1].clone()"), names, targets.choose("cuda:0", 1 << 29))
+    assert report.fits is None
+    assert report.error == "what the notebook holds already is more than the memory of the device"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from dryrun_outcomes import kept_outcomes
 
 from gpumagic.dryrun import client, run, targets
 from gpumagic.dryrun.report import DryRunReport
@@ -69,9 +70,16 @@ def _worker() -> Iterator[None]:
     client.close()
 
 
-def dry_run(cell: str, capacity: int | None = None, accounts: list[dict[str, Any]] | None = None) -> DryRunReport:
-    note = None if accounts is None else accounts.append
-    return run.dry_run(script_of(cell), {}, targets.choose("cuda:0", capacity), note=note)
+@pytest.fixture(autouse=True)
+def _empty_device() -> None:
+    """Begin without what earlier tests of the process have left, such as cuBLAS's workspaces."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def dry_run(cell: str, capacity: int | None = None) -> DryRunReport:
+    return run.dry_run(script_of(cell), {}, targets.choose("cuda:0", capacity))
 
 
 def resident(cell: str) -> tuple[int, DryRunReport]:
@@ -130,10 +138,10 @@ def test_a_checkpoint_is_not_read_to_be_cast_and_moved(asked: str, checkpoint: P
 
 
 def test_what_the_host_looks_at_is_drawn_and_said_on_its_line() -> None:
-    told: list[dict[str, Any]] = []
     build = "import torch\nlarge = torch.nn.Linear(16384, 16384)\nlayer = torch.nn.Linear(1024, 1024)\n"
     cell = build + "mask = layer.weight > 0\nx = layer.weight[mask].cuda()"
-    report = dry_run(cell, accounts=told)
+    with kept_outcomes() as told:
+        report = dry_run(cell)
     assert [4, "layer.weight > 0", "contents"] in told[0]["reads"]
     assert report.peak["cuda:0"] > MIB
 
@@ -146,15 +154,14 @@ best = {name: each.cpu().clone() for name, each in model.state_dict().items() if
 twin = copy.deepcopy(model).cpu()
 model.load_state_dict({**model.state_dict(), **best})
 """
-    told: list[dict[str, Any]] = []
-    dry_run(cell, accounts=told)
+    with kept_outcomes() as told:
+        dry_run(cell)
+        dry_run(cell + "large = best['weight'].abs().max().item() > 2")
     assert told[0]["reads"] == []
-    dry_run(cell + "large = best['weight'].abs().max().item() > 2", accounts=told)
     assert [(line, kind) for line, _, kind in told[1]["reads"]] == [(7, "contents")]
 
 
 def test_what_the_cell_computes_on_the_host_stays_true() -> None:
-    told: list[dict[str, Any]] = []
     cell = """
 import torch
 x = torch.arange(2_000_000.0).view(2000, 1000)
@@ -163,7 +170,8 @@ chosen = x[x > 1_500_000].mul_(2).clone()
 kept = torch.empty(int(chosen.numel()), device="cuda")
 rows = torch.ones(int(chosen[0].item()) // 1000, device="cuda")
 """
-    report = dry_run(cell, accounts=told)
+    with kept_outcomes() as told:
+        report = dry_run(cell)
     assert told[0]["reads"] == []
     assert report.peak["cuda:0"] == -(-499_999 * 4 // 512) * 512 + -(-3000 * 4 // 512) * 512
 

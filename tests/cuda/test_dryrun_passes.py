@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from dryrun_outcomes import kept_outcomes
 
 from gpumagic.dryrun import client, run, targets
 from gpumagic.dryrun.script import script_of
@@ -20,35 +21,33 @@ def _worker() -> Iterator[None]:
     client.close()
 
 
-def account(cell: str, names: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Return what the worker tells."""
-    told: list[dict[str, Any]] = []
-    capacity = options.pop("capacity", None)
-    run.dry_run(
-        script_of(cell), names or {"torch": torch}, targets.choose("cuda:0", capacity), note=told.append, **options
-    )
-    return told[0]
+def outcome_of(cell: str, names: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Return what the worker sends."""
+    target = targets.choose("cuda:0", options.pop("capacity", None))
+    with kept_outcomes() as outcomes:
+        run.dry_run(script_of(cell), names or {"torch": torch}, target, **options)
+    return outcomes[0]
 
 
 def test_a_run_out_of_time_tells_the_loops_that_it_was_in() -> None:
     cell = "for _ in range(2): pass\nfor i in range(10**9):\n    x = torch.ones(9, device='cuda:0')"
-    told = account(cell, time_limit=1.0)
-    assert told["is_open"]
-    assert told["passes"][0] == ["line 1", 2, 2]
-    place, made, asked = told["passes"][1]
+    outcome = outcome_of(cell, time_limit=1.0)
+    assert outcome["is_open"]
+    assert outcome["passes"][0] == ["line 1", 2, 2]
+    place, made, asked = outcome["passes"][1]
     assert (place, asked) == ("line 2", 10**9)
     assert 0 < made < asked
 
 
 def test_every_pass_of_a_run_to_the_end_is_told() -> None:
-    told = account("for i in range(50):\n    x = torch.ones(9, device='cuda:0')")
-    assert (told["passes"], told["is_open"]) == ([["line 1", 50, 50]], False)
+    outcome = outcome_of("for i in range(50):\n    x = torch.ones(9, device='cuda:0')")
+    assert (outcome["passes"], outcome["is_open"]) == ([["line 1", 50, 50]], False)
 
 
 def test_every_line_that_reads_from_the_device_is_told_with_what_it_read() -> None:
     names = {"torch": torch, "x": torch.rand(8, device="cuda:0")}
     cell = "a = x.sum().item()\nif x.max() > 5:\n    b = 1\nc = x[x > 0]\nd = x.cpu()"
-    assert account(cell, names)["reads"] == [
+    assert outcome_of(cell, names)["reads"] == [
         [1, "x.sum().item()", "number"], [2, "x.max() > 5", "truth"], [4, "x[x > 0]", "size"],
         [5, "x.cpu()", "contents"],
     ]  # fmt: skip

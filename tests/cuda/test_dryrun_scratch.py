@@ -83,3 +83,80 @@ def test_a_matrix_is_copied_for_cublas_where_torch_copies_it(laid_out) -> None:
     torch.mm(matrix, other)  # the workspaces are made
     blocks = asked(lambda: torch.mm(matrix, other))
     assert sorted([*told(aten.mm.default, self=matrix, mat2=other), 4096]) == blocks
+
+
+def peak_of(work: Any) -> int:
+    """Return the bytes that some work asks for at most, besides what was there: what a block has more is chance."""
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    kept = work()
+    assert kept
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+
+
+def made(results: Any) -> int:
+    return sum(
+        each.untyped_storage().nbytes() for each in results if isinstance(each, torch.Tensor) and each.is_cuda
+    )  # fmt: skip
+
+
+def is_about(most: int, expected: int) -> bool:
+    """Return whether two sums are equal but for seeds and offsets, and for what `told` rounds."""
+    return abs(most - expected) <= 5 * 512
+
+
+LENGTHS = st.sampled_from([1, 7, 16, 64, 65, 128, 200, 512, 1100])
+WIDTHS = st.sampled_from([8, 32, 64, 72, 96, 128, 136, 192, 256])
+
+
+@examples(few=40, deep=1000)
+@given(
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), st.sampled_from([(1, 2), (4, 8), (16, 12)]),
+    LENGTHS, LENGTHS, WIDTHS,
+)  # fmt: skip
+def test_memory_efficient_attention_takes_what_torch_does_for_it(dtype, pairs, length, keys, width) -> None:
+    query, key, value = (torch.empty(*pairs, rows, width, dtype=dtype, device="cuda") for rows in (length, keys, keys))
+    forward, backward = (
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+    )
+    saved: list[Any] = []
+    most = peak_of(lambda: saved.extend(forward(query, key, value, None, True)) or saved)
+    assert is_about(most, made(saved) + sum(told(forward, query=query, key=key)))
+    gradient = torch.empty_like(saved[0])
+    results: list[Any] = []
+    more = (0.0, [True, True, True, False])
+    most = peak_of(
+        lambda: results.extend(backward(gradient, query, key, value, None, *saved, *more)) or results
+    )  # fmt: skip
+    assert is_about(most, made(results) + sum(told(backward, query=query, key=key)))
+
+
+@examples(few=40, deep=1000)
+@given(
+    st.sampled_from([(1, 2, 2), (2, 8, 2), (16, 12, 12)]), LENGTHS, LENGTHS, WIDTHS, st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_flash_attention_takes_what_torch_does_for_it(heads, length, keys, width, turned, drops) -> None:
+    batch, its, others = heads
+
+    def some(count: int, rows: int) -> torch.Tensor:
+        if turned:  # as a projection gives it
+            return torch.empty(batch, rows, count, width, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        return torch.empty(batch, count, rows, width, dtype=torch.bfloat16, device="cuda")
+
+    query, key, value = some(its, length), some(others, keys), some(others, keys)
+    forward, backward = (
+        aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_backward.default,
+    )  # fmt: skip
+    dropout = 0.1 if drops else 0.0
+    saved: list[Any] = []
+    most = peak_of(lambda: saved.extend(forward(query, key, value, dropout)) or saved)
+    assert is_about(most, made(saved) + sum(told(forward, query=query, key=key, dropout_p=dropout)))
+    gradient = torch.empty_like(saved[0])
+    results: list[Any] = []
+    most = peak_of(
+        lambda: results.extend(
+            backward(gradient, query, key, value, *saved[:6], dropout, False, saved[6], saved[7])
+        ) or results
+    )  # fmt: skip
+    assert is_about(most, made(results) + sum(told(backward, grad_out=gradient, query=query, key=key, out=saved[0])))

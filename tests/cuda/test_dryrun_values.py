@@ -1,4 +1,4 @@
-"""Values that the host reads from the device: those that it put there are known, for the others all courses are run."""
+"""Values that the host reads from the device: those that it put there are known, for the others all scenarios are."""
 
 from __future__ import annotations
 
@@ -148,6 +148,12 @@ def test_of_all_courses_the_one_that_needs_most_counts(notebook, name) -> None:
     assert sum(report.breakdown.values()) == report.peak["cuda:0"]
 
 
+def test_what_graphs_keep_is_activations_also_where_no_backward_pass_came(notebook) -> None:
+    """A quarter of a MiB, the squared layer's output, stays in each of 40 passes."""
+    report = dry_run("losses = []\nfor _ in range(40): losses.append(layer(x).square().sum())", notebook)
+    assert report.breakdown["activations"] == 40 * MIB // 4
+
+
 OPEN = {
     "a branch": ("if x.sum() > 5:\n    y = mib(50)", "line 1 (`x.sum() > 5`)"),
     "one of two reads": ("print(x.sum().item())\nif x.sum() > 5:\n    y = mib(50)", "line 2 (`x.sum() > 5`)"),
@@ -159,7 +165,7 @@ OPEN = {
 
 @pytest.mark.usefixtures("small_card")
 @pytest.mark.parametrize("name", OPEN)
-def test_where_courses_disagree_on_fitting_the_line_is_told_on_which_it_hangs(notebook, name) -> None:
+def test_where_courses_disagree_on_fitting_the_line_that_it_depends_on_is_told(notebook, name) -> None:
     cell, line = OPEN[name]
     report = dry_run(cell, notebook)
     assert report.fits is None

@@ -14,7 +14,6 @@ from gpumagic import fakecuda
 from gpumagic.errors import StrayTensor
 from gpumagic.transfers.report import TransferReport
 
-pytestmark = pytest.mark.usefixtures("unhindered")
 COLLECTED_GENERATION = 1
 
 MIB = 2**20
@@ -98,6 +97,8 @@ INDEXED = [
     "g[m] = 1.0", "g[m] = v", "g[m] = h[0]", "g[m[:, 0], i] = 1.0", "g[m[:, 0], 0] = 1.0", "g[m[:, 0]] = v[None]",
     "g.index_put_((m,), v, accumulate=True)", "g[m]", "g[m[:, 0], m[0]] = 1.0", "g[m[:, 0], [0]]",
     "g[[True] * 8]", "g[m.cpu()] = 1.0", "torch.where(m)", "torch.where(m, g, 0.0)", "torch.argwhere(m)",
+    "torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (4,)).coalesce()",
+    "torch.sparse_coo_tensor([[0]], [1.0]).coalesce()",
     "torch.masked_select(g, m)", "m.unique()", "torch.unique(i)", "torch.unique_consecutive(g, dim=0)",
 ]  # fmt: skip
 

@@ -16,7 +16,6 @@ from ondevice_corpus import CorpusCell, Totals
 from gpumagic import fakecuda
 from gpumagic.transfers.report import TransferReport
 
-pytestmark = pytest.mark.usefixtures("unhindered")
 COLLECTED_GENERATION = 1
 
 NEED_VALUES = {

@@ -47,7 +47,8 @@ def test_every_failing_cell_is_told_as_torchs_allocator_saw_it(seen) -> None:
     assert len(corpus) > 70
     wrong = {name: oom_corpus_cuda.faults(each) for name, each in corpus.items() if name not in LEFT_OUT}
     assert {name: found for name, found in wrong.items() if found} == {}
-    assert [name for name in wrong if not corpus[name]["advice"]] == []
+    edited = [name for name in wrong if oom_corpus_cuda.cases()[name].alike == "pass"]
+    assert [name for name in edited if not corpus[name]["advice"]] == []
     for name, why in LEFT_OUT.items():
         assert corpus[name]["error"] != "torch.OutOfMemoryError", f"{why} no longer: take {name} off the list"
 

@@ -46,8 +46,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
 def test_each_magic_reports_on_cuda(terminal: Terminal) -> None:
     assert "2 GPUs" in terminal.type("%gpuinfo")
     moved = terminal.type("%%ondevice 1", "x = torch.ones(256, device='cpu').cuda()")
-    assert "cpu → cuda:1" in moved
-    assert "1.0 KiB" in moved
+    assert "cpu → cuda:1 1.0 KiB" in moved
     assert "cuda:1" in terminal.type("%devices")
     full = terminal.type("%%oomguard", "big = torch.empty(2**50, dtype=torch.uint8, device='cuda:1')")
     assert "Out of memory on cuda:1" in full

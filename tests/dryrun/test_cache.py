@@ -13,7 +13,7 @@ from stages import examples
 
 import gpumagic
 from gpumagic.dryrun import targets
-from gpumagic.dryrun.stage.arena import Arena, Pool
+from gpumagic.dryrun.stage.allocator import Allocator, Pool
 from gpumagic.memory import allocator, segments
 from gpumagic.memory.allocator import AllocatorStats
 
@@ -156,12 +156,12 @@ def test_what_awaits_another_stream_is_neither_free_nor_a_storages(snapshot) -> 
 
 
 def test_what_another_stream_has_free_serves_no_request_but_is_given_back() -> None:
-    arena = Arena(40 * MIB, cuts_to_size=False)
-    arena.lay_out(0, Pool.CLOSED, [(20 * MIB, True)])
-    arena.take(15 * MIB)
-    assert arena.reserved == 36 * MIB
-    arena.take(12 * MIB)
-    assert (arena.reserved, arena.failed) == (28 * MIB, False)
+    allocator = Allocator(40 * MIB, cuts_to_size=False)
+    allocator.lay_out(0, Pool.CLOSED, [(20 * MIB, True)])
+    allocator.take(15 * MIB)
+    assert allocator.reserved == 36 * MIB
+    allocator.take(12 * MIB)
+    assert (allocator.reserved, allocator.failed) == (28 * MIB, False)
 
 
 def test_the_pool_of_a_cuda_graph_is_not_given_back(snapshot) -> None:
@@ -182,5 +182,5 @@ def test_what_cannot_be_read_is_not_guessed(snapshot) -> None:
 def test_segments_that_may_expand_are_said_not_to_be_modelled(card, monkeypatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     (sentence,) = targets.choose("cuda:0", 1 << 30).unknown
-    assert sentence.startswith("segments that expand are not modelled")
+    assert sentence.startswith("expandable segments are not modelled")
     assert targets.choose(DEVICE, None).unknown == ()

@@ -35,20 +35,20 @@ def test_the_whole_report_at_eighty_columns() -> None:
         == """\
 Fits: 12.0 of 15.0 GiB on cuda:0 (T4)
 7 | loss.backward()   # peak: addmm adds 1.0 GiB
-at the peak                         bytes
-─────────────────────────  ───────────────────────────
-activations                       9.0 GiB █████████░░░
-optimizer state                   2.0 GiB ██░░░░░░░░░░
-parameters                        1.0 GiB █░░░░░░░░░░░
-reserved by the allocator        13.0 GiB
-CUDA itself, an estimate   300 to 700 MiB
-Allocated on cuda:0 over 3,000 operators, by final use
+At the peak                           Size
+──────────────────────  ───────────────────────────────
+activations                        9.0 GiB █████████░░░
+optimizer state                    2.0 GiB ██░░░░░░░░░░
+parameters                         1.0 GiB █░░░░░░░░░░░
+reserved with cache               13.0 GiB
+CUDA itself (estimate)  300.0 to 700.0 MiB
+Memory on cuda:0 over 3,000 operators, coloured by final use
 ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▆▆▆▆▆▆▆▆▆▆▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇██████████
                                      peak 12.0 GiB, line 6 ↑
 By line: line 7 12.0 GiB, line 6 11.0 GiB
 By module: model.* 4.0 GiB, head 1.0 GiB
 Other devices: 1.0 GiB on cuda:1
-Dry run on fake tensors, 1.24 s: 1 assumption"""
+How: a dry run on fake tensors, 1.24 s: 1 assumption"""
     )
 
 
@@ -70,6 +70,13 @@ def test_html_folds_what_text_leaves_out() -> None:
             "Does not fit: needs 20.0 GiB, 5.0 GiB more than cuda:0 (T4) has; line 6 runs out of memory",
         ),
         (
+            {"fits": False, "peak": {"cuda:0": 20 * GIB}, "failure_line": 6, "sizes": ("batch_size",)},
+            (
+                "Does not fit: needs 20.0 GiB, 5.0 GiB more than cuda:0 (T4) has; line 6 runs out of memory. "
+                "--fit batch_size finds what fits"
+            ),
+        ),
+        (
             {"fits": False, "failure_line": 6},
             (
                 "Does not fit: needs 12.0 of 15.0 GiB on cuda:0 (T4), and what is free lies in pieces that are too "
@@ -78,7 +85,14 @@ def test_html_folds_what_text_leaves_out() -> None:
         ),
         (
             {"fits": None, "open_on": ((9, "if loss < best:"),)},
-            "May not fit: it hangs on line 9 (`if loss < best:`); it needs 12.0 of 15.0 GiB on cuda:0 (T4) or more",
+            "May not fit: it depends on line 9 (`if loss < best:`); it needs 12.0 of 15.0 GiB on cuda:0 (T4) or more",
+        ),
+        (
+            {"fits": None, "complete": False, "open_on": ((9, "loss.item()"),)},
+            (
+                "May not fit: with other values of line 9 (`loss.item()`) it did not run to the end; it needs 12.0 of "
+                "15.0 GiB on cuda:0 (T4) or more"
+            ),
         ),
         (
             {"fits": None, "complete": False, "seconds": 60.0, "passes": (Passes("line 4", 12, 40),)},
@@ -86,7 +100,10 @@ def test_html_folds_what_text_leaves_out() -> None:
         ),
         (
             {"fits": None, "peak": {"cuda:0": 15 * GIB - MIB}, "failure_line": 6},
-            "May not fit: needs 15.0 of 15.0 GiB on cuda:0 (T4), and CUDA itself takes 300 to 700 MiB (an estimate)",
+            (
+                "May not fit: needs 15.0 of 15.0 GiB on cuda:0 (T4), and CUDA itself takes 300.0 to 700.0 MiB "
+                "(an estimate)"
+            ),
         ),
         (
             {"fits": None, "error": "the cell fails on line 2: KeyError: 'x'"},

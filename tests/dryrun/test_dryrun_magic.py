@@ -6,7 +6,7 @@ import pytest
 
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.fakecuda.gpus import GPUS
-from gpumagic.notebook.completion import complete
+from gpumagic.notebook.completion import Offers, complete, numbers
 from gpumagic.options import parser
 
 
@@ -84,7 +84,7 @@ def test_fit_finds_the_largest_that_fits(run, bare_shell) -> None:
     report = run("--fit n --capacity 100MiB", "n = 1000\n" + CELL.replace("1000", "n", 1)).result
     assert report.search.name == "n"
     assert 125_829 * 0.98 < report.largest <= 125_829  # two segments of 48 MiB beside a small one
-    assert str(report).startswith(f"n up to {report.largest:,} fits: 95 of 100 MiB on simgpu:0")
+    assert str(report).startswith(f"n up to {report.largest:,} fits: 95.1 of 100.0 MiB on simgpu:0")
     assert f"{report.search.smallest_failing.value:,} does not: line 5 runs out of memory." in str(report)
 
 
@@ -98,12 +98,16 @@ def test_a_gpu_that_is_not_here_has_its_own_memory(run) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("%%dryrun --capacity lots\n1", "argument --capacity: 'lots' is not a size; write bytes or a unit: "),
+        ("%%dryrun --capacity lots\n1", "%%dryrun: argument --capacity: 'lots' is not a size; write bytes or a unit: "),
         ("x = 1\n%dryrun\ny = 1", "a dry run needs the whole cell: write %%dryrun on its first line"),
         ("%%dryrun\n\n1 +", "the code cannot be dry-run: invalid syntax in line 3"),
         ("%%dryrun --fit nothing\nn = 1", "--fit nothing: the cell has no int called nothing; it has n"),
         ("%%dryrun --fit model\nmodel(1)", "--fit model: model is a Linear, not an int"),
         ("%%dryrun --gpu T5\n1", "'T5' is not a GPU that is known here; did you mean T4?"),
+        (
+            "%%dryrun --gpu T4\ny = model(1)",
+            "the cell uses tensors on simgpu:0, and this dry run has cuda:0: make them in the cell, or give a ",
+        ),
         ("%%dryrun --fti n\n1", "%%dryrun has no option '--fti'; did you mean --fit?"),
         ("%%oomguard --fit n\n1", "%%oomguard has no option '--fit'; %%dryrun has it"),
         ("%%oomguard --capacity=1GiB\n1", "%%oomguard has no option '--capacity=1GiB'; %%dryrun has it"),
@@ -127,11 +131,12 @@ def test_without_any_accelerator_the_error_says_what_to_type(run, bare_shell, ca
 
 def test_completion_offers_ints_and_gpus(run, bare_shell) -> None:
     names = {"batch_size": 3, "model": "m", "flag": True, "_hidden": 1}
-    assert complete("%%dryrun --fit ", names) == ("", ["batch_size"])
-    assert complete("%%oomguard --shrink ", names) == ("", ["batch_size"])
+    offers = Offers(numbers=lambda: numbers(names, "epochs = 3\nlr = 0.1"))
+    assert complete("%%dryrun --fit ", offers) == ("", ["batch_size", "epochs"])
+    assert complete("%%oomguard --shrink b", offers) == ("b", ["batch_size"])
     assert all(name.replace(" ", "-") in parser("dryrun").format_help() for name in GPUS)
-    assert complete("%%dryrun --gpu R", names) == ("R", ["RTX-3090", "RTX-4090"])
-    assert complete("%%dryrun --", names)[1] == ["--help", "--fit", "--capacity", "--gpu", "--run", "--out"]
+    assert complete("%%dryrun --gpu R", offers) == ("R", ["RTX-3090", "RTX-4090"])
+    assert complete("%%dryrun --", offers)[1] == ["--help", "--fit", "--capacity", "--gpu", "--run", "--out"]
 
 
 def test_a_cell_that_is_run_is_ipythons_own(run, bare_shell) -> None:

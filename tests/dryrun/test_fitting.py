@@ -95,7 +95,33 @@ def test_an_open_verdict_counts_as_not_shown_to_fit() -> None:
 
     found = fitting.search(dry_run, "batch", 64)
     assert 98 <= found.largest <= 100
-    assert f"{found.search.smallest_failing.value} may not: it hangs on line 9 (`if loss < best:`)." in str(found)
+    assert f"{found.search.smallest_failing.value} may not: it depends on line 9 (`if loss < best:`)." in str(found)
+
+
+@pytest.mark.parametrize(("most", "seen_in_one"), [(100, 100), (100, 120), (100, 150)])
+def test_all_courses_are_run_at_both_ends_of_the_answer_and_one_course_on_the_way(most, seen_in_one) -> None:
+    whole, partly = [], []
+
+    def dry_run(value: int) -> DryRunReport:
+        whole.append(value)
+        return report(value * ROOM // most, scenario=2)
+
+    def in_scenario(value: int, scenario: int) -> DryRunReport:
+        partly.append((value, scenario))
+        return report(value * ROOM // seen_in_one)
+
+    found = fitting.search(dry_run, "batch", 8, in_scenario)
+    assert {scenario for _, scenario in partly} == {2}
+    assert {found.largest, found.search.smallest_failing.value} <= set(whole)
+    assert 98 <= found.largest <= 100
+    if seen_in_one == most:
+        assert len(whole) == 3
+
+
+def test_a_search_that_takes_too_long_ends_with_what_was_run() -> None:
+    found = fitting.search(lambda value: report(value * MIB), "batch", 8, seconds=0.0)
+    assert (found.largest, [trial.value for trial in found.search.trials]) == (None, [8])
+    assert found.verdict == "No largest batch found: 1 dry run took more than 0 s"
 
 
 @pytest.mark.parametrize("bad", [64, 128])
@@ -119,7 +145,7 @@ def test_a_cell_too_long_to_be_run_whole_is_run_once() -> None:
     runs = []
     found = fitting.search(lambda value: runs.append(value) or report(0, complete=False, fits=None), "batch", 64)
     assert runs == [64]
-    assert found.verdict == "No largest batch found: with batch = 64 it was not run to its end"
+    assert found.verdict == "No largest batch found: with batch = 64 it did not run to the end"
 
 
 def test_a_variable_of_the_notebook_is_varied(two_devices) -> None:

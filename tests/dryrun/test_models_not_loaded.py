@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from dryrun_outcomes import kept_outcomes
 
 from gpumagic.dryrun import run, targets
 from gpumagic.dryrun.report import DryRunReport
@@ -73,11 +74,11 @@ def test_a_model_of_44_billion_weights_costs_the_host_nothing(way: str, itemsize
 
 
 def test_what_the_host_looks_at_is_drawn_and_said_on_its_line() -> None:
-    told: list[dict[str, Any]] = []
     build = "from torch import nn\nm = nn.Linear(16384, 16384), nn.Linear(1024, 1024)\n"
     cell = build + "share = (m[1].weight > 0).float().mean().item()\n"
     tell = "raise RuntimeError(str(share))"
-    run.dry_run(script_of(cell + tell), {}, targets.choose("cuda:0", 1 << 30), note=told.append)
+    with kept_outcomes() as told:
+        run.dry_run(script_of(cell + tell), {}, targets.choose("cuda:0", 1 << 30))
     assert told[0]["error"]["kind"] == "RuntimeError"
     assert 0.45 < float(told[0]["error"]["text"]) < 0.55
     assert [(line, kind) for line, _, kind in told[0]["reads"]] == [(3, "contents")]
@@ -91,9 +92,9 @@ model = torch.nn.Sequential(torch.nn.Embedding(3000, 512, padding_idx=0), torch.
 torch.nn.init.trunc_normal_(model[1].weight)
 drawn = (torch.rand(3).sum() + model[1].weight.sum()).item()
 """
-    told: list[dict[str, Any]] = []
     tell = "raise RuntimeError(repr(drawn))"
-    run.dry_run(script_of(cell + tell), {}, targets.choose("cuda:0", 1 << 30), note=told.append)
+    with kept_outcomes() as told:
+        run.dry_run(script_of(cell + tell), {}, targets.choose("cuda:0", 1 << 30))
     names: dict[str, Any] = {}
     state = torch.get_rng_state()
     exec(cell, names)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.dryrun.stage.ledger import MOST_POINTS, Account, Ledger, Place, told
+from gpumagic.dryrun.stage.ledger import MOST_POINTS, Account, Ledger, Place, timeline
 from gpumagic.report.base import to_html, to_text
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -55,6 +55,12 @@ def test_after_each_line_the_parts_add_up_to_what_the_device_then_has(names) -> 
     assert all(sum(point.parts.values()) == point.allocated for point in report.timeline)
 
 
+def test_what_graphs_keep_is_activations_also_where_no_backward_pass_came(names) -> None:
+    """Each pass keeps the hidden layer, which `square` saved; the batch that the layer saved came from before."""
+    report = gpumagic.dry_run("losses = [model(x).square().sum() for _ in range(4)]", names)
+    assert report.breakdown["activations"] == 4 * HIDDEN
+
+
 def test_each_part_has_the_bytes_that_it_has_by_hand(names) -> None:
     """Weights of 1 MiB; a gradient and a momentum of as much each; two activations of 2 MiB that backward needs."""
     report = gpumagic.dry_run("\n".join(LINES), names)
@@ -89,16 +95,16 @@ def test_the_course_begins_with_the_cell_and_not_with_what_was_there(names) -> N
 
 def test_a_device_with_little_is_not_thinned_away_by_one_with_much() -> None:
     """Of thousands of changes some hundred points a device are told, the highest and the last among them."""
-    from gpumagic.dryrun.stage.arena import Arena
+    from gpumagic.dryrun.stage.allocator import Allocator
 
-    ledger = Ledger([Account(Arena(None, cuts_to_size=True)) for _ in range(2)], Place)
+    ledger = Ledger([Account(Allocator(None, cuts_to_size=True)) for _ in range(2)], Place)
     ledger.start()
     for key in range(3000):
         ledger.take(key, 0, 512)
     for key in range(2999):
         ledger.give_back(key)
     ledger.take(3000, 1, 512)
-    points = told(ledger)
+    points = timeline(ledger)
     assert len(points) <= 2 * (MOST_POINTS + 2)
     assert max(held for device, _, _, held, _ in points if device == 0) == 3000 * 512
     assert [held for device, _, _, held, _ in points if device == 0][-1] == 512
@@ -121,7 +127,6 @@ def test_the_picture_lays_the_parts_on_each_other_a_device_each(names) -> None:
     report = gpumagic.dry_run("\n".join(LINES), names)
     first, second = report.plot().axes
     assert {"parameters", "gradients", "optimizer state", "activations"} <= set(first.get_legend_handles_labels()[1])
-    assert [each.get_text() for each in first.texts] == [f"peak line {report.line}"]
-    (top,) = [line for line in first.lines if line.get_label() == "simgpu:0"]
-    assert max(top.get_ydata()) * MIB == report.peak["simgpu:0"]
-    assert second.get_legend_handles_labels()[1][-1] == "simgpu:1"
+    assert [each.get_text() for each in first.texts] == [f"peak, line {report.line}"]
+    assert [axes.get_title() for axes in (first, second)] == ["simgpu:0", "simgpu:1"]
+    assert max(first.lines[0].get_ydata()) * MIB == report.peak["simgpu:0"]

@@ -28,15 +28,23 @@ def dry_run(before, cell, **options):
          "y = torch.zeros(int(x.cpu().numpy().max()), 64, 99, device='simgpu:0')"),
         ("x = torch.full((2000,), 99, device='simgpu:0')", "y = F.one_hot(x)"),
         ("x = torch.full((2000,), 99, device='simgpu:0')", "y = torch.bincount(x)"),
-        ("x = torch.ones(2000, device='simgpu:0'); kept = []",
-         "while x.norm() > 1e-3:\n    x = x * 0.9\n    kept.append(torch.zeros(1 << 16, device='simgpu:0'))"),
     ],
 )  # fmt: skip
 def test_a_size_that_the_device_decides_leaves_the_verdict_open(before, cell) -> None:
     report = dry_run(before, cell)
     assert report.fits is None, report
     stopped = "The dry run stopped on line 1: what aten::bincount returns depends on values"
-    assert report.verdict.startswith(("May not fit: it hangs on line ", stopped))
+    assert report.verdict.startswith(("May not fit: it depends on line ", stopped))
+
+
+def test_a_loop_that_may_not_end_leaves_the_verdict_open_and_nothing_is_said_to_depend_on_it() -> None:
+    before = "x = torch.ones(2000, device='simgpu:0'); kept = []"
+    cell = "while x.norm() > 1e-3:\n    x = x * 0.9\n    kept.append(torch.zeros(1 << 16, device='simgpu:0'))"
+    report = dry_run(before, cell)
+    assert (report.fits, report.complete) == (None, False)
+    line = "line 1 (`x.norm() > 1e-3`)"
+    assert report.verdict.startswith(f"May not fit: with other values of {line} it did not run to the end; it needs ")
+    assert any(f"may depend on values on the device, read in {line}" in each for each in report.unknown)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -104,7 +104,8 @@ def report(*measured: BenchRow) -> BenchReport:
 
 def test_the_tables_and_what_follows_from_them() -> None:
     text = to_text(report(*rows("cuda:0", RATES), *rows("cpu", {"float32": 1e12, "within": 20 * GB})), 80)
-    assert text.splitlines()[:7] == [
+    assert text.splitlines()[:8] == [
+        "cuda:0 is fastest: 50 TFLOP/s in float32, 50 times the CPU's",
         "2 devices measured · torch 2.13.0 · 8 CPU threads",
         "Products     float32      float16",
         "────────  ──────────  ───────────",
@@ -113,19 +114,21 @@ def test_the_tables_and_what_follows_from_them() -> None:
         "Copies  to device    to host      within",
         "──────  ─────────  ─────────  ──────────",
     ]
-    assert text.splitlines()[7:9] == [
+    assert text.splitlines()[8:10] == [
         "cuda:0  9.3 GiB/s  9.3 GiB/s   1.8 TiB/s",
         "cpu             -          -  18.6 GiB/s",
     ]
     assert "cuda:0 multiplies float32 50 times as fast as the CPU." in text
     # 2 n^3 (1/cpu - 1/gpu) = 12 n^2 / 10 GB/s
-    assert "pays from about 613 rows on (estimated)" in " ".join(text.split())
+    assert "With copies to it and back it is faster from about 613 rows on (estimated)." in " ".join(text.split())
     assert "<table" in to_html(report(*rows("cuda:0", RATES)))
 
 
-def test_a_device_slower_than_the_cpu_never_pays() -> None:
+def test_a_device_slower_than_the_cpu_is_never_faster() -> None:
     slow = {**RATES, "float32": 1e9}
-    assert "never pays" in to_text(report(*rows("cuda:0", slow), *rows("cpu", {"float32": 1e12})), 80)
+    text = to_text(report(*rows("cuda:0", slow), *rows("cpu", {"float32": 1e12})), 80)
+    assert text.startswith("The CPU is fastest: 1 TFLOP/s in float32\n")
+    assert "Multiplying there is never faster" in " ".join(text.split())
 
 
 def test_simulated_devices_are_not_compared() -> None:
@@ -133,6 +136,8 @@ def test_simulated_devices_are_not_compared() -> None:
     assert "times as fast" not in text
     assert "simgpu:0 (simulated)" in text
     assert "say nothing of a GPU" in " ".join(text.split())
+    alone = to_text(report(*rows("simgpu:0", RATES, simulated=True)), 80)
+    assert alone.startswith("Only simulated GPUs were measured\n")
 
 
 def test_a_lowered_precision_is_told() -> None:

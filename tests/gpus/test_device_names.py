@@ -47,7 +47,7 @@ def test_a_bare_backend_is_its_current_device(two_devices: list[str]) -> None:
     ("name", "said"),
     [
         ("simgpu:9", "did you mean simgpu:0?"),
-        ("simgpux", "did you mean simgpu:0?"),
+        ("simgpux", "did you mean simgpu?"),
         ("9", "there are simgpu:0, simgpu:1, cpu, meta"),
         ("cuda:9", "there are simgpu:0, simgpu:1, cpu, meta"),
         ("cpu:3", "there are"),

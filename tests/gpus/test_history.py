@@ -182,7 +182,7 @@ def test_a_terminal_that_is_too_low_is_not_scrolled_and_says_what_it_does_not_sh
     lines = to_text(last, 80).splitlines()
     assert screen.scrolled == 1, "the prompt, once"
     assert screen.lines[:6] == lines[:6]
-    assert screen.lines[6:] == [f"... {len(lines) - 6} more lines in a higher terminal; Ctrl-C ends it", ""]
+    assert screen.lines[6:] == [f"... {len(lines) - 6} more lines in a taller terminal; Ctrl-C ends it", ""]
 
 
 def test_a_terminal_that_is_too_low_gets_the_whole_report_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

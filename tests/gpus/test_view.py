@@ -42,22 +42,39 @@ def shown(*rows: GpuRow, width: int = 80, unicode: bool = True, **more: Any) -> 
 def test_one_gpu_in_80_columns() -> None:
     """What matters most fits: whose memory, and how busy."""
     assert shown(FIRST).splitlines() == [
-        "1 GPU · torch 2.13.0 (CUDA 12.8) · driver 570.86",
+        "cuda:0 has 16.0 of 48.0 GiB free",
+        "torch 2.13.0 (CUDA 12.8) · driver 570.86",
         "Device  Name            Memory                            This kernel  Util",
         "──────  ──────────────  ────────────────────────────  ───────────────  ────",
         "cuda:0  A100-SXM4-48GB  32.0 / 48.0 GiB ███▓▓▒▒▒░░░░  12.0 / 20.0 GiB   37%",
         "Others, Temp, Power: in a wider terminal, or with -a.",
-        "Bar, from the left: tensors of this kernel, its cache, all else in use. Util:",
-        "  share of the last moments in which any kernel ran; 100% is not full.",
     ]
+
+
+def test_a_full_gpu_says_in_the_first_line_who_fills_it() -> None:
+    """And what lists them, where the report does not."""
+    full = dataclasses.replace(FIRST, memory_free=GIB, kernel_reserved=0, other_processes=47 * GIB)
+    assert shown(full, width=120).splitlines()[0] == (
+        "cuda:0 has only 1.0 of 48.0 GiB free: other processes hold 47.0 GiB, "
+        "most of it PID 77 of bob (python train.py)"
+    )
+    unlisted = dataclasses.replace(full, processes=None)
+    assert shown(unlisted, dataclasses.replace(unlisted, device="cuda:1"), width=200).splitlines()[0] == (
+        "2 GPUs, all full: cuda:0 has most free memory, 1.0 of 48.0 GiB; other processes hold 47.0 GiB, "
+        "%gpuinfo -p lists them"
+    )
+    own = dataclasses.replace(full, kernel_reserved=40 * GIB, other_processes=GIB)
+    assert shown(own, width=120).startswith(
+        "cuda:0 has only 1.0 of 48.0 GiB free: this kernel holds 40.0 GiB, %devices lists it"
+    )
 
 
 def test_wider_terminals_show_every_column() -> None:
     """Others, temperature and power come back as soon as there is room, and nothing is said to be elsewhere."""
     lines = shown(FIRST, width=110).splitlines()
-    assert lines[1].split("  ")[-1].strip() == "Power"
-    assert lines[3].endswith("  11.0 GiB   37%  61 C  252/400 W")
-    assert lines[4].startswith("Bar, from the left")
+    assert lines[2].split("  ")[-1].strip() == "Power"
+    assert lines[4].endswith("  11.0 GiB   37%  61 C  252/400 W")
+    assert len(lines) == 5
 
 
 def test_ascii_terminals_get_ascii() -> None:
@@ -88,7 +105,7 @@ def test_a_column_that_nobody_has_is_left_out_and_explained() -> None:
     """A column of n/a says less than a sentence."""
     rows = [dataclasses.replace(FIRST, utilization=None, reasons={"utilization": "n/a (MIG)"})] * 2
     text = shown(*rows)
-    assert "Util  " not in text.splitlines()[1]
+    assert "Util  " not in text.splitlines()[2]
     assert "Util: n/a (MIG)." in text
 
 
@@ -98,17 +115,17 @@ def test_an_instance_stands_indented_under_its_card_and_says_what_mig_hides() ->
     lacks = {**A100, **dict.fromkeys(("utilization", "temperature"))}
     instance = GpuRow("cuda:0", 0, "MIG-1", **lacks, reasons=dict.fromkeys(("utilization", "temperature"), "n/a (MIG)"))
     lines = shown(card, instance, width=110).splitlines()
-    assert lines[3].startswith("NVML 0 ")
-    assert lines[4].startswith("· cuda:0 ")
-    assert lines[4].count("n/a (MIG)") == 2
-    assert "MIG" not in " ".join(lines[5:]).replace("split into MIG instances", "")
+    assert lines[4].startswith("NVML 0 ")
+    assert lines[5].startswith("· cuda:0 ")
+    assert lines[5].count("n/a (MIG)") == 2
+    assert "MIG" not in " ".join(lines[6:]).replace("split into MIG instances", "")
 
 
 def test_an_instance_is_called_by_its_slice() -> None:
     """Cut to the width, the card's name would be all that is left of it."""
     name = "NVIDIA A100-SXM4-80GB MIG 3g.40gb"
     instance = dataclasses.replace(FIRST, uuid="MIG-1", name=name)
-    assert shown(FIRST, instance).splitlines()[4].split("  ")[1].strip() == "MIG 3g.40gb"
+    assert shown(FIRST, instance).splitlines()[5].split("  ")[1].strip() == "MIG 3g.40gb"
     assert f'title="{name}"' in to_html(report(FIRST, instance))
     assert "A100-X" in shown(dataclasses.replace(instance, name="A100-X"))
 
@@ -127,17 +144,17 @@ def test_a_gpu_torch_cannot_use_says_why() -> None:
         FIRST, device=None, nvml_index=1, reasons={"device": "not visible to CUDA in this process"}
     )
     text = shown(FIRST, hidden)
-    assert "NVML 1" in text.splitlines()[4]
+    assert "NVML 1" in text.splitlines()[5]
     assert "Not usable in torch here: NVML 1 (not visible to CUDA in this process)." in " ".join(text.split())
 
 
 def test_throttling_is_told_in_words() -> None:
     """Only where something holds a GPU back."""
-    assert "held back" not in shown(FIRST)
+    assert "throttled" not in shown(FIRST)
     hot = dataclasses.replace(FIRST, throttle_reasons=("power cap", "hardware thermal limit"))
-    assert "cuda:0 is held back by: power cap, hardware thermal limit." in shown(hot)
+    assert "cuda:0 is throttled by: power cap, hardware thermal limit." in shown(hot)
     same = dataclasses.replace(hot, device="cuda:1")
-    assert "cuda:0, cuda:1 are held back by: power cap, hardware thermal limit." in shown(hot, same)
+    assert "cuda:0, cuda:1 are throttled by: power cap, hardware thermal limit." in shown(hot, same)
 
 
 def test_throttling_that_cannot_be_read_is_not_taken_for_none() -> None:
@@ -151,21 +168,23 @@ def test_simulated_devices_cannot_be_taken_for_gpus() -> None:
     """Neither in the heading nor in the table."""
     row = GpuRow("simgpu:0", name="GPU", memory_total=GIB, memory_used=0, simulated=True)
     lines = shown(row, driver_version=None, cuda_build=None).splitlines()
-    assert lines[0] == "No GPU, 1 simulated · torch 2.13.0 (CPU-only build)"
-    assert "GPU (simulated)" in lines[3]
+    assert lines[:2] == ["1 simulated GPU", "torch 2.13.0 (CPU-only build)"]
+    assert "GPU (simulated)" in lines[4]
+    both = [dataclasses.replace(row, device=f"simgpu:{n}", memory_free=n * GIB) for n in (0, 1)]
+    assert shown(*both).startswith("2 simulated GPUs: simgpu:1 has most free memory, 1.0 of 1.0 GiB")
 
 
 def test_without_a_gpu_there_is_one_paragraph() -> None:
     """The cause with its remedy, and the facts about torch."""
     text = to_text(GPUReport((), "2.13.0+cpu", cause="This machine has no NVIDIA GPU."), 80)
-    assert text.splitlines() == ["No GPU · torch 2.13.0+cpu (CPU-only build)", "This machine has no NVIDIA GPU."]
+    assert text.splitlines() == ["No GPU: This machine has no NVIDIA GPU.", "torch 2.13.0+cpu (CPU-only build)"]
     assert "torch is not installed" in to_text(GPUReport((), cause="None."), 80)
 
 
 def test_processes_are_listed_on_request() -> None:
     """This kernel is marked; what the driver does not say is not a zero."""
     assert "PID" not in shown(FIRST)
-    assert shown(FIRST, show_processes=True).splitlines()[7:] == [
+    assert shown(FIRST, show_processes=True).splitlines()[6:] == [
         "Processes",
         "Device   PID    Memory  User  Process",
         "──────  ────  ────────  ────  ─────────────────────────────────────────────",
@@ -217,8 +236,8 @@ def test_html_has_the_figures_beside_the_bars() -> None:
         (0, 15 * GIB, "0.0 / 15.0 GiB"),
         (1, 15 * GIB, "<0.1 / 15.0 GiB"),
         (3 * GIB, 15 * GIB, "3.0 / 15.0 GiB"),
-        (256 * MIB, 341 * MIB, "256 / 341 MiB"),
-        (1, 341 * MIB, "<1 / 341 MiB"),
+        (256 * MIB, 341 * MIB, "256.0 / 341.0 MiB"),
+        (1, 341 * MIB, "<0.1 / 341.0 MiB"),
         (10, 20, "10 / 20 B"),
         (3 * KIB, None, "3.0 KiB"),
         (2 * GIB, GIB, "2.0 / 1.0 GiB"),
@@ -232,6 +251,6 @@ def test_pairs_share_a_unit_and_never_show_something_as_nothing(part: int, whole
 def test_room_that_a_wide_column_leaves_is_given_to_the_next() -> None:
     """Util does not fit where its cells say why there is none; Others does."""
     wide = {"uuid": "MIG-1", "utilization": None, "reasons": {"utilization": "n/a (MIG)"}}
-    columns = shown(FIRST, dataclasses.replace(FIRST, **wide), width=81).splitlines()[1].split()
+    columns = shown(FIRST, dataclasses.replace(FIRST, **wide), width=81).splitlines()[2].split()
     assert "Others" in columns
     assert "Util" not in columns

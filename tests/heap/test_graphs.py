@@ -75,8 +75,16 @@ def on_the_way(model):
     return model(batch()).sum()
 
 
+def with_a_leaf_that_has_a_gradient():
+    """Return a result that alone keeps what it was made of, and the gradient of that."""
+    result = batch().requires_grad_().sin()
+    result.sum().backward()
+    return result
+
+
 LINES = {
     "loss = loss.detach()": lambda model: {"loss": on_the_way(model)},
+    "y = y.detach()": lambda _: {"y": with_a_leaf_that_has_a_gradient()},
     "losses[:] = [each.detach() for each in losses]": lambda model: {"losses": [on_the_way(model) for _ in range(5)]},
     "history['loss'][:] = [each.detach() for each in history['loss']]": lambda model: {
         "history": {"loss": [on_the_way(model), on_the_way(model)]}
@@ -90,7 +98,7 @@ LINES = {
 @pytest.mark.parametrize("line", LINES)
 def test_the_line_given_for_a_graph_frees_what_it_says_to_the_byte(model, line) -> None:
     namespace = {"model": model, **LINES[line](model)}
-    held = [row for row in scan(namespace).held() if row.command == line]
+    held = [row for row in scan(namespace).leaks() if row.command == line]
     before = allocated()
     exec(line, namespace)
     assert before - allocated() == sum(row.nbytes for row in held) > 0
@@ -98,7 +106,9 @@ def test_the_line_given_for_a_graph_frees_what_it_says_to_the_byte(model, line) 
 
 @pytest.mark.parametrize("kept", [lambda loss: {"pair": (loss, 0)}, lambda loss: {"some": {loss}}])
 def test_no_line_is_given_for_a_graph_where_none_is_known(model, kept) -> None:
-    rows = [row for row in scan({"model": model, **kept(on_the_way(model))}).held() if "graph of" in (row.holder or "")]
+    rows = [
+        row for row in scan({"model": model, **kept(on_the_way(model))}).leaks() if "graph of" in (row.holder or "")
+    ]
     assert {row.command for row in rows} == {None}
 
 

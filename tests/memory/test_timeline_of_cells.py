@@ -16,6 +16,8 @@ import gpumagic
 from gpumagic.memory import sampler, view
 from gpumagic.memory.timeline import TimelineLog
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 MIB = 1024**2
 
 
@@ -114,7 +116,7 @@ def test_a_peak_in_a_loop_is_claimed_for_the_loop_and_for_no_line_of_it(run) -> 
     )
     (course,) = report.timeline.courses
     assert (course.line, course.lines) == (None, (3, 5))
-    assert "between lines 3 and 5" in str(report)
+    assert "peak 6.0 MiB, lines 3-5" in str(report)
 
 
 def test_what_an_earlier_cell_had_at_most_is_not_this_ones_peak(run) -> None:
@@ -147,7 +149,7 @@ def test_a_cell_that_runs_out_of_memory_has_its_course_up_to_there(run) -> None:
     assert (course.after - course.before) // MIB == 30
     assert report.allocated_at_failure == course.after
     assert (course.line, course.code) == (3, "b = watched(20)")
-    assert "Memory on simgpu:0 over" in " ".join(str(report).split())
+    assert "Memory on simgpu:0: " in report._repr_html_()
 
 
 def test_looking_keeps_no_frame_and_so_no_tensor_alive(run) -> None:
@@ -168,9 +170,9 @@ def test_a_guard_of_every_cell_follows_the_cell_that_is_about_to_start(bare_shel
     bare_shell.run_cell("%oomguard on")
     bare_shell.display_pub.outputs.clear()
     run("x = 1\na = watched(10)\nb = watched(20)\nc = make(10**6)")
-    (shown,) = [each["data"]["text/plain"] for each in bare_shell.display_pub.outputs]
-    assert "peak 30.0 MiB" in " ".join(shown.split())
-    assert "line 3: b = watched(20)" in shown
+    (shown,) = [each["data"]["text/html"] for each in bare_shell.display_pub.outputs]
+    assert "peak 30.0 MiB" in shown
+    assert "b = watched(20)" in shown
     bare_shell.run_cell("%oomguard off")
 
 
@@ -406,7 +408,9 @@ def test_the_table_says_which_cell_grew_memory_by_how_much(table) -> None:
     assert report.recorded == 5, "those that touched nothing are counted, too"
     numbers = [row.cell for row in report]
     assert numbers == [numbers[0], numbers[0] + 1, numbers[0] + 3]
-    assert f"cell {numbers[1]} grew it most: simgpu:0 by 30.0 MiB" in " ".join(str(report).split())
+    assert f"Cell {numbers[1]} added most: 30.0 MiB on simgpu:0; 3 of 5 cells changed memory" in " ".join(
+        str(report).split()
+    )
     assert report.timelines[numbers[1]].courses[0].line == 3
     assert list(report.to_pandas()["growth"]) == [row.growth for row in report]
 
@@ -417,7 +421,8 @@ def test_the_table_fits_a_terminal_and_names_what_it_leaves_out(table) -> None:
     report = table("first_of_a_rather_long_line_of_code_that_goes_on_and_on = make(10); second = make(2, 1)")
     text = to_text(report, 80)
     assert max(map(len, text.splitlines())) <= 80
-    assert "Before: in a wider terminal, and in .to_pandas()." in text
+    assert "Time" in text.splitlines()[1]
+    assert ": in a wider terminal, and in .to_pandas()." in text
 
 
 def test_the_table_stays_when_the_lines_are_off_and_goes_when_gpumagic_does(bare_shell, table) -> None:

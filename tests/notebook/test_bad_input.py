@@ -9,8 +9,8 @@ pytestmark = pytest.mark.ipython
 BAD = {
     "%%ondevice cuda:9": "there are",
     "%%ondevice gpux": "there are",
-    "%devices --min 3parsecs": "100MiB",
-    "%%oomguard --retry x": "such as 3",
+    "%%dryrun --capacity 3parsecs": "100MiB",
+    "%%oomguard --retry 3": "has no option",
     "%%ondevice cpu --fallbak cpu": "did you mean --fallback?",
     "%%ondevice": "needs a device",
     "%gpuinfo --proceses": "did you mean --processes?",

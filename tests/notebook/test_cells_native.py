@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
+import probe_magics
 import pytest
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -428,3 +429,46 @@ def test_no_guard_outlives_its_cell(shell, cell, silent):
     sys.last_traceback = sys.last_value = sys.last_exc = None  # of an earlier test
     gc.collect()
     assert not [each for each in gc.get_objects() if isinstance(each, probe_magics.ProbeGuard)]
+
+
+def test_an_interrupt_before_a_guard_opens_costs_the_next_cell_nothing(shell, events, monkeypatch):
+    """What has never been open is neither closed nor restored."""
+    from gpumagic.notebook import cells
+
+    add = cells.CellSessions._add
+
+    def torn(self, *args, **kwargs):
+        add(self, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cells.CellSessions, "_add", torn)
+        patch.setattr(probe_magics.ProbeGuard, "restore", lambda self: 1 / 0)
+        assert isinstance(shell.run_cell("%%ondevice a\n1").error_in_exec, KeyboardInterrupt)
+        patch.undo()
+        patch.setattr(probe_magics.ProbeGuard, "restore", lambda self: 1 / 0)
+        assert shell.run_cell("%%ondevice b\n1").success
+    assert [each for each in events if "ondevice a" in each and not each.startswith("finish")] == []
+    assert "close ondevice b NoneType" in events
+
+
+def test_a_cell_whose_end_had_no_event_is_over_when_the_next_one_starts(shell, events, monkeypatch):
+    """As where Ctrl-C comes between the cell and its events; a cell that runs another one is not over."""
+    trigger = shell.events.trigger
+
+    def torn(event, *args):
+        if event in {"post_execute", "post_run_cell"}:
+            raise KeyboardInterrupt
+        trigger(event, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shell.events, "trigger", torn)
+        with pytest.raises(KeyboardInterrupt):
+            shell.run_cell("%%ondevice a\n1", store_history=True)
+        patch.undo()
+        patch.setattr(probe_magics.ProbeGuard, "restore", lambda guard: guard.close(None))
+        shell.run_cell("1", store_history=True)
+    assert events == ["open ondevice a", "close ondevice a NoneType"]
+    inner = "get_ipython().run_cell('2', store_history=True)"
+    shell.run_cell(f"%%ondevice b\n{inner}\n3", store_history=True)
+    assert events[2:] == ["open ondevice b", "close ondevice b NoneType", "finish ondevice b"]

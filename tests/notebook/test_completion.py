@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumagic.notebook.completion import complete
+from gpumagic.notebook.completion import Offers, complete
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,10 @@ def test_devices_are_offered(loaded, form):
     ("line", "options"),
     [
         ("%gpuinfo --", {"--processes", "--all", "--help"}),
-        ("%devices --", {"--min", "--sort", "--diff", "--held", "--why"}),
+        ("%devices --", {"--by", "--diff", "--leaks", "--free", "--why"}),
         ("%%ondevice cuda --", {"--fallback", "--quiet"}), ("%ondevice --", {"--fallback", "--quiet"}),
-        ("%%oomguard --", {"--retry", "--keep"}), ("%oomguard --", {"--retry", "--keep"}),
-        ("r = %devices --", {"--min"}),
+        ("%%oomguard --", {"--shrink", "--debug"}), ("%oomguard --", {"--shrink", "--debug"}),
+        ("r = %devices --", {"--by"}),
     ],
 )  # fmt: skip
 def test_options_are_offered(loaded, line, options):
@@ -58,8 +58,8 @@ def test_options_are_offered(loaded, line, options):
     [
         ("%ondevice ", {"cuda", "auto", "cpu", "meta"}),
         ("%gpuinfo c", {"cuda", "cpu"}),
-        ("%%oomguard --k", {"--keep", "--keep-going"}),
-        ("%devices --sort ", {"size", "name", "device", "dtype", "kind"}),
+        ("%%oomguard --k", {"--keep-going"}),
+        ("%devices --by ", {"device", "dtype", "kind", "holder"}),
     ],
 )
 def test_nothing_else_is_offered(loaded, is_new, line, all_offered):
@@ -72,7 +72,7 @@ def test_nothing_else_is_offered(loaded, is_new, line, all_offered):
 
 def test_values_of_an_option_are_offered(loaded):
     """From its declaration."""
-    assert "%devices --sort dtype" in completed(loaded, "%devices --sort d")
+    assert "%devices --by dtype" in completed(loaded, "%devices --by dt")
     assert "%ondevice cuda --fallback cpu" in completed(loaded, "%ondevice cuda --fallback c")
 
 
@@ -111,17 +111,17 @@ def test_devices_with_an_index_are_completed_past_the_colon(loaded, monkeypatch)
 @pytest.mark.parametrize(
     ("line", "fragment", "names"),
     [
-        ("%devices --sort=n", "n", ["name"]),
+        ("%devices --by=k", "k", ["kind"]),
         ("%ondevice cuda --fallback=me", "me", ["meta"]),
         ("%ondevice -o ", "", []),
-        ("%devices --min ", "", []),
+        ("%devices -n ", "", []),
         ("%%oomguard ", "", []),
         ("%ondevice --quiet --qui", "--qui", []),
     ],
 )
 def test_what_stands_before_the_cursor_decides(line, fragment, names):
     """An option's value after it, nothing for a new variable's name or a number, no option twice."""
-    assert complete(line, {"model": 1, "_x": 2}, devices=lambda: ["cpu", "meta"]) == (fragment, names)
+    assert complete(line, Offers(devices=lambda: ["cpu", "meta"])) == (fragment, names)
 
 
 def test_the_names_of_tensors_are_offered_where_one_is_asked_for(loaded):
@@ -132,3 +132,23 @@ def test_the_names_of_tensors_are_offered_where_one_is_asked_for(loaded):
     assert "%devices --why net[0].bias" in completed(loaded, "%devices --why net[0].b")
     assert "%devices --why cfg['k'][0]" in completed(loaded, "%devices --why cfg['k")
     assert "r = %devices --why=net[0].bias" in completed(loaded, "r = %devices --why=net[0].b")
+
+
+def test_only_variables_that_lead_to_tensors_are_offered_to_be_moved(loaded, is_new):
+    """Models and containers among them; not what IPython puts beside the user's variables."""
+    loaded.run("import torch; net = torch.nn.Linear(2, 2); cfg = {'k': [torch.ones(3)]}")
+    line = "%%ondevice cpu --move "
+    offered = completed(loaded, line)
+    assert {line + "net", line + "cfg"} <= offered
+    if is_new:
+        assert not offered & {line + name for name in ("In", "Out", "exit", "open", "model_a", "torch")}
+        assert line + "cfg,net" in completed(loaded, line + "cfg,ne")
+
+
+def test_the_numbers_of_the_variables_and_of_the_cell_are_offered_to_be_fitted(loaded, is_new):
+    """`batch_size = 64` in the cell below the line is one."""
+    below = "\nbatch_size = 64\nfor step in range(10):\n    pass"
+    assert "%%dryrun --fit model_a" in completed(loaded, "%%dryrun --fit ", below)
+    if is_new:
+        assert completed(loaded, "%%oomguard --shrink b", below) == {"%%oomguard --shrink batch_size"}
+        assert "%%dryrun --fit exit" not in completed(loaded, "%%dryrun --fit ", below)

@@ -53,6 +53,18 @@ def test_units_that_are_none_are_refused_by_name(loaded, caplog) -> None:
     assert "977.0 KiB" in str(run(loaded, "r = %devices\nr"))
 
 
+def test_a_device_that_is_none_is_refused_with_what_was_meant(loaded, caplog) -> None:
+    loaded.run_cell("%config GPUMagic.device = 'cuad:1'")
+    assert "'cuad:1' is not a device; did you mean cuda?" in caplog.text
+    assert not loaded.run_cell("%ondevice").success
+    run(loaded, "%config GPUMagic.device = 'cuda:{rank}'")  # of an engine
+
+
+def test_an_option_that_is_none_is_told_with_the_nearest(loaded) -> None:
+    with pytest.warns(UserWarning, match="`devise` not recognized by `GPUMagic`.  Did you mean `device`"):
+        loaded.run_cell("%config GPUMagic.devise = 'cpu'")
+
+
 def test_keep_going_lets_run_all_go_on(loaded) -> None:
     fails = "%%oomguard\nz = torch.empty(5 * 2**30, dtype=torch.uint8, device='simgpu:0')"
     assert not loaded.run_cell(fails).success

@@ -14,6 +14,8 @@ from kernels import assert_only_cells_marked_so_failed
 from gpumagic.__main__ import execute_notebook, main
 from gpumagic.options import MAGICS
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "demo_notebooks").glob("*.ipynb"))
 SUBJECTS = [path for path in NOTEBOOKS if path.stem != "tour"]
 
@@ -34,7 +36,10 @@ def test_the_demo_runs_the_tour_and_says_what_it_showed_and_where(tmp_path: Path
     assert all(len(shown[f"%{magic}"].split()) > 2 for magic in MAGICS)
     assert "nothing" not in " ".join(shown[f"%{magic}"].split()[1] for magic in MAGICS)
     assert "<table" in page.read_text(encoding="utf-8")
-    assert_only_cells_marked_so_failed(nbformat.read(executed, as_version=4))
+    tour = nbformat.read(executed, as_version=4)
+    assert_only_cells_marked_so_failed(tour)
+    (check,) = (cell for cell in tour.cells if "check" in cell.metadata.get("tags", ()))
+    assert check.outputs[0]["text"].startswith("Not yet: 8 copies"), "the exercise is open as it stands"
 
 
 @pytest.mark.deep  # each a kernel that imports torch; the tour, which has all magics, runs in either stage
@@ -43,8 +48,22 @@ def test_a_notebook_runs_and_only_cells_marked_so_fail(path: Path) -> None:
     if path.stem == "many_engines" and IPython.version_info < (8,):
         pytest.skip("starting a cluster takes half a minute, and it runs with the newest IPython")
     notebook = nbformat.read(path, as_version=4)
+    checks = append_solution(notebook)
     assert execute_notebook(notebook) is None
     assert_only_cells_marked_so_failed(notebook)
+    said = [check.outputs[0]["text"].split()[0].strip(".:") for check in checks]
+    assert said == ["Not", "Done"][: len(checks)], "the exercise is open as it stands, and done by its solution"
+
+
+def append_solution(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """Append an exercise's solution and its check once more; return both checks."""
+    tagged = {tag: cell for cell in notebook.cells for tag in cell.metadata.get("tags", ())}
+    if "solution" not in tagged:
+        return []
+    code = tagged["solution"].source.partition("```python\n")[2].partition("\n```")[0]
+    checks = [tagged["check"], nbformat.v4.new_code_cell(tagged["check"].source)]
+    notebook.cells += [nbformat.v4.new_code_cell(code), checks[1]]
+    return checks
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -65,7 +84,7 @@ def test_the_notebooks_outputs_name_no_path_of_the_machine_that_made_them() -> N
 def test_a_demo_that_is_not_there_is_one_line_with_those_that_are(capsys) -> None:
     assert main(["demo", "moveing"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "'moveing'" in line
+    assert "there is no demo 'moveing'; did you mean moving?" in line
     assert all(path.stem in line for path in NOTEBOOKS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import types
@@ -11,6 +12,7 @@ from kernels import environment
 
 from gpumagic import extension
 from gpumagic.errors import SimgpuUnavailable
+from gpumagic.notebook.cells import PromoteCellMagics
 
 NAMES = {"gpuinfo", "devices", "ondevice", "oomguard"}
 
@@ -179,3 +181,57 @@ def test_a_profile_can_load_it_always(tmp_path):
     command = [sys.executable, "-m", "IPython", "--quiet", "-c", code]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=True)
     assert "GPUMagic" in done.stdout, done.stderr
+
+
+PARTS = ("extension.py", "cells.py", "completion.py", "session.py", "each_cell.py", "every_cell.py", "_compat.py")
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at one line of what loads and unloads."""
+
+    def __init__(self, line):
+        self.left, self.where = line, ""
+
+    def trace(self, frame, event, _):
+        file = frame.f_code.co_filename
+        if self.where or "gpumagic" not in file or not file.endswith(PARTS):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left < 0:
+                self.where = f"{file}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self.trace
+
+
+@pytest.mark.parametrize("command", ["load_ext", "unload_ext", "reload_ext"])
+def test_an_interrupted_load_or_unload_is_finished_by_the_next(bare_shell, command):
+    """Ctrl-C at any line of it leaves nothing twice, and nothing for good."""
+    for probe in ("load_ext", "unload_ext"):
+        bare_shell.run_line_magic(probe, "probe_magics")
+    before = state(bare_shell)
+    tried, was = 0, sys.gettrace()
+    for line in itertools.count():
+        if command != "load_ext":
+            bare_shell.run_line_magic("load_ext", "gpumagic")
+            bare_shell.run_cell("%gpuinfo --each-cell on")
+            bare_shell.run_cell("%oomguard on")
+        interrupt = Interrupt(line)
+        sys.settrace(interrupt.trace)
+        try:
+            bare_shell.run_line_magic(command, "gpumagic")
+        except KeyboardInterrupt:
+            tried += 1
+        finally:
+            sys.settrace(was)
+        extension.load(bare_shell)
+        for calls in state(bare_shell)["events"].values():
+            names = [each.__qualname__ for each in calls]
+            assert len(set(names)) == len(names), interrupt.where
+        assert sum(isinstance(each, PromoteCellMagics) for each in bare_shell.input_transformers_cleanup) == 1
+        extension.unload(bare_shell)
+        bare_shell.extension_manager.loaded.discard("gpumagic")
+        assert state(bare_shell) == before, interrupt.where
+        if not interrupt.where:
+            break
+    assert tried > 30

@@ -1,4 +1,4 @@
-"""The README and the magics' pages say what is there: options, fields, links; and their Python runs."""
+"""The magics' pages say what is there: options, fields, links; and their Python runs. `test_pages` has the README."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import gpumagic
 from gpumagic import options
 from gpumagic.report.base import columns_of
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {magic: ROOT / "demo_notebooks" / f"{magic}.md" for magic in options.MAGICS}
-TEXTS = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *PAGES.values()]}
+FILES = {path.name: path for path in [ROOT / "README.md", *(ROOT / "demo_notebooks").glob("*.md")]}
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 ROWS = {"gpuinfo": gpumagic.GPUReport, "ondevice": gpumagic.TransferReport}
 ROWS |= {"devices": gpumagic.TensorReport, "oomguard": gpumagic.OomReport}
 
@@ -44,12 +47,19 @@ def test_each_column_is_in_the_magics_page_and_no_other(magic) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_what_it_links_to_is_there(name) -> None:
-    folder = next(path.parent for path in [ROOT / "README.md", *PAGES.values()] if path.name == name)
-    targets = re.findall(r"(?:\]\(|src(?:set)?=\")(?!https?:)([^)\"#]+)", TEXTS[name])
-    assert not [each for each in targets if not (folder / each).exists()]
+    for path, anchor in re.findall(r"(?:\]\(|src(?:set)?=\")(?!https?:)([^)\"#]*)#?([^)\"]*)", TEXTS[name]):
+        target = FILES[name].parent / path.strip() if path else FILES[name]
+        assert target.exists(), f"{path} is not there"
+        assert not anchor or anchor in anchors(TEXTS[target.name]), f"{target.name} has no section {anchor}"
 
 
-@pytest.mark.parametrize("name", TEXTS)
+def anchors(text: str) -> set[str]:
+    """Return what GitHub calls the sections of a page."""
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [f"{magic}.md" for magic in options.MAGICS])
 def test_its_python_runs(name, bare_shell, two_devices, warm_worker) -> None:
     """With the simulated devices in the place of CUDA's, cells with magics among them."""
     blocks = re.findall(r"^```python\n(.*?)^```", TEXTS[name], re.MULTILINE | re.DOTALL)

@@ -131,6 +131,14 @@ static void load(void) {
     fclose(file);
 }
 
+/* Read the machine again, as after a driver's fault; what is initialised stays so. */
+void nvml_stub_reload(void) {
+    memset(devices, 0, sizeof devices);
+    memset(hang, 0, sizeof hang);
+    count = 1, init_code = fault_count = loaded = 0;
+    load();
+}
+
 static int fault(const char *symbol, int device) {
     calls++;
     load();

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.memory.allocator import AllocatorStats
+from gpumagic.oom import advice as advising
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules import verdict
-from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Scene, TensorFact, Work
+from gpumagic.oom.rules.facts import BatchSize, Collection, Facts, Model, Scene, TensorFact, Work
+from gpumagic.oom.trials import Trials
 from gpumagic.source import cell_code, text
 from gpumagic.source.text import Change
 
@@ -128,34 +130,32 @@ def test_an_expression_is_replaced_where_it_stands(source, data) -> None:
 
 
 TENSOR = TensorFact((256, 64), "float32", 256 * 64 * 4, "cuda:0")
+LISTS = {"outs": Collection(9, GIB, graphs=9), "data": Collection(3, GIB)}
 FIGURES = AllocatorStats(7 * GIB, 7 * GIB, 7 * GIB)
 
 
 def facts(source: str, line: int, *, trains: bool) -> Facts:
     """Return facts under which as many rules as can be have something to say."""
     cell = cell_code.read_cell(source)
-    growths = [
-        Growth(each.target, each.added, each.line, each.append, scalar=not each.append, tensors=9)
-        for each in cell.accumulations
-    ]
-    model = Model("net", GIB, GIB, training=trains, checkpoints=None, gradients=GIB, blocks="net", depth=4,
-                  leaves_in_block=3, sequential=True)  # fmt: skip
+    model = Model("net", GIB, GIB, training=trains, checkpoints=None, gradients=GIB, blocks="net",
+                  sequential=True)  # fmt: skip
     at = text.parse(source, line=line)
-    scene = Scene(line=line, source=source, functions=frozenset({"forward"}), growths=tuple(growths),
+    scene = Scene(line=line, source=source, functions=frozenset({"forward"}),
                   calls_backward=trains, graph_names=("loss", "x"))  # fmt: skip
     return Facts(
         "cuda allocator", device="cuda:0", requested=2 * GIB, capacity=8 * GIB, free=GIB, before=FIGURES,
         at_failure=FIGURES, after=AllocatorStats(GIB, GIB, GIB), from_allocator=True, scene=scene, cell=cell,
-        models=(model,), fixed=2 * GIB, free_elsewhere={"cuda:1": 80 * GIB}, looked_at=True,
+        models=(model,), free_elsewhere={"cuda:1": 80 * GIB},
         batches=tuple(BatchSize(each.name, each.value, each.line) for each in cell.batches),
-        work=Work(text=at, tensors={"x": TENSOR, "y": TENSOR}, models=(model,)),
+        work=Work(at, {"x": TENSOR, "y": TENSOR, "total": replace(TENSOR, graph=True)}, {}, LISTS, models=(model,)),
     )  # fmt: skip
 
 
 @given(CELLS, st.data(), st.booleans())
 def test_every_edit_of_every_rule_parses_and_can_be_taken_back(source, data, trains) -> None:
     line = data.draw(st.integers(1, source.count("\n") + 1))
-    for advice in verdict.advise(facts(source, line, trains=trains)):
+    known = facts(source, line, trains=trains)
+    for advice in advising.advise(known, Trials(known, {}, seconds=0.0)):
         body = [change for change in advice.changes if not change.new.startswith("%%")]
         changed = Advice("", None, None, changes=tuple(body)).apply(source)
         assert ast.parse(changed), advice.title

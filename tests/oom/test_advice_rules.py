@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.oom.rules import batch, kept, limits, training, verdict
-from gpumagic.oom.rules.facts import BatchSize, Facts, Growth, Model, Ownership, Scene
+from gpumagic.oom import advice as advising
+from gpumagic.oom.report import Need
+from gpumagic.oom.rules import batch, collected, devices, graphs, kept, limits, rows, training, verdict
+from gpumagic.oom.rules.facts import BatchSize, Brought, Collection, Facts, Model, Ownership, Scene, TensorFact, Work
+from gpumagic.oom.trials import Trials
 from gpumagic.source import cell_code  # fmt: skip
 
 MIB, GIB = 2**20, 2**30
@@ -41,16 +44,40 @@ def one(rule, facts):
     return advice
 
 
+def half(rule, facts):
+    """Return what a rule with a number in it suggests where none can be tried."""
+    (choice,) = rule(facts)
+    return choice.make(choice.guess)
+
+
+def advise(facts):
+    """Return what is advised where nothing can be tried."""
+    return advising.advise(facts, Trials(facts, {}, seconds=0.0))
+
+
 def test_the_shortage_is_what_was_asked_beyond_what_was_free() -> None:
-    assert (SHORTAGE.short, SHORTAGE.grown) == (GIB, 4 * GIB)
-    assert (SHORTAGE.covers(GIB), SHORTAGE.covers(GIB - 1), SHORTAGE.covers(None)) == (True, False, None)
+    assert SHORTAGE.short == GIB
+
+
+def test_what_is_missing_for_the_whole_cell_counts_before_what_one_request_lacked() -> None:
+    need = Need(needed=11 * GIB, had=8 * GIB, fits=False, certain=True)
+    known = replace(SHORTAGE, need=need)
+    assert known.short == need.missing == 3 * GIB
+    assert verdict.sentence(known) == (
+        "Not enough memory: the cell needs 11.0 GiB of cuda:0, which has 8.0 GiB for it: 3.0 GiB missing."
+    )
+    assert one(devices.larger, known).title == "Use a larger GPU, such as a T4 (14.6 GiB)"
+    assert not list(devices.larger(SHORTAGE))
+
+
+def test_memory_that_an_earlier_failure_kept_is_blamed_where_the_cell_fits_without_it() -> None:
+    known = replace(SHORTAGE, need=Need(6 * GIB, 8 * GIB, fits=True, certain=True), after=figures(GIB))
+    assert verdict.cause(known) == "earlier failure"
+    assert verdict.sentence(known).startswith("2.0 GiB of cuda:0 was kept by the traceback of an earlier failure")
 
 
 def test_a_plain_shortage_is_told_with_its_numbers() -> None:
-    assert verdict.sentence(SHORTAGE) == (
-        "A shortage: 3.0 GiB was in use on cuda:0 before the cell, the cell took 4.0 GiB more, "
-        "and a further 2.0 GiB was 1.0 GiB too much."
-    )
+    assert verdict.sentence(SHORTAGE) == ("Not enough memory on cuda:0: 2.0 GiB requested, 1.0 GiB free.")
 
 
 @pytest.mark.parametrize(
@@ -65,8 +92,7 @@ def test_a_plain_shortage_is_told_with_its_numbers() -> None:
         ({"leftovers": (Ownership(frozenset({"a"}), GIB),)}, "Earlier cells left 1.0 GiB on cuda:0"),
         ({"segments_can_expand": True, "unallocated": 3 * GIB}, "Fragmentation: 3.0 GiB of cuda:0"),
         ({"requested": None, "kind": "cublas"}, "cuda:0 ran out of memory in cublas: 1.0 GiB of 8.0 GiB was free"),
-        ({"free": None}, "A shortage: a request of 2.0 GiB did not fit on cuda:0."),
-        ({"before": None}, "A shortage: a request of 2.0 GiB on cuda:0 was 1.0 GiB too large."),
+        ({"free": None}, "Not enough memory: a request of 2.0 GiB did not fit on cuda:0."),
     ],
 )
 def test_the_most_particular_explanation_is_the_verdict(changes, beginning) -> None:
@@ -74,7 +100,7 @@ def test_the_most_particular_explanation_is_the_verdict(changes, beginning) -> N
 
 
 def test_other_processes_that_hold_less_than_was_missing_are_not_blamed() -> None:
-    assert verdict.sentence(replace(SHORTAGE, other_processes=GIB - 1)).startswith("A shortage")
+    assert verdict.sentence(replace(SHORTAGE, other_processes=GIB - 1)).startswith("Not enough memory")
 
 
 def test_leftovers_are_deleted_together_and_priced_together() -> None:
@@ -84,7 +110,7 @@ def test_leftovers_are_deleted_together_and_priced_together() -> None:
         Ownership(frozenset({"d"}), 100),
     )
     advice = one(kept.leftovers, replace(SHORTAGE, leftovers=claims))
-    assert (advice.edit, advice.frees, advice.covers) == ("del a, b, c", GIB + 2 * MIB, True)
+    assert (advice.edit, advice.frees, advice.covers) == ("del a, b, c", GIB + 2 * MIB, None)
 
 
 def test_a_displayed_leftover_is_deleted_by_ipythons_own_magic() -> None:
@@ -102,29 +128,35 @@ def test_small_leftovers_are_not_mentioned() -> None:
 
 def test_an_old_value_about_to_be_replaced_is_deleted_first() -> None:
     advice = one(kept.stale, replace(SHORTAGE, stale={"x": GIB}))
-    assert (advice.edit, advice.frees, advice.covers) == ("del x", GIB, True)
+    assert (advice.edit, advice.frees, advice.covers) == ("del x", GIB, None)
+
+
+SUM = Work(tensors={"total": TensorFact((), "float32", 4, "cuda:0", graph=True)})
+LIST = Work(collections={"outs": Collection(9, GIB, graphs=9)})
 
 
 @pytest.mark.parametrize(
-    ("line", "growth", "edit"),
+    ("line", "work", "edit"),
     [
-        ("total += loss", Growth("total", "loss", 2, append=False, scalar=True, tensors=1), "total += loss.item()"),
-        ("total += a * b", Growth("total", "a * b", 2, append=False, scalar=True, tensors=1),
-         "total += (a * b).item()"),
-        ("outs.append(m.out)", Growth("outs", "m.out", 2, append=True, scalar=False, tensors=9),
-         "outs.append(m.out.detach())"),
+        ("total += loss", SUM, "total += loss.item()"),
+        ("total += a * b", SUM, "total += (a * b).item()"),
+        ("outs.append(m.out)", LIST, "outs.append(m.out.detach())"),
+        ("outs[i] = m.out", LIST, "outs[i] = m.out.detach()"),
+        ("outs.append(loss)", Work(collections={"outs": Collection(9, 36, graphs=9, is_of_numbers=True)}),
+         "outs.append(loss.item())"),
     ],
 )  # fmt: skip
-def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, growth, edit) -> None:
+def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, work, edit) -> None:
     cell = cell_code.read_cell(f"for x in y:\n    {line}\n    print(x)")
-    advice = one(kept.graph_growth, replace(SHORTAGE, cell=cell, scene=Scene(growths=(growth,))))
+    advice = one(collected.graphs, replace(SHORTAGE, cell=cell, work=work))
     assert advice.edit == edit
     assert advice.apply(cell.text.source).splitlines()[1] == f"    {edit}"
+    assert not list(collected.graphs(replace(SHORTAGE, cell=cell, work=Work()))), "no live object has a graph"
 
 
-def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
-    advice = one(kept.no_grad, EVALUATING)
-    assert advice.edit == "with torch.no_grad():\n    for x in data: out = net(x)"
+def test_evaluation_with_a_graph_is_put_in_inference_mode() -> None:
+    advice = one(graphs.evaluates, EVALUATING)
+    assert advice.edit == "with torch.inference_mode():\n    for x in data: out = net(x)"
     assert advice.apply(EVALUATING.cell.text.source) == f"net.eval()\n{advice.edit}"
 
 
@@ -140,8 +172,8 @@ def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
         replace(EVALUATING, cell=None),
     ],
 )
-def test_no_grad_is_not_advised_where_a_graph_is_needed_or_already_off(facts) -> None:
-    assert not list(kept.no_grad(facts))
+def test_inference_mode_is_not_advised_where_a_graph_is_needed_or_already_off(facts) -> None:
+    assert not list(graphs.evaluates(facts))
 
 
 @pytest.mark.parametrize(
@@ -157,24 +189,22 @@ def test_no_grad_is_not_advised_where_a_graph_is_needed_or_already_off(facts) ->
 )  # fmt: skip
 def test_a_batch_is_lowered_where_it_is_written(cell, found, edit) -> None:
     running = Scene(functions=frozenset({"forward"}))
-    advice = one(batch.smaller, replace(SHORTAGE, cell=cell_code.read_cell(cell), batches=(found,), scene=running))
+    advice = half(batch.smaller, replace(SHORTAGE, cell=cell_code.read_cell(cell), batches=(found,), scene=running))
     assert (advice.edit, advice.frees, advice.covers) == (edit, None, None)
 
 
-def test_a_batch_is_lowered_to_what_the_linear_law_lets_fit() -> None:
-    facts = replace(SHORTAGE, cell=cell_code.read_cell("batch_size = 256"), batches=(BatchSize("batch_size", 256, 1),),
-                    scene=Scene(functions=frozenset({"forward"})), fixed=3 * GIB)  # fmt: skip
-    advice = one(batch.smaller, replace(facts, requested=2 * GIB, at_failure=figures(7 * GIB)))
-    # 6 GiB are for the batch so far and 2 for what comes next; of the device 0.92 * 8 - 3 GiB are left: 139 rows.
-    assert (advice.title, advice.edit) == ("Lower batch_size from 256 to 128", "batch_size = 128")
-    assert (advice.frees, advice.covers, advice.estimated) == (4 * GIB, True, True)
-
-
 def test_a_batch_is_not_blamed_for_what_does_not_depend_on_it() -> None:
-    facts = replace(SHORTAGE, batches=(BatchSize("bs", 64),), fixed=int(7.5 * GIB), at_failure=figures(7 * GIB))
-    assert not list(batch.smaller(facts))
-    stepping = replace(facts, fixed=GIB, scene=Scene(functions=frozenset({"_multi_tensor_adamw"})))
+    stepping = replace(
+        SHORTAGE, batches=(BatchSize("bs", 64),), scene=Scene(functions=frozenset({"_multi_tensor_adamw"}))
+    )
     assert not list(batch.smaller(stepping))
+
+
+def test_a_model_that_the_cell_does_not_use_goes_to_the_cpu_and_is_not_deleted() -> None:
+    claims = (Ownership(frozenset({"net", "opt"}), GIB, "module"), Ownership(frozenset({"x"}), GIB))
+    variables = (Brought("net", GIB, "module"), Brought("x", GIB, "tensor"))
+    delete, move = kept.leftovers(replace(SHORTAGE, leftovers=claims, kept=variables))
+    assert (delete.first, move.first) == ("del x", "net.cpu()")
 
 
 def test_mixed_precision_is_advised_to_float32_models_only_and_once() -> None:
@@ -187,8 +217,11 @@ def test_mixed_precision_is_advised_to_float32_models_only_and_once() -> None:
 
 
 def test_checkpointing_is_advised_where_activations_came_free() -> None:
-    advice = one(training.checkpoint, TRAINING)
-    assert "4.0 GiB of the 7.0 GiB" in advice.evidence
+    assert not list(training.checkpoint(TRAINING)), "nothing says which of its parts"
+    blocks = replace(TRAINING, models=(replace(TRAINING.models[0], blocks="net.children()"),))
+    advice = one(training.checkpoint, blocks)
+    assert "4.0 GiB of what was in use was held by graphs" in advice.evidence
+    assert "for b in net.children():" in advice.first
     switch = replace(TRAINING, models=(replace(TRAINING.models[0], checkpoints=False),))
     assert one(training.checkpoint, switch).edit == "net.gradient_checkpointing_enable()"
 
@@ -196,28 +229,28 @@ def test_checkpointing_is_advised_where_activations_came_free() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        replace(TRAINING, after=figures(6 * GIB)),
         replace(TRAINING, models=(replace(TRAINING.models[0], checkpoints=True),)),
         replace(TRAINING, scene=Scene(functions=frozenset({"forward", "checkpoint"}))),
         EVALUATING,
     ],
 )
-def test_checkpointing_is_not_advised_without_gain_or_where_it_is_on(facts) -> None:
+def test_checkpointing_is_not_advised_where_it_is_on_or_nothing_trains(facts) -> None:
     assert not list(training.checkpoint(facts))
 
 
-def test_another_device_is_named_only_if_all_the_cell_needs_fits_there() -> None:
+def test_the_device_with_most_room_is_named_unless_one_request_is_too_large_for_it() -> None:
     room = replace(SHORTAGE, free_elsewhere={"cuda:1": 7 * GIB, "cuda:2": 10 * GIB})
-    advice = one(batch.other_device, room)
-    assert (advice.edit, advice.covers, advice.frees) == ("%%ondevice cuda:2", True, None)
-    assert not list(batch.other_device(replace(room, requested=3 * GIB)))
-    left = replace(room, requested=3 * GIB, leftovers=(Ownership(frozenset({"a"}), 3 * GIB),))
-    assert one(batch.other_device, left).title == "Run the cell on cuda:2"
+    assert one(devices.other_device, room).edit == "%%ondevice cuda:2"
+    assert not list(devices.other_device(replace(room, requested=4 * GIB))), "7 were in use when 4 more were asked for"
+    known = replace(room, requested=4 * GIB, need=Need(11 * GIB, 8 * GIB, fits=False, certain=True))
+    assert one(devices.other_device, known), "a dry run there will tell"
+    more = replace(known, need=Need(14 * GIB, 8 * GIB, fits=False, certain=True))
+    assert not list(devices.other_device(more)), "3 of the 14 are what the cell has no use for: 11 do not fit into 10"
 
 
 def test_expandable_segments_are_advised_or_denied_by_what_was_unallocated() -> None:
     some = replace(SHORTAGE, segments_can_expand=True, unallocated=3 * GIB)
-    assert one(limits.expandable_segments, some).frees == 3 * GIB
+    assert one(limits.expandable_segments, some).edit == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     none = replace(SHORTAGE, segments_can_expand=True, unallocated=200 * MIB)
     assert not list(limits.expandable_segments(none))
     assert "only 200.0 MiB was reserved but unallocated, of 2.0 GiB asked for." in " ".join(verdict.sentences(none))
@@ -226,32 +259,48 @@ def test_expandable_segments_are_advised_or_denied_by_what_was_unallocated() -> 
 
 def test_emptying_the_cache_is_denied_only_where_the_allocator_did_it() -> None:
     assert any("Emptying the cache cannot help" in each for each in verdict.sentences(SHORTAGE))
-    assert not verdict.sentences(replace(SHORTAGE, from_allocator=False))
+    assert not list(verdict.sentences(replace(SHORTAGE, from_allocator=False)))
 
 
 def test_the_foreach_form_of_adam_is_named_by_the_function_that_failed() -> None:
     facts = replace(TRAINING, scene=Scene(functions=frozenset({"_multi_tensor_adamw"})))
     advice = one(training.one_by_one, facts)
-    assert (advice.edit, advice.frees, advice.estimated) == ("fused=True", GIB, True)
-    elsewhere_ = one(training.one_by_one, replace(facts, device="mps:0"))
-    assert (elsewhere_.edit, elsewhere_.frees) == ("foreach=False", int(0.87 * GIB))
+    assert advice.edit == "fused=True"
+    assert one(training.one_by_one, replace(facts, device="mps:0")).edit == "foreach=False"
     assert not list(training.one_by_one(TRAINING))
 
 
-def test_a_request_beyond_the_device_is_to_be_divided() -> None:
-    advice = one(limits.larger_than_the_device, replace(SHORTAGE, requested=9 * GIB))
-    assert "3 parts" in advice.title
-    assert not list(limits.larger_than_the_device(SHORTAGE))
-
-
-def test_what_suffices_comes_first_then_the_most_bytes() -> None:
+def test_without_dry_runs_what_costs_nothing_comes_first() -> None:
     facts = replace(
         SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 500 * MIB),), stale={"x": 600 * MIB},
         batches=(BatchSize("bs", 8),), free_elsewhere={"cuda:1": 20 * GIB},
         scene=Scene(functions=frozenset({"forward"})),
     )  # fmt: skip
-    assert [advice.edit for advice in verdict.advise(facts)] == ["%%ondevice cuda:1", "bs = 4", "del x", "del a"]
+    found = advise(facts)
+    assert [advice.edit for advice in found] == ["del a", "del x", "%%ondevice cuda:1", "bs = 4"]
+    assert {advice.covers for advice in found} == {None}
 
 
 def test_nothing_is_advised_on_no_facts() -> None:
-    assert verdict.advise(Facts(kind="cublas", device="cuda:0")) == ()
+    assert advise(Facts(kind="cublas", device="cuda:0")) == ()
+
+
+@pytest.mark.parametrize(
+    ("cell", "edited"),
+    [
+        ("g = vmap(grad(f), in_dims=(None, 0))(w, x)", "g = vmap(grad(f), in_dims=(None, 0), chunk_size=16)(w, x)"),
+        ("y = torch.vmap(f)(x, other)", "y = torch.vmap(f, chunk_size=16)(x, other)"),
+        ("y = vmap(f, chunk_size=8)(x)", None),
+        ("y = vmap(f)(len(x))", None),
+    ],
+)
+def test_vmap_maps_over_some_rows_at_a_time(cell, edited) -> None:
+    there = {"w": TensorFact((7, 3), "float32", 84, "cuda:0"), "x": TensorFact((64, 3), "float32", 768, "cuda:0")}
+    facts = replace(
+        SHORTAGE, cell=cell_code.read_cell(cell), scene=Scene(line=1, functions=frozenset({"vmap_impl"})),
+        work=Work(tensors=there),
+    )  # fmt: skip
+    found = list(rows.mapped(facts))
+    assert [each.now for each in found] == ([] if edited is None else [64])
+    assert [each.make(16).apply(cell) for each in found] == ([] if edited is None else [edited])
+    assert not list(rows.mapped(replace(facts, scene=Scene(line=1))))

@@ -101,7 +101,7 @@ def test_keep_going_goes_on_after_the_block() -> None:
 
 
 def test_keep_raises_the_original_with_its_frames() -> None:
-    with pytest.raises(torch.OutOfMemoryError) as caught, gpumagic.oomguard(keep=True) as guard:
+    with pytest.raises(torch.OutOfMemoryError) as caught, gpumagic.oomguard(debug=True) as guard:
         fail()
     assert not isinstance(caught.value, gpumagic.OutOfMemory)
     assert any("at least 1.0 GiB" in note for note in guard.report.notes)

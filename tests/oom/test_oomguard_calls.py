@@ -61,7 +61,7 @@ def test_when_nothing_fits_one_light_error_is_raised() -> None:
 
 
 def test_a_call_goes_elsewhere_at_last() -> None:
-    @gpumagic.oomguard(retry=1, fallback="simgpu:1")
+    @gpumagic.oomguard(fallback="simgpu:1")
     def work():
         here = torch.empty(0).device
         return str(here) if here.type == "simgpu" else take(9)

@@ -25,14 +25,16 @@ def callbacks(shell):
     return {event: list(each) for event, each in shell.events.callbacks.items()}
 
 
-def test_a_cell_that_runs_out_gets_its_memory_back_and_a_report_after_its_traceback(cell, shown, capsys) -> None:
+def test_a_cell_that_runs_out_gets_its_memory_back_and_a_report_before_its_traceback(cell, shown, capsys) -> None:
     result = cell("fail()")
     assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
     assert allocated() == 0
     out = capsys.readouterr().out
     assert out.count("Traceback (most recent call last)") == 1
     assert "OutOfMemoryError: simgpu out of memory" in out
-    assert shown()[-1].startswith("Out of memory on simgpu:0, line 1 · 2.0 GiB given back")
+    report = shown()[-1]
+    assert report.startswith("Out of memory on simgpu:0, line 1. ")
+    assert "Freed 2.0 GiB." in report
 
 
 def test_other_cells_are_as_without(cell, bare_shell, shown) -> None:
@@ -52,7 +54,7 @@ def test_off_undoes_exactly_and_both_say_how_it_stands_when_asked_twice(guarded,
     before = callbacks(bare_shell)
     assert say("%oomguard off") == "Cells are not guarded."
     assert say("%oomguard on") == (
-        "Every cell from the next on is guarded against running out of memory. %oomguard off ends it."
+        "From the next cell on, every cell is guarded against running out of memory. %oomguard off ends it."
     )
     bare_shell.run_cell("fail()", store_history=True)
     capsys.readouterr()
@@ -133,7 +135,7 @@ def test_keep_going_goes_for_every_cell(guarded, bare_shell) -> None:
 
 
 def test_it_may_stand_on_the_first_line_of_a_cell_but_not_run_it_again(guarded, bare_shell, capsys) -> None:
-    bare_shell.run_cell("%%oomguard on --retry 2\nran = True", store_history=True)
+    bare_shell.run_cell("%%oomguard on --shrink n\nran = True", store_history=True)
     assert "on is for every cell, not for this one" in capsys.readouterr().err
     assert "ran" not in bare_shell.user_ns
 

@@ -16,7 +16,7 @@ ALLOCATED = "torch.simgpu.memory_allocated(0)"
 
 def test_in_a_kernel_every_failure_gives_back_all_it_pins(start_kernel) -> None:
     kernel = start_kernel(**SIMGPU)
-    assert kernel.run(f"%load_ext gpumagic\n{PRELUDE}").status == "ok"
+    assert kernel.run(f"%load_ext gpumagic\n%config GPUMagic.advice_seconds = 0\n{PRELUDE}").status == "ok"
     left = {}
     for name, code in FREED.items():
         cell = kernel.run(f"%%oomguard\n{code}")
@@ -69,19 +69,17 @@ def state():
 """
 
 
-@pytest.mark.parametrize("failures", [20, pytest.param(180, marks=pytest.mark.deep)])
-def test_hundreds_of_failures_at_the_brim_leave_a_kernel_as_it_was(start_kernel, failures) -> None:
+@pytest.mark.deep
+def test_hundreds_of_failures_at_the_brim_leave_a_kernel_as_it_was(start_kernel) -> None:
     kernel = start_kernel(**SIMGPU)
-    kernel.run(f"%load_ext gpumagic\n{PRELUDE}\n{BRIM}")
+    kernel.run(f"%load_ext gpumagic\n%config GPUMagic.advice_seconds = 0\n{PRELUDE}\n{BRIM}")
     for _ in range(20):  # what is made once, by the first failures: modules, caches of compiled patterns
         kernel.run("%%oomguard --keep-going\nbrim()", store_history=False)
     kernel.run("import gc; gc.freeze()")  # or each collection would go through all of torch's objects
     before = eval(kernel.value("state()"))
-    cells = [kernel.run("%%oomguard --keep-going\nbrim()", store_history=False) for _ in range(failures)]
+    cells = [kernel.run("%%oomguard --keep-going\nbrim()", store_history=False) for _ in range(180)]
     after = eval(kernel.value("state()"))
-    assert {(cell.status, cell.reports[0].splitlines()[0]) for cell in cells} == {
-        ("ok", "Out of memory on simgpu:0, line 2 · 4.0 GiB given back")
-    }
+    assert {(cell.status, "Freed 4.0 GiB." in cell.reports[0]) for cell in cells} == {("ok", True)}
     assert after[:2] == before[:2] == (0, 0)
     assert after[2] - before[2] < 2000, "objects grow with the failures"
     assert after[3] - before[3] < 64 * 1024, "memory grows with the failures"

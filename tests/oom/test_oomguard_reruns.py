@@ -1,4 +1,4 @@
-"""`%%oomguard --shrink`, `--retry` and `--fallback`: the cell runs again from where it began."""
+"""`%%oomguard --shrink` and `--fallback`: the cell runs again from where it began."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_shrink_halves_a_number_of_the_text_until_the_cell_fits(guarded, ns, cap
         (40, False, 3, 5 * GIB),
         (20, True, None, None),
     ]
-    assert str(report).splitlines()[0] == "Out of memory on simgpu:0, line 3 · passed with batch_size = 20"
+    assert " ".join(str(report).split()).startswith(
+        "Out of memory on simgpu:0, line 3; passed with batch_size = 20. To keep it: line 2: batch_size = 20 "
+    )
 
 
 def test_shrink_halves_a_variable_and_leaves_it_at_what_fits(guarded, ns, bare_shell) -> None:
@@ -51,7 +53,7 @@ def test_where_nothing_fits_the_variable_is_as_before_and_the_cell_fails_once(gu
     assert ns["n"] == 4
     assert [each.size for each in ns["report"].tries] == [4, 1]
     assert allocated() == before
-    assert shown()[-1].splitlines()[0].startswith("Out of memory on simgpu:0, line 3 · also with n = 1")
+    assert shown()[-1].splitlines()[0].startswith("Out of memory on simgpu:0, line 3, also with n = 1. ")
 
 
 def test_a_cell_that_fits_at_once_runs_once(guarded, ns) -> None:
@@ -127,15 +129,15 @@ def test_an_interrupt_between_two_tries_changes_no_number_either(guarded, ns, ba
     assert ns["n"] == 16
 
 
-def test_retries_come_before_smaller_sizes_and_those_before_another_device(guarded, ns, bare_shell) -> None:
+def test_smaller_sizes_come_before_another_device(guarded, ns, bare_shell) -> None:
     bare_shell.run_cell("n = 2", store_history=True)
     tried = []
     ns["mark"] = lambda n, device: tried.append((n, device))
     result = guarded(
         "here = torch.empty(0).device\nmark(n, str(here))\ntake(9) if here.type == 'cpu' else n",
-        "--retry 1 --shrink n --fallback simgpu:1",
+        "--shrink n --fallback simgpu:1",
     )
-    assert tried == [(2, "cpu"), (2, "cpu"), (1, "cpu"), (2, "simgpu:1")]
+    assert tried == [(2, "cpu"), (1, "cpu"), (2, "simgpu:1")]
     assert result.result == 2
     assert ns["n"] == 2
 
@@ -152,7 +154,7 @@ def test_fallback_runs_the_cell_elsewhere_and_says_what_stays(guarded, ns, bare_
         "what it uses stays where it is: w (simgpu:0, 3.0 GiB)."
     ) in capsys.readouterr().out
     texts = shown()
-    assert any(text.startswith("on simgpu:1 for") for text in texts)
+    assert any("simgpu:1, " in text.splitlines()[1] for text in texts)
     assert any("passed on simgpu:1" in text for text in texts)
 
 
@@ -195,10 +197,10 @@ def test_a_function_of_the_cell_has_the_source_that_ran(guarded, bare_shell) -> 
     assert "batch_size = 20" in shown
 
 
-def test_after_out_of_memory_the_advice_names_a_batch_that_was_dry_run(guarded, ns) -> None:
+def test_after_out_of_memory_the_advice_names_a_batch_that_was_dry_run(guarded, ns, bare_shell) -> None:
+    bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 60")
     one = "torch.empty(batch_size, 1 << 18, device='simgpu:0')"
     guarded(f"batch_size = 3000\nx = {one}\ndel x\ny = {one}\nz = {one}")
     advice = next(each for each in ns["report"].advice if "batch_size" in each.title)
-    assert re.fullmatch(r"by dry runs batch_size=1\d\d\d fits: \S+ of 4.0 GiB", advice.evidence)
     assert re.fullmatch(r"Lower batch_size from 3000 to 1\d\d\d", advice.title)
-    assert (advice.covers, advice.estimated, advice.frees > GIB) == (True, False, True)
+    assert (advice.covers, advice.trial.fits, advice.frees > GIB) == (True, True, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpumagic.oom.report import Advice, OomReport
+from gpumagic.oom.report import Advice, EditTrial, Need, OomReport
 from gpumagic.report.base import Holder, to_html, to_text
 from gpumagic.source.text import Change
 
@@ -15,54 +15,43 @@ REPORT = OomReport(
     allocated_before=3 * GIB, allocated_at_failure=7 * GIB, allocated_after=3 * GIB,
     reserved_before=3 * GIB + 300 * MIB, reserved_at_failure=7 * GIB + 100 * MIB, reserved_after=3 * GIB + 200 * MIB,
     capacity=8 * GIB, line=4, code="loss = criterion(net(x), y)",
-    verdict="A shortage: 3.0 GiB was in use on cuda:0 before the cell, the cell took 4.0 GiB more, "
-            "and a further 2.0 GiB was 1.1 GiB too much.",
+    need=Need(9 * GIB, 8 * GIB, fits=False, certain=True),
+    verdict="Not enough memory: the cell needs 9.0 GiB of cuda:0, which has 8.0 GiB for it: 1.0 GiB missing.",
     holders=(
         Holder("net, optimizer", "cuda:0", 2 * GIB, "module"),
         Holder("features", "cuda:0", 800 * MIB, "tensor"),
         Holder("Out[3]", "cuda:0", 224 * MIB, "tensor"),
     ),
     advice=(
-        Advice("Run the cell on cuda:1", None, True, "%%ondevice cuda:1", "cuda:1 has 20.0 GiB free"),
-        Advice("Delete 2 names that earlier cells left", GIB, False, "%xdel _3\ndel features", "features 800.0 MiB"),
         Advice("Lower batch_size from 64 to 32", 2 * GIB, True, "batch_size = 32", "line 3 says batch_size=64",
-               cost="accumulate 2 steps for the same gradient", estimated=True, first="del x",
-               changes=(Change(3, 13, "64", "32"),)),
+               cost="accumulate 2 steps for the same gradient", first="del x", changes=(Change(3, 13, "64", "32"),),
+               trial=EditTrial(fits=True, certain=True, needs=7 * GIB, had=8 * GIB, saves=2 * GIB)),
+        Advice("Run the cell on cuda:1", None, None, "%%ondevice cuda:1", "cuda:1 has 20.0 GiB free",
+               trial=EditTrial(reason="there was no time")),
+        Advice("Delete 2 names that earlier cells left", GIB // 2, False, "%xdel _3\ndel features", "800.0 MiB",
+               trial=EditTrial(fits=False, certain=True, needs=9 * GIB, had=8 * GIB, saves=GIB // 2)),
     ),
     message="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     notes=("Emptying the cache cannot help.",),
 )  # fmt: skip
 
 GOLDEN = """\
-Out of memory on cuda:0, line 4 · 4.0 GiB given back
-A shortage: 3.0 GiB was in use on cuda:0 before the cell, the cell took 4.0 GiB
-  more, and a further 2.0 GiB was 1.1 GiB too much.
-4 | loss = criterion(net(x), y)
-
-What would help
-1. Run the cell on cuda:1: enough
-use | %%ondevice cuda:1
-Why: cuda:1 has 20.0 GiB free.
-2. Delete 2 names that earlier cells left: frees 1.0 GiB, not enough alone
-use | %xdel _3
-use | del features
-Why: features 800.0 MiB.
-3. Lower batch_size from 64 to 32: frees about 2.0 GiB, which should be enough
+Out of memory on cuda:0, line 4. Lower batch_size from 64 to 32: fits (dry run:
+  7.0 of 8.0 GiB)
+Not enough memory: the cell needs 9.0 GiB of cuda:0, which has 8.0 GiB for it:
+  1.0 GiB missing. Freed 4.0 GiB.
 first | del x
     3 | batch_size = 32
 Why: line 3 says batch_size=64. Cost: accumulate 2 steps for the same gradient.
-
-Memory
-cuda:0           allocated of 8.0 GiB                  cached
+2. Run the cell on cuda:1 (not tried: there was no time)
+3. Delete 2 names that earlier cells left: saves 512.0 MiB, does not fit alone
+cuda:0           Allocated of 8.0 GiB                  Cached
 ───────────────  ─────────────────────────────────  ─────────
-before the cell               3.0 GiB ████▓░░░░░░░  300.0 MiB
-at the failure                7.0 GiB ██████████▓░  100.0 MiB
-now                           3.0 GiB ████▓░░░░░░░  200.0 MiB
-held by         what    freed by del
-──────────────  ──────  ─────────────────────────
-net, optimizer  module       2.0 GiB ████████░░░░
-features        tensor     800.0 MiB ███░░░░░░░░░
-Out[3]          tensor     224.0 MiB █░░░░░░░░░░░
+Before the cell               3.0 GiB ████▓░░░░░░░  300.0 MiB
+At the failure                7.0 GiB ██████████▓░  100.0 MiB
+Now                           3.0 GiB ████▓░░░░░░░  200.0 MiB
+Failed in loss = criterion(net(x), y)
+Held now: net, optimizer 2.0 GiB, features 800.0 MiB, Out[3] 224.0 MiB
 Emptying the cache cannot help."""
 
 
@@ -78,7 +67,7 @@ def test_no_line_is_wider_than_a_narrow_terminal() -> None:
 
 def test_the_html_says_all_the_text_says() -> None:
     html = to_html(REPORT)
-    for words in ("1.1 GiB too much", "net, optimizer", "%xdel _3", "which should be enough", "accumulate 2 steps"):
+    for words in ("1.0 GiB missing", "net, optimizer", "%xdel _3", "does not fit alone", "accumulate 2 steps"):
         assert words in html
 
 
@@ -99,12 +88,12 @@ def test_more_than_five_suggestions_are_folded() -> None:
 
 def test_many_holders_are_summed_up() -> None:
     many = replace(REPORT, holders=tuple(Holder(f"x{n}", "cuda:0", GIB) for n in range(9)))
-    assert "and 3 more names with 3.0 GiB" in to_text(many, width=80)
+    assert "Held now: x0 1.0 GiB, x1 1.0 GiB, x2 1.0 GiB, 6 names 6.0 GiB" in to_text(many, width=80)
 
 
 def test_a_recovered_cell_and_a_doubtful_one_say_so() -> None:
     recovered = replace(REPORT, retries=1, recovered=True)
-    assert to_text(recovered).startswith("Out of memory on cuda:0, line 4 · passed after 1 retry\n")
+    assert to_text(recovered).startswith("Out of memory on cuda:0, line 4; passed after 1 retry\n")
     failed = replace(REPORT, retries=2)
     assert "also after 2 retries" in to_text(failed)
     assert to_text(replace(REPORT, certainty="probable")).startswith("Probably out of memory on cuda:0")
@@ -112,7 +101,7 @@ def test_a_recovered_cell_and_a_doubtful_one_say_so() -> None:
 
 def test_a_report_without_figures_still_has_its_verdict() -> None:
     bare = OomReport("python", "certain", None, None, None, None, None, None, None, None, "Host memory (RAM) ran out.")
-    assert to_text(bare, width=80) == "Out of memory\nHost memory (RAM) ran out."
+    assert to_text(bare, width=80) == "Out of memory. Host memory (RAM) ran out."
 
 
 def test_code_to_be_typed_is_never_cut() -> None:

@@ -143,3 +143,11 @@ def test_the_second_way_back_is_as_good_as_the_first() -> None:
         exec("n = n + 1\na.append(n)\nnew = n", namespace)
         assert rollback.undo() == () or "__builtins__" in namespace
         assert (namespace["n"], namespace["a"], "new" in namespace) == (1, [], False)
+
+
+@pytest.mark.parametrize("times", range(1, 9))
+def test_a_value_made_anew_at_the_address_of_the_old_one_is_not_taken_for_it(two_devices, times) -> None:
+    """CPython gives the address of a freed object to the next one: after an even number of times it is the same."""
+    namespace = {"x": torch.zeros(3, device="simgpu:0"), "box": [torch.zeros(3, device="simgpu:0")], "times": times}
+    source = "for _ in range(times):\n    x = x + 1\n    box = [each + 1 for each in box]\ndel _"
+    assert sorted(run(source, namespace)) == ["the new value of box", "the new value of x"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.report import html, text
-from gpumagic.report.base import to_text
+from gpumagic.report.base import to_html, to_text
 from gpumagic.report.document import Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
 
 TABLE = Table(
@@ -141,7 +141,7 @@ def test_html_says_every_figure_as_text_and_hides_bars_from_screen_readers() -> 
     assert 'aria-hidden="true"' in shown
     assert 'title="lost"' in shown
     assert '<th scope="col"' in shown
-    assert "<caption" in shown
+    assert '<table aria-label="GPUs"' in shown
 
 
 @pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", '"><script>', "a\u202eb", "\x1b]0;x\x07"])
@@ -167,3 +167,14 @@ class _Parsed(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+
+
+def test_details_show_what_a_report_folds_in_text_and_in_html() -> None:
+    """Each under its summary, in the order of the report; the report itself stays folded."""
+    for name, report in every_report.cases("model.weight"):
+        folded, whole = to_html(report), report.details()
+        assert "<details>" not in whole._repr_html_(), name
+        assert len(str(whole).splitlines()) >= len(str(report).splitlines()), name
+        assert str(whole).splitlines()[0] == str(report).splitlines()[0], name
+        if "<details>" in folded:
+            assert len(str(whole)) > len(str(report)), name

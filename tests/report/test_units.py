@@ -25,7 +25,8 @@ def test_bytes_have_one_decimal_and_binary_units(nbytes: int | None, text: str) 
     ("part", "whole", "text"),
     [
         (0, None, "0 B"), (3, 1000, "3 / 1000 B"), (1, 2**30, "<0.1 / 1.0 GiB"), (2**29, 15 * 2**30, "0.5 / 15.0 GiB"),
-        (2**20, 143 * 2**20, "1 / 143 MiB"), (1, 143 * 2**20, "<1 / 143 MiB"), (2**20, 64 * 2**20, "1.0 / 64.0 MiB"),
+        (2**20, 143 * 2**20, "1.0 / 143.0 MiB"), (1, 143 * 2**20, "<0.1 / 143.0 MiB"),
+        (2**20, 64 * 2**20, "1.0 / 64.0 MiB"),
     ],
 )  # fmt: skip
 def test_a_part_and_its_whole_share_a_unit(part: int, whole: int | None, text: str) -> None:

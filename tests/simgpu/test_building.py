@@ -107,6 +107,26 @@ def test_no_ninja_is_one_sentence_with_the_remedy(tmp_path: Path) -> None:
     assert told.endswith("install it, e.g. `pip install ninja`")
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, fresh: bool) -> None:
+    """Whoever writes there would choose what this process runs."""
+    home = tmp_path / "cache/gpumagic/simgpu"
+    home.mkdir(parents=True, mode=0o700)
+    if not fresh:
+        shutil.copytree(_build.library().parent, home / _build.library().parent.name)
+    home.chmod(0o777)
+    told = refusal(REFUSE.format(before=""), tmp_path / "cache", Path(os.environ["PATH"].partition(":")[0]))
+    assert told == (
+        f"the simulated GPU loads no code that others may have written: other users can write to {home}; "
+        f"take that away with: chmod go-w {home}"
+    )
+    if not fresh:
+        home.chmod(0o700)
+        (home / _build.library().parent.name).chmod(0o770)
+        told = refusal(REFUSE.format(before=""), tmp_path / "cache", tmp_path)
+        assert told.startswith("the simulated GPU loads no code that others may have written: other users can write")
+
+
 def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path: Path) -> None:
     """A file where the folder should be."""
     (tmp_path / "file").touch()

@@ -35,18 +35,6 @@ def test_a_batch_size_given_as_an_argument_is_found() -> None:
     assert [each.value for each in read("loader = DataLoader(d, batch_size=128)").batches] == [128]
 
 
-def test_sums_and_appends_in_loops_are_found_once_with_their_lines() -> None:
-    found = read("for e in range(2):\n  for x in d:\n    total += f(x)\n    all.append(x.loss)").accumulations
-    assert [(each.target, each.added, each.line, each.append) for each in found] == [
-        ("total", "f(x)", 3, False),
-        ("all", "x.loss", 4, True),
-    ]
-
-
-def test_sums_outside_loops_do_not_grow() -> None:
-    assert not read("total += loss\nlosses.append(loss)").accumulations
-
-
 @pytest.mark.parametrize(
     ("code", "remade"),
     [

@@ -113,12 +113,9 @@ def test_two_reports_in_a_row_are_equal_but_for_what_the_session_changed(run) ->
     assert run("first.to_dict() == second.to_dict()") is True
 
 
-def test_rows_order_and_totals_are_as_asked(run) -> None:
+def test_rows_and_totals_are_as_asked(run) -> None:
     run("a, b = torch.ones(5000), torch.ones(10)")
     assert run("%devices -n 1").limit == 1
-    assert all(row.nbytes >= 20_000 for row in run("%devices --min 20000"))
-    names = [row.name for row in run("%devices --sort name") if row.name]
-    assert names == sorted(names)
     assert str(run("%devices --by kind")).splitlines()[1].startswith("Kind")
     assert {row.device for row in run("%devices cpu")} == {"cpu"}
     assert {row.device for row in run("%devices meta")} <= {"meta"}

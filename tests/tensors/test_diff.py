@@ -165,9 +165,7 @@ def test_records_of_dead_storages_are_forgotten_at_the_next_look() -> None:
 
 
 def test_reports_narrowed_differently_are_compared_in_what_both_list() -> None:
-    everything = scan({})
-    namespace = {"small": torch.ones(10), "large": torch.ones(1000)}
-    assert changes(everything, scan(namespace, minimum=1000)) == [("came", "large", 4000)]
+    namespace = {"large": torch.ones(1000)}
     only_meta = scan(namespace, devices=["meta"])
     namespace["more"] = torch.ones(1000)
     assert changes(only_meta, scan(namespace)) == []

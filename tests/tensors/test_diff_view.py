@@ -1,4 +1,4 @@
-"""The views of `%devices --diff`, `--held`, `--why` and `--release-held`: golden text in 80 columns, and HTML."""
+"""The views of `%devices --diff`, `--leaks`, `--why` and `--free`: golden text in 80 columns, and HTML."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from gpumagic.report.base import to_html, to_text
-from gpumagic.tensors.held_report import FreedRow, ReleaseReport, WayRow, WhyReport
-from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow, HeldReport, HeldRow, TensorRow
+from gpumagic.tensors.leaks_report import FreedReport, FreedRow, WayRow, WhyReport
+from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow, LeakReport, LeakRow, TensorRow
 
 KIB, MIB = 1024, 1024**2
-RELEASE, COLLECT = "%devices --release-held", "import gc; gc.collect()"
+RELEASE, COLLECT = "%devices --free", "import gc; gc.collect()"
 
 
 def text(report, width=80):
@@ -43,30 +43,30 @@ def test_what_changed_in_80_columns() -> None:
 
 
 GOLDEN_DIFF = """\
-+552.0 MiB in 42 new storages, -256.0 MiB in 1 gone, +4.0 KiB by resizing, 1
++552.0 MiB in 42 new storages, -256.0 MiB in 1 freed, +4.0 KiB by resizing, 1
   without a name now since %devices in cell 7
 Change   Name            Device        Size               Shape        Kind
 ───────  ──────────────  ──────  ───────────────────────  ───────────  ─────
 new      batch           cuda:0  +512.0 MiB ████████████  [256, 1024]  plain
-gone     old_batch       cuda:0  -256.0 MiB ▒▒▒▒▒▒░░░░░░  [256, 1024]  plain
+freed    old_batch       cuda:0  -256.0 MiB ▒▒▒▒▒▒░░░░░░  [256, 1024]  plain
 new      losses[…] × 40  cuda:0   +40.0 MiB █░░░░░░░░░░░  [256, 1024]  plain
 resized  shard           cuda:0    +4.0 KiB █░░░░░░░░░░░  [256, 1024]  plain
 unnamed  hidden          cuda:0    64.0 MiB ██░░░░░░░░░░  [256, 1024]  plain
 new      opaque          cuda:0         n/a ░░░░░░░░░░░░  [256, 1024]  plain
 hidden: kept by Out[12] now
-Device        Came        Went         Net   Allocator
+Device         New       Freed         Net   Allocator
 ──────  ──────────  ──────────  ──────────  ──────────
 cuda:0  +552.0 MiB  -256.0 MiB  +296.0 MiB  +300.0 MiB"""
 
 
 def held(number, nbytes, holder, command, **more):
     """Return one held storage."""
-    return HeldRow(
+    return LeakRow(
         number, "cuda:0", nbytes, (32, 32), "float32", "plain", holder, more.pop("place", holder), command, **more
     )  # fmt: skip
 
 
-HELD = HeldReport((
+HELD = LeakReport((
     held(7, 64 * MIB, "Out[12]", RELEASE, place="Out[12]['k']"),
     held(8, 32 * MIB, "last traceback", RELEASE, place="last traceback.<step()>.hidden"),
     *(held(number, 4 * KIB, None, None) for number in range(9, 59)),
@@ -79,35 +79,36 @@ def test_what_is_held_in_80_columns() -> None:
 
 
 GOLDEN_HELD = """\
-53 storages that no variable reaches: cuda:0 97.2 MiB
+%devices --free frees 96.0 MiB: Out[12], last traceback
+No variable reaches 53 storages: 97.2 MiB on cuda:0
 No.  Held by            Device       Size               Shape     Dtype    Kind
 ───  ─────────────────  ──────  ──────────────────────  ────────  ───────  ─────
   7  Out[12]['k']       cuda:0   64.0 MiB ████████░░░░  [32, 32]  float32  plain
   8  last tra…>.hidden  cuda:0   32.0 MiB ████░░░░░░░░  [32, 32]  float32  plain
   9  unknown × 50       cuda:0  200.0 KiB █░░░░░░░░░░░  [32, 32]  float32  plain
  60  cycle              cuda:0    1.0 MiB █░░░░░░░░░░░  [32, 32]  float32  plain
-%devices --release-held frees 96.0 MiB: Out[12], last traceback
 import gc; gc.collect() frees 1.0 MiB: cycle
-No one line frees 200.0 KiB, kept by C++ or what was not followed"""
+No single line frees 200.0 KiB, kept by C++ or what was not followed"""
 
 
 def test_the_graphs_of_a_list_are_one_line_and_one_command() -> None:
-    rows = [held(n, MIB, f"graph of losses[{n}]", f"losses[{n}] = losses[{n}].detach()") for n in range(9)]
+    line = "losses[:] = [each.detach() for each in losses]"
+    rows = [held(n, MIB, f"graph of losses[{n}]", line) for n in range(9)]
     one = held(9, MIB, "graph of loss", "loss = loss.detach()")
-    lines = text(HeldReport((*rows, one)), 120).splitlines()
-    assert "graph of losses[…] × 9" in lines[3]
-    assert lines[-2].startswith("losses[…] = losses[…].detach() frees 9.0 MiB")
+    lines = text(LeakReport((*rows, one)), 120).splitlines()
+    assert "graph of losses[…] × 9" in lines[4]
+    assert lines[0].startswith(f"{line} frees 9.0 MiB")
     assert lines[-1] == "loss = loss.detach() frees 1.0 MiB: graph of loss"
 
 
 def test_nothing_held_is_one_line() -> None:
-    assert text(HeldReport(())) == "Nothing is held: a variable reaches every live tensor"
+    assert text(LeakReport(())) == "No leaks: a variable reaches every live tensor"
 
 
-FREED = ReleaseReport(
+FREED = FreedReport(
     (FreedRow("cuda:0", 96 * MIB, 2, 196 * MIB, 100 * MIB), FreedRow("cpu", 512, 1, None, None)),
     ("Out[12]", "last traceback"),
-    HeldReport((held(60, MIB, "cycle", COLLECT),)),
+    LeakReport((held(60, MIB, "cycle", COLLECT),)),
 )
 
 
@@ -116,8 +117,8 @@ def test_what_was_released_in_80_columns() -> None:
 
 
 GOLDEN_FREED = """\
-Came back: 96.0 MiB on cuda:0, 512 B on cpu
-Forgotten: Out[12], last traceback
+Freed 96.0 MiB on cuda:0, 512 B on cpu
+Cleared: Out[12], last traceback
 Device     Freed  Storages  Allocated        Now
 ──────  ────────  ────────  ─────────  ─────────
 cuda:0  96.0 MiB         2  196.0 MiB  100.0 MiB
@@ -142,8 +143,8 @@ def test_why_a_tensor_is_there_in_80_columns() -> None:
 
 
 GOLDEN_WHY = """\
+Kept by 3 holders. To free it: del model.fc.weight, then %devices --free
 model.fc.weight: 4.0 MiB on cuda:0, [1024, 1024] float32, parameter
-kept by 3 holders:
 model          Net
 └─ .fc         Linear
    └─ .weight  Parameter
@@ -151,7 +152,6 @@ Out[12]  list
 └─ [0]   Parameter
 running work()
 └─ .w           Parameter
-To free it: del model.fc.weight; %devices --release-held
 It also has to go from running work()"""
 
 

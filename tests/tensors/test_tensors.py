@@ -319,7 +319,7 @@ def test_what_a_training_step_leaves_is_told_apart() -> None:
     assert kinds["model[0].weight"] == "parameter"
     assert kinds["model[1].running_mean"] == "buffer"
     assert kinds["model[0].weight.grad"] == "gradient"
-    assert kinds["opt.state[model[0].weight].exp_avg"] == "optimizer state"
+    assert kinds["opt.state[model[0].weight]['exp_avg']"] == "optimizer state"
     assert kinds["loss"] == "activation"
     assert kinds["x"] == "plain"
 
@@ -407,12 +407,13 @@ def test_its_own_failure_keeps_no_tensor(monkeypatch, broken) -> None:
     assert watch() is None
 
 
-def test_a_name_that_is_frozen_away_is_found_through_the_namespace() -> None:
+def test_a_name_that_is_frozen_away_is_found_through_the_namespace(monkeypatch) -> None:
     """And so is what it is for, from the modules and optimizers that the names lead to."""
     net = torch.nn.BatchNorm1d(3)
     opt = torch.optim.Adam(net.parameters())
     net(torch.ones(2, 3)).sum().backward()
     opt.step()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)  # all tests of this file run frozen, and do not say so
     gc.freeze()
     try:
         report = scan({"frozen": torch.ones(123), "net": net, "opt": opt})
@@ -421,7 +422,7 @@ def test_a_name_that_is_frozen_away_is_found_through_the_namespace() -> None:
     kinds = {row.name: row.kind for row in report}
     assert kinds["frozen"] == "plain"
     assert kinds["net.running_mean"] == "buffer"
-    assert kinds["opt.state[net.weight].exp_avg"] == "optimizer state"
+    assert kinds["opt.state[net.weight]['exp_avg']"] == "optimizer state"
     assert any("gc.freeze()" in note for note in report.notes)
 
 
@@ -437,15 +438,12 @@ def test_without_torch_the_report_is_empty_and_says_so() -> None:
 # -- what is asked for ------------------------------------------------------------------------------------
 
 
-def test_devices_minimum_and_order_are_obeyed() -> None:
+def test_only_the_devices_asked_for_are_listed_largest_first() -> None:
     namespace = {"b": torch.ones(1000), "a": torch.ones(10), "m": torch.ones(1, device="meta")}
     assert {row.device for row in scan(namespace, devices=["meta"])} == {"meta"}
     assert {row.device for row in scan(namespace, devices=["meta"]).by_device} == {"meta"}
-    assert all(row.nbytes >= 4000 for row in scan(namespace, minimum=4000))
     sizes = [row.nbytes for row in scan(namespace)]
     assert sizes == sorted(sizes, reverse=True)
-    names = [row.name for row in scan(namespace, sort="name") if row.name]
-    assert names == sorted(names)
 
 
 def test_unknown_sizes_are_counted_in_a_note() -> None:
@@ -457,8 +455,8 @@ def test_the_sums_are_those_of_the_rows() -> None:
     report = scan({"a": torch.ones(1000), "b": [torch.ones(10)]})
     (cpu,) = [row for row in report.by_device if row.device == "cpu"]
     rows = [row for row in report if row.device == "cpu"]
-    assert cpu.named == sum(row.nbytes or 0 for row in rows if row.name)
-    assert cpu.held == sum(row.nbytes or 0 for row in rows if not row.name)
+    assert cpu.named == sum(row.nbytes or 0 for row in rows if row.is_reached())
+    assert cpu.held + (cpu.graph or 0) == sum(row.nbytes or 0 for row in rows if not row.is_reached())
     assert (cpu.allocated, cpu.unexplained, cpu.cached) == (None, None, None)
     assert (cpu.storages, cpu.tensors) == (len(rows), sum(row.views + 1 for row in rows))
 

@@ -18,6 +18,7 @@ import contextlib
 import linecache
 import textwrap
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,9 @@ def run(
     asks: str = "",
     backend: str = "simgpu",
     around: contextlib.AbstractContextManager[Any] | None = None,
-    trace: bool = False,
+    trace: bool | Sequence[str] = False,
     strict: bool = False,
+    names: Mapping[str, object] | None = None,
 ) -> tuple[TransferReport, list[Any], dict[str, Any]]:
     """Run a cell as the magic does, and return its report, the device's own record of copies, and its names.
 
@@ -92,14 +94,16 @@ def run(
         around: entered for the time of the run, but not of what is set up for it.
         trace: with `--trace`.
         strict: with `--strict`.
+        names: variables that the cell finds.
     """
     namespace: dict[str, Any] = {}
     exec(SETUP.replace("simgpu", backend), namespace)
+    namespace.update(names or {})
     source = textwrap.dedent(cell).strip().replace("simgpu", backend)
     code = compile(source, "<cell>", "exec")
     linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
-    names = asks.split(",") if asks else ()
-    guard = DeviceRun(device.replace("simgpu", backend), namespace=namespace, move=names, trace=trace, strict=strict)
+    asked = asks.split(",") if asks else ()
+    guard = DeviceRun(device.replace("simgpu", backend), namespace=namespace, move=asked, trace=trace, strict=strict)
     simgpu.reset_copies()
     with around or contextlib.nullcontext():
         guard.open()

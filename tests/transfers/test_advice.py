@@ -8,7 +8,7 @@ import pytest
 
 from gpumagic.source import cell_code
 from gpumagic.source.cell_code import Creation
-from gpumagic.transfers.log import suggestions
+from gpumagic.transfers import advice
 from gpumagic.transfers.report import TransferRow
 
 MIB = 1024**2
@@ -26,6 +26,10 @@ def code(text: str) -> tuple[tuple[int, str], ...]:
     return tuple(enumerate(text.splitlines(), 1))
 
 
+def suggestions(*args: Any, **more: Any) -> tuple[str, ...]:
+    return tuple(map(str, advice.suggestions(*args, **more)))
+
+
 LOOP = code("for batch in loader:\n    y = x.to('cuda:0')")
 READ = {"direction": "device-to-host", "source": "cuda:0", "target": "cpu", "cause": ".item"}
 
@@ -35,17 +39,25 @@ READ = {"direction": "device-to-host", "source": "cuda:0", "target": "cpu", "cau
 
 def test_the_same_tensor_moved_in_a_loop() -> None:
     (said,) = suggestions([row(300, 300 * 512 * MIB, repeats=299)], {}, lines=LOOP)
-    assert said == "line 2 moved the same 512.0 MiB 300 times: move x once, before the loop"
+    assert said == "150.0 GiB copied to cuda:0 300 times by line 2: move x before the loop (saves 149.5 GiB)"
 
 
 def test_the_same_tensor_moved_by_a_function_that_is_called_often() -> None:
     (said,) = suggestions([row(300, 300, repeats=299)], {}, lines=code("def load():\n    return x.to('cuda:0')"))
-    assert said == "line 2 moved the same 1 B 300 times: move x once, and keep the copy"
+    assert said == "300 B copied to cuda:0 300 times by line 2: move x once and keep the copy (saves 299 B)"
+
+
+def test_what_one_line_copies_again_as_often_is_one_suggestion_and_the_larger_comes_first() -> None:
+    alike = [row(9, 9 * MIB, repeats=8), row(9, 9 * MIB, repeats=8, name="y"), row(9, 99 * MIB, repeats=8, line=1)]
+    assert suggestions(alike, {}, lines=LOOP) == (
+        "99.0 MiB copied to cuda:0 9 times by line 1: move x once and keep the copy (saves 88.0 MiB)",
+        "18.0 MiB copied to cuda:0 9 times by line 2: move x, y before the loop (saves 16.0 MiB)",
+    )
 
 
 def test_every_epoch_moves_the_same_batches_again() -> None:
     (said,) = suggestions([row(30, 30 * MIB, repeats=20)], {}, lines=LOOP)
-    assert said.startswith("line 2 moved again what it had moved before (20 moves, 20.0 MiB): keep the copies")
+    assert said.startswith("20.0 MiB of 30.0 MiB copied to cuda:0 by line 2 had been copied before: keep the copies")
 
 
 @pytest.mark.parametrize(
@@ -65,10 +77,10 @@ def test_new_batches_moves_that_happened_twice_and_reads_are_no_such_thing(alike
 @pytest.mark.parametrize(
     ("cause", "said"),
     [
-        (".item", "line 2: .item() in the loop made 1,000 syncs: accumulate on the device and read once at the end"),
-        ("float()", "line 2: float() in the loop made 1,000 syncs: accumulate on the device and read once at the end"),
-        ("bool()", "line 2: a condition in the loop was read from the device 1,000 times, and each read waits"),
-        ("print", "line 2 made the host wait 1,000 times in the loop"),
+        (".item", "1,000 syncs by .item() in a loop, line 2: accumulate on the device, read once at the end"),
+        ("float()", "1,000 syncs by float() in a loop, line 2: accumulate on the device, read once at the end"),
+        ("bool()", "1,000 syncs by a condition on the device in a loop, line 2: test it less often"),
+        ("print", "1,000 syncs by print in a loop, line 2: print less often"),
     ],
 )
 def test_a_read_in_a_loop_is_told_by_what_read(cause: str, said: str) -> None:
@@ -76,8 +88,8 @@ def test_a_read_in_a_loop_is_told_by_what_read(cause: str, said: str) -> None:
 
 
 def test_waiting_without_a_read_is_told_by_its_count_alone() -> None:
-    assert suggestions([], {2: 500}, lines=LOOP) == ("line 2 made the host wait 500 times in the loop",)
-    assert suggestions([], {1: 500}, lines=LOOP) == ("line 1 made the host wait 500 times",)
+    assert suggestions([], {2: 500}, lines=LOOP) == ("500 syncs in a loop, line 2: wait once, at the end",)
+    assert suggestions([], {1: 500}, lines=LOOP) == ("500 syncs, line 1: wait once, at the end",)
 
 
 def test_a_loss_read_now_and_then_is_nothing_to_change() -> None:
@@ -94,15 +106,15 @@ def test_a_loss_read_now_and_then_is_nothing_to_change() -> None:
             "m = torch.zeros(9, device='cpu')\ny = m.to('cuda:0')",
             2,
             "m",
-            "line 1 created m on cpu and line 2 moved it",
+            "m created on cpu by line 1, copied by line 2",
         ),
-        ("m = torch.randn(9)\nm = m.cuda()", 2, "m", "line 1 created m on cpu and line 2 moved it"),
-        ("pass\ny = torch.ones(3).to('cuda:0')", 2, None, "line 2 created on cpu what it moved"),
+        ("m = torch.randn(9)\nm = m.cuda()", 2, "m", "m created on cpu by line 1, copied by line 2"),
+        ("pass\ny = torch.ones(3).to('cuda:0')", 2, None, "1.0 MiB created on cpu and copied by line 2"),
     ],
 )
 def test_what_is_created_only_to_be_moved(text: str, line: int, name: str | None, said: str) -> None:
     found = suggestions([row(line=line, name=name)], {}, lines=code(text))
-    assert found == (said + ': create it with device="cuda:0"',)
+    assert found == (said + ': create it with device="cuda:0" (saves 1.0 MiB)',)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +147,7 @@ def test_a_creation_that_moved_nothing_is_not_spoken_of() -> None:
 def test_a_stream_of_batches_from_pageable_memory() -> None:
     (said,) = suggestions([row(100, 100 * MIB, pageable=100 * MIB, name="batch")], {}, lines=LOOP)
     assert said.startswith(
-        "line 2 copied 100.0 MiB in 100 moves from pageable memory: DataLoader(..., pin_memory=True)"
+        "100.0 MiB copied from pageable memory by line 2 in 100 transfers: DataLoader(..., pin_memory=True)"
     )
 
 
@@ -157,9 +169,7 @@ def test_pinning_is_not_spoken_of_where_it_would_not_pay(alike: TransferRow) -> 
 
 def test_a_variable_that_is_alive_beside_its_copy() -> None:
     (said,) = suggestions([row(nbytes=2048 * MIB)], {}, both=("x",))
-    assert said == (
-        "x is still on cpu, 2.0 GiB, beside its copy on cuda:0: rebind the name, x = x.to(...), to keep only that"
-    )
+    assert said == ("x is still on cpu, 2.0 GiB, beside its copy on cuda:0: x = x.to(...) keeps only the copy")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def told(text: str, *operands: Operand, device: str = "cuda:0", **more: object):
 @pytest.mark.parametrize("text", MIXED)
 def test_operands_are_told_by_name_and_place_whatever_the_words(text: str) -> None:
     found = told(text, MODEL, X)
-    assert found.what == "model is on cuda:0, x (2.0 GiB) on cpu: an operator needs all of them on one device."
+    assert found.what == "model is on cuda:0, x (2.0 GiB) on cpu."
     assert found.fix == 'x = x.to("cuda:0")'
     assert found.operands == (MODEL, X)
     assert str(found) == f"line 3: {found.what}\nfix: {found.fix}"
@@ -101,7 +101,7 @@ def test_an_ordinal_that_is_not_there_is_told_with_those_that_are() -> None:
     found = told(text, expression="x.to('cuda:2')")
     assert found.what == "There is no cuda:2 here; there are cuda:0, cuda:1."
     assert found.fix in ("x.to('cuda:0')", "x.to('cuda:1')")
-    assert "by a number that is not there" in told(text, expression="x.to(device)").what
+    assert "a device number that does not exist" in told(text, expression="x.to(device)").what
     there = Operand("device", ("cuda:5",), 0, "device")
     assert told(text, there, expression="x.to(device)").what.startswith("There is no cuda:5 here")
 

@@ -9,6 +9,7 @@ import torch
 from ondevice_corpus import run
 
 import gpumagic
+from gpumagic.transfers.log import bytes_by_device
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -56,6 +57,20 @@ def test_containers_of_tensors_are_told_too() -> None:
 def test_a_module_that_cannot_say_what_it_holds_costs_not_the_report(odd: str) -> None:
     report, _, _ = run(f"{odd}\ny = x.to('simgpu:0')")
     assert [each.name for each in report.elsewhere] == ["x"]
+
+
+def test_what_a_module_holds_elsewhere_is_read_as_it_is_stored() -> None:
+    odd = "class Odd(torch.nn.Linear):\n    def parameters(self, recurse=True): raise RuntimeError('no')\n"
+    report, _, _ = run(f"{odd}odd = Odd(3, 2, device='cpu')\ny = x.to('simgpu:0')")
+    assert ("odd", "cpu", 32) in [(each.name, each.device, each.nbytes) for each in report.elsewhere]
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_sparse_tensor_is_created_with_the_bytes_of_its_parts(trace: bool) -> None:
+    with gpumagic.ondevice("cpu", trace=trace) as on:
+        made = torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], (500, 500), check_invariants=True)
+    assert on.report.created == {"cpu": (1, 40)}
+    assert bytes_by_device(made, "tensor") == {"cpu": 40}
 
 
 def test_a_name_that_the_move_rebinds_is_not_left_behind() -> None:

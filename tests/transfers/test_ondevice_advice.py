@@ -17,14 +17,14 @@ BIG = "torch.ones(600, 600, device='cpu')"  # 1.4 MB, worth a word
 STREAM = "for i in range(20):\n    y = torch.ones(1 << 20, device='cpu').add(i).to('simgpu:0')"
 FIRES = {
     "for _ in range(10):\n    y = x.to('simgpu:0')":
-        "line 2 moved the same 3.9 KiB 10 times: move x once, before the loop",
+        "39.1 KiB copied to simgpu:0 10 times by line 2: move x before the loop",
     "batches = list(x.chunk(4))\nfor _ in range(3):\n    for b in batches:\n        y = b.to('simgpu:0')":
-        "line 4 moved again what it had moved before (8 moves",
-    "total = 0\nfor i in range(200):\n    total += g[i % 8, 0].item()": "line 3: .item() in the loop made 200 syncs",
-    "values = [\n    float(g[i % 8, 0])\n    for i in range(150)\n]": "line 2: float() in the loop made 150 syncs",
-    "i = torch.zeros(())\nwhile i < 150:\n    i += 1": "line 2: a condition in the loop was read from the device 151",
-    "m = torch.zeros(9, device='cpu')\ny = m.to('simgpu:0')": "line 1 created m on cpu and line 2 moved it",
-    "y = torch.zeros(9).to('simgpu:1')": 'line 1 created on simgpu:0 what it moved: create it with device="simgpu:1"',
+        "copied to simgpu:0 by line 4 had been copied before: keep the copies",
+    "total = 0\nfor i in range(200):\n    total += g[i % 8, 0].item()": "200 syncs by .item() in a loop, line 3: ",
+    "values = [\n    float(g[i % 8, 0])\n    for i in range(150)\n]": "150 syncs by float() in a loop, line 2: ",
+    "i = torch.zeros(())\nwhile i < 150:\n    i += 1": "151 syncs by a condition on the device in a loop, line 2: ",
+    "m = torch.zeros(9, device='cpu')\ny = m.to('simgpu:0')": "m created on cpu by line 1, copied by line 2: create it",
+    "y = torch.zeros(9).to('simgpu:1')": 'created on simgpu:0 and copied by line 1: create it with device="simgpu:1"',
     f"big = {BIG}\nprint(big.shape)\ny = big.to('simgpu:0')":
         "big is still on cpu, 1.4 MiB, beside its copy on simgpu:0",
 }  # fmt: skip
@@ -51,7 +51,7 @@ ALIKE = {
 @pytest.mark.parametrize("cell", FIRES)
 def test_a_cell_that_wastes_is_told_so(cell: str) -> None:
     report, _, _ = run(cell)
-    assert any(FIRES[cell] in each for each in report.advice), report.advice
+    assert any(FIRES[cell] in str(each) for each in report.advice), report.advice
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -68,7 +68,7 @@ def test_pageable_copies_are_counted_where_pinning_makes_a_difference(monkeypatc
     assert is_pageable(x, "simgpu:0", 4000) is None, "too small to ask"
     report, _, _ = run(STREAM)
     assert report[0].pageable == 20 * 4 << 20
-    assert "pin_memory=True" in report.advice[0]
+    assert "pin_memory=True" in str(report.advice[0])
 
 
 def test_what_was_moved_is_remembered_without_keeping_it() -> None:

@@ -6,7 +6,7 @@ import ondevice_corpus as corpus
 import pytest
 from ondevice_corpus import CorpusCell
 
-pytestmark = pytest.mark.usefixtures("two_devices", "unhindered")
+pytestmark = pytest.mark.usefixtures("two_devices")
 
 CELLS = [cell for cell in corpus.cells() if cell.needs is None]
 EXACT = [cell for cell in CELLS if cell.gap is None]

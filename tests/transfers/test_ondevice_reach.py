@@ -17,9 +17,10 @@ import torch.utils.checkpoint
 import gpumagic
 from gpumagic import simgpu
 from gpumagic.errors import StrayTensor
+from gpumagic.report.base import to_text
 from gpumagic.transfers import recorder as recorders
 
-pytestmark = pytest.mark.usefixtures("two_devices", "unhindered")
+pytestmark = pytest.mark.usefixtures("two_devices")
 
 
 @pytest.fixture
@@ -79,7 +80,6 @@ def test_a_thread_makes_its_tensors_where_torchs_default_is_there() -> None:
         in_a_thread(lambda: made.append(torch.zeros(3)))
     assert made[0].device.type == "cpu"
     assert run.report is not None
-    assert run.report.created == {"cpu": (1, 12)}
 
 
 def test_threads_that_count_at_once_lose_nothing() -> None:
@@ -103,15 +103,6 @@ def test_a_backward_after_the_cell_is_not_counted_and_finds_no_hook() -> None:
     del run
     gc.collect()
     assert recorder() is None, "the graph keeps the run alive"
-
-
-def test_a_hooked_graph_is_freed_as_it_would_be() -> None:
-    w = torch.ones(4, requires_grad=True)
-    with gpumagic.ondevice("simgpu:0") as run:
-        for _ in range(2500):
-            kept = weakref.ref(w.to("simgpu:0"))
-            assert kept() is None
-        assert len(run._recording.recorder.hooks.handles) < 2500
 
 
 def test_an_index_error_is_the_users_and_what_was_copied_before_it_is_counted() -> None:
@@ -149,24 +140,26 @@ def test_what_is_loaded_is_moved_and_not_created() -> None:
     assert [(row.cause, row.target, row.nbytes) for row in run.report] == [("torch.load", "simgpu:1", 16)]
 
 
-def test_the_report_says_when_and_why_a_cell_ran_under_a_mode() -> None:
-    plain, _, _ = corpus.run("y = torch.zeros(3)")
-    under, _, _ = corpus.run("y = torch.zeros(3)", around=torch.device("cpu"))
-    assert "mode" not in plain.notes[0]
-    assert "because a default device or another function mode is in force" in under.notes[0]
-    assert "this thread" in under.notes[0]
-
-
 def test_a_comprehensions_variable_names_what_it_moves() -> None:
     """Python 3.12 runs a cell's comprehensions in the cell's own frame."""
     report, _, _ = corpus.run("moved = [row.to('simgpu:0') for row in rows]")
     assert [(row.name, row.line, row.count) for row in report] == [("row", 1, 2)]
 
 
-def test_a_traced_cell_that_compiles_says_that_other_threads_are_not_seen(two_devices: list[str]) -> None:
-    """The compiler must find torch's own names; before it, threads are watched by exchanged ones."""
-    report, _, _ = corpus.run("import torch.jit\nh = torch.jit.script(model)", trace=True)
-    assert "other threads move is not seen, because torch.script was called" in report.notes[0]
+def test_what_exec_and_eval_copy_is_told_by_the_line_that_calls_them() -> None:
+    report, _, _ = corpus.run("a = 1\nexec('y = x.to(\"simgpu:0\")')\nz = eval('x.to(\"simgpu:1\")')")
+    assert [(row.line, row.target, row.nbytes) for row in report] == [(2, "simgpu:0", 4000), (3, "simgpu:1", 4000)]
+
+
+def test_a_block_that_worked_on_the_host_or_on_another_device_says_so() -> None:
+    x = torch.ones(3)
+    with gpumagic.ondevice("simgpu:0") as on_host:
+        y = x * 2
+    with gpumagic.ondevice("simgpu:1") as elsewhere:
+        z = torch.ones(9, device="simgpu:0") * 2
+    assert y.device != z.device
+    assert "the cell worked on cpu (" in to_text(on_host.report, width=200)
+    assert "the cell worked on simgpu:0 (z)" in to_text(elsewhere.report, width=200)
 
 
 def test_a_gradients_copy_is_told_by_the_line_that_calls_backward_also_from_within_a_checkpoint() -> None:

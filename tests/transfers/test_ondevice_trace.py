@@ -11,7 +11,7 @@ from ondevice_corpus import CorpusCell
 import gpumagic
 from gpumagic.errors import StrayTensor
 
-pytestmark = pytest.mark.usefixtures("two_devices", "unhindered")
+pytestmark = pytest.mark.usefixtures("two_devices")
 
 CELLS = [cell for cell in corpus.cells() if cell.needs is None]
 ASKED = [cell for cell in CELLS if cell.gap is None and not cell.name.startswith(("two_", "numpy_of"))]
@@ -37,13 +37,6 @@ def test_a_copy_in_backward_is_told_by_the_line_that_calls_it() -> None:
     assert [(row.line, row.cause, row.source) for row in report] == [
         (2, ".to", "cpu"), (3, "backward", "simgpu:0"),
     ]  # fmt: skip
-
-
-def test_without_trace_the_report_says_what_it_does_not_see() -> None:
-    plain, _, _ = corpus.run("pass")
-    traced, _, _ = corpus.run("pass", trace=True)
-    assert "--trace" in plain.notes[0]
-    assert "threads" in traced.notes[0]
 
 
 @pytest.mark.parametrize(

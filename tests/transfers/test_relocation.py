@@ -126,6 +126,29 @@ def test_a_tied_weight_stays_tied() -> None:
     assert (row.count, row.nbytes) == (1, 64)
 
 
+class Prepared(torch.optim.Optimizer):
+    """Passes on to another optimizer, as accelerate's do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+
+@pytest.mark.parametrize("named", [("model",), ("optimizer",)])
+def test_an_optimizer_inside_a_wrapper_follows_too(named: tuple[str, ...]) -> None:
+    model, optimizer = trained()
+    move(THERE, *named, model=model, optimizer=Prepared(optimizer))
+    assert {str(state["exp_avg"].device) for state in optimizer.state.values()} == {THERE}
+    assert {str(each.device) for group in optimizer.param_groups for each in group["params"]} == {THERE}
+
+
 @pytest.mark.parametrize("named", [("model",), ("model", "optimizer"), ("optimizer",)])
 def test_an_optimizer_follows_its_parameters_with_its_state(named: tuple[str, ...]) -> None:
     model, optimizer = trained()

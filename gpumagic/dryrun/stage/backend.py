@@ -17,6 +17,9 @@ import torch
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.stage.ledger import Ledger
 
+OURS = "dryrun"
+"""The device's name where CUDA's is taken by torch's own."""
+
 
 class _Guard(torch._C._acc.DeviceGuard):
     def type_(self) -> Any:
@@ -126,15 +129,17 @@ class DeviceModule(ModuleType):
         return self._ledger.accounts[self.index(device)].peak.allocated
 
     def memory_reserved(self, device: Any = None) -> int:
-        return self._ledger.accounts[self.index(device)].arena.reserved
+        return self._ledger.accounts[self.index(device)].allocator.reserved
 
     def max_memory_reserved(self, device: Any = None) -> int:
-        return self._ledger.accounts[self.index(device)].arena.peak_reserved
+        return self._ledger.accounts[self.index(device)].allocator.peak_reserved
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        arena = self._ledger.accounts[self.index(device)].arena
-        total = arena.capacity or 1 << 62
-        return total - arena.reserved, total
+        allocator = self._ledger.accounts[self.index(device)].allocator
+        total = allocator.capacity or 1 << 62
+        return total - allocator.reserved, total
+
+    get_memory_info = mem_get_info  # as torch.accelerator calls it
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """Do nothing: the peak reported is the cell's own."""

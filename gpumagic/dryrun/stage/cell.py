@@ -99,19 +99,19 @@ def failure(error: BaseException, filename: str, line: int | None = None) -> dic
     return {"kind": type(error).__name__, "text": text, "line": line, "refused": refused}
 
 
-def prepare(order: dict[str, Any], namespace: dict[str, Any], shell: object) -> None:
+def prepare(request: dict[str, Any], namespace: dict[str, Any], shell: object) -> None:
     """Let the cell find what it would in the notebook: its variables, a shell, the state of the random generators."""
-    namespace.update({**order["values"], "__name__": "__main__"})
+    namespace.update({**request["values"], "__name__": "__main__"})
     namespace.setdefault("display", lambda *_, **__: None)
     namespace["get_ipython"] = lambda: shell
-    _seed(order)
+    _seed(request)
 
 
-def _seed(order: dict[str, Any]) -> None:
-    random.setstate(order["random"])
-    torch.random.default_generator.set_state(torch.frombuffer(bytearray(order["torch_random"]), dtype=torch.uint8))
-    if order["numpy_random"] is not None and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(order["numpy_random"])
+def _seed(request: dict[str, Any]) -> None:
+    random.setstate(request["random"])
+    torch.random.default_generator.set_state(torch.frombuffer(bytearray(request["torch_random"]), dtype=torch.uint8))
+    if request["numpy_random"] is not None and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(request["numpy_random"])
 
 
 def runs_in(*prefixes: str) -> bool:

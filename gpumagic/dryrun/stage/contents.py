@@ -7,11 +7,8 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun.stage.guesses import Guesses
-from gpumagic.dryrun.stage.known import Known
+from gpumagic.dryrun.stage.known import LARGEST, Known
 from gpumagic.dryrun.stage.storages import Storages, key_of
-
-LARGEST = 4096
-"""Bytes of a storage whose contents are kept."""
 
 
 class Contents:
@@ -27,7 +24,7 @@ class Contents:
         def memory_of(tensor: torch.Tensor) -> torch.Tensor:
             return torch.zeros(storages.nbytes_of(tensor), dtype=torch.uint8, device="cpu")
 
-        self.known = Known(device_type, key_of, memory_of, storages.nbytes_of, LARGEST)
+        self.known = Known(device_type, key_of, memory_of, storages.nbytes_of)
         self.guesses = guesses
         self._nbytes_of = storages.nbytes_of
 

@@ -1,7 +1,7 @@
 """What the host is told where it reads something that no dry run computes: a loss, whether it fell, how many match.
 
-One answer would hide what depends on it, so a cell that reads is run in several courses. In each the numbers, the truth
-values and the sizes go another way, and the report names every answer with its line.
+One answer would hide what depends on it, so a cell that reads is run in several scenarios. In each the numbers, the
+truth values and the sizes go another way, and the report names every answer with its line.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TRUTHS: dict[str, Callable[[int], bool]] = {
 
 
 @dataclass(frozen=True)
-class Course:
+class Scenario:
     """How what is read goes in a run; the words are those of `NUMBERS` and `TRUTHS`."""
 
     number: str
@@ -78,30 +78,30 @@ class Course:
             self.number if {"number", "contents", "size"}.intersection(kinds) else None,
             self.truth if {"truth", "contents"}.intersection(kinds) else None,
             self.selects_all if "size" in kinds else None,
-            self == COURSES[0] if "host" in kinds else None,
+            self == SCENARIOS[0] if "host" in kinds else None,
         )
 
 
 _numbers, _truths = list(NUMBERS), list(TRUTHS)
-COURSES = (
-    Course(_numbers[0], _truths[0], selects_all=True),
-    Course(_numbers[1], _truths[1], selects_all=False),
-    Course(_numbers[2], _truths[2], selects_all=True),
-    Course(_numbers[3], _truths[3], selects_all=False),
-    Course(_numbers[0], _truths[4], selects_all=False),
-    Course(_numbers[1], _truths[5], selects_all=True),
-    Course(_numbers[4], _truths[0], selects_all=True),
-    Course(_numbers[5], _truths[0], selects_all=True),
+SCENARIOS = (
+    Scenario(_numbers[0], _truths[0], selects_all=True),
+    Scenario(_numbers[1], _truths[1], selects_all=False),
+    Scenario(_numbers[2], _truths[2], selects_all=True),
+    Scenario(_numbers[3], _truths[3], selects_all=False),
+    Scenario(_numbers[0], _truths[4], selects_all=False),
+    Scenario(_numbers[1], _truths[5], selects_all=True),
+    Scenario(_numbers[4], _truths[0], selects_all=True),
+    Scenario(_numbers[5], _truths[0], selects_all=True),
 )
 LARGE, LARGER = 6, 7
 """Courses that differ in the size of the numbers alone: what grows from one to the other has a number for its size."""
 
 
 def distinct(kinds: Collection[str]) -> list[int]:
-    """Return the courses that differ for code that reads these kinds; `LARGER` is none of them."""
+    """Return the scenarios that differ for code that reads these kinds; `LARGER` is none of them."""
     found: dict[tuple[object, ...], int] = {}
-    for course, each in enumerate(COURSES[:LARGER]):
-        found.setdefault(each.seen(kinds), course)
+    for scenario, each in enumerate(SCENARIOS[:LARGER]):
+        found.setdefault(each.seen(kinds), scenario)
     return list(found.values())
 
 
@@ -109,18 +109,18 @@ class Guesses:
     """The answers of one run.
 
     Args:
-        course: which of `COURSES`.
+        scenario: which of `SCENARIOS`.
         others: for some of the expressions that read, another one.
         assume: called with a sentence for each thing that is assumed.
         where: tells which expression of the cell runs; None for a read that is not the cell's.
     """
 
     def __init__(
-        self, course: int, others: Mapping[Key, int], assume: Callable[[str], None], where: Callable[[], Key | None]
+        self, scenario: int, others: Mapping[Key, int], assume: Callable[[str], None], where: Callable[[], Key | None]
     ) -> None:
         self.reads: dict[tuple[int | None, str, str], None] = {}
         """The line, the expression, and what it read that is not known: truth, number, size, contents or host."""
-        self._course = course
+        self._course = scenario
         self._others = others
         self._assume = assume
         self._where = where
@@ -146,24 +146,24 @@ class Guesses:
         """Return what is read from a tensor of one element."""
         if str(dtype) == "torch.bool":
             return self.truth()
-        key, turn, course = self._read("number")
-        self._say(key, f"is taken to {course.number}")
-        number = NUMBERS[course.number](turn)
+        key, turn, scenario = self._read("number")
+        self._say(key, f"is taken to {scenario.number}")
+        number = NUMBERS[scenario.number](turn)
         if dtype.is_complex:
             return complex(number)
         return number if dtype.is_floating_point else round(number)
 
     def truth(self) -> bool:
         """Return whether something is true."""
-        key, turn, course = self._read("truth")
-        self._say(key, f"is taken to {course.truth}")
-        return TRUTHS[course.truth](turn)
+        key, turn, scenario = self._read("truth")
+        self._say(key, f"is taken to {scenario.truth}")
+        return TRUTHS[scenario.truth](turn)
 
     def selected(self, most: int) -> int:
         """Return how many elements a mask selects, or how many are unique."""
-        key, _, course = self._read("size")
-        self._say(key, f"is taken to select {'everything' if course.selects_all else 'nothing'}")
-        return most if course.selects_all else 0
+        key, _, scenario = self._read("size")
+        self._say(key, f"is taken to select {'everything' if scenario.selects_all else 'nothing'}")
+        return most if scenario.selects_all else 0
 
     def fill(self, host: torch.Tensor) -> None:
         """Put something into a tensor of the host that was to hold what a device has."""
@@ -171,16 +171,16 @@ class Guesses:
 
         if self.leave(host):
             return
-        key, turn, course = self._read("contents")
+        key, turn, scenario = self._read("contents")
         if host.nbytes > min(MOST_FETCHED, self._room):
             host = host[:0]  # it stays zeros, which take no memory
         self._room -= host.nbytes if host.nbytes >= LEAST_COUNTED else 0
         if host.dtype == torch.bool:
-            self._say(key, f"is taken to {course.truth}, throughout")
-            host.fill_(TRUTHS[course.truth](turn))
+            self._say(key, f"is taken to {scenario.truth}, throughout")
+            host.fill_(TRUTHS[scenario.truth](turn))
             return
-        self._say(key, f"is taken to {course.number}, throughout")
-        number = NUMBERS[course.number](turn)
+        self._say(key, f"is taken to {scenario.number}, throughout")
+        number = NUMBERS[scenario.number](turn)
         if host.dtype.is_floating_point:
             number = min(number, torch.finfo(host.dtype).max)
         elif not host.dtype.is_complex:
@@ -188,15 +188,15 @@ class Guesses:
             number = max(limits.min, min(round(number), limits.max))
         host.fill_(number)
 
-    def _read(self, kind: str) -> tuple[Key, int, Course]:
-        """Note a read; return its expression, how often it was read before, and its course."""
+    def _read(self, kind: str) -> tuple[Key, int, Scenario]:
+        """Note a read; return its expression, how often it was read before, and its scenario."""
         key = self._where()
         if key is None:
-            return THREAD, 0, COURSES[0]
+            return THREAD, 0, SCENARIOS[0]
         self.reads.setdefault((*key, kind))
         turn = self._turns.get((key, kind), 0)
         self._turns[key, kind] = turn + 1
-        return key, turn, COURSES[self._others.get(key, self._course)]
+        return key, turn, SCENARIOS[self._others.get(key, self._course)]
 
     def _say(self, key: Key, what: str) -> None:
         if all(read[:2] != key for read in self.reads):

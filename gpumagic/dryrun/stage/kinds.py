@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
@@ -14,9 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumagic.dryrun.stage import cell
 from gpumagic.dryrun.stage.guesses import THREAD, Key
-from gpumagic.dryrun.stage.journal import Journal
+from gpumagic.dryrun.stage.history import History
 from gpumagic.dryrun.stage.ledger import Ledger, Place
 from gpumagic.dryrun.stage.storages import key_of
+from gpumagic.heap.kinds import Graphs
 
 
 class Kinds:
@@ -29,7 +31,7 @@ class Kinds:
     """
 
     def __init__(
-        self, ledger: Ledger | Journal, device_type: str, key_of: Callable[[torch.Tensor], int] = key_of
+        self, ledger: Ledger | History, device_type: str, key_of: Callable[[torch.Tensor], int] = key_of
     ) -> None:
         self._ledger = ledger
         self._type = device_type
@@ -43,19 +45,23 @@ class Kinds:
             setattr(torch.autograd, name, self._around(getattr(torch.autograd, name)))
 
     def look_around(self) -> None:
-        """Mark what can be found at the end: parameters and optimizers that no hook saw."""
-        import gc
-
+        """Mark what can be found at the end: parameters and optimizers that no hook saw, what graphs still keep."""
+        roots = []
         for each in gc.get_objects():
             kind = type(each)
             if issubclass(kind, torch.nn.Parameter):
                 self._leaf(each)
             elif issubclass(kind, torch.optim.Optimizer):
                 self._after_step(each)
+            elif kind is torch.Tensor and each.grad_fn is not None:
+                roots.append(each.grad_fn)
+        graph = Graphs().walk(*roots)
+        for each in graph.tensors if graph is not None else ():
+            self._mark(each, "parameters" if isinstance(each, torch.nn.Parameter) else "activations")
 
     def _mark(self, tensor: Any, kind: str) -> None:
         with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._type and not is_wrapped(tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._type and not has_no_storage(tensor):
                 self._ledger.mark(self._key_of(tensor), kind)
 
     def _leaf(self, leaf: torch.Tensor) -> None:
@@ -101,8 +107,9 @@ class Kinds:
         self._ledger.mark_activations()
 
 
-is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether it stands for another tensor inside `vmap` or `grad`, and has no storage."""
+def has_no_storage(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for another one inside `vmap` or `grad`, or for one of a lazy module to come."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch.nn.parameter.is_lazy(tensor))
 
 
 def _leaves(roots: Any) -> Iterator[torch.Tensor]:
@@ -156,7 +163,7 @@ class Lines:
         key = frame.f_code, frame.f_lineno, innermost and innermost.f_code, innermost and innermost.f_lineno
         place = self._places.get(key)
         if place is None:
-            place = self._places[key] = self._place(_told(frame), _told(innermost) if innermost else None)
+            place = self._places[key] = self._place(_location(frame), _location(innermost) if innermost else None)
         return place
 
     def reading(self) -> Key | None:
@@ -205,5 +212,5 @@ class Lines:
         return Place(line, code, "" if inner is None else f"{inner[1]}, line {inner[2]}")
 
 
-def _told(frame: FrameType) -> tuple[str, str, int]:
+def _location(frame: FrameType) -> tuple[str, str, int]:
     return frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno

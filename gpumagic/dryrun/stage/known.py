@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from gpumagic.dryrun.stage.storages import tensors_in
+from gpumagic.heap.running_module import tensors_in
 
+LARGEST = 1 << 14
+"""Bytes of a storage up to which its contents are kept."""
 _OVERWRITES = frozenset({"fill_", "zero_", "copy_"})
 """Operators of which what was in their first operand does not matter."""
 _SHAPES = frozenset({
@@ -84,7 +86,6 @@ class Known:
         key_of: tells the storage of a tensor on it; 0 for none.
         memory_of: returns the bytes of a tensor's whole storage, as a tensor on the CPU that is kept.
         nbytes_of: tells the bytes of a tensor's whole storage.
-        largest: bytes of a storage up to which its contents are kept.
     """
 
     def __init__(
@@ -93,13 +94,11 @@ class Known:
         key_of: Callable[[torch.Tensor], int],
         memory_of: Callable[[torch.Tensor], torch.Tensor],
         nbytes_of: Callable[[torch.Tensor], int] = _nbytes,
-        largest: int = 1 << 14,
     ) -> None:
         self._type = device_type
         self._key_of = key_of
         self._memory_of = memory_of
         self._nbytes_of = nbytes_of
-        self._largest = largest
         self._kept: dict[int, torch.Tensor] = {}
 
     def forget(self, key: int) -> None:
@@ -148,7 +147,7 @@ class Known:
             return
         if traits.name == _LEAVES_FINITE:
             return  # gradients are taken to be finite
-        is_small = results and all(each.numel() * each.itemsize <= self._largest for each in results)
+        is_small = results and all(each.numel() * each.itemsize <= LARGEST for each in results)
         if (
             is_small
             and traits.computes
@@ -173,7 +172,7 @@ class Known:
         if traits.absorbing is not None:
             return [], written
         results = [each for each in tensors_in(made) if self._is_here(each)]
-        is_small = results and all(each.numel() * each.itemsize <= self._largest for each in results)
+        is_small = results and all(each.numel() * each.itemsize <= LARGEST for each in results)
         if not is_small or not traits.computes:
             return None, written
         given = [(name, each) for name, value in (*enumerate(args), *kwargs.items()) for each in tensors_in(value)]
@@ -196,7 +195,7 @@ class Known:
 
     def _read_in(self, tensor: torch.Tensor) -> None:
         """Note that what lies in a tensor's memory is what the host put there."""
-        if self._nbytes_of(tensor) <= self._largest and (key := self._key_of(tensor)):
+        if self._nbytes_of(tensor) <= LARGEST and (key := self._key_of(tensor)):
             self._kept[key] = self._memory_of(tensor)
 
     def _repeat(

@@ -52,9 +52,8 @@ class Layout:
 
     def claim(self, part: parts.StoragePart) -> None:
         """Make room where a storage of the notebook lies, right before it is made."""
-        address = self._owned.pop(part.address, None)
-        if address is not None:
-            self._give_back(address)
+        if part.address in self._owned:
+            self._let_go(part.address)
 
     def settle(self, workspaces: Sequence[tuple[int, int]] = ()) -> None:
         """Give back the gaps, and let cuBLAS take the blocks that it has in the notebook.
@@ -62,20 +61,23 @@ class Layout:
         Args:
             workspaces: where those lie in the notebook, and their bytes.
         """
-        for gap in self._small_gaps:
-            self._give_back(gap)
-        taken = [nbytes for address, nbytes in workspaces if self._let_go(address)]
+        there = sorted((each for each in workspaces if each[0] in self._owned), key=lambda each: -each[1])
+        takers = list(_takers([nbytes for _, nbytes in there]))
         with torch.cuda.device(self._device):
-            for take in _takers(taken):
+            for address, _ in there[:1]:
+                self._let_go(address)
+                takers.pop(0)()  # asks for nothing else, and no gap is open yet: it takes the block again
+            for gap in self._small_gaps:
+                self._give_back(gap)
+            for address, _ in there[1:]:
+                self._let_go(address)
+            for take in takers:
                 take()
         for gap in self._gaps:
             self._give_back(gap)
 
-    def _let_go(self, address: int) -> bool:
-        here = self._owned.pop(address, None)
-        if here is not None:
-            self._give_back(here)
-        return here is not None
+    def _let_go(self, address: int) -> None:
+        self._give_back(self._owned.pop(address))
 
     def _take(self, size: int) -> int:
         address: int = torch.cuda.caching_allocator_alloc(size, self._device)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gpumagic.dryrun.stage.arena import Arena, Block, Pool
+from gpumagic.dryrun.stage.allocator import Allocator, Block, Pool
 from gpumagic.memory.segments import Segment
 
 BASE = "before the cell"
@@ -50,6 +50,15 @@ class Life:
         """Return whether it was in use right after the allocation of that number."""
         return self.born <= time and (self.died is None or self.died > time)
 
+    def mark(self, kind: str) -> None:
+        """Say what it is; the first word holds, except that a parameter is never anything else.
+
+        What came into the cell is no activation, also where a graph keeps it.
+        """
+        is_input = kind == "activations" and self.operator in _INPUTS
+        if kind == "parameters" or not (self.kind or is_input):
+            self.kind = kind
+
     def part(self) -> str:
         """Return what it counts as, which is final only when the cell has ended."""
         return self.kind or ("other" if self.operator in _INPUTS else "temporaries")
@@ -81,7 +90,7 @@ class LineUse:
 class Account:
     """One device: its allocator, and what is in use."""
 
-    arena: Arena
+    allocator: Allocator
     allocated: int = 0
     peak: Peak = NO_PEAK
     failure: Peak | None = None
@@ -93,13 +102,15 @@ class Account:
         """Begin where the real device's allocator stands."""
         for segment in segments:
             pool = (Pool.SMALL if segment.is_small else Pool.LARGE) if segment.is_open else Pool.CLOSED
-            blocks = self.arena.lay_out(segment.address, pool, [(each.size, each.is_free) for each in segment.blocks])
+            blocks = self.allocator.lay_out(
+                segment.address, pool, [(each.size, each.is_free) for each in segment.blocks]
+            )
             lying = zip(segment.blocks, blocks, strict=True)
             self.lying |= {told.address: block for told, block in lying if told.is_owned}
 
     def take(self, nbytes: int, address: int) -> Block:
         """Return the block that lies at an address and that nothing has claimed yet, or else a new one."""
-        return self.lying.pop(address, None) or self.arena.take(nbytes)
+        return self.lying.pop(address, None) or self.allocator.take(nbytes)
 
 
 class Change(NamedTuple):
@@ -167,7 +178,7 @@ class Ledger:
     def take(self, key: int, device: int, nbytes: int) -> None:
         """Account for a new storage of at least one byte."""
         account = self.accounts[device]
-        failed = account.arena.failed
+        failed = account.allocator.failed
         address = 0
         if self.unpacking:
             address = self.address
@@ -176,7 +187,7 @@ class Ledger:
         block = account.take(nbytes, address)
         life = self._begin(device, block.size)
         self._blocks[key] = (block, life)
-        if account.arena.failed and not failed:
+        if account.allocator.failed and not failed:
             account.failure = Peak(account.allocated, self.time, life)
         self._note(life, account)
 
@@ -219,20 +230,20 @@ class Ledger:
         life.died = self.time + 1
         account = self.accounts[life.device]
         account.allocated -= block.size
-        account.arena.give_back(block)
+        account.allocator.give_back(block)
         self._note(life, account)
 
     def empty_caches(self) -> None:
         """Give every segment without a live block back to its device."""
         self.settle()
         for account in self.accounts:
-            account.arena.release_cached()
+            account.allocator.release_cached()
 
     def mark(self, key: int, kind: str) -> None:
-        """Say what a live storage is; the first word holds, except that a parameter is never anything else."""
+        """Say what a live storage is."""
         known = self._blocks.get(key)
-        if known is not None and (not known[1].kind or kind == "parameters"):
-            known[1].kind = kind
+        if known is not None:
+            known[1].mark(kind)
 
     def own(self, key: int, module: int) -> None:
         """Say whose a live storage is."""
@@ -242,9 +253,9 @@ class Ledger:
 
     def mark_activations(self) -> None:
         """Say that a backward pass begins: what the cell has made so far and still holds is kept for it."""
-        for key, life in self.alive():
-            if not life.kind and not life.backward and life.operator not in _INPUTS:
-                self.mark(key, "activations")
+        for _, life in self.alive():
+            if not life.backward:
+                life.mark("activations")
 
     def came_from_host(self, key: int) -> None:
         """Say that a live storage holds what was copied from the host."""
@@ -293,7 +304,7 @@ def point(peak: Peak) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def told_lines(ledger: Ledger) -> list[dict[str, Any]]:
+def line_rows(ledger: Ledger) -> list[dict[str, Any]]:
     """Return what each line of the cell did to each device."""
     return [
         {"line": use.place.line, "code": use.place.code, "device": use.device, "peak": use.peak, "after": use.after}
@@ -309,7 +320,7 @@ Point = tuple[int, int, int | None, int, dict[str, int]]
 """``(device, operators so far, line, bytes allocated, the same by part)``; no line before the first change."""
 
 
-def told(ledger: Ledger) -> list[Point]:
+def timeline(ledger: Ledger) -> list[Point]:
     """Return the course of every device, thinned, one device after the other."""
     return [point for device in range(len(ledger.accounts)) for point in _course(ledger, device)]
 

@@ -32,23 +32,23 @@ class Models:
         def called() -> object:
             made = function()
             if isinstance(made, nn.Module):
-                self._returned.append(_told(RETURNED, made))
+                self._returned.append(_described(RETURNED, made))
             return made
 
         return called
 
-    def told(self) -> list[dict[str, Any]]:
+    def as_data(self) -> list[dict[str, Any]]:
         """Return the models as plain data: those with tensors that are part of no other one."""
         named: dict[int, tuple[str, nn.Module]] = {}
         for name, value in self._namespace.items():
             if isinstance(value, nn.Module) and not name.startswith("_"):
                 named.setdefault(id(value), (name, value))
         inner = {id(each) for _, module in named.values() for each in module.modules() if each is not module}
-        found = [_told(name, module) for key, (name, module) in named.items() if key not in inner]
+        found = [_described(name, module) for key, (name, module) in named.items() if key not in inner]
         return [each for each in (*self._returned, *found) if each["groups"]]
 
 
-def _told(name: str, module: nn.Module) -> dict[str, Any]:
+def _described(name: str, module: nn.Module) -> dict[str, Any]:
     groups = Counter(_groups(module))
     return {"name": name, "kind": type(module).__name__, "groups": [[*key, times] for key, times in groups.items()]}
 
@@ -58,6 +58,8 @@ def _groups(module: nn.Module) -> Iterator[tuple[Any, ...]]:
     linear = _quantizable(module)
     for role, tensors in (("parameter", module.parameters()), ("buffer", module.buffers())):
         for each in tensors:
+            if torch.nn.parameter.is_lazy(each):  # its module has not run, so it has no shape
+                continue
             dtype, device = str(each.dtype).removeprefix("torch."), str(each.device)
             yield role, dtype, each.itemsize, tuple(each.shape), each.requires_grad, device, id(each) in linear
 

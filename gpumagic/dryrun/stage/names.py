@@ -2,8 +2,8 @@
 
 torch keeps the names of its own devices from out-of-tree ones. So the device has a name of ours, and this mode
 changes one into the other wherever Python meets torch: ``device="cuda"`` on the way in, ``x.device`` on the way out,
-`torch.cuda` and `torch.autocast("cuda")` altogether. Where CUDA runs another kernel than an out-of-tree device
-would, it is chosen here: attention as one kernel; and what cuDNN does with an LSTM is refused.
+`torch.cuda` and `torch.autocast("cuda")` altogether. Attention goes to the kernels of CUDA's; what cuDNN does with an
+LSTM is refused.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.stage import among_devices
-from gpumagic.dryrun.stage.backend import DeviceModule, Event, Stream, current_stream, stream
+from gpumagic.dryrun.stage import collectives
+from gpumagic.dryrun.stage.attention import attention
+from gpumagic.dryrun.stage.backend import OURS, DeviceModule, Event, Stream, current_stream, stream
 
-OURS = "dryrun"
 _REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")
 _AMONG_DEVICES = ("broadcast", "broadcast_out", "broadcast_coalesced", "scatter", "scatter_out", "gather", "gather_out")
 _STREAMS: dict[str, Any] = {
@@ -199,48 +199,6 @@ def _attending(composite: Callable[..., Any]) -> Callable[..., Any]:
     return attend
 
 
-def attention(
-    composite: Callable[..., Any], query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    """Return attention's result from the kernel that CUDA would choose: flash, or the memory-efficient one.
-
-    Its choice is in `ATen/native/transformers/cuda/sdp_utils.cpp`.
-    """
-    if torch.is_autocast_enabled(OURS):
-        dtype = torch.get_autocast_dtype(OURS)
-        query, key, value = (each.to(dtype) if each.is_floating_point() else each for each in (query, key, value))
-    options: dict[str, Any] = {} if scale is None else {"scale": scale}
-    width = query.shape[-1]
-    if query.dim() == 4 and _takes_flash(query, key, attn_mask, is_causal):
-        options.setdefault("scale", width**-0.5)  # which is not that of what is padded
-        parts = [torch.nn.functional.pad(each, (0, -width % 8)) if width % 8 else each for each in (query, key, value)]
-        return torch.ops.aten._scaled_dot_product_flash_attention(*parts, dropout_p, is_causal, False, **options)[0][
-            ..., :width
-        ]
-    if query.dim() == 4 and not enable_gqa and width * query.itemsize % 16 == 0:
-        wanted = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-        mask = _additive(attn_mask, query, key)
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, wanted, dropout_p, is_causal, **options
-        )[0]
-    return composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-
-def _takes_flash(query: Any, key: Any, mask: Any, is_causal: bool) -> bool:
-    is_half = query.dtype in {torch.float16, torch.bfloat16}
-    same = query.shape[-2] == key.shape[-2]
-    return is_half and mask is None and query.shape[-1] <= 256 and (same or not is_causal)
-
-
-def _additive(mask: Any, query: Any, key: Any) -> Any:
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    return mask.to(query.dtype).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-
-
 def _is_here(value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
@@ -258,9 +216,9 @@ def _share(theirs: ModuleType, module: DeviceModule) -> None:
         if hasattr(theirs, name):
             setattr(theirs, name, type(name, (_Refused,), {"__module__": theirs.__name__}))
     for name in _AMONG_DEVICES:
-        setattr(torch._C, f"_{name}", getattr(among_devices, name))
+        setattr(torch._C, f"_{name}", getattr(collectives, name))
     nccl: Any = importlib.import_module("torch.cuda.nccl")
-    nccl.is_available, nccl.reduce = among_devices.is_nccls, among_devices.add_up
+    nccl.is_available, nccl.reduce = collectives.is_nccls, collectives.add_up
     for name, value in _STREAMS.items():
         if hasattr(theirs, name):
             setattr(theirs, name, value)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
 import contextlib
+import gc
 import os
+import pickle
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -15,22 +18,32 @@ import torch
 
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.stage import cell, ledger, surroundings, unwritten
-from gpumagic.dryrun.stage.counted import File, Passes
+from gpumagic.dryrun.stage import cell, deferred_fills, ledger, sandbox
+from gpumagic.dryrun.stage.deferred_fills import LEAST, DeferredFills
 from gpumagic.dryrun.stage.guesses import Guesses
-from gpumagic.dryrun.stage.journal import Journal, Trace, rounded
+from gpumagic.dryrun.stage.history import History, Trace, rounded
 from gpumagic.dryrun.stage.kinds import Kinds, Lines
 from gpumagic.dryrun.stage.known import Known
 from gpumagic.dryrun.stage.layout import Layout
 from gpumagic.dryrun.stage.ledger import Ledger, Peak, Place
 from gpumagic.dryrun.stage.models import Models
 from gpumagic.dryrun.stage.modules import Modules, by_module
-from gpumagic.dryrun.stage.reading import Following, Reading, address_of, memory_of
-from gpumagic.dryrun.stage.unwritten import LEAST, Unwritten
+from gpumagic.dryrun.stage.passes import File, Passes
+from gpumagic.dryrun.stage.reading import (
+    Contents,
+    Following,
+    Reading,
+    Recorded,
+    Replayed,
+    address_of,
+    memory_of,
+)
 from gpumagic.memory import workspaces
+from gpumagic.source import frames
 
 UNLIMITED = 1 << 40
-"""Bytes of a device where it is asked how much a cell needs that does not fit."""
+"""Bytes that a device gives where it is asked how much a cell needs that does not fit; it says what it has all the
+same, for cells that choose their sizes by that."""
 Block = tuple[int, int, int]
 """Its device, its address, its bytes."""
 MOST_ENTRIES = 200_000
@@ -41,64 +54,71 @@ class CudaRun:
     """The devices and all that watches them.
 
     Args:
-        order: what `dryrun.run` sends: see there.
-        tell: sends the account and ends the process.
+        request: what `dryrun.run` sends: see there.
+        send: sends the outcome and ends the process.
     """
 
-    def __init__(self, order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-        self.order = order
-        self._tell = tell
+    def __init__(self, request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
+        self.request = request
+        self._send = send
         self.notes = cell.Notes()
-        self._lines = Lines(order["filename"], order["sources"])
-        self._journal = Journal(self._lines.where)
-        self._modules = Modules(self._journal, _address_on_device)
+        self._lines = Lines(request["filename"], request["sources"])
+        self._history = History(self._lines.where)
+        self._modules = Modules(self._history, _address_on_device)
         self._namespace: dict[str, Any] = {}
-        self._passes = Passes(order["filename"], order["sources"])
-        self._guesses = Guesses(order["guess"], order["others"], self.notes.assume, self._lines.reading)
+        self._passes = Passes(request["filename"], request["sources"])
+        self._guesses = Guesses(request["guess"], request["others"], self.notes.assume, self._lines.reading)
         self._names: list[str] = []
-        self._known = Known("cuda", address_of, memory_of) if order["follows"] else None
-        self._is_brief = order["is_brief"]  # only the figures are wanted, not the history
+        self._known = Known("cuda", address_of, memory_of) if request["follows"] else None
+        self._recorded: Recorded | None = None
+        self._is_brief = request["is_brief"]  # only the figures are wanted, not the history
+        self._snapshot: dict[str, Any] | None = None
         self._kept: list[torch.Tensor] = []
         self._before: list[Block] = []
         self._allocated: list[int] = []
 
     def run(self) -> None:
-        """Run the cell and tell the account of it, as plain data."""
-        os.environ[fakecuda.VARIABLE] = self.order["gpus"]  # nothing here has asked the runtime for its devices yet
+        """Run the cell and send the outcome, as plain data."""
+        if fakecuda.was_asked():
+            self._send({"ended": "the dry run could not be set up: what the notebook imported has started CUDA"})
+        os.environ[fakecuda.VARIABLE] = self.request["gpus"]
         torch.cuda.init()
-        for device, capacity in enumerate(self.order["capacities"]):
+        for device, capacity in enumerate(self.request["capacities"]):
             if capacity is None:
-                fakecuda.set_memory(device, capacity=UNLIMITED, others=0)
+                fakecuda.set_memory(device, limit=UNLIMITED)
         self._arrange()
-        namespace = self._namespace = self._unpack()
+        try:
+            namespace = self._namespace = self._unpack()
+        except torch.OutOfMemoryError:
+            self._send({"ended": "what the notebook holds already is more than the memory of the device"})
         if torch.cuda.get_allocator_backend() != "native":
             self._is_brief = True
             self.notes.not_known("which line needs most: cudaMallocAsync keeps no history")
         if not self._is_brief:
-            Kinds(self._journal, "cuda", _address).watch()
+            Kinds(self._history, "cuda", _address).watch()
             self._modules.watch(namespace)
         self._guesses.fill_blanks(parts.blanks)
-        Reading(self._guesses, self._known, self._start_again, self.notes.assume).install()
-        self._unwritten = Unwritten(self._guesses.fill, draws=not self.order["guess"])
-        self._unwritten.install()
-        self._guesses.leave = self._unwritten.leave
+        Reading(self._guesses, self._contents(), self._start_again, self.notes.assume).install()
+        self._fills = DeferredFills(self._guesses.fill, draws=not self.request["guess"])
+        self._fills.install()
+        self._guesses.leave = self._fills.leave
         fakecuda.leave_out(LEAST)
         fakecuda.reset()
         self.notes.effects.clear()
-        cell.prepare(self.order, namespace, surroundings.Magics(namespace, self.notes.effect))
+        cell.prepare(self.request, namespace, sandbox.Magics(namespace, self.notes.effect))
         self._models = Models(namespace)
         self._begin()
-        self._tell(self._execute(namespace))
+        self._send(self._execute(namespace))
 
     def _arrange(self) -> None:
-        if not surroundings.block(self.notes.effect):  # before modules of the user's are imported
-            surroundings.refuse_compiler()
-        surroundings.load_in_this_process(self.notes.assume)
+        if not sandbox.block(self.notes.effect):  # before modules of the user's are imported
+            sandbox.refuse_compiler()
+        sandbox.load_in_this_process(self.notes.assume)
 
     def _unpack(self) -> dict[str, Any]:
         layouts = {
             device: Layout(device, segments)
-            for device, segments in enumerate(self.order["segments"])
+            for device, segments in enumerate(self.request["segments"])
             if segments is not None
         }
 
@@ -108,20 +128,20 @@ class CudaRun:
                 layout.claim(part)
 
         parts.coming, parts.find_code = coming, self._passes.find_code
-        scopes: list[dict[str, Any]] = [{"__builtins__": builtins} for _ in range(self.order["scopes"])]
-        cell.unpack(self.order["data"], scopes)
-        for device, nbytes in enumerate(self.order["base"]):
+        scopes: list[dict[str, Any]] = [{"__builtins__": builtins} for _ in range(self.request["scopes"])]
+        cell.unpack(self.request["data"], scopes)
+        for device, nbytes in enumerate(self.request["base"]):
             if nbytes > 0:
                 self._kept.append(torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}"))
         for device, layout in layouts.items():
-            layout.settle(self.order["workspaces"][device])
+            layout.settle(self.request["workspaces"][device])
         return scopes[0]
 
     def _begin(self) -> None:
         """Let a clock keep the time, and the allocator its history."""
         signal.signal(signal.SIGALRM, self._out_of_time)
-        signal.setitimer(signal.ITIMER_REAL, self.order["time_limit"])
-        for device in range(len(self.order["capacities"])):
+        signal.setitimer(signal.ITIMER_REAL, self.request["time_limit"])
+        for device in range(len(self.request["capacities"])):
             torch.cuda.reset_peak_memory_stats(device)
             self._allocated.append(torch.cuda.memory_allocated(device))
         if self._is_brief:
@@ -129,22 +149,29 @@ class CudaRun:
         self._before = list(_blocks_in_use())
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
 
+    def _contents(self) -> Contents | None:
+        """Return what tells the host what is known of the device's values."""
+        if self._known is not None:
+            self._recorded = Recorded(self._known)
+            return self._recorded
+        answers = self.request["answers"]
+        return None if answers is None else Replayed(answers, self._start_again)
+
     def _start_again(self) -> NoReturn:
-        """End a run that needs to know what is known of the device's values."""
-        self._tell({"starts_again": True})
+        """End a run that needs to know what is known of the values, or that reads otherwise than the run that knew."""
+        self._send({"starts_again": True})
         raise AssertionError("the process has ended")
 
     def _out_of_time(self, _: int, frame: FrameType | None) -> None:
-        self.notes.out_of_time(self.order["time_limit"])
+        self.notes.out_of_time(self.request["time_limit"])
         running = [(each.filename, each.lineno or 0) for each in traceback.extract_stack(frame)]
-        self._tell({**self._account(None, running), "is_open": True})
+        self._send({**self._outcome(None, running), "is_open": True})
 
     def _execute(self, namespace: dict[str, Any]) -> dict[str, Any]:
-        """Run the cell; return the account of it."""
-        source, filename = self.order["source"], self.order["filename"]
-        following = contextlib.nullcontext() if self._known is None else Following(self._known, self._guesses)
+        """Run the cell; return the outcome."""
+        source, filename = self.request["source"], self.request["filename"]
         try:
-            with following:
+            with self._following():
                 cell.execute(
                     None if source is None else cell.compiled(source, filename, self._passes.change), namespace
                 )
@@ -152,15 +179,25 @@ class CudaRun:
             pass
         except BaseException as error:
             failed: dict[str, Any] = cell.failure(error, filename)
-            failed["is_memory"] = isinstance(error, torch.OutOfMemoryError)
+            failed["is_memory"] = any(
+                isinstance(each, torch.OutOfMemoryError) for each in frames.related_exceptions(error)
+            )  # libraries wrap it, torch.compile too
             running = [(each.filename, each.lineno or 0) for each in traceback.extract_tb(error.__traceback__)]
-            return self._account(failed, running)
-        return self._account(None, ())
+            return self._outcome(failed, running)
+        return self._outcome(None, ())
 
-    def _account(self, error: dict[str, Any] | None, running: Iterable[File]) -> dict[str, Any]:
+    def _following(self) -> contextlib.AbstractContextManager[object]:
+        if self._known is None:
+            return contextlib.nullcontext()
+        following = Following(self._known)
+        following.in_threads()
+        return following
+
+    def _outcome(self, error: dict[str, Any] | None, running: Iterable[File]) -> dict[str, Any]:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if self._unwritten.draws_others:
-            self.notes.assume(unwritten.OTHERS)
+        gc.disable()  # many records are made now, and the process ends with them
+        if self._fills.draws_others:
+            self.notes.assume(deferred_fills.OTHERS)
         devices = [self._device(device) for device in range(len(self._allocated))]
         failed = error is not None and error.pop("is_memory")
         for library in sorted({_library_of(what) for what in fakecuda.unknown_sizes()}):
@@ -175,24 +212,31 @@ class CudaRun:
             told["breakdown"] = book.breakdown(book.accounts.index(account))
             told["modules"] = by_module(book, book.accounts.index(account), self._names)
         return {
-            "devices": devices, "lines": ledger.told_lines(book), "timeline": ledger.told(book),
+            "devices": devices, "lines": ledger.line_rows(book), "timeline": ledger.timeline(book),
             "error": None if failed else error,
             "operators": book.operators,
             "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
-            "effects": list(self.notes.effects), "passes": self._passes.told(running), "is_open": False,
-            "reads": list(self._guesses.reads), "models": self._models.told(),
+            "effects": list(self.notes.effects), "passes": self._passes.counts(running), "is_open": False,
+            "reads": list(self._guesses.reads), "answers": self._recorded and self._recorded.answers,
+            "models": self._models.as_data(),
+            "snapshot": self._packed_snapshot() if self.request["snapshot"] else None,
             "modules": max(devices, key=lambda each: each["peak"])["modules"] if devices else [],
         }  # fmt: skip
 
     def _book(self, devices: int) -> Ledger:
         """Return what the allocator's history says, and what its blocks are."""
-        Kinds(self._journal, "cuda", _address).look_around()
+        Kinds(self._history, "cuda", _address).look_around()
         self._names = self._modules.look_around(self._namespace)
         for workspace in workspaces.find_workspaces():
-            self._journal.mark(workspace.address, "library workspaces")
-        traces: list[Trace] = torch.cuda.memory._snapshot()["device_traces"][:devices]
+            self._history.mark(workspace.address, "library workspaces")
+        self._snapshot = torch.cuda.memory._snapshot()
+        traces: list[Trace] = self._snapshot["device_traces"][:devices]
         before = [block for device, trace in enumerate(traces) for block in self._in_use_before(device, trace)]
-        return self._journal.ledger(before, traces, self._place_of)
+        return self._history.ledger(before, traces, self._place_of)
+
+    def _packed_snapshot(self) -> str | None:
+        """Return the allocator's snapshot with its history, as `torch.cuda.memory._dump_snapshot` would write it."""
+        return None if self._snapshot is None else base64.b64encode(pickle.dumps(self._snapshot)).decode()
 
     def _in_use_before(self, device: int, trace: Trace) -> Iterator[Block]:
         """Yield the blocks that were in use when a device's history begins, which may have lost its beginning."""
@@ -213,8 +257,8 @@ class CudaRun:
             "before": self._allocated[device], "after": torch.cuda.memory_allocated(device),
         }  # fmt: skip
 
-    def _place_of(self, frames: Trace) -> Place:
-        return self._lines.of([(each["filename"], each["name"], each["line"]) for each in frames])
+    def _place_of(self, stack: Trace) -> Place:
+        return self._lines.of([(each["filename"], each["name"], each["line"]) for each in stack])
 
 
 def _blocks_in_use() -> Iterator[Block]:

@@ -1,15 +1,17 @@
 """What the host reads from a CUDA device whose kernels do nothing: what the host itself put there, else a guess.
 
 Values that were copied to the device lie in its memory, but so does what earlier tensors left. Which it is, only
-`Known` knows, and it has to see every operator. So a run begins without it; where the host reads more than a loss,
-which nobody knows, the run ends and a new one begins with it.
+`Known` knows, and it has to see every operator, which costs time and lets some tensors live a little longer or shorter.
+So a run begins without it. Where the host reads more than a loss, which nobody knows, the run ends, another one follows
+the values and records what was known at each read, and a last one, plain again, is told the same.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +20,65 @@ from gpumagic.dryrun.stage import cell
 from gpumagic.dryrun.stage.guesses import Guesses
 from gpumagic.dryrun.stage.known import Known
 
-_FETCHES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
+_UNSEEN = (*cell.COMPILERS, "torch.serialization")
+"""What copies to the host and looks at no value: a file of weights has its size whatever they are."""
+_COPY = torch.ops.aten.copy_.default
+_ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_MOST_RECORDED = 1 << 20
+"""Bytes of one read."""
+
+
+class Contents(Protocol):
+    """Tells what the host finds when it reads."""
+
+    def of(self, tensor: torch.Tensor, /) -> torch.Tensor | None:
+        """Return a tensor's contents on the CPU; None if they are not known."""
+
+
+class Recorded:
+    """What is known at each read, kept so that another run can be told the same.
+
+    Args:
+        known: tells it.
+    """
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
+        self.answers: list[str | None] = []
+        """The bytes of each, in hexadecimal digits, in the order of the reads."""
+
+    def of(self, tensor: torch.Tensor, /) -> torch.Tensor | None:
+        """Return a tensor's contents on the CPU; None if they are not known."""
+        value = self._known.of(tensor)
+        if value is None or value.numel() * value.itemsize > _MOST_RECORDED:
+            self.answers.append(None)
+            return None
+        raw = value.resolve_conj().resolve_neg().flatten().view(torch.uint8)
+        self.answers.append(bytes(raw.tolist()).hex())
+        return value
+
+
+class Replayed:
+    """What was known at each read of a run that was recorded.
+
+    Args:
+        answers: those of `Recorded`.
+        give_up: ends a run that reads otherwise.
+    """
+
+    def __init__(self, answers: list[str | None], give_up: Callable[[], NoReturn]) -> None:
+        self._coming = iter(answers)
+        self._give_up = give_up
+
+    def of(self, tensor: torch.Tensor, /) -> torch.Tensor | None:
+        """Return a tensor's contents on the CPU; None if they are not known."""
+        answer = next(self._coming, "none is left")
+        if answer is None:
+            return None
+        if len(answer) != 2 * tensor.numel() * tensor.itemsize:
+            self._give_up()
+        raw = torch.tensor(list(bytes.fromhex(answer)), dtype=torch.uint8, device="cpu")
+        return raw.view(tensor.dtype).reshape(tensor.shape)
 
 
 class Reading:
@@ -26,16 +86,20 @@ class Reading:
 
     Args:
         guesses: what is said of what is not known.
-        known: what is known; None in a run that does not follow it.
+        contents: tells what is known; None in a run that does not follow it.
         give_up: ends such a run, where it matters.
         assume: called with a sentence for each thing that is assumed.
     """
 
     def __init__(
-        self, guesses: Guesses, known: Known | None, give_up: Callable[[], NoReturn], assume: Callable[[str], None]
+        self,
+        guesses: Guesses,
+        contents: Contents | None,
+        give_up: Callable[[], NoReturn],
+        assume: Callable[[str], None],
     ) -> None:
         self._guesses = guesses
-        self._known = known
+        self._contents = contents
         self._give_up = give_up
         self._assume = assume
         self._library: Any = None
@@ -45,6 +109,7 @@ class Reading:
         self._library = torch.library.Library("aten", "IMPL")
         for name, answer in {
             "_local_scalar_dense": self._scalar,
+            "copy_": self._copy,
             "equal": self._equal,
             "nonzero": self._nonzero,
             "_unique2": self._unique,
@@ -53,19 +118,34 @@ class Reading:
         }.items():
             self._library.impl(name, answer, "CUDA", allow_override=True)
         torch.amp.GradScaler._maybe_opt_step = self._step
-        if self._known is None:
-            for name in ("cpu", "tolist", "to", "copy_"):
-                setattr(torch.Tensor, name, self._unless_it_fetches(getattr(torch.Tensor, name)))
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if self._known is None:
+        if self._contents is None:
             if not cell.runs_in(*cell.COMPILERS):
                 self._give_up()
             return None
-        return self._known.of(tensor)
+        return self._contents.of(tensor)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        _COPY.redispatch(_ON_CPU, target, source, non_blocking)  # where torch has its own, for every pair of devices
+        if target.device.type == "cpu" and not cell.runs_in(*_UNSEEN):
+            self._fetch(source, target)
+        return target
+
+    def _fetch(self, source: torch.Tensor, host: torch.Tensor) -> None:
+        """Put something into what was copied from a device to the host."""
+        if self._contents is None:
+            if not self._guesses.leave(host):
+                self._give_up()
+            return
+        value = self._contents.of(source)
+        if value is None:
+            self._guesses.fill(host)
+        else:
+            host.copy_(value)
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
-        if self._known is None and tensor.requires_grad:
+        if self._contents is None and tensor.requires_grad:
             return self._guesses.scalar(tensor.dtype)  # a loss: nothing that the host put there, so no new beginning
         value = self._value(tensor)
         return self._guesses.scalar(tensor.dtype) if value is None else value.item()
@@ -127,39 +207,24 @@ class Reading:
             tensor.new_empty(shape[0] if counts else 0, dtype=torch.int64),
         )
 
-    def _is_left(self, made: object) -> bool:
-        return isinstance(made, torch.Tensor) and self._guesses.leave(made)
-
-    def _unless_it_fetches(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of tensors that gives the run up where it copies from a device to the host."""
-
-        def fetched(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            source = args[0] if args and fetch.__name__ == "copy_" else tensor
-            made = fetch(tensor, *args, **kwargs)
-            is_fetched = _is_on_a_device(source) and not _is_on_a_device(made)
-            if is_fetched and not cell.runs_in(*cell.COMPILERS) and not self._is_left(made):
-                self._give_up()
-            return made
-
-        return fetched
-
-
-def _is_on_a_device(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
-
 
 class Following(TorchDispatchMode):
-    """Shows every operator to `Known`, and fills what is copied to the host.
+    """Shows every operator to `Known`, in one thread."""
 
-    Args:
-        known: what is known.
-        guesses: what is said of the rest.
-    """
-
-    def __init__(self, known: Known, guesses: Guesses) -> None:
+    def __init__(self, known: Known) -> None:
         super().__init__()
         self._known = known
-        self._guesses = guesses
+
+    def in_threads(self) -> None:
+        """Show those of all threads that begin, for the rest of the process."""
+        threads: Any = threading.Thread
+        begin, known = threads._bootstrap_inner, self._known
+
+        def begin_with_mode(thread: threading.Thread) -> None:
+            with Following(known):
+                begin(thread)
+
+        threads._bootstrap_inner = begin_with_mode
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -169,20 +234,8 @@ class Following(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        if func in _FETCHES and made.device.type == "cpu":
-            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
-            if source.device.type == "cuda":
-                self._fetch(source, made)
-        else:
-            self._known.follow(func, args, kwargs, made)
+        self._known.follow(func, args, kwargs, made)
         return made
-
-    def _fetch(self, source: torch.Tensor, host: torch.Tensor) -> None:
-        value = self._known.of(source)
-        if value is None:
-            self._guesses.fill(host)
-        else:
-            host.copy_(value)
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -3,7 +3,7 @@
 A sum over many rows is split among blocks of threads, which leave their part sums in memory, and a sum in a wider type
 copies what it sums (`ATen/native/cuda/Reduce.cuh`). A matrix whose rows do not lie as cuBLAS takes them is copied, such
 as an expanded gradient (`ATen/native/cuda/Blas.cpp`). With small models and large batches that is most of what a
-backward pass holds for a moment.
+backward pass holds for a moment. Attention's kernels are in `attention.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from gpumagic.dryrun.stage import attention
+from gpumagic.dryrun.stage.attention import PROCESSORS
 from gpumagic.dryrun.stage.calls import Call
 
-PROCESSORS, THREADS_A_PROCESSOR = 108, 2048
-"""Of an A100, which is what an imagined device is."""
+THREADS_A_PROCESSOR = 2048
 _VECTOR, _MOST_THREADS, _WARP = 4, 512, 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
 """A thread's, between which the input is divided among blocks."""
@@ -65,7 +66,7 @@ def scratch(call: Call) -> list[int]:
             if argument.name in _FACTORS or (argument.name == "self" and name in {"mm", "bmm"})
             if _is_copied(each)
         ]
-    return _reducing(call, name)
+    return attention.scratch(call, name) or _reducing(call, name)
 
 
 def _is_copied(matrix: torch.Tensor) -> bool:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -174,15 +173,3 @@ def span(size: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in size:
         return 0
     return 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operator's or a module's arguments, or its results."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_in(each)

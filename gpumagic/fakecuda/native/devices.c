@@ -12,6 +12,7 @@ _Thread_local int fake_current = 0;
 static struct fake_device physical[FAKE_MOST_DEVICES];
 static struct fake_device *shown[FAKE_MOST_DEVICES];
 static int physical_count, shown_count, peer_access;
+static int settings_read;
 static int initialised; /* whether CUDA was asked for its devices: then CUDA_VISIBLE_DEVICES is not read again */
 static int forked;      /* whether that was so in the process that this one was forked from */
 static pthread_once_t settings_once = PTHREAD_ONCE_INIT, visible_once = PTHREAD_ONCE_INIT;
@@ -51,6 +52,7 @@ static void set(struct fake_device *device, const char *key, const char *value) 
 /* "peer=0|name=NVIDIA A100,capacity=85899345920,...|name=..." : what holds for all, then a part for each device. */
 static void read_settings(void) {
   const char *text = getenv("GPUMAGIC_FAKECUDA");
+  settings_read = 1;
   char *copy = strdup(text ? text : ""), *rest = copy, *part;
   for (int index = -1; (part = strsep(&rest, "|")); index++) {
     char *pair;
@@ -121,6 +123,9 @@ static void initialise(void) {
   shown_count = visible(shown);
   initialised = 1;
 }
+
+/* Whether anything has read the settings: they are not read again. */
+FAKE_API int fakecuda_was_asked(void) { return settings_read; }
 
 int fake_device_count(void) {
   pthread_once(&visible_once, initialise);

@@ -49,6 +49,7 @@ struct fake_device {
   unsigned char uuid[16];
   int64_t capacity;
   int64_t others; /* what other processes hold */
+  int64_t limit;  /* what is given in all, whatever the two above tell of it; 0: as they do */
   int major, minor;
   int multiprocessors;
   int threads_per_multiprocessor;

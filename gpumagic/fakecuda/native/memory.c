@@ -102,7 +102,8 @@ int fake_back(void *pointer, size_t nbytes, int backed) {
 }
 
 static int take(struct fake_device *device, int64_t nbytes) {
-  if (nbytes > fake_free_bytes(device)) return OUT_OF_MEMORY;
+  int64_t left = device->limit ? device->limit - device->used : fake_free_bytes(device);
+  if (nbytes > left) return OUT_OF_MEMORY;
   device->used += nbytes;
   if (device->used > device->peak) device->peak = device->used;
   return OK;

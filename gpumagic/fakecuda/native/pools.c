@@ -131,7 +131,8 @@ FAKE_API int cudaMallocAsync(void **pointer, size_t nbytes, void *stream) {
   ENTER();
   *pointer = NULL;
   if (!nbytes) return OK;
-  if (nbytes > (size_t)fake_device(fake_current)->capacity) RESULT(OUT_OF_MEMORY);
+  const struct fake_device *device = fake_device(fake_current);
+  if (nbytes > (size_t)(device->limit ? device->limit : device->capacity)) RESULT(OUT_OF_MEMORY);
   if (capture_of(stream)) {
     fake_missing("libcudart", "cudaMallocAsync in a capture");
     RESULT(capture_break(stream, NOT_SUPPORTED));

@@ -166,12 +166,13 @@ FAKE_API int64_t fakecuda_memory(int ordinal, int what) {
   }
 }
 
-FAKE_API int fakecuda_set_memory(int ordinal, int64_t capacity, int64_t others) {
+FAKE_API int fakecuda_set_memory(int ordinal, int64_t capacity, int64_t others, int64_t limit) {
   struct fake_device *device = fake_glance(ordinal);
   if (!device) return INVALID_DEVICE;
   fake_lock();
   if (capacity >= 0) device->capacity = capacity;
   if (others >= 0) device->others = others;
+  if (limit >= 0) device->limit = limit;
   device->peak = device->used;
   fake_unlock();
   return OK;

@@ -12,8 +12,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpumagic.dryrun.report import DryRunReport
+    import ast
+
     from gpumagic.memory.allocator import AllocatorStats
+    from gpumagic.oom.report import Need
     from gpumagic.report.base import Holder
     from gpumagic.source.cell_code import CellCode
     from gpumagic.source.text import CellText
@@ -25,19 +27,8 @@ _STAGES = {
     "move": frozenset({"_apply"}),
     "forward": frozenset({"forward", "_call_impl"}),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """An accumulation in a loop that live objects confirm: its target keeps autograd graphs alive."""
-
-    target: str
-    added: str
-    line: int
-    append: bool
-    scalar: bool
-    tensors: int
-    """How many tensors with a graph it holds: 1 for a running sum, the length for a list."""
+_TRAINERS = frozenset({"_fit_impl", "_inner_training_loop"})
+"""Functions in which the trainers of Lightning and transformers train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +57,8 @@ class Collection:
     nbytes: int
     graphs: int = 0
     """How many of them carry an autograd graph."""
+    is_of_numbers: bool = False
+    """Whether each is a single number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +75,6 @@ class Model:
     """Bytes of gradients its parameters have."""
     blocks: str | None = None
     """Code for the longest list of like children, over which it loops: ``"net.layers"``."""
-    depth: int = 0
-    """How many those are."""
-    leaves_in_block: int = 0
-    """How many layers without children one of them has."""
     sequential: bool = False
     local: bool = False
     """Whether only a function's variable names it, which another cell cannot reach."""
@@ -105,6 +94,8 @@ class Optimizer:
     foreach: bool | None = None
     fused: bool | None = None
     local: bool = False
+    models: frozenset[str] = frozenset()
+    """Names of the modules of which it updates parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +114,10 @@ class Work:
     """Its arguments that are tensors."""
     models: tuple[Model, ...] = ()
     optimizers: tuple[Optimizer, ...] = ()
+    sums: frozenset[str] = frozenset()
+    """What that code calls the criteria that add up losses, and do not take their mean."""
     moving: int = 0
     """Bytes of floating-point parameters in the module that was being moved."""
-    progress: float | None = None
-    """How far through the model's layers, in the order of their declaration, the forward pass had come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +157,18 @@ class Loader:
 
 
 @dataclass(frozen=True, slots=True)
+class Trainer:
+    """A library's trainer, by the call that tells it how to train."""
+
+    library: str
+    """``"transformers"`` or ``"lightning"``."""
+    text: CellText
+    """The cell's, or the statements of earlier cells that made the trainer, whose cell it names."""
+    call: ast.Call
+    """Of `TrainingArguments` or of Lightning's `Trainer`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Brought:
     """A variable that the cell uses and that has memory on the device."""
 
@@ -195,7 +198,6 @@ class Scene:
     """Names of the functions on the failing stack, the user's and the libraries'."""
     inside: str | None = None
     """The deepest line of the user's own, where that is in another cell or a function's file."""
-    growths: tuple[Growth, ...] = ()
     calls_backward: bool = False
     """Whether a function of the user's on the failing stack calls `backward`."""
     autocast: bool = False
@@ -225,8 +227,6 @@ class Facts:
     """True where the allocator knows expandable segments and does not use them."""
     scene: Scene = field(default_factory=Scene)
     cell: CellCode | None = None
-    looked_at: bool = False
-    """Whether the notebook could be looked at: without it, no holders does not mean none."""
     holders: tuple[Holder, ...] = ()
     leftovers: tuple[Ownership, ...] = ()
     """What is only reached by names bound before the cell that neither it nor anything it calls uses."""
@@ -241,8 +241,6 @@ class Facts:
     other_processes: int | None = None
     work: Work = field(default_factory=Work)
     optimizers: tuple[Optimizer, ...] = ()
-    fixed: int | None = None
-    """Bytes that do not depend on the size of a batch: models, optimizers, what earlier cells made."""
     device_names: tuple[str, ...] = ()
     """Variables that the cell uses and that name the device."""
     brought: tuple[Brought, ...] = ()
@@ -251,15 +249,16 @@ class Facts:
     """Every variable of the notebook with memory on the device."""
     residue: tuple[str, ...] = ()
     """Variables that the failed cell left and that it makes anew when it runs again."""
+    half_made: tuple[str, ...] = ()
+    """Optimizers of the notebook whose first step failed: some of their state lacks parts."""
     loaders: tuple[Loader, ...] = ()
+    trainer: Trainer | None = None
     fused_attention: bool = False
     """Whether torch has attention kernels for this backend that never make the matrix of all scores."""
-    settings: Mapping[str, bool] = field(default_factory=dict)
-    """Switches of torch that matter here and are on, such as ``"cudnn.benchmark"``."""
-    dry_run: DryRunReport | None = None
-    """Of the largest value of the first of `batches` that fits; None where there was none."""
-    roundest: int | None = None
-    """A rounder value a little below it, where that one fits too."""
+    tries_algorithms: bool = False
+    """Whether ``torch.backends.cudnn.benchmark`` is on."""
+    need: Need | None = None
+    """What the cell needs, by a dry run; None where there was none."""
     private_pools: int = 0
     """Bytes in CUDA graphs' own pools, by the error's text."""
 
@@ -272,7 +271,7 @@ class Facts:
     def texts(self) -> tuple[CellText, ...]:
         """The texts that an edit may change: the cell's, then that of the function in another cell that failed."""
         found = [each for each in (self.text, self.work.text) if each is not None]
-        return tuple(found[:1] if len(found) == 2 and found[0].cell == found[1].cell else found)
+        return tuple(found[1:] if len(found) == 2 and found[0].cell == found[1].cell else found)
 
     @property
     def failing(self) -> CellText | None:
@@ -292,22 +291,9 @@ class Facts:
 
     @property
     def trains(self) -> bool:
-        """Whether the cell, or a function of the user's on the failing stack, calls `backward`."""
-        return (self.cell is not None and self.cell.trains) or self.scene.calls_backward
-
-    @property
-    def usable(self) -> int | None:
-        """Bytes that this process could have on the device: what it had reserved and what was free."""
-        if self.free is None or self.at_failure is None:
-            return None
-        return self.free + self.at_failure.reserved
-
-    @property
-    def room(self) -> int | None:
-        """Bytes that were not allocated when it failed, were they in one piece or not."""
-        if self.usable is None or self.at_failure is None:
-            return None
-        return self.usable - self.at_failure.allocated
+        """Whether the cell, or a function of the user's on the failing stack, calls `backward`, or a trainer does."""
+        by_itself = (self.cell is not None and self.cell.trains) or self.scene.calls_backward
+        return by_itself or bool(self.scene.functions & _TRAINERS)
 
     @property
     def transient(self) -> int:
@@ -315,12 +301,20 @@ class Facts:
         if self.at_failure is None or self.after is None:
             return 0
         named = sum(holder.nbytes for holder in self.holders)
-        nameless = max(0, self.after.allocated - named) if self.looked_at else 0
-        return max(0, self.at_failure.allocated - self.after.allocated) + nameless
+        return max(0, self.at_failure.allocated - max(named, self.before.allocated if self.before else 0))
+
+    @property
+    def came_back(self) -> int:
+        """Bytes that were allocated before the cell and are not any more: an earlier failure had kept them."""
+        if self.before is None or self.after is None:
+            return 0
+        return max(0, self.before.allocated - self.after.allocated)
 
     @property
     def short(self) -> int | None:
-        """Bytes missing for the request that failed; None if it cannot be known."""
+        """Bytes missing: for the whole cell by a dry run, else for the request that failed; None if unknown."""
+        if self.need is not None:
+            return self.need.missing
         if self.requested is None or self.free is None:
             return None
         return max(0, self.requested - self.free)
@@ -332,18 +326,7 @@ class Facts:
         block = 2 << 20 if nbytes <= 1 << 20 else 20 << 20 if nbytes < 10 << 20 else -(-nbytes // (2 << 20)) * (2 << 20)
         return nbytes * 0.99 <= self.requested <= block * 1.01
 
-    def covers(self, frees: int | None) -> bool | None:
-        """Return whether freeing so many bytes is enough for the request that failed; None if unknown."""
-        return None if frees is None or self.short is None else frees >= self.short
-
     @property
     def leftover_nbytes(self) -> int:
         """Bytes that unbinding all leftovers releases."""
         return sum(claim.nbytes for claim in self.leftovers)
-
-    @property
-    def grown(self) -> int | None:
-        """Bytes the cell had allocated when it failed, beyond what was there before."""
-        if self.before is None or self.at_failure is None:
-            return None
-        return max(0, self.at_failure.allocated - self.before.allocated)

@@ -1,20 +1,22 @@
-"""What rules share: where the forward pass is, how memory grows with the batch, and how a suggestion is made.
+"""What rules share: where the forward pass is, and how a suggestion is made.
 
-Measured for GPT-2 and others, the peak of a step is a fixed part and a slope, to the byte. A failure shows one
-point of that line, often not the peak: what the forward pass had come through and what backward needs besides
-are estimated here, and every number derived from them is marked so.
+A rule says what to change and what it costs. What that saves, and whether it is enough, dry runs tell afterwards.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.source.text import CellText, Change, called_name, names_in
+from gpumagic.source.text import CellText, Change, called_name
+
+LEAST = 1024**2
+"""Bytes below which nothing is worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,9 @@ def _around(facts: Facts, text: CellText, line: int) -> Region | None:
     if statement is None or not block:
         return None
     place = next(i for i, each in enumerate(block) if each is statement)
-    last = next((i for i, each in enumerate(block) if i >= place and calls(each, "backward")), None)
-    first = next((i for i, each in enumerate(block) if i <= place and _uses_model(facts, each)), place)
-    first = max([first, *(i + 1 for i in range(first, place) if calls(block[i], "backward"))])
+    last = next((i for i, each in enumerate(block) if i >= place and does(each, "backward")), None)
+    first = next((i for i, each in enumerate(block) if i <= place and any(called_models(facts, each))), place)
+    first = max([first, *(i + 1 for i in range(first, place) if does(block[i], "backward"))])
     backward = block[last] if last is not None else None
     end = place + 1 if last is None else max(last, first + 1)
     forward = block[first:end]
@@ -61,9 +63,44 @@ def _around(facts: Facts, text: CellText, line: int) -> Region | None:
     return Region(text, forward, backward)
 
 
-def calls(statement: ast.stmt, name: str) -> bool:
+def does(statement: ast.stmt, name: str) -> bool:
     """Return whether a statement calls something of this name."""
     return any(called_name(node) == name for node in ast.walk(statement))
+
+
+def calls(texts: Iterable[CellText], *names: str) -> Iterator[tuple[CellText, ast.Call]]:
+    """Yield the calls of functions of these names, of any without names, each with the text that it is in."""
+    for text in texts:
+        for node in text.nodes():
+            if isinstance(node, ast.Call) and (not names or called_name(node) in names):
+                yield text, node
+
+
+def failed(facts: Facts) -> Iterator[tuple[CellText, ast.stmt]]:
+    """Yield the statement that failed with its text, where they are known."""
+    text = facts.failing
+    statement = text.statement_at(text.line) if text is not None else None
+    if text is not None and statement is not None:
+        yield text, statement
+
+
+def bracketed(text: CellText, node: ast.expr) -> str:
+    """Return the code of an expression so that a method can be called on it."""
+    is_simple = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+    return text.code(node) if is_simple else f"({text.code(node)})"
+
+
+def substituted(text: CellText, node: ast.expr, inner: ast.expr, new: str) -> str:
+    """Return the code of an expression with other code in the place of one inside it."""
+    code, start = text.code(node), text.offset(inner) - text.offset(node)
+    return f"{code[:start]}{new}{code[start + len(text.code(inner)) :]}"
+
+
+def loop_around(text: CellText, line: int | None) -> ast.For | ast.While | None:
+    """Return the innermost loop that a line is in."""
+    loops = [node for node in text.nodes() if isinstance(node, ast.For | ast.While)]
+    around = [loop for loop in loops if line is not None and loop.lineno < line <= (loop.end_lineno or 0)]
+    return max(around, key=lambda loop: loop.lineno, default=None)
 
 
 def called_models(facts: Facts, node: ast.AST) -> Iterator[ast.Call]:
@@ -85,83 +122,28 @@ def read_tensors(region: Region) -> list[ast.Name]:
     return found
 
 
-def _uses_model(facts: Facts, statement: ast.stmt) -> bool:
-    return bool(names_in(statement) & {model.name for model in facts.models}) and any(called_models(facts, statement))
-
-
-MARGIN = 0.92
-"""The share of a device that is planned with; the rest goes to rounding and to pieces between blocks."""
-
-LEAST_PROGRESS = 0.1
-
-
 @dataclass(frozen=True, slots=True)
-class Law:
-    """An estimate of what a cell needs in all."""
+class Choice:
+    """A suggestion with a number in it, of which dry runs find the largest with which the cell fits.
 
-    fixed: int
-    batch: int
-    """Bytes that grow with the batch, for the batch as it was."""
-    budget: int
+    Attributes:
+        name: of the number.
+        now: the number that stands for the cell as it is; smaller ones need less.
+        make: returns the suggestion with a number.
+        guess: the number to suggest where none can be tried.
+        is_rounded: whether a round number is as good as a slightly larger one.
+        finish: returns what is better than the suggestion with the number that was found, where that fits too.
+    """
 
-    @property
-    def missing(self) -> int:
-        """Bytes beyond the budget."""
-        return max(0, self.fixed + self.batch - self.budget)
-
-    @property
-    def share(self) -> float:
-        """The share of the batch that would fit, 0 if none would."""
-        return max(0.0, (self.budget - self.fixed) / self.batch) if self.batch > 0 else 0.0
-
-    def covers(self, frees: int) -> bool:
-        """Return whether the cell would fit if it needed so much less."""
-        return frees >= self.missing
-
-
-def estimate(facts: Facts) -> Law | None:
-    """Return what the cell needs in all, or None where too little is known to say."""
-    if facts.requested is None or facts.at_failure is None or facts.usable is None or facts.fixed is None:
-        return None
-    seen = facts.at_failure.allocated + facts.requested - facts.fixed
-    if seen <= 0:
-        return None
-    fixed, batch = facts.fixed, seen
-    if facts.stage == "forward" and facts.work.progress is not None and facts.trains:
-        batch = int(seen / max(facts.work.progress, LEAST_PROGRESS))
-    if facts.trains:
-        fixed += sum(model.nbytes - model.gradients for model in facts.models if model.training)
-        batch += (1 if facts.stage == "backward" else 2) * facts.requested
-    elif facts.stage == "forward":
-        batch += facts.requested  # the next layer's result stands beside this one's
-    return Law(fixed, batch, int(facts.usable * MARGIN))
-
-
-def sensible(number: float) -> int:
-    """Return the next number below that a person would write as a batch size, at least 1."""
-    whole = max(1, int(number))
-    multiple = 1 << max(0, whole.bit_length() - 3)  # three bits of it: 96, 112, 128, 160
-    return whole // multiple * multiple
-
-
-def near_size(number: int) -> int:
-    """Return a round number at most a twentieth below: what is known to fit needs no further caution."""
-    multiple = 1 << number.bit_length()
-    while number // multiple * multiple < 0.95 * number:
-        multiple //= 2
-    return number // multiple * multiple
-
-
-def parts_that_fit(share: float) -> int:
-    """Return into how many parts, a power of two, to divide what fits in this share."""
-    number = 2
-    while number * share < 1 and number < 1024:
-        number *= 2
-    return number
+    name: str
+    now: int
+    make: Callable[[int], Advice]
+    guess: int
+    is_rounded: bool = True
+    finish: Callable[[int], Advice | None] | None = None
 
 
 def propose(
-    facts: Facts,
     title: str,
     *,
     frees: int | None = None,
@@ -170,25 +152,33 @@ def propose(
     first: str | None = None,
     **more: Any,
 ) -> Advice:
-    """Return a suggestion; whether it suffices is judged by what it frees unless ``covers`` says so.
+    """Return a suggestion, which is still to be tried.
 
     Args:
-        facts: of the failure.
         title: what to do, as a command.
-        frees: bytes it would give back.
+        frees: bytes it gives back, where that is known without a dry run.
         text: the text that the changes are of.
         changes: what to change in it.
         first: code to run before the cell.
         more: other fields of `Advice`.
     """
     edit = text.after(changes) if text is not None and changes else first
-    return Advice(
-        title=title,
-        frees=frees,
-        changes=tuple(changes),
-        first=first,
-        **{"covers": facts.covers(frees), "edit": edit, **more},
-    )
+    return Advice(title, frees, None, changes=tuple(changes), first=first, **{"edit": edit, **more})
+
+
+def cleared(first: str | None, residue: Sequence[str], half_made: Sequence[str] = ()) -> str | None:
+    """Return what to run first, with what the failed cell left taken away: its next run would stand beside it.
+
+    Args:
+        first: what else is to be run.
+        residue: variables to delete.
+        half_made: optimizers whose first step failed, which a further step would not survive.
+    """
+    said = set(re.findall(r"\w+", first or ""))
+    left = [name for name in residue if name not in said]
+    lines = [f"del {', '.join(left)}"] if left else []
+    lines += [f"{name}.state.clear()" for name in half_made if name not in said | set(left)]
+    return "\n".join([*lines, *([first] if first else [])]) or None
 
 
 def prepare(facts: Facts, name: str, code: str) -> dict[str, Any]:

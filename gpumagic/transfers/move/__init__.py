@@ -8,18 +8,28 @@ it is undone. So a missing name, a module that cannot be moved, or too little me
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gpumagic.errors import GpuMagicError, OptionError
+from gpumagic.errors import GpuMagicError, OptionError, nearest
+from gpumagic.heap import branches, modules
+from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory import allocator, host
+from gpumagic.notebook import session
 from gpumagic.report.units import size
 from gpumagic.transfers.log import direction
 from gpumagic.transfers.move.contents import Contents, rebuilt
-from gpumagic.transfers.move.copies import Changes, Copies, CopyGroup, group_by_memory, state_to_move, tensors_of
+from gpumagic.transfers.move.copies import (
+    Changes,
+    Copies,
+    CopyGroup,
+    gradient_of,
+    group_by_memory,
+    state_to_move,
+    tensors_of,
+)
 from gpumagic.transfers.report import TransferRow
 
 
@@ -152,14 +162,14 @@ def load_all(names: list[str], namespace: Mapping[str, Any], device: str) -> tup
 def load(name: str, namespace: Mapping[str, Any]) -> MovedVariable:
     """Return a variable and what it holds; raise `OptionError` if it is missing or holds nothing with a device."""
     if name not in namespace:
-        near = difflib.get_close_matches(name, [each for each in namespace if not each.startswith("_")], n=1)
-        hint = f"did you mean {near[0]}?" if near else "write names of variables, such as --move model,x"
+        near = nearest(name, session.names_of_users(namespace))
+        hint = f"did you mean {near}?" if near else "write names of variables, such as --move model,x"
         raise OptionError(f"{CAUSE}: there is no variable {name!r}; {hint}")
     found = MovedVariable(name)
     if not found.contents.add(namespace[name]):
-        kind = type(namespace[name]).__name__
+        kind = branches.name_of_type(type(namespace[name]))
         hint = "; torch.from_numpy makes it a tensor" if kind == "ndarray" else ""
-        if hasattr(type(namespace[name]), "to"):
+        if branches.class_attribute(type(namespace[name]), "to") is not None:
             hint = f"; it has a .to() of its own: {name} = {name}.to(...)"
         raise OptionError(f"{CAUSE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move{hint}")
     return found
@@ -168,18 +178,17 @@ def load(name: str, namespace: Mapping[str, Any]) -> MovedVariable:
 def _own_tensors(contents: Contents) -> list[Any]:
     found = [tensor for module in contents.modules for tensor in tensors_of(module)]
     for tensor in (*contents.tensors, *contents.parameters()):
-        found.append(tensor)
-        if tensor.is_leaf and tensor.grad is not None:
-            found.append(tensor.grad)
+        found += [tensor, *gradient_of(tensor)]
     return found
 
 
 def _not_there(tensors: Iterable[Any], taken: set[int], device: str) -> list[Any]:
     found = []
-    for tensor in tensors:
-        if str(tensor.device) != device and id(tensor) not in taken:
-            taken.add(id(tensor))
-            found.append(tensor)
+    with undisturbed():
+        for tensor in tensors:
+            if str(plain(tensor, "device")) != device and id(tensor) not in taken:
+                taken.add(id(tensor))
+                found.append(tensor)
     return found
 
 
@@ -190,9 +199,10 @@ def _followers(combined: Contents, moving: set[int], namespace: Mapping[str, Any
     found: dict[int, tuple[str, Any]] = {}
     for name, value in list(namespace.items()):
         if issubclass(type(value), torch.optim.Optimizer) and not name.startswith("_"):
-            works_on = {id(each) for group in value.param_groups for each in group["params"]}
+            optimizer = modules.unwrapped(value)
+            works_on = {id(each) for group in modules.parameter_groups(optimizer) for each in group["params"]}
             if works_on & moving:
-                found.setdefault(id(value), (name, value))
+                found.setdefault(id(optimizer), (name, optimizer))
     for optimizer in combined.optimizers:
         found.setdefault(id(optimizer), ("optimizer", optimizer))
     return list(found.values())

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeAlias
+
+from gpumagic.heap import branches, modules
+from gpumagic.heap.storages import plain, undisturbed
 
 Step: TypeAlias = "tuple[str, Any]"
 """How a container holds a part: ``("item", key)`` or ``("attribute", name)``."""
@@ -34,6 +36,8 @@ class Contents:
         kind = type(value)  # not isinstance(): a proxy's __class__ may evaluate or raise
         if kind in _ATOMS:
             return False
+        if self._list_of(kind) is self.optimizers:
+            value = modules.unwrapped(value)
         known = self._list_of(kind)
         parts = parts_of(value) if known is None else []
         is_new = id(value) not in self.seen
@@ -55,11 +59,14 @@ class Contents:
 
     def parameters(self) -> list[Any]:
         """Return the parameters of the optimizers."""
-        return [each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]]
+        groups = [group for optimizer in self.optimizers for group in modules.parameter_groups(optimizer)]
+        return [each for group in groups for each in group["params"]]
 
     def leaves(self) -> list[Any]:
         """Return the leaf tensors that require gradients, apart from those of modules."""
-        return [each for each in (*self.tensors, *self.parameters()) if each.is_leaf and each.requires_grad]
+        found = (*self.tensors, *self.parameters())
+        with undisturbed():
+            return [each for each in found if plain(each, "is_leaf") and plain(each, "requires_grad")]
 
 
 def parts_of(value: Any) -> list[tuple[Step, object]]:
@@ -68,23 +75,25 @@ def parts_of(value: Any) -> list[tuple[Step, object]]:
 
     kind = type(value)
     if issubclass(kind, PackedSequence):  # its batch sizes must stay on the host
-        return [(("item", place), part) for place, part in enumerate(value) if place != 1]
+        return [(("item", place), part) for place, part in enumerate(tuple.__iter__(value)) if place != 1]
     parts: list[tuple[Step, object]] = []
     if issubclass(kind, dict) and not _ATOMS.issuperset(map(type, dict.values(value))):
         parts += [(("item", key), part) for key, part in dict.items(value)]
-    elif issubclass(kind, list | tuple) and not _ATOMS.issuperset(map(type, value)):  # a million numbers, quickly
-        parts += [(("item", place), part) for place, part in enumerate(value)]
+    elif issubclass(kind, list | tuple):
+        items = list((tuple if issubclass(kind, tuple) else list).__iter__(value))
+        if not _ATOMS.issuperset(map(type, items)):  # a million numbers, quickly
+            parts += [(("item", place), part) for place, part in enumerate(items)]
     return parts + [(("attribute", name), part) for name, part in _attributes(value, kind)]
 
 
 def _attributes(value: Any, kind: type) -> list[tuple[str, object]]:
     """Return a dataclass's fields, and the attributes that container subclasses have along with their items."""
-    if dataclasses.is_dataclass(kind):
-        return [
-            (each.name, getattr(value, each.name)) for each in dataclasses.fields(kind) if hasattr(value, each.name)
-        ]
+    fields = branches.class_attribute(kind, "__dataclass_fields__")
+    if isinstance(fields, dict):
+        own = branches.attributes_of(value)
+        return [(name, own[name]) for name in fields if name in own]
     keeps = (dict, list, collections.UserDict, collections.UserList, SimpleNamespace)
-    return list(getattr(value, "__dict__", {}).items()) if issubclass(kind, keeps) else []
+    return list(branches.attributes_of(value).items()) if issubclass(kind, keeps) else []
 
 
 def rebuilt(value: object, replacement: Callable[[Any], object], done: dict[int, Any] | None = None) -> Any:
@@ -120,14 +129,14 @@ _UNFINISHED = object()
 
 
 def _like(value: Any, parts: list[tuple[Step, object]]) -> object:
-    if isinstance(value, tuple):
+    if issubclass(type(value), tuple):
         return _tuple_like(value, {place: part for (_, place), part in parts})
     made = copy.copy(value)
     for (kind, key), part in parts:
         if kind == "attribute":
             object.__setattr__(made, key, part)  # a frozen dataclass too: nothing else has the new one yet
         else:
-            (dict if isinstance(made, dict) else list).__setitem__(made, key, part)
+            (dict if issubclass(type(made), dict) else list).__setitem__(made, key, part)
     return made
 
 

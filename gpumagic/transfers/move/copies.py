@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from gpumagic.heap import branches, modules
+from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.transfers.move.contents import Contents, rebuilt
 
 _ALIGNMENT = 16  # bytes; a multiple of every element's size
@@ -131,15 +133,25 @@ def _nbytes(tensor: Any) -> int:
 
 def parameter_slots(module: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield the parameters and buffers of a module and its submodules: the dict that has it, the key, the tensor."""
-    for part in module.modules():
-        for kept in (part._parameters, part._buffers):
-            yield from ((kept, key, tensor) for key, tensor in list(kept.items()) if tensor is not None)
+    for _, part in modules.modules_in(module):
+        own = branches.attributes_of(part)
+        for kept in (own.get("_parameters"), own.get("_buffers")):
+            if isinstance(kept, dict):
+                items = list(dict.items(kept))
+                yield from ((kept, key, tensor) for key, tensor in items if tensor is not None)
 
 
 def tensors_of(module: Any) -> list[Any]:
     """Return a module's parameters, their gradients and its buffers."""
     found = [tensor for _, _, tensor in parameter_slots(module)]
-    return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+    return found + [gradient for tensor in found for gradient in gradient_of(tensor)]
+
+
+def gradient_of(tensor: Any) -> list[Any]:
+    """Return the gradient of a leaf, if it has one."""
+    with undisturbed():
+        gradient = plain(tensor, "grad") if plain(tensor, "is_leaf") else None
+    return [] if gradient is None else [gradient]
 
 
 def state_to_move(optimizer: Any, parameters: Collection[int]) -> list[Any]:
@@ -148,9 +160,11 @@ def state_to_move(optimizer: Any, parameters: Collection[int]) -> list[Any]:
     A step counter stays on the host unless the optimizer says otherwise, as in `Optimizer.load_state_dict`.
     """
     found = Contents()
-    for group in optimizer.param_groups:
+    kept = branches.attributes_of(optimizer).get("state")
+    states = {id(each): state for each, state in dict.items(kept)} if isinstance(kept, dict) else {}
+    for group in modules.parameter_groups(optimizer):
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter) if id(parameter) in parameters else None
+            state = states.get(id(parameter)) if id(parameter) in parameters else None
             for key, value in (state or {}).items():
                 if key != "step" or group.get("capturable") or group.get("fused"):
                     found.add(value)

@@ -1,3 +1,4 @@
+# reads: truth=True
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM

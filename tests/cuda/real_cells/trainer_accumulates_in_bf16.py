@@ -1,3 +1,4 @@
+# reads: truth=True
 import tempfile
 
 import torch

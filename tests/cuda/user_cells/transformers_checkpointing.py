@@ -1,3 +1,4 @@
+# reads: truth=True
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -1,7 +1,7 @@
 # An earlier cell's losses keep its activations, and nothing here needs them.
 # memory: 64MiB
 # verdict: shortage
-# advice: Let go of the autograd graphs of
+# advice: Detach loss
 # %%
 net = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1)).to("simgpu:0")
 losses = []

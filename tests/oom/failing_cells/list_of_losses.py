@@ -1,4 +1,4 @@
-# A list of losses keeps the graph of every turn.
+# A list of losses keeps the graph of every pass.
 # memory: 16MiB
 # verdict: shortage
 # advice: Collect loss without its autograd graph

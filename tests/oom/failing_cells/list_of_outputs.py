@@ -1,4 +1,4 @@
-# A list of outputs keeps the graph of every turn.
+# A list of outputs keeps the graph of every pass.
 # memory: 16MiB
 # verdict: shortage
 # advice: Collect net(x) without its autograd graph

@@ -1,6 +1,6 @@
 # A displayed value is kept by IPython's output cache.
 # verdict: leftovers
-# advice: Delete 1 name that earlier cells left
+# advice: Delete 1 output
 # %%
 torch.ones(80 << 20, dtype=torch.uint8, device="simgpu:0")
 # %%

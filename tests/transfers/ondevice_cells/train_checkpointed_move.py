@@ -1,6 +1,5 @@
 # A move within a checkpoint, made again in backward.
-# move: cpu -> simgpu:0, 1, 16, v, .to
-# move: cpu -> simgpu:0, 1, 16, ?, .to
+# move: cpu -> simgpu:0, 2, 32, v, .to
 # move: simgpu:0 -> cpu, 1, 16, -, backward
 from torch.utils.checkpoint import checkpoint
 w = torch.ones(4, device="cpu", requires_grad=True)

@@ -1,0 +1,283 @@
+"""A namespace as code and metadata: what of the notebook a dry run needs, without a byte of the devices'.
+
+Tensors become shape, dtype, strides, device and storage identity; those on the CPU keep their contents, the large ones
+in `SharedMemory`, and what has no room there is assumed to be zeros.
+Functions and classes of the notebook go by value, with the names they use; others by reference, as in pickle. What
+cannot be sent becomes an `Absent`, which says so if the cell touches it. Nothing here changes what it looks at.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import ctypes
+import dataclasses
+import enum
+import importlib
+import io
+import marshal
+import pickle
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gpumagic.dryrun import parts
+from gpumagic.dryrun.sendable import (  # fmt: skip
+    IS_HEAP_TYPE,
+    PICKLES_ITSELF,
+    SPECIAL,
+    OldGraphs,
+    builtin_class,
+    described,
+    holders,
+    is_importable,
+    names_of,
+    shared_state,
+)
+
+KEPT_CONTENTS = 1 << 20
+"""Bytes up to which a CPU tensor's or an array's contents go with the rest."""
+KEPT_INTEGERS = 32 << 20
+"""The same for whole numbers that have no room in the shared memory: they may be lengths and labels."""
+_NOT_SENT = frozenset({"__builtins__", "In", "_ih", "_dh", "get_ipython", "exit", "quit", "open", "_i", "_ii", "_iii"})
+_CLASS_OWN = frozenset({
+    "__dict__", "__weakref__", "_abc_impl", "__slots__", "__static_attributes__", "__firstlineno__",
+})  # fmt: skip
+
+
+@dataclasses.dataclass
+class Payload:
+    """What is sent."""
+
+    data: bytes
+    scopes: int
+    device_bytes: dict[str, int]
+    """The bytes of the storages on each device, each rounded as an allocator does."""
+    notes: list[str]
+    """What is not as in the notebook."""
+    assumed: list[str]
+    files: set[str]
+    """The files whose code is in it: cells."""
+    shared: parts.SharedMemory
+    """What the worker maps while it dry-runs."""
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        self.shared.close()
+
+
+def pack(
+    namespace: Mapping[str, Any],
+    names: Iterable[str],
+    extra: object = None,
+    *,
+    with_graphs: bool = False,
+    only_used: bool = False,
+) -> Payload:
+    """Return what code that uses these names of the namespace needs.
+
+    Args:
+        namespace: the notebook's.
+        names: those the code uses.
+        extra: one more object, under the name ``__dry_run__``.
+        only_used: whether to leave out what only holds tensors, and so stays alive in the dry run.
+        with_graphs: whether what graphs keep is sent with the tensors that lead to them.
+    """
+    bad: set[str] = set()
+    while True:
+        packing = _Packing(namespace, OldGraphs(with_graphs))
+        try:
+            failed = packing.fill([*names, *(() if only_used else holders(namespace))], extra, bad)
+        except BaseException:  # Ctrl-C
+            packing.shared.close()
+            raise
+        if failed is None:
+            return packing.payload()
+        packing.shared.close()
+        bad.add(failed)
+
+
+class _Packing:
+    def __init__(self, namespace: Mapping[str, Any], graphs: OldGraphs) -> None:
+        self.graphs = graphs
+        self.buffer = io.BytesIO()
+        self.scopes: list[Mapping[str, Any]] = [namespace]
+        self.todo: list[tuple[int, str]] = []
+        self.done: set[tuple[int, str]] = set()
+        self.storages: dict[int, parts.StoragePart] = {}
+        self.held: list[Any] = []  # what ids in the pickler's memo stand for must live as long as it does
+        self.notes: list[str] = []
+        self.files: set[str] = set()
+        self.shared = parts.SharedMemory()
+        self.zeroed = False
+
+    def fill(self, names: list[str], extra: object, bad: set[str]) -> str | None:
+        """Write everything; return the name that could not be written."""
+        pickler = _Pickler(self)  # gone with this call: in a cycle with this, it would keep tensors until a collection
+        self.todo += [(0, name) for name in names]
+        if extra is not None:
+            pickler.dump((0, "__dry_run__", extra))
+        while self.todo:
+            scope, name = self.todo.pop()
+            if (scope, name) in self.done or name in _NOT_SENT or name not in self.scopes[scope]:
+                continue
+            self.done.add((scope, name))
+            value = self.scopes[scope][name]
+            label = f"{scope}.{name}"
+            try:
+                pickler.dump((scope, name, parts.Absent(f"`{name}`") if label in bad else value))
+            except Exception:
+                return label
+        return None
+
+    def uses(self, scope: int, code: types.CodeType) -> None:
+        """Note the names that code looks up in its globals."""
+        self.files.add(code.co_filename)
+        self.todo += [(scope, name) for name in names_of(code)]
+
+    def scope_of(self, scope: Mapping[str, Any]) -> int:
+        for index, known in enumerate(self.scopes):
+            if known is scope:
+                return index
+        self.scopes.append(scope)
+        return len(self.scopes) - 1
+
+    def payload(self) -> Payload:
+        totals: dict[str, int] = {}
+        for part in self.storages.values():
+            if part.nbytes:
+                totals[part.device] = totals.get(part.device, 0) + -(-part.nbytes // 512) * 512
+        limit = f"{parts.ROOM >> 20} MiB"
+        zeros = f"of large tensors and arrays on the CPU, those beyond {limit} in all are assumed to be zeros"
+        assumed = [zeros] if self.zeroed else []
+        return Payload(self.buffer.getvalue(), len(self.scopes), totals, self.notes, assumed, self.files, self.shared)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, packing: _Packing) -> None:
+        super().__init__(packing.buffer, protocol=5)
+        self._packing = packing
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, dict):
+            for index, scope in enumerate(self._packing.scopes):
+                if obj is scope:
+                    return "scope", index
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:  # noqa: PLR0911  # one way a kind of object
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor):
+            return self._tensor(torch, obj)
+        if isinstance(obj, types.FunctionType):
+            return NotImplemented if is_importable(obj) else self._function(obj)
+        if isinstance(obj, type):
+            if obj in PICKLES_ITSELF or is_importable(obj):
+                return NotImplemented
+            return self._class(obj) if obj.__flags__ & IS_HEAP_TYPE else builtin_class(obj)
+        if isinstance(obj, types.ModuleType):
+            return importlib.import_module, (obj.__name__,)
+        special = SPECIAL.get(type(obj))
+        if special is not None:
+            return special(obj)
+        if type(obj).__module__ == "dataclasses" and type(obj).__name__.startswith("_"):
+            return next((name for name, each in vars(dataclasses).items() if each is obj), NotImplemented)
+        numpy = sys.modules.get("numpy")
+        if (
+            numpy is not None
+            and type(obj) is numpy.ndarray
+            and obj.nbytes > KEPT_CONTENTS
+            and obj.dtype.kind in "iubfc"
+        ):
+            return self._array(numpy, obj)
+        return self._plain(obj)
+
+    def _array(self, numpy: Any, array: Any) -> Any:
+        slot = None
+        if array.nbytes <= parts.ROOM:
+            whole = numpy.ascontiguousarray(array)
+            slot = self._packing.shared.put(whole.ctypes.data, whole.nbytes)
+        if slot is None and array.dtype.kind in "iub" and array.nbytes <= KEPT_INTEGERS:
+            return self._plain(array)
+        self._packing.zeroed |= slot is None
+        return parts.make_array, (array.dtype.str, array.shape, array.nbytes, slot)
+
+    def _plain(self, obj: Any) -> Any:
+        """Return the object's own way of being pickled; what has none is left out and said."""
+        shared = shared_state(obj)
+        if shared is not None:
+            return parts.make_sharing, (type(obj),), shared, None, None, parts.fill_sharing
+        dispatch = copyreg.dispatch_table.get(type(obj))
+        try:
+            reduced = dispatch(obj) if dispatch else obj.__reduce_ex__(4)
+        except Exception:
+            return parts.Absent, (described(obj),)
+        self._packing.held.append(reduced)
+        return reduced
+
+    def _tensor(self, torch: Any, tensor: Any) -> Any:
+        kind = type(tensor)
+        if torch.nn.parameter.is_lazy(tensor):  # of a lazy module that has not run: no storage, and few methods
+            return kind, (tensor.requires_grad, str(tensor.device), tensor.dtype), dict(vars(tensor)) or None
+        if kind not in {torch.Tensor, torch.nn.Parameter} or tensor.layout != torch.strided or tensor.is_quantized:
+            return parts.Absent, (f"a tensor of the kind {kind.__name__} with layout {tensor.layout}",)
+        if torch._is_functional_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
+            return parts.Absent, ("a lazily conjugated or functional tensor",)
+        if not tensor.is_leaf:
+            self._packing.notes.append(self._packing.graphs.note())
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        storage = self._storage(tensor.untyped_storage(), is_whole)
+        geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        state: dict[str, Any] = dict(vars(tensor))
+        if tensor.is_leaf and tensor.grad is not None:
+            state["grad"] = tensor.grad
+        if not tensor.is_leaf:
+            kept = [self._storage(each, is_whole=False) for each in self._packing.graphs.storages(tensor)]
+            state |= {parts.GRAPH: kept} if kept else {}
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        arguments = (storage, dtype, geometry, tensor.requires_grad, kind is torch.nn.Parameter)
+        self._packing.held += [state, arguments]
+        return parts.make_tensor, arguments, state or None, None, None, parts.fill_tensor if state else None
+
+    def _storage(self, storage: Any, is_whole: bool) -> parts.StoragePart:
+        key = storage._cdata
+        if key not in self._packing.storages:
+            device, nbytes = str(storage.device), storage.nbytes()
+            contents = slot = None
+            if device == "cpu" and nbytes > KEPT_CONTENTS:
+                slot = self._packing.shared.put(storage.data_ptr(), nbytes)
+            if device == "cpu" and slot is None and nbytes <= (KEPT_INTEGERS if is_whole else KEPT_CONTENTS):
+                contents = ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
+            self._packing.zeroed |= device == "cpu" and contents is None and slot is None
+            address = storage.data_ptr()
+            self._packing.storages[key] = parts.StoragePart(device, nbytes, contents, address, slot, is_whole)
+            self._packing.held.append(storage)
+        return self._packing.storages[key]
+
+    def _function(self, function: types.FunctionType) -> Any:
+        scope = self._packing.scope_of(function.__globals__)
+        self._packing.uses(scope, function.__code__)
+        state = {
+            name: getattr(function, name)
+            for name in ("__defaults__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", "__dict__")
+        }
+        arguments = (
+            marshal.dumps(function.__code__), self._packing.scopes[scope], function.__name__, function.__closure__
+        )  # fmt: skip
+        self._packing.held += [state, arguments]
+        return parts.make_function, arguments, state, None, None, parts.fill_function
+
+    def _class(self, made: type) -> Any:
+        if isinstance(made, enum.EnumMeta):
+            members = {name: member.value for name, member in vars(made)["_member_map_"].items()}
+            return parts.make_enum, (made.__bases__[-1], made.__name__, members, made.__module__)
+        body = {name: value for name, value in vars(made).items() if name not in _CLASS_OWN}
+        slots = vars(made).get("__slots__")
+        early: dict[str, Any] = {"__module__": made.__module__, "__qualname__": made.__qualname__}
+        if slots is not None:
+            early["__slots__"] = slots
+            names = (slots,) if isinstance(slots, str) else tuple(slots)
+            body = {name: value for name, value in body.items() if name not in names}
+        arguments = (type(made), made.__name__, made.__bases__, early)
+        self._packing.held += [body, arguments]
+        return parts.make_class, arguments, body, None, None, parts.fill_class

@@ -1,0 +1,166 @@
+"""Where a caching allocator would put each block: segments, best fit, splitting, merging, giving up.
+
+The figures and rules are those of torch's `c10/cuda/CUDACachingAllocator.cpp`. simgpu's differ in one rule: it
+cuts every block to size, where CUDA leaves a remainder below 1 MiB with a large block and counts it as allocated.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+ROUNDING = 512
+SMALL = 1 << 20
+SMALL_SEGMENT = 2 << 20
+MEDIUM = 10 << 20
+MEDIUM_SEGMENT = 20 << 20
+LARGE_ROUNDING = 2 << 20
+
+
+class Pool(Enum):
+    """What a segment's free blocks serve."""
+
+    SMALL = "requests up to 1 MiB"
+    LARGE = "larger requests"
+    CLOSED = "those of another stream"
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A stretch of a segment; neighbours within the segment are linked."""
+
+    address: int
+    size: int
+    pool: Pool
+    previous: Block | None = None
+    next: Block | None = None
+    cached: bool = False
+
+    def is_whole_segment(self) -> bool:
+        """Return whether nothing else of its segment is in use or cached."""
+        return self.previous is None and self.next is None
+
+
+@dataclass
+class Allocator:
+    """One device's allocator.
+
+    Args:
+        capacity: bytes it may reserve; None for a device without end.
+        cuts_to_size: whether a large block's small remainder is cut off too, as simgpu does and CUDA does not.
+    """
+
+    capacity: int | None
+    cuts_to_size: bool
+    reserved: int = 0
+    peak_reserved: int = 0
+    failed: bool = False
+    """Whether a request was refused; from then on nothing is, so that the whole need can be seen."""
+    _next_address: int = LARGE_ROUNDING
+    _cached: dict[Pool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {pool: [] for pool in Pool})
+    """What is free, by size and address, which no two blocks share."""
+
+    def take(self, requested: int) -> Block:
+        """Return a block for a request of at least one byte."""
+        size = max(ROUNDING, _round_up(requested, ROUNDING))
+        pool = Pool.SMALL if size <= SMALL else Pool.LARGE
+        block = self._find_cached(size, pool) or self._new_segment(size, pool)
+        self._split(block, size)
+        return block
+
+    def lay_out(self, address: int, pool: Pool, stretches: Iterable[tuple[int, bool]]) -> list[Block]:
+        """Take over a segment as it stands on the real device, and return its blocks.
+
+        Args:
+            address: where it begins; segments that are made later lie beyond all of these.
+            pool: what it serves.
+            stretches: size and whether it is free of each of its blocks, in order.
+        """
+        blocks: list[Block] = []
+        for size, is_free in stretches:
+            block = Block(address, size, pool, blocks[-1] if blocks else None)
+            if block.previous is not None:
+                block.previous.next = block
+            blocks.append(block)
+            if is_free:
+                self._cache(block)
+            address += size
+            self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._next_address = max(self._next_address, address)
+        return blocks
+
+    def give_back(self, block: Block) -> None:
+        """Cache a block, grown by its cached neighbours."""
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and neighbour.cached:
+                self._merge(block, neighbour)
+        self._cache(block)
+
+    def release_cached(self) -> None:
+        """Give every segment without a live block back to the device."""
+        for pool, blocks in self._cached.items():
+            self.reserved -= sum(size for size, _, each in blocks if each.is_whole_segment())
+            self._cached[pool] = [entry for entry in blocks if not entry[2].is_whole_segment()]
+
+    def shrink(self, nbytes: int) -> None:
+        """Take bytes off the capacity: gaps between live blocks that the real allocator has and this one has not."""
+        if self.capacity is not None and nbytes > 0:
+            self.capacity = max(0, self.capacity - nbytes)
+
+    def _find_cached(self, size: int, pool: Pool) -> Block | None:
+        blocks = self._cached[pool]
+        place = bisect_left(blocks, (size, 0))
+        if place == len(blocks):
+            return None
+        block = blocks.pop(place)[2]
+        block.cached = False
+        return block
+
+    def _new_segment(self, size: int, pool: Pool) -> Block:
+        rounded = MEDIUM_SEGMENT if size < MEDIUM else _round_up(size, LARGE_ROUNDING)
+        nbytes = SMALL_SEGMENT if pool is Pool.SMALL else rounded
+        if self._is_too_much(nbytes):
+            self.release_cached()
+        self.failed = self.failed or self._is_too_much(nbytes)
+        block = Block(self._next_address, nbytes, pool)
+        self._next_address += nbytes
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return block
+
+    def _is_too_much(self, nbytes: int) -> bool:
+        return self.capacity is not None and not self.failed and nbytes > self.capacity - self.reserved
+
+    def _split(self, block: Block, size: int) -> None:
+        remainder = block.size - size
+        if remainder < ROUNDING or (block.pool is Pool.LARGE and not self.cuts_to_size and remainder <= SMALL):
+            return
+        rest = Block(block.address + size, remainder, block.pool, block, block.next)
+        if rest.next is not None:
+            rest.next.previous = rest
+        block.next, block.size = rest, size
+        self._cache(rest)
+
+    def _merge(self, block: Block, neighbour: Block) -> None:
+        blocks = self._cached[neighbour.pool]
+        del blocks[bisect_left(blocks, (neighbour.size, neighbour.address))]
+        if neighbour is block.previous:
+            block.address, block.previous = neighbour.address, neighbour.previous
+            if block.previous is not None:
+                block.previous.next = block
+        else:
+            block.next = neighbour.next
+            if block.next is not None:
+                block.next.previous = block
+        block.size += neighbour.size
+
+    def _cache(self, block: Block) -> None:
+        block.cached = True
+        insort(self._cached[block.pool], (block.size, block.address, block))
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return (size + multiple - 1) // multiple * multiple

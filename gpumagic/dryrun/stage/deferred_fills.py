@@ -1,0 +1,391 @@
+"""Large tensors on the host that are filled as weights are: nothing is drawn and no byte is written.
+
+A model of 70 billion weights that is built from its configuration is drawn at random, cast and copied to the device,
+and nobody looks at a number of it. So a large fill in place (`nn.init` and its like) leaves the storage as the system
+gave it, without pages, and is kept as the way to draw it. While there are such storages a dispatch mode follows them:
+what is written to one, or computed from one at the same scale, is left unwritten too. Where the host does look at the
+numbers they are drawn first, and the report says on which line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
+
+from gpumagic.heap.running_module import tensors_in
+
+LEAST = 1 << 20
+"""Bytes of a tensor from which on it is left unwritten."""
+ROOM = 256 << 20
+"""Bytes that are drawn for the host to look at; what is beyond reads as zeros."""
+DRAWN = 160_000_000
+"""Numbers, about a second of them, that are drawn all the same and given up again: what the cell draws later, such as
+the lengths of its sentences, is then what it would draw."""
+OTHERS = "random numbers that the cell draws on the host after its large weights are others than its own"
+_PAGE = 4096
+_DONTNEED = 4
+
+_FILLS = ("normal_", "uniform_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_",
+          "bernoulli_")  # fmt: skip
+_WHOLE_FILLS = ("_no_grad_trunc_normal_", "orthogonal_")
+"""Functions of `nn.init` that look at what they have drawn."""
+_LOOKS = ("numpy", "tolist", "__array__", "__dlpack__")
+"""Methods that read a tensor's memory by no operator."""
+_METADATA = frozenset({
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_empty_strided",
+    "new_zeros", "new_ones", "new_full", "is_pinned", "is_same_size",
+})  # fmt: skip
+"""Operators that look at a tensor's size, type and device only."""
+
+
+@dataclass
+class _Fill:
+    method: Callable[..., Any]
+    shape: torch.Size
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: torch.Tensor | None = None
+    """Of the generator, where it was so that the fill gives the cell's own numbers."""
+
+
+@dataclass
+class _Storage:
+    ref: StorageWeakRef
+    fill: _Fill | None
+    span: range | None = None
+    """The addresses of a file that is mapped: its parts are storages of their own, and keep it."""
+
+
+class DeferredFills:
+    """The unwritten storages of one run.
+
+    Args:
+        fill: puts something into a tensor that the host looks at, and notes it.
+        draws: whether it is drawn then as the cell would have.
+    """
+
+    def __init__(self, fill: Callable[[torch.Tensor], object], *, draws: bool) -> None:
+        self._guess = fill
+        self._draws = draws
+        self._storages: dict[int, _Storage] = {}
+        self._files: list[_Storage] = []
+        self._by_age: deque[int] = deque()
+        self._mode = _Mode(self._follow)
+        self._room = ROOM
+        self._left_to_draw = DRAWN
+        self._skipped: torch.Tensor | None = None
+        """Where the generator was after the last weights, if some were not drawn."""
+        self._is_drawing = False
+        self._is_applying = False
+        self._thread = threading.get_ident()
+
+    def install(self) -> None:
+        """Leave large fills undone for the rest of the process."""
+        for name in _FILLS:
+            setattr(torch.Tensor, name, self._filling(getattr(torch.Tensor, name), is_method=True))
+        for name in _WHOLE_FILLS:
+            if hasattr(torch.nn.init, name):
+                setattr(torch.nn.init, name, self._filling(getattr(torch.nn.init, name), is_method=False))
+        for name in _LOOKS:
+            setattr(torch.Tensor, name, self._looking(getattr(torch.Tensor, name)))
+        torch.UntypedStorage.from_file = self._mapping(torch.UntypedStorage.from_file)
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers casts in threads, where no mode follows
+        torch.nn.Module._apply = self._sweeping(torch.nn.Module._apply)
+
+    def _filling(self, fill: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
+        def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            is_refused = is_method and tensor.requires_grad and torch.is_grad_enabled()
+            has_its_own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+            if is_refused or has_its_own or not self._is_followed() or not _is_large(tensor):
+                made = fill(tensor, *args, **kwargs)
+                self._skipped = None if self._skipped is None else torch.get_rng_state()
+                return made
+            state = self._advance(tensor, fill, args, kwargs)
+            if state is None and is_method:
+                fill(tensor.detach().new_empty(0), *args, **kwargs)  # which raises what the arguments deserve
+            self._leave(tensor, _Fill(fill, tensor.shape, args, kwargs, state))
+            return tensor
+
+        return filled
+
+    def _advance(self, tensor: torch.Tensor, fill: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Draw what is few, so that the generator goes on as in the cell; return what it was before."""
+        self._left_to_draw -= tensor.numel()
+        if self._left_to_draw < 0:
+            self._skipped = torch.get_rng_state()
+            return None
+        state = torch.get_rng_state()
+        self._undisturbed(fill, tensor, *args, **kwargs)
+        _drop(tensor)
+        is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+        return state if is_whole else None
+
+    @property
+    def draws_others(self) -> bool:
+        """Whether the cell has drawn random numbers that are not the ones it would have, besides weights."""
+        return self._skipped is not None and not torch.equal(self._skipped, torch.get_rng_state())
+
+    def _undisturbed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call a function that fills for real."""
+        was_drawing, self._is_drawing = self._is_drawing, True
+        try:
+            function(*args, **kwargs)
+        finally:
+            self._is_drawing = was_drawing
+
+    def _is_followed(self) -> bool:
+        """Return whether what the caller makes is followed: the mode is one thread's."""
+        return not self._is_drawing and threading.get_ident() == self._thread
+
+    def leave(self, host: torch.Tensor) -> bool:
+        """Leave a tensor unwritten that a device was copied to; return whether it is.
+
+        It is if it is large, or if all of a module comes to the host: nobody looks at its numbers then.
+        """
+        if not (self._is_applying or _is_large(host)) or not _is_plain(host) or not self._is_followed():
+            return False
+        self._leave(host, None)
+        return True
+
+    def _looking(self, look: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._storages:
+                self._draw(tensor)
+            return look(tensor, *args, **kwargs)
+
+        return looked
+
+    def _mapping(self, from_file: Callable[..., Any]) -> Any:
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            made = from_file(*args, **kwargs)
+            if made.nbytes() >= LEAST:
+                self._add(made, None, range(made.data_ptr(), made.data_ptr() + made.nbytes()))
+            return made
+
+        return staticmethod(mapped)
+
+    def _sweeping(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that takes a module to a device: then what it held before is gone."""
+
+        def applied(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            was_applying, self._is_applying = self._is_applying, True
+            try:
+                made = apply(module, *args, **kwargs)
+            finally:
+                self._is_applying = was_applying
+            if self._storages:
+                self._sweep(1 + len(module._parameters) if module._parameters else len(self._by_age))
+                if not self._storages:
+                    self._mode.end()
+            return made
+
+        return applied
+
+    # ---- The storages
+
+    def _of(self, tensor: torch.Tensor) -> _Storage | None:
+        if tensor.device.type != "cpu" or not _is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        found = self._storages.get(storage._cdata)
+        if found is None and self._files:
+            at = storage.data_ptr()
+            return next((each for each in self._files if each.span is not None and at in each.span), None)
+        return found
+
+    def _leave(self, tensor: torch.Tensor, fill: _Fill | None) -> torch.Tensor:
+        """Note that a tensor's storage is not written."""
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            self._add(storage, fill)
+        else:
+            known.fill = fill
+        return tensor
+
+    def _add(self, storage: torch.UntypedStorage, fill: _Fill | None, span: range | None = None) -> None:
+        self._sweep(2)
+        if not self._storages:
+            self._mode.begin()
+        added = self._storages[storage._cdata] = _Storage(StorageWeakRef(storage), fill, span)
+        self._by_age.append(storage._cdata)
+        if span is not None:
+            self._files.append(added)
+
+    def _sweep(self, most: int) -> None:
+        """Forget the storages that are gone, among so many of the oldest."""
+        for _ in range(min(most, len(self._by_age))):
+            key = self._by_age.popleft()
+            if not self._storages[key].ref.expired():
+                self._by_age.append(key)
+            else:
+                gone = self._storages.pop(key)
+                if gone.span is not None:
+                    self._files.remove(gone)
+
+    def _draw(self, tensor: torch.Tensor) -> None:
+        """Write what is in a tensor's storage, if it is unwritten: the host looks at it."""
+        known = self._of(tensor)
+        if known is None or known.span is not None:
+            return
+        storage = tensor.untyped_storage()
+        is_room = storage.nbytes() <= self._room
+        whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
+        if not (is_room and known.fill is not None and known.fill.state is not None):
+            self._undisturbed(self._guess, whole if is_room else whole[:0])
+        if not is_room:
+            return
+        self._room -= storage.nbytes()
+        if known.fill is not None and (self._draws or known.fill.state is not None):
+            self._undisturbed(_draw, whole, known.fill)
+        self._by_age.remove(storage._cdata)
+        del self._storages[storage._cdata]
+
+    # ---- Operators on them
+
+    def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; where it would only write what nobody reads, make its result without."""
+        met = [] if self._is_drawing else [each for each in tensors_in((args, kwargs)) if self._of(each) is not None]
+        if not met or not isinstance(op, torch._ops.OpOverload):
+            return op(*args, **kwargs)
+        name = op._schema.name.removeprefix("aten::")
+        if op.is_view or name in _METADATA or torch.Tag.inplace_view in op.tags:
+            return op(*args, **kwargs)
+        if op._schema.is_mutable:
+            return self._write(op, name, args, kwargs, met)
+        if name == "_to_copy" and torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            return op(_blank(args[0], kwargs.get("dtype")), *args[1:], **kwargs)
+        made = _by_shape(op, name, args, kwargs)
+        return self._run(op, args, kwargs, met) if made is None else self._leave_all(made, met)
+
+    def _write(self, op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[torch.Tensor]) -> Any:
+        """Run an operator in place where it writes to little, such as a row, or to another device."""
+        targets = list(tensors_in(args[0])) if name.endswith("_") else []
+        if name == "copy_" and args[0].device.type != "cpu":
+            return op(args[0], _blank(args[1], args[0].dtype), *args[2:], **kwargs)
+        if targets and all(_is_large(each) for each in targets):
+            self._leave_all(targets, met)
+            return args[0] if op._schema.returns else None
+        if all(any(each is one for one in targets) for each in met):
+            self._leave_all(targets, met)
+            return op(*args, **kwargs)
+        return self._run(op, args, kwargs, met)
+
+    def _leave_all(self, made: Any, met: list[torch.Tensor]) -> Any:
+        known = self._of(met[0])
+        fill = None if known is None or known.fill is None else replace(known.fill, state=None)
+        for each in tensors_in(made):
+            self._leave(each, fill)
+        return made
+
+    def _run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[torch.Tensor]) -> Any:
+        for each in met:
+            self._draw(each)
+        return op(*args, **kwargs)
+
+
+class _Mode(TorchDispatchMode):
+    """Calls back for each operator between `begin` and `end`, which need not be at the same depth of the cell's code.
+
+    So it lies below the modes that the cell may have entered, and leaves them where they are.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # torch.compile does not give up for it
+
+    def __init__(self, follow: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._callback = follow
+        self._is_running = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._is_running = True
+        try:
+            return self._callback(func, args, kwargs or {})
+        finally:
+            self._is_running = False
+
+    def begin(self) -> None:
+        if not self._is_running:  # else it is off the stack for the moment
+            self._place(lambda others: [self, *others])
+
+    def end(self) -> None:
+        self._place(lambda others: others)
+
+    def _place(self, arrange: Callable[[list[Any]], list[Any]]) -> None:
+        modes = [each for each in _get_current_dispatch_mode_stack() if getattr(each, "_mode_key", None) is None]
+        for _ in modes:
+            torch._C._pop_torch_dispatch_stack(None)
+        for each in arrange([each for each in modes if each is not self]):
+            torch._C._push_on_torch_dispatch_stack(each)
+
+
+def _draw(whole: torch.Tensor, fill: _Fill) -> None:
+    shaped = whole.view(fill.shape) if fill.shape.numel() == whole.numel() else whole
+    if fill.state is None:
+        fill.method(shaped, *fill.args, **fill.kwargs)
+        return
+    now = torch.get_rng_state()
+    torch.set_rng_state(fill.state)
+    try:
+        fill.method(shaped, *fill.args, **fill.kwargs)
+    finally:
+        torch.set_rng_state(now)
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """Give the pages of a tensor back to the system; they read as zeros then."""
+    first = -(-tensor.data_ptr() // _PAGE) * _PAGE
+    last = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
+    if sys.platform == "linux" and tensor.is_contiguous() and first < last:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONTNEED)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return _is_plain(tensor) and tensor.nbytes >= LEAST and tensor.device.type == "cpu"
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory of its own, and not an operator's answer for each operator."""
+    is_its_own = type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+    return not is_its_own and tensor.layout == torch.strided
+
+
+def _blank(tensor: torch.Tensor, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
+    """Return a new tensor like one, of which nothing is written."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+
+
+def _by_shape(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an operator's results, unwritten; None where they are small or no fractions, or depend on values."""
+    if any(each.device.type != "cpu" for each in tensors_in((args, kwargs))):
+        return None
+    if name == "_pin_memory":
+        return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, pin_memory=True)
+    sent = tree_map_only(torch.Tensor, lambda each: _blank(each, device="meta"), (args, kwargs))
+    try:
+        made = op(*sent[0], **{**sent[1], **({"device": "meta"} if sent[1].get("device") else {})})
+    except Exception:  # no kernel for shapes alone
+        return None
+    found = list(tensors_in(made))
+    if not found or any(each.nbytes < LEAST or not each.is_floating_point() for each in found):
+        return None
+    return tree_map_only(torch.Tensor, _blank_on_host, made)
+
+
+def _blank_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return _blank(tensor, device="cpu")

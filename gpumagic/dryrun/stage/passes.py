@@ -1,0 +1,212 @@
+"""How many passes of each loop of the notebook's code were run, so that a run that was stopped can say how far it came.
+
+A `for` goes over an iterator that counts, the test of a `while` is counted. Nothing else of the code changes: neither
+what is iterated over nor an item is held any longer than it would be.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_FOR, _ENTER, _AGAIN = "__dry_run_for__", "__dry_run_enter__", "__dry_run_again__"
+
+File = tuple[str, int]
+"""A file name and a line in it."""
+
+
+@dataclass(eq=False)
+class Loop:
+    """A loop of the source, and its latest run.
+
+    Attributes:
+        place: where it begins, as the report says it.
+        run: the passes begun.
+        asked: how many there are in all; None where only the end tells.
+        is_over: whether it came to its end.
+    """
+
+    filename: str
+    first: int
+    last: int
+    place: str
+    run: int = 0
+    asked: int | None = None
+    is_over: bool = True
+
+    def enter(self, asked: int | None = None) -> None:
+        """Note that it begins."""
+        self.run, self.asked, self.is_over = 0, asked, False
+
+    def has(self, line: File) -> bool:
+        """Return whether a line is in it."""
+        return line[0] == self.filename and self.first <= line[1] <= self.last
+
+
+class Passes:
+    """The loops of the notebook's code.
+
+    Args:
+        cell: the file name of the cell's code; places in other files are told by their function.
+        sources: the text of the cell and of the notebook's other files, by file name.
+    """
+
+    def __init__(self, cell: str, sources: Mapping[str, str]) -> None:
+        self._cell = cell
+        self._sources = sources
+        self._loops: list[Loop] = []
+        self._codes: dict[str, dict[tuple[int, str], types.CodeType]] = {}
+        vars(builtins).update({_FOR: self._iterate, _ENTER: self._enter, _AGAIN: self._again})
+
+    def change(self, tree: ast.Module) -> ast.Module:
+        """Return the cell's tree with its loops counted."""
+        return self._changed(tree, self._cell)
+
+    def find_code(self, code: types.CodeType) -> types.CodeType:
+        """Return the code of a function of the notebook's with its loops counted, where its source is at hand."""
+        if code.co_filename not in self._codes:
+            self._codes[code.co_filename] = self._compiled(code.co_filename)
+        found = self._codes[code.co_filename].get((code.co_firstlineno, code.co_name), code)
+        return found if found.co_freevars == code.co_freevars else code
+
+    def counts(self, running: Iterable[File]) -> list[tuple[str, int, int | None]]:
+        """Return each loop's place, and of its latest run the passes begun and the passes asked for.
+
+        Args:
+            running: the lines that run now, or ran when the cell failed. A loop that none of them is in was left.
+        """
+        lines = list(running)
+        counts = []
+        for loop in self._loops:
+            is_open = not loop.is_over and any(map(loop.has, lines))
+            if loop.run or is_open:
+                counts.append((loop.place, loop.run, loop.asked if is_open else loop.run))
+        return counts
+
+    def _compiled(self, filename: str) -> dict[tuple[int, str], types.CodeType]:
+        try:
+            tree = self._changed(ast.parse(self._sources[filename], filename), filename)
+        except (KeyError, SyntaxError):
+            return {}
+        whole = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        return {(each.co_firstlineno, each.co_name): each for each in _codes_in(whole)}
+
+    def _changed(self, tree: ast.Module, filename: str) -> ast.Module:
+        changed: ast.Module = ast.fix_missing_locations(_Counting(self._loops, filename, self._cell).visit(tree))
+        return changed
+
+    # While torch.compile traces the code, the loops are its own.
+
+    def _iterate(self, number: int, iterable: Iterable[Any]) -> Iterable[Any]:
+        return iterable if torch.compiler.is_compiling() else _Counted(self._loops[number], iterable)
+
+    def _enter(self, number: int) -> None:
+        if not torch.compiler.is_compiling():
+            self._loops[number].enter()
+
+    def _again(self, number: int) -> bool:
+        if not torch.compiler.is_compiling():
+            self._loops[number].run += 1
+        return True
+
+
+class _Counted:
+    """An iterator that counts; it holds no item, and no iterable beside its iterator."""
+
+    __slots__ = ("_loop", "_next")
+
+    def __init__(self, loop: Loop, iterable: Iterable[Any]) -> None:
+        iterator = iter(iterable)
+        self._next: Callable[[], Any] = iterator.__next__
+        self._loop = loop
+        loop.enter(_length(iterable, iterator))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            item = self._next()
+        except StopIteration:
+            self._loop.is_over = True
+            raise
+        self._loop.run += 1
+        return item
+
+
+def _length(iterable: object, iterator: object) -> int | None:
+    """Return how many items will come, where that can be told without taking one."""
+    if isinstance(iterator, enumerate):
+        return _hinted(iterator.__reduce__()[1][0])
+    if isinstance(iterator, zip):
+        lengths = [_hinted(each) for each in iterator.__reduce__()[1]]
+        return min((each for each in lengths if each is not None), default=None) if None not in lengths else None
+    known = _hinted(iterable)
+    return _hinted(iterator) if known is None else known
+
+
+def _hinted(value: object) -> int | None:
+    with contextlib.suppress(Exception):  # a length that the user wrote may raise anything
+        hint = operator.length_hint(value, -1)
+        return hint if hint >= 0 else None
+    return None
+
+
+class _Counting(ast.NodeTransformer):
+    def __init__(self, loops: list[Loop], filename: str, cell: str) -> None:
+        self._loops = loops
+        self._filename = filename
+        self._cell = cell
+        self._function = ""
+
+    def visit_For(self, node: ast.For) -> ast.For:
+        number = self._number(node)
+        self.generic_visit(node)
+        node.iter = _call(_FOR, node.iter, ast.Constant(number), node.iter)
+        return node
+
+    def visit_While(self, node: ast.While) -> list[ast.stmt]:
+        number = ast.Constant(self._number(node))
+        self.generic_visit(node)
+        enter = ast.copy_location(ast.Expr(_call(_ENTER, node.test, number)), node)
+        again = _call(_AGAIN, node.test, number)
+        # The test comes last: what it does and raises is as before, and a test that is false is not a pass.
+        node.test = ast.copy_location(ast.BoolOp(ast.And(), [node.test, again]), node.test)
+        return [enter, node]
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._inside(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return self._inside(node)
+
+    def _inside(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        outer, self._function = self._function, node.name
+        self.generic_visit(node)
+        self._function = outer
+        return node
+
+    def _number(self, node: ast.For | ast.While) -> int:
+        where = f"line {node.lineno}"
+        place = where if self._filename == self._cell or not self._function else f"{self._function}, {where}"
+        self._loops.append(Loop(self._filename, node.lineno, node.end_lineno or node.lineno, place))
+        return len(self._loops) - 1
+
+
+def _call(name: str, at: ast.expr, *arguments: ast.expr) -> ast.expr:
+    return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(arguments), []), at)
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield each
+            yield from _codes_in(each)

@@ -1,0 +1,319 @@
+"""What of torch around the device a dry run does another way: data loaders, pinned memory, loading, compilers.
+
+What the cell writes lies in an overlay that vanishes with the process. Where the system gives none, files opened for
+writing are the null device, and making, moving and removing files does nothing. Sending, connecting and starting
+programs is refused by an audit hook.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from gpumagic.dryrun.parts import CannotDryRun
+from gpumagic.dryrun.stage import cell, overlay
+
+if TYPE_CHECKING:
+    from gpumagic.dryrun.stage.backend import DeviceModule
+
+
+_OF_ANY_ACCELERATOR = (
+    "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "empty_cache",
+    "synchronize", "device_count", "reset_peak_memory_stats", "is_available", "get_memory_info",
+    "reset_accumulated_memory_stats",
+)  # fmt: skip
+
+
+def arrange(module: DeviceModule, assume: Callable[[str], None]) -> None:
+    """Make the changes, for the rest of the process.
+
+    Args:
+        module: the device's module.
+        assume: called with a sentence for each thing that is assumed.
+    """
+    refuse_compiler()
+    load_in_this_process(assume)
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
+    torch.load = _loading(torch.load)
+    for name in _OF_ANY_ACCELERATOR:
+        if hasattr(torch.accelerator, name):
+            setattr(torch.accelerator, name, getattr(module, name))
+
+
+def refuse_compiler() -> None:
+    """Refuse `torch.compile`, which starts programs and writes files."""
+    torch.compile = torch.nn.Module.compile = _refuse_compiler
+
+
+def load_in_this_process(assume: Callable[[str], None]) -> None:
+    """Let data loaders start no worker processes."""
+    DataLoader._get_iterator = _in_this_process(DataLoader._get_iterator, assume)
+
+
+def _refuse_compiler(*_: object, **__: object) -> NoReturn:
+    raise CannotDryRun("it uses torch.compile, whose kernels' memory is not known")
+
+
+def _in_this_process(make: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
+    """Return a data loader's way to iterate without worker processes, which a dry run does not start."""
+
+    def iterate(loader: Any) -> Any:
+        if loader.num_workers:
+            assume("data loaders are run without worker processes")
+        for name, value in {"num_workers": 0, "prefetch_factor": None, "pin_memory": False, "timeout": 0}.items():
+            object.__setattr__(loader, name, value)
+        object.__setattr__(loader, "_DataLoader__multiprocessing_context", None)
+        return make(loader)
+
+    return iterate
+
+
+def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `torch.load` by way of the CPU: torch would fill the device's storages from the file itself."""
+
+    def through_the_host(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(map_location, str | torch.device) or torch.device(map_location).type == "cpu":
+            return load(f, map_location, *args, **kwargs)
+        return _moved(load(f, "cpu", *args, **kwargs), map_location)
+
+    return through_the_host
+
+
+def _moved(value: Any, device: Any) -> Any:
+    if isinstance(value, torch.Tensor | torch.nn.Module):
+        return value.to(device)
+    if isinstance(value, dict):
+        for key, each in value.items():
+            value[key] = _moved(each, device)
+        return value
+    return type(value)(_moved(each, device) for each in value) if type(value) in {list, tuple} else value
+
+
+_QUIET = frozenset({"matplotlib", "config", "load_ext", "reload_ext", "autoreload", "pip", "conda", "precision",
+                    "gpuinfo", "devices", "oomguard", "who", "whos", "env", "pwd", "cd"})  # fmt: skip
+_BODY = frozenset({"time", "capture"})
+
+
+class Magics:
+    """The shell, as far as a cell in a dry run may use it.
+
+    Args:
+        namespace: where bodies run.
+        note: called with a sentence for each thing that was not done.
+    """
+
+    def __init__(self, namespace: dict[str, Any], note: Callable[[str], None]) -> None:
+        self.user_ns = namespace
+        self._note = note
+
+    def run_line_magic(self, name: str, line: str, *_: object, **__: object) -> None:
+        """Do nothing for a magic that moves no tensor, run the statement of `%time`."""
+        if name in _BODY:
+            exec(compile(line, "<magic>", "exec"), self.user_ns)  # noqa: S102  # the user's own cell
+        elif name not in _QUIET:
+            raise CannotDryRun(f"it uses %{name}, which a dry run does not follow")
+
+    def run_cell_magic(self, name: str, line: str, body: str) -> None:
+        """Run the body of a magic that only watches it."""
+        if name not in _BODY:
+            raise CannotDryRun(f"it uses %%{name}, which a dry run does not follow")
+        exec(compile(body, "<magic>", "exec"), self.user_ns)  # noqa: S102  # the user's own cell
+
+    def system(self, command: str, *_: object) -> None:
+        """Run no command."""
+        self._note(f"runs the command {command!r}")
+
+    def getoutput(self, command: str, *_: object, **__: object) -> list[str]:
+        """Return no output."""
+        self.system(command)
+        return []
+
+
+_SKIPPED = {os: ("mkdir", "makedirs", "remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate",
+                 "chmod", "chown", "symlink", "link", "utime", "mkfifo", "mknod"),
+            shutil: ("rmtree", "copy", "copy2", "copyfile", "move", "copytree")}  # fmt: skip
+_FILES = frozenset({
+    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink",
+})  # fmt: skip
+_NEVER = frozenset({
+    "os.system", "os.exec", "os.posix_spawn", "os.startfile", "os.kill", "os.fork", "subprocess.Popen",
+    "socket.connect", "socket.sendto", "socket.sendmsg", "socket.bind", "socket.getaddrinfo",
+})  # fmt: skip
+_CACHES = ("/.cache/", "/torchinductor_", "/.triton/", "/__pycache__/", "/dev/")
+"""Parts of paths that a library writes on its own account."""
+_LARGE = 64 << 20
+"""Bytes of which `torch.save` writes none."""
+_PROGRAMS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.startfile", "subprocess.Popen", "os.fork"})
+_NATIVE_PROGRAMS = frozenset({"system", "popen", "fork", "vfork", "posix_spawn", "execv", "execve", "execvp", "execl"})
+"""C's own ways, looked up by `ctypes`."""
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def block(note: Callable[[str], None]) -> bool:
+    """Block effects for the rest of the process; return whether it has files of its own, and so writes what it likes.
+
+    Args:
+        note: called with a sentence for each thing that was kept from happening.
+    """
+    is_private = overlay.enter()
+    if is_private:
+        sys.dont_write_bytecode = True
+        torch.save = _saving(torch.save, note)
+        sys.addaudithook(_telling(note))
+    else:
+        _write_nowhere(note)
+    sys.addaudithook(_refusing(note, _NEVER if is_private else _NEVER | _FILES))
+    _no_waiting()
+    return is_private
+
+
+def _write_nowhere(note: Callable[[str], None]) -> None:
+    _open_nowhere(note)
+    for module, names in _SKIPPED.items():
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, _skipped(f"{module.__name__}.{name}", note))
+    _save_nowhere(note)
+    sys.addaudithook(_read_only(note))
+    _no_growing_files()
+
+
+def _telling(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], None]:
+    """Return a hook that tells what is done to the files of the process's own."""
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        path = args[0] if args and isinstance(args[0], str | os.PathLike) else None
+        if path is None or any(part in os.fspath(path) for part in _CACHES):
+            return
+        told = ""
+        if event == "open" and isinstance(args[2], int) and args[2] & _WRITES:
+            told = f"writes the file {path!s}"
+        elif event == "sqlite3.connect" and path != ":memory:":
+            told = f"opens the database {path!s}"
+        elif event in _FILES:
+            others = [each for each in args[1:2] if isinstance(each, str)]
+            told = f"calls {event}({', '.join([str(path), *others])})"
+        if told and not cell.runs_in("torch._inductor.", "triton."):
+            note(told)
+
+    return hook
+
+
+def _saving(save: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., None]:
+    """Return `torch.save` that tells of what C++ writes, and of large contents leaves as much room as they take."""
+
+    def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            note(f"writes the file {f!s}")
+        large = sum(each.nbytes for each in _tensors(obj)) > _LARGE
+        is_skipped = large and hasattr(torch.serialization, "skip_data")
+        # What goes to a file is nothing that the cell decides by, so no mode follows it.
+        with _disable_current_modes(), torch.serialization.skip_data() if is_skipped else nullcontext():
+            save(obj, f, *args, **kwargs)
+
+    return saved
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.nn.Module):
+        value = value.state_dict()
+    yield from (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
+
+
+def _open_nowhere(note: Callable[[str], None]) -> None:
+    real = io.open
+
+    def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, int) or not set(mode) & set("wax+"):
+            return real(file, mode, *args, **kwargs)
+        note(f"writes the file {os.fspath(file)!s}")
+        return real(os.devnull, mode.replace("x", "w"), *args, **kwargs)
+
+    builtins.open = io.open = open_
+
+
+def _save_nowhere(note: Callable[[str], None]) -> None:
+    """Keep torch's own writer from opening a file: it is C++, which no hook of Python's sees."""
+    import torch
+
+    def save(_: object, f: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001  # torch.save's own
+        note(f"writes the file {f!s}" if isinstance(f, str | os.PathLike) else "writes with torch.save")
+
+    torch.save = save
+
+
+def _skipped(name: str, note: Callable[[str], None]) -> Callable[..., None]:
+    def skip(*args: Any, **_: Any) -> None:
+        note(f"calls {name}({', '.join(str(each) for each in args[:2])})")
+
+    return skip
+
+
+def _read_only(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], None]:
+    """Return a hook that refuses what would write a file."""
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[2], int) and args[2] & _WRITES and args[0] != os.devnull:
+            note(f"writes the file {args[0]!s}")
+            raise PermissionError(f"a dry run writes no file here, and {args[0]!s} was opened for writing")
+        if event == "sqlite3.connect" and args[0] not in {":memory:", ""}:
+            note(f"opens the database {args[0]!s}")
+            raise CannotDryRun(f"it opens the database {args[0]!s}, which a dry run does not do here")
+
+    return hook
+
+
+def _refusing(note: Callable[[str], None], refused: frozenset[str]) -> Callable[[str, tuple[Any, ...]], None]:
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "ctypes.dlsym" and args[1] in _NATIVE_PROGRAMS:
+            note("starts a program")
+            raise CannotDryRun("it starts a program, which a dry run does not do")
+        if event not in refused:
+            return
+        if event in _PROGRAMS and cell.runs_in("torch._inductor.", "triton."):
+            return  # its files are the process's own
+        program = _program(event, args)
+        what = f"calls {event}" if event not in _PROGRAMS else f"starts a program{f' ({program})' if program else ''}"
+        note(what)
+        raise CannotDryRun(f"it {what}, which a dry run does not do")
+
+    return hook
+
+
+def _program(event: str, args: tuple[Any, ...]) -> str:
+    """Return the name of a program that is started, where the event has it."""
+    command = {"subprocess.Popen": args[1:2], "os.posix_spawn": args[:1]}.get(event, ())
+    for each in command:
+        first = each if isinstance(each, str | bytes | os.PathLike) else next(iter(each), "")
+        return os.path.basename(os.fsdecode(first).split(" ")[0])  # noqa: PTH119  # of bytes, too
+    return ""
+
+
+def _no_growing_files() -> None:
+    """Let the system itself refuse every byte to a file (POSIX): what C code opens is seen by no hook."""
+    try:
+        import resource
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    except (ImportError, ValueError, OSError):
+        return
+
+
+def _no_waiting() -> None:
+    """Let nobody sleep: it takes no memory."""
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(min(float(seconds), 0.0))  # what is no duration is an error as ever

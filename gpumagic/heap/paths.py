@@ -1,0 +1,196 @@
+"""A path from a variable to a tensor, and how it is written: as code that evaluates to the tensor, or described.
+
+What is typed may lead elsewhere than what is stored: a property hides an attribute, a class overrides `__getitem__`,
+a `Sequential` counts its layers. A step is code only where Python's own rules lead to what was found; what no
+expression reaches is described, with angle brackets: ``it.<...>[0]``.
+"""
+
+from __future__ import annotations
+
+import keyword
+import types
+import unicodedata
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from gpumagic.heap.branches import FIELD, REGISTERED, Style, class_attribute, key_code, name_of_type
+
+
+class Path(NamedTuple):
+    """One step from a parent to a child; the first step is a name."""
+
+    parent: Path | None
+    style: Style
+    key: Any
+    rank: int
+    """The worst rank of the steps so far: how well it names what it leads to."""
+    depth: int
+    kind: type | None = None
+    """The type of what the step leads to."""
+
+    def root(self) -> str:
+        """Return the name that the path starts from."""
+        return str(self.steps()[0].key)
+
+    def steps(self) -> list[Path]:
+        """Return the path's beginnings, from its root to itself."""
+        path: Path | None = self
+        found = []
+        while path is not None:
+            found.append(path)
+            path = path.parent
+        return found[::-1]
+
+
+class Spelling:
+    """Writes paths.
+
+    Args:
+        name_of: returns the name of the tensor with an `id`, for the states of optimizers.
+    """
+
+    def __init__(self, name_of: Callable[[int], str | None]) -> None:
+        self._name_of = name_of
+        self._known: dict[int, tuple[Path, str | None]] = {}
+        """By the `id` of a path, which is kept with it."""
+
+    def code(self, path: Path) -> str | None:
+        """Return a path as code that evaluates to what it leads to: ``model.layers[3].weight``; None if none does."""
+        if path.parent is None:
+            return str(path.key)
+        known = self._known.get(id(path))
+        if known is None:
+            before = self.code(path.parent)
+            text = None if before is None else self._extended(before, path, path.parent)
+            known = self._known[id(path)] = (path, text)
+        return known[1]
+
+    def description(self, path: Path) -> str:
+        """Return a path as one reads it: ``last traceback.<step()>.hidden``; code where that is no longer."""
+        if path.parent is None:
+            return str(path.key)
+        before = self.description(path.parent)
+        if path.style == "in":
+            place, name, _ = path.key
+            return f"{before}.<{place}>.{name}" if name and name.isidentifier() else f"{before}.<{place}>"
+        return self._extended(before, path, path.parent) or f"{before}.<...>"
+
+    def _extended(self, before: str, path: Path, parent: Path) -> str | None:
+        """Return the code of a path whose parent has this code."""
+        style, key = path.style, path.key
+        if style == "[":
+            text = key_code(key)
+            return text and f"{before}[{text}]"
+        if style == "items":
+            return f"[*{before}][{key}]"
+        if style == "values":
+            return f"[*{before}.values()][{key}]"
+        if style == "state":
+            name = self._name_of(key[0])
+            return f"{before}.state[{name}]" if name else f"[*{before}.state.values()][{key[1]}]"
+        if style == "in":
+            return None if key.code is None else before + key.code
+        return _attribute(before, style, key, parent.kind) if type(key) is str else None
+
+
+def _attribute(before: str, style: str, name: str, owner: type | None) -> str | None:
+    """Return the code of an attribute, or of what a module registers; it is reached by `Module.__getattr__`."""
+    if owner is None or type(class_attribute(owner, "__getattribute__")) is not types.WrapperDescriptorType:
+        return None
+    stands_in_class = class_attribute(owner, name)
+    if style in REGISTERED:
+        if stands_in_class is None and is_typeable(name) and _finds_registered(owner):
+            return f"{before}.{name}"
+        return f"{before}[{key_code(name)}]" if _is_mapping(owner) else f"{before}.{style}[{key_code(name)}]"
+    if is_typeable(name) and (_is_slot(stands_in_class) or not _takes_over(stands_in_class)):
+        return f"{before}.{name}"
+    key = None if _is_slot(stands_in_class) else key_code(name)
+    return key and f"{before}.__dict__[{key}]"
+
+
+def _is_slot(stands_in_class: Any) -> bool:
+    return type(stands_in_class) in (types.MemberDescriptorType, types.GetSetDescriptorType, FIELD)
+
+
+def _takes_over(stands_in_class: Any) -> bool:
+    """Return whether an attribute of the class comes before one of the instance: it is a data descriptor."""
+    kind = type(stands_in_class)
+    return any(class_attribute(kind, name) is not None for name in ("__set__", "__delete__"))
+
+
+def _finds_registered(owner: type) -> bool:
+    """Return whether `__getattr__` is that of torch's modules, or asks that first, as wrappers do."""
+    import torch.nn
+
+    found = class_attribute(owner, "__getattr__")
+    if found is torch.nn.Module.__getattr__:
+        return True
+    return type(found) is types.FunctionType and "__getattr__" in found.__code__.co_names
+
+
+def _is_mapping(owner: type) -> bool:
+    from torch import nn
+
+    return class_attribute(owner, "__getitem__") in (nn.ModuleDict.__getitem__, nn.ParameterDict.__getitem__)
+
+
+class Names:
+    """The names of tensors by their `id`, best first; spelled only when asked for."""
+
+    def __init__(self, paths: Mapping[int, list[Path]]) -> None:
+        self._paths = paths
+        self._spelling = Spelling(self.best)
+        self.code, self.description = self._spelling.code, self._spelling.description
+
+    def of(self, tensor_id: int) -> list[str]:
+        """Return the names of a tensor, a plain variable before a module's path before other containers."""
+        paths = self._paths.get(tensor_id)
+        if paths is None:
+            return []
+        if len(paths) > 1:
+            paths = sorted(paths, key=lambda path: (path.rank, path.depth))
+        found = [(path.rank, path.depth, name) for path in paths if (name := self.code(path)) is not None]
+        return [name for _, _, name in (sorted(found) if len(found) > 1 else found)]
+
+    def paths(self, tensor_id: int) -> list[Path]:
+        """Return the paths to a tensor, in no order."""
+        return list(self._paths.get(tensor_id, ()))
+
+    def are_none(self) -> bool:
+        """Return whether no tensor has a path."""
+        return not self._paths
+
+    def best(self, tensor_id: int) -> str | None:
+        """Return the best name of a tensor that does not lead through an optimizer's state."""
+        paths = [path for path in self._paths.get(tensor_id, ()) if not _through_state(path)]
+        for path in sorted(paths, key=lambda path: (path.rank, path.depth)):
+            if (name := self.code(path)) is not None:
+                return name
+        return None
+
+    def described(self, tensor_id: int) -> tuple[str, str, str] | None:
+        """Return the variable that a tensor is inside of, what holds it there, and the path; None if it has none.
+
+        For a tensor without a name: ``("it", "list_iterator it", "it.<...>[0]")``.
+        """
+        path = min(self._paths.get(tensor_id, ()), key=lambda path: (path.depth, path.rank), default=None)
+        if path is None:
+            return None
+        steps = path.steps()
+        owner = next((step.parent for step in steps if self.code(step) is None), path) or path
+        kind = name_of_type(owner.kind) if owner.kind is not None else "object"
+        holder = f"{_PLAIN_WORDS.get(kind, kind)} {self.code(owner) or self.description(owner)}"
+        return path.root(), holder, self.description(path)
+
+
+_PLAIN_WORDS = {"_lru_cache_wrapper": "lru_cache", "_local": "threading.local"}
+
+
+def _through_state(path: Path) -> bool:
+    return any(step.style == "state" for step in path.steps())
+
+
+def is_typeable(name: str) -> bool:
+    """Return whether Python reads a name as it is stored: it normalises what is typed, ``ﬁ`` to ``fi`` (PEP 3131)."""
+    is_name = name.isidentifier() and not keyword.iskeyword(name)
+    return is_name and (name.isascii() or unicodedata.normalize("NFKC", name) == name)

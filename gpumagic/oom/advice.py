@@ -1,0 +1,227 @@
+"""What is advised after a failure: what the rules propose, tried by dry runs, the best first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from gpumagic.oom.report import Advice, EditTrial
+from gpumagic.oom.rules import batch, collected, devices, expressions, graphs, kept, limits, rows, trainers, training
+from gpumagic.oom.rules.facts import Facts
+from gpumagic.oom.rules.proposal import Choice, cleared
+from gpumagic.oom.trials import Trials
+from gpumagic.report import progress
+
+Proposal = Advice | Choice
+Rule = Callable[[Facts], Iterable[Proposal]]
+
+MISTAKES: tuple[Rule, ...] = (
+    limits.size_bug,
+    limits.squeeze,
+    kept.leftovers,
+    kept.stale,
+    graphs.earlier_graph,
+    collected.graphs,
+    graphs.evaluates,
+    graphs.of_a_frozen_model,
+    graphs.retained,
+    kept.gradients,
+    limits.on_the_host,
+    limits.fraction,
+)
+"""What nobody meant: to undo it costs nothing."""
+
+SAVINGS: tuple[Rule, ...] = (
+    expressions.rewritten,
+    expressions.expand,
+    collected.grown_by_cat,
+    collected.results,
+    trainers.predictions,
+    kept.copies,
+    kept.last_turn,
+    expressions.update_in_place,
+    training.single,
+    limits.expandable_segments,
+    limits.compact,
+    limits.private_pools,
+    limits.workers,
+    limits.unpinned,
+    limits.mapped,
+    training.one_by_one,
+    devices.other_device,
+    limits.benchmark,
+)
+"""The same result, with less memory or in another place."""
+
+TRADES: tuple[Rule, ...] = (
+    training.in_parts,
+    batch.accumulate,
+    batch.evaluate,
+    batch.smaller,
+    batch.unnamed,
+    trainers.batch,
+    rows.by_rows,
+    rows.mapped,
+    training.checkpoint,
+    training.mixed,
+    trainers.switches,
+    limits.half_as_wide,
+    training.smaller_parameters,
+)
+"""Memory against time, precision or the shape of the work."""
+
+LAST_RESORTS: tuple[Rule, ...] = (
+    training.leaner,
+    trainers.optimizers,
+    batch.shallower,
+    devices.divided,
+    devices.offload,
+    limits.large_blocks,
+    limits.watermark,
+)
+"""Another model, another optimizer, another machine."""
+
+DRASTIC, MONEY = 3, 4
+"""The tiers from which a suggestion changes what is done, and from which it costs money."""
+
+TIERS = (MISTAKES, SAVINGS, TRADES, LAST_RESORTS, (devices.larger,))
+
+LEAST_SHARE = 0.1
+"""The share of what is missing that a suggestion has to save to be worth a word."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    tier: int
+    place: int
+    """In the order of the rules."""
+    advice: Advice
+    trial: EditTrial
+    choice: Choice | None = None
+
+    @property
+    def saves(self) -> int:
+        return self.trial.saves or 0
+
+
+def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
+    """Return what is advised, the best first.
+
+    What fits by its dry run comes before what could not be tried, and that before what does not fit alone; among
+    those, what costs nothing comes before what costs something. Where nothing fits alone, the cheapest set that does
+    comes first.
+
+    Args:
+        facts: of the failure, with what the cell needs where a dry run told.
+        trials: tries them.
+    """
+    proposals = [(tier, each) for tier, rules in enumerate(TIERS) for rule in rules for each in rule(facts)]
+    found = _try_all(proposals, trials)
+    if not any(each.trial.fits for each in found):
+        together = _cheapest_set(facts, found, trials)
+        found += [] if together is None else [together]
+    if any(each.trial.fits for each in found):
+        found = [each for each in found if each.tier < DRASTIC or each.trial.fits]
+    worth = [each for each in found if _is_worth_a_word(each, facts)]
+    return tuple(_finished(facts, each) for each in sorted(worth, key=_rank))
+
+
+def _try_all(proposals: Sequence[tuple[int, Proposal]], trials: Trials) -> list[_Tried]:
+    found: list[_Tried] = []
+    with progress.counted(len(proposals), "trying") as tell:
+        for place, (tier, each) in enumerate(proposals):
+            if tier >= DRASTIC and any(other.trial.fits and other.tier < DRASTIC for other in found):
+                break  # nobody needs another method, several GPUs or a larger one then
+            if isinstance(each, Choice):
+                tell(each.make(each.guess).title)
+                is_solved = any(other.trial.fits and other.trial.certain for other in found)
+                advice, trial = _chosen(each, trials, is_brief=is_solved)
+                found.append(_Tried(tier, place, advice, trial, each))
+            else:
+                tell(each.title)
+                trial = trials.of(each) if each.changes or each.first else EditTrial()
+                found.append(_Tried(tier, place, each, trial))
+    return found
+
+
+def _chosen(choice: Choice, trials: Trials, *, is_brief: bool) -> tuple[Advice, EditTrial]:
+    """Return a suggestion with a number and what came of it; in brief where a plainer one fits: with its guess."""
+    if is_brief:
+        advice = choice.make(choice.guess)
+        trial = trials.of(advice)
+        if trial.fits:
+            return advice, trial
+    return trials.choose(choice)
+
+
+def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tried | None:
+    """Return the suggestions that fit together, as one: the first that do, without those that are not needed."""
+    if facts.need is None:
+        return None
+    useful = [each for each in found if not each.trial.fits and each.saves]
+    plain = [each for each in useful if each.choice is None]
+    for number in range(2, len(plain) + 1):
+        if sum(each.saves for each in plain[:number]) < facts.need.missing:
+            continue
+        trial = trials.of(*(each.advice for each in plain[:number]))
+        if trial.fits:
+            return _least(plain[:number], trial, trials)
+    for each in useful:
+        if each.choice is not None and plain:
+            chosen, trial = trials.choose(each.choice, *(other.advice for other in plain))
+            if trial.fits:
+                return _least([*plain, replace(each, advice=chosen)], trial, trials)
+    return None
+
+
+def _least(members: list[_Tried], trial: EditTrial, trials: Trials) -> _Tried:
+    """Return a set that fits without those of its members, the costliest first, without which it fits too."""
+    for each in sorted(members, key=lambda each: (-each.tier, each.saves)):
+        rest = [other for other in members if other is not each]
+        if len(rest) < 2:
+            break
+        without = trials.of(*(other.advice for other in rest))
+        if without.fits:
+            members, trial = rest, without
+    advice = [each.advice for each in members]
+    titles = [advice[0].title, *(f"{each.title[:1].lower()}{each.title[1:]}" for each in advice[1:])]
+    joined = Advice(
+        title="; ".join(titles), frees=None, covers=None, evidence="none of them fits alone",
+        cost="; ".join(dict.fromkeys(each.cost for each in advice if each.cost and not each.cost.startswith("none"))),
+        edit="\n".join(each.edit for each in advice if each.edit and each.changes) or None,
+        changes=tuple(change for each in advice for change in each.changes),
+        first="\n".join(dict.fromkeys(each.first for each in advice if each.first)) or None,
+    )  # fmt: skip
+    return _Tried(max(each.tier for each in members), 0, joined, trial)
+
+
+def _is_worth_a_word(found: _Tried, facts: Facts) -> bool:
+    """Return whether a suggestion works, may work, or saves a fair share of what is missing."""
+    if facts.need is None:
+        return True
+    if found.trial.fits is not False:
+        return not found.trial.reason.startswith("the cell fails")  # an edit that breaks the cell
+    return found.saves > 0 and found.saves >= LEAST_SHARE * facts.need.missing
+
+
+def _finished(facts: Facts, found: _Tried) -> Advice:
+    advice, trial = found.advice, found.trial
+    is_code = bool(advice.changes or advice.first)
+    first = cleared(advice.first, facts.residue, facts.half_made) if is_code else advice.first
+    return replace(
+        advice, trial=trial if is_code else None, covers=trial.fits, first=first,
+        frees=advice.frees if trial.saves is None else trial.saves,
+        edit=advice.edit if advice.changes or not is_code else first,
+    )  # fmt: skip
+
+
+def _rank(found: _Tried) -> tuple[float, int, int]:
+    verdict = {True: 0.0, None: 10.0, False: 20.0}[found.trial.fits]
+    if found.trial.fits and not found.trial.certain:
+        verdict = 5.0
+    doubt = 0.0 if found.advice.changes or found.advice.first else 0.5  # what it says is clear, where to write it not
+    if found.tier >= DRASTIC and doubt:
+        verdict = 25.0
+    if found.tier == MONEY:
+        verdict = 30.0
+    return verdict + found.tier + doubt, -found.saves if found.trial.fits is False else 0, found.place

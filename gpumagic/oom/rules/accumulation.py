@@ -1,0 +1,157 @@
+"""Gradients of several small batches added up before each step, as lines to type."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpumagic.oom.rules import trainers
+from gpumagic.oom.rules.facts import BatchSize, Facts
+from gpumagic.oom.rules.proposal import loop_around
+from gpumagic.source.text import CellText, Change, called_name, names_in
+
+ACCUMULATE = "accumulate_grad_batches"
+"""The argument of Lightning's `Trainer`."""
+NUMBERS = ("i", "micro_step", "micro_batch")
+"""What the passes are counted with: the first that the cell does not use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A loop whose passes each make one step of an optimizer."""
+
+    text: CellText
+    loop: ast.For
+    backward: ast.Expr
+    step: ast.Expr
+    zero_grad: ast.Expr
+
+    def statements(self) -> Iterator[list[ast.stmt]]:
+        """Yield what is to run in the last pass of each group only, then what in the first only, if anything."""
+        body = self.loop.body
+        at, zero_at = body.index(self.step), body.index(self.zero_grad)
+        if zero_at == at + 1:
+            yield body[at : zero_at + 1]
+        elif zero_at > at:
+            yield [self.step]
+            yield [self.zero_grad]
+        else:
+            yield [self.step]
+
+
+def edit(facts: Facts, found: BatchSize, steps: int) -> dict[str, Any]:
+    """Return the edit that has a training loop make a step in one of so many passes; nothing where it is unclear how.
+
+    Args:
+        facts: of the failure.
+        found: the batch size, which another change lowers.
+        steps: how many passes make a step.
+    """
+    if facts.trainer is not None and facts.trainer.library == "lightning":
+        before = trainers.number(facts.trainer, ACCUMULATE, 1)
+        return trainers.told(facts.trainer, {ACCUMULATE: str(before * steps)}) if before is not None else {}
+    for text in facts.texts:
+        training = _training(text, text.line or facts.scene.line)
+        if training is not None:
+            counted = _counted(facts, training, found, steps)
+            changes = _changes(facts, training, *counted, steps) if counted is not None else []
+            return {"text": text, "changes": changes} if changes else {}
+    return {}
+
+
+def _training(text: CellText, line: int | None) -> Training | None:
+    loop = loop_around(text, line)
+    calls = [each for each in ast.walk(loop) if isinstance(each, ast.Call)] if isinstance(loop, ast.For) else []
+    once = {name: [each for each in calls if called_name(each) == name] for name in ("backward", "step", "zero_grad")}
+    if not isinstance(loop, ast.For) or any(len(found) != 1 for found in once.values()):
+        return None
+    alone = [each for each in loop.body if isinstance(each, ast.Expr) and text.stands_alone(each)]
+    found = [next((each for each in alone if each.value is call), None) for (call,) in once.values()]
+    backward, step, zero_grad = found
+    if backward is None or step is None or zero_grad is None or not text.stands_alone(loop):
+        return None
+    return Training(text, loop, backward, step, zero_grad)
+
+
+def _counted(facts: Facts, training: Training, found: BatchSize, steps: int) -> tuple[list[Change], str] | None:
+    """Return the changes of the loop's head, and what counts its passes from 0; None where their number would fall."""
+    text, loop = training.text, training.loop
+    source, target = loop.iter, loop.target
+    names = {node.id for node in text.nodes() if isinstance(node, ast.Name)}
+    loaders = {each.name for each in facts.loaders} | _loaders(text)
+    if names_in(source) & ({found.name} | loaders):
+        if called_name(source) == "enumerate" and isinstance(target, ast.Tuple) and isinstance(source, ast.Call):
+            is_plain = len(source.args) == 1 and isinstance(target.elts[0], ast.Name)
+            return ([], text.code(target.elts[0])) if is_plain else None
+        number = next((each for each in NUMBERS if each not in names), None)
+        if number is None:
+            return None
+        bound = text.code(target)
+        bound = f"({bound})" if isinstance(target, ast.Tuple) and not bound.startswith("(") else bound
+        head = [text.replace(target, f"{number}, {bound}"), text.replace(source, f"enumerate({text.code(source)})")]
+        return head, number
+    reads = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == getattr(target, "id", None)]
+    if called_name(source) == "range" and isinstance(source, ast.Call) and len(source.args) == 1 and len(reads) == 1:
+        last = source.args[0]
+        code = text.code(last) if isinstance(last, ast.Name | ast.Constant | ast.Call) else f"({text.code(last)})"
+        return [text.replace(last, f"{steps} * {code}")], text.code(target)
+    return None
+
+
+def _loaders(text: CellText) -> set[str]:
+    """Return the variables for which the cell makes a DataLoader."""
+    made = [node for node in text.nodes() if isinstance(node, ast.Assign) and called_name(node.value) == "DataLoader"]
+    return set().union(*map(_targets, made))
+
+
+def _changes(facts: Facts, training: Training, head: list[Change], number: str, steps: int) -> list[Change]:
+    text = training.text
+    last, *first = training.statements()
+    at_end = f"if ({number} + 1) % {steps} == 0:"
+    scaled = divided(facts, text, training.backward, training.loop.body, steps)
+    changes = [*head, *scaled, *text.wrap(last, at_end)]
+    if first:
+        changes += text.wrap(first[0], at_end)
+    elif training.zero_grad not in last:
+        changes += text.wrap([training.zero_grad], f"if {number} % {steps} == 0:")
+    return changes
+
+
+def divided(
+    facts: Facts, text: CellText, backward: ast.stmt, statements: Sequence[ast.stmt], parts: int
+) -> list[Change]:
+    """Return the change that divides a loss by a number of parts; none where it is a sum, which parts add up to.
+
+    Args:
+        facts: of the failure.
+        text: the text of the cell.
+        backward: the statement that calls `backward`.
+        statements: those in which the loss is computed.
+        parts: how many times `backward` is called in place of once.
+    """
+    call = next(node for node in ast.walk(backward) if called_name(node) == "backward")
+    loss = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
+    if loss is None:
+        return []
+    assigned = [node for each in statements for node in ast.walk(each) if isinstance(node, ast.Assign)]
+    made = [each.value for each in assigned if isinstance(loss, ast.Name) and loss.id in _targets(each)] or [loss]
+    if any(_adds_up(facts, text, node) for each in made for node in ast.walk(each)):
+        return []
+    return [
+        text.replace(loss, f"({loss.id} / {parts})")
+        if isinstance(loss, ast.Name)
+        else text.append(loss, f".div({parts})")
+    ]
+
+
+def _targets(statement: ast.Assign) -> set[str]:
+    return set().union(*map(names_in, statement.targets))
+
+
+def _adds_up(facts: Facts, text: CellText, node: ast.AST) -> bool:
+    """Return whether an expression takes a sum: by name, by an argument, or with a criterion that was made to."""
+    if isinstance(node, ast.Constant):
+        return node.value == "sum"
+    return isinstance(node, ast.Call) and (called_name(node) == "sum" or text.code(node.func) in facts.work.sums)

@@ -1,0 +1,127 @@
+"""The traceback of out-of-memory, shown after the report: the user's frames only, and all of them by `%tb`.
+
+IPython shows an error before the cell's report can be made. So the error that the guard is going to report on is held
+back, as text, until the report has been shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gpumagic.oom import recognition
+from gpumagic.source.frames import is_user_code, traceback_steps
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+_SHOW = "_showtraceback"
+
+
+class LateTraceback:
+    """Holds back what a shell shows of some errors.
+
+    Args:
+        shell: the shell.
+        recognises: says whether an error is to be held back.
+        as_text: print it, for a run that goes on: a front end that runs notebooks without a reader may take any output
+            of the type `error` for a failed run, whatever the kernel replies (papermill 2.7 does).
+    """
+
+    def __init__(
+        self, shell: InteractiveShell, recognises: Callable[[BaseException], bool], *, as_text: bool = False
+    ) -> None:
+        self._shell, self._recognises = shell, recognises
+        self._as_text = as_text and getattr(shell, "kernel", None) is not None
+        self._send: Callable[[type, BaseException, list[str]], object] = shell._showtraceback
+        self._before: object = None
+        self._held: tuple[type, str, list[str]] | None = None
+        self._whole: list[str] = []
+
+    def install(self) -> None:
+        """Hold back from now on."""
+        own = vars(self._shell)
+        self._before = own.get(_SHOW)  # ipykernel leaves one in the shell itself
+        own[_SHOW] = self._hold
+
+    def uninstall(self) -> None:
+        """Hold back no more; what is held stays so until `show`."""
+        own = vars(self._shell)
+        if own.get(_SHOW) != self._hold:
+            return
+        if self._before is None:
+            del own[_SHOW]
+        else:
+            own[_SHOW] = self._before
+
+    def show(self, *, keep: bool = False) -> None:
+        """Show what is held.
+
+        Args:
+            keep: whether the frames are still there, so that `%tb` needs no text.
+        """
+        held, self._held = self._held, None
+        if held is None:
+            return
+        kind, text, lines = held
+        if self._as_text:
+            sys.stdout.write(self._shell.InteractiveTB.stb2text(lines) + "\n")
+        else:
+            self._send(kind, _light(kind, text), lines)
+        if not keep:
+            _remember(kind, self._whole)
+
+    def _hold(self, kind: type, error: BaseException, lines: list[str]) -> None:
+        if not self._recognises(error):
+            self._send(kind, error, lines)
+            return
+        text = str(error)
+        self._held, self._whole = (kind, text, self._of_the_user(kind, error) or lines), list(lines)
+
+    def _of_the_user(self, kind: type, error: BaseException) -> list[str]:
+        """Return the traceback with the user's frames only; nothing where it has none."""
+        formatter: Any = self._shell.InteractiveTB
+        last = getattr(formatter, "tb", None)
+        chain = None
+        for step in reversed([each for each in traceback_steps(error.__traceback__) if is_user_code(each.tb_frame)]):
+            chain = TracebackType(chain, step.tb_frame, step.tb_lasti, step.tb_lineno)
+        if chain is None:
+            return []
+        try:
+            return list(formatter.structured_traceback(kind, error, chain, tb_offset=0))
+        except Exception:  # a formatter of somebody else's may want a traceback of its own
+            return []
+        finally:
+            formatter.tb = last
+
+
+def _light(kind: type, text: str) -> BaseException:
+    """Return an error of the same kind and text that holds no frame."""
+    try:
+        made: BaseException = kind(text)
+    except Exception:  # not every error can be made of its text alone
+        made = Exception(text)
+    return made
+
+
+def _remember(kind: type, lines: list[str]) -> None:
+    """Have `%tb` show these lines, as it shows a last error whose frames are there."""
+    error = recognition.OutOfMemory(f"its frames are released; {kind.__name__} is shown by %tb")
+    vars(error)["_render_traceback_"] = lambda: lines
+    try:
+        raise error
+    except recognition.OutOfMemory:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    finally:
+        error.__context__ = None
+        del error
+
+
+def forget() -> None:
+    """Forget what `%tb` would show."""
+    if isinstance(getattr(sys, "last_value", None), recognition.OutOfMemory):
+        for name in ("last_type", "last_value", "last_traceback"):
+            if hasattr(sys, name):
+                delattr(sys, name)

@@ -1,0 +1,210 @@
+"""Tries advice: makes its edit in the cell's text, and runs the cell dry from where the release left the notebook."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+
+from gpumagic.dryrun import fitting, run, targets
+from gpumagic.dryrun.report import DeviceNeed, DryRunReport
+from gpumagic.dryrun.script import script_of
+from gpumagic.dryrun.verdict import shortcoming
+from gpumagic.errors import DryRunUnavailable, GpuMagicError
+from gpumagic.oom.report import Advice, EditTrial, Need
+from gpumagic.oom.rules.facts import Facts
+from gpumagic.oom.rules.proposal import Choice, cleared
+from gpumagic.source import frames
+from gpumagic.source.text import apply_changes
+
+FIRST = 30.0
+"""Seconds that the first dry run may take, which may have to start the worker."""
+
+SHARE = 0.5
+"""The share of the time left that one search may take."""
+
+_NOT_INSTALLED = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_XDEL = re.compile(r"(?m)^%xdel (\w+)$")
+_UNBIND = r"""_value = \1
+for _names in (Out, globals()):
+    for _name in [each for each in _names if _names[each] is _value]:
+        del _names[_name]"""
+"""What `%xdel` does of which a dry run can tell: it unbinds every name of a value, those of the output cache too."""
+_IN_PIECES = "what is free lies in pieces that may be too small"
+_ONDEVICE = re.compile(r"\A%%ondevice (\w+)(:(\d+))?\n")
+
+
+class Trials:
+    """The dry runs of one failed cell.
+
+    Args:
+        facts: of the failure.
+        namespace: the notebook's variables.
+        seconds: how long all of them after the first may take.
+
+    Attributes:
+        reason: why nothing more is tried; empty while something can be.
+    """
+
+    def __init__(self, facts: Facts, namespace: Mapping[str, object], seconds: float) -> None:
+        self.reason = "" if seconds > 0 else "dry runs of advice are turned off"
+        self._device, self._namespace, self._seconds = facts.device or "", namespace, seconds
+        self._source, self._residue, self._half_made = facts.scene.source or "", facts.residue, facts.half_made
+        self._texts = {text.cell: text.source for text in facts.texts if text.cell}
+        self._until: float | None = None
+        self._need: Need | None = None
+        self._as_is: DryRunReport | None = None
+
+    def need(self) -> Need | None:
+        """Return what the cell needs as it is; None where a dry run does not tell, with `reason` set."""
+        if self.reason:
+            return None
+        try:
+            report = self._run(())
+        except (Exception, KeyboardInterrupt) as error:  # the report matters more than what a dry run could add
+            self._stop(error)
+            return None
+        self._as_is, found = report, self._of_device(report)
+        if report.error is not None or found is None or found.capacity is None:
+            self.reason = report.error or "the memory of the device is not known"
+            return None
+        self._need = Need(found.peak, found.capacity, report.fits, report.certain)
+        return self._need
+
+    def of(self, *edits: Advice) -> EditTrial:
+        """Return what came of the cell with these edits made."""
+        if self.reason:
+            return self._untried()
+        try:
+            return self._trial(self._run(edits))
+        except (Exception, KeyboardInterrupt) as error:  # edits that overlap, too
+            self._stop_if_over(error)
+            return self._untried() if self.reason else EditTrial(reason=str(error))
+
+    def choose(self, choice: Choice, *others: Advice) -> tuple[Advice, EditTrial]:
+        """Return a suggestion with the largest number that was found to fit, or with the smallest where none was.
+
+        Args:
+            choice: the suggestion.
+            others: what else is edited.
+        """
+        runs = {} if others or self._as_is is None else {choice.now: self._as_is}
+        until = time.monotonic() + SHARE * self._left_seconds()
+
+        def dry_run(value: int) -> DryRunReport:
+            """Dry-run with a value that a reader would take, which serves for all of those that come to the same."""
+            number = near_size(value) if choice.is_rounded and value < choice.now else value
+            if number not in runs:
+                if runs and time.monotonic() >= until:
+                    raise DryRunUnavailable("there was no time for a further search")
+                runs[number] = self._run((choice.make(number), *others), until if runs else None)
+                if number < choice.now in runs and self._is_no_less(runs[number], runs[choice.now]):
+                    raise DryRunUnavailable(f"{choice.name} changes nothing")
+            return runs[number]
+
+        try:
+            if not self.reason:
+                fitting.search(dry_run, choice.name, choice.now)
+        except (Exception, KeyboardInterrupt) as error:  # what was found by then counts
+            self._stop_if_over(error)
+        smaller = [value for value in runs if value < choice.now]
+        passed = [value for value in smaller if runs[value].fits]
+        if not smaller:
+            return choice.make(choice.guess), self._untried()
+        best = max(passed, default=min(smaller))
+        found = choice.make(best), self._trial(runs[best])
+        better = choice.finish(best) if choice.finish is not None and found[1].fits else None
+        trial = self.of(better, *others) if better is not None else EditTrial()
+        return (better, trial) if better is not None and trial.fits else found
+
+    def _run(self, edits: Sequence[Advice], until: float | None = None) -> DryRunReport:
+        """Return the dry run of the cell with edits made.
+
+        Args:
+            edits: the suggestions.
+            until: when it is given up, where that is before the time for all is up.
+
+        Raises:
+            GpuMagicError: it cannot be dry-run, or there is no time left.
+            ValueError: the edits are not of this text, or overlap.
+        """
+        if self._is_over():
+            raise DryRunUnavailable(f"there was no time: dry runs of advice may take {self._seconds:g} s")
+        script, target = script_of(self._code(edits)), targets.choose(self._device, None)
+        left = min(self._left_seconds(), self._left_seconds() if until is None else until - time.monotonic())
+        report = run.dry_run(script, dict(self._namespace), target, time_limit=max(0.1, left))
+        if self._until is None:  # the worker's start does not count
+            self._until = time.monotonic() + self._seconds
+        return report
+
+    def _code(self, edits: Sequence[Advice]) -> str:
+        """Return what a user would run who follows the advice: other cells again, what comes first, the cell."""
+        changes = [change for each in edits for change in each.changes]
+        others = [
+            apply_changes(changes, self._texts[cell], cell) for cell in sorted({each.cell for each in changes} - {""})
+        ]
+        said = "\n".join(dict.fromkeys(each.first for each in edits if each.first))
+        first = _XDEL.sub(_UNBIND, cleared(said, self._residue, self._half_made) or "")
+        cell = _ONDEVICE.sub(_on_device, apply_changes(changes, self._source))
+        return "\n".join(filter(None, (*others, first, cell)))
+
+    def _trial(self, report: DryRunReport) -> EditTrial:
+        found, deciding = self._of_device(report), report.device or self._device
+        if report.error is not None:
+            missing = _NOT_INSTALLED.search(report.error)
+            return EditTrial(reason=f"{missing[1]} is not installed" if missing else report.error)
+        needed = self._need.needed if self._need is not None else None
+        saves = None
+        if found is not None and needed is not None and (report.fits or deciding == self._device):
+            saves = max(0, needed - found.peak)
+        fits, needs = report.fits, report.peak.get(deciding)
+        reason = shortcoming(report) if fits is None else "; ".join(report.assumed) if not report.certain else ""
+        if fits is False and needs is not None and report.capacity is not None and needs <= report.capacity:
+            fits, reason = None, _IN_PIECES  # in what order the blocks lie decides, which may be another then
+        return EditTrial(fits, report.certain, needs, report.capacity, saves, reason)
+
+    def _is_no_less(self, report: DryRunReport, than: DryRunReport) -> bool:
+        """Return whether a smaller number saved nothing: what does not go with it is what needs most."""
+        one, other = self._of_device(report), self._of_device(than)
+        return (
+            not report.fits and one is not None and other is not None and one.peak >= other.peak > (other.capacity or 0)
+        )
+
+    def _of_device(self, report: DryRunReport) -> DeviceNeed | None:
+        return next((each for each in report.devices if each.device == self._device), None)
+
+    def _untried(self) -> EditTrial:
+        """Return why this was not tried; where nothing is, the report says it once."""
+        return EditTrial(reason=self.reason if self._need is not None else "")
+
+    def _left_seconds(self) -> float:
+        return FIRST if self._until is None else self._until - time.monotonic()
+
+    def _is_over(self) -> bool:
+        return self._until is not None and time.monotonic() >= self._until
+
+    def _stop_if_over(self, error: BaseException) -> None:
+        """Try no more after Ctrl-C, a fault of our own, or when the time is up."""
+        is_of_edit = isinstance(error, (GpuMagicError, ValueError))
+        if self._is_over() or not is_of_edit:
+            self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
+        is_ours = not isinstance(error, (GpuMagicError, KeyboardInterrupt))
+        said = frames.summary_line(error) if is_ours else str(error)
+        self.reason = "interrupted" if isinstance(error, KeyboardInterrupt) else said
+
+
+def near_size(number: int) -> int:
+    """Return a round number at most a twentieth below: what is known to fit needs no further caution."""
+    multiple = 1 << number.bit_length()
+    while number // multiple * multiple < 0.95 * number:
+        multiple //= 2
+    return number // multiple * multiple
+
+
+def _on_device(found: re.Match[str]) -> str:
+    """Return what `%%ondevice` comes to where nothing has to be watched."""
+    backend, place = found[1], f"{found[1]}{found[2] or ''}"
+    current = f"torch.cuda.set_device({found[3] or 0}); " if backend == "cuda" else ""
+    return f"import torch; {current}torch.set_default_device({place!r})\n"

@@ -1,0 +1,110 @@
+"""Figures by dotted path, such as those of modules, as a tree: its largest branches as a table, all of it folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpumagic.report.document import Block, Cell, Column, Fold, Segment, Table
+from gpumagic.report.units import count, size
+
+SHOWN = 16
+"""Branches of the table: the largest, in the order of the tree."""
+OUTSIDE = "(outside)"
+"""Stands for what belongs to no path."""
+
+
+@dataclass
+class Branch:
+    """A path, its own bytes by kind, and the paths below it."""
+
+    name: str
+    depth: int = 0
+    own: dict[str, int] = field(default_factory=dict)
+    below: dict[str, Branch] = field(default_factory=dict)
+
+    @property
+    def total(self) -> dict[str, int]:
+        """The bytes by kind, those below it included."""
+        found = dict(self.own)
+        for each in self.below.values():
+            for kind, nbytes in each.total.items():
+                found[kind] = found.get(kind, 0) + nbytes
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """All its bytes."""
+        return sum(self.total.values())
+
+    def walk(self) -> Iterator[Branch]:
+        """Yield this branch and those below it, in order."""
+        yield self
+        for each in self.below.values():
+            yield from each.walk()
+
+
+def tree_of(found: Mapping[str, Mapping[str, int]]) -> list[Branch]:
+    """Return the branches at the top; what has only one branch below it, and nothing itself, is one with that."""
+    root = Branch("")
+    for path, parts in sorted(found.items(), key=lambda item: _natural(item[0])):
+        at = root
+        for step in path.split(".") if path else [OUTSIDE]:
+            at = at.below.setdefault(step, Branch(step))
+        at.own = {kind: nbytes for kind, nbytes in parts.items() if nbytes}
+    for each in root.below.values():
+        _settle(each, 0)
+    return list(root.below.values())
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    """Return what sorts ``blocks.2`` before ``blocks.10``, and what has no path last."""
+    return [(int(step), "") if step.isdecimal() else (-1, step) for step in (path or "~").split(".")]
+
+
+def _settle(branch: Branch, depth: int) -> None:
+    while len(branch.below) == 1 and not branch.own:
+        (only,) = branch.below.values()
+        branch.name, branch.own, branch.below = f"{branch.name}.{only.name}", only.own, only.below
+    branch.depth = depth
+    for each in branch.below.values():
+        _settle(each, depth + 1)
+
+
+def tree_blocks(found: Mapping[str, Mapping[str, int]], kinds: Sequence[str], caption: str) -> Iterator[Block]:
+    """Yield a table of the largest branches with a column for each kind, and the whole tree behind a summary."""
+    top = tree_of(found)
+    everything = [each for branch in top for each in branch.walk()]
+    largest = sorted(everything, key=lambda each: (-each.nbytes, each.depth))[:SHOWN]
+    chosen = {id(each) for each in largest}
+    whole = sum(each.nbytes for each in top) or 1
+    yield _table([each for each in everything if id(each) in chosen], kinds, whole, caption)
+    if len(everything) > len(chosen):
+        yield Fold(f"All {count(len(everything), 'branch', 'branches')}", list(_folds(top, kinds, whole)))
+
+
+def _folds(branches: Sequence[Branch], kinds: Sequence[str], whole: int) -> Iterator[Block]:
+    """Yield the branches that end here as one table, and each of the others behind its own summary."""
+    ends = [each for each in branches if not each.below]
+    for each in branches:
+        if each.below:
+            own = [Branch("itself", 0, each.own)] if each.own else []
+            inner = [*own, *each.below.values()]
+            yield Fold(f"{each.name}: {size(each.nbytes)}", list(_folds(inner, kinds, whole)))
+    if ends:
+        yield _table(ends, kinds, whole, "Branches", flat=True)
+
+
+def _table(branches: Sequence[Branch], kinds: Sequence[str], whole: int, caption: str, *, flat: bool = False) -> Table:
+    rows: list[list[Cell | str]] = []
+    for each in branches:
+        total = each.total
+        parts = tuple(Segment(total.get(kind, 0) / whole, part=kind) for kind in kinds if total.get(kind))
+        name = each.name if flat else "  " * each.depth + each.name
+        cells: list[Cell | str] = [size(total[kind]) if total.get(kind) else "" for kind in kinds]
+        rows.append([name, Cell(size(each.nbytes), parts), *cells])
+    columns = [
+        Column("Module", shrinks=True, cut="middle", code=True), Column("Size", "right"),
+        *(Column(kind.capitalize(), "right", priority=1) for kind in kinds),
+    ]  # fmt: skip
+    return Table(columns, rows, caption)

@@ -1,0 +1,89 @@
+"""The line that makes tensors release their autograd graphs, where there is one.
+
+A tensor in a tuple cannot be replaced, and one that an output keeps besides its name still keeps its graph.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gpumagic.heap.branches import class_attribute
+from gpumagic.heap.holders import MAX_PATHS
+from gpumagic.heap.kinds import is_node, subclasses
+from gpumagic.heap.paths import Names, Path
+
+_MAX_STATEMENTS = 3
+"""Statements in the line that releases a graph."""
+
+
+class DetachCommands:
+    """Finds the line that makes tensors release their autograd graphs: it rebinds every name of theirs."""
+
+    def __init__(self, namespace: Mapping[str, object], names: Names) -> None:
+        self._namespace, self._names = namespace, names
+        self._lists: dict[int, str | None] = {}
+        """By the `id` of the path to a list: the statement that detaches all of its items, if there is one."""
+
+    def line(self, roots: Iterable[int]) -> str | None:
+        """Return the line after which none of the tensors with these `id`s keeps its graph, or None."""
+        paths = [self._names.paths(root) for root in roots]
+        if any(len(each) >= MAX_PATHS for each in paths):  # there may be more
+            return None
+        statements = {self._statement(path): None for each in paths for path in each}
+        found = [each for each in statements if each is not None]
+        return "; ".join(found) if len(found) == len(statements) <= _MAX_STATEMENTS and found else None
+
+    def any_is_node(self, roots: Iterable[int]) -> bool:
+        """Return whether one of these is a node of a graph, which a variable can hold too."""
+        return any(_is_of_node(path) for root in roots for path in self._names.paths(root))
+
+    def _statement(self, path: Path) -> str | None:
+        if path.style == "[" and path.parent is not None and path.parent.kind is list:
+            whole = self._of_list(path.parent)
+            if whole is not None:
+                return whole
+        name = self._names.code(path)
+        if name is None or _is_of_node(path):
+            return f"del {name}" if name is not None and path.style == "name" else None
+        return f"{name} = {name}.detach()" if _can_be_assigned(path) else None
+
+    def _of_list(self, path: Path) -> str | None:
+        if id(path) not in self._lists:
+            name = self._names.code(path)
+            alike = name is not None and _are_tensors(_reached(path, self._namespace))
+            self._lists[id(path)] = f"{name}[:] = [each.detach() for each in {name}]" if alike else None
+        return self._lists[id(path)]
+
+
+def _is_of_node(path: Path) -> bool:
+    return path.kind is not None and is_node(path.kind)
+
+
+def _can_be_assigned(path: Path) -> bool:
+    """Return whether what a path leads to can be replaced there: not in a tuple, a frozen dataclass..."""
+    owner = None if path.parent is None else path.parent.kind
+    if owner is None:
+        return path.style == "name"
+    setter = class_attribute(owner, "__setitem__" if path.style == "[" else "__setattr__")
+    in_c = (types.WrapperDescriptorType, types.MethodDescriptorType)
+    return path.style in ("[", ".") and not issubclass(owner, tuple) and type(setter) in in_c
+
+
+def _reached(path: Path, namespace: Mapping[str, object]) -> Any:
+    """Return what a path leads to through plain lists and dicts; None through anything else."""
+    first, *steps = path.steps()
+    value: Any = namespace.get(first.key)
+    for step in steps:
+        if step.style != "[" or type(value) not in (list, dict):
+            return None
+        value = value[step.key]
+    return value
+
+
+def _are_tensors(value: Any) -> bool:
+    import torch
+
+    kinds = subclasses(torch.Tensor)
+    return type(value) is list and len(value) > 1 and all(type(each) in kinds for each in value)

@@ -1,0 +1,153 @@
+"""What a cell could change about its transfers and syncs: each rule uses only what was counted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from gpumagic.report.units import count, size
+from gpumagic.source import cell_code
+from gpumagic.source.cell_code import LoopCode
+from gpumagic.transfers.report import Suggestion, TransferRow
+
+MIN_REPEATS = 2
+"""Times a line must have repeated a transfer to be reported."""
+MANY_SYNCS = 100
+"""Syncs by one line from which they are reported."""
+MIN_PINNED_BYTES = 16 * 1024**2
+"""Bytes from pageable memory from which pinning pays."""
+MIN_SECOND_COPY_BYTES = 1024**2
+"""Bytes from which a second copy is reported."""
+
+MASK = "mask"
+"""The cause of a read of how many elements a mask has, where it is an index."""
+SIZE_READS = frozenset({".nonzero", ".argwhere", ".where", ".masked_select", ".unique", ".unique_consecutive", MASK})
+"""Causes of reads of how many elements a result has."""
+_VALUE_READS = frozenset({
+    ".item", ".tolist", ".allclose", ".equal", ".is_nonzero", "float()", "int()", "complex()", "index()", "bool()",
+    "format()", "print", "in",
+})  # fmt: skip
+_READS = SIZE_READS | _VALUE_READS
+
+
+def suggestions(
+    moves: Sequence[TransferRow],
+    syncs: Mapping[int, int],
+    both: Collection[str] = (),
+    lines: tuple[tuple[int, str], ...] = (),
+) -> tuple[Suggestion, ...]:
+    """Return each change that the counts justify, those that save most bytes first.
+
+    ``syncs`` is ``{line: count}``; ``both`` are variables whose tensor is alive along with its copy on the device.
+    """
+    code = cell_code.read_loops(lines) if moves or syncs else LoopCode()
+    found = (
+        *_hoisted(moves, code),
+        *_waits(moves, syncs, code),
+        *_created(moves, code),
+        *(_pin(row) for row in moves if _is_pageable_stream(row)),
+        *(_rebind(row) for row in moves if _is_left_behind(row, both)),
+    )
+    return tuple(sorted(found, key=lambda each: -(each.saves or 0)))
+
+
+def _is_repeated(row: TransferRow) -> bool:
+    return row.repeats >= MIN_REPEATS and row.cause not in _READS and row.line is not None
+
+
+def _hoisted(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestion]:
+    """Yield one suggestion for all that a line copies again as often."""
+    alike: dict[tuple[int | None, str, int, int], list[TransferRow]] = {}
+    for row in moves:
+        if _is_repeated(row):
+            alike.setdefault((row.line, row.target, row.count, row.repeats), []).append(row)
+    for rows in alike.values():
+        yield _hoist(rows, code)
+
+
+def _hoist(rows: Sequence[TransferRow], code: LoopCode) -> Suggestion:
+    line, target, times, repeats = rows[0].line, rows[0].target, rows[0].count, rows[0].repeats
+    whole = sum(row.nbytes for row in rows)
+    saves = sum(row.nbytes // row.count * row.repeats for row in rows)
+    names = ", ".join(dict.fromkeys(row.name for row in rows if row.name)) or "it"
+    if repeats < times - 1:
+        problem = f"{size(saves)} of {size(whole)} copied to {target} by line {line} had been copied before"
+        return Suggestion(line, problem, "keep the copies of the first time", saves)
+    where = "before the loop" if line in code.loops else "once and keep the copy"
+    problem = f"{size(whole)} copied to {target} {times:,} times by line {line}"
+    return Suggestion(line, problem, f"move {names} {where}", saves)
+
+
+def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCode) -> Iterator[Suggestion]:
+    for line, waits in syncs.items():
+        # A copy from the host waits too, and has advice of its own.
+        waits -= sum(row.count for row in moves if row.line == line and row.direction == "host-to-device")  # noqa: PLW2901
+        if waits >= MANY_SYNCS:
+            causes = {
+                row.cause for row in moves if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS
+            }
+            what, change = _cause_of_waits(causes)
+            loop = " in a loop" if line in code.loops else ""
+            yield Suggestion(line, f"{waits:,} syncs{what}{loop}, line {line}", change)
+
+
+def _cause_of_waits(causes: Collection[str]) -> tuple[str, str]:
+    """Return what made the syncs, and what to do."""
+    sizes = SIZE_READS.intersection(causes)
+    if causes == {"bool()"}:
+        return " by a condition on the device", "test it less often"
+    if sizes:
+        what = min(sizes)
+        call = "a mask as an index" if what == MASK else f"{what}()"
+        return f" by {call}", "torch.where(mask, a, b) keeps the shape and needs none"
+    if "print" in causes:
+        return " by print", "print less often"
+    if causes:
+        return (
+            f" by {min(causes)}{'()' * min(causes).startswith('.')}",
+            "accumulate on the device, read once at the end",
+        )
+    return "", "wait once, at the end"
+
+
+def _created(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestion]:
+    for creation in code.creations:
+        for row in moves:
+            at_once = creation.name is None and row.name is None
+            named = row.name == creation.name and creation.name is not None
+            if row.line != creation.moved or row.cause in _READS or row.direction == "device-to-host":
+                continue
+            change = f'create it with device="{row.target}"'
+            if named:
+                problem = f"{row.name} created on {row.source} by line {creation.created}, copied by line {row.line}"
+                yield Suggestion(row.line, problem, change, row.nbytes)
+            elif at_once:
+                yield Suggestion(
+                    row.line,
+                    f"{size(row.nbytes)} created on {row.source} and copied by line {row.line}",
+                    change,
+                    row.nbytes,
+                )
+
+
+def _is_pageable_stream(row: TransferRow) -> bool:
+    """Return whether a line transfers new data each time, as a loop over batches does; pinning pays only then."""
+    return (
+        row.line is not None and (row.pageable or 0) >= MIN_PINNED_BYTES and row.count - row.repeats >= MIN_REPEATS + 1
+    )
+
+
+def _pin(row: TransferRow) -> Suggestion:
+    problem = f"{size(row.pageable)} copied from pageable memory by line {row.line} in {count(row.count, 'transfer')}"
+    change = "DataLoader(..., pin_memory=True) and .to(..., non_blocking=True) let the host go on meanwhile"
+    return Suggestion(row.line, problem, change)
+
+
+def _is_left_behind(row: TransferRow, both: Collection[str]) -> bool:
+    is_one = row.count - row.repeats == 1 and not _is_repeated(row)
+    is_move = row.direction != "device-to-host" and not row.cause.startswith("Module.") and row.cause not in _READS
+    return is_one and is_move and row.name in both and row.nbytes >= MIN_SECOND_COPY_BYTES
+
+
+def _rebind(row: TransferRow) -> Suggestion:
+    problem = f"{row.name} is still on {row.source}, {size(row.nbytes)}, beside its copy on {row.target}"
+    return Suggestion(row.line, problem, f"{row.name} = {row.name}.to(...) keeps only the copy")

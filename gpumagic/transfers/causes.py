@@ -1,0 +1,191 @@
+"""What a copy is called in the report: the function by which the cell's line asks for it.
+
+The function mode knows the function that the cell's thread is calling: `REQUESTS` has those by which lines ask for
+copies. Elsewhere (in other threads, in autograd's hooks, under a device context of the cell's own) the expression that
+the innermost Python frame evaluates says it. Imports torch at its top, so it is imported only when a cell runs on a
+device.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import linecache
+import sys
+from collections.abc import Callable
+from functools import cache, lru_cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from gpumagic import _compat
+from gpumagic.source import frames
+from gpumagic.transfers.recorder import Asked, Function, Recorder
+
+INDEXING = "indexing"
+MASK = "mask"
+"""The cause of a read of how many elements a mask has, where it is an index."""
+BACKWARD = "backward"
+_MOVES = ("to", "cuda", "cpu", "xpu", "type", "numpy", "tolist")
+_READS = ("item", "equal", "allclose", "is_nonzero")
+_SIZES = ("nonzero", "masked_select", "unique", "unique_consecutive", "argwhere")
+_CONVERSIONS = ("bool", "int", "float", "complex", "index")
+_INDEXED = ("__getitem__", "__setitem__", "index_put", "index_put_")
+_FROM_HOST = ("tensor", "as_tensor", "asarray")
+_NUMBERS = (bool, int, float, complex)
+_FUNCTIONS = {**{name: name for name in _FROM_HOST}, "print": "print", "str": "print", "repr": "print"}
+"""What is called by its name alone: the cause."""
+_OURS = ("gpumagic.transfers.", "torch.utils._device", "torch._ops", "torch.library")
+
+
+class Request(NamedTuple):
+    """How a function asks for copies."""
+
+    cause: str
+    find_subject: Callable[[tuple[Any, ...], dict[str, Any]], object]
+    """Takes its arguments and returns what is copied; None where torch's own argument is that."""
+
+
+@cache
+def requests() -> dict[Function, Request]:
+    """Return the functions by which lines ask for copies."""
+    tensor, backend = torch.Tensor, torch._C._get_privateuse1_backend_name()
+    methods = {name: Request(f".{name}", _first) for name in (*_MOVES, *_READS, *_SIZES, backend)}
+    methods |= {f"__{name}__": Request(f"{name}()", _first) for name in _CONVERSIONS}
+    methods |= {name: Request(INDEXING, _indexed) for name in _INDEXED}
+    methods |= {
+        "copy_": Request("copy_", _second), "new_tensor": Request("new_tensor", _second),
+        "__repr__": Request("print", lambda *_: None), "__format__": Request("format()", _first),
+        "__contains__": Request("in", _first), "__reduce_ex__": Request("pickle", _first),
+    }  # fmt: skip
+    functions = {name: Request(f".{name}", _first) for name in (*_SIZES, "is_nonzero", "allclose", "equal", "where")}
+    functions |= {name: Request(name, _first) for name in _FROM_HOST}
+    return {
+        getattr(owner, name): request
+        for owner, named in ((tensor, methods), (torch, functions))
+        for name, request in named.items()
+        if hasattr(owner, name)
+    }
+
+
+@cache
+def reading() -> tuple[Function, ...]:
+    """Return those that only read the values of their first argument."""
+    names = (*_READS, "tolist", "numpy", *(f"__{name}__" for name in _CONVERSIONS), "__repr__", "__contains__")
+    return tuple(getattr(torch.Tensor, name) for name in names if name != "equal")
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def _second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    return args[1] if len(args) > 1 else next(iter(kwargs.values()), None)
+
+
+def _indexed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Return the list or the number that torch makes a tensor of; other indices are tensors."""
+    index = args[1] if len(args) > 1 else kwargs.get("indices")
+    parts = index if isinstance(index, tuple) else (index,)
+    made = (each for each in parts if hasattr(each, "__len__") and not hasattr(each, "dtype"))
+    number = args[2] if len(args) > 2 and isinstance(args[2], _NUMBERS) else None
+    return next(made, number)
+
+
+def of_copy(recorder: Recorder, source: torch.Tensor) -> Asked:
+    """Return what asked for the copy that torch is about to make."""
+    return _asked(recorder, ".to", source)
+
+
+def of_read(recorder: Recorder, tensor: torch.Tensor) -> Asked:
+    """Return what asked for the value that torch has read."""
+    return _asked(recorder, ".item", tensor)
+
+
+def of_size(recorder: Recorder, operator: str, tensor: torch.Tensor) -> Asked:
+    """Return what asked for the elements that torch has found."""
+    asked = _asked(recorder, f".{operator.strip('_2')}", tensor)
+    return asked._replace(cause=MASK, subject=tensor) if asked.cause == INDEXING else asked
+
+
+def _asked(recorder: Recorder, default: str, found: torch.Tensor) -> Asked:
+    innermost = _innermost_frame()
+    if innermost is None or innermost.f_code.co_name == "_engine_run_backward":
+        return Asked(BACKWARD, found)
+    if recorder.request is None:
+        return _of_frames(innermost, default, found)
+    function, args, kwargs = recorder.request
+    request = requests()[function]
+    subject = request.find_subject(args, kwargs)
+    if subject is None or (request.cause == INDEXING and found.dim() and isinstance(subject, _NUMBERS)):
+        subject = found
+    return Asked(request.cause, subject, is_explicit=request.cause != INDEXING)
+
+
+def _innermost_frame() -> FrameType | None:
+    """Return the innermost Python frame that is not ours; None in autograd's own threads."""
+    for frame in frames.stack(sys._getframe(2)):
+        module = frame.f_globals.get("__name__", "")
+        if not (isinstance(module, str) and module.startswith(_OURS)):
+            return frame
+    return None
+
+
+def _of_frames(innermost: FrameType, default: str, found: torch.Tensor) -> Asked:
+    cause, subject, line = None, None, innermost
+    for line in frames.stack(innermost):
+        module, function = line.f_globals.get("__name__"), line.f_code.co_name
+        if not (isinstance(module, str) and module.partition(".")[0] == "torch"):
+            break
+        if module == "torch._tensor_str":
+            cause = "print"
+        elif module == "torch.serialization" and function in ("save", "load"):
+            cause, subject = f"torch.{function}", frames.local_variables(line).get("obj")
+        elif module == "torch.storage":
+            cause = "pickle" if function in ("__reduce__", "_load_from_bytes") else f"storage.{function}"
+        elif module == "torch._tensor" and function == "__reduce_ex__":
+            cause, subject = "pickle", frames.local_variables(line).get("self")
+    if cause is not None:
+        return Asked(cause, found if subject is None else subject, is_explicit=True)
+    cause = _name_of_expression(line.f_code, line.f_lasti) or _name_of_expression(innermost.f_code, innermost.f_lasti)
+    return Asked(cause or default, found, is_explicit=cause in _causes())
+
+
+@cache
+def _causes() -> frozenset[str]:
+    return frozenset(each.cause for each in requests().values()) - {INDEXING}
+
+
+@lru_cache(1024)
+def _name_of_expression(code: CodeType, instruction: int) -> str | None:
+    """Return what the report calls the expression that an instruction evaluates, or None for an operator."""
+    node = _expression_at(code, instruction)
+    if isinstance(node, ast.Subscript):
+        return INDEXING
+    if not isinstance(node, ast.Call):
+        return None
+    if isinstance(node.func, ast.Attribute):
+        name = node.func.attr
+        method = getattr(torch.Tensor, name, None)
+        if method in requests():
+            return requests()[method].cause
+        path = ast.unparse(node.func)
+        is_path = path.startswith("torch.") and path != f"torch.{name}" and not path.startswith("torch._C.")
+        return path if is_path else name.strip("_")
+    name = node.func.id if isinstance(node.func, ast.Name) else ""
+    return f"{name}()" if name in _CONVERSIONS else _FUNCTIONS.get(name)
+
+
+def _expression_at(code: CodeType, instruction: int) -> ast.expr | None:
+    positions = _compat.instruction_positions(code)
+    first, last, start, end = next(itertools.islice(positions, max(instruction, 0) // 2, None), (None,) * 4)
+    if first is None or last is None:
+        return None
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    try:
+        return ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except SyntaxError:
+        return None

@@ -1,0 +1,175 @@
+"""Which line runs: the events of Python, for the code that is asked about and no other.
+
+From Python 3.12 on `sys.monitoring` has several tools at a time, so debuggers and coverage go on beside this one; code
+that is not asked about runs at full speed. Before, there is one trace function a thread: where a debugger or coverage
+has it, lines are not traced.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+from gpumagic.source import frames
+
+
+class Listener(Protocol):
+    """Who is told what runs, each by the thread in which it does."""
+
+    def enter(self, code: CodeType) -> None:
+        """Code begins, or goes on after it was suspended."""
+
+    def line(self, code: CodeType, line: int) -> None:
+        """A line of it begins."""
+
+    def leave(self, code: CodeType) -> None:
+        """It ends, or is suspended."""
+
+
+class Events(Protocol):
+    """The events of one run."""
+
+    def start(self) -> str:
+        """Begin to tell; return why that cannot be, or "" where it can."""
+
+    def stop(self) -> None:
+        """End it; idempotent."""
+
+
+Wanted = Callable[[CodeType, FrameType], bool]
+"""Whether code is asked about, and a frame that runs it."""
+
+
+def events(listener: Listener, wanted: Wanted) -> Events:
+    """Return the events of the code that is wanted."""
+    return _TraceEvents(listener, wanted) if _monitoring is None else _MonitoringEvents(listener, wanted)
+
+
+_monitoring: Any = getattr(sys, "monitoring", None)
+_NAME = "gpumagic"
+_TOOLS = (4, 3, 2)
+"""Numbers that `sys.monitoring` has for tools without one of their own, and a profiler's."""
+
+
+class _MonitoringEvents:
+    def __init__(self, listener: Listener, wanted: Wanted) -> None:
+        self._listener = listener
+        self._wanted = wanted
+        self._tool: int | None = None
+        self._watched: list[CodeType] = []
+
+    def start(self) -> str:
+        self._tool = next((each for each in _TOOLS if _monitoring.get_tool(each) is None), None)
+        if self._tool is None:
+            return "other tools use all of sys.monitoring"
+        _monitoring.use_tool_id(self._tool, _NAME)
+        for event, callback in self._callbacks().items():
+            _monitoring.register_callback(self._tool, event, callback)
+        _monitoring.restart_events()  # an earlier run has turned some off for good
+        for each in frames.stack(sys._getframe(1)):
+            if self._wanted(each.f_code, each):
+                self._watch(each.f_code)
+        names = _monitoring.events
+        _monitoring.set_events(self._tool, names.PY_START | names.PY_RESUME | names.PY_UNWIND | names.PY_THROW)
+        return ""
+
+    def stop(self) -> None:
+        tool, self._tool = self._tool, None
+        if tool is None or _monitoring.get_tool(tool) != _NAME:
+            return
+        _monitoring.set_events(tool, 0)
+        for code in self._watched:
+            _monitoring.set_local_events(tool, code, 0)
+        for event in self._callbacks():
+            _monitoring.register_callback(tool, event, None)
+        _monitoring.free_tool_id(tool)
+
+    def _callbacks(self) -> dict[int, Callable[..., Any]]:
+        names = _monitoring.events
+        return {
+            names.PY_START: self._enter, names.PY_RESUME: self._enter, names.PY_THROW: self._enter_anyhow,
+            names.LINE: self._line, names.PY_RETURN: self._leave, names.PY_YIELD: self._leave,
+            names.PY_UNWIND: self._leave,
+        }  # fmt: skip
+
+    def _enter(self, code: CodeType, _: int) -> Any:
+        if not self._wanted(code, sys._getframe(1)):
+            return _monitoring.DISABLE  # for this code only
+        self._watch(code)
+        self._listener.enter(code)
+        return None
+
+    def _enter_anyhow(self, code: CodeType, _: int, __: object) -> None:
+        if self._wanted(code, sys._getframe(1)):
+            self._listener.enter(code)
+
+    def _line(self, code: CodeType, line: int) -> None:
+        self._listener.line(code, line)
+
+    def _leave(self, code: CodeType, _: int, __: object) -> None:
+        self._listener.leave(code)
+
+    def _watch(self, code: CodeType) -> None:
+        names = _monitoring.events
+        if self._tool is not None and not _monitoring.get_local_events(self._tool, code):
+            self._watched.append(code)
+            _monitoring.set_local_events(self._tool, code, names.LINE | names.PY_RETURN | names.PY_YIELD)
+
+
+class _TraceEvents:
+    def __init__(self, listener: Listener, wanted: Wanted) -> None:
+        self._listener = listener
+        self._wanted = wanted
+        self._thread: int | None = None
+        self._running: list[FrameType] = []
+
+    def start(self) -> str:
+        if sys.gettrace() is not None or threading.gettrace() is not None:
+            return "a debugger or coverage traces this code"
+        for each in frames.stack(sys._getframe(1)):
+            if each.f_trace is None and self._wanted(each.f_code, each):
+                self._running.append(each)
+                each.f_trace = self._inside
+        self._thread = threading.get_ident()
+        sys.settrace(self._call)
+        threading.settrace(self._call)
+        return ""
+
+    def stop(self) -> None:
+        while self._running:
+            self._running.pop().f_trace = None
+        if self._thread is None:
+            return
+        self._listener, self._wanted = _Nobody(), lambda *_: False  # threads that go on keep their trace function
+        if threading.gettrace() == self._call:
+            threading.settrace(None)
+        if threading.get_ident() == self._thread and sys.gettrace() == self._call:
+            sys.settrace(None)
+        self._thread = None
+
+    def _call(self, frame: FrameType, event: str, _: object) -> Any:
+        if event != "call" or not self._wanted(frame.f_code, frame):
+            return None
+        self._listener.enter(frame.f_code)
+        return self._inside
+
+    def _inside(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            self._listener.line(frame.f_code, frame.f_lineno)
+        elif event == "return":
+            self._listener.leave(frame.f_code)
+        return self._inside
+
+
+class _Nobody:
+    def enter(self, code: CodeType) -> None:
+        pass
+
+    def line(self, code: CodeType, line: int) -> None:
+        pass
+
+    def leave(self, code: CodeType) -> None:
+        pass

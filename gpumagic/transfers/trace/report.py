@@ -1,0 +1,127 @@
+"""What `--trace` found, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from gpumagic.report.base import EVENTS, Report
+
+
+class Span(NamedTuple):
+    """One run of a line or a module."""
+
+    name: str
+    thread: int
+    start: float
+    """Seconds from the start of the cell."""
+    seconds: float
+    function: str | None = None
+    line: int | None = None
+
+
+MAX_SPANS = 50_000
+"""Single runs of lines and modules that are kept for viewers; the sums have all."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineRow:
+    """One line of the cell, or of a function that `--trace` names; its figures include those of what it calls."""
+
+    function: str | None
+    """The name that was asked for; None for the cell's own lines, those of its functions included."""
+    line: int
+    code: str
+    hits: int
+    """How often it began."""
+    seconds: float
+    """The host's time in it; of a generator and a coroutine, without the time between two steps."""
+    device_seconds: float | None
+    """What the device worked at most from its start to its end on the stream, by CUDA's events; None without."""
+    idle_seconds: float | None
+    """Time in it, without what it calls, in which the device certainly had nothing to do; None if not measured."""
+    allocated: int | None
+    """Bytes allocated on the run's device while it ran; None where only other threads ran it, or nothing counts."""
+    freed: int | None
+    peak: int | None
+    """Bytes that the device certainly had allocated at once while it ran."""
+    peak_at_most: int | None
+    """The same as `peak`, but where an operator freed what it had allocated: then the true peak is between the two."""
+    transfers: int
+    transferred: int
+    """Their bytes."""
+    syncs: int
+
+
+@dataclass(frozen=True, repr=False)
+class LineReport(Report[LineRow]):
+    """Time, memory, transfers and syncs, line by line."""
+
+    row_type: ClassVar[type[Any]] = LineRow
+
+    device: str
+    lines: tuple[LineRow, ...]
+    elapsed: float = 0.0
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Where each function that was asked for stands."""
+    reason: str = ""
+    """Why there are no lines."""
+    spans: tuple[Span, ...] = field(default=(), metadata={EVENTS: True})
+    """The first `MAX_SPANS` single runs of lines, as they ended."""
+    idle: float | None = None
+    """Seconds in which the device certainly had nothing to do; None where that is not measured."""
+    idle_reason: str = ""
+    """Why it is not measured."""
+    traced: float = 0.0
+    """`elapsed` without what the trace itself took: what `idle` is a part of."""
+
+    @property
+    def rows(self) -> tuple[LineRow, ...]:
+        return self.lines
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """One module, without those in it: the rows add up to what the run took, and at the peak to what was allocated."""
+
+    module: str
+    """Its path from a variable, such as ``"model.blocks.3.attn"``; empty for what ran outside of all modules."""
+    calls: int
+    """How often its forward ran."""
+    seconds: float
+    """The host's time in its forward."""
+    backward_seconds: float
+    allocated: int
+    """Bytes allocated on the run's device in its forward and backward."""
+    freed: int
+    parameters: int
+    """Bytes at the peak, by what they are for, in this and the following fields."""
+    buffers: int
+    optimizer_state: int
+    gradients: int
+    activations: int
+    """Results of operators of its forward."""
+    temporaries: int
+    """Results of operators of its backward."""
+    other: int
+    at_peak: int
+    """The sum of these."""
+
+
+@dataclass(frozen=True, repr=False)
+class ModuleReport(Report[ModuleRow]):
+    """Time and memory by module."""
+
+    row_type: ClassVar[type[Any]] = ModuleRow
+
+    device: str
+    modules: tuple[ModuleRow, ...]
+    at_peak: int = 0
+    """Bytes allocated on the device when the modules' shares were read: the most at any reading, or up to 2 % less."""
+    spans: tuple[Span, ...] = field(default=(), metadata={EVENTS: True})
+    """The first `MAX_SPANS` runs of modules."""
+
+    @property
+    def rows(self) -> tuple[ModuleRow, ...]:
+        return self.modules

@@ -1,0 +1,115 @@
+"""`--trace` beside line_profiler and pytorch_memlab, on the same function: what each costs and tells of a line.
+
+On the fake CUDA runtime, with both installed beside torch, run:
+python -m gpumagic.fakecuda -- python -m pytest -m benchmark -s tests/benchmarks/test_trace.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gpumagic
+from gpumagic import fakecuda
+
+pytestmark = [
+    pytest.mark.benchmark,
+    pytest.mark.skipif(not fakecuda.is_enabled(), reason="pytorch_memlab needs CUDA, or the fake runtime"),
+]
+STEPS, ROUNDS = 30, 7
+
+
+def training() -> Callable[[], None]:
+    """Return a function of small operators, where what watches costs most."""
+    net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)).cuda()
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    x = torch.randn(256, 64, device="cuda")
+
+    def train() -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            y = net(x)
+            loss = (y - x).square().mean()
+            loss.backward()
+            optimizer.step()
+
+    train()  # what the first step makes for good
+    return train
+
+
+def traced(train: Callable[[], None]) -> Any:
+    with gpumagic.ondevice("cuda:0", trace=train) as run:
+        train()
+    assert run.report is not None
+    return run.report
+
+
+def by_line_profiler(train: Callable[[], None]) -> dict[int, tuple[int, float]]:
+    """Return hits and seconds by line."""
+    from line_profiler import LineProfiler
+
+    profiler = LineProfiler(train)
+    profiler.runcall(train)
+    stats = profiler.get_stats()
+    (lines,) = stats.timings.values()
+    return {line: (hits, spent * stats.unit) for line, hits, spent in lines}
+
+
+def by_memlab(train: Callable[[], None]) -> Any:
+    from pytorch_memlab import LineProfiler
+
+    with LineProfiler(train, target_gpu=0) as profiler:
+        train()
+    return profiler
+
+
+def spent(run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def test_what_a_trace_costs_beside_other_profilers() -> None:
+    pytest.importorskip("line_profiler")
+    pytest.importorskip("pytorch_memlab")
+    train = training()
+    ways: dict[str, Callable[[], object]] = {
+        "bare": train, "--trace": lambda: traced(train), "line_profiler": lambda: by_line_profiler(train),
+        "pytorch_memlab": lambda: by_memlab(train),
+    }  # fmt: skip
+    least = {name: min(spent(run) for _ in range(ROUNDS)) for name, run in ways.items()}
+    print()
+    for name, seconds in least.items():
+        print(f"{name:15} {seconds / least['bare']:6.2f}x")
+
+
+def test_lines_have_the_runs_and_times_of_line_profiler() -> None:
+    pytest.importorskip("line_profiler")
+    train = training()
+    theirs = by_line_profiler(train)
+    report = min((traced(train) for _ in range(ROUNDS)), key=lambda each: each.elapsed)
+    ours = {row.line: row for row in report.by_line if row.function}
+    assert {line: row.hits for line, row in ours.items()} == {line: hits for line, (hits, _) in theirs.items()}
+    print()
+    for line, row in ours.items():
+        print(f"{row.code:45} {1e3 * row.seconds:8.2f} ms, line_profiler {1e3 * theirs[line][1]:8.2f} ms")
+
+
+def test_lines_have_the_peaks_of_pytorch_memlab() -> None:
+    pytest.importorskip("pytorch_memlab")
+    train = training()
+    report = traced(train)
+    ours = {row.line: row for row in report.by_line if row.function}
+    records = by_memlab(train)._raw_line_records
+    theirs: dict[int, int] = {}
+    for record in records:
+        theirs[record["line"]] = max(theirs.get(record["line"], 0), record["active_bytes.all.peak"])
+    print()
+    for line, row in ours.items():
+        told = theirs.get(line)
+        print(f"{row.code:45} {row.peak:>9,} to {row.peak_at_most:>9,} B, pytorch_memlab {told}")
+        assert told is None or row.peak <= told <= row.peak_at_most, row.code

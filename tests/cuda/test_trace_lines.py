@@ -1,0 +1,106 @@
+"""`--trace` on torch's own CUDA: the memory of each line is what its caching allocator counts when it runs alone."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import ondevice_corpus as corpus
+import pytest
+import torch
+import traced_cells
+from torch.cuda import _memory_viz
+
+import gpumagic
+from gpumagic import fakecuda
+
+
+def test_each_line_takes_what_torchs_allocator_counts_when_it_runs_alone() -> None:
+    truth = traced_cells.measured("cuda")
+    told, _ = traced_cells.traced("cuda")
+    for statement, alone, (line, at_most) in zip(traced_cells.STATEMENTS, truth, told, strict=True):
+        assert line[:2] == alone[:2], statement
+        assert line.peak <= alone.peak <= at_most, statement
+    assert sum(line.peak == at_most for line, at_most in told) >= len(told) - 3
+
+
+CELL = """
+import time
+y = torch.ones(1000)
+time.sleep(0.15)
+y += 1
+"""
+
+
+def test_the_fake_runtime_has_no_device_time_and_the_report_says_none() -> None:
+    report, _, _ = corpus.run(CELL, backend="cuda", trace=True)
+    assert (report.by_line.idle, report.by_line.idle_reason) == (None, "kernels do not run over the fake CUDA runtime")
+    assert all(row.device_seconds is None and row.idle_seconds is None for row in report.by_line)
+    assert "busy" not in str(report)
+
+
+def test_the_line_that_the_device_waits_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakecuda, "is_enabled", lambda: False)  # its events are at the host's times: it is always idle
+    report, _, _ = corpus.run(CELL, backend="cuda", trace=True)
+    idle = {row.line: row.idle_seconds or 0.0 for row in report.by_line}
+    assert max(idle, key=idle.__getitem__) == 3
+    assert idle[3] >= 0.15
+    assert sum(idle.values()) == pytest.approx(report.by_line.idle)
+    assert report.by_line.idle <= report.elapsed
+    assert "s for line 3." in str(report)
+
+
+RECORDED = """
+layer = torch.nn.Linear(512, 512)
+y = layer(torch.ones(4096, 512)).relu()
+y.sum().backward()
+"""
+
+
+def test_torchs_viewer_of_memory_opens_what_a_traced_cell_saves(tmp_path: Path) -> None:
+    report, _, _ = corpus.run(RECORDED, backend="cuda", trace=True)
+    assert torch._C._cuda_isHistoryEnabled() is False
+    snapshot = pickle.loads(report.save(tmp_path / "cell.pickle").read_bytes())
+    assert _memory_viz.trace_plot(snapshot).startswith("\n<!DOCTYPE html>")
+    assert "total_allocated" in _memory_viz.segsum(snapshot)
+    entries = [entry for trace in snapshot["device_traces"] for entry in trace if entry["action"] == "alloc"]
+    asked = sum(-(-entry["size"] // 512) * 512 for entry in entries)
+    assert asked == sum(row.allocated for row in report.by_line)
+    files = {frame["filename"] for entry in entries for frame in entry["frames"]}
+    assert not [each for each in files if each.startswith(str(Path(gpumagic.__file__).parent))]
+    assert report.by_line.rows[1].line in {frame["line"] for entry in entries for frame in entry["frames"]}
+    assert "snapshot" not in report.to_dict()
+
+
+UNIMPORTED = """
+import sys, torch, gpumagic
+with gpumagic.ondevice("cuda:0", trace=True) as run:
+    x = torch.ones(9) + 1
+assert any(entry["frames"] for entry in run.report.snapshot["device_traces"][0])
+assert not any(name.startswith(("torch._inductor", "torch._dynamo")) for name in sys.modules)
+import torch._inductor.config
+assert torch._inductor.config is sys.modules["torch._inductor.config"]
+"""
+
+
+def test_the_history_does_not_import_the_compiler() -> None:
+    subprocess.run([sys.executable, "-c", UNIMPORTED], check=True)
+
+
+def test_a_history_that_the_user_records_goes_on(tmp_path: Path) -> None:
+    torch.cuda.memory._record_memory_history(context=None, max_entries=7)
+    try:
+        report, _, _ = corpus.run(RECORDED, backend="cuda", trace=True)
+        is_on = torch._C._cuda_isHistoryEnabled()
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    assert is_on
+    assert len(pickle.loads(report.save(tmp_path / "cell.pickle").read_bytes())["device_traces"][0]) == 7
+
+
+def test_without_a_trace_there_is_no_history_to_save(tmp_path: Path) -> None:
+    report, _, _ = corpus.run(RECORDED, backend="cuda")
+    with pytest.raises(gpumagic.OptionError, match="--trace"):
+        report.save(tmp_path / "cell.pickle")

@@ -1,0 +1,69 @@
+"""Ctrl-C that tears open a block of torch's which switches gradients off leaves them on; what a cell sets stays."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+from interrupts import Interrupt
+from torch.autograd import grad_mode
+from torch.optim import optimizer
+
+SWITCHING = {grad_mode.__file__, optimizer.__file__}
+"""The code with which torch switches the mode."""
+MAGICS = ["%%ondevice simgpu:1", "%%ondevice simgpu:1 --trace", "%%oomguard"]
+
+
+@pytest.fixture
+def shell(bare_shell, two_devices):
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_cell("import torch._dynamo")  # which an optimizer would import, and with it much that switches
+    yield bare_shell
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    torch.set_grad_enabled(True)
+
+
+def gradients_after(shell, magic: str, code: str) -> dict[str, bool]:
+    """Interrupt a cell at each line with which torch switches the mode; return how it was after each."""
+    after = {}
+    for line in count():
+        interrupt = Interrupt(SWITCHING, line)
+        interrupt.run(shell, f"{magic}\narm()\n{code}")
+        if not interrupt.where:
+            return after
+        after[f"{interrupt.where}, {line}"] = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("magic", MAGICS)
+def test_a_torn_block_or_step_leaves_gradients_on(shell, magic) -> None:
+    shell.run_cell("import torch\nmodel = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)")
+    code = (
+        "with torch.no_grad():\n    model.weight.grad = torch.ones_like(model.weight)\noptimizer.step()\n"
+        "with torch.set_grad_enabled(False):\n    with torch.no_grad(): pass"
+    )
+    after = gradients_after(shell, magic, code)
+    assert len(after) > 20
+    assert [where for where, enabled in after.items() if not enabled] == []
+
+
+def test_what_the_cell_itself_has_set_stays(shell) -> None:
+    shell.run_cell("import torch")
+    after = gradients_after(shell, MAGICS[0], "torch._C._set_grad_enabled(False)\nwith torch.no_grad(): pass")
+    assert len(after) > 5
+    assert not any(after.values())
+
+
+@pytest.mark.parametrize("magic", MAGICS)
+def test_an_interrupt_elsewhere_leaves_the_mode_that_a_statement_has_set(shell, magic) -> None:
+    shell.run_cell(f"{magic}\nimport torch\ntorch.set_grad_enabled(False)\nraise KeyboardInterrupt")
+    assert not torch.is_grad_enabled()
+
+
+def test_a_with_block_of_the_api_repairs_it_too(shell) -> None:
+    shell.run_cell("import gpumagic, torch")
+    after = gradients_after(shell, "", "with gpumagic.oomguard():\n    with torch.no_grad(): pass")
+    assert len(after) > 5
+    assert all(after.values())

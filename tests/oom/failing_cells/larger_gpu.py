@@ -1,0 +1,9 @@
+# Everything that the cell makes is needed at once, and no device here has room for it.
+# memory: 64MiB
+# alike: told
+# verdict: shortage
+# advice: Use a larger GPU
+# %%
+names = ["red", "green", "blue", "depth", "mask"]
+# %%
+planes = {name: torch.randn(4 << 20, device="simgpu:0") for name in names}

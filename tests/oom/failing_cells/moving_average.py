@@ -1,0 +1,9 @@
+# An exponential moving average of the weights is kept on the device beside model and optimizer.
+# memory: 64MiB
+# verdict: shortage
+# advice: Keep the copies of net
+# %%
+net = nn.Sequential(*[nn.Linear(500, 500, bias=False) for _ in range(20)]).to("simgpu:0")
+# %%
+import copy
+average = [copy.deepcopy(net) for _ in range(3)]

@@ -1,0 +1,234 @@
+"""Lines to type that do what is said: gradients that accumulate, rows a part at a time, models without a graph.
+
+What a cell computes with the lines is what it computed without them, on the CPU, where there is room for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpumagic.oom import failing_code
+from gpumagic.oom.report import Advice
+from gpumagic.oom.rules import batch, graphs, kept, rows, training
+from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Model, Optimizer, Scene, TensorFact, Work
+from gpumagic.oom.rules.proposal import Choice
+from gpumagic.source import cell_code
+from gpumagic.source import text as texts
+
+MIB = 2**20
+
+
+def facts(code: str, line: int, **more) -> Facts:
+    """Return the facts of a cell that failed on a line, with `net` and an optimizer over it."""
+    net, other = (
+        Model(name, 8 * MIB, 8 * MIB, training=True, checkpoints=None, sequential=True) for name in ("net", "other")
+    )
+    optimizer = Optimizer("opt", "SGD", 8 * MIB, models=frozenset({"net"}))
+    work = Work(texts.parse(code, "", line), models=(net, other), optimizers=(optimizer,), **more)
+    scene = Scene(line=line, source=code, functions=frozenset({"forward", "_call_impl"}), calls_backward=True)
+    return Facts(
+        "cuda allocator", device="cpu", requested=64 * MIB, scene=scene, cell=cell_code.read_cell(code), work=work,
+        models=work.models, optimizers=work.optimizers,
+    )  # fmt: skip
+
+
+def edited(code: str, advice: Advice) -> str:
+    return "\n".join(filter(None, (advice.first, advice.apply(code))))
+
+
+def only(proposals) -> Advice | Choice:
+    (found,) = proposals
+    return found
+
+
+STEPS = """    opt.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    opt.step()
+"""
+LOOPS = {
+    "slices": "for start in range(0, len(data), batch_size):\n    x = data[start : start + batch_size]\n" + STEPS,
+    "split": "for x in data.split(batch_size):\n" + STEPS,
+    "split, zero_grad last": "for x in data.split(batch_size):\n    loss = net(x).square().mean()\n"
+    "    loss.backward()\n    opt.step()\n    opt.zero_grad()\n",
+    "a loader": "loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=batch_size)\n"
+    "for n, (x,) in enumerate(loader):\n" + STEPS,
+    "a loader without numbers": "loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), "
+    "batch_size=batch_size)\nfor (x,) in loader:\n" + STEPS,
+    "a fixed number of steps": "rest = data\nfor step in range(2):\n"
+    "    x, rest = rest[:batch_size], rest[batch_size:]\n" + STEPS,
+    "a mean beside a sum": "positive = 0\nfor x in data.split(batch_size):\n    positive += (x > 0).sum()\n" + STEPS,
+    "a sum": "for x in data.split(batch_size):\n" + STEPS.replace("mean()", "sum()"),
+}
+
+
+CRITERION = "net(x), torch.zeros(len(x), 3, dtype=torch.double)"
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_criterion_of_an_earlier_cell_says_itself_whether_it_adds_up(reduction) -> None:
+    """What it was made with decides on the division, and is read where the cell fails."""
+    names: dict[str, object] = {"criterion": torch.nn.MSELoss(reduction=reduction), "torch": torch}
+    with pytest.raises(ZeroDivisionError) as failed:
+        exec("1 / 0", names)
+    work = failing_code.read_failing_code(failed.value, names, "cpu", None, ())
+    assert work.sums == ({"criterion"} if reduction == "sum" else set())
+    loop = LOOPS["split"].replace("net(x).square().mean()", f"criterion({CRITERION})")
+    code = f"batch_size = 8\n{loop}"
+    found = replace(facts(code, 4, sums=work.sums), batches=(BatchSize("batch_size", 8, 1),))
+    advice = only(batch.smaller(found)).finish(2)
+    assert ("loss / 4" in advice.edit) is (reduction == "mean")
+    made = f"criterion = torch.nn.MSELoss(reduction={reduction!r})\n"
+    before, after = trained(made + code), trained(made + edited(code, advice))
+    assert all(map(torch.allclose, before, after))
+
+
+def trained(code: str) -> list[torch.Tensor]:
+    """Return the weights after a cell, from the same start and on the same data each time."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 3).double()
+    names = {"torch": torch, "net": net, "opt": torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)}
+    names["data"] = torch.randn(16, 4, dtype=torch.double)
+    exec(code, names)
+    return [each.detach() for each in net.parameters()]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_smaller_batch_that_accumulates_trains_the_same_weights(name) -> None:
+    code = f"batch_size = 8\n{LOOPS[name]}"
+    line = next(i for i, each in enumerate(code.splitlines(), 1) if "net(x)" in each)
+    found = replace(facts(code, line), batches=(BatchSize("batch_size", 8, 1),))
+    choice = only(batch.smaller(found))
+    advice = choice.finish(3)
+    assert advice.title == "Lower batch_size from 8 to 2 and accumulate 4 passes a step"
+    assert "up to 3 fits" in advice.evidence
+    before, after = trained(code), trained(edited(code, advice))
+    assert not torch.equal(before[0], trained("pass")[0])
+    assert all(map(torch.allclose, before, after))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for x in stream:\n" + STEPS,  # nobody knows whether it has more passes then
+        "for x in data.split(batch_size):\n" + STEPS + "    scheduler.step()\n",
+        "for step in range(2):\n    x = data[step:]\n" + STEPS,
+    ],
+)
+def test_where_it_is_unclear_how_passes_add_up_the_batch_is_only_lowered(code) -> None:
+    code = f"batch_size = 8\n{code}"
+    found = replace(facts(code, 4), batches=(BatchSize("batch_size", 8, 1),))
+    choice = only(batch.smaller(found))
+    assert choice.finish(3) is None
+    assert "unless 4 steps of 2 are accumulated" in choice.make(3).cost
+
+
+def test_a_loader_that_an_earlier_cell_made_is_made_anew_and_accumulates() -> None:
+    code = "for (x,) in loader:\n" + STEPS
+    found = replace(
+        facts(code, 3), batches=(BatchSize("loader", 8, loader=True),), loaders=(Loader("loader", 8, shuffles=True),)
+    )
+    advice = only(batch.smaller(found)).finish(4)
+    assert advice.first.startswith("loader = torch.utils.data.DataLoader(loader.dataset, batch_size=4, shuffle=True")
+    assert "for i, (x,) in enumerate(loader):" in advice.edit
+
+
+TENSORS = {
+    "q": torch.randn(40, 6), "k": torch.randn(30, 6), "d": torch.randn(20, 20), "w": torch.randn(20, 20),
+}  # fmt: skip
+BY_ROWS = [
+    "out = (q @ k.T).topk(3).indices",
+    "out = (q @ k.T).softmax(-1).argmax(dim=1)",
+    "scores = q @ k.T\nout = (scores / 4).logsumexp(-1)",
+    "out = (d[:, :, None] - d[:, None, :]).relu().mean()",
+    "pairs = d[:, :, None] - d[:, None, :] + 0.2\nkept = pairs.abs()\nout = kept.sum()",
+]
+
+
+def tensor_facts(**graph: bool) -> dict[str, TensorFact]:
+    return {
+        name: TensorFact(tuple(each.shape), "float32", each.nbytes, "cpu", requires_grad=graph.get(name, False))
+        for name, each in TENSORS.items()
+    }
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["plain", "with a gradient"])
+@pytest.mark.parametrize("code", BY_ROWS)
+def test_rows_computed_a_part_at_a_time_are_the_same(code, watched) -> None:
+    name = "q" if "q" in code else "d"
+    choice = only(rows.by_rows(facts(code, 1, tensors=tensor_facts(**{name: watched}))))
+    advice = choice.make(17)
+    assert ("checkpoint(" in advice.edit) is watched
+    outs, gradients = [], []
+    for text in (code, edited(code, advice)):
+        names = {"torch": torch, **TENSORS, name: TENSORS[name].clone().requires_grad_(watched)}
+        exec(text, names)
+        outs.append(names["out"])
+        if watched and names["out"].is_floating_point():
+            gradients.append(torch.autograd.grad(names["out"].sum(), names[name])[0])
+    assert torch.allclose(*outs)
+    assert not gradients or torch.allclose(*gradients, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "out = (q @ k.T).softmax(0).argmax(dim=1)",  # over the rows
+        "out = (q @ k.T).topk(3, 0).indices",
+        "out = (d - d.T).abs().mean()",  # each row with a column
+        "out = (d + w).argmax(-1)",  # the rows of two tensors
+        "out = (q @ k.T).relu()",  # as large as what it is made of
+        "out = q.topk(3).indices",
+    ],
+)
+def test_rows_that_depend_on_one_another_are_left_alone(code) -> None:
+    found = replace(
+        facts(code, 1, tensors=tensor_facts()), requested=1000 if code == "out = q.topk(3).indices" else 64 * MIB
+    )
+    assert not list(rows.by_rows(found))
+
+
+FROZEN = {
+    "x = data\nloss = (net(x) - other(x)).square().mean()\nloss.backward()\nopt.step()": "    other_out = other(x)",
+    "target = other(data)\nloss = (net(data) - target).square().mean()\nloss.backward()\nopt.step()":
+        "    target = other(data)",
+}  # fmt: skip
+PLAIN = {name: TensorFact((16, 4), "float64", 512, "cpu") for name in ("x", "data")}
+
+
+@pytest.mark.parametrize("code", FROZEN)
+def test_a_model_that_no_optimizer_of_the_cell_updates_runs_without_a_graph(code) -> None:
+    found = facts(code, 2, tensors=PLAIN)
+    (advice,) = graphs.of_a_frozen_model(found)
+    assert advice.edit.startswith(f"with torch.no_grad():\n{FROZEN[code]}")
+    assert not list(graphs.of_a_frozen_model(facts(edited(code, advice), 4, tensors=PLAIN))), "it is, now"
+    both = replace(found.optimizers[0], models=frozenset({"net", "other"}))
+    assert not list(graphs.of_a_frozen_model(replace(found, optimizers=(both,))))
+    watched = {**PLAIN, **{name: replace(each, graph=True) for name, each in PLAIN.items()}}
+    assert not list(graphs.of_a_frozen_model(facts(code, 2, tensors=watched))), "a perceptual loss"
+
+
+def test_copies_of_a_model_go_to_the_host_once() -> None:
+    (advice,) = kept.copies(facts("averages = [copy.deepcopy(net) for _ in range(3)]", 1))
+    assert advice.edit == "averages = [copy.deepcopy(net).cpu() for _ in range(3)]"
+    assert not list(kept.copies(facts(advice.edit, 1)))
+    assert not list(kept.copies(facts("copied = copy.deepcopy(settings)", 1)))
+
+
+def test_what_helps_an_optimizers_step_comes_in_the_order_of_what_it_changes() -> None:
+    code = "opt = torch.optim.AdamW(net.parameters(), lr=1e-3)\nopt.step()"
+    adam = Optimizer("opt", "AdamW", 8 * MIB, state=4 * MIB, models=frozenset({"net"}))
+    found = replace(
+        facts(code, 2), device="cuda:0", optimizers=(adam,), scene=Scene(line=2, functions=frozenset({"_init_group"}))
+    )
+    titles = [each.title for each in training.leaner(found)]
+    assert titles == [
+        "Use AdamW with 8-bit state (bitsandbytes)", "Replace AdamW by Adafactor",
+        "Train net in bfloat16, parameters too", "Replace AdamW by SGD", "Keep AdamW's state on the CPU (torchao)",
+    ]  # fmt: skip
+    half, offloaded = (each for each in training.leaner(found) if "bfloat16" in each.title or "torchao" in each.title)
+    assert half.first == "net.bfloat16()"
+    assert offloaded.edit == ("opt = torchao.optim.CPUOffloadOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-3)")

@@ -1,0 +1,55 @@
+"""Ctrl-C while a guard opens, closes or holds a traceback back leaves the shell's own way to show one."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+from interrupts import Interrupt
+
+from gpumagic.memory import sampler
+from gpumagic.oom import traceback
+from gpumagic.oom.guard import OomGuard
+from gpumagic.transfers.run import DeviceRun
+
+
+@pytest.mark.deep
+def test_the_next_cell_finds_the_shells_own(guarded, bare_shell) -> None:
+    guarded("fail()")  # what is made once for a process
+    before, places = vars(bare_shell).get("_showtraceback"), []
+    for line in count():
+        interrupt = Interrupt({traceback.__file__}, line)
+        interrupt.run(bare_shell, "%%oomguard\narm()\nfail()")
+        if not interrupt.where:
+            break
+        places.append(interrupt.where)
+        bare_shell.run_cell("1")
+        assert vars(bare_shell).get("_showtraceback") == before, interrupt.where
+    assert len(places) > 15
+
+
+@pytest.mark.parametrize("step", ["open", "close"])
+@pytest.mark.parametrize("cell", ["%%oomguard\n1", "%%oomguard --fallback cpu\n1", "%%ondevice 1\n1"])
+def test_an_interrupt_right_after_a_guard_has_opened_or_closed_leaves_nothing(
+    bare_shell, two_devices, monkeypatch, cell, step
+) -> None:
+    """Python looks for signals as a call returns: nothing that follows the call has begun."""
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    for guard in (OomGuard, DeviceRun):
+        monkeypatch.setattr(guard, step, interrupted_after(getattr(guard, step)))
+    before = bare_shell._showtraceback, torch.get_default_device(), torch.simgpu.current_device()
+    assert isinstance(bare_shell.run_cell(cell).error_in_exec, (KeyboardInterrupt, type(None)))
+    monkeypatch.undo()
+    bare_shell.run_cell("1")
+    assert (bare_shell._showtraceback, torch.get_default_device(), torch.simgpu.current_device()) == before
+    assert sampler.is_idle()
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+
+
+def interrupted_after(function):
+    def interrupted(*args):
+        function(*args)
+        raise KeyboardInterrupt
+
+    return interrupted

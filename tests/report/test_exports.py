@@ -1,0 +1,201 @@
+"""Reports as files for others: HTML, Markdown, JSON, CSV, and trace events, each read by what reads such a file."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+from collections import defaultdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import every_report
+import pandas as pd
+import pytest
+
+from gpumagic.dryrun.report import DryRunPoint, DryRunReport, DryRunRow
+from gpumagic.errors import GpuMagicError, OptionError
+from gpumagic.report.base import Report
+from gpumagic.report.document import Cell, Column, Document, Fold, Heading, Listing, Table
+from gpumagic.report.markdown import render
+from gpumagic.transfers.report import TransferReport
+
+EVIL = "<script>alert(1)</script> | `x` @someone *b* [a](b)"
+REPORTS = [
+    (name, each) for name, each in every_report.cases(EVIL) if name != "ClusterReport"
+]  # whose engines tell text
+
+
+@pytest.fixture(scope="module")
+def traced() -> TransferReport:
+    import ondevice_corpus as corpus
+
+    from gpumagic import simgpu
+
+    simgpu.enable(devices=2, memory="4GiB")
+    cell = "def step(n):\n    return model(g * n)\nmodel = model.to('simgpu:0')\nfor n in range(3):\n    y = step(n)"
+    report, _, _ = corpus.run(cell, trace=["model.forward"])
+    return report
+
+
+class Page(html.parser.HTMLParser):
+    """Notes what a page would load, and whether its tags close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br", "img", "col"):
+            self.open.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href")]
+        assert tag not in ("script", "link", "iframe")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_saved_page_is_whole_and_loads_nothing(traced: TransferReport, tmp_path: Path) -> None:
+    text = traced.save(tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+    assert (page.open, page.loads) == ([], [])
+    assert text.startswith("<!DOCTYPE html>")
+    assert not re.search(r"url\(|@import|://", text)
+
+
+def test_the_ending_of_the_file_says_the_form(traced: TransferReport, tmp_path: Path) -> None:
+    assert json.loads(traced.save(tmp_path / "r.json").read_text())["device"] == "simgpu:0"
+    assert traced.save(tmp_path / "r.csv").read_text().startswith("direction,source,target")
+    assert traced.save(str(tmp_path / "r.md")).read_text() == traced.to_markdown()
+    assert "simgpu:0" in traced.save(tmp_path / "r.txt").read_text()
+    with pytest.raises(OptionError, match=r"'r\.pdf' ends in none of \.html, \.md"):
+        traced.save(tmp_path / "r.pdf")
+
+
+@pytest.mark.parametrize(("name", "report"), REPORTS)
+def test_files_of_every_report_have_its_figures_back(name: str, report: Report[Any], tmp_path: Path) -> None:
+    assert json.loads(report.save(tmp_path / "r.json").read_text()) == json.loads(json.dumps(report.to_dict())), name
+    rows = report.to_pandas()
+    read = pd.read_csv(report.save(tmp_path / "r.csv"))
+    assert (list(read.columns), len(read)) == (list(rows.columns), len(rows))
+    for column in rows.select_dtypes("number"):
+        pd.testing.assert_series_equal(read[column], rows[column], check_dtype=False)
+
+
+@pytest.mark.parametrize(("name", "report"), REPORTS)
+def test_a_markdown_parser_reads_every_table_of_every_report(name: str, report: Report[Any]) -> None:
+    mistune = pytest.importorskip("mistune")
+    parse = mistune.create_markdown(renderer=None, plugins=["table"])
+    text = report.to_markdown()
+    tables = [token for token in parse(text) if token["type"] == "table"]
+    assert len(tables) == len(re.findall(r"^\| -{3}", text, re.MULTILINE)), name
+    for head, body in (table["children"] for table in tables):
+        assert {len(row["children"]) for row in body["children"]} <= {len(head["children"])}
+    assert sum(len(body["children"]) + 2 for _, body in (table["children"] for table in tables)) == sum(
+        line.startswith("|") for line in text.splitlines()
+    )
+
+
+def test_single_events_are_not_in_the_data_of_a_report(traced: TransferReport) -> None:
+    assert traced.by_line is not None
+    assert traced.by_line.spans
+    assert "spans" not in traced.by_line.to_dict()
+
+
+def test_markdown_has_tables_of_equal_columns_and_escapes_what_comes_from_outside() -> None:
+    columns = [Column("Name"), Column("Code", code=True), Column("Size", "right")]
+    table = Table(columns, [[EVIL, f"  {EVIL}", Cell("1 B", notes=(EVIL,))]])
+    text = render(Document((Heading(EVIL), Fold(EVIL, [table]), Listing([(1, "x = '```'", "note")]))))
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert rows[1] == "| --- | --- | ---: |"
+    assert {len([at for at in range(len(row)) if row[at] == "|" and row[at - 1] != "\\"]) for row in rows} == {4}
+    outside_code = re.sub(r"``.*?``", "", text)
+    assert "<script>" not in outside_code
+    assert "@someone" not in outside_code
+    assert "[a](b)" not in outside_code.replace(f"<summary>{escape(EVIL)}".replace("@", "@\u200b"), "")
+    assert "````text" in text
+    assert text.count("<details>") == text.count("</details>") == 1
+
+
+REQUIRED = {
+    "M": {"name", "pid", "tid", "args"},
+    "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
+    "C": {"name", "pid", "tid", "ts", "args"},
+}
+"""What an event must have by its phase, by "Trace Event Format", Google: metadata, complete events, counters."""
+METADATA = {"process_name": "name", "thread_name": "name"}
+
+
+def events_by_thread(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the spans of a file by thread, and check each event by the rules of the format."""
+    whole = json.loads(path.read_text())
+    assert set(whole) == {"traceEvents", "displayTimeUnit"}
+    assert whole["displayTimeUnit"] in ("ms", "ns")
+    events, threads, counters = whole["traceEvents"], defaultdict(list), defaultdict(list)
+    for event in events:
+        assert REQUIRED[event["ph"]] <= set(event)
+        assert type(event["pid"]) is type(event["tid"]) is int
+        assert type(event["name"]) is str
+        assert event["ph"] != "M" or type(event["args"][METADATA[event["name"]]]) is str
+        assert event["ph"] == "M" or (type(event["ts"]) in (int, float) and event["ts"] >= 0)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            threads[event["tid"]].append(event)
+        if event["ph"] == "C":
+            assert event["args"]
+            assert all(type(value) in (int, float) for value in event["args"].values())
+            counters[event["name"]].append(event["ts"])
+    assert all(times == sorted(times) for times in counters.values())
+    named = {event["tid"] for event in events if event["name"] == "thread_name"}
+    assert set(threads) <= named
+    return threads
+
+
+def check_nesting(spans: list[dict[str, Any]]) -> None:
+    """Spans of a thread lie in each other or apart, as viewers draw them."""
+    ends: list[float] = []
+    for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
+        while ends and ends[-1] <= span["ts"] + 1e-3:
+            ends.pop()
+        end = span["ts"] + span["dur"]
+        assert not ends or end <= ends[-1] + 1e-3
+        ends.append(end)
+
+
+def test_trace_events_of_a_traced_cell_nest_and_have_its_lines(traced: TransferReport, tmp_path: Path) -> None:
+    threads = events_by_thread(traced.to_chrome_trace(tmp_path / "t.json"))
+    for spans in threads.values():
+        check_nesting(spans)
+    names = [span["name"] for spans in threads.values() for span in spans]
+    assert names.count("y = step(n)") == names.count("return model(g * n)") == 3
+    assert names.count("return F.linear(input, self.weight, self.bias)") == 3
+    assert names.count("model") == 3
+    assert traced.by_line is not None
+    (line,) = (row for row in traced.by_line if row.code.strip() == "y = step(n)")
+    told = sum(span["dur"] for span in threads[2] if span["name"] == "y = step(n)")
+    assert told >= line.seconds * 1e6 > 0  # the trace's own time is in the spans only
+
+
+def test_a_cell_that_was_not_traced_has_no_events(tmp_path: Path) -> None:
+    with pytest.raises(GpuMagicError, match="run it with --trace"):
+        TransferReport("cuda:0", ()).to_chrome_trace(tmp_path / "t.json")
+
+
+def test_trace_events_of_a_dry_run_have_its_memory_by_part(tmp_path: Path) -> None:
+    points = (
+        DryRunPoint("cuda:0", 0, None, 512, {"parameters": 512}),
+        DryRunPoint("cuda:0", 3, 1, 1024, {"parameters": 512, "activations": 512}),
+        DryRunPoint("cuda:0", 5, 2, 512, {"parameters": 512}),
+    )
+    lines = (DryRunRow("cuda:0", 1, "y = model(x)", 1024, 1024), DryRunRow("cuda:0", 2, "del y", 1024, 512))
+    report = DryRunReport(
+        "cuda:0", {"cuda:0": 1024}, {}, 1, "y = model(x)", None, {}, True, None, timeline=points, lines=lines
+    )
+    path = report.to_chrome_trace(tmp_path / "t.json")
+    (spans,) = events_by_thread(path).values()
+    assert [(span["name"], span["ts"], span["dur"]) for span in spans] == [("y = model(x)", 0, 3), ("del y", 3, 2)]
+    counters = [event["args"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "C"]
+    assert counters == [point.parts for point in points]

@@ -1,0 +1,77 @@
+"""What lines take by torch's own counters: each is run alone, with the peak counter reset before it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, NamedTuple
+
+import ondevice_corpus as corpus
+import torch
+
+SETUP = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)).to(DEVICE)
+data = torch.randn(256, 64, device=DEVICE)
+torch.nn.functional.mse_loss(model(data), data).backward()
+"""
+STATEMENTS = (
+    "a = torch.ones(300, 1000)",
+    "b = a * 2",
+    "a = a + b",
+    "del b",
+    "c = (a + 1) * (a - 1)",
+    "c += 1",
+    "v = c[10:20]",
+    "c = None",
+    "h = model(data)",
+    "loss = torch.nn.functional.mse_loss(h, data)",
+    "loss.backward()",
+    "[(a * k).sum() for k in range(5)]",
+    "host = a.cpu()",
+    "count = int((a > 0).sum().item())",
+    "n = 1",
+)
+
+
+class Taken(NamedTuple):
+    """What a line took, in bytes."""
+
+    allocated: int
+    freed: int
+    peak: int
+
+
+def measured(backend: str) -> list[Taken]:
+    """Return what each of the statements takes, by the allocator's counters around it."""
+    device, module = f"{backend}:0", getattr(torch, backend)
+    names: dict[str, Any] = {"torch": torch}
+    found = []
+    with torch.device(device):
+        exec(SETUP.replace("DEVICE", repr(device)), names)
+        for statement in STATEMENTS:
+            module.reset_peak_memory_stats(0)
+            before = module.memory_stats(0)
+            exec(compile(statement, "<statement>", "exec"), names)
+            after = module.memory_stats(0)
+            found.append(
+                Taken(
+                    after["allocated_bytes.all.allocated"] - before["allocated_bytes.all.allocated"],
+                    after["allocated_bytes.all.freed"] - before["allocated_bytes.all.freed"],
+                    after["allocated_bytes.all.peak"] - before["allocated_bytes.all.current"],
+                )
+            )
+    return found
+
+
+def traced(backend: str) -> tuple[list[tuple[Taken, int]], Any]:
+    """Return the same of a traced cell, with the highest that its peak may be, and the report."""
+    gc.collect()  # garbage of other tests, which would be freed meanwhile
+    setup = SETUP.replace("DEVICE", "'simgpu:0'").strip().splitlines()
+    report, _, _ = corpus.run("\n".join([*setup, *STATEMENTS]), backend=backend, trace=True)
+    rows = {row.line: row for row in report.by_line}
+    found = []
+    for number in range(len(setup) + 1, len(setup) + len(STATEMENTS) + 1):
+        row, level = rows[number], sum(rows[each].allocated - rows[each].freed for each in range(1, number))
+        start = level + (report.timeline.courses[0].before if report.timeline else 0)
+        found.append((Taken(row.allocated, row.freed, row.peak - start), row.peak_at_most - start))
+    return found, report
