@@ -32,6 +32,15 @@ class _Reason(pytest.Item):
         pytest.skip(REASON)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_workspaces() -> None:
+    """Begin a file without the workspaces of cuBLAS that another file's products have left in this process."""
+    if fakecuda.is_enabled():
+        import torch
+
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_log(request: pytest.FixtureRequest) -> None:
     """Begin with an empty log of copies, an empty cache and no peak of an earlier test.
