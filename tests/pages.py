@@ -72,14 +72,17 @@ def examples(text: str) -> Iterator[Example]:
             yield Example(found["code"], found["language"], found["machine"], found["output"], place, new)
 
 
-def comparable(output: str) -> list[str]:
-    """Return the lines of an output without what differs from run to run: times, bars, places between samples."""
+def comparable(output: str) -> str:
+    """Return the words of an output without what differs from run to run.
+
+    That is times, bars, places between samples, and where a line wraps, which depends on how wide its time is.
+    """
     lines = (
         _BARS.sub("|", _TIMES.sub("T", _VERSION.sub("torch", line)))
         for line in output.splitlines()
         if not _VARIES.search(line)
     )
-    return [re.sub(r"[\s─|]+", " ", line).strip() for line in lines if line.strip(" |─")]
+    return re.sub(r"[\s─|]+", " ", " ".join(lines)).strip()
 
 
 class Session:

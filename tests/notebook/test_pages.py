@@ -55,6 +55,7 @@ def test_each_feature_of_other_tools_has_a_test_here_or_is_said_to_be_missing(ro
         ("done in 1.5 s", "done in 320 ms", True),
         ("No GPU · torch 2.13.0+cpu (CPU-only build)", "No GPU · torch 2.9.1 (CPU-only build)", True),
         ("4.0 MiB ████░░░░", "4.0 MiB ███░", True),
+        ("cell, 538 ms · 20 syncs · peak\n  2.0 MiB", "cell, 1 s · 20 syncs · peak 2.0\n  MiB", True),
         ("4.0 MiB", "5.0 MiB", False),
         ("20 transfers", "21 transfers", False),
         ("→ move x", "", False),
