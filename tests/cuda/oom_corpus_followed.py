@@ -48,7 +48,7 @@ def notebook(case: Case, seconds: float):
 
 def row(case: Case) -> str:
     """Return the row of a case: what was advised, how many suggestions were told what, and what was not so."""
-    with notebook(case, 60.0) as (shell, _):
+    with notebook(case, 600.0) as (shell, _):
         oom_corpus._run(shell, case.cell)
         report = shell.user_ns.get("report")
     if report is None:

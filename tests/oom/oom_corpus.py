@@ -70,7 +70,7 @@ def run(case: Case) -> dict[str, object]:
 
 
 @contextmanager
-def _notebook(seconds: float = 40.0):
+def _notebook(seconds: float = 120.0):
     """Yield a shell; what is advised in it is not to depend on how busy this machine is."""
     shell = _shell()
     shell.run_line_magic("load_ext", "gpumagic")

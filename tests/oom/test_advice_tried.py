@@ -20,7 +20,7 @@ def report_of(bare_shell):
     """Return a function that runs cells on two devices of 256 MiB, the last one guarded, and returns its report."""
     simgpu.enable(devices=2, memory="256MiB")
     bare_shell.run_line_magic("load_ext", "gpumagic")
-    bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 60")
+    bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 120")
     bare_shell.run_cell("import torch", store_history=True)
 
     def run(*cells: str):

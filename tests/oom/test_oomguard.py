@@ -185,7 +185,7 @@ def test_deleting_what_the_advice_names_frees_what_it_says(guarded, bare_shell) 
 
 
 def test_leftovers_that_suffice_are_the_verdict(guarded, bare_shell) -> None:
-    bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 60")
+    bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 120")
     bare_shell.run_cell("old = take(2)", store_history=True)
     guarded("new = take(3)")
     report = bare_shell.user_ns["report"]

@@ -198,7 +198,7 @@ def test_a_function_of_the_cell_has_the_source_that_ran(guarded, bare_shell) -> 
 
 
 def test_after_out_of_memory_the_advice_names_a_batch_that_was_dry_run(guarded, ns, bare_shell) -> None:
-    bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 60")
+    bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 120")
     one = "torch.empty(batch_size, 1 << 18, device='simgpu:0')"
     guarded(f"batch_size = 3000\nx = {one}\ndel x\ny = {one}\nz = {one}")
     advice = next(each for each in ns["report"].advice if "batch_size" in each.title)

@@ -34,7 +34,7 @@ class BusyLibrary(FakeLibrary):
 @pytest.fixture
 def first_line(guarded, bare_shell):
     """Return a function that runs a cell and returns the first line of the report that it stores or ends with."""
-    bare_shell.run_cell("import torch\nfrom torch import nn\n%config GPUMagic.advice_seconds = 20", store_history=True)
+    bare_shell.run_cell("import torch\nfrom torch import nn\n%config GPUMagic.advice_seconds = 120", store_history=True)
 
     def run(cell: str, *before: str) -> str:
         for each in before:
