@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ast
 import linecache
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpumagic.heap.branches import attributes_of, stored_attribute
+from gpumagic.heap.branches import attributes_of, dict_of, stored_attribute
 from gpumagic.oom import ownership
 from gpumagic.oom.report import Instant, Shape
 from gpumagic.oom.rules.facts import Collection as Collected
@@ -153,17 +155,35 @@ def _tensor_facts(values: Mapping[str, object]) -> dict[str, TensorFact]:
 
 
 def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collected]:
-    """Return the lists and dicts of tensors on the device among some values."""
-    found = {}
+    """Return the collections of tensors on the device among some values, and those that the notebook's objects have."""
+    found = {code: _collected(value, device) for code, value in values.items()}
     for code, value in values.items():
-        members = value if type(value) is list else list(value.values()) if type(value) is dict else []
-        if not any(_fact(each) for each in members[:FIRST]):
-            continue  # do not read all of a long list of numbers
-        facts = [fact for fact in map(_fact, members) if fact is not None and fact.device == device]
-        if facts:
-            nbytes, graphs = sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts)
-            found[code] = Collected(len(facts), nbytes, graphs, not any(fact.shape for fact in facts))
-    return found
+        if found[code] is None and _is_of_the_notebook(value):
+            kept = ((_collected(each, device), f"{code}.{name}") for name, each in attributes_of(value).items())
+            largest = max(((each, place) for each, place in kept if each), key=lambda one: one[0].nbytes, default=None)
+            found[code] = largest and replace(largest[0], place=largest[1])
+    return {code: each for code, each in found.items() if each is not None}
+
+
+def _collected(value: Any, device: str) -> Collected | None:
+    members = list(value) if type(value) in (list, deque) else list(value.values()) if type(value) is dict else []
+    records = [each for each in members if issubclass(type(each), tuple)]
+    if not any(_fact(each) for each in (*members[:FIRST], *(part for record in records[:FIRST] for part in record))):
+        return None  # do not read all of a long list of numbers
+    parts = {id(part): part for member in members for part in (member if records else (member,))}
+    facts = [fact for fact in map(_fact, parts.values()) if fact is not None and fact.device == device]
+    if not facts or 0 < len(records) < len(members):
+        return None
+    return Collected(
+        len(facts), sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts),
+        not any(fact.shape for fact in facts), by_key=type(value) is dict,
+        record="" if not records else "tuple" if type(records[0]) is tuple else "_make",
+    )  # fmt: skip
+
+
+def _is_of_the_notebook(value: object) -> bool:
+    """Return whether a value is an object of a class that a cell has made, and no module."""
+    return dict_of(type(value)).get("__module__") == "__main__" and ownership.kind_of(value) != "module"
 
 
 def _adds_up(value: object) -> bool:

@@ -35,6 +35,8 @@ def _missing() -> str | None:
         import playwright  # noqa: F401
     except ImportError as error:
         return f"{error.name} is not installed (the extra `browser` has it)"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return "playwright's event loop would go on in files that share the process: python -m pytest tests/browser"
     return None if _chromium() else "Chromium is not installed"
 
 

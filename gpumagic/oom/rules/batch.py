@@ -80,6 +80,8 @@ def at_work(facts: Facts) -> BatchSize | None:
     return found if found.name in names or is_as_long else None
 
 
+IMAGE, CHANNELS = 3, (1, 3, 4)
+"""How many dimensions one image has, and how long its first may be: no rows."""
 _MAKERS = ("randn", "rand", "ones", "zeros", "empty", "full", "randint")
 
 
@@ -115,8 +117,10 @@ def _rows(node: ast.AST) -> Iterator[tuple[int, ast.expr]]:
     if isinstance(node, ast.Call) and called_name(node) in _MAKERS:
         shapes = [each.elts for each in node.args if isinstance(each, ast.Tuple | ast.List)]
         sizes = shapes[0] if shapes else node.args if called_name(node) != "randint" else []
-        if sizes and isinstance(sizes[0], ast.Constant) and isinstance(sizes[0].value, int):
-            yield sizes[0].value, sizes[0]
+        first = sizes[0].value if sizes and isinstance(sizes[0], ast.Constant) else None
+        is_image = len(sizes) == IMAGE and first in CHANNELS
+        if isinstance(first, int) and not is_image:
+            yield first, sizes[0]
 
 
 def _called(found: BatchSize) -> str:

@@ -7,63 +7,141 @@ import re
 from collections.abc import Iterator
 
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.facts import Facts
+from gpumagic.oom.rules.facts import Collection, Facts
 from gpumagic.oom.rules.patterns import match
 from gpumagic.oom.rules.proposal import LEAST, bracketed, loop_around, propose
 from gpumagic.report.units import count, size
-from gpumagic.source.text import CellText, called_name
+from gpumagic.source.text import CellText, called_name, names_in
 
 
 def graphs(facts: Facts) -> Iterator[Advice]:
     """Add up numbers, not tensors that drag their graphs along."""
-    for text, target, value in _additions(facts):
+    for text, target, values in _additions(facts):
         held, total = facts.work.collections.get(target), facts.work.tensors.get(target)
         if held is not None and held.graphs:
             is_number = held.is_of_numbers
-            evidence = f"{target} holds {count(held.graphs, 'tensor')} with a graph, one more in every pass"
+            evidence = (
+                f"{held.place or target} holds {count(held.graphs, 'tensor')} with a graph, one more in every pass"
+            )
         elif total is not None and total.graph:
             is_number = not total.shape
             evidence = f"{target} has a graph that grows in every pass of the loop"
         else:
             continue
-        yield propose(
-            f"Collect {text.code(value)} without its autograd graph", text=text,
-            changes=[text.replace(value, f"{bracketed(text, value)}.{'item' if is_number else 'detach'}()")],
-            evidence=evidence, cost="a sync in each pass, for the number" if is_number else "none",
-        )  # fmt: skip
+        known = [facts.work.tensors.get(text.code(value)) for value in values]
+        for value, fact in zip(values, known, strict=True):
+            if values[1:] and (fact is None or not fact.graph):
+                continue
+            yield propose(
+                f"Collect {text.code(value)} without its autograd graph", text=text,
+                changes=[text.replace(value, f"{bracketed(text, value)}.{'item' if is_number else 'detach'}()")],
+                evidence=evidence, cost="a sync in each pass, for the number" if is_number else "none",
+            )  # fmt: skip
 
 
 def results(facts: Facts) -> Iterator[Advice]:
     """Collect results in the host's memory."""
-    for text, target, value in _additions(facts):
+    added = [(text, target, values) for text, target, values in _additions(facts) if values]
+    known = {target for _, target, _ in added}
+    others = [each for each in facts.work.collections if each not in known and _is_there(facts, each)]
+    for text, target, values in (*added, *((text, target, _NOTHING) for text in facts.texts for target in others)):
         held = facts.work.collections.get(target)
-        if held is not None and not held.graphs and held.nbytes >= LEAST:
-            yield propose(
-                f"Collect {target} in the host's memory", frees=held.nbytes, text=text,
-                changes=[text.replace(value, f"{bracketed(text, value)}.cpu()")],
-                evidence=f"{target} holds {count(held.tensors, 'tensor')} with {size(held.nbytes)}, one more with "
-                "every pass", cost=f"a copy in each pass; what uses {target} finds it on the CPU",
-            )  # fmt: skip
-            return
+        if held is None or held.graphs or held.nbytes < LEAST:
+            continue
+        place, joined = held.place or target, list(_joined(text, target))
+        if not values and not joined:
+            continue
+        back = f'.to("{facts.device}")'
+        yield propose(
+            f"{'Collect' if values else 'Keep'} {place} in the host's memory", frees=held.nbytes, text=text,
+            changes=[
+                *(text.replace(value, f"{bracketed(text, value)}.cpu()") for value in values),
+                *(text.append(call, back) for call in joined),
+            ],
+            first=_moved(place, held) if _is_there(facts, target) else None,
+            evidence=f"{place} holds {count(held.tensors, 'tensor')} with {size(held.nbytes)}"
+            + (", more with every pass" if values else ""),
+            cost="a copy in each pass" + ("" if joined else f"; what uses {place} finds it on the CPU"),
+        )  # fmt: skip
+        return
 
 
-def _additions(facts: Facts) -> Iterator[tuple[CellText, str, ast.expr]]:
-    """Yield what a loop adds to a variable: ``total += x``, ``found.append(x)``, ``found[i] = x``."""
+_NOTHING: list[ast.expr] = []
+
+
+def _is_there(facts: Facts, name: str) -> bool:
+    """Return whether the cell begins with what a variable of the notebook holds already."""
+    return any(each.name == name for each in facts.kept) and name not in (facts.cell.bound_first if facts.cell else ())
+
+
+def _moved(place: str, held: Collection) -> str:
+    """Return code that moves to the host what a collection holds."""
+    parts = "(x.cpu() if torch.is_tensor(x) else x for x in each)"
+    each = {"": "each.cpu()", "tuple": f"tuple{parts}", "_make": f"each._make{parts}"}[held.record]
+    index, items = ("key", f"list({place}.items())") if held.by_key else ("i", f"enumerate({place})")
+    return f"for {index}, each in {items}:\n    {place}[{index}] = {each}"
+
+
+_JOINS = ("stack", "cat", "concat")
+
+
+def _joined(text: CellText, name: str) -> Iterator[ast.Call]:
+    """Yield the calls that make a batch, in a loop or a function, of what comes from a collection."""
+    blocks = [node for node in text.nodes() if isinstance(node, ast.For | ast.While | ast.FunctionDef)]
+    nodes = {id(node): node for block in blocks for node in ast.walk(block)}.values()
+    derived = {name}
+    for made in sorted((node for node in nodes if isinstance(node, ast.Assign)), key=lambda each: each.lineno):
+        is_joined = any(called_name(each) in _JOINS for each in ast.walk(made.value))
+        if not is_joined and names_in(made.value) & derived:
+            derived |= set().union(*map(names_in, made.targets))
+    for node in nodes:
+        if (
+            isinstance(node, ast.Call)
+            and called_name(node) in _JOINS
+            and node.args
+            and names_in(node.args[0]) & derived
+        ):
+            yield node
+
+
+def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
+    """Yield what a loop adds to a variable: ``total += x``, ``found.append(x)``, ``found[i] = x``, ``seen.push(x, y)``.
+
+    Of a record, they are its tensors on the device.
+    """
     for text in facts.texts:
         loops = [node for node in text.nodes() if isinstance(node, ast.For | ast.While)]
         for node in {id(node): node for loop in loops for node in ast.walk(loop)}.values():
-            owner, value = _addition(node)
-            if isinstance(owner, ast.Name) and value is not None:
-                yield text, owner.id, value
+            owner, values = _addition(node)
+            held = facts.work.collections.get(owner.id) if isinstance(owner, ast.Name) else None
+            if held is not None and (held.place or held.record):
+                parts = [part for value in values for part in _parts(value)]
+                known = [(part, facts.work.tensors.get(text.code(part))) for part in parts]
+                values = [part for part, fact in known if fact is not None and fact.device == facts.device]
+            elif isinstance(node, ast.Call) and called_name(node) not in _ADD:
+                continue
+            if isinstance(owner, ast.Name) and values:
+                yield text, owner.id, values
 
 
-def _addition(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:
+_ADD = ("append", "appendleft", "add")
+
+
+def _addition(node: ast.AST) -> tuple[ast.expr | None, list[ast.expr]]:
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-        return node.target, node.value
+        return node.target, [node.value]
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-        return node.targets[0].value, node.value
-    found = match("append(LIST, VALUE)", node) or {}
-    return found.get("LIST"), found.get("VALUE")
+        return node.targets[0].value, [node.value]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.value, node.args
+    return None, []
+
+
+def _parts(value: ast.expr) -> list[ast.expr]:
+    """Return what a record is made of: ``(x, y)``, ``Record(x, y)``."""
+    if isinstance(value, ast.Tuple):
+        return value.elts
+    return [*value.args, *(each.value for each in value.keywords)] if isinstance(value, ast.Call) else [value]
 
 
 _EMPTY = re.compile(r"torch\.(empty|zeros|ones|tensor)\(\s*[\[(]?\s*(0\b|\])")

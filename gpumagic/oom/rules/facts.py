@@ -51,7 +51,7 @@ class TensorFact:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """A list or dict of tensors on the device that failed."""
+    """A list, deque or dict of tensors on the device that failed, or of tuples of them."""
 
     tensors: int
     nbytes: int
@@ -59,6 +59,11 @@ class Collection:
     """How many of them carry an autograd graph."""
     is_of_numbers: bool = False
     """Whether each is a single number."""
+    place: str = ""
+    """Where an object has it, ``"memory.records"``; empty where the name is the collection's own."""
+    record: str = ""
+    """``"tuple"`` or ``"_make"``: how a record is made anew that has the tensors; empty where they are the members."""
+    by_key: bool = False
 
 
 @dataclass(frozen=True, slots=True)
