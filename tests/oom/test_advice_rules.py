@@ -132,6 +132,10 @@ def test_an_old_value_about_to_be_replaced_is_deleted_first() -> None:
 
 
 SUM = Work(tensors={"total": TensorFact((), "float32", 4, "cuda:0", graph=True)})
+METER = Work(
+    tensors={"loss": TensorFact((), "float32", 4, "cuda:0", graph=True)},
+    collections={"meter": Collection(9, 36, graphs=9, is_of_numbers=True, place="meter.values")},
+)
 LIST = Work(collections={"outs": Collection(9, GIB, graphs=9)})
 
 
@@ -144,6 +148,7 @@ LIST = Work(collections={"outs": Collection(9, GIB, graphs=9)})
         ("outs[i] = m.out", LIST, "outs[i] = m.out.detach()"),
         ("outs.append(loss)", Work(collections={"outs": Collection(9, 36, graphs=9, is_of_numbers=True)}),
          "outs.append(loss.item())"),
+        ("meter.update(loss, 64)", METER, "meter.update(loss.item(), 64)"),
     ],
 )  # fmt: skip
 def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, work, edit) -> None:
@@ -304,3 +309,15 @@ def test_vmap_maps_over_some_rows_at_a_time(cell, edited) -> None:
     assert [each.now for each in found] == ([] if edited is None else [64])
     assert [each.make(16).apply(cell) for each in found] == ([] if edited is None else [edited])
     assert not list(rows.mapped(replace(facts, scene=Scene(line=1))))
+
+
+@pytest.mark.parametrize(
+    ("made", "rows"), [("randn(3, 64, 64)", None), ("randn(3, 64)", 3), ("randn(8, 3, 64, 64)", 8)]
+)
+def test_the_channels_of_one_image_are_no_batch(made, rows) -> None:
+    shape = tuple(map(int, made[6:-1].split(",")))
+    facts = replace(
+        TRAINING, cell=cell_code.read_cell(f"x = torch.{made}\nnet(x).sum().backward()"),
+        work=Work(tensors={"x": TensorFact(shape, "float32", 4, "cuda:0")}),
+    )  # fmt: skip
+    assert [choice.now for choice in batch.unnamed(facts)] == ([] if rows is None else [rows])
