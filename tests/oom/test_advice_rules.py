@@ -159,6 +159,13 @@ def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, work, edit) 
     assert not list(collected.graphs(replace(SHORTAGE, cell=cell, work=Work()))), "no live object has a graph"
 
 
+@pytest.mark.parametrize("line", ["y = total.add(loss)", "y = meter.call(loss, 64)", "print(total)"])
+def test_what_only_computes_collects_nothing(line) -> None:
+    cell = cell_code.read_cell(f"for x in y:\n    {line}")
+    work = replace(METER, tensors={**METER.tensors, **SUM.tensors})
+    assert not list(collected.graphs(replace(SHORTAGE, cell=cell, work=work)))
+
+
 def test_evaluation_with_a_graph_is_put_in_inference_mode() -> None:
     advice = one(graphs.evaluates, EVALUATING)
     assert advice.edit == "with torch.inference_mode():\n    for x in data: out = net(x)"

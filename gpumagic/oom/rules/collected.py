@@ -111,8 +111,12 @@ def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
     """
     for text in facts.texts:
         loops = [node for node in text.nodes() if isinstance(node, ast.For | ast.While)]
-        for node in {id(node): node for loop in loops for node in ast.walk(loop)}.values():
+        nodes = {id(node): node for loop in loops for node in ast.walk(loop)}.values()
+        alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             owner, values = _addition(node)
+            if isinstance(node, ast.Call) and id(node) not in alone:
+                continue  # what returns something does not only keep
             held = facts.work.collections.get(owner.id) if isinstance(owner, ast.Name) else None
             if held is not None and (held.place or held.record):
                 parts = [part for value in values for part in _parts(value)]
@@ -124,7 +128,7 @@ def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
                 yield text, owner.id, values
 
 
-_ADD = ("append", "appendleft", "add")
+_ADD = ("append", "appendleft")
 
 
 def _addition(node: ast.AST) -> tuple[ast.expr | None, list[ast.expr]]:
