@@ -64,6 +64,7 @@ class Collection:
     record: str = ""
     """``"tuple"`` or ``"_make"``: how a record is made anew that has the tensors; empty where they are the members."""
     by_key: bool = False
+    """Whether it is a dict."""
 
 
 @dataclass(frozen=True, slots=True)
