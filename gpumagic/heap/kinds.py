@@ -126,8 +126,9 @@ def _values(mapping: Any) -> list[Any]:
 
 # In the result, a leaf without a gradient is in its own place.
 _PEEK = """
-graph(%leaves : Tensor[]):
+graph({inputs}):
   %go : bool = prim::Constant[value=1]()
+  %leaves : Tensor[] = prim::ListConstruct({names})
   %length : int = aten::len(%leaves)
   %found : Tensor[] = prim::ListConstruct()
   prim::Loop(%length, %go)
@@ -146,6 +147,8 @@ graph(%leaves : Tensor[]):
       -> (%go)
   return (%found)
 """
+_AT_ONCE = 64
+"""Leaves that are read at once. 256 take nearly as long for each, and the graph for each number is kept."""
 
 
 def leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -170,9 +173,13 @@ def peek_gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tens
 
     if not leaves:
         return []
+    found: list[torch.Tensor] = []
     try:
         with torch._C._DisableTorchDispatch():
-            found = torch._C._jit_interpret_graph(_peek_graph(), (list(leaves),))
+            for start in range(0, len(leaves), _AT_ONCE):
+                part = leaves[start : start + _AT_ONCE]
+                # Not a list: torch calls Python to learn what it is, and crashes where Ctrl-C comes there.
+                found += torch._C._jit_interpret_graph(_peek_graph(len(part)), tuple(part))
     except Exception:  # a torch without this interpreter; only the gradients that Python has seen are listed then
         return None
     return [(i, alias) for i, alias in enumerate(found) if alias is not leaves[i]]
@@ -184,10 +191,12 @@ def gradients_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @cache
-def _peek_graph() -> Any:
+def _peek_graph(count: int) -> Any:
     import torch
 
-    return torch._C.parse_ir(_PEEK)
+    names = [f"%leaf_{place}" for place in range(count)]
+    inputs = ", ".join(f"{each} : Tensor" for each in names)
+    return torch._C.parse_ir(_PEEK.format(inputs=inputs, names=", ".join(names)))
 
 
 MAX_NODES = 100_000

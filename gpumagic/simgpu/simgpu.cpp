@@ -388,14 +388,14 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("empty.memory_format", empty);
-  m.impl("empty_strided", empty_strided);
-  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("empty.memory_format", TORCH_FN(empty));
+  m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("view", static_cast<Tensor (*)(const Tensor&, IntArrayRef)>(at::native::view));
-  m.impl("_copy_from", copy_from);
-  m.impl("_copy_from_and_resize", copy_from_and_resize);
-  m.impl("_local_scalar_dense", local_scalar_dense);
-  m.impl("equal", equal);
+  m.impl("_copy_from", TORCH_FN(copy_from));
+  m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
+  m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
+  m.impl("equal", TORCH_FN(equal));
   // Left to itself torch would run these as several operators, would look for a kernel of the backend inside
   // them, would move the indices a first time to infer the result's shape (index), or would write through a
   // result that the CPU's kernel has to enlarge and shrink again (the losses).
@@ -405,21 +405,21 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
         "_linalg_solve_ex", "index.Tensor", "mse_loss", "smooth_l1_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
-  m.impl("set_", set_nothing);
-  m.impl("set_.source_Storage", set_storage);
-  m.impl("set_.source_Tensor", set_tensor);
-  m.impl("set_.source_Storage_storage_offset", set_storage_strided);
-  m.impl("record_stream", record_stream);
+  m.impl("set_", TORCH_FN(set_nothing));
+  m.impl("set_.source_Storage", TORCH_FN(set_storage));
+  m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
+  m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage_strided));
+  m.impl("record_stream", TORCH_FN(record_stream));
 #if !SIMGPU_TORCH_AT_LEAST(2, 5)
-  m.impl("is_pinned", is_pinned);
-  m.impl("_pin_memory", pin_memory);
+  m.impl("is_pinned", TORCH_FN(is_pinned));
+  m.impl("_pin_memory", TORCH_FN(pin_memory));
 #endif
-  m.impl("convolution_overrideable", convolution);
-  m.impl("convolution_backward_overrideable", convolution_backward);
-  m.impl("_thnn_fused_lstm_cell", lstm_cell);
-  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
-  m.impl("_thnn_fused_gru_cell", gru_cell);
-  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
+  m.impl("convolution_overrideable", TORCH_FN(convolution));
+  m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
+  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+  m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
+  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+  m.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
 }
 
 // copy_ resolves lazy conjugation and negation by copying, so the copy itself has to take them as they are.

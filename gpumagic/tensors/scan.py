@@ -151,6 +151,7 @@ class TensorScan:
 
     def run(self) -> list[TensorRow]:
         """Find the tensors, name them, measure their storages; return the rows."""
+        storages.forget_expired()  # else torch 2.4 to 2.8 show an expired storage's object, and crash if it is read
         self._find()
         names = self._names = self._named() if self._looks_for_names else Names({})
         saved_for = self._walk_graphs() if self._looks_for_names else {}
@@ -169,7 +170,6 @@ class TensorScan:
         commands = DetachCommands(self._namespace, names)
         findings = Findings(names, kinds_of(self._owners), gradient_of, graph_of, commands)
         rows = RowBuilder(findings, group_by_memory(self._table))
-        storages.forget_expired()
         if self._looks_for_names and not rows.are_all_named():
             if self._search.gave_up:
                 self.notes.append(f"names were only looked for in the first {MAX_STEPS:,} objects of the variables")

@@ -173,18 +173,18 @@ class TransferLog:
             self.syncs[line] += 1
 
     def absorb(self, other: TransferLog) -> None:
-        """Add what another thread's log counted."""
-        for device, made in other.created.items() if not other.is_unrelated else ():
+        """Add what another thread's log counted, which may go on counting."""
+        for device, made in list(other.created.items()) if not other.is_unrelated else ():
             total = self.created.setdefault(device, CreatedSum())
             total.count += made.count
             total.nbytes += made.nbytes
-        for key, moved in other.moves.items():
+        for key, moved in list(other.moves.items()):
             self.moves.setdefault(key, _TransferSum()).add(moved)
         if not other.is_unrelated:
             self.transfers += other.transfers
             self.transferred += other.transferred
             self.waits += other.waits
-        self.syncs.update(other.syncs)
+        self.syncs.update(other.syncs.copy())
         self.history.copies.update(other.history.copies)
 
     def created_by_device(self) -> dict[str, tuple[int, int]]:

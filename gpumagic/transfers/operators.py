@@ -10,25 +10,29 @@ The kernels lie below autograd, autocast, `vmap`, functionalization and fake ten
 not reach them. A kernel of torch's may copy by further calls (in CUDA's, a copy that also converts; in one of a sparse
 tensor, its parts): then these are counted, and not the outer call.
 
-`copy_` is one kernel for all backends, so its place for one backend is free, and a copy within the host's memory stays
-as fast as it is. `_local_scalar_dense` has a kernel for each backend; since torch 2.9 one can be put in front of it, so
-that what the host reads of itself stays as fast too: optimizers read their steps. The other operators, and that one in
-earlier torch, are caught at `BackendSelect`, which every call passes on its way to a backend.
+They stand in the places of the devices' backends, so that what the host copies and reads of itself stays as fast as it
+is (optimizers read their steps). Torch lets them call what was there since 2.9; before, they are at `BackendSelect`,
+which every call passes on its way to a backend.
+
+Other threads may call torch meanwhile, and torch has no lock for that: one that waits to enter a kernel in Python
+enters it also when it is gone from the dispatcher. So kernels that are taken away are kept for a while; before 2.9,
+where nothing can keep them, they stay under a cover that lets calls pass. Torch's own kernels need no such care.
 Imports torch at its top, so it is imported only when a cell runs on a device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from threading import get_ident
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
-from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._C._dynamo import eval_frame  # torch 2.4 has it as an attribute only
 from torch.library import Library
 
 from gpumagic.transfers import causes
@@ -36,109 +40,135 @@ from gpumagic.transfers import recorder as recorders
 from gpumagic.transfers.recorder import Recorder, is_free_to_read
 
 _aten = torch.ops.aten
-_SELECT = "BackendSelect"
-_BELOW_SELECT = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
-_read_value = _aten._local_scalar_dense.default._handle.redispatch_boxed  # not `redispatch`, which is slower
-_HOST = DispatchKeySet(DispatchKey.CPU)
-"""Where `copy_` has the kernel that all backends share."""
-_BACKENDS = ("CUDA", "XPU", "MPS", "PrivateUse1")
 _FINDERS = (
     _aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default, _aten.unique_dim.default,
     _aten.unique_consecutive.default, _aten.unique_dim_consecutive.default, _aten._coalesce.default,
 )  # fmt: skip
 """Operators whose kernels tell the host how many elements they have found."""
+_BACKENDS = ("CUDA", "XPU", "MPS", "PrivateUse1")
+_SELECT = "BackendSelect"
+_BELOW_SELECT = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
+_has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+_kernel_at: Any = getattr(torch._C, "_dispatch_get_computed_kernel_for_dispatch_key", None)  # since torch 2.9
 FOUND_BYTES: int = torch.int32.itemsize
 """The bytes of such a number."""
+
+Function = Callable[..., Any]
 
 _open: list[object] = []
 """The runs for which copies are counted."""
 _library: Library | None = None
+_cover: Library | None = None
+"""What hides the kernels from the dispatcher while no run is open, in torch before 2.9."""
+_is_registered = False
+"""Whether all kernels are: an interrupt may come before."""
 _has_overridden = False
-_inside: list[int] = []
-"""The threads that one of the kernels is working for: their code must not be taken away."""
+_kernels: deque[object] = deque(maxlen=1000)
+"""The latest kernels, also those that are no longer registered: another thread may be about to call one."""
 
 
 def watch(run: object) -> None:
     """Count copies until `unwatch` is called with the same run."""
-    global _library  # noqa: PLW0603  the dispatcher is the process's
+    global _library, _cover, _is_registered  # noqa: PLW0603  the dispatcher is the process's
     _open.append(run)
     if _library is None:
+        _is_registered = False
         _library = Library("aten", "IMPL")  # kept first, so that an interrupt finds it
         _register(_library)
+        _is_registered = True
+    if _cover is not None:
+        _cover._destroy()
+        _cover = None
 
 
 def unwatch(run: object) -> None:
     """Undo `watch`. Idempotent, so that it can be called after an interrupt anywhere."""
-    global _library  # noqa: PLW0603  as in `watch`
+    global _library, _cover  # noqa: PLW0603  as in `watch`
     _open[:] = [each for each in _open if each is not run]
-    # While another thread is in a kernel, they stay, and go with the next run; they count for open runs only.
-    if _library is not None and not _open and not _inside:
+    if _library is None or _open:
+        return
+    if _kernel_at is not None or not _is_registered:
         _library._destroy()
         _library = None
+    elif _cover is None:  # nothing else would keep the kernels
+        _cover = Library("aten", "IMPL")
+        for each in _counted():
+            _put(_cover, each, torch.library.fallthrough_kernel, _SELECT)
 
 
 def is_idle() -> bool:
     """Return whether the dispatcher is as it was found."""
-    return _library is None
+    return _library is None or _cover is not None
 
 
 def _register(library: Library) -> None:
-    for place in _places_of_copy():
-        library.impl("copy_", _copy_at(place), place, with_keyset=True)
-    for place, kernel in _kernels_that_read():
-        if place == _SELECT:
-            library.impl("_local_scalar_dense", _read_by(kernel), place, with_keyset=True)
-        else:
-            _override(library, "_local_scalar_dense", _read_by(kernel), place)
-    for operator in _FINDERS:
-        library.impl(operator.name().removeprefix("aten::"), _finder(operator), _SELECT, with_keyset=True)
+    backends = [each for each in _BACKENDS if _has_kernel(_aten._local_scalar_dense.default.name(), each)]
+    for operator, count in _counted().items():
+        for place, kernel in _kernels_of(operator, backends):
+            _put(library, operator, count(kernel), place)
+            if _kernel_at is not None:
+                _kernels.append(_kernel_at(operator.name(), getattr(DispatchKey, place)))
 
 
-def _override(library: Library, name: str, function: Callable[..., Any], place: str) -> None:
-    """Put a function in the place of a backend's own, without torch's warning of the first that a process overrides."""
+def _counted() -> dict[Any, Callable[[Function], Function]]:
+    """Return the operators, and what makes for each a kernel that counts out of one that works."""
+    finders = {each: functools.partial(_finding, each) for each in _FINDERS}
+    return {_aten.copy_.default: _copying, _aten._local_scalar_dense.default: _reading, **finders}
+
+
+def _kernels_of(operator: Any, backends: Iterable[str]) -> Iterator[tuple[str, Function]]:
+    """Yield where an operator of a device is caught, and torch's kernel that is called from there."""
+    if _kernel_at is None:
+        redispatch = operator._handle.redispatch_boxed  # not `redispatch`, which is slower
+        yield _SELECT, lambda keyset, *args: redispatch(keyset & _BELOW_SELECT, *args)
+        return
+    for backend in backends:
+        place = f"Sparse{backend}" if operator is _aten._coalesce.default else backend
+        if _has_kernel(operator.name(), place):
+            # By a library in Python; of one in C++ torch does not tell.
+            is_replaced = f"{operator.name().replace('::', '/')}/{place}" in torch.library._impls
+            yield place, (_find_kernel.__wrapped__ if is_replaced else _find_kernel)(operator, place)
+
+
+@functools.cache
+def _find_kernel(operator: Any, place: str) -> Function:
+    """Return torch's own kernel; it is looked for once, since torch keeps 48 bytes of each look for good."""
+    kernel: Function = _kernel_at(operator.name(), getattr(DispatchKey, place)).call_boxed
+    return kernel
+
+
+def _put(library: Library, operator: Any, function: Function, place: str) -> None:
+    """Register a kernel; not by `Library.impl`, which forgets in the end that other libraries have one there too."""
+    is_first = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), place) and not _has_overridden
+    with _unwarned() if is_first else contextlib.nullcontext():
+        library.m.impl(operator.name().removeprefix("aten::"), place, function, True)
+
+
+@contextlib.contextmanager
+def _unwarned() -> Iterator[None]:
+    """Hide torch's warning of the first kernel that a process puts in the place of another."""
     global _has_overridden  # noqa: PLW0603  as in `watch`
-    with contextlib.ExitStack() as quiet:
-        if not _has_overridden:  # once: it has Python show again what it shows once a place
-            quiet.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-        library.impl(name, function, place, with_keyset=True, allow_override=True)
+    # Once, since it has Python show again what it shows once a place.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
     _has_overridden = True
 
 
-def _places_of_copy() -> tuple[str, ...]:
-    """Return the backends whose own place for `copy_` is free; if one has put something there, what lies before all."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return (_SELECT,) if any(has_kernel("aten::copy_", each) for each in _BACKENDS) else _BACKENDS
-
-
-def _kernels_that_read() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield where values are read, and what reads them there."""
-    get_kernel: Any = getattr(torch.library, "get_kernel", None)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    if get_kernel is None:
-        yield _SELECT, lambda keyset, tensor: _read_value(keyset & _BELOW_SELECT, tensor)
-        return
-    for place in _BACKENDS:
-        if has_kernel("aten::_local_scalar_dense", place):
-            yield place, get_kernel(_aten._local_scalar_dense.default, place).call_boxed
-
-
-def _copy_at(place: str) -> Callable[..., Any]:
+def _copying(kernel: Function) -> Function:
     def copy_(keyset: DispatchKeySet, target: Any, source: Any, non_blocking: bool = False) -> Any:
         __tracebackhide__ = True
-        below = keyset & _BELOW_SELECT if place == _SELECT else _HOST
         if not isinstance(source, torch.Tensor):  # a number, which the dispatcher hands to Python as such
             source = torch.scalar_tensor(source, dtype=_dtype_of_number(source), device="cpu")
-        redispatch = _aten.copy_.default.redispatch
         if target.device == source.device:
-            return redispatch(below, target, source, non_blocking)
+            return kernel(keyset, target, source, non_blocking)
         with _counting() as recorder:
             if recorder is None:
-                return redispatch(below, target, source, non_blocking)
+                return kernel(keyset, target, source, non_blocking)
             asked = causes.of_copy(recorder, source)
             recorder.check_copy(source, target.device, asked)
             before, start = recorder.counted, time.perf_counter()
-            result = redispatch(below, target, source, non_blocking)
+            result = kernel(keyset, target, source, non_blocking)
             if recorder.counted == before:
                 recorder.add_move(source, target, time.perf_counter() - start, asked, non_blocking=non_blocking)
             return result
@@ -146,7 +176,7 @@ def _copy_at(place: str) -> Callable[..., Any]:
     return copy_
 
 
-def _read_by(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _reading(kernel: Function) -> Function:
     def read(keyset: DispatchKeySet, tensor: Any) -> Any:
         __tracebackhide__ = True
         if not isinstance(tensor, torch.Tensor):
@@ -164,14 +194,14 @@ def _read_by(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-def _finder(operator: Any) -> Callable[..., Any]:
-    def find(keyset: DispatchKeySet, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def _finding(operator: Any, kernel: Function) -> Function:
+    def find(keyset: DispatchKeySet, tensor: Any, *args: Any) -> Any:
         __tracebackhide__ = True
         if not isinstance(tensor, torch.Tensor) or is_free_to_read(tensor):
-            return operator.redispatch(keyset & _BELOW_SELECT, tensor, *args, **kwargs)
+            return kernel(keyset, tensor, *args)
         with _counting() as recorder:
             before, start = 0 if recorder is None else recorder.counted, time.perf_counter()
-            result = operator.redispatch(keyset & _BELOW_SELECT, tensor, *args, **kwargs)
+            result = kernel(keyset, tensor, *args)
             if recorder is not None and recorder.counted == before:
                 nbytes = _bytes_of_size(operator._opname, tensor, args)
                 asked = causes.of_size(recorder, operator._opname, tensor)
@@ -184,8 +214,7 @@ def _finder(operator: Any) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _counting() -> Iterator[Recorder | None]:
     """Yield this thread's recorder, if there is one; nothing of what counting does is traced or compiled."""
-    _inside.append(get_ident())
-    tracing, compiling = torch._C._get_tracing_state(), set_eval_frame(None)
+    tracing, compiling = torch._C._get_tracing_state(), eval_frame.set_eval_frame(None)
     try:
         if tracing is not None:
             torch._C._set_tracing_state(None)
@@ -193,8 +222,7 @@ def _counting() -> Iterator[Recorder | None]:
     finally:
         if tracing is not None:
             torch._C._set_tracing_state(tracing)
-        set_eval_frame(compiling)
-        _inside.remove(get_ident())
+        eval_frame.set_eval_frame(compiling)
 
 
 def _dtype_of_number(number: object) -> torch.dtype:

@@ -14,7 +14,13 @@ import pytest
 THEMES = ("JupyterLab Light", "JupyterLab Dark")
 WIDTHS = (1400, 700)
 LONG_NAME = "transformer.encoder.layers[11].self_attn.in_proj_weight"
-SETUP = "%load_ext gpumagic\nimport torch\nfrom torch import nn\nx = torch.ones(1024, 1024, device='simgpu:0')"
+SETUP = """
+%load_ext gpumagic
+%config GPUMagic.advice_seconds = 60
+import torch
+from torch import nn
+x = torch.ones(1024, 1024, device='simgpu:0')
+"""
 LIVE = """
 encoder_of_the_left_image = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to('simgpu:0')
 losses = [encoder_of_the_left_image(torch.ones(512, 64, device='simgpu:0')).mean() for _ in range(8)]

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 import torch
 
-from gpumagic.heap import storages
+from gpumagic.heap import kinds, storages
 from gpumagic.heap.storages import gc_disabled, undisturbed
 
 
@@ -56,3 +56,22 @@ def test_an_interrupt_anywhere_leaves_the_collector_and_gradients_as_they_were(c
         assert line > 5
     finally:
         (gc.enable if enabled else gc.disable)()
+
+
+def test_torch_calls_no_python_while_it_reads_gradients() -> None:
+    """Ctrl-C would come there, and torch takes an `isinstance` that it ends for True (a segmentation fault)."""
+    leaves = list(torch.nn.Linear(2, 2).parameters())
+    assert kinds.peek_gradients(leaves) == []
+    calls: list[str] = []
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename != kinds.__file__:
+            calls.append(frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        kinds.peek_gradients(leaves)
+    finally:
+        sys.setprofile(before)
+    assert calls == []

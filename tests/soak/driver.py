@@ -78,6 +78,14 @@ class Found(Exception):
     """Something was left behind: the kernel is of no more use."""
 
 
+class Died(Found):
+    """The kernel's process has ended."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(f"the kernel died, with exit status {status}")
+        self.status = status
+
+
 class SoakKernel(Kernel):
     """A kernel that may leave a cell unanswered, as one that is interrupted outside of the cell does."""
 
@@ -110,7 +118,7 @@ class SoakKernel(Kernel):
                 return self.client.get_iopub_msg(timeout=1)
             if not self.manager.is_alive():
                 process = getattr(self.manager.provisioner, "process", None)
-                raise Found(f"the kernel died, with exit status {process and process.poll()}")
+                raise Died(process and process.poll())
             if time.monotonic() > deadline:
                 raise Found(f"the kernel has said nothing for {PATIENCE} s")
 
@@ -131,6 +139,7 @@ class Session:
         self._name = f"seed {seed}, session {number}"
         self._python, self._told = python, told
         self._steps: list[str] = []
+        self._disturbed = ""
 
     def run(self, deadline: float) -> None:
         """Run stories until one finds something, all are done, or the time is over."""
@@ -146,7 +155,10 @@ class Session:
                     self._tell(stories.draw(self._rng, self._backend), number)
                 kernel.one("%unload_ext gpumagic\n%load_ext gpumagic")
             except Found as found:
-                self._note(found)
+                if self._was_ended_by_ipykernel(found):
+                    self._count("kernels that ipykernel ended")
+                else:
+                    self._note(found)
             finally:
                 kernel.stop()
 
@@ -176,6 +188,10 @@ class Session:
             if seen.status != "ok":
                 raise Found(f"{cell!r} fails: {seen.ename}: {seen.evalue}")
 
+    def _was_ended_by_ipykernel(self, found: Found) -> bool:
+        """Return whether SIGINT came between ipykernel's handlers: it ends as if asked to, also without gpumagic."""
+        return isinstance(found, Died) and found.status == 0 and self._disturbed == "signal"
+
     def _tell(self, story: Story, number: int) -> None:
         self._steps = [f"story {number}: {story.name}"]
         self._count("stories")
@@ -193,14 +209,20 @@ class Session:
 
     def _step(self, story: Story, cell: str) -> None:
         disturbance = self._choose()
+        self._disturbed = disturbance.kind
         self._steps.append(cell)
         self._prepare(disturbance)
         seen = self._kernel.one(cell, after=disturbance.amount if disturbance.kind == "signal" else None)
         self._count("cells")
-        is_last = seen.count is not None
+        is_answered = seen.count is not None
         if "reload_ext" in cell and seen.status != "ok":  # Ctrl-C in the middle of it: as a user would, again
             self._kernel.one(cell)
-        self._look(cell if is_last else None, disturbance, goes_on=bool(story.ends))
+        if not is_answered:  # ipykernel lost it before its events: the user's next cell puts right what it has left
+            self._steps.append("    ^ without a reply")
+            self._kernel.one("pass")
+        # SIGINT may come before IPython puts the cell into its history; an injected interrupt comes later.
+        is_recorded = is_answered and not (disturbance.kind == "signal" and seen.ename == "KeyboardInterrupt")
+        self._look(cell if is_recorded else None, disturbance, goes_on=bool(story.ends))
         self._judge(story, seen, disturbance)
         self._restore(disturbance)
         if disturbance.kind in ("signal", "injected"):
@@ -311,7 +333,7 @@ class Session:
 
     def _note(self, found: Found) -> None:
         self._errors.seek(0)
-        log = self._errors.read()[-3000:]
+        log = self._errors.read()[-6000:]
         text = "\n".join(("-" * 80, f"FOUND, {self._name}: {found}", *self._steps, f"stderr: {log}"))
         self._told.findings.append(text)
         print(text, flush=True)

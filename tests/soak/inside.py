@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import faulthandler
 import gc
 import json
 import linecache
@@ -58,7 +59,8 @@ _most: dict[str, int] = {}
 
 
 def begin(backend: str) -> None:
-    """Remember how everything is."""
+    """Remember how everything is, and have a crash tell where."""
+    faulthandler.enable(2)
     get_ipython().user_ns_hidden["inside"] = sys.modules[__name__]  # `forget` leaves it there
     _baseline.update(backend=backend, identities=_identities(), state=_state(backend), shell=_shell_state())
 
@@ -255,9 +257,9 @@ def _is_ours(function: Any) -> bool:
     return isinstance(getattr(function, "__self__", None), Interrupt)
 
 
-def _is_idle() -> tuple[bool, bool]:
-    recording = sys.modules.get("gpumagic.transfers.recording")
-    return (recording is None or recording.is_idle(), sampler.is_idle())
+def _is_idle() -> dict[str, bool]:
+    recording = [sys.modules.get(f"gpumagic.transfers.{each}") for each in ("recorder", "operators", "waits")]
+    return {each.__name__: each.is_idle() for each in (*recording, sampler) if each is not None}
 
 
 def _callback(function: Any) -> str:

@@ -83,3 +83,14 @@ def test_a_cell_is_interrupted_at_the_line_that_was_asked_for(bare_shell, inside
     assert bare_shell.run_cell("1").success
     bare_shell.run_cell("1")
     assert json.loads(inside.check(None, goes_on=False))["where"] == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "disturbed", "is_finding"), [(0, "signal", False), (0, "calm", True), (-11, "signal", True)]
+)
+def test_a_kernel_that_died_is_a_finding_unless_ctrl_c_had_ipykernel_end_it(status, disturbed, is_finding) -> None:
+    from soak.driver import Died, Session, Told
+
+    session = Session(0, 0, "python", Told())
+    session._disturbed = disturbed
+    assert session._was_ended_by_ipykernel(Died(status)) is not is_finding

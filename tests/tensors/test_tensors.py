@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from gpumagic.heap import storages
 from gpumagic.tensors import scan as scans
 from gpumagic.tensors.scan import scan
 
@@ -362,6 +363,21 @@ def test_no_unpack_hook_fires() -> None:
         loss = (weight * weight).sum()
     assert row_of("loss", {"loss": loss, "weight": weight}).kind == "activation"
     assert fired == []
+
+
+def test_what_has_expired_is_forgotten_before_the_heap_is_read(monkeypatch) -> None:
+    """Torch 2.4 and 2.8 show an expired storage's object while its record is kept; to read it is a crash."""
+    scan({"x": torch.ones(3)})
+    expired, read = [], gc.get_objects
+    is_expired = torch.UntypedStorage._expired
+
+    def reading():
+        expired.extend(filter(is_expired, storages._storages))
+        return read()
+
+    monkeypatch.setattr(gc, "get_objects", reading)
+    scan({})
+    assert expired == []
 
 
 def test_garbage_that_awaits_the_gc_is_counted_not_collected() -> None:

@@ -43,7 +43,7 @@ def _leaves_torch_alone() -> Iterator[None]:
 
 def has_our_kernels() -> bool:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has("aten::copy_", "PrivateUse1") or has("aten::nonzero", "BackendSelect")
+    return has("aten::copy_", "PrivateUse1") or has("aten::nonzero", "PrivateUse1")
 
 
 def run(cell: str, setup: str = "", **names: Any) -> dict[str, Any]:
@@ -310,18 +310,80 @@ def test_a_shell_shows_an_error_without_a_frame_of_ours(bare_shell: Any, capsys:
     bare_shell.run_line_magic("unload_ext", "gpumagic")
 
 
-def test_a_kernel_that_another_thread_is_in_stays_until_the_next_run() -> None:
-    with gpumagic.ondevice("simgpu:1"):
-        operators._inside.append(-1)
+def test_threads_that_copy_and_read_never_notice_that_cells_begin_and_end() -> None:
+    """Each needs the GIL to enter a kernel in Python, and waits for it while the dispatcher forgets the kernel."""
+    done, errors = threading.Event(), []
+
+    def work() -> None:
+        here, far = torch.ones(4), torch.ones(4, device="simgpu:0")
+        try:
+            while not done.is_set():
+                far.copy_(here)
+                assert (far.sum().item(), far.nonzero().tolist()) == (4, [[0], [1], [2], [3]])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
     try:
-        assert has_our_kernels()
+        for each in threads:
+            each.start()
+        for _ in range(300):
+            with gpumagic.ondevice("simgpu:1"):
+                pass
     finally:
-        operators._inside.remove(-1)
-    run("pass")
+        done.set()
+        for each in threads:
+            each.join()
+        sys.setswitchinterval(interval)
+    assert errors == []
     assert not has_our_kernels()
 
 
-def test_a_default_of_a_backend_that_has_its_own_copy_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "_places_of_copy", lambda: ("BackendSelect",))
-    report, copies, _ = corpus.run("y = x.to('simgpu:0') + 1; z = y.cpu(); y[0] = 2; x[x > 0] = 3")
-    assert corpus.reported(report) == corpus.counted(copies)
+def test_a_kernel_that_another_library_has_put_there_is_called_while_it_is_there() -> None:
+    far, calls = torch.ones(4, device="simgpu:0"), []
+    own = operators._kernel_at("aten::nonzero", torch._C.DispatchKey.PrivateUse1)
+
+    def nonzero(keyset: Any, tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(tensor.shape)
+        return own.call_boxed(keyset, tensor)
+
+    with gpumagic.ondevice("simgpu:1"):
+        assert far.nonzero().shape == (4, 1)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("nonzero", nonzero, "PrivateUse1", with_keyset=True)
+    for count in (1, 2):
+        with gpumagic.ondevice("simgpu:1") as run:
+            assert far.nonzero().shape == (4, 1)
+        assert len(calls) == count
+        assert [move.cause for move in run.report.moves] == [".nonzero"]
+    library._destroy()
+    with gpumagic.ondevice("simgpu:1"):
+        assert far.nonzero().shape == (4, 1)
+    assert len(calls) == 2
+
+
+@pytest.fixture
+def earlier_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(operators, "_kernel_at", None)
+    yield
+    for library in (operators._library, operators._cover):
+        library._destroy()
+    operators._library = operators._cover = None
+
+
+@pytest.mark.usefixtures("earlier_torch")
+@pytest.mark.parametrize(
+    "cell",
+    ["y = x.to('simgpu:0') + 1; z = y.cpu(); y[0] = 2; x[x > 0] = 3", "y = g.sum().item() + x.sum().item()",
+     "y = g.nonzero(); z = x.nonzero(); w = g[g > 0]", "y = torch.unique(g); z = torch.unique_consecutive(g, dim=0)"],
+)  # fmt: skip
+def test_before_torch_2_9_kernels_count_the_same_and_are_covered_in_between(cell: str) -> None:
+    has_kernel, is_open = torch._C._dispatch_has_kernel_for_dispatch_key, ("aten::copy_", "BackendSelect")
+    for _ in range(2):
+        report, copies, _ = corpus.run(cell)
+        assert corpus.reported(report) == corpus.counted(copies)
+        assert has_kernel(*is_open)
+        assert operators.is_idle()
+        assert torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(*is_open)
