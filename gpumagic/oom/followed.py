@@ -50,12 +50,12 @@ def since(last: LastFailure | None, now: LastFailure) -> str:
 
 def _change(last: LastFailure, source: str) -> str:
     """Return the change of a cell: advice that was followed, by its title, else the lines."""
-    if last.source == source:
+    old, new = _body(last.source), _body(source)
+    if old == new:
         return "with the cell unchanged, what ran in between"
     followed = next((each.title for each in last.advice if _result(each, last.source) == source), None)
     if followed is not None:
         return f'"{followed}"'
-    old, new = _body(last.source), _body(source)
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     if matcher.ratio() < ALIKE:
         return ""
@@ -65,8 +65,8 @@ def _change(last: LastFailure, source: str) -> str:
 
 def _body(source: str) -> list[str]:
     """Return the lines, without that of a magic: its options are no part of what needs memory."""
-    first, *rest = source.splitlines()
-    return ["" if first.startswith("get_ipython().run_") else first, *rest]
+    lines = source.rstrip().splitlines()
+    return ["", *lines[1:]] if source.startswith("get_ipython().run_") else lines
 
 
 def _result(advice: Advice, source: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpumagic.oom.followed import LastFailure, since
 from gpumagic.oom.report import Advice, Need
@@ -55,3 +57,17 @@ def test_another_failure_is_not_compared(now) -> None:
 def test_the_options_of_the_magic_are_no_edit() -> None:
     told = since(BEFORE, failed(CELL.replace("''", "'-o r'").replace("64", "16"), 140))
     assert "line 2 (`batch = 64` to `batch = 16`)" in told
+
+
+@pytest.mark.parametrize("source", [CELL.replace("''", "'--keep-going'"), CELL + "\n", CELL.rstrip()])
+def test_a_cell_with_only_other_options_is_unchanged(source) -> None:
+    assert "with the cell unchanged" in since(BEFORE, failed(source, 140))
+
+
+HEADS = st.sampled_from(["", GUARD, GUARD.replace("''", "'-o r'")])
+CELLS = st.tuples(HEADS, st.text("ab\n ", max_size=20)).map("".join)
+
+
+@given(old=CELLS, new=CELLS)
+def test_any_edit_can_be_told(old, new) -> None:
+    assert isinstance(since(failed(old, 220, LOWER), failed(new, 140)), str)

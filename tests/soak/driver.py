@@ -302,7 +302,7 @@ class Session:
             raise Found(f"{seen.ename}: {seen.evalue}\n{trace}")
         said = seen.stdout + seen.stderr
         if not interrupted and ("Error in callback" in said or "Exception ignored" in said):
-            raise Found(f"an error outside of the cell:\n{said}")
+            raise Found(f"an error outside of the cell:\n{said}\n{''.join(seen.tracebacks)}")
 
     def _works_again(self, story: Story) -> None:
         """Check that the next cells are served as if nothing had been."""
