@@ -295,12 +295,14 @@ def _error(outcome: Outcome) -> BaseException | None:
 
 
 def _finish(session: _Session, outcome: Outcome) -> None:
-    report = None if session.info.silent else session.guard.finish(outcome)
-    if report is not None:
-        display(report)
-    show_error = getattr(session.guard, "show_error", None)
-    if show_error is not None:
-        show_error()
+    try:
+        report = None if session.info.silent else session.guard.finish(outcome)
+        if report is not None:
+            display(report)
+    finally:  # Ctrl-C does not take the user's traceback along with the report
+        show_error = getattr(session.guard, "show_error", None)
+        if show_error is not None:
+            show_error()
 
 
 def _is_among(wanted: object, them: Collection[object]) -> bool:

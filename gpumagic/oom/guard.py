@@ -191,10 +191,12 @@ class OomGuard(contextlib.ContextDecorator):
             result.error_in_exec = None if self._keep_going else result.error_in_exec
             return report
         release.clear_exception(result.error_in_exec, self._shell, self._state.outside)
-        result.error_in_exec = None  # else the result would keep what the error's arguments hold
+        # The result would keep what the error's arguments hold; and without a report the cell has failed as well.
+        result.error_in_exec = None if self._keep_going else recognition.OutOfMemory(self._failure.event.message)
         release.reclaim()
         report = self._conclude()
-        result.error_in_exec = None if self._keep_going else out_of_memory(report)
+        if not self._keep_going:
+            result.error_in_exec = out_of_memory(report)
         return report
 
     def __call__(self, function: Function) -> Function:

@@ -9,7 +9,7 @@ import torch
 from interrupts import Interrupt
 
 from gpumagic.memory import sampler
-from gpumagic.oom import traceback
+from gpumagic.oom import evidence, traceback
 from gpumagic.oom.guard import OomGuard
 from gpumagic.transfers.run import DeviceRun
 
@@ -53,3 +53,18 @@ def interrupted_after(function):
         raise KeyboardInterrupt
 
     return interrupted
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("options", ["", "--fallback cpu", "--shrink n"])
+def test_a_cell_whose_report_is_cut_short_has_failed_and_shows_its_traceback(
+    guarded, bare_shell, monkeypatch, capsys, options, error
+) -> None:
+    def conclude(*_, **__):
+        raise error("no report today")
+
+    guarded("1")  # loads the extension
+    monkeypatch.setattr(evidence, "conclude", conclude)
+    result = bare_shell.run_cell(f"%%oomguard {options}\nn = 2\nfail()  # here")
+    assert not result.success
+    assert "fail()  # here" in capsys.readouterr().out
