@@ -90,7 +90,12 @@ class SoakKernel(Kernel):
     """A kernel that may leave a cell unanswered, as one that is interrupted outside of the cell does."""
 
     def one(self, code: str, *, store: bool = True, after: float | None = None) -> Cell:
-        """Run one cell, with SIGINT so many seconds after it began."""
+        """Run one cell, with SIGINT so many seconds after it began; what ipykernel aborts after an error, again."""
+        while (cell := self._once(code, store, after)).status == "aborted":
+            pass
+        return cell
+
+    def _once(self, code: str, store: bool, after: float | None) -> Cell:
         message = self.client.execute(code, store_history=store, allow_stdin=False)
         cell, timer = Cell(), None
         deadline = time.monotonic() + PATIENCE
