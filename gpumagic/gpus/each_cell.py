@@ -63,8 +63,8 @@ class CellMonitor:
         """Undo `install`; recorded cells are kept."""
         session.unregister(self._shell, "pre_run_cell", self._pre_run_cell)
         session.unregister(self._shell, "post_run_cell", self._post_run_cell)
-        self.is_on = False
         self._close(0)
+        self.is_on = False  # last, so that what an interrupt has left undone is done the next time
 
     def report(self) -> CellsReport:
         """Return what the recorded cells did."""

@@ -12,6 +12,7 @@ from kernels import environment
 
 from gpumagic import extension
 from gpumagic.errors import SimgpuUnavailable
+from gpumagic.memory import sampler
 from gpumagic.notebook.cells import PromoteCellMagics
 
 NAMES = {"gpuinfo", "devices", "ondevice", "oomguard"}
@@ -183,7 +184,8 @@ def test_a_profile_can_load_it_always(tmp_path):
     assert "GPUMagic" in done.stdout, done.stderr
 
 
-PARTS = ("extension.py", "cells.py", "completion.py", "session.py", "each_cell.py", "every_cell.py", "_compat.py")
+PARTS = ("extension.py", "cells.py", "completion.py", "session.py", "each_cell.py", "every_cell.py", "_compat.py",
+         "sampler.py")  # fmt: skip
 
 
 class Interrupt:
@@ -204,8 +206,16 @@ class Interrupt:
         return self.trace
 
 
-@pytest.mark.parametrize("command", ["load_ext", "unload_ext", "reload_ext"])
-def test_an_interrupted_load_or_unload_is_finished_by_the_next(bare_shell, command):
+@pytest.mark.parametrize(
+    ("command", "run"),
+    [
+        ("load_ext", "run_line_magic"),
+        ("unload_ext", "run_line_magic"),
+        ("reload_ext", "run_line_magic"),
+        ("reload_ext", "run_cell"),
+    ],
+)
+def test_an_interrupted_load_or_unload_is_finished_by_the_next(bare_shell, two_devices, command, run):
     """Ctrl-C at any line of it leaves nothing twice, and nothing for good."""
     for probe in ("load_ext", "unload_ext"):
         bare_shell.run_line_magic(probe, "probe_magics")
@@ -219,11 +229,15 @@ def test_an_interrupted_load_or_unload_is_finished_by_the_next(bare_shell, comma
         interrupt = Interrupt(line)
         sys.settrace(interrupt.trace)
         try:
-            bare_shell.run_line_magic(command, "gpumagic")
+            if run == "run_cell":
+                bare_shell.run_cell(f"%{command} gpumagic")
+            else:
+                bare_shell.run_line_magic(command, "gpumagic")
         except KeyboardInterrupt:
-            tried += 1
+            pass
         finally:
             sys.settrace(was)
+        tried += bool(interrupt.where)
         extension.load(bare_shell)
         for calls in state(bare_shell)["events"].values():
             names = [each.__qualname__ for each in calls]
@@ -232,6 +246,7 @@ def test_an_interrupted_load_or_unload_is_finished_by_the_next(bare_shell, comma
         extension.unload(bare_shell)
         bare_shell.extension_manager.loaded.discard("gpumagic")
         assert state(bare_shell) == before, interrupt.where
+        assert sampler.is_idle(), interrupt.where
         if not interrupt.where:
             break
     assert tried > 30

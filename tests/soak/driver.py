@@ -67,6 +67,9 @@ class Told:
         return f"{done}; {len(self.findings)} findings"
 
 
+_EXPECTED = ("KeyboardInterrupt", "OutOfMemory", "StrayTensor", "UsageError")
+"""The errors that gpumagic raises where a cell or the user asks for them."""
+
 _NEXT = """%%ondevice 1 -q -o soak_report
 soak_there = torch.ones(300)
 soak_here = soak_there.cpu()
@@ -297,12 +300,11 @@ class Session:
         interrupted = disturbance.kind in ("signal", "injected")
         if seen.ename == "KeyboardInterrupt" and not interrupted:
             raise Found(f"KeyboardInterrupt, and nobody interrupted\n{''.join(seen.tracebacks)}")
-        # That of a late Ctrl-C is shown beside the cell's own.
+        # That of a late Ctrl-C, or of a callback, is shown beside the cell's own.
         trace = "".join(each for each in seen.tracebacks if seen.ename in each)
-        if seen.ename not in ("KeyboardInterrupt", "OutOfMemory", "OutOfMemoryError", "StrayTensor", "UsageError", ""):
-            last = [line for line in trace.splitlines() if line.startswith(("File ", "~/", "/", "Input", "Cell"))][-1:]
-            if any("/gpumagic/" in line for line in last):
-                raise Found(f"{seen.ename} of gpumagic's own\n{trace}")
+        for each in seen.tracebacks:
+            if _is_of_gpumagic(each):
+                raise Found(f"an error of gpumagic's own\n{each}")
         if disturbance.kind == "calm" and story.fails == "" and seen.status != "ok":
             raise Found(f"{seen.ename}: {seen.evalue}\n{trace}")
         said = seen.stdout + seen.stderr
@@ -342,6 +344,14 @@ class Session:
         text = "\n".join(("-" * 80, f"FOUND, {self._name}: {found}", *self._steps, f"stderr: {log}"))
         self._told.findings.append(text)
         print(text, flush=True)
+
+
+def _is_of_gpumagic(trace: str) -> bool:
+    """Return whether gpumagic's code raised the last error of a traceback without being asked to."""
+    lines = trace.splitlines()
+    named = [line for line in lines if "Traceback (most recent call last)" in line] or lines
+    last = [line for line in lines if line.startswith(("File ", "~/", "/", "Input", "Cell"))][-1:]
+    return any("/gpumagic/" in line for line in last) and not any(name in named[-1] for name in _EXPECTED)
 
 
 def main(arguments: list[str] | None = None) -> int:

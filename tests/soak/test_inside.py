@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from soak import driver
 
 
 @pytest.fixture
@@ -94,3 +95,18 @@ def test_a_kernel_that_died_is_a_finding_unless_ctrl_c_had_ipykernel_end_it(stat
     session = Session(0, 0, "python", Told())
     session._disturbed = disturbed
     assert session._was_ended_by_ipykernel(Died(status)) is not is_finding
+
+
+@pytest.mark.parametrize(
+    ("error", "file", "is_found"),
+    [
+        ("IndexError", "/gpumagic/oom/followed.py", True),
+        ("IndexError", "/torch/nn/modules/module.py", False),
+        ("KeyboardInterrupt", "/gpumagic/oom/followed.py", False),
+        ("OutOfMemoryError", "/gpumagic/oom/followed.py", False),
+    ],
+)
+def test_an_error_is_gpumagics_where_its_code_raised_it_unasked(error, file, is_found) -> None:
+    head = f"{'-' * 75}\n{error}    Traceback (most recent call last)\nCell In[1], line 1\n----> 1 step()\n"
+    trace = f"{head}File ~/lib{file}:80, in step()\n     80 old = places[0]\n\n{error}: a text\nof two lines"
+    assert driver._is_of_gpumagic(trace) == is_found
