@@ -19,7 +19,7 @@ from gpumagic.heap import release
 from gpumagic.heap.identity import Identities
 from gpumagic.memory import allocator, host
 from gpumagic.memory.sampler import CellMemory
-from gpumagic.notebook import grad_mode, session
+from gpumagic.notebook import session, torn_modes
 from gpumagic.oom import actions, failure, followed, ownership, recognition, traceback
 from gpumagic.oom.failure import Failure, GuardState, OomObserver, Refusal
 from gpumagic.oom.report import Instant
@@ -100,12 +100,12 @@ class OomGuard(contextlib.ContextDecorator):
         self._retries = 0
         self._recovered = False
         self._traceback: LateTraceback | None = None
-        self._grad_mode = True
+        self._modes = torn_modes.Modes()
         self._state = GuardState(self._namespace, Identities({}), {}, shell)
 
     def open(self) -> None:
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
-        self._grad_mode = grad_mode.current()
+        self._modes = torn_modes.current()
         if self._observer is not None:
             self._observer.close()  # a decorated function that calls itself
         if self._memory is not None:
@@ -138,7 +138,7 @@ class OomGuard(contextlib.ContextDecorator):
     def close(self, error: BaseException | None) -> None:
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
         self.restore()
-        grad_mode.repair(self._grad_mode, error)
+        torn_modes.repair(self._modes, error)
         memory, self._memory = self._memory, None
         if self._observer is not None:
             self._samples, self._refusals, self._observer = self._observer.samples, self._observer.refusals, None

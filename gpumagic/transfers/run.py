@@ -17,7 +17,7 @@ from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import KeptStorages, MemoryTimeline
-from gpumagic.notebook import grad_mode
+from gpumagic.notebook import torn_modes
 from gpumagic.report import base
 from gpumagic.source import lines
 from gpumagic.source.frames import CallSites
@@ -107,7 +107,7 @@ class DeviceRun:
         """Make the device the default and the current one, and start recording."""
         from gpumagic.transfers.recording import Recording
 
-        self._grad_mode = grad_mode.current()
+        self._modes = torn_modes.current()
         self._clock = _Clock()
         self._moved = move.relocate(self._move, self._namespace, self.device) if self._move else ()
         self._sites = CallSites(self._namespace, self._filename)
@@ -132,7 +132,7 @@ class DeviceRun:
             self._clock.stop()
         finally:
             self.restore()
-        grad_mode.repair(self._grad_mode, error)
+        torn_modes.repair(self._modes, error)
         tracebacks.drop_own_frames(error)
         self.report = self._report(error)
         if self._store is not None:

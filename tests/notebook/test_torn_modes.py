@@ -1,4 +1,4 @@
-"""Ctrl-C that tears open a block of torch's which switches gradients off leaves them on; what a cell sets stays."""
+"""Ctrl-C that tears open a block of torch's which switches gradients or autocast closes it; what a cell sets stays."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from itertools import count
 import pytest
 import torch
 from interrupts import Interrupt
+from torch.amp import autocast_mode
 from torch.autograd import grad_mode
 from torch.optim import optimizer
 
-SWITCHING = {grad_mode.__file__, optimizer.__file__}
-"""The code with which torch switches the mode."""
+from gpumagic.notebook import torn_modes
+
+SWITCHING = {grad_mode.__file__, optimizer.__file__, autocast_mode.__file__}
+"""The code with which torch switches the modes."""
 MAGICS = ["%%ondevice simgpu:1", "%%ondevice simgpu:1 --trace", "%%oomguard"]
 
 
 @pytest.fixture
 def shell(bare_shell, two_devices):
     bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_line_magic("xmode", "Minimal")  # hundreds of tracebacks that nobody reads
     bare_shell.run_cell("import torch._dynamo")  # which an optimizer would import, and with it much that switches
     yield bare_shell
     bare_shell.run_line_magic("unload_ext", "gpumagic")
@@ -67,3 +71,44 @@ def test_a_with_block_of_the_api_repairs_it_too(shell) -> None:
     after = gradients_after(shell, "", "with gpumagic.oomguard():\n    with torch.no_grad(): pass")
     assert len(after) > 5
     assert all(after.values())
+
+
+def autocast_now() -> tuple[object, ...]:
+    kinds = ("cpu", "simgpu")
+    of_kinds = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return *of_kinds, torch.is_autocast_cache_enabled(), torn_modes.current()
+
+
+INNER = "with torch.autocast('cpu', torch.float16, cache_enabled=False): pass"
+
+
+@pytest.mark.parametrize(
+    ("magic", "kind", "body"), [("%%ondevice simgpu:1", "cpu", INNER), ("%%oomguard", "simgpu", "pass")]
+)
+def test_a_torn_autocast_is_closed_with_all_it_had_set(shell, magic, kind, body) -> None:
+    shell.run_cell("import torch")
+    before, tried = autocast_now(), 0
+    for line in count():
+        interrupt = Interrupt(SWITCHING, line)
+        interrupt.run(shell, f"{magic}\narm()\nwith torch.autocast('{kind}', torch.float16):\n    {body}")
+        if not interrupt.where:
+            break
+        tried += 1
+        assert autocast_now() == before, interrupt.where
+    assert tried > 20
+
+
+def test_autocast_that_the_cell_itself_has_begun_stays(shell) -> None:
+    shell.run_cell("import torch")
+    code = "open_ = torch.autocast('cpu')\nopen_.__enter__()\narm()\nwith torch.autocast('cpu'): pass"
+    for line in count():
+        interrupt = Interrupt(SWITCHING, line)
+        interrupt.run(shell, f"{MAGICS[0]}\n{code}")
+        assert torch.is_autocast_enabled("cpu"), interrupt.where
+        shell.run_cell("open_.__exit__(None, None, None)")
+        torch.set_autocast_enabled("cpu", False)
+        if not interrupt.where:
+            break
+    while torn_modes.current().nesting:
+        torch.autocast_decrement_nesting()
+    assert line > 10
