@@ -90,11 +90,9 @@ def test_a_cell_is_interrupted_at_the_line_that_was_asked_for(bare_shell, inside
     ("status", "disturbed", "is_finding"), [(0, "signal", False), (0, "calm", True), (-11, "signal", True)]
 )
 def test_a_kernel_that_died_is_a_finding_unless_ctrl_c_had_ipykernel_end_it(status, disturbed, is_finding) -> None:
-    from soak.driver import Died, Session, Told
-
-    session = Session(0, 0, "python", Told())
+    session = driver.Session(0, 0, "python", driver.Told())
     session._disturbed = disturbed
-    assert session._was_ended_by_ipykernel(Died(status)) is not is_finding
+    assert session._was_ended_by_ipykernel(driver.Died(status)) is not is_finding
 
 
 @pytest.mark.parametrize(
