@@ -11,8 +11,8 @@ what they do. Nothing of the notebook changes.
     fitting.py     the largest value of a setting with which a cell fits
     cells.py       dry runs on behalf of the magics
     payload.py     the notebook as code and metadata; `sendable.py` decides how each object goes, `parts.py` as what
-    client.py      the parent's end of the worker process; `worker.py` is the other
-    stage/         what runs in there
+    client.py      the parent's end of the worker process
+    worker/        what runs in that process
     report.py      the records; `view.py` shows them, `chrome.py` writes trace events
     models.py      the models of a cell, and what they take in other types; `models_view.py` shows that
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gpumagic import fakecuda
 from gpumagic.dryrun.targets import WORKSPACES, Target
 from gpumagic.errors import FakecudaUnavailable
-from gpumagic.fakecuda.gpus import GPU, GPUS, like, settings
+from gpumagic.memory.presets import GPU, GPUS, like, settings
 
 CUDA, FAKE = "cuda", "fake"
 VARIABLE = "GPUMAGIC_DRYRUN_ENGINE"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumagic.dryrun import client, engine
-from gpumagic.dryrun.stage.guesses import HOST, LARGE, LARGER, Key, distinct
+from gpumagic.dryrun.worker.guesses import HOST, LARGE, LARGER, Key, distinct
 from gpumagic.report.units import size
 
 _ALIKE = 0.01

@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass
 
 from gpumagic.errors import OptionError
-from gpumagic.fakecuda import gpus
 from gpumagic.gpus import device_names
-from gpumagic.memory import allocator, segments
+from gpumagic.memory import allocator, presets, segments
 from gpumagic.memory.segments import Segment
 
 MIB = 1 << 20
@@ -46,7 +45,7 @@ class Target:
     is_here: bool = True
     """Whether this machine has devices of the backend, so that the notebook's tensors may be on them."""
     gpu: str | None = None
-    """The GPU that was asked for: a name of `fakecuda.gpus.GPUS`."""
+    """The GPU that was asked for: a name of `presets.GPUS`."""
 
     @property
     def names(self) -> list[str]:
@@ -72,8 +71,8 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None) -> 
     """
     here = allocator.accelerators()
     if gpu is not None:
-        gpu = gpus.name_of(gpu)
-        capacity = gpus.GPUS[gpu].capacity if capacity is None else capacity
+        gpu = presets.name_of(gpu)
+        capacity = presets.GPUS[gpu].capacity if capacity is None else capacity
         device = device or "cuda:0"
     if device is None:
         if not here and capacity is None:

@@ -29,7 +29,6 @@ import os
 from collections.abc import Sequence
 
 from gpumagic.errors import OptionError
-from gpumagic.fakecuda.gpus import GPU, GPUS
 from gpumagic.fakecuda.log import (
     Copy,
     copies,
@@ -43,6 +42,7 @@ from gpumagic.fakecuda.log import (
     unknown_sizes,
     was_asked,
 )  # fmt: skip
+from gpumagic.memory.presets import GPU, GPUS
 
 __all__ = [
     "GPU", "GPUS", "Copy", "copies", "environment", "is_enabled", "launches", "leave_out", "memory", "reset",
@@ -76,7 +76,7 @@ def environment(
         FakecudaUnavailable: torch is no CUDA build, or there is no C compiler.
     """
     from gpumagic.fakecuda import build
-    from gpumagic.fakecuda.gpus import settings
+    from gpumagic.memory.presets import settings
 
     chosen = [_sized(gpu, capacity) for gpu in _chosen(gpus, devices)]
     held = _bytes(others)
@@ -93,7 +93,7 @@ def environment(
 
 
 def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[GPU]:
-    from gpumagic.fakecuda.gpus import named
+    from gpumagic.memory.presets import named
 
     asked = [gpus] if isinstance(gpus, (str, GPU)) else list(gpus)
     found = [gpu if isinstance(gpu, GPU) else named(gpu) for gpu in asked]

@@ -81,7 +81,7 @@ def _values(action: Action, offers: Offers) -> Collection[str]:
 
 
 def _gpus() -> Collection[str]:
-    from gpumagic.fakecuda.gpus import GPUS
+    from gpumagic.memory.presets import GPUS
 
     return [name.replace(" ", "-") for name in GPUS]
 

@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from stages import examples
 
-from gpumagic.dryrun.stage.scratch import scratch
+from gpumagic.dryrun.worker.fake.scratch import scratch
 
 aten = torch.ops.aten
 REDUCTIONS: dict[str, Any] = {

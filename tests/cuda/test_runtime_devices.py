@@ -15,7 +15,7 @@ from forks import Forks
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpumagic import fakecuda
-from gpumagic.fakecuda import gpus
+from gpumagic.memory import presets
 
 MIB = 1024**2
 
@@ -138,18 +138,18 @@ answer = [torch.cuda.is_available(), torch.cuda.device_count(), said]
     assert answer == [False, 0, "No CUDA GPUs are available"]
 
 
-@pytest.mark.parametrize("name", list(gpus.GPUS))
+@pytest.mark.parametrize("name", list(presets.GPUS))
 def test_what_torch_says_of_a_device_makes_the_same_device_again(forks: Forks, name: str) -> None:
-    gpu = gpus.GPUS[name]
+    gpu = presets.GPUS[name]
     like, total, not_told = forks.run(
         """
 import dataclasses
-from gpumagic.fakecuda import gpus
+from gpumagic.memory import presets
 rates = {"clock_rate", "memory_clock_rate", "memory_bus_width"}  # torch 2.9 does not tell them
 not_told = sorted(rates - set(dir(torch.cuda.get_device_properties(0))))
-answer = [dataclasses.asdict(gpus.like(0)), torch.cuda.mem_get_info(0)[1], not_told]
+answer = [dataclasses.asdict(presets.like(0)), torch.cuda.mem_get_info(0)[1], not_told]
 """,
-        **{fakecuda.VARIABLE: f"peer=0|{gpus.settings(gpu, 0, 0)}"},
+        **{fakecuda.VARIABLE: f"peer=0|{presets.settings(gpu, 0, 0)}"},
     )
     assert like == dataclasses.asdict(gpu) | dict.fromkeys(not_told, 0)
     assert total == gpu.capacity

@@ -13,7 +13,7 @@ from stages import examples
 
 import gpumagic
 from gpumagic.dryrun import targets
-from gpumagic.dryrun.stage.allocator import Allocator, Pool
+from gpumagic.dryrun.worker.fake.allocator import Allocator, Pool
 from gpumagic.memory import allocator, segments
 from gpumagic.memory.allocator import AllocatorStats
 

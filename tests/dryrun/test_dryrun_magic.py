@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumagic.dryrun.report import DryRunReport
-from gpumagic.fakecuda.gpus import GPUS
+from gpumagic.memory.presets import GPUS
 from gpumagic.notebook.completion import Offers, complete, numbers
 from gpumagic.options import parser
 

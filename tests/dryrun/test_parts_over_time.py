@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.dryrun.stage.ledger import MOST_POINTS, Account, Ledger, Place, timeline
+from gpumagic.dryrun.worker.ledger import MOST_POINTS, Account, Ledger, Place, timeline
 from gpumagic.report.base import to_html, to_text
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -95,7 +95,7 @@ def test_the_course_begins_with_the_cell_and_not_with_what_was_there(names) -> N
 
 def test_a_device_with_little_is_not_thinned_away_by_one_with_much() -> None:
     """Of thousands of changes some hundred points a device are told, the highest and the last among them."""
-    from gpumagic.dryrun.stage.allocator import Allocator
+    from gpumagic.dryrun.worker.fake.allocator import Allocator
 
     ledger = Ledger([Account(Allocator(None, cuts_to_size=True)) for _ in range(2)], Place)
     ledger.start()

@@ -7,8 +7,8 @@ import traceback
 import pytest
 import torch
 
-from gpumagic.dryrun.stage import cell
-from gpumagic.dryrun.stage.passes import Passes
+from gpumagic.dryrun.worker import cell
+from gpumagic.dryrun.worker.passes import Passes
 
 
 def run(source: str, names: dict[str, object] | None = None) -> tuple[list[tuple[str, int, int | None]], dict]:

@@ -15,7 +15,7 @@ import pytest
 
 from gpumagic import fakecuda
 from gpumagic.errors import OptionError
-from gpumagic.fakecuda import gpus
+from gpumagic.memory import presets
 
 ASKS = """
 int cudaMalloc(void **, unsigned long), cudaNeverWritten(void);
@@ -240,8 +240,8 @@ RUN_SHELL = "import os, sys; os.execvp('sh', ['sh', *sys.argv[1:]])"
 
 
 def test_what_is_asked_for_is_what_a_device_is_told() -> None:
-    gpu = gpus.named("rtx-4090")
-    assert gpu is gpus.GPUS["RTX 4090"]
-    assert gpus.settings(gpu, 3, 5).split(",")[0] == "name=NVIDIA GeForce RTX 4090"
+    gpu = presets.named("rtx-4090")
+    assert gpu is presets.GPUS["RTX 4090"]
+    assert presets.settings(gpu, 3, 5).split(",")[0] == "name=NVIDIA GeForce RTX 4090"
     with pytest.raises(OptionError, match="did you mean A100"):
-        gpus.named("A10O")
+        presets.named("A10O")

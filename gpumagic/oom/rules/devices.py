@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from gpumagic.fakecuda.gpus import GPUS
+from gpumagic.memory.presets import GPUS
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import backend, propose

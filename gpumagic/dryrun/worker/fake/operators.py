@@ -17,13 +17,13 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.stage.backend import DeviceModule
-from gpumagic.dryrun.stage.calls import Call
-from gpumagic.dryrun.stage.contents import Contents
-from gpumagic.dryrun.stage.ledger import Ledger
-from gpumagic.dryrun.stage.plans import Operands, Operator, Plan
-from gpumagic.dryrun.stage.scratch import scratch
-from gpumagic.dryrun.stage.storages import CPU, Form, Storages, key_of
+from gpumagic.dryrun.worker.fake.backend import DeviceModule
+from gpumagic.dryrun.worker.fake.calls import Call
+from gpumagic.dryrun.worker.fake.contents import Contents
+from gpumagic.dryrun.worker.fake.plans import Operands, Operator, Plan
+from gpumagic.dryrun.worker.fake.scratch import scratch
+from gpumagic.dryrun.worker.ledger import Ledger
+from gpumagic.dryrun.worker.storages import CPU, Form, Storages, key_of
 
 aten = torch.ops.aten
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpumagic.dryrun.stage.storages import span
+from gpumagic.dryrun.worker.storages import span
 
 _TAKE_HOST_INDICES = frozenset({
     "aten::index.Tensor", "aten::index.Tensor_out", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put",

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from gpumagic.dryrun.stage import attention
-from gpumagic.dryrun.stage.attention import PROCESSORS
-from gpumagic.dryrun.stage.calls import Call
+from gpumagic.dryrun.worker.fake import attention
+from gpumagic.dryrun.worker.fake.attention import PROCESSORS
+from gpumagic.dryrun.worker.fake.calls import Call
 
 THREADS_A_PROCESSOR = 2048
 _VECTOR, _MOST_THREADS, _WARP = 4, 512, 32

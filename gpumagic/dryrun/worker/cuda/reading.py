@@ -16,9 +16,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumagic.dryrun.stage import cell
-from gpumagic.dryrun.stage.guesses import Guesses
-from gpumagic.dryrun.stage.known import Known
+from gpumagic.dryrun.worker import cell
+from gpumagic.dryrun.worker.guesses import Guesses
+from gpumagic.dryrun.worker.known import Known
 
 _UNSEEN = (*cell.COMPILERS, "torch.serialization")
 """What copies to the host and looks at no value: a file of weights has its size whatever they are."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from gpumagic.dryrun.stage.backend import OURS
-from gpumagic.dryrun.stage.calls import Call
+from gpumagic.dryrun.worker.fake.backend import OURS
+from gpumagic.dryrun.worker.fake.calls import Call
 
 PROCESSORS = 108
 """Of an A100, which is what an imagined device is."""

@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.stage import cell, overlay
+from gpumagic.dryrun.worker import cell, overlay
 
 if TYPE_CHECKING:
-    from gpumagic.dryrun.stage.backend import DeviceModule
+    from gpumagic.dryrun.worker.fake.backend import DeviceModule
 
 
 _OF_ANY_ACCELERATOR = (

@@ -19,9 +19,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.stage import collectives
-from gpumagic.dryrun.stage.attention import attention
-from gpumagic.dryrun.stage.backend import OURS, DeviceModule, Event, Stream, current_stream, stream
+from gpumagic.dryrun.worker.fake import collectives
+from gpumagic.dryrun.worker.fake.attention import attention
+from gpumagic.dryrun.worker.fake.backend import OURS, DeviceModule, Event, Stream, current_stream, stream
 
 _REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")
 _AMONG_DEVICES = ("broadcast", "broadcast_out", "broadcast_coalesced", "scatter", "scatter_out", "gather", "gather_out")

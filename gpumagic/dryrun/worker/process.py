@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from gpumagic import fakecuda
-from gpumagic.dryrun import forks, parts
+from gpumagic.dryrun import parts
+from gpumagic.dryrun.worker import forks
 
 _tried: set[str] = set()
 """Modules that were asked for before: one that cannot be imported here is not tried for every dry run."""
@@ -29,7 +30,7 @@ def main(descriptor: int) -> None:
     """Serve dry runs until the other end of the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = Connection(descriptor)
-    _warm_up("on_cuda" if fakecuda.is_enabled() else "on_fake")
+    _warm_up("cuda.run" if fakecuda.is_enabled() else "fake.run")
     while True:
         try:
             request, variants = pickle.loads(requests.recv_bytes())  # noqa: S301  # from our own parent
@@ -40,7 +41,7 @@ def main(descriptor: int) -> None:
             requests.send_bytes(answer)
 
 
-def _warm_up(stage: str) -> None:
+def _warm_up(engine: str) -> None:
     """Import what every dry run needs; torch's meta kernels in Python are half of it."""
     import torch
 
@@ -48,9 +49,9 @@ def _warm_up(stage: str) -> None:
     importlib.import_module("torch.utils.checkpoint")
     importlib.import_module("torch.utils.data")
     importlib.import_module("torch._dynamo")  # optimizers import it at their first step
-    importlib.import_module(f"gpumagic.dryrun.stage.{stage}")
-    if stage == "on_fake":
-        from gpumagic.dryrun.stage.operators import taken_apart
+    importlib.import_module(f"gpumagic.dryrun.worker.{engine}")
+    if engine == "fake.run":
+        from gpumagic.dryrun.worker.fake.operators import taken_apart
 
         taken_apart()
     blank = torch.empty(2, device="meta")
@@ -99,11 +100,11 @@ def _serve(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> N
     sys.argv = [""]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["engine"] == "cuda":
-        from gpumagic.dryrun.stage.on_cuda import CudaRun
+        from gpumagic.dryrun.worker.cuda.run import CudaRun
 
         CudaRun(request, send).run()
     else:
-        from gpumagic.dryrun.stage.on_fake import FakeRun
+        from gpumagic.dryrun.worker.fake.run import FakeRun
 
         FakeRun(request, send).run()
 

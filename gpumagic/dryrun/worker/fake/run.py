@@ -12,22 +12,23 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.stage import backend, cell, deferred_fills, ledger, sandbox
-from gpumagic.dryrun.stage.allocator import Allocator
-from gpumagic.dryrun.stage.autocast import Autocast
-from gpumagic.dryrun.stage.contents import Contents
-from gpumagic.dryrun.stage.deferred_fills import DeferredFills
-from gpumagic.dryrun.stage.guesses import Guesses
-from gpumagic.dryrun.stage.kinds import Kinds, Lines
-from gpumagic.dryrun.stage.ledger import Account, Ledger, Place
-from gpumagic.dryrun.stage.models import Models
-from gpumagic.dryrun.stage.modules import Modules, by_module
-from gpumagic.dryrun.stage.names import Names
-from gpumagic.dryrun.stage.operators import Operators
-from gpumagic.dryrun.stage.passes import File, Passes
-from gpumagic.dryrun.stage.sandbox import Magics
-from gpumagic.dryrun.stage.scratch import without_rule
-from gpumagic.dryrun.stage.storages import Storages, key_of
+from gpumagic.dryrun.worker import cell, deferred_fills, ledger, sandbox
+from gpumagic.dryrun.worker.deferred_fills import DeferredFills
+from gpumagic.dryrun.worker.fake import backend
+from gpumagic.dryrun.worker.fake.allocator import Allocator
+from gpumagic.dryrun.worker.fake.autocast import Autocast
+from gpumagic.dryrun.worker.fake.contents import Contents
+from gpumagic.dryrun.worker.fake.names import Names
+from gpumagic.dryrun.worker.fake.operators import Operators
+from gpumagic.dryrun.worker.fake.scratch import without_rule
+from gpumagic.dryrun.worker.guesses import Guesses
+from gpumagic.dryrun.worker.kinds import Kinds, Lines
+from gpumagic.dryrun.worker.ledger import Account, Ledger, Place
+from gpumagic.dryrun.worker.models import Models
+from gpumagic.dryrun.worker.modules import Modules, by_module
+from gpumagic.dryrun.worker.passes import File, Passes
+from gpumagic.dryrun.worker.sandbox import Magics
+from gpumagic.dryrun.worker.storages import Storages, key_of
 
 IN_TREE = frozenset({"cuda", "xpu", "mps"})
 

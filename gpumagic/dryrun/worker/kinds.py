@@ -13,11 +13,11 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gpumagic.dryrun.stage import cell
-from gpumagic.dryrun.stage.guesses import THREAD, Key
-from gpumagic.dryrun.stage.history import History
-from gpumagic.dryrun.stage.ledger import Ledger, Place
-from gpumagic.dryrun.stage.storages import key_of
+from gpumagic.dryrun.worker import cell
+from gpumagic.dryrun.worker.cuda.history import History
+from gpumagic.dryrun.worker.guesses import THREAD, Key
+from gpumagic.dryrun.worker.ledger import Ledger, Place
+from gpumagic.dryrun.worker.storages import key_of
 from gpumagic.heap.kinds import Graphs
 
 

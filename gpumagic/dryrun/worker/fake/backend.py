@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.stage.ledger import Ledger
+from gpumagic.dryrun.worker.ledger import Ledger
 
 OURS = "dryrun"
 """The device's name where CUDA's is taken by torch's own."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from gpumagic.dryrun.stage.guesses import Guesses
-from gpumagic.dryrun.stage.known import LARGEST, Known
-from gpumagic.dryrun.stage.storages import Storages, key_of
+from gpumagic.dryrun.worker.guesses import Guesses
+from gpumagic.dryrun.worker.known import LARGEST, Known
+from gpumagic.dryrun.worker.storages import Storages, key_of
 
 
 class Contents:

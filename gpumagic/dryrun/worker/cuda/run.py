@@ -18,18 +18,10 @@ import torch
 
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.stage import cell, deferred_fills, ledger, sandbox
-from gpumagic.dryrun.stage.deferred_fills import LEAST, DeferredFills
-from gpumagic.dryrun.stage.guesses import Guesses
-from gpumagic.dryrun.stage.history import History, Trace, rounded
-from gpumagic.dryrun.stage.kinds import Kinds, Lines
-from gpumagic.dryrun.stage.known import Known
-from gpumagic.dryrun.stage.layout import Layout
-from gpumagic.dryrun.stage.ledger import Ledger, Peak, Place
-from gpumagic.dryrun.stage.models import Models
-from gpumagic.dryrun.stage.modules import Modules, by_module
-from gpumagic.dryrun.stage.passes import File, Passes
-from gpumagic.dryrun.stage.reading import (
+from gpumagic.dryrun.worker import cell, deferred_fills, ledger, sandbox
+from gpumagic.dryrun.worker.cuda.history import History, Trace, rounded
+from gpumagic.dryrun.worker.cuda.layout import Layout
+from gpumagic.dryrun.worker.cuda.reading import (
     Contents,
     Following,
     Reading,
@@ -38,6 +30,14 @@ from gpumagic.dryrun.stage.reading import (
     address_of,
     memory_of,
 )
+from gpumagic.dryrun.worker.deferred_fills import LEAST, DeferredFills
+from gpumagic.dryrun.worker.guesses import Guesses
+from gpumagic.dryrun.worker.kinds import Kinds, Lines
+from gpumagic.dryrun.worker.known import Known
+from gpumagic.dryrun.worker.ledger import Ledger, Peak, Place
+from gpumagic.dryrun.worker.models import Models
+from gpumagic.dryrun.worker.modules import Modules, by_module
+from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.memory import workspaces
 from gpumagic.source import frames
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from gpumagic.dryrun.stage.kinds import has_no_storage
-from gpumagic.dryrun.stage.ledger import Ledger
+from gpumagic.dryrun.worker.kinds import has_no_storage
+from gpumagic.dryrun.worker.ledger import Ledger
 from gpumagic.heap.running_module import RunningModule
 
 REST = ""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gpumagic.dryrun.stage.allocator import Allocator, Block, Pool
+from gpumagic.dryrun.worker.fake.allocator import Allocator, Block, Pool
 from gpumagic.memory.segments import Segment
 
 BASE = "before the cell"

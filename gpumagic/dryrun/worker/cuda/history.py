@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from gpumagic.dryrun.stage.allocator import Allocator
-from gpumagic.dryrun.stage.ledger import BASE, Account, Ledger, Life, Peak, Place
+from gpumagic.dryrun.worker.fake.allocator import Allocator
+from gpumagic.dryrun.worker.ledger import BASE, Account, Ledger, Life, Peak, Place
 
 _NO_OPERATOR = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"})
 
