@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,23 @@ def test_features_import_from_those_features_alone_that_are_declared() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(edges()) == set()
+
+
+def test_no_c_files_of_the_fake_runtime_call_each_other_in_a_circle() -> None:
+    native = (PACKAGE / "fakecuda" / "native").glob("*.c")
+    sources = {path.name: re.sub(r"/\*.*?\*/|\"[^\"\n]*\"", "", path.read_text(), flags=re.DOTALL) for path in native}
+    defined = {
+        function: file
+        for file, text in sources.items()
+        for function in re.findall(r"^(?!static|typedef)[\w ]+[ *](\w+)\([^;]*\) \{", text, re.MULTILINE)
+    }
+    assert defined["capture_take"] == "capture.c"
+    assert circles({
+        (file, defined[word])
+        for file, text in sources.items()
+        for word in re.findall(r"\w+", text)
+        if defined.get(word, file) != file
+    }) == set()  # fmt: skip
 
 
 def circles(found: set[Edge]) -> set[frozenset[str]]:

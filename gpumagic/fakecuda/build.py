@@ -22,7 +22,7 @@ from gpumagic.errors import FakecudaUnavailable
 from gpumagic.fakecuda.answers import answering
 
 NATIVE = Path(__file__).parent / "native"
-MAJOR_VERSIONS = (12, 13)  # of CUDA, whose structures `native/runtime.h` knows
+MAJOR_VERSIONS = (12, 13)  # of CUDA, whose structures `native/cudart.h` knows
 CORE = ("devices.c", "memory.c", "transfers.c", "launches.c", "sizes.c", "errors.c")
 FLAGS = ("-O1", "-fPIC", "-shared", "-w", "-std=gnu11")
 
@@ -51,7 +51,7 @@ class Library:
 
 
 LIBRARIES = (
-    Library("cudart", ("runtime.c", "streams.c", "kernels.c", "graphs.c", "pools.c"), r"(__)?cuda", 801),
+    Library("cudart", ("runtime.c", "streams.c", "kernels.c", "capture.c", "graphs.c", "pools.c"), r"(__)?cuda", 801),
     Library("cuda", ("driver.c",), r"cu[A-Z](?!ile)", 801),
     Library("cublas", ("cublas.c",), "cublas", 15, quiet=r"cublas(?!Get|Create)"),
     Library("cublasLt", ("cublaslt.c",), "cublasLt", 15, quiet=r"cublasLt.*(Set|Init|Matmul$|Transform$)"),

@@ -27,7 +27,7 @@ def version(folder: Path) -> int:
 
 def fields(name: str, number: int) -> list[str]:
     """Return the fields of one of our structures as that version of CUDA has them."""
-    command = ["cc", "-E", "-P", f"-DFAKE_CUDA_VERSION={number}", str(build.NATIVE / "runtime.h")]
+    command = ["cc", "-E", "-P", f"-DFAKE_CUDA_VERSION={number}", str(build.NATIVE / "cudart.h")]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     body = re.findall(rf"struct {name} {{(.*?)}};", text, re.DOTALL)[0]
     return [field for line in body.split(";") for field in re.findall(r"(\w+)(?:\[\w+\])*\s*(?:,|$)", line.strip())]
@@ -54,7 +54,7 @@ def test_the_structures_lie_as_nvidia_has_them(folder: Path, tmp_path: Path) -> 
     if not (folder / "crt/host_defines.h").exists() and not (TRITON / "crt/host_defines.h").exists():
         pytest.skip("crt/host_defines.h is not beside torch: pip install nvidia-cuda-crt")
     theirs = layout(folder, "driver_types.h", [f"-I{folder}", f"-I{TRITON}"], tmp_path)
-    ours = layout(folder, "runtime.h", [f"-I{build.NATIVE}", f"-DFAKE_CUDA_VERSION={version(folder)}"], tmp_path)
+    ours = layout(folder, "cudart.h", [f"-I{build.NATIVE}", f"-DFAKE_CUDA_VERSION={version(folder)}"], tmp_path)
     assert ours == theirs
     assert len(ours.splitlines()) > 100
 

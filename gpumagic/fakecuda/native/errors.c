@@ -59,6 +59,13 @@ const char *fake_error_name(int error) { return row(error) < 0 ? NULL : ERRORS[r
 const char *fake_driver_error_name(int error) { return row(error) < 0 ? NULL : ERRORS[row(error)].driver_name; }
 const char *fake_error_text(int error) { return row(error) < 0 ? NULL : ERRORS[row(error)].text; }
 
+_Thread_local int fake_last_error;
+
+int fake_remember_error(int error) {
+  if (error && error != NOT_READY) fake_last_error = error;
+  return error;
+}
+
 /* Said once for each name, in one line. */
 void fake_missing(const char *library, const char *name) {
   static const char *said[1024];

@@ -43,7 +43,7 @@ enum {
   CAPTURED_EVENT = 907,
 };
 
-/* A GPU. The first fields are settings, see gpus.py; sizes are in bytes, rates in kHz. */
+/* A GPU. The first fields are settings, see memory/presets.py; sizes are in bytes, rates in kHz. */
 struct fake_device {
   char name[256];
   unsigned char uuid[16];
@@ -124,6 +124,8 @@ int fake_resident_blocks(int threads, int64_t shared); /* of a multiprocessor of
 void fake_unknown_size(const char *what); /* a literal: what was asked for memory, of which only it knows how much */
 
 /* errors.c */
+extern _Thread_local int fake_last_error; /* of the runtime */
+int fake_remember_error(int error);           /* as the last one of the thread, unless it is none; returns it */
 const char *fake_error_name(int error);        /* the runtime's, cudaErrorNoDevice; NULL where it is unknown */
 const char *fake_driver_error_name(int error); /* the driver's, CUDA_ERROR_NO_DEVICE */
 const char *fake_error_text(int error);

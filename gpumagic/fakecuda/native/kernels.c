@@ -1,7 +1,7 @@
 /* libcudart: kernels. They are registered by the constructors of the libraries that hold them, and launched to be
  * counted; and the driver's functions by name. */
 #define _GNU_SOURCE
-#include "runtime.h"
+#include "cudart.h"
 
 #include <dlfcn.h>
 #include <stdio.h>

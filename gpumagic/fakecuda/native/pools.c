@@ -5,7 +5,7 @@
  * than it was told to keep.
  */
 #define _GNU_SOURCE
-#include "runtime.h"
+#include "capture.h"
 
 #include <pthread.h>
 #include <search.h>

@@ -1,18 +1,11 @@
 /* libcudart: devices, memory and copies. What is asked for is done when the call returns. */
 #define _GNU_SOURCE
-#include "runtime.h"
+#include "capture.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-
-static _Thread_local int last_error;
-
-int runtime_result(int error) {
-  if (error && error != NOT_READY) last_error = error;
-  return error;
-}
 
 /* Versions and devices */
 
@@ -170,11 +163,11 @@ FAKE_API const char *cudaGetErrorName(int error) {
 FAKE_API const char *cudaGetErrorString(int error) {
   return fake_error_text(error) ? fake_error_text(error) : "unknown error";
 }
-FAKE_API int cudaPeekAtLastError(void) { return last_error; }
+FAKE_API int cudaPeekAtLastError(void) { return fake_last_error; }
 
 FAKE_API int cudaGetLastError(void) {
-  int error = last_error;
-  last_error = OK;
+  int error = fake_last_error;
+  fake_last_error = OK;
   return error;
 }
 

@@ -1,6 +1,6 @@
 /* libcudart: streams and events. Work is done when it is asked for, so streams order nothing and events are clocks. */
 #define _GNU_SOURCE
-#include "runtime.h"
+#include "capture.h"
 
 #include <stdlib.h>
 #include <time.h>
@@ -92,7 +92,7 @@ FAKE_API int cudaEventCreateWithFlags(void **event, unsigned flags) {
 FAKE_API int cudaEventCreate(void **event) { return cudaEventCreateWithFlags(event, 0); }
 FAKE_API int cudaEventDestroy(void *event) { return free(event), OK; }
 
-void event_happens(void *event) {
+static void event_happens(void *event) {
   struct event *recorded = event;
   clock_gettime(CLOCK_MONOTONIC, &recorded->at);
   recorded->recorded = 1;
@@ -104,7 +104,7 @@ FAKE_API int cudaEventRecordWithFlags(void *event, void *stream, unsigned flags)
   struct event *recorded = event;
   if (recorded->device != (stream_of(stream) ? stream_of(stream)->device : fake_current)) RESULT(INVALID_HANDLE);
   if (!capture_of(stream)) event_happens(event);
-  else if (flags & EXTERNAL) capture_take(stream, (struct node){RECORD, event});
+  else if (flags & EXTERNAL) capture_take(stream, (struct node){RECORD, event, (void *)event_happens});
   else recorded->capture = capture_of(stream);
   return OK;
 }

@@ -1,6 +1,6 @@
 /* The structures of the runtime's interface, as CUDA 12 and 13 lay them out, and what the files of libcudart share. */
-#ifndef GPUMAGIC_RUNTIME_H
-#define GPUMAGIC_RUNTIME_H
+#ifndef GPUMAGIC_CUDART_H
+#define GPUMAGIC_CUDART_H
 
 #include "fake.h"
 
@@ -88,33 +88,8 @@ struct stream {
 
 static inline struct stream *stream_of(void *stream) { return (uintptr_t)stream > 2 ? stream : NULL; }
 
-int runtime_result(int error); /* remember an error as the thread's last one, and return it */
-#define RESULT(error) return runtime_result(error)
+#define RESULT(error) return fake_remember_error(error)
 #define ENTER() \
-  if (!fake_enter()) return runtime_result(fake_why_not())
-
-/* What a graph does when it is launched. */
-enum { LAUNCH, COPY, ROWS, SET, CALL, RECORD };
-
-struct node {
-  int kind;
-  void *target;       /* of a call its argument, of a record the event */
-  const void *source; /* of a launch the kernel, of a call the function */
-  size_t nbytes;      /* of rows, of each */
-  size_t target_pitch, source_pitch, height;
-  int value;
-};
-
-/* graphs.c */
-uint64_t capture_of(void *stream); /* the capture that a stream takes part in now, 0 if none */
-int capture_is_active(uint64_t capture);
-int capture_take(void *stream, struct node node); /* 1: it is in the graph now, and is not to be done */
-int capture_join(void *stream, uint64_t capture);
-int capture_break(void *stream, int error); /* the capture of a stream fails, with this error */
-int capture_forbids_wait(void *stream);     /* the error of waiting for a stream now, or OK */
-int capture_forbids_unsafe(void);           /* whether a call that may wait for every stream may not be made now */
-
-/* streams.c */
-void event_happens(void *event);
+  if (!fake_enter()) RESULT(fake_why_not())
 
 #endif
