@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,9 @@ from stages import FEW, IS_WHOLE, MANY, is_deep
 from traitlets.config import Config
 
 from gpumagic import fakecuda
+
+if TYPE_CHECKING:
+    from device import Accelerator
 
 # Two cores: torch's own threads would fight the kernels that the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -50,6 +54,20 @@ def two_devices() -> list[str]:
     return ["simgpu:0", "simgpu:1"]
 
 
+@pytest.fixture(scope="session")
+def _device() -> Accelerator:
+    import device
+
+    return device.find()
+
+
+@pytest.fixture
+def device(_device: Accelerator) -> Accelerator:
+    """The device that this process's torch has, with nothing counted yet: see `device.py`."""
+    _device.start_clean()
+    return _device
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the files, mark what runs in a shell or a kernel, and have the tests of Hypothesis in both stages.
 
@@ -70,6 +88,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item in in_shell:
             item.add_marker("ipython")
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("device")
         if is_deep(config) and hasattr(getattr(item, "obj", None), "hypothesis"):
             item.add_marker("deep")
 

@@ -50,41 +50,6 @@ def _fresh_log(request: pytest.FixtureRequest) -> None:
     cuDNN off, is set back.
     """
     if fakecuda.is_enabled():
-        import gc
+        from device import Accelerator
 
-        import torch
-
-        gc.collect(getattr(request.module, "COLLECTED_GENERATION", 2))
-        if _small_blocks() > _staying[0]:
-            gc.collect()
-            _staying[0] = _small_blocks()
-        torch.cuda.empty_cache()
-        _clear_free_blocks()
-        torch.backends.cudnn.enabled = True
-        torch.set_printoptions(profile="default")
-        fakecuda.reset()
-
-
-def _clear_free_blocks() -> None:
-    """Have memory be zero also in segments that something still uses; the fake runtime has it on the host."""
-    import ctypes
-
-    import torch
-
-    devices = range(torch.cuda.device_count())
-    if any(torch.cuda.memory_reserved(each) > torch.cuda.memory_allocated(each) for each in devices):
-        blocks = (each for segment in torch.cuda.memory_snapshot() for each in segment["blocks"])
-        for block in blocks:
-            if block["state"] == "inactive":
-                ctypes.memset(block["address"], 0, block["size"])
-
-
-_staying = [0]
-"""Blocks that no collection of garbage frees, such as torch's own workspaces."""
-
-
-def _small_blocks() -> int:
-    import torch
-
-    devices = range(torch.cuda.device_count())
-    return sum(torch.cuda.memory_stats(each).get("active.small_pool.current", 0) for each in devices)
+        Accelerator("cuda").start_clean(getattr(request.module, "COLLECTED_GENERATION", 2))
