@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -88,10 +88,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item in in_shell:
             item.add_marker("ipython")
-        if "device" in getattr(item, "fixturenames", ()):
+        if "device" in getattr(item, "fixturenames", ()) and "device" not in _parameters(item):
             item.add_marker("device")
         if is_deep(config) and hasattr(getattr(item, "obj", None), "hypothesis"):
             item.add_marker("deep")
+
+
+def _parameters(item: pytest.Item) -> Collection[str]:
+    return item.callspec.params if hasattr(item, "callspec") else ()
 
 
 _SHELLS = frozenset({"bare_shell", "start_kernel"})
