@@ -3,6 +3,7 @@
 Start with `allocator`, which every feature reads; `timeline` has the records of a cell's memory over time.
 
     allocator.py   statistics of each device's allocator, read without initialising a backend
+    ledger.py      the life of every block: the account of a peak, by line, part and module
     history.py     the CUDA allocator's own history of a cell, for memory_viz
     segments.py    the allocator's segments and blocks, from `memory_snapshot`
     host.py        the RAM that is available to this process

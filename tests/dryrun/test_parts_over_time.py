@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.dryrun.worker.ledger import MOST_POINTS, Account, Ledger, Place, timeline
+from gpumagic.memory.ledger import MOST_POINTS, timeline
 from gpumagic.report.base import to_html, to_text
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -95,9 +95,10 @@ def test_the_course_begins_with_the_cell_and_not_with_what_was_there(names) -> N
 
 def test_a_device_with_little_is_not_thinned_away_by_one_with_much() -> None:
     """Of thousands of changes some hundred points a device are told, the highest and the last among them."""
+    from gpumagic.dryrun.worker.fake.accounts import FakeAccount, FakeLedger
     from gpumagic.dryrun.worker.fake.allocator import Allocator
 
-    ledger = Ledger([Account(Allocator(None, cuts_to_size=True)) for _ in range(2)], Place)
+    ledger = FakeLedger([FakeAccount(allocator=Allocator(None, cuts_to_size=True)) for _ in range(2)])
     ledger.start()
     for key in range(3000):
         ledger.take(key, 0, 512)

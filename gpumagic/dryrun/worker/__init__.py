@@ -6,7 +6,7 @@ Start with `process.py`, then `cuda/run.py` or `fake/run.py`.
     cuda/            torch's own CUDA over the fake runtime: one dry run from unpacking the notebook to the outcome
     fake/            the same on fake tensors
     cell.py          the cell's code and what it raised
-    ledger.py        every block: who asked for it, when, what it is; the peak
+    fake/accounts.py the ledger of blocks (memory/ledger.py) over an allocator that is only computed
     storages.py      storages of torch's with a size, a device and no bytes
     known.py         the few small values that are known all the same
     guesses.py       what the host is told of the others, a scenario at a time

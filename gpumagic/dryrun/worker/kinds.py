@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gpumagic.dryrun.worker import cell
 from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.dryrun.worker.guesses import THREAD, Key
-from gpumagic.dryrun.worker.ledger import Ledger, Place
 from gpumagic.dryrun.worker.storages import key_of
 from gpumagic.heap.kinds import Graphs
+from gpumagic.memory.ledger import Ledger, Place
 
 
 class Kinds:

@@ -9,11 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from gpumagic.dryrun.worker.kinds import has_no_storage
-from gpumagic.dryrun.worker.ledger import Ledger
 from gpumagic.heap.running_module import RunningModule
-
-REST = ""
-"""The name of what belongs to no module."""
 
 
 class History(Protocol):
@@ -70,14 +66,3 @@ class Modules(RunningModule):
         if key and self._owners.get(key) != number:
             self._owners[key] = number
             self._history.own(key, number)
-
-
-def by_module(ledger: Ledger, device: int, names: list[str]) -> list[tuple[str, dict[str, int]]]:
-    """Return the bytes at a device's peak by module and kind, the largest first; their sum is the peak."""
-    time = ledger.accounts[device].peak.time
-    found: dict[str, dict[str, int]] = {}
-    for life in ledger.lives:
-        if life.device == device and life.is_alive_at(time):
-            parts = found.setdefault(REST if life.module is None else names[life.module], {})
-            parts[life.part()] = parts.get(life.part(), 0) + life.nbytes
-    return sorted(found.items(), key=lambda item: -sum(item[1].values()))

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from gpumagic.dryrun.worker.fake.allocator import Allocator
-from gpumagic.dryrun.worker.ledger import BASE, Account, Ledger, Life, Peak, Place
+from gpumagic.memory.ledger import BASE, Account, Ledger, Life, Peak, Place
 
 _NO_OPERATOR = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"})
 
@@ -59,15 +58,15 @@ class History:
 
     def own(self, key: int, module: int) -> None:
         """Say whose the block at an address is."""
-        self._note(lambda replay: replay.own(key, module))
+        self._note(lambda replay: replay.ledger.own(key, module))
 
     def mark(self, address: int, kind: str) -> None:
         """Say what the block at an address is."""
-        self._note(lambda replay: replay.mark(address, kind))
+        self._note(lambda replay: replay.ledger.mark(address, kind))
 
     def mark_activations(self) -> None:
         """Say that a backward pass begins."""
-        self._note(lambda replay: replay.mark_activations())
+        self._note(lambda replay: replay.ledger.mark_activations())
 
     def _note(self, mark: Callable[[_Replay], object]) -> None:
         self._marks.append((time.time() * 1e6, mark))
@@ -103,16 +102,15 @@ class History:
 
 class _Replay:
     def __init__(self, devices: int, place_of: Callable[[Trace], Place]) -> None:
-        self.ledger = Ledger([Account(Allocator(None, False)) for _ in range(devices)], Place)
+        self.ledger = Ledger([Account() for _ in range(devices)])
         self.ledger.unpacking = True
         self._place_of = place_of
         self._origins: dict[tuple[Any, ...], tuple[Place, str]] = {}
-        self._alive: dict[int, Life] = {}
         self._backward = Place()
 
     def begin(self, device: int, address: int, size: int, operator: str, place: Place) -> None:
         self.ledger.operator, self.ledger.place = operator, place
-        self._alive[address] = self.ledger.begin_life(device, size)
+        self.ledger.begin(address, device, size)
 
     def follow(self, device: int, entry: Mapping[str, Any]) -> None:
         """Go through one entry."""
@@ -123,8 +121,8 @@ class _Replay:
             if place.line is None and self.ledger.in_backward:
                 place, operator = self._backward, "backward"  # it runs in a thread of torch's
             self.begin(device, address, rounded(entry["size"]), operator, place)
-        elif action == "free_requested" and address in self._alive:
-            self.ledger.end_life(self._alive.pop(address))
+        elif action == "free_requested" and address in self.ledger.blocks:
+            self.ledger.end(address)
         elif action == "oom":
             account = self.ledger.accounts[device]
             place, operator = self._origin(entry["frames"])
@@ -141,23 +139,8 @@ class _Replay:
     def set_module(self, number: int | None) -> None:
         self.ledger.module = number
 
-    def own(self, address: int, module: int) -> None:
-        life = self._alive.get(address)
-        if life is not None:
-            life.module = module
-
     def in_backward(self, depth: int, place: Place) -> None:
         self.ledger.in_backward, self._backward = depth, place
-
-    def mark(self, address: int, kind: str) -> None:
-        life = self._alive.get(address)
-        if life is not None:
-            life.mark(kind)
-
-    def mark_activations(self) -> None:
-        for life in self._alive.values():
-            if not life.backward:
-                life.mark("activations")
 
 
 def rounded(nbytes: int) -> int:

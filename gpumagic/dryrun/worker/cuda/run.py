@@ -18,7 +18,7 @@ import torch
 
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.worker import cell, deferred_fills, ledger, sandbox
+from gpumagic.dryrun.worker import cell, deferred_fills, sandbox
 from gpumagic.dryrun.worker.cuda.history import History, Trace, rounded
 from gpumagic.dryrun.worker.cuda.layout import Layout
 from gpumagic.dryrun.worker.cuda.reading import (
@@ -34,11 +34,11 @@ from gpumagic.dryrun.worker.deferred_fills import LEAST, DeferredFills
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.kinds import Kinds, Lines
 from gpumagic.dryrun.worker.known import Known
-from gpumagic.dryrun.worker.ledger import Ledger, Peak, Place
 from gpumagic.dryrun.worker.models import Models
-from gpumagic.dryrun.worker.modules import Modules, by_module
+from gpumagic.dryrun.worker.modules import Modules
 from gpumagic.dryrun.worker.passes import File, Passes
-from gpumagic.memory import workspaces
+from gpumagic.memory import ledger, workspaces
+from gpumagic.memory.ledger import Ledger, Peak, Place
 from gpumagic.source import frames
 
 UNLIMITED = 1 << 40
@@ -205,12 +205,12 @@ class CudaRun:
         for device, told in enumerate(devices):
             told |= {"at": ledger.point(Peak()), "failure": None, "breakdown": {}, "modules": []}
             told["failed"] = failed and torch.cuda.memory_stats(device)["num_ooms"] > 0
-        book = Ledger([], Place) if self._is_brief else self._book(len(devices))
+        book = Ledger([]) if self._is_brief else self._book(len(devices))
         for told, account in zip(devices, book.accounts, strict=False):
             told["at"] = ledger.point(account.peak)
             told["failure"] = None if account.failure is None else ledger.point(account.failure)
             told["breakdown"] = book.breakdown(book.accounts.index(account))
-            told["modules"] = by_module(book, book.accounts.index(account), self._names)
+            told["modules"] = book.by_module(book.accounts.index(account), self._names)
         return {
             "devices": devices, "lines": ledger.line_rows(book), "timeline": ledger.timeline(book),
             "error": None if failed else error,

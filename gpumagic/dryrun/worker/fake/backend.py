@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.worker.ledger import Ledger
+from gpumagic.dryrun.worker.fake.accounts import FakeLedger
 
 OURS = "dryrun"
 """The device's name where CUDA's is taken by torch's own."""
@@ -41,7 +41,7 @@ _kept: list[object] = []
 """What torch refers to without keeping it alive."""
 
 
-def register(name: str, ledger: Ledger) -> DeviceModule:
+def register(name: str, ledger: FakeLedger) -> DeviceModule:
     """Make the device torch's out-of-tree one, under a name."""
     module = DeviceModule(name, ledger)
     guard, hooks = _Guard(), _Hooks()
@@ -71,7 +71,7 @@ def _cloning(clone: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
 class DeviceModule(ModuleType):
     """`torch.cuda` for the device of the dry run: its memory figures are the ledger's."""
 
-    def __init__(self, name: str, ledger: Ledger) -> None:
+    def __init__(self, name: str, ledger: FakeLedger) -> None:
         super().__init__(f"torch.{name}")
         self._backend = name
         self._ledger = ledger

@@ -17,12 +17,12 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from gpumagic.dryrun.parts import CannotDryRun
+from gpumagic.dryrun.worker.fake.accounts import FakeLedger
 from gpumagic.dryrun.worker.fake.backend import DeviceModule
 from gpumagic.dryrun.worker.fake.calls import Call
 from gpumagic.dryrun.worker.fake.contents import Contents
 from gpumagic.dryrun.worker.fake.plans import Operands, Operator, Plan
 from gpumagic.dryrun.worker.fake.scratch import scratch
-from gpumagic.dryrun.worker.ledger import Ledger
 from gpumagic.dryrun.worker.storages import CPU, Form, Storages, key_of
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ class Operators:
     """
 
     def __init__(
-        self, module: DeviceModule, storages: Storages, ledger: Ledger, contents: Contents,
+        self, module: DeviceModule, storages: Storages, ledger: FakeLedger, contents: Contents,
         assume: Callable[[str], None], is_cuda: bool,
     ) -> None:  # fmt: skip
         self._module = module
@@ -129,7 +129,7 @@ class Operators:
     def _answer(self, name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._one_at_a_time, torch._C.DisableTorchFunction():
             self.is_running = True
-            self._ledger.begin(name)
+            self._ledger.begin_operator(name)
             try:
                 return kernel(*args, **kwargs)
             except Exception as error:

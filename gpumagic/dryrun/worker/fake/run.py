@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.worker import cell, deferred_fills, ledger, sandbox
+from gpumagic.dryrun.worker import cell, deferred_fills, sandbox
 from gpumagic.dryrun.worker.deferred_fills import DeferredFills
 from gpumagic.dryrun.worker.fake import backend
+from gpumagic.dryrun.worker.fake.accounts import FakeAccount, FakeLedger
 from gpumagic.dryrun.worker.fake.allocator import Allocator
 from gpumagic.dryrun.worker.fake.autocast import Autocast
 from gpumagic.dryrun.worker.fake.contents import Contents
@@ -23,12 +24,13 @@ from gpumagic.dryrun.worker.fake.operators import Operators
 from gpumagic.dryrun.worker.fake.scratch import without_rule
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.kinds import Kinds, Lines
-from gpumagic.dryrun.worker.ledger import Account, Ledger, Place
 from gpumagic.dryrun.worker.models import Models
-from gpumagic.dryrun.worker.modules import Modules, by_module
+from gpumagic.dryrun.worker.modules import Modules
 from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.dryrun.worker.sandbox import Magics
 from gpumagic.dryrun.worker.storages import Storages, key_of
+from gpumagic.memory import ledger
+from gpumagic.memory.ledger import Place
 
 IN_TREE = frozenset({"cuda", "xpu", "mps"})
 
@@ -46,10 +48,10 @@ class FakeRun:
         self._send = send
         self.notes = cell.Notes()
         self._lines = Lines(request["filename"], request["sources"])
-        accounts = [Account(Allocator(each, request["cuts_to_size"])) for each in request["capacities"]]
+        accounts = [FakeAccount(allocator=Allocator(each, request["cuts_to_size"])) for each in request["capacities"]]
         for account, segments in zip(accounts, request["segments"], strict=True):
             account.lay_out(segments or ())
-        self.ledger = Ledger(accounts, Place)
+        self.ledger = FakeLedger(accounts)
         known = request["backend"]
         name = backend.OURS if known in IN_TREE else known
         module = backend.register(name, self.ledger)
@@ -177,12 +179,12 @@ class FakeRun:
             "modules": max(devices, key=lambda each: each["peak"])["modules"],
         }  # fmt: skip
 
-    def _device(self, index: int, account: Account) -> dict[str, Any]:
+    def _device(self, index: int, account: FakeAccount) -> dict[str, Any]:
         return {
             "peak": account.peak.allocated, "before": self._before[index], "after": account.allocated,
             "reserved": account.allocator.peak_reserved, "failed": account.allocator.failed,
             "at": ledger.point(account.peak),
             "failure": None if account.failure is None else ledger.point(account.failure),
             "breakdown": self.ledger.breakdown(index),
-            "modules": [] if self.request["is_brief"] else by_module(self.ledger, index, self._names),
+            "modules": [] if self.request["is_brief"] else self.ledger.by_module(index, self._names),
         }  # fmt: skip

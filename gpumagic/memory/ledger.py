@@ -1,24 +1,23 @@
-"""Every block's life on the dry run's devices: how big, asked for by which operator on which line, from when to when.
+"""Every block's life on some devices: how big, asked for by which operator on which line, from when to when.
 
-Time is counted in allocations. Nothing is decided while the cell runs: what a block was (a gradient, an activation)
-is often known only later, so the account of the peak is made at the end, from the lives.
+Dry runs and traced cells fill a ledger: from the allocator's history, or by requests to an allocator that is only
+computed. Time is counted in allocations. Nothing is decided while the cell runs: what a block was (a gradient, an
+activation) is often known only later, so the account of the peak is made at the end, from the lives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-from gpumagic.dryrun.worker.fake.allocator import Allocator, Block, Pool
-from gpumagic.memory.segments import Segment
 
 BASE = "before the cell"
 """The operator of what was alive already."""
 FROM_HOST = "copy from the host"
 _INPUTS = frozenset({BASE, FROM_HOST})
-_MAKE_ROOM = frozenset({"empty.memory_format", "empty_strided"})
-"""What torch calls before the kernel that the room is for."""
+REST = ""
+"""The name of the module of what belongs to none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Life:
     died: int | None = None
     kind: str = ""
     module: int | None = None
-    """Whose it is, as `modules` numbers them."""
+    """Whose it is, by the number of `heap.running_module`."""
 
     def is_alive_at(self, time: int) -> bool:
         """Return whether it was in use right after the allocation of that number."""
@@ -88,29 +87,12 @@ class LineUse:
 
 @dataclass
 class Account:
-    """One device: its allocator, and what is in use."""
+    """One device: what is in use."""
 
-    allocator: Allocator
     allocated: int = 0
     peak: Peak = NO_PEAK
     failure: Peak | None = None
-    """The request that would have been refused."""
-    lying: dict[int, Block] = field(default_factory=dict)
-    """Blocks that were in use before, by the address that storages there tell, until a storage claims them."""
-
-    def lay_out(self, segments: Iterable[Segment]) -> None:
-        """Begin where the real device's allocator stands."""
-        for segment in segments:
-            pool = (Pool.SMALL if segment.is_small else Pool.LARGE) if segment.is_open else Pool.CLOSED
-            blocks = self.allocator.lay_out(
-                segment.address, pool, [(each.size, each.is_free) for each in segment.blocks]
-            )
-            lying = zip(segment.blocks, blocks, strict=True)
-            self.lying |= {told.address: block for told, block in lying if told.is_owned}
-
-    def take(self, nbytes: int, address: int) -> Block:
-        """Return the block that lies at an address and that nothing has claimed yet, or else a new one."""
-        return self.lying.pop(address, None) or self.allocator.take(nbytes)
+    """The request that was refused, or would have been."""
 
 
 class Change(NamedTuple):
@@ -133,8 +115,8 @@ class Ledger:
         where: tells where the cell stands.
     """
 
-    accounts: list[Account]
-    where: Callable[[], Place]
+    accounts: Sequence[Account]
+    where: Callable[[], Place] = Place
     lives: list[Life] = field(default_factory=list)
     lines: dict[tuple[int | None, int], LineUse] = field(default_factory=dict)
     timeline: list[Change] = field(default_factory=list)
@@ -147,15 +129,13 @@ class Ledger:
     place: Place = Place()
     in_backward: int = 0
     module: int | None = None
-    """Whose the blocks are that are asked for, as `modules` numbers them."""
+    """Whose the blocks are that are asked for, by the number of `heap.running_module`."""
     unpacking: bool = False
     """Whether what is made now was there before the cell."""
-    address: int = 0
-    """Where the storage lies on the real device that is made next."""
     settle: Callable[[], None] = lambda: None
     """Tells of the storages that have ended since."""
-    _unnamed: list[Life] = field(default_factory=list)
-    _blocks: dict[int, tuple[Block, Life]] = field(default_factory=dict)
+    blocks: dict[int, Life] = field(default_factory=dict)
+    """The blocks in use, by address, or by what else their storages are told apart."""
 
     def start(self) -> None:
         """Begin with the cell: what is in use was there before it."""
@@ -164,123 +144,73 @@ class Ledger:
         self.timeline.clear()
         self.unpacking = False
 
-    def begin(self, operator: str) -> None:
-        """Note which operator runs now; the blocks that were just made for it get its name."""
-        if self.unpacking:
-            return
-        self.operators += 1
-        self.operator = operator
-        if self._unnamed and operator not in _MAKE_ROOM:
-            for life in self._unnamed:
-                life.operator = operator
-            self._unnamed.clear()
-
-    def take(self, key: int, device: int, nbytes: int) -> None:
-        """Account for a new storage of at least one byte."""
-        account = self.accounts[device]
-        failed = account.allocator.failed
-        address = 0
-        if self.unpacking:
-            address = self.address
-        else:
-            self.place = self.where()
-        block = account.take(nbytes, address)
-        life = self._begin(device, block.size)
-        self._blocks[key] = (block, life)
-        if account.allocator.failed and not failed:
-            account.failure = Peak(account.allocated, self.time, life)
-        self._note(life, account)
-
-    def begin_life(self, device: int, nbytes: int) -> Life:
-        """Account for a block that another allocator than `Arena` has given."""
-        life = self._begin(device, nbytes)
+    def begin(self, key: int, device: int, nbytes: int) -> Life:
+        """Account for a block that the allocator has given."""
+        life = self.blocks[key] = self.keep(device, nbytes)
         self._note(life, self.accounts[device])
         return life
 
-    def end_life(self, life: Life) -> None:
-        """Account for the end of a block that `begin_life` told of."""
+    def end(self, key: int) -> None:
+        """Account for the end of a block."""
+        life = self.blocks.pop(key)
         life.died = self.time + 1
         account = self.accounts[life.device]
         account.allocated -= life.nbytes
         self._note(life, account)
 
-    def hold(self, device: int) -> None:
-        """Account for what was in use before and no storage has claimed: nothing of the cell's can end it."""
-        lying = self.accounts[device].lying
-        nbytes = sum(block.size for block in lying.values())
-        lying.clear()
-        if nbytes:
-            self._begin(device, nbytes)
-
-    def _begin(self, device: int, nbytes: int) -> Life:
+    def keep(self, device: int, nbytes: int) -> Life:
+        """Account for a block that nothing tells the end of."""
         account = self.accounts[device]
         self.time += 1
         life = Life(device, nbytes, self.time, self.operator, self.place, self.in_backward > 0, module=self.module)
         self.lives.append(life)
-        if self.operator in _MAKE_ROOM:
-            self._unnamed.append(life)
         account.allocated += nbytes
         if account.allocated > account.peak.allocated:
             account.peak = Peak(account.allocated, self.time, life)
         return life
 
-    def give_back(self, key: int) -> None:
-        """Account for the end of a storage."""
-        block, life = self._blocks.pop(key)
-        life.died = self.time + 1
-        account = self.accounts[life.device]
-        account.allocated -= block.size
-        account.allocator.give_back(block)
-        self._note(life, account)
-
-    def empty_caches(self) -> None:
-        """Give every segment without a live block back to its device."""
-        self.settle()
-        for account in self.accounts:
-            account.allocator.release_cached()
-
     def mark(self, key: int, kind: str) -> None:
-        """Say what a live storage is."""
-        known = self._blocks.get(key)
-        if known is not None:
-            known[1].mark(kind)
+        """Say what a block in use is."""
+        life = self.blocks.get(key)
+        if life is not None:
+            life.mark(kind)
 
     def own(self, key: int, module: int) -> None:
-        """Say whose a live storage is."""
-        known = self._blocks.get(key)
-        if known is not None:
-            known[1].module = module
+        """Say whose a block in use is."""
+        life = self.blocks.get(key)
+        if life is not None:
+            life.module = module
 
     def mark_activations(self) -> None:
         """Say that a backward pass begins: what the cell has made so far and still holds is kept for it."""
-        for _, life in self.alive():
+        self.settle()
+        for life in self.blocks.values():
             if not life.backward:
                 life.mark("activations")
-
-    def came_from_host(self, key: int) -> None:
-        """Say that a live storage holds what was copied from the host."""
-        known = self._blocks.get(key)
-        if known is not None and known[1].operator in _MAKE_ROOM | {"_copy_from"}:
-            known[1].operator = FROM_HOST
 
     def figures(self) -> list[int]:
         """Return what is in use on each device."""
         self.settle()
         return [account.allocated for account in self.accounts]
 
-    def alive(self) -> list[tuple[int, Life]]:
-        """Return the live storages."""
-        self.settle()
-        return [(key, life) for key, (_, life) in self._blocks.items()]
+    def at_peak(self, device: int) -> Iterator[Life]:
+        """Yield what was in use at a device's peak."""
+        time = self.accounts[device].peak.time
+        yield from (life for life in self.lives if life.device == device and life.is_alive_at(time))
 
     def breakdown(self, device: int) -> dict[str, int]:
         """Return the bytes of each kind at the device's peak."""
-        time = self.accounts[device].peak.time
-        found: dict[str, int] = {}
-        for life in self.lives:
-            if life.device == device and life.is_alive_at(time):
-                found[life.part()] = found.get(life.part(), 0) + life.nbytes
-        return found
+        found: Counter[str] = Counter()
+        for life in self.at_peak(device):
+            found[life.part()] += life.nbytes
+        return dict(found)
+
+    def by_module(self, device: int, names: Sequence[str]) -> list[tuple[str, dict[str, int]]]:
+        """Return the bytes at a device's peak by module and kind, the largest first; their sum is the peak."""
+        found: dict[str, Counter[str]] = {}
+        for life in self.at_peak(device):
+            found.setdefault(REST if life.module is None else names[life.module], Counter())[life.part()] += life.nbytes
+        return sorted(((name, dict(parts)) for name, parts in found.items()), key=lambda item: -sum(item[1].values()))
 
     def _note(self, life: Life, account: Account) -> None:
         device = life.device
