@@ -4,6 +4,7 @@ Start with `base.Report`. Views turn a report into a `document.Document`; render
 
     base.py        `Report`: rows, `to_pandas`, `to_dict`, how it shows itself, and the process that it is about
     document.py    the blocks that a document consists of
+    columns.py     tables by declared columns
     text.py        documents as plain text
     html.py        documents as HTML
     markdown.py    documents as Markdown

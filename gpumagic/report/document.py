@@ -67,6 +67,8 @@ class Table:
     """Names the table for screen readers; what stands above it says it to the others."""
     elsewhere: str = ""
     """Where columns are that the width has no room for, as the end of a sentence: ``"in a wider terminal"``."""
+    rest: str = ""
+    """What is not in it, said below it: ``"and 3 more storages"``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ def _table(table: Table, label: str) -> str:
     ] or [False] * len(table.columns)
     head = "".join(map(_title, table.columns, barred))
     body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, barred))}</tr>" for row in table.rows)
-    return _box(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", _named(table.caption or label))
+    rest = _line(Paragraph(table.rest, muted=True)) if table.rest else ""
+    return _box(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", _named(table.caption or label)) + rest
 
 
 def _box(table: str, name: str) -> str:

@@ -26,6 +26,8 @@ def _block(block: Block) -> Iterator[str]:
         yield _escaped(block.text)
     elif isinstance(block, Table):
         yield _table(block)
+        if block.rest:
+            yield _escaped(block.rest)
     elif isinstance(block, Fold):
         inner = "\n\n".join(part for each in block.blocks for part in _block(each))
         yield f"<details><summary>{_in_html(block.summary)}</summary>\n\n{inner}\n\n</details>"

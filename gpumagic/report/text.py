@@ -72,7 +72,7 @@ def _block(block: Block, width: int) -> str:
     if isinstance(block, Heading | Paragraph):
         return ("\n" if isinstance(block, Heading) and block.apart else "") + _wrap(block.text, width)
     if isinstance(block, Table):
-        return _table(block, width)
+        return _table(block, width) + (f"\n{_wrap(block.rest, width)}" if block.rest else "")
     if isinstance(block, Listing):
         return _listing(block, width)
     if isinstance(block, Tree):

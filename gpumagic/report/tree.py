@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpumagic.report.document import Block, Cell, Column, Fold, Segment, Table
+from gpumagic.report.columns import Column, Table
+from gpumagic.report.document import Block, Fold
 from gpumagic.report.units import count, size
 
 SHOWN = 16
@@ -96,15 +97,18 @@ def _folds(branches: Sequence[Branch], kinds: Sequence[str], whole: int) -> Iter
 
 
 def _table(branches: Sequence[Branch], kinds: Sequence[str], whole: int, caption: str, *, flat: bool = False) -> Table:
-    rows: list[list[Cell | str]] = []
-    for each in branches:
-        total = each.total
-        parts = tuple(Segment(total.get(kind, 0) / whole, part=kind) for kind in kinds if total.get(kind))
-        name = each.name if flat else "  " * each.depth + each.name
-        cells: list[Cell | str] = [size(total[kind]) if total.get(kind) else "" for kind in kinds]
-        rows.append([name, Cell(size(each.nbytes), parts), *cells])
-    columns = [
-        Column("Module", shrinks=True, cut="middle", code=True), Column("Size", "right"),
-        *(Column(kind.capitalize(), "right", priority=1) for kind in kinds),
-    ]  # fmt: skip
-    return Table(columns, rows, caption)
+    def of_kind(kind: str) -> Column[Branch]:
+        return Column(kind.capitalize(), lambda each: size(n) if (n := each.total.get(kind)) else "", "right", 1)
+
+    columns = (
+        Column[Branch](
+            "Module", lambda each: each.name if flat else "  " * each.depth + each.name,
+            shrinks=True, cut="middle", code=True,
+        ),
+        Column[Branch](
+            "Size", lambda each: size(each.nbytes), "right",
+            bar=lambda each: {kind: n for kind in kinds if (n := each.total.get(kind))},
+        ),
+        *map(of_kind, kinds),
+    )  # fmt: skip
+    return Table.of(branches, columns, caption, whole=whole)

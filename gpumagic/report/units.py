@@ -89,6 +89,20 @@ def count(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def more(number: int, noun: str, nbytes: int | None = None) -> str:
+    """Return what is not listed, such as ``"and 3 more storages, 1.5 GiB"``; "" for none."""
+    if number <= 0:
+        return ""
+    return f"and {count(number, f'more {noun}')}" + ("" if nbytes is None else f", {size(nbytes)}")
+
+
+def few(names: Sequence[str], most: int, noun: str = "") -> str:
+    """Return the first of some names and how many more there are: ``"a, b and 4 more"``."""
+    rest = len(names) - most
+    said = f" and {count(rest, f'more {noun}') if noun else f'{rest} more'}" if rest > 0 else ""
+    return ", ".join(names[:most]) + said
+
+
 def shape(dims: tuple[int, ...]) -> str:
     """Return a shape as torch prints it inside ``torch.Size``: ``"[64, 3]"``."""
     return "[" + ", ".join(map(str, dims)) + "]"

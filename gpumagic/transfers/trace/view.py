@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from gpumagic.report.document import (
-    Block,
-    Cell,
-    Column,
-    Document,
-    Fold,
-    Heading,
-    Paragraph,
-    Segment,
-    Table,
-    document_of,
-)
+from gpumagic.report import document as doc
+from gpumagic.report.columns import Column, Table
 from gpumagic.report.tree import OUTSIDE, tree_blocks
 from gpumagic.report.units import count, duration, size, size_range
 from gpumagic.transfers.trace.report import LineReport, LineRow, ModuleReport, ModuleRow
@@ -29,10 +19,10 @@ MOSTLY_IDLE = 0.5
 """The part of a cell from which on it is said that the device was idle."""
 
 
-@document_of.register(LineReport)
-def view_lines(report: LineReport) -> Document:
+@doc.document_of.register(LineReport)
+def view_lines(report: LineReport) -> doc.Document:
     """Return the lines as a report of their own."""
-    return Document((Heading(_headline(report)), *line_blocks(report)))
+    return doc.Document((doc.Heading(_headline(report)), *line_blocks(report)))
 
 
 Changes = Mapping[int, tuple[str, ...]]
@@ -40,16 +30,16 @@ Changes = Mapping[int, tuple[str, ...]]
 _NONE: Changes = MappingProxyType({})
 
 
-def line_blocks(report: LineReport, changes: Changes = _NONE) -> Iterator[Block]:
+def line_blocks(report: LineReport, changes: Changes = _NONE) -> Iterator[doc.Block]:
     """Yield a table of the cell's lines, each with what to change about it, and one of each function's."""
     if report.reason:
-        yield Paragraph(f"Lines were not traced: {report.reason}.", muted=True)
+        yield doc.Paragraph(f"Lines were not traced: {report.reason}.", muted=True)
     if idle := _idle(report):
-        yield Paragraph(idle)
+        yield doc.Paragraph(idle)
     for function in dict.fromkeys([None, *report.files]):
         rows = [row for row in report.lines if row.function == function]
         if function is not None:
-            yield Heading(f"{function}: {_sum(rows)}" if rows else f"{function} did not run in Python", apart=True)
+            yield doc.Heading(f"{function}: {_sum(rows)}" if rows else f"{function} did not run in Python", apart=True)
         if rows:
             yield from _tables(rows, changes if function is None else _NONE)
 
@@ -79,83 +69,80 @@ def _sum(rows: Sequence[LineRow]) -> str:
     return f"{duration(sum(row.seconds for row in rows))} in {count(len(rows), 'line')}"
 
 
-def _tables(rows: Sequence[LineRow], changes: Changes) -> Iterator[Block]:
+def _tables(rows: Sequence[LineRow], changes: Changes) -> Iterator[doc.Block]:
     shown = set(sorted(rows, key=lambda row: (row.seconds, row.allocated or 0), reverse=True)[:SHOWN_LINES])
     name = rows[0].function or "the cell"
     yield _table([row for row in rows if row in shown], f"Lines of {name}", changes)
     if len(shown) < len(rows):
-        yield Fold(f"{count(len(rows) - len(shown), 'more line')} of {name}", [_table(rows, "All lines", changes)])
+        yield doc.Fold(f"{count(len(rows) - len(shown), 'more line')} of {name}", [_table(rows, "All lines", changes)])
 
 
 def _table(rows: Sequence[LineRow], name: str, changes: Changes) -> Table:
-    """Return the columns that have anything to say."""
-    longest = max((row.seconds for row in rows), default=0.0) or 1.0
-    columns = [Column("Line", "right"), Column("Code", shrinks=True, code=True, least=24)]
-    cells: list[list[Cell | str]] = [[str(row.line), Cell(row.code, notes=changes.get(row.line, ()))] for row in rows]
-
-    def add(title: str, texts: Sequence[Cell | str], priority: int = 1) -> None:
-        if any(each.text if isinstance(each, Cell) else each for each in texts):
-            columns.append(Column(title, "right", priority=priority))
-            for line, text in zip(cells, texts, strict=True):
-                line.append(text)
-
-    add("Runs", [f"{row.hits:,}" for row in rows], 2)
-    add("Time", [Cell(duration(row.seconds), (Segment(row.seconds / longest),)) for row in rows], 0)
-    add("Device", ["" if row.device_seconds is None else duration(row.device_seconds) for row in rows], 2)
-    add("Device idle", [duration(row.idle_seconds) if row.idle_seconds else "" for row in rows], 2)
-    add("Allocated", [size(row.allocated) if row.allocated else "" for row in rows])
-    add("Freed", [size(row.freed) if row.freed else "" for row in rows], 2)
-    add("Peak", [_peak(row) for row in rows])
-    add("Transfers", [f"{row.transfers:,}× {size(row.transferred)}" if row.transfers else "" for row in rows])
-    add("Syncs", [f"{row.syncs:,}" if row.syncs else "" for row in rows], 2)
-    return Table(columns, cells, name, elsewhere="in a wider terminal and in .by_line.to_pandas()")
+    line = Column[LineRow]("Line", lambda row: str(row.line), "right")
+    code = Column[LineRow]("Code", lambda row: _code(row, changes), shrinks=True, code=True, least=24)
+    return Table.of(rows, (line, code, *FIGURES), name, elsewhere="in a wider terminal and in .by_line.to_pandas()")
 
 
-def _peak(row: LineRow) -> Cell:
+def _code(row: LineRow, changes: Changes) -> doc.Cell:
+    return doc.Cell(row.code, notes=changes.get(row.line, ()))
+
+
+def _peak(row: LineRow) -> doc.Cell:
     """Return the peak, as a range where only that is known."""
     if not row.peak:
-        return Cell("")
+        return doc.Cell("")
     if row.peak_at_most is not None and size(row.peak_at_most) != size(row.peak):
-        return Cell(
+        return doc.Cell(
             size_range(row.peak, row.peak_at_most),
             title="An operator of this line frees what it allocates: the peak lies in between.",
         )
-    return Cell(size(row.peak))
+    return doc.Cell(size(row.peak))
 
 
-def module_blocks(report: ModuleReport | None) -> Iterator[Block]:
+FIGURES: tuple[Column[LineRow], ...] = (
+    Column("Runs", lambda row: f"{row.hits:,}", "right", 2),
+    Column("Time", lambda row: duration(row.seconds), "right", bar=lambda row: row.seconds),
+    Column("Device", lambda row: "" if row.device_seconds is None else duration(row.device_seconds), "right", 2),
+    Column("Device idle", lambda row: duration(row.idle_seconds) if row.idle_seconds else "", "right", 2),
+    Column("Allocated", lambda row: size(row.allocated) if row.allocated else "", "right", 1),
+    Column("Freed", lambda row: size(row.freed) if row.freed else "", "right", 2),
+    Column("Peak", _peak, "right", 1),
+    Column("Transfers", lambda row: f"{row.transfers:,}× {size(row.transferred)}" if row.transfers else "", "right", 1),
+    Column("Syncs", lambda row: f"{row.syncs:,}" if row.syncs else "", "right", 2),
+)
+"""What is measured of a line."""
+
+
+def module_blocks(report: ModuleReport | None) -> Iterator[doc.Block]:
     """Yield the modules behind a summary, if any ran."""
     if report is not None and any(row.module for row in report):
-        yield Fold(f"By module: {_module_headline(report)}", list(_module_blocks(report)))
+        yield doc.Fold(f"By module: {_module_headline(report)}", list(_module_blocks(report)))
 
 
-@document_of.register(ModuleReport)
-def view_modules(report: ModuleReport) -> Document:
+@doc.document_of.register(ModuleReport)
+def view_modules(report: ModuleReport) -> doc.Document:
     """Return the modules as a report of their own."""
-    return Document((Heading(_module_headline(report)), *_module_blocks(report)))
+    return doc.Document((doc.Heading(_module_headline(report)), *_module_blocks(report)))
 
 
-def _module_blocks(report: ModuleReport) -> Iterator[Block]:
+def _module_blocks(report: ModuleReport) -> Iterator[doc.Block]:
     """Yield the modules as a tree by what they hold at the peak, and by time."""
     held = {row.module: _parts(row) for row in report.modules if row.at_peak}
     if held:
         kinds = [kind for kind in PARTS if any(kind in parts for parts in held.values())]
         yield from tree_blocks(held, kinds, "What each module holds at the peak")
     ran = sorted(report.modules, key=lambda row: -_time(row))[:SHOWN_LINES]
-    rows: list[list[Cell | str]] = [
-        [
-            row.module or OUTSIDE, f"{row.calls:,}", duration(row.seconds), duration(row.backward_seconds),
-            size(row.allocated), size(row.freed),
-        ]
-        for row in ran
-    ]  # fmt: skip
-    columns = [
-        Column("Module", shrinks=True, cut="middle"), Column("Calls", "right"), Column("Forward", "right"),
-        Column("Backward", "right"), Column("Allocated", "right", priority=1), Column("Freed", "right", priority=1),
-    ]  # fmt: skip
-    yield Fold("Time and allocations, each module without those in it", [Table(columns, rows, "Time")])
+    yield doc.Fold("Time and allocations, each module without those in it", [Table.of(ran, MODULES, "Time")])
 
 
+MODULES: tuple[Column[ModuleRow], ...] = (
+    Column("Module", lambda row: row.module or OUTSIDE, shrinks=True, cut="middle"),
+    Column("Calls", lambda row: f"{row.calls:,}", "right"),
+    Column("Forward", lambda row: duration(row.seconds), "right"),
+    Column("Backward", lambda row: duration(row.backward_seconds), "right"),
+    Column("Allocated", lambda row: size(row.allocated), "right", 1),
+    Column("Freed", lambda row: size(row.freed), "right", 1),
+)
 PARTS = ("parameters", "buffers", "optimizer state", "gradients", "activations", "temporaries", "other")
 
 
