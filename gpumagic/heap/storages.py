@@ -75,13 +75,14 @@ def forget_expired() -> None:
 UNKNOWN_DIMENSION = -1
 """The size of a dimension that torch only knows by a symbol, such as the ragged one of a nested tensor."""
 
-_PARTS = {
+COMPONENTS = {
     "torch.sparse_coo": ("_indices", "_values"),
     "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
     "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
     "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
     "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
 }
+"""The methods that return what a sparse tensor consists of, by its layout."""
 
 
 class View(NamedTuple):
@@ -269,7 +270,7 @@ class StorageTable:
         layout = self._layout(tensor)
         try:
             with self._torch._DisableTorchDispatch():
-                parts = [self.find(getattr(self._base, part)(tensor))[0] for part in _PARTS[layout]]
+                parts = [self.find(getattr(self._base, part)(tensor))[0] for part in COMPONENTS[layout]]
         except Exception:  # mkldnn and other opaque layouts, tensors inside vmap...
             return self._unknown(tensor, f"layout {layout} does not tell its size"), []
         parts[-1].note = layout.removeprefix("torch.").replace("_", " ")

@@ -18,6 +18,8 @@ FROM_HOST = "copy from the host"
 _INPUTS = frozenset({BASE, FROM_HOST})
 REST = ""
 """The name of the module of what belongs to none."""
+_CERTAIN = frozenset({"parameters", "buffers", "library workspaces"})
+"""What is found by name. A backward pass calls all that is there activations, and workspaces are found at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,12 @@ class Life:
         return self.born <= time and (self.died is None or self.died > time)
 
     def mark(self, kind: str) -> None:
-        """Say what it is; the first word holds, except that a parameter is never anything else.
+        """Say what it is; the first word holds, except where a later one is certain: see `_CERTAIN`.
 
         What came into the cell is no activation, also where a graph keeps it.
         """
         is_input = kind == "activations" and self.operator in _INPUTS
-        if kind == "parameters" or not (self.kind or is_input):
+        if kind in _CERTAIN or not (self.kind or is_input):
             self.kind = kind
 
     def part(self) -> str:

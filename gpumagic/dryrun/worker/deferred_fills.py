@@ -9,12 +9,13 @@ numbers they are drawn first, and the report says on which line.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 
+from gpumagic.dryrun.worker.kinds import leaves_of
 from gpumagic.heap.running_module import tensors_in
 
 LEAST = 1 << 20
@@ -102,6 +104,18 @@ class DeferredFills:
         torch.UntypedStorage.from_file = self._mapping(torch.UntypedStorage.from_file)
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers casts in threads, where no mode follows
         torch.nn.Module._apply = self._sweeping(torch.nn.Module._apply)
+        torch.autograd._engine_run_backward = self._without_mode(torch.autograd._engine_run_backward)
+
+    def _without_mode(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return torch's backward pass without the mode, if it comes to a device: under one it adds none in place."""
+
+        def backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._storages or not any(each.device.type != "cpu" for each in (*roots, *leaves_of(roots))):
+                return run(roots, *args, **kwargs)
+            with self._mode.paused():
+                return run(roots, *args, **kwargs)
+
+        return backward
 
     def _filling(self, fill: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
         def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +324,7 @@ class _Mode(TorchDispatchMode):
     def __init__(self, follow: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
         self._callback = follow
-        self._is_running = False
+        self._is_running = self._is_on = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._is_running = True
@@ -320,11 +334,25 @@ class _Mode(TorchDispatchMode):
             self._is_running = False
 
     def begin(self) -> None:
+        self._is_on = True
         if not self._is_running:  # else it is off the stack for the moment
             self._place(lambda others: [self, *others])
 
     def end(self) -> None:
+        self._is_on = False
         self._place(lambda others: others)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Be off, also where it would begin meanwhile."""
+        was_running, self._is_running = self._is_running, True
+        self._place(lambda others: others)
+        try:
+            yield
+        finally:
+            self._is_running = was_running
+            if self._is_on:
+                self.begin()
 
     def _place(self, arrange: Callable[[list[Any]], list[Any]]) -> None:
         modes = [each for each in _get_current_dispatch_mode_stack() if getattr(each, "_mode_key", None) is None]

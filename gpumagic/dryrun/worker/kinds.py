@@ -18,6 +18,7 @@ from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.dryrun.worker.guesses import THREAD, Key
 from gpumagic.dryrun.worker.storages import key_of
 from gpumagic.heap.kinds import Graphs
+from gpumagic.heap.storages import COMPONENTS
 from gpumagic.memory.ledger import Ledger, Place
 
 
@@ -51,6 +52,8 @@ class Kinds:
             kind = type(each)
             if issubclass(kind, torch.nn.Parameter):
                 self._leaf(each)
+            elif issubclass(kind, torch.nn.Module):
+                self._before_forward(each)
             elif issubclass(kind, torch.optim.Optimizer):
                 self._after_step(each)
             elif kind is torch.Tensor and each.grad_fn is not None:
@@ -61,8 +64,9 @@ class Kinds:
 
     def _mark(self, tensor: Any, kind: str) -> None:
         with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._type and not has_no_storage(tensor):
-                self._ledger.mark(self._key_of(tensor), kind)
+            for each in with_storages(tensor):
+                if each.device.type == self._type:
+                    self._ledger.mark(self._key_of(each), kind)
 
     def _leaf(self, leaf: torch.Tensor) -> None:
         if isinstance(leaf, torch.nn.Parameter):
@@ -70,11 +74,12 @@ class Kinds:
         if leaf.is_leaf and leaf.grad is not None:
             self._mark(leaf.grad, "gradients")
 
-    def _before_forward(self, module: torch.nn.Module, _: object) -> None:
+    def _before_forward(self, module: torch.nn.Module, _: object = None) -> None:
         if torch.compiler.is_compiling():
             return
-        for each in (*module._parameters.values(), *module._buffers.values()):
-            self._mark(each, "parameters")
+        for kind in "parameters", "buffers":
+            for each in (vars(module).get(f"_{kind}") or {}).values():
+                self._mark(each, kind)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         for state in optimizer.state.values():
@@ -89,7 +94,7 @@ class Kinds:
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
             roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-            leaves = list(_leaves(roots))
+            leaves = list(leaves_of(roots))
             self._before_backward(leaves)
             self._ledger.in_backward += 1
             try:
@@ -107,12 +112,22 @@ class Kinds:
         self._ledger.mark_activations()
 
 
-def has_no_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor stands for another one inside `vmap` or `grad`, or for one of a lazy module to come."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch.nn.parameter.is_lazy(tensor))
+def with_storages(tensor: object) -> Iterator[torch.Tensor]:
+    """Yield a tensor if it has a storage, and what a sparse one consists of.
+
+    One that stands for another inside `vmap` or `grad`, or for one of a lazy module to come, has none.
+    """
+    if not isinstance(tensor, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return
+    if torch.nn.parameter.is_lazy(tensor):
+        return
+    if tensor.layout is torch.strided:
+        yield tensor
+    for name in COMPONENTS.get(str(tensor.layout), ()):
+        yield getattr(tensor, name)()
 
 
-def _leaves(roots: Any) -> Iterator[torch.Tensor]:
+def leaves_of(roots: Any) -> Iterator[torch.Tensor]:
     """Yield the leaves that a backward pass from these tensors reaches."""
     tensors = roots if isinstance(roots, list | tuple) else [roots]
     todo = [each.grad_fn for each in tensors if isinstance(each, torch.Tensor) and each.grad_fn is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -78,6 +79,9 @@ def _quantizable(module: nn.Module) -> set[int]:
 
 def _output(module: nn.Module) -> Any:
     """Return the layer that transformers leaves as it is when it loads a model in int8 or int4."""
-    outputs = getattr(module, "get_output_embeddings", None)
-    head = outputs() if callable(outputs) else None
-    return head if head is not None else getattr(module, "lm_head", None)
+    for name, what in ("get_output_embeddings", lambda found: found()), ("lm_head", lambda found: found):
+        with contextlib.suppress(Exception):  # a `__getattr__` of the user's may raise anything
+            head = what(getattr(module, name))
+            if head is not None:
+                return head
+    return None

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gpumagic.dryrun.worker.kinds import has_no_storage
+from gpumagic.dryrun.worker.kinds import with_storages
 from gpumagic.heap.running_module import RunningModule
 
 
@@ -58,11 +58,13 @@ class Modules(RunningModule):
     def entered(self, module: torch.nn.Module) -> None:
         """Say whose its parameters and buffers are."""
         number = self.number(module)
-        for each in (*module._parameters.values(), *module._buffers.values()):
-            self._own(each, number)
+        for kind in "_parameters", "_buffers":
+            for each in (vars(module).get(kind) or {}).values():
+                self._own(each, number)
 
     def _own(self, tensor: object, number: int) -> None:
-        key = self._key_of(tensor) if isinstance(tensor, torch.Tensor) and not has_no_storage(tensor) else 0
-        if key and self._owners.get(key) != number:
-            self._owners[key] = number
-            self._history.own(key, number)
+        for each in with_storages(tensor):
+            key = self._key_of(each)
+            if key and self._owners.get(key) != number:
+                self._owners[key] = number
+                self._history.own(key, number)

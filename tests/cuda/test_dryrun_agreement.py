@@ -1,0 +1,109 @@
+"""Both engines tell the same of a cell, and what the host holds changes nothing on the device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpumagic.dryrun import client, run, targets
+from gpumagic.dryrun.report import DryRunReport
+from gpumagic.dryrun.script import script_of
+
+ADDED_UP = """
+import torch
+x = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+h = x * 1
+loss = sum(h * i for i in range(1, 9)).sum()
+"""
+HOSTS = {
+    "a model on the host": "teacher = torch.nn.Linear(2048, 2048)",
+    "random numbers on the host": "host = torch.empty(1 << 20).normal_()",
+}
+ROOTS = {"a root on the device": "loss.backward()", "a root on the host": "loss.cpu().backward()"}
+STEP = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+x = torch.ones(1024, 256, device="cuda")
+model(x).square().mean().backward()
+optimizer.step()
+"""
+NORMALISED = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(512, 512, bias=False)
+        self.register_buffer("mask", torch.ones(2048, 2048))
+net = Net().cuda()
+net.linear(torch.ones(4, 512, device="cuda"))
+"""
+WORKSPACE = "library workspaces"
+"""Of cuBLAS: the fake engine knows none."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    yield
+    client.close()
+
+
+@pytest.fixture(params=["cuda", "fake"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("GPUMAGIC_DRYRUN_ENGINE", request.param)
+    return request.param
+
+
+def dry_run(cell: str) -> DryRunReport:
+    report = run.dry_run(script_of(cell), {"__name__": "__main__"}, targets.choose("cuda:0", None))
+    assert report.error is None
+    return report
+
+
+def peak_of(cell: str) -> int:
+    """Run a cell, and return the device's peak."""
+    names: dict[str, Any] = {}
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    exec(cell, names)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
+@pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS)
+def test_a_large_tensor_on_the_host_leaves_the_devices_peak_as_it_is(host: str, root: str) -> None:
+    """Autograd adds gradients in place, also while weights on the host are not drawn."""
+    cell = ADDED_UP + root
+    assert dry_run(f"import torch\n{host}\n{cell}").peak["cuda:0"] == peak_of(cell)
+
+
+def test_both_engines_say_the_same_of_what_makes_up_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = STEP, NORMALISED
+    told = {}
+    for name in "cuda", "fake":
+        monkeypatch.setenv("GPUMAGIC_DRYRUN_ENGINE", name)
+        told[name] = [dry_run(cell).breakdown for cell in cells]
+    for cuda, fake in zip(told["cuda"], told["fake"], strict=True):
+        assert {part: nbytes for part, nbytes in cuda.items() if part != WORKSPACE} == fake
+
+
+def test_each_workspace_of_cublas_is_one_also_where_a_backward_pass_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is the cell's thread's, the other that of backward passes."""
+    monkeypatch.setenv("GPUMAGIC_DRYRUN_ENGINE", "cuda")
+    forward = dry_run(STEP.partition("model(x)")[0] + "model(x)").breakdown[WORKSPACE]
+    assert dry_run(STEP).breakdown[WORKSPACE] == 2 * forward
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_buffer_is_called_a_buffer() -> None:
+    breakdown = dry_run(NORMALISED).breakdown
+    assert breakdown["buffers"] == 4 * 2048 * 2048
+    assert breakdown["parameters"] == 4 * 512 * 512
