@@ -79,9 +79,11 @@ def _quantizable(module: nn.Module) -> set[int]:
 
 def _output(module: nn.Module) -> Any:
     """Return the layer that transformers leaves as it is when it loads a model in int8 or int4."""
-    for name, what in ("get_output_embeddings", lambda found: found()), ("lm_head", lambda found: found):
-        with contextlib.suppress(Exception):  # a `__getattr__` of the user's may raise anything
-            head = what(getattr(module, name))
-            if head is not None:
-                return head
+    outputs: Any = module
+    with contextlib.suppress(Exception):  # a `__getattr__` of the user's may raise anything
+        head = outputs.get_output_embeddings()
+        if head is not None:
+            return head
+    with contextlib.suppress(Exception):
+        return outputs.lm_head
     return None
