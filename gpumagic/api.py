@@ -54,7 +54,7 @@ def devices(
 
     Args:
         devices: only these, such as ``"cuda:1"``; all without.
-        by: show totals by ``"device"``, ``"dtype"``, ``"kind"`` or ``"holder"`` instead of rows.
+        by: show totals by ``"dtype"``, ``"kind"`` or ``"holder"`` instead of rows.
         limit: how many rows to show; the report has all.
         namespace: where names are looked up; the caller's globals by default.
 
@@ -113,7 +113,6 @@ def ondevice(
     move: str | Sequence[str] = (),
     fallback: str | None = None,
     trace: bool | Function | Sequence[Function] = False,
-    strict: bool = False,
 ) -> DeviceRun:
     """Return a context manager in which new tensors land on ``device``; its ``report`` has the copies.
 
@@ -125,7 +124,6 @@ def ondevice(
         trace: follow every line, and read the memory around every operator: ``report.by_line`` has time, memory,
             transfers and syncs of each. Functions, or their names such as ``"model.forward"``, alone or in a list, have
             their lines in it too. Small operators then take several times as long.
-        strict: raise `StrayTensor` where a tensor of another device is used or copied unasked; traces as well.
 
     Raises:
         DeviceNotFound: the device is not here, and no fallback is given.
@@ -137,7 +135,7 @@ def ondevice(
 
     names = variable_names(move if isinstance(move, str) else ",".join(move)) if move else []
     functions = trace if isinstance(trace, bool | list | tuple) else [cast("Function", trace)]
-    return run.for_caller(device_names.resolve(device, fallback), names, trace=functions, strict=strict)
+    return run.for_caller(device_names.resolve(device, fallback), names, trace=functions)
 
 
 def oomguard(

@@ -65,8 +65,6 @@ def unload(shell: InteractiveShell) -> None:
     for name in _BACKGROUND_MODULES:
         if name in sys.modules:
             sys.modules[name].off(shell)
-    if "gpumagic.report.units" in sys.modules:
-        sys.modules["gpumagic.report.units"].use_system("binary")  # whatever `%config GPUMagic.units` said
     if "gpumagic.dryrun.client" in sys.modules:
         sys.modules["gpumagic.dryrun.client"].close()
     while wiring.undo:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
-from traitlets import Bool, Enum, Float, TraitError, Unicode, observe, validate
+from traitlets import Bool, Float, TraitError, Unicode, validate
 
 from gpumagic import api
 from gpumagic._compat import output_can_be_silenced
@@ -76,9 +76,6 @@ class GPUMagic(Magics):
     engine_timeout = Float(
         ENGINE_TIMEOUT, min=0.1, help="Seconds to wait for engines to answer; three times as long before a cell."
     ).tag(config=True)
-    units = Enum(("binary", "decimal"), "binary", help="Bytes as 1.5 GiB, as torch does, or as 1.6 GB.").tag(
-        config=True
-    )
 
     @validate("device")
     def _check_device(self, proposal: Mapping[str, Any]) -> str:
@@ -89,12 +86,6 @@ class GPUMagic(Magics):
         except DeviceNotFound as error:
             raise TraitError(str(error)) from None
         return name
-
-    @observe("units")
-    def _use_units(self, change: Mapping[str, Any]) -> None:
-        from gpumagic.report import units
-
-        units.use_system(change["new"])
 
     def __init__(self, shell: InteractiveShell, sessions: CellSessions, baseline: DiffBaseline) -> None:
         super().__init__(shell)
@@ -109,10 +100,6 @@ class GPUMagic(Magics):
             return self._follow(options)
         if options.engines is not None:
             return self._on_engines("gpuinfo", options)
-        if options.bench:
-            from gpumagic.gpus import bench
-
-            return bench.benchmark(options.devices)
         return _ask_gpus(options)
 
     @line_magic
@@ -153,7 +140,7 @@ class GPUMagic(Magics):
             move.check_names(options.move, self.shell.user_ns)
         run = DeviceRun(
             device, namespace=self.shell.user_ns, move=options.move,
-            trace=options.trace, strict=options.strict, show=not options.quiet, store=self._store(options.out),
+            trace=options.trace, show=not options.quiet, store=self._store(options.out),
             is_running=cell is None,
         )  # fmt: skip
         return self._run(run, cell)

@@ -216,13 +216,12 @@ def _gpuinfo() -> Parser:
         "    %gpuinfo -w                 refreshed while other cells run\n"
         "    r = %gpuinfo                keep the report: r.to_pandas(), r.cause\n"
         "    r.best                      the device with most free memory",
-        refused=("each_cell", "bench"),
+        refused=("each_cell",),
     )
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or 1; else all")
     parser.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
     parser.add_argument("-a", "--all", action="store_true", help="show every field; measures PCIe and NVLink traffic")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
+    parser.add_argument(
         "-w", "--watch", nargs="?", metavar="SECONDS", type=_typed(watch_interval), const=2.0,
         help="refresh every SECONDS (2) while other cells run, until -w off or an interrupt",
     )  # fmt: skip
@@ -230,7 +229,6 @@ def _gpuinfo() -> Parser:
         "--each-cell", nargs="?", choices=("on", "off"), const=True,
         help="on: print time, memory growth and peak after every cell; without on or off: a table of the last cells",
     )  # fmt: skip
-    instead.add_argument("--bench", action="store_true", help="measure matrix products and copies; takes seconds")
     _add_engines(parser)
     return parser
 
@@ -252,8 +250,8 @@ def _devices() -> Parser:
     parser.add_argument("-n", metavar="N", type=_typed(positive_int), default=20, help="show the largest N (20)")
     ask = parser.add_mutually_exclusive_group()
     ask.add_argument(
-        "--by", metavar="KEY", choices=("device", "dtype", "kind", "holder"),
-        help="show totals by device, dtype, kind or holder",
+        "--by", metavar="KEY", choices=("dtype", "kind", "holder"),
+        help="show totals by dtype, kind or holder",
     )  # fmt: skip
     ask.add_argument(
         "--diff", action="store_true",
@@ -288,7 +286,7 @@ def _ondevice() -> Parser:
         "    %%ondevice 0 --move model,x      first move these, with their optimizer\n"
         "    %%ondevice 0 -o r                keep the report: r.to_pandas(), r.syncs",
         needs_body=("--engines",),
-        forwarded=("move", "trace", "strict"),
+        forwarded=("move", "trace"),
         valued=("--trace",),
     )
     parser.add_argument("device", nargs="?", metavar="DEVICE", help="cuda:1, 1, auto (most free memory), cpu, meta")
@@ -300,10 +298,6 @@ def _ondevice() -> Parser:
     parser.add_argument(
         "--trace", metavar="FUNCTIONS", type=_typed(function_names), default=False,
         help="time, memory, transfers and syncs by line, in functions too: --trace=model.forward,step; slower",
-    )  # fmt: skip
-    parser.add_argument(
-        "--strict", action="store_true",
-        help="raise an error where a tensor on another device is used or copied implicitly; slower",
     )  # fmt: skip
     _add_cell_options(parser, "; DEVICE may be cuda:{rank}")
     return parser

@@ -25,7 +25,7 @@ for _module in pkgutil.walk_packages(gpumagic.__path__, "gpumagic."):
 KINDS = sorted(kind.__name__ for kind in document_of.registry if kind is not object)
 FIXED: dict[tuple[str, str], Any] = {
     ("TensorReport", "group_by"): None, ("ClusterReport", "group_by"): None, ("ClusterReport", "magic"): "gpuinfo",
-    ("BenchRow", "measure"): "copy", ("DiffRow", "change"): "came", ("EngineAnswer", "state"): "answered",
+    ("DiffRow", "change"): "came", ("EngineAnswer", "state"): "answered",
     ("OomReport", "recovered"): False, ("OomReport", "retries"): 0, ("DtypeReport", "optimizer"): "adamw",
 }  # fmt: skip
 """Fields of a few known words, which no text from outside reaches, and flags that would fold all else away."""
@@ -44,7 +44,7 @@ def cases(text: str) -> Iterator[tuple[str, Report[Any]]]:
         yield kind, report(kind, text)
     yield "OomReport, recovered", report("OomReport", text, recovered=True, retries=1)
     yield "GPUReport, none", report("GPUReport", text, devices=())
-    for key in ("device", "dtype", "kind", "holder"):
+    for key in ("dtype", "kind", "holder"):
         yield f"TensorReport, by {key}", report("TensorReport", text, group_by=key)
     for magic, kind in OF_ENGINES.items():
         told = [EngineAnswer(number, report=report(kind.__name__, text)) for number in range(2)]

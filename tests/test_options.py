@@ -43,7 +43,6 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
         ("devices", "--leeks", "%devices has no option '--leeks'; did you mean --leaks?"),
         ("gpuinfo", "--proceses", "%gpuinfo has no option '--proceses'; did you mean --processes?"),
         ("devices", "--by weight", "invalid choice: 'weight'"),
-        ("gpuinfo", "-w 1 --bench", "argument --bench: not allowed with argument -w/--watch"),
         ("devices", "--device cuda:1", "%devices has no option '--device'; write the device alone: %devices cuda:1"),
         (
             "devices",
@@ -54,7 +53,7 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
         ("devices", "--di", "did you mean --diff?"),
         ("gpuinfo", "-x", "%gpuinfo has no option '-x'; it has --processes, --all"),
         ("gpuinfo", "--each-cell of", "invalid choice: 'of'; did you mean off?"),
-        ("ondevice", "cuda --srtict", "did you mean --strict?"),
+        ("ondevice", "cuda --trcae", "did you mean --trace?"),
         ("dryrun", "--gpu=T4 --fti n", "did you mean --fit?"),
         ("ondevice", "cuda:0 cuda:1", "'cuda:1' is one argument too many"),
         ("ondevice", "cuda -o 1x", "'1x' cannot be a variable"),

@@ -46,7 +46,7 @@ def devices(
         devices: only these, by each engine's own names.
         engines: ``"all"``, ``"0,2"``, ``"1:3"``; by default those of `%%px`.
         timeout: seconds to wait; engines that have not answered by then are listed as such.
-        by: show totals by ``"device"``, ``"dtype"``, ``"kind"`` or ``"holder"`` instead of rows.
+        by: show totals by ``"dtype"``, ``"kind"`` or ``"holder"`` instead of rows.
         limit: how many rows to show; the report has all.
 
     Raises:

@@ -9,6 +9,5 @@ Start with `probe.read_gpus`, which joins what the other files read into a `repo
     device_names.py   resolves names as users write them, such as ``gpu:1`` or ``auto``
     live.py           `-w`: the GPUs over time
     each_cell.py      `--each-cell`: a line after every cell
-    bench.py          `--bench`: how fast each device is; `bench_view.py` shows it
     report.py         the records of all of these; `view.py` and `history_view.py` show them
 """

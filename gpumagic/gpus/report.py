@@ -1,4 +1,4 @@
-"""The reports of `%gpuinfo`, including those of `-w`, `--bench` and `--each-cell`."""
+"""The reports of `%gpuinfo`, including those of `-w` and `--each-cell`."""
 
 from __future__ import annotations
 
@@ -177,51 +177,6 @@ class HistoryReport(Report[SampleRow]):
             GpuMagicError: matplotlib is not installed.
         """
         return to_figure(self)
-
-
-@dataclass(frozen=True, slots=True)
-class BenchRow:
-    """One measurement of one device."""
-
-    device: str
-    measure: str
-    """``"matmul"`` or ``"copy"``."""
-    what: str
-    """The dtype of a product; the direction of a copy, with ``", pinned"`` where host memory was page-locked.
-
-    ``"within"`` is a copy from the device to itself, ``"device-to-device"`` one to the next device of its kind.
-    """
-    rate: float | None = None
-    """Floating-point operations per second of a product, bytes per second of a copy; the best of all runs."""
-    size: int | None = None
-    """Rows of the square matrices, or bytes copied."""
-    repeats: int | None = None
-    reason: str | None = None
-    """Why there is no rate."""
-    simulated: bool = False
-    """True for a simgpu device, whose rates are the CPU's."""
-
-
-@dataclass(frozen=True, repr=False)
-class BenchReport(Report[BenchRow]):
-    """How fast each device is, one row per device and measurement."""
-
-    row_type: ClassVar[type[Any]] = BenchRow
-
-    measurements: tuple[BenchRow, ...]
-    torch_version: str | None = None
-    threads: int | None = None
-    """Threads torch used on the CPU."""
-    float32_precision: str | None = None
-    """``"highest"`` is true float32; otherwise products of float32 may use TF32 or bfloat16."""
-
-    @property
-    def rows(self) -> tuple[BenchRow, ...]:
-        return self.measurements
-
-    def rate(self, device: str, what: str) -> float | None:
-        """Return one device's rate for a dtype or direction; None if it has none."""
-        return next((row.rate for row in self.measurements if (row.device, row.what) == (device, what)), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpumagic.gpus import bench_view, history_view  # noqa: F401  # they register their views
+from gpumagic.gpus import history_view  # noqa: F401  # it registers its views
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of

@@ -8,25 +8,14 @@ from collections.abc import Sequence
 
 NOT_AVAILABLE = "n/a"
 SPARK_CHARACTERS = "▁▂▃▄▅▆▇█"
-SYSTEMS = {
-    "binary": (1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB")),
-    "decimal": (1000, ("B", "kB", "MB", "GB", "TB", "PB")),
-}
-_system = "binary"
-
-
-def use_system(system: str) -> None:
-    """Write bytes in one of `SYSTEMS` from now on: ``"binary"``, as torch and nvidia-smi do, or ``"decimal"``."""
-    global _system  # noqa: PLW0603  # how a person reads bytes is one choice for the whole session
-    assert system in SYSTEMS
-    _system = system
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size(nbytes: int | None) -> str:
-    """Return bytes with one decimal in the units in use: ``"512 B"``, ``"1.5 GiB"``."""
+    """Return bytes with one decimal in binary units, as torch and nvidia-smi have them: ``"512 B"``, ``"1.5 GiB"``."""
     if nbytes is None:
         return NOT_AVAILABLE
-    if abs(nbytes) < SYSTEMS[_system][0]:
+    if abs(nbytes) < 1024:
         return f"{nbytes} B"
     scale, unit = _scale(nbytes)
     return f"{nbytes / scale:.1f} {unit}"
@@ -58,12 +47,11 @@ def size_range(least: int, most: int) -> str:
 
 def _scale(nbytes: int) -> tuple[int, str]:
     """Return the unit in which a number of bytes has at most three digits and a decimal before its point."""
-    base, names = SYSTEMS[_system]
     scale = 1
-    for unit in names:
-        if round(abs(nbytes) / scale, 1) < base or unit == names[-1]:
+    for unit in _UNITS:
+        if round(abs(nbytes) / scale, 1) < 1024 or unit == _UNITS[-1]:
             break
-        scale *= base
+        scale *= 1024
     return scale, unit
 
 

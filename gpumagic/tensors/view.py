@@ -173,7 +173,6 @@ def _some(names: Sequence[str]) -> str:
 
 
 GROUP_KEYS: dict[str, Callable[[TensorRow], str]] = {
-    "device": lambda row: row.device,
     "dtype": lambda row: row.dtype,
     "kind": lambda row: row.kind,
     "holder": lambda row: root_of(row.name) if row.name is not None else row.variable or holder_text(row.holder),

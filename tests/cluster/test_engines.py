@@ -126,7 +126,6 @@ def test_engines_are_those_of_px_or_of_use(here, machine) -> None:
         ("devices --engines 99", "there is no engine 99; there are 0, 1"),
         ("devices simgpu:9 --engines", "on the engines: 'simgpu:9' is not a device here"),
         ("devices --engines --diff", "--diff is about one process: %px %devices --diff"),
-        ("gpuinfo --engines --bench", "--bench is about one process"),
         ("ondevice auto --engines", "--engines takes all of a cell: write %%ondevice on its first line"),
     ],
 )

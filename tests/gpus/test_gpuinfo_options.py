@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pandas as pd
 import pytest
 
-from gpumagic.gpus import bench
-from gpumagic.gpus.report import BenchReport, GPUReport
+from gpumagic.gpus.report import GPUReport
 
 NUMBERS = (
     "memory_total", "memory_used", "memory_free", "memory_reserved", "kernel_allocated", "kernel_reserved",
@@ -21,11 +19,8 @@ NUMBERS = (
 
 
 @pytest.fixture
-def ask(bare_shell, two_devices, monkeypatch):
-    """Return a function that runs a line and gives its value; benchmarks are short."""
-    monkeypatch.setattr(bench, "MIN_MATRIX", 16)
-    monkeypatch.setattr(bench, "MAX_MATRIX", 16)
-    monkeypatch.setattr(bench, "MAX_COPY", 2**16)
+def ask(bare_shell, two_devices):
+    """Return a function that runs a line and gives its value."""
     bare_shell.run_line_magic("load_ext", "gpumagic")
     yield lambda line: bare_shell.run_cell(line).result
     bare_shell.run_line_magic("unload_ext", "gpumagic")
@@ -41,16 +36,6 @@ def test_best_is_a_name_that_ondevice_takes(ask) -> None:
     best = ask("%gpuinfo").best
     assert best in ("simgpu:0", "simgpu:1")
     assert ask(f"%ondevice {best} -q\nimport torch; str(torch.zeros(1).device)") == best
-
-
-def test_bench_returns_a_report_of_the_devices_named(ask) -> None:
-    report = ask("%gpuinfo cpu 1 --bench")
-    assert isinstance(report, BenchReport)
-    assert list(dict.fromkeys(row.device for row in report)) == ["cpu", "simgpu:1"]
-    assert ask("%gpuinfo cpu --bench").to_dict()["measurements"][0]["device"] == "cpu"
-    frame = report.to_pandas()
-    assert frame["rate"].dtype.kind == "f"
-    assert math.isfinite(frame["rate"].max())
 
 
 @pytest.mark.parametrize("line", ["%gpuinfo", "%gpuinfo -a", "%gpuinfo -p", "%gpuinfo simgpu:1"])

@@ -67,7 +67,7 @@ d = watched(5)
 """
 
 
-@pytest.mark.parametrize("options", ["", " --trace", " --strict"])
+@pytest.mark.parametrize("options", ["", " --trace"])
 def test_a_timeline_shows_the_rise_and_the_fall_and_the_peak_on_its_line(run, options) -> None:
     """10, then 40, then 70 MiB, back to 10, and 15 in the end."""
     before = torch.simgpu.memory_allocated(0)

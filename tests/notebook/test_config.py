@@ -23,7 +23,7 @@ def run(shell, cell):
 def test_it_is_listed_with_a_sentence_for_each(loaded, capsys) -> None:
     loaded.run_line_magic("config", "GPUMagic")
     said = capsys.readouterr().out
-    assert all(f"GPUMagic.{name}" in said for name in ("device", "keep_going", "units"))
+    assert all(f"GPUMagic.{name}" in said for name in ("device", "keep_going", "engine_timeout"))
 
 
 def test_ondevice_without_a_device_takes_the_configured_one(loaded) -> None:
@@ -36,21 +36,6 @@ def test_a_device_on_the_line_wins(loaded) -> None:
     run(loaded, "%config GPUMagic.device = 'simgpu:1'")
     run(loaded, "%%ondevice 0\ny = torch.ones(3)")
     assert str(loaded.user_ns["y"].device) == "simgpu:0"
-
-
-def test_units_can_be_decimal_until_unloaded(loaded) -> None:
-    assert "977.0 KiB" in str(run(loaded, "r = %devices\nr"))
-    run(loaded, "%config GPUMagic.units = 'decimal'")
-    assert "1.0 MB" in str(run(loaded, "r = %devices\nr"))
-    loaded.run_line_magic("unload_ext", "gpumagic")
-    assert "977.0 KiB" in str(loaded.user_ns["r"])
-    loaded.run_line_magic("load_ext", "gpumagic")
-
-
-def test_units_that_are_none_are_refused_by_name(loaded, caplog) -> None:
-    loaded.run_cell("%config GPUMagic.units = 'stones'")
-    assert "binary" in caplog.text
-    assert "977.0 KiB" in str(run(loaded, "r = %devices\nr"))
 
 
 def test_a_device_that_is_none_is_refused_with_what_was_meant(loaded, caplog) -> None:

@@ -207,7 +207,7 @@ LOOKS = [
 ]  # fmt: skip
 CELLS = [
     "%%ondevice 1\ny = torch.ones(3)\ny.cpu()", "%%ondevice 1 --trace\ny = torch.ones(3)\ny.cpu()",
-    "%%ondevice 1 --strict\ny = torch.ones(3)", "%%ondevice 1 -o kept\n1 / 0", "%%oomguard\ny = torch.ones(3)",
+    "%%ondevice 1 -o kept\n1 / 0", "%%oomguard\ny = torch.ones(3)",
     "%%ondevice 1\n%%oomguard\ny = torch.ones(3)",
     "%%ondevice 0\nfrom torch import zeros\nz = [zeros(3), x.to('simgpu:0')]",
 ]  # fmt: skip

@@ -10,7 +10,6 @@ from nvml_stub.fake import GIB, FakeLibrary, install
 
 import gpumagic
 from gpumagic.gpus import other_devices, probe
-from gpumagic.gpus.report import BenchReport, BenchRow
 from gpumagic.gpus.torch_build import TorchBuild
 from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
 
@@ -176,19 +175,6 @@ def test_one_engine_that_runs_out_of_memory(first_line, bare_shell) -> None:
     assert line == (
         "Out of memory on engine 0. Delete 1 name that earlier cells left (del old): fits (dry run: 3.0 of 4.0 GiB)"
     )
-
-
-def test_a_benchmark() -> None:
-    measured = [
-        BenchRow(device, "matmul", "float32", rate=rate, size=1, repeats=1)
-        for device, rate in (("cuda:0", 50e12), ("cuda:1", 60e12), ("cpu", 1e12))
-    ]
-    faster = BenchReport(tuple(measured), torch_version="2.13.0", threads=8, float32_precision="highest")
-    alone = BenchReport(tuple(measured[2:]), torch_version="2.13.0", threads=8, float32_precision="highest")
-    assert [str(each).partition("\n")[0] for each in (faster, alone)] == [
-        "cuda:1 is fastest: 60 TFLOP/s in float32, 60 times the CPU's",
-        "The CPU does 1 TFLOP/s in float32; no GPU was measured",
-    ]
 
 
 def test_a_line_after_each_cell(first_line, bare_shell) -> None:

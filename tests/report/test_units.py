@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.options import parse_size
-from gpumagic.report.units import count, duration, percent, printable, shape, size, size_pair, sparkline, use_system
+from gpumagic.report.units import count, duration, percent, printable, shape, size, size_pair, sparkline
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,6 @@ def test_bytes_have_one_decimal_and_binary_units(nbytes: int | None, text: str) 
 )  # fmt: skip
 def test_a_part_and_its_whole_share_a_unit(part: int, whole: int | None, text: str) -> None:
     assert size_pair(part, whole) == text
-
-
-def test_bytes_can_be_decimal() -> None:
-    use_system("decimal")
-    try:
-        assert [size(999), size(1000), size(1_500_000), size(999_960), size_pair(2**30, 16 * 10**9)] == [
-            "999 B", "1.0 kB", "1.5 MB", "1.0 MB", "1.1 / 16.0 GB",
-        ]  # fmt: skip
-    finally:
-        use_system("binary")
 
 
 @given(st.integers(0, 2**49))

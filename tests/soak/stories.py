@@ -28,7 +28,6 @@ LOOKS = (
     "%gpuinfo", "%gpuinfo -p", "%gpuinfo -a", "r = %gpuinfo", "%devices", "%devices --by kind",
     "%devices --diff", "%devices --leaks", "%devices --free",
     "%devices -n 3 --by holder", "%devices --why x", "%reload_ext gpumagic",
-    "%gpuinfo --bench",
 )  # fmt: skip
 _STARTED = (
     ("%gpuinfo --each-cell on", "%gpuinfo --each-cell off"),
@@ -48,7 +47,7 @@ def _on_device(rng: random.Random, backend: str) -> Story:
     cell = rng.choice(_ondevice_cells(backend))
     lines, fails = ["%%ondevice " + " ".join((rng.choice("01"), rng.choice(_KEEPS)))], None
     if rng.random() < 0.4:
-        lines[0] += rng.choice((" --trace", " --strict"))
+        lines[0] += " --trace"
     if cell.asks:
         lines[0] += f" --move {cell.asks}"
     if rng.random() < 0.2:
