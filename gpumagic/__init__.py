@@ -20,7 +20,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpumagic.memory import devices as _devices
+
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic import cluster, simgpu
@@ -92,6 +96,15 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
     from gpumagic import extension
 
     extension.unload(shell)
+
+
+def _driver_figures(backends: Collection[str]) -> Mapping[str, _devices.DriverFigures]:
+    from gpumagic.gpus import probe
+
+    return probe.driver_figures(backends)
+
+
+_devices.driver_figures = _driver_figures
 
 
 def __getattr__(name: str) -> object:

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, cast
 
 from gpumagic.errors import OptionError
-from gpumagic.gpus import device_names
+from gpumagic.memory.devices import resolve
 from gpumagic.notebook import session
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) ->
     """
     from gpumagic.gpus import probe
 
-    # The probe reads the names itself: `device_names.resolve` asks torch, which would start CUDA's driver.
+    # The probe reads the names itself: `resolve` asks torch, which would start CUDA's driver.
     return probe.read_gpus(devices, processes=processes, everything=everything)
 
 
@@ -63,7 +63,7 @@ def devices(
     """
     from gpumagic.tensors import scan
 
-    names = [device_names.resolve(device) for device in devices]
+    names = [resolve(device) for device in devices]
     namespace = _globals_of_caller() if namespace is None else namespace
     return scan.scan(namespace, devices=names, group_by=by, limit=limit, shell=_shell_of(namespace), thorough=True)
 
@@ -135,7 +135,7 @@ def ondevice(
 
     names = variable_names(move if isinstance(move, str) else ",".join(move)) if move else []
     functions = trace if isinstance(trace, bool | list | tuple) else [cast("Function", trace)]
-    return run.for_caller(device_names.resolve(device, fallback), names, trace=functions)
+    return run.for_caller(resolve(device, fallback), names, trace=functions)
 
 
 def oomguard(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.gpus import device_names
+from gpumagic.memory import devices
 from gpumagic.notebook import completion
 from gpumagic.notebook.cells import CellSessions, PromoteCellMagics
 
@@ -99,7 +99,7 @@ def attach(
         sessions = CellSessions(shell)
         _register(shell, magics(shell, sessions), wiring.undo)
         _add(shell.input_transformers_cleanup, PromoteCellMagics(needs_body, lets_run), wiring.undo)
-        completion.install(shell, device_names.completions, wiring.undo)
+        completion.install(shell, devices.completions, wiring.undo)
         for do, undo in ((sessions.install, sessions.uninstall), *also):
             wiring.undo.append(undo)
             do()

@@ -19,7 +19,7 @@ from traitlets import Bool, Float, TraitError, Unicode, validate
 from gpumagic import api
 from gpumagic._compat import output_can_be_silenced
 from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError
-from gpumagic.gpus import device_names
+from gpumagic.memory import devices
 from gpumagic.notebook import session
 from gpumagic.notebook.guards import Guard, NoGuard, RunOnce
 from gpumagic.options import ENGINE_TIMEOUT, parser
@@ -82,7 +82,7 @@ class GPUMagic(Magics):
         name: str = proposal["value"]
         try:
             if name:
-                device_names.check_spelling(name)
+                devices.check_spelling(name)
         except DeviceNotFound as error:
             raise TraitError(str(error)) from None
         return name
@@ -114,7 +114,7 @@ class GPUMagic(Magics):
             return why.find_holders(" ".join((options.why, *options.devices)), self.shell.user_ns, self.shell)
         if options.free:
             return release.release(self.shell.user_ns, self.shell)
-        only = [device_names.resolve(name) for name in options.devices]
+        only = [devices.resolve(name) for name in options.devices]
         everything = scan.scan(
             self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell, thorough=options.leaks
         )  # fmt: skip
@@ -132,10 +132,10 @@ class GPUMagic(Magics):
 
         wanted = options.device or self.device
         if not wanted:
-            raise OptionError(f"%%ondevice needs a device; there are {', '.join(device_names.available())}")
+            raise OptionError(f"%%ondevice needs a device; there are {', '.join(devices.available())}")
         if options.engines is not None:
             return self._cell_of_engines("ondevice", options, cell, wanted)
-        device = device_names.resolve(wanted, options.fallback)
+        device = devices.resolve(wanted, options.fallback)
         if options.move:
             move.check_names(options.move, self.shell.user_ns)
         run = DeviceRun(

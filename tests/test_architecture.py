@@ -20,10 +20,10 @@ RANKS = (
 """The layers, from what knows nothing of the others to what knows all: nothing imports from a later one."""
 FEATURES = {
     "gpus": set(),
-    "tensors": {"gpus"},
-    "transfers": {"tensors", "gpus"},
-    "dryrun": {"gpus", "tensors"},
-    "oom": {"gpus", "tensors", "transfers", "dryrun"},
+    "tensors": set(),
+    "transfers": {"tensors"},
+    "dryrun": {"tensors"},
+    "oom": {"tensors", "transfers", "dryrun"},
 }
 """Which features each feature may import from."""
 MEASURING = {"torch", "IPython", "pynvml", "gc", "gpumagic.memory.allocator"}
@@ -160,7 +160,7 @@ def test_no_probe_formats() -> None:
 def test_importing_every_report_and_view_needs_neither_torch_nor_ipython() -> None:
     views = ", ".join(f"gpumagic.{feature}.view" for feature in (*FEATURES, "cluster"))
     code = (
-        f"import sys, gpumagic.report.base, gpumagic.options, gpumagic.gpus.device_names, {views}\n"
+        f"import sys, gpumagic.report.base, gpumagic.options, gpumagic.memory.devices, {views}\n"
         f"print(sorted(({HEAVY!r} | {{'IPython'}}) & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic import simgpu
 from gpumagic.errors import OptionError
-from gpumagic.gpus import device_names
+from gpumagic.memory.devices import resolve
 from gpumagic.notebook import session
 from gpumagic.report.base import Origin, current_origin
 
@@ -38,7 +38,7 @@ def devices(names: Sequence[str]) -> Response:
 
     simgpu.enable_from_environment()
     shell = session.shell()
-    only = [device_names.resolve(name) for name in names]
+    only = [resolve(name) for name in names]
     report: TensorReport = scan.scan(session.user_variables(shell), devices=only, limit=None, shell=shell)
     return report.origin, report
 
@@ -68,7 +68,7 @@ def prepare() -> Response:
 
 def resolve_device(name: str, fallback: str | None) -> Response:
     """Return the full name of a device of this engine."""
-    return current_origin(), device_names.resolve(name, fallback)
+    return current_origin(), resolve(name, fallback)
 
 
 def collect(name: str) -> Response:

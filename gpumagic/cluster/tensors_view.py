@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpumagic.cluster.report import ClusterReport, EngineAnswer, engine_ranges
+from gpumagic.memory.devices import Device
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Paragraph, Segment, Table
 from gpumagic.report.units import count, size, size_of
@@ -76,7 +77,7 @@ def _merged_lines(found: Found) -> list[_MergedLine]:
     for answer, report in found:
         for line in fold(report.tensors):
             row = line.row
-            backend = row.device.partition(":")[0]  # each engine may have its own device of it
+            backend = Device.parse(row.device).backend  # each engine may have its own device of it
             key: object = (line.text, line.nbytes, row.nbytes is None, row.shape, row.dtype, row.kind, backend)
             if row.name is None or (key in merged and merged[key].engines[-1] is answer):
                 key = (key, answer.engine, row.device)  # nothing says that it is the same thing there

@@ -20,6 +20,7 @@ from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
 from gpumagic.errors import DryRunUnavailable, OptionError
 from gpumagic.memory import workspaces
+from gpumagic.memory.devices import Device
 from gpumagic.source.frames import is_library
 from gpumagic.source.settings import sizes_in
 
@@ -82,7 +83,7 @@ def _check_devices(parts: payload.Payload, target: Target) -> None:
     """Refuse tensors on a backend of which the devices are not."""
     known = {target.backend, "cpu", "meta"}
     for device in parts.device_bytes:
-        if device.partition(":")[0] not in known:
+        if Device.parse(device).backend not in known:
             raise OptionError(
                 f"the cell uses tensors on {device}, and this dry run has {target.names[target.chosen]}: make them in "
                 f"the cell, or give a --capacity without naming another device"

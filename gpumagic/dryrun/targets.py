@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from gpumagic.errors import OptionError
-from gpumagic.gpus import device_names
-from gpumagic.memory import allocator, presets, segments
+from gpumagic.memory import allocator, devices, presets, segments
+from gpumagic.memory.devices import Device
 from gpumagic.memory.segments import Segment
 
 MIB = 1 << 20
@@ -79,11 +79,10 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None) -> 
             raise OptionError("there is no GPU here; name one, --gpu T4, or give a size, --capacity 16GiB")
         device = here[0] if here else "cuda:0"
     elif capacity is None or device in here or not _is_imaginable(device):
-        device = device_names.resolve(device)
-    backend, _, index = device.partition(":")
-    if backend in device_names.BUILTIN_DEVICES:
+        device = devices.resolve(device)
+    backend, chosen = Device.parse(device)
+    if backend in devices.BUILTIN_DEVICES:
         raise OptionError(f"a dry run is for an accelerator, and {device} is not one; name one of {', '.join(here)}")
-    chosen = int(index or 0)
     count = max(chosen + 1, sum(each.startswith(f"{backend}:") for each in here))
     names = [f"{backend}:{each}" for each in range(count)]
     figures = [allocator.device_stats(name) if name in here else None for name in names]
@@ -119,19 +118,14 @@ def _capacity(name: str, capacity: int | None, here: list[str]) -> int | None:
     """Return what this process can have of a device: what it holds already, and what is free."""
     if capacity is not None or name not in here:
         return capacity
-    figures, driver = allocator.device_stats(name), allocator.mem_get_info(name)
-    if driver is not None:
-        return driver[0] + (figures.reserved if figures is not None else 0)
-    from gpumagic.gpus import probe
-
-    row = next((each for each in probe.read_gpus((name,)).rows if each.device == name), None)
-    return None if row is None else row.memory_free
+    free, figures = devices.room(name), allocator.device_stats(name)
+    return free if free is None or figures is None else free + figures.allocated
 
 
 def _between(name: str) -> int:
     """Return the bytes of cached blocks whose segments hold live ones too."""
-    backend, _, index = name.partition(":")
+    backend, index = Device.parse(name)
     module = allocator.device_module(backend)
     if module is None or not hasattr(module, "memory_stats"):
         return 0
-    return int(module.memory_stats(int(index)).get("inactive_split_bytes.all.current", 0))
+    return int(module.memory_stats(index).get("inactive_split_bytes.all.current", 0))

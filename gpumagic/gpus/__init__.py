@@ -6,7 +6,6 @@ Start with `probe.read_gpus`, which joins what the other files read into a `repo
     torch_build.py    the installed torch; `torch_names.py` has its names for the cards
     other_devices.py  devices that NVML does not know: simulated, XPU, MPS, unified memory
     no_gpu.py         why torch can use no GPU, with the remedy
-    device_names.py   resolves names as users write them, such as ``gpu:1`` or ``auto``
     live.py           `-w`: the GPUs over time
     each_cell.py      `--each-cell`: a line after every cell
     report.py         the records of all of these; `view.py` and `history_view.py` show them

@@ -21,6 +21,7 @@ from gpumagic.gpus.processes import DriverProcess, total_memory
 from gpumagic.gpus.report import GpuRow
 from gpumagic.gpus.torch_build import TorchBuild, bare_uuid, cuda_devices
 from gpumagic.memory import allocator, host
+from gpumagic.memory.devices import Device
 
 UNIFIED_MEMORY_NAMES = re.compile(r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE)
 HOST_MEMORY = "the host's memory, shared"
@@ -110,7 +111,7 @@ def with_kernel_memory(row: GpuRow) -> GpuRow:
         figures = allocator.device_stats(row.device)
         if figures is not None:
             return replace(row, kernel_allocated=figures.allocated, kernel_reserved=figures.reserved)
-        if "torch" not in sys.modules or not allocator.is_initialised(row.device.partition(":")[0]):
+        if "torch" not in sys.modules or not allocator.is_initialised(Device.parse(row.device).backend):
             return replace(row, kernel_allocated=0, kernel_reserved=0)
         reason = "no counting allocator"
     return replace(row, reasons={**row.reasons, "kernel_allocated": reason, "kernel_reserved": reason})
@@ -129,7 +130,7 @@ def _simulated_row(index: int, module: ModuleType) -> GpuRow:
 
 
 def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
-    index = int(name.partition(":")[2])
+    index = Device.parse(name).index
     properties = module.get_device_properties(index)
     uuid = getattr(properties, "uuid", None)
     row = with_kernel_memory(

@@ -19,6 +19,7 @@ from gpumagic.gpus.processes import attribute_processes
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.gpus.torch_build import TorchBuild, torch_build
 from gpumagic.gpus.torch_names import TorchName, Visibility
+from gpumagic.memory.devices import Device, DriverFigures
 from gpumagic.report import base
 
 DEVICE_PATTERN = r"auto|\d+|(gpu|cuda|mps|xpu|simgpu)(:\d+)?|(GPU|MIG)-.+"
@@ -66,7 +67,7 @@ def _matches(name: str, row: GpuRow, rows: Sequence[GpuRow]) -> bool:
         return row.device == best_device(rows)
     if re.fullmatch(r"(gpu:)?\d+", lowered):
         return ordinal(row.device) == int(lowered.rpartition(":")[2])
-    return lowered in (row.device, row.device.partition(":")[0], "gpu")
+    return lowered in (row.device, Device.parse(row.device).backend, "gpu")
 
 
 def ordinal(device: str | None) -> int:
@@ -122,6 +123,15 @@ def read_rows(backends: Collection[str]) -> list[GpuRow]:
     build, answer = torch_build(), cards.read_cards()
     rows, _, _ = _nvidia_rows(answer, build)
     return [*rows, *other_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer)), *simulated]
+
+
+def driver_figures(backends: Collection[str]) -> dict[str, DriverFigures]:
+    """Return what drivers say of the devices of some backends, such as ``{"cuda"}``, for `memory.devices`."""
+    return {
+        row.device: DriverFigures(row.memory_free, row.other_processes)
+        for row in read_rows(backends)
+        if row.device is not None
+    }
 
 
 def _why_not_listed(answer: NvmlSnapshot | NvmlFailure) -> str:

@@ -1,9 +1,12 @@
-"""The torch allocators' statistics and segments, the host's memory, and the timeline of a cell.
+"""Devices, the torch allocators' statistics and segments, the host's memory, and the timeline of a cell.
 
 Start with `allocator`, which every feature reads; `timeline` has the records of a cell's memory over time.
 
+    devices.py     names of devices as people write them, and the memory that can still be had of each
     allocator.py   statistics of each device's allocator, read without initialising a backend
     ledger.py      the life of every block: the account of a peak, by line, part and module
+    presets.py     GPUs by name, such as T4
+    workspaces.py  what cuBLAS keeps
     history.py     the CUDA allocator's own history of a cell, for memory_viz
     segments.py    the allocator's segments and blocks, from `memory_snapshot`
     host.py        the RAM that is available to this process
@@ -11,3 +14,24 @@ Start with `allocator`, which every feature reads; `timeline` has the records of
     sampler.py     the thread that samples the allocators while a cell runs
     view.py        a timeline as blocks of a report, and as a plot
 """
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Device(NamedTuple):
+    """A device's name taken apart; `str` puts it together again."""
+
+    backend: str
+    index: int  # type: ignore[assignment]  # it hides tuple.index, which nobody calls on a device
+    """0 where the name has none."""
+
+    @classmethod
+    def parse(cls, name: str) -> Device:
+        """Return ``Device("cuda", 1)`` for ``"cuda:1"``; the name must be one that torch takes."""
+        backend, _, index = name.partition(":")
+        return cls(backend, int(index or 0))
+
+    def __str__(self) -> str:
+        return self.backend if self.backend in ("cpu", "meta") else f"{self.backend}:{self.index}"

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from gpumagic.memory import Device
+
 BACKENDS = ("cuda", "xpu", "mps")
 """In-tree accelerators, in torch's order; an out-of-tree one (PrivateUse1) comes before them, as in torch."""
 
@@ -63,9 +65,9 @@ def device_stats(device: str) -> AllocatorStats | None:
     """Return a device's allocator statistics, or None where it has no counting allocator or is not in use yet."""
     if "torch" not in sys.modules:
         return None
-    backend, _, index = device.partition(":")
+    backend, index = Device.parse(device)
     module = _stats_module(backend)
-    return None if module is None else _read_stats(backend, module, int(index or 0))
+    return None if module is None else _read_stats(backend, module, index)
 
 
 def reader(device: str) -> Callable[[], AllocatorStats | None]:
@@ -73,12 +75,12 @@ def reader(device: str) -> Callable[[], AllocatorStats | None]:
 
     It does not look up the backend each time, which takes longer than to read.
     """
-    backend, _, index = device.partition(":")
+    backend, index = Device.parse(device)
     module = device_module(backend)
     if module is None or not (backend == "mps" or hasattr(module, "memory_stats")):
         return lambda: None
-    number, is_in_use = int(index or 0), getattr(module, "is_initialized", lambda: True)
-    read = functools.partial(_read_stats, backend, module, number)
+    is_in_use = getattr(module, "is_initialized", lambda: True)
+    read = functools.partial(_read_stats, backend, module, index)
     return lambda: read() if is_in_use() else AllocatorStats(0, 0, 0)
 
 
@@ -159,11 +161,11 @@ _NO_STATS = {"allocated_bytes": _ZERO, "reserved_bytes": _ZERO, "allocation": _Z
 
 def mem_get_info(device: str) -> tuple[int, int] | None:
     """Return a device's free and total bytes as its driver reports them, or None where it is not in use or cannot."""
-    backend, _, index = device.partition(":")
+    backend, index = Device.parse(device)
     module = device_module(backend)
     if module is None or not is_initialised(backend) or not hasattr(module, "mem_get_info"):
         return None
-    free, total = module.mem_get_info(int(index or 0))
+    free, total = module.mem_get_info(index)
     return int(free), int(total)
 
 

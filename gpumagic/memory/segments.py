@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from gpumagic import _compat
-from gpumagic.memory import allocator
+from gpumagic.memory import Device, allocator
 from gpumagic.memory.allocator import AllocatorStats
 
 _IN_USE = "active_allocated"
@@ -44,12 +44,12 @@ class Segment(NamedTuple):
 
 def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
     """Return a device's segments by address; None if they cannot be read or do not match its statistics."""
-    backend, _, index = device.partition(":")
+    backend, index = Device.parse(device)
     found = _snapshot(allocator.device_module(backend))
     if found is None:
         return None
     try:
-        mine = [each for each in found if each["device"] == int(index or 0)]
+        mine = [each for each in found if each["device"] == index]
         if any(each.get("is_expandable", False) for each in mine):
             return None  # how far such a segment can still grow is not in the snapshot
         segments = sorted(_segment(each) for each in mine)

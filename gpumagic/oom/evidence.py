@@ -10,8 +10,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.memory import allocator, workspaces
+from gpumagic.memory import allocator, devices, workspaces
 from gpumagic.memory.allocator import AllocatorStats
+from gpumagic.memory.devices import Device
 from gpumagic.oom import advice, followed, ownership, trainers
 from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.recognition import OomEvent
@@ -197,7 +198,7 @@ def _bare_facts(failure: Failure) -> Facts:
         scene=failure.scene,
         cell=cell_code.read_cell(source) if source else None,
         work=failure.work,
-        fused_attention=(failure.device or "").partition(":")[0] in FUSED_ATTENTION,
+        fused_attention=Device.parse(failure.device or "").backend in FUSED_ATTENTION,
         tries_algorithms=torch.backends.cudnn.benchmark,
         private_pools=event.numbers.private_pools or 0,
     )
@@ -329,7 +330,8 @@ def names_of_device(device: str, names: Iterable[str], namespace: Mapping[str, o
     """Return which of these variables say ``"cuda:0"`` or hold that `torch.device`."""
     import torch
 
-    first = device.partition(":")[0] if device.endswith(":0") else device
+    backend, index = Device.parse(device)
+    first = device if index else backend
     texts = [name for name in names if type(namespace[name]) in (str, torch.device)]
     return tuple(sorted(name for name in texts if str(namespace[name]) in (device, first)))
 
@@ -339,13 +341,11 @@ def other_devices(device: str) -> tuple[dict[str, int], int | None]:
 
     It asks the driver's tools, not the devices: `mem_get_info` of a device not yet in use would create a context.
     """
-    from gpumagic.gpus import probe
-
-    backend = device.partition(":")[0]
-    rows = {row.device: row for row in probe.read_rows({backend}) if row.device is not None}
+    backend = Device.parse(device).backend
+    figures = devices.driver_figures({backend})
     free = {
-        other: row.memory_free
-        for other, row in rows.items()
-        if other != device and other.partition(":")[0] == backend and row.memory_free is not None
+        other: each.free
+        for other, each in figures.items()
+        if other != device and Device.parse(other).backend == backend and each.free is not None
     }
-    return free, rows[device].other_processes if device in rows else None
+    return free, figures[device].other_processes if device in figures else None

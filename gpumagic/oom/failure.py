@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpumagic.heap.identity import Identities
 from gpumagic.memory import allocator, host
 from gpumagic.memory.allocator import AllocatorStats
+from gpumagic.memory.devices import Device
 from gpumagic.oom import failing_code, ownership, recognition
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import Instant, Share
@@ -181,7 +182,7 @@ def _device(event: OomEvent, capacities: Mapping[str, tuple[int, int] | None]) -
     free = {
         device: now[0] if now is not None else 0
         for device, now in capacities.items()
-        if event.backend in (None, device.partition(":")[0])
+        if event.backend in (None, Device.parse(device).backend)
     }
     return min(free, key=lambda device: free[device], default=None)
 

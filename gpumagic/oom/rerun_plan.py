@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-from gpumagic.gpus import device_names
-from gpumagic.memory import allocator
+from gpumagic.memory import allocator, devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Plan:
     def check(self) -> None:
         """Raise `DeviceNotFound` where the device does not exist."""
         if self.fallback not in (None, "auto"):
-            device_names.resolve(self.fallback)
+            devices.resolve(self.fallback)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,9 @@ def _halved(size: int) -> Generator[Step, bool, bool]:
 def _elsewhere(name: str, failed: str | None) -> str | None:
     """Return the device to fall back to, or None where that would be the one that failed."""
     if name != "auto":
-        device = device_names.resolve(name)
+        device = devices.resolve(name)
         return None if device == failed else device
     if failed == "cpu":
         return None  # the host's memory serves every device
     others = [each for each in allocator.accelerators() if each != failed]
-    return device_names.most_free(others) or "cpu"
+    return devices.most_free(others) or "cpu"

@@ -22,6 +22,7 @@ from gpumagic.heap import branches, holders, kinds
 from gpumagic.heap.identity import Identities, is_marked, mark
 from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory import allocator
+from gpumagic.memory.devices import Device
 from gpumagic.source import cell_code
 
 
@@ -103,10 +104,10 @@ def random_states(namespace: Mapping[str, object]) -> Iterator[Callable[[], obje
     if torch is not None:
         yield partial(torch.set_rng_state, torch.get_rng_state())
         for device in allocator.all_device_stats():
-            backend, _, index = device.partition(":")
+            backend, index = Device.parse(device)
             module: Any = allocator.device_module(backend)
             if hasattr(module, "get_rng_state"):
-                place = () if backend == "mps" else (int(index),)
+                place = () if backend == "mps" else (index,)
                 yield partial(module.set_rng_state, module.get_rng_state(*place), *place)
     for value in list(namespace.values()):
         generator: Any = value

@@ -18,7 +18,9 @@ from gpumagic.heap.kinds import Graphs, kinds_of, leaves, node_types, non_leaves
 from gpumagic.heap.paths import Names
 from gpumagic.heap.storages import Storage, StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator, workspaces
+from gpumagic.memory import devices as memory_devices
 from gpumagic.memory.allocator import AllocatorStats
+from gpumagic.memory.devices import Device
 from gpumagic.report import base
 from gpumagic.tensors.detaching import DetachCommands
 from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, SourceRow, TensorReport, TensorRow
@@ -339,10 +341,8 @@ def _other_processes(devices: Iterable[str]) -> dict[str, int | None]:
     """Return what other processes hold of each device, as far as the driver reports it; it takes about a ms."""
     if not any(device.startswith("cuda") for device in devices):  # of other devices no driver reports it
         return {}
-    from gpumagic.gpus import probe
-
-    backends = {device.partition(":")[0] for device in devices}
-    return {row.device: row.other_processes for row in probe.read_rows(backends) if row.device is not None}
+    found = memory_devices.driver_figures({Device.parse(device).backend for device in devices})
+    return {device: figures.other_processes for device, figures in found.items()}
 
 
 def _memory_notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list[str]:

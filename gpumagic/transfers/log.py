@@ -17,6 +17,7 @@ from typing import Any
 
 from gpumagic.heap import modules
 from gpumagic.heap.storages import nbytes_of
+from gpumagic.memory.devices import Device
 from gpumagic.report.base import Holder
 from gpumagic.source.frames import CallSites
 from gpumagic.transfers.report import TransferRow
@@ -33,7 +34,7 @@ _MAX_ITEMS = 10_000
 
 def is_host(device: str) -> bool:
     """Return whether a device's memory is the host's own."""
-    return device.partition(":")[0] == "cpu"
+    return Device.parse(device).backend == "cpu"
 
 
 def direction(source: str, target: str) -> str:
@@ -208,7 +209,11 @@ def is_pageable(subject: object, target: str, nbytes: int) -> bool | None:
     """Return whether a copy came from memory that is not pinned; None where that makes little difference."""
     import torch
 
-    if target.partition(":")[0] not in PINNABLE or nbytes < MIN_PAGEABLE_BYTES or not isinstance(subject, torch.Tensor):
+    if (
+        Device.parse(target).backend not in PINNABLE
+        or nbytes < MIN_PAGEABLE_BYTES
+        or not isinstance(subject, torch.Tensor)
+    ):
         return None
     return subject.device.type == "cpu" and not subject.is_pinned()
 

@@ -15,6 +15,7 @@ from gpumagic.errors import OptionError
 from gpumagic.heap import kinds
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
+from gpumagic.memory.devices import Device
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import KeptStorages, MemoryTimeline
 from gpumagic.notebook import torn_modes
@@ -335,7 +336,7 @@ class _Clock:
 
 def _current_like(device: str) -> str | None:
     """Return the current device of a device's backend; None where that has none that can be set."""
-    backend = device.partition(":")[0]
+    backend = Device.parse(device).backend
     module = allocator.device_module(backend)
     return None if module is None or not hasattr(module, "set_device") else f"{backend}:{module.current_device()}"
 
@@ -344,5 +345,5 @@ def _make_current(device: str) -> None:
     """Make an accelerator its backend's current device, so that `.cuda()` uses it."""
     import torch
 
-    backend, _, index = device.partition(":")
-    getattr(torch, backend).set_device(int(index))
+    backend, index = Device.parse(device)
+    getattr(torch, backend).set_device(index)

@@ -99,7 +99,7 @@ def test_after_unloading_nothing_is_offered(loaded):
 def test_devices_with_an_index_are_completed_past_the_colon(loaded, monkeypatch):
     """IPython 7 takes the colon for the end of a word."""
     loaded.run(
-        "import gpumagic.gpus.device_names as n\nold = n.BUILTIN_DEVICES\nn.BUILTIN_DEVICES = ('simgpu:0', 'simgpu:1')"
+        "import gpumagic.memory.devices as n\nold = n.BUILTIN_DEVICES\nn.BUILTIN_DEVICES = ('simgpu:0', 'simgpu:1')"
     )
     try:
         for line in ("%ondevice simgpu:", "%ondevice simgpu:1", "%ondevice sim", "%%ondevice simgpu:"):

@@ -463,7 +463,7 @@ def test_too_much_is_refused_before_anything_is_copied() -> None:
 def test_running_out_all_the_same_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpumagic.transfers import move
 
-    monkeypatch.setattr(move, "_free", lambda device: None)
+    monkeypatch.setattr(move, "room", lambda device: None)
     model, optimizer = trained()
     namespace = {"model": model, "optimizer": optimizer, "x": torch.empty(5 * 2**30, dtype=torch.uint8)}
     before = state(namespace)

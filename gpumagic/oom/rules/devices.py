@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
+from gpumagic.memory.devices import Device
 from gpumagic.memory.presets import GPUS
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
@@ -113,4 +114,4 @@ def _renamed(facts: Facts, text: CellText, device: str) -> Iterator[Change]:
         if isinstance(node, ast.Constant) and node.value in own and isinstance(node.value, str):
             yield text.replace(node, f'"{device}"')
         elif isinstance(node, ast.Call) and called_name(node) == backend(facts) and not node.args:  # x.cuda()
-            yield text.add_argument(node, device.partition(":")[2])
+            yield text.add_argument(node, str(Device.parse(device).index))

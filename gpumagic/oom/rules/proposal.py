@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpumagic.memory.devices import Device
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.source.text import CellText, Change, called_name
@@ -192,7 +193,7 @@ def prepare(facts: Facts, name: str, code: str) -> dict[str, Any]:
 
 def backend(facts: Facts) -> str:
     """Return the backend's name: ``"cuda"`` for ``"cuda:1"``."""
-    return (facts.device or "cuda").partition(":")[0]
+    return Device.parse(facts.device or "cuda").backend
 
 
 def _binds(node: ast.Assign, name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from gpumagic.errors import GpuMagicError, OptionError, nearest
 from gpumagic.heap import branches, modules
 from gpumagic.heap.storages import plain, undisturbed
-from gpumagic.memory import allocator, host
+from gpumagic.memory.devices import room
 from gpumagic.notebook import session
 from gpumagic.report.units import size
 from gpumagic.transfers.log import direction
@@ -111,24 +111,10 @@ def _rows(found: list[MovedVariable], groups: list[CopyGroup], copies: Copies, d
 
 def check_room(names: Sequence[str], nbytes: int, device: str) -> None:
     """Raise `GpuMagicError` if a device has fewer free bytes, as far as that is known."""
-    free = _free(device)
+    free = room(device)
     if free is not None and nbytes > free:
         need = f"{', '.join(names)} need{'s' if len(names) == 1 else ''} {size(nbytes)}"
         raise GpuMagicError(f"{CAUSE}: {need} on {device}, which has {size(free)} free; nothing was moved")
-
-
-def _free(device: str) -> int | None:
-    """Return the bytes that torch can still allocate on a device: the driver's free bytes and its own cache."""
-    if device == "cpu":
-        memory = host.available_memory()
-        return None if memory is None else memory[0]
-    backend, _, index = device.partition(":")
-    module = allocator.device_module(backend)
-    if module is None or not hasattr(module, "mem_get_info"):
-        return None
-    free = int(module.mem_get_info(int(index or 0))[0])
-    figures = allocator.device_stats(device)
-    return free + (figures.reserved - figures.allocated if figures is not None else 0)
 
 
 CAUSE = "--move"

@@ -23,6 +23,7 @@ from gpumagic.heap.modules import registered
 from gpumagic.heap.running_module import RunningModule
 from gpumagic.memory import segments
 from gpumagic.memory.allocator import AllocatorStats
+from gpumagic.memory.devices import Device
 from gpumagic.transfers.trace.meter import Meter
 from gpumagic.transfers.trace.report import MAX_SPANS, ModuleReport, ModuleRow, Span
 
@@ -123,7 +124,7 @@ class ModuleLog(RunningModule):
         """Return the bytes of every allocated block by module and by what they are for."""
         owners = {**self._results, **dict(self._kept())}
         found: dict[int | None, Counter[str]] = {}
-        backend = self._meter.device.partition(":")[0]
+        backend = Device.parse(self._meter.device).backend
         for block in segments.allocated_blocks(backend):
             if block.device == self._meter.device:
                 number, part = owners.get(block.address, (None, "other"))

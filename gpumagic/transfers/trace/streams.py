@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gpumagic import fakecuda
 from gpumagic.memory import allocator
+from gpumagic.memory.devices import Device
 
 POLL = 1e-4
 """Seconds between two questions whether the device has come to an event."""
@@ -54,7 +55,7 @@ class StreamLog:
         self.idle = 0.0
         """Seconds for which the streams certainly had nothing to do."""
         self._device = device
-        self._module: Any = None if self.reason else allocator.device_module(device.partition(":")[0])
+        self._module: Any = None if self.reason else allocator.device_module(Device.parse(device).backend)
         self._own_seconds = own_seconds
         self._streams: dict[int, Any] = {}
         self._last: tuple[Any, float] | None = None

@@ -22,6 +22,7 @@ from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake import collectives
 from gpumagic.dryrun.worker.fake.attention import attention
 from gpumagic.dryrun.worker.fake.backend import OURS, DeviceModule, Event, Stream, current_stream, stream
+from gpumagic.memory.devices import Device
 
 _REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")
 _AMONG_DEVICES = ("broadcast", "broadcast_out", "broadcast_coalesced", "scatter", "scatter_out", "gather", "gather_out")
@@ -120,7 +121,7 @@ class Names(TorchFunctionMode):
         kind = type(value)
         if kind is torch.device:
             return torch.device(OURS, value.index or 0) if value.type == self._known else value
-        if kind is str and value.partition(":")[0] == self._known:
+        if kind is str and Device.parse(value).backend == self._known:
             return self.ours(torch.device(value))
         return None if kind is DeviceGenerator else value
 
@@ -239,7 +240,7 @@ class _Refused:
 
 def _renaming(init: Callable[..., None], known: str) -> Callable[..., None]:
     def renamed(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        init(self, OURS if device_type.partition(":")[0] == known else device_type, *args, **kwargs)
+        init(self, OURS if Device.parse(device_type).backend == known else device_type, *args, **kwargs)
 
     return renamed
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.gpus import device_names
+from gpumagic.memory import devices
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ from gpumagic.gpus import device_names
     ],
 )  # fmt: skip
 def test_every_way_of_writing_a_device_means_the_same(two_devices: list[str], name: str, device: str) -> None:
-    assert device_names.resolve(name) == device
+    assert devices.resolve(name) == device
 
 
 def test_auto_is_the_device_with_most_free_memory(two_devices: list[str]) -> None:
     import torch
 
     taken = torch.ones(2**22, device="simgpu:0")
-    assert device_names.resolve("auto") == "simgpu:1"
+    assert devices.resolve("auto") == "simgpu:1"
     del taken
 
 
@@ -38,7 +38,7 @@ def test_a_bare_backend_is_its_current_device(two_devices: list[str]) -> None:
 
     torch.accelerator.set_device_index(1)
     try:
-        assert device_names.resolve("simgpu") == "simgpu:1"
+        assert devices.resolve("simgpu") == "simgpu:1"
     finally:
         torch.accelerator.set_device_index(0)
 
@@ -58,7 +58,7 @@ def test_a_bare_backend_is_its_current_device(two_devices: list[str]) -> None:
 )
 def test_a_device_that_is_not_here_is_refused_with_those_that_are(two_devices: list[str], name: str, said: str) -> None:
     with pytest.raises(DeviceNotFound) as caught:
-        device_names.resolve(name)
+        devices.resolve(name)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -66,18 +66,18 @@ def test_a_device_that_is_not_here_is_refused_with_those_that_are(two_devices: l
 def test_a_fallback_stands_in_for_a_device_that_is_not_here_but_not_for_a_typing_error(
     two_devices: list[str],
 ) -> None:
-    assert device_names.resolve("cuda:3", fallback="cpu") == "cpu"
-    assert device_names.resolve("simgpu:1", fallback="cpu") == "simgpu:1"
+    assert devices.resolve("cuda:3", fallback="cpu") == "cpu"
+    assert devices.resolve("simgpu:1", fallback="cpu") == "simgpu:1"
     with pytest.raises(DeviceNotFound, match="simgpux"):
-        device_names.resolve("simgpux", fallback="cpu")
+        devices.resolve("simgpux", fallback="cpu")
     with pytest.raises(DeviceNotFound, match="nowhere"):
-        device_names.resolve("simgpu:0", fallback="nowhere")
+        devices.resolve("simgpu:0", fallback="nowhere")
 
 
 @given(st.text(max_size=20))
 def test_any_text_is_a_device_or_one_line(name: str) -> None:
     try:
-        assert device_names.resolve(name) in [*device_names.available(), "cpu", "meta"]
+        assert devices.resolve(name) in [*devices.available(), "cpu", "meta"]
     except DeviceNotFound as error:
         assert len(str(error).splitlines()) == 1  # noqa: PT017  # both outcomes are right
 
@@ -89,6 +89,6 @@ def test_a_simulated_device_that_is_not_on_says_how_to_turn_it_on() -> None:
 
 
 def test_completion_does_not_import_torch() -> None:
-    code = "import sys, gpumagic.gpus.device_names as d; print(d.completions(), 'torch' in sys.modules)"
+    code = "import sys, gpumagic.memory.devices as d; print(d.completions(), 'torch' in sys.modules)"
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert said == "['cuda', 'auto', 'cpu', 'meta'] False\n"

@@ -1,0 +1,137 @@
+"""Devices: their names as people write them, taken apart, and what memory can still be had of each.
+
+``cuda``, ``cuda:1``, ``mps``, ``xpu:0``, ``cpu``, ``meta``, ``simgpu:1`` mean what they mean in torch; a bare number or
+``gpu:1`` is that index of whatever accelerator the machine has; ``auto`` is the one with most free memory.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from gpumagic.errors import DeviceNotFound, nearest
+from gpumagic.memory import Device as Device  # noqa: PLC0414  # this is where others import it from
+from gpumagic.memory import allocator, host
+
+BUILTIN_DEVICES = ("cpu", "meta")
+_BACKENDS = ("auto", "gpu", "cuda", "mps", "xpu", "hpu", "npu", "simgpu", *BUILTIN_DEVICES)
+
+
+class DriverFigures(NamedTuple):
+    """What a device's driver says of its memory, in bytes; None where it does not."""
+
+    free: int | None
+    other_processes: int | None
+
+
+def _no_figures(_: Collection[str]) -> Mapping[str, DriverFigures]:
+    return {}
+
+
+driver_figures: Callable[[Collection[str]], Mapping[str, DriverFigures]] = _no_figures
+"""Returns what drivers say of the devices of some backends, without initialising one; `gpumagic` sets it to what
+`gpus.probe` reads, which this folder does not import."""
+
+
+def room(device: str) -> int | None:
+    """Return the bytes that torch can still allocate on a device, or None where that is unknown.
+
+    They are what the driver has free and what torch's allocator has cached. A device that is not in use is not asked
+    itself, since that would create a context on it.
+    """
+    if device == "cpu":
+        memory = host.available_memory()
+        return None if memory is None else memory[0]
+    figures, driver = allocator.device_stats(device), allocator.mem_get_info(device)
+    backend = Device.parse(device).backend
+    free = driver[0] if driver else driver_figures({backend}).get(device, DriverFigures(None, None)).free
+    if free is None or figures is None:
+        return free
+    return free + figures.reserved - figures.allocated
+
+
+def most_free(devices: list[str]) -> str | None:
+    """Return the device with most room, a real one before a simulated one; the first of equals, None of none."""
+    return max(devices, key=lambda each: (Device.parse(each).backend != "simgpu", room(each) or 0), default=None)
+
+
+def resolve(name: str, fallback: str | None = None) -> str:
+    """Return the full torch name, such as ``"cuda:1"``, of a device written in any of the accepted ways.
+
+    Args:
+        name: as the user wrote it.
+        fallback: the device to use instead where ``name`` is valid but not on this machine.
+
+    Raises:
+        DeviceNotFound: neither is there; the message names the closest match and the available devices.
+    """
+    if fallback is not None:
+        fallback = resolve(fallback)
+    try:
+        return _resolve(name.strip())
+    except DeviceNotFound:
+        if fallback is None or not _is_readable(name):
+            raise
+        return fallback
+
+
+def available() -> list[str]:
+    """Return every device that this process can use, accelerators first. Imports torch."""
+    return [*allocator.accelerators(), *BUILTIN_DEVICES]
+
+
+def completions() -> list[str]:
+    """Return names to offer on Tab, without importing torch."""
+    if "torch" not in sys.modules:
+        return ["cuda", "auto", *BUILTIN_DEVICES]
+    return [*available(), "auto"]
+
+
+def check_spelling(name: str) -> None:
+    """Raise `DeviceNotFound` for what is no device on any machine; imports no torch."""
+    if not _is_readable(name):
+        near = nearest(name.partition(":")[0], _BACKENDS)
+        hint = f"did you mean {near}?" if near else "write cuda, cuda:1, 1, auto or cpu"
+        raise DeviceNotFound(f"{name!r} is not a device; {hint}")
+
+
+def _resolve(name: str) -> str:
+    if "{" in name or "$" in name:
+        raise DeviceNotFound(f"{name!r} was left as it is: is the variable in it defined?")
+    accelerators = allocator.accelerators()
+    match = re.fullmatch(r"([a-z]*?):?(\d+)?", name.lower())
+    if match is None or not any(match.groups()):
+        raise _unknown(name)
+    backend, index = match[1], match[2]
+    if backend in BUILTIN_DEVICES and int(index or 0) == 0:
+        return backend
+    if backend in ("", "gpu", "auto"):
+        candidates = accelerators
+    else:
+        candidates = [each for each in accelerators if Device.parse(each).backend == backend]
+    if index is not None:
+        candidates = [each for each in candidates if backend != "auto" and Device.parse(each).index == int(index)]
+    if not candidates:
+        raise _unknown(name)
+    if backend == "auto":
+        return most_free(candidates) or candidates[0]
+    return candidates[0] if index is not None or backend == "gpu" else allocator.current_device(backend)
+
+
+def _is_readable(name: str) -> bool:
+    return name.strip().partition(":")[0].lower() in _BACKENDS or name.strip().isdigit()
+
+
+def _unknown(name: str) -> DeviceNotFound:
+    here = available()
+    backends = {Device.parse(each).backend for each in here}
+    listed = f"there are {', '.join(here)}"
+    if name.strip().lower().startswith("simgpu") and "simgpu" not in backends:
+        return DeviceNotFound(f"{name!r} is not here: gpumagic.simgpu.enable() adds simulated GPUs; {listed}")
+    if not allocator.accelerators() and _is_readable(name):
+        return DeviceNotFound(f"{name!r} is not here: torch sees no GPU (%gpuinfo says why); {listed}")
+    near = nearest(name, [*here, *backends])
+    hint = f"did you mean {near}? " if near else ""
+    return DeviceNotFound(f"{name!r} is not a device here; {hint}{listed}")
