@@ -67,7 +67,8 @@ def _detail_blocks(reports: Sequence[GPUReport], hosts: Mapping[str, Sequence[Sh
         if len(hosts) > 1:
             yield Heading(host, apart=True)
         yield from view.process_blocks(rows) if processes else ()
-        yield from (view.details_table(row, rows) for row in rows if everything)
+        for row in rows if everything else ():
+            yield from view.details_blocks(row, rows)
 
 
 def _with_engine_names(gpu: SharedGpu) -> GpuRow:

@@ -1,224 +1,27 @@
-"""What NVML knows of every card and MIG instance at one moment, with a reason for each field that is unavailable.
+"""What NVML knows of every card and MIG instance at one moment, with a reason for each figure that is unavailable.
 
-The newest version of a query is tried first, then the one that older drivers know (those are removed in CUDA 14).
-
-What is only shown on request (``everything``) is only read then: the driver measures PCIe throughput over 20 ms and
-blocks meanwhile. NVLink has counters instead; they are read before and after, and the rate is over the time between.
+With unified memory NVML reports none (GB10), or the host's figures, of which "used" counts every program of the
+machine (nvitop#208, nvtop PR#511). A missing figure alone proves nothing: WSL and old drivers lack it too. CUDA knows
+once it is in use; before that it is concluded from a missing figure of a card that shares the host's page tables
+(llmfit#93), or from the card's name together with such figures.
 """
 
 from __future__ import annotations
 
-import time
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-from gpumagic.gpus import nvml, other_devices
+from gpumagic.gpus import figures, nvml
+from gpumagic.gpus.figures import call
 from gpumagic.gpus.nvml import NvmlFailure, Readings
-from gpumagic.gpus.processes import DriverProcess, list_processes, with_utilization
-
-# Bits of NVML's clocks-event mask. "Idle" is left out: it slows down nothing that anyone waits for.
-THROTTLE_REASONS = {
-    0x2: "application clocks setting",
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "software thermal limit",
-    0x40: "hardware thermal limit",
-    0x80: "power brake",
-    0x100: "display clock setting",
-    0x200: "board limit",
-    0x400: "reliability limit",
-}
-
-
-def read_identity(readings: Readings, binding: ModuleType, handle: Any) -> None:
-    """Read the name and UUID."""
-    readings.take("name", lambda: to_str(binding.nvmlDeviceGetName(handle)))
-    readings.take("uuid", lambda: to_str(binding.nvmlDeviceGetUUID(handle)))
-
-
-def read_memory(readings: Readings, binding: ModuleType, handle: Any) -> None:
-    """Read the memory as the driver counts it, with what the driver reserves apart where it says so."""
-    found = Readings()
-    figures = found.take(
-        "memory",
-        lambda: binding.nvmlDeviceGetMemoryInfo(handle, version=binding.nvmlMemory_v2),
-        # The old form after any error: v2 fails on WSL where v1 works, and gpustat replaces the getter by one
-        # that takes no version.
-        lambda: binding.nvmlDeviceGetMemoryInfo(handle),
-    )
-    if figures is None:
-        names = ("memory_total", "memory_used", "memory_free", "memory_reserved")
-        readings.reasons.update(dict.fromkeys(names, found.reasons["memory"]))
-        return
-    readings.values.update(
-        memory_total=int(figures.total), memory_used=int(figures.used), memory_free=int(figures.free)
-    )  # free as given, never total - used: whether "used" contains "reserved" depends on the driver
-    if hasattr(figures, "reserved"):
-        readings.values["memory_reserved"] = int(figures.reserved)
-    else:
-        readings.reasons["memory_reserved"] = "counted in memory_used by this driver"
-
-
-def read_state(readings: Readings, binding: ModuleType, handle: Any) -> None:
-    """Read utilization, temperature, power, clocks and memory errors."""
-    take, sensor, sm = readings.take, 0, 1
-    rates = take("utilization", lambda: binding.nvmlDeviceGetUtilizationRates(handle))
-    if rates is None:
-        readings.reasons["memory_utilization"] = readings.reasons["utilization"]
-    else:
-        readings.values.update(utilization=float(rates.gpu), memory_utilization=float(rates.memory))
-    take(
-        "temperature",
-        lambda: float(binding.nvmlDeviceGetTemperatureV(handle, sensor)),
-        lambda: float(binding.nvmlDeviceGetTemperature(handle, sensor)),
-    )
-    take("power", lambda: binding.nvmlDeviceGetPowerUsage(handle) / 1000)
-    take("power_limit", lambda: binding.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000)
-    take(
-        "throttle_reasons",
-        lambda: decode_throttle_reasons(binding.nvmlDeviceGetCurrentClocksEventReasons(handle)),
-        lambda: decode_throttle_reasons(binding.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
-    )
-    take("clock_sm", lambda: int(binding.nvmlDeviceGetClockInfo(handle, sm)))
-    take("clock_sm_max", lambda: int(binding.nvmlDeviceGetMaxClockInfo(handle, sm)))
-    take(
-        "performance_state",
-        lambda: _performance_state(binding.nvmlDeviceGetPerformanceState(handle)),
-        lambda: _performance_state(binding.nvmlDeviceGetPowerState(handle)),
-    )
-    uncorrected, volatile = 1, 0
-    take("ecc_errors", lambda: int(binding.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile)))
-
-
-def read_details(readings: Readings, binding: ModuleType, handle: Any) -> None:
-    """Read what is only shown on request."""
-    take, memory_clock = readings.take, 2
-    take("bus_id", lambda: to_str(binding.nvmlDeviceGetPciInfo(handle).busId))
-    take("fan", lambda: float(binding.nvmlDeviceGetFanSpeed(handle)))
-    take("clock_memory", lambda: int(binding.nvmlDeviceGetClockInfo(handle, memory_clock)))
-    take("clock_memory_max", lambda: int(binding.nvmlDeviceGetMaxClockInfo(handle, memory_clock)))
-    take("compute_capability", lambda: "{}.{}".format(*binding.nvmlDeviceGetCudaComputeCapability(handle)))
-    take("encoder_utilization", lambda: float(binding.nvmlDeviceGetEncoderUtilization(handle)[0]))
-    take("decoder_utilization", lambda: float(binding.nvmlDeviceGetDecoderUtilization(handle)[0]))
-    take("pcie_generation", lambda: int(binding.nvmlDeviceGetCurrPcieLinkGeneration(handle)))
-    take("pcie_generation_max", lambda: int(binding.nvmlDeviceGetMaxPcieLinkGeneration(handle)))
-    take("pcie_width", lambda: int(binding.nvmlDeviceGetCurrPcieLinkWidth(handle)))
-    take("pcie_width_max", lambda: int(binding.nvmlDeviceGetMaxPcieLinkWidth(handle)))
-
-
-def decode_throttle_reasons(mask: int) -> tuple[str, ...]:
-    """Return the reasons in a clocks-event mask, in words; empty for a card that is idle or not throttled."""
-    words = [word for bit, word in THROTTLE_REASONS.items() if mask & bit]
-    unknown = int(mask) & ~(sum(THROTTLE_REASONS) | 1)
-    return (*words, f"unknown reason {unknown:#x}") if unknown else tuple(words)
-
-
-def to_str(value: Any) -> Any:
-    """Return a string of the binding as str; older bindings return bytes."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _performance_state(number: int) -> str:
-    if not 0 <= number <= 15:
-        raise ValueError("unknown performance state")
-    return f"P{number}"
-
-
-NVLINK_FIELDS = {"nvlink_sent": 138, "nvlink_received": 139}  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _RX: KiB so far
-ALL_LINKS = 0xFFFFFFFF
-MAX_LINKS = 36
-MIN_INTERVAL = 0.005
-"""Seconds; over less, the difference of two counters is no rate."""
-TOPOLOGY_LEVELS = {
-    0: "same board",
-    10: "one PCIe switch",
-    20: "several PCIe switches",
-    30: "one CPU's PCIe",
-    40: "one NUMA node",
-    50: "across CPUs",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class NvlinkCounters:
-    """A card's NVLink counters at one moment, in bytes, each with a value or a reason."""
-
-    moment: float
-    fields: Readings
-
-
-def read_nvlink_counters(binding: ModuleType, handle: Any) -> NvlinkCounters:
-    """Read how much went over all NVLinks of a card since its driver was loaded."""
-    # One entry more than wanted: NVML is said to touch the one after the last in NVLink queries (nvitop's source).
-    wanted = [(number, ALL_LINKS) for number in (*NVLINK_FIELDS.values(), NVLINK_FIELDS["nvlink_received"])]
-    fields, reason = nvml.query(lambda: binding.nvmlDeviceGetFieldValues(handle, wanted))
-    found = Readings()
-    if fields is None:
-        found.reasons.update(dict.fromkeys(NVLINK_FIELDS, reason or ""))
-    for name, field in zip(NVLINK_FIELDS, fields or ()):  # noqa: B905  # there is one more
-        found.take(name, lambda field=field: _field_value(binding, field) * 1024)  # type: ignore[misc]
-    return NvlinkCounters(time.monotonic(), found)
-
-
-def read_throughput(readings: Readings, binding: ModuleType, handle: Any) -> None:
-    """Read the throughput of PCIe and NVLink in bytes per second, and how many NVLinks are up."""
-    before = read_nvlink_counters(binding, handle)
-    sent, received = 0, 1
-    readings.take("pcie_sent", lambda: binding.nvmlDeviceGetPcieThroughput(handle, sent) * 1024)
-    readings.take("pcie_received", lambda: binding.nvmlDeviceGetPcieThroughput(handle, received) * 1024)
-    readings.take("nvlinks", lambda: _count_nvlinks(binding, handle))
-    add_nvlink_rates(readings, before, read_nvlink_counters(binding, handle))
-
-
-def add_nvlink_rates(readings: Readings, before: NvlinkCounters, after: NvlinkCounters) -> None:
-    """Add the rates between two readings of the counters."""
-    seconds = after.moment - before.moment
-    for name in NVLINK_FIELDS:
-        if name not in before.fields.values or name not in after.fields.values:
-            readings.reasons[name] = {**before.fields.reasons, **after.fields.reasons}[name]
-        elif seconds < MIN_INTERVAL:
-            readings.reasons[name] = "measured over too short a time"
-        else:
-            readings.values[name] = int((after.fields.values[name] - before.fields.values[name]) / seconds)
-
-
-def read_topology(binding: ModuleType, handles: Sequence[Any], mine: int) -> dict[str, str]:
-    """Return how a card is connected to each other one, by NVML index; unreadable pairs are left out."""
-    found = {}
-    for index, handle in enumerate(handles):
-        if index == mine or handle is None or handles[mine] is None:
-            continue
-        link, _ = nvml.query(partial(_connection_type, binding, handles[mine], handle))
-        if link is not None:
-            found[str(index)] = link
-    return found
-
-
-def _connection_type(binding: ModuleType, one: Any, other: Any) -> str:
-    over_nvlink, ok = 2, 0
-    if nvml.query(lambda: int(binding.nvmlDeviceGetP2PStatus(one, other, over_nvlink)))[0] == ok:
-        return "NVLink"
-    return TOPOLOGY_LEVELS[int(binding.nvmlDeviceGetTopologyCommonAncestor(one, other))]
-
-
-def _count_nvlinks(binding: ModuleType, handle: Any) -> int:
-    up = int(binding.nvmlDeviceGetNvLinkState(handle, 0))  # an error where the card has no NVLink at all
-    for link in range(1, MAX_LINKS):
-        state, reason = nvml.query(partial(binding.nvmlDeviceGetNvLinkState, handle, link))
-        if reason:
-            break  # it has no more of them
-        up += int(state or 0)
-    return up
-
-
-def _field_value(binding: ModuleType, field: Any) -> int:
-    if field.nvmlReturn != 0:
-        raise binding.NVMLError(field.nvmlReturn)
-    return int(field.value.ullVal)
+from gpumagic.gpus.processes import DriverProcess, list_processes, total_memory, with_utilization
+from gpumagic.gpus.report import FIGURES
+from gpumagic.gpus.torch_devices import HOST_MEMORY, bare_uuid, cuda_devices
+from gpumagic.memory import host
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,13 +57,18 @@ class NvmlSnapshot:
     shadowed: bool = False
     """Whether the deprecated package `pynvml` hides nvidia-ml-py."""
 
+    @property
+    def flat(self) -> list[Card]:
+        """The cards, each followed by its instances."""
+        return [each for card in self.cards for each in (card, *card.instances)]
+
 
 def read_cards(*, processes: bool = False, everything: bool = False) -> NvmlSnapshot | NvmlFailure:
     """Read every card, even if some fail; or return why NVML does not answer.
 
     Args:
         processes: also read how busy each process keeps its card; the processes are listed in any case.
-        everything: also read the fields that are only shown on request.
+        everything: also read the figures that are only shown on request.
     """
     return nvml.within_time(partial(_read_cards, processes, everything))
 
@@ -270,21 +78,18 @@ def _read_cards(processes: bool, everything: bool) -> NvmlSnapshot | NvmlFailure
     if isinstance(answer, NvmlFailure):
         return answer
     binding, count = answer
-    driver, _ = nvml.query(lambda: to_str(binding.nvmlSystemGetDriverVersion()))
-    cuda = Readings().take(
-        "cuda_version", binding.nvmlSystemGetCudaDriverVersion_v2, binding.nvmlSystemGetCudaDriverVersion
+    driver, _ = nvml.query(lambda: figures.text_of(binding.nvmlSystemGetDriverVersion()))
+    cuda, _ = Readings(binding, None).ask(
+        lambda _: binding.nvmlSystemGetCudaDriverVersion_v2(), lambda _: binding.nvmlSystemGetCudaDriverVersion()
     )
     handles = [nvml.query(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
-    cards = tuple(
-        _read_card(binding, handle, index, processes or everything, everything)
-        if reason is None
-        else Card(index, {}, {"all": reason})
-        for index, (handle, reason) in enumerate(handles)
-    )
-    if everything:
-        cards = _with_topology(binding, cards, [handle for handle, _ in handles])
+    cards = []
+    for index, (handle, reason) in enumerate(handles):
+        peers = {str(other): each for other, (each, _) in enumerate(handles) if other != index and each is not None}
+        readings = Readings(binding, handle, peers)
+        cards.append(_read_card(readings, index, processes, everything) if reason is None else Card(index, {}, {"all": reason}))
     newest = None if cuda is None else (cuda // 1000, cuda % 1000 // 10)
-    return NvmlSnapshot(cards, driver, newest, nvml.is_shadowed(binding))
+    return NvmlSnapshot(tuple(cards), driver, newest, nvml.is_shadowed(binding))
 
 
 def _connect_and_count() -> tuple[ModuleType, int] | NvmlFailure:
@@ -301,47 +106,77 @@ def _connect_and_count() -> tuple[ModuleType, int] | NvmlFailure:
     raise AssertionError("unreachable: the second attempt returns")
 
 
-def _read_card(binding: ModuleType, handle: Any, index: int, utilization: bool, everything: bool) -> Card:
-    readings = Readings()
-    mode, _ = nvml.query(lambda: binding.nvmlDeviceGetMigMode(handle))
+def _read_card(card: Readings, index: int, utilization: bool, everything: bool) -> Card:
+    mode, _ = card.ask(*call("MigMode"))
     mig = bool(mode and mode[0])
-    read_identity(readings, binding, handle)
-    read_memory(readings, binding, handle)
-    read_state(readings, binding, handle)
-    if everything:
-        read_details(readings, binding, handle)
-        read_throughput(readings, binding, handle)
-    processes = list_processes(readings, binding, handle)
-    if processes and utilization:
-        processes = with_utilization(processes, binding, handle)
-    if other_devices.is_unified(readings, binding, handle):
-        other_devices.use_host_memory(readings, processes)
+    for name, figure in FIGURES.items():
+        if figure.read and (everything or not figure.on_request):
+            card.take(name, *figure.read, to=figure.to)
+    processes = list_processes(card)
+    if processes and (utilization or everything):
+        processes = with_utilization(processes, card)
+    if is_unified(card):
+        _use_host_memory(card, processes)
     if mig:
-        not_of_the_card = [name for name, reason in readings.reasons.items() if reason == "not supported"]
-        readings.reasons.update(dict.fromkeys(not_of_the_card, "n/a (MIG)"))
-    instances = _read_instances(binding, handle, index) if mig else ()
-    return Card(index, readings.values, readings.reasons, processes, instances, mig)
+        not_of_the_card = [name for name, reason in card.reasons.items() if reason == "not supported"]
+        card.reasons.update(dict.fromkeys(not_of_the_card, "n/a (MIG)"))
+    instances = _read_instances(card, index) if mig else ()
+    return Card(index, card.values, card.reasons, processes, instances, mig)
 
 
-def _with_topology(binding: ModuleType, cards: tuple[Card, ...], handles: list[Any]) -> tuple[Card, ...]:
-    links = [read_topology(binding, handles, card.index) for card in cards]
-    return tuple(
-        replace(card, values={**card.values, "topology": each}) if each or len(cards) == 1 else card
-        for card, each in zip(cards, links, strict=True)
-    )
-
-
-def _read_instances(binding: ModuleType, parent: Any, index: int) -> tuple[Card, ...]:
-    limit, _ = nvml.query(lambda: int(binding.nvmlDeviceGetMaxMigDeviceCount(parent)))
-    get = binding.nvmlDeviceGetMigDeviceHandleByIndex
-    handles = [nvml.query(partial(get, parent, number))[0] for number in range(limit or 0)]
-    return tuple(_read_instance(binding, each, index) for each in handles if each is not None)  # empty slots
+def _read_instances(parent: Readings, index: int) -> tuple[Card, ...]:
+    limit, _ = parent.ask(*call("MaxMigDeviceCount"))
+    handles = [parent.ask(*call("MigDeviceHandleByIndex", number))[0] for number in range(int(limit or 0))]
+    return tuple(_read_instance(parent.binding, each, index) for each in handles if each is not None)  # empty slots
 
 
 def _read_instance(binding: ModuleType, handle: Any, index: int) -> Card:
-    readings = Readings()
-    read_identity(readings, binding, handle)
-    read_memory(readings, binding, handle)
-    processes = list_processes(readings, binding, handle)
+    instance = Readings(binding, handle)
+    for name, figure in FIGURES.items():
+        if figure.of_instance:
+            instance.take(name, *figure.read, to=figure.to)
+    processes = list_processes(instance)
     # The driver has all else for the whole card only (nvitop#5, dcgm-exporter#216); 0 would be wrong.
-    return Card(index, readings.values, {"all": "n/a (MIG)", **readings.reasons}, processes, is_instance=True)
+    return Card(index, instance.values, {"all": "n/a (MIG)", **instance.reasons}, processes, is_instance=True)
+
+
+UNIFIED_MEMORY_NAMES = re.compile(r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE)
+BY_NAME = "judged by its name"
+_ATS_MODE = 2
+"""NVML_DEVICE_ADDRESSING_MODE_ATS: the GPU walks the host's page tables. GH200 does too, with memory of its own."""
+
+
+def is_unified(card: Readings) -> bool:
+    """Return whether a card has no memory of its own; where only its name says so, note that in the reasons."""
+    _, properties = cuda_devices().get(bare_uuid(card.values.get("uuid")), (None, None))
+    integrated = getattr(properties, "is_integrated", None)
+    if integrated is not None:
+        return bool(integrated)
+    unsupported = card.reasons.get("memory_total") == "not supported"
+    if unsupported and card.ask(*call("AddressingMode"))[0] == _ATS_MODE:
+        return True
+    named = UNIFIED_MEMORY_NAMES.search(card.values.get("name") or "") is not None
+    if not named or not (unsupported or _reports_host_memory(card)):
+        return False
+    card.reasons["unified"] = BY_NAME
+    return True
+
+
+def _reports_host_memory(card: Readings) -> bool:
+    host_memory, total = host.available_memory(), card.values.get("memory_total")
+    return host_memory is not None and total is not None and abs(total - host_memory[1]) <= host_memory[1] // 8
+
+
+def _use_host_memory(card: Readings, processes: Sequence[DriverProcess] | None) -> None:
+    """Replace the figures by the host's total and free memory, and by the sum that is charged to GPU processes."""
+    for name in ("memory_total", "memory_used", "memory_free", "memory_reserved"):
+        card.values.pop(name, None)
+        card.reasons[name] = HOST_MEMORY
+    card.values["unified"] = True
+    if host_memory := host.available_memory():
+        card.values.update(memory_free=host_memory[0], memory_total=host_memory[1])
+    used = None if processes is None else total_memory([each.memory for each in processes])
+    if used is None:
+        card.reasons["memory_used"] = "the driver does not say what the GPU's processes use"
+    else:
+        card.values["memory_used"] = used

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumagic.gpus.report import CellRow, CellsReport
+from gpumagic.gpus.history_view import CellRow, CellsReport
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import MemoryTimeline

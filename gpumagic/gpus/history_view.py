@@ -1,33 +1,93 @@
-"""The views of memory over time: `%gpuinfo -w`, `--each-cell`, and the line after each cell."""
+"""The GPUs over time: the records of `%gpuinfo -w` and `--each-cell`, and how they look."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.gpus.report import CellRow, CellsReport, HistoryReport, SampleRow
-from gpumagic.memory.timeline import MemoryTimeline
+from gpumagic.gpus.report import GPUReport, GpuRow
+from gpumagic.memory.timeline import MemoryTimeline, plot
 from gpumagic.memory.view import device_sparkline, device_timeline
-from gpumagic.report.base import to_document
-from gpumagic.report.document import (
-    Block,
-    Cell,
-    Column,
-    Document,
-    Fold,
-    Heading,
-    Paragraph,
-    Segment,
-    Table,
-    document_of,
-)
+from gpumagic.report.base import Report, to_document, to_figure
+from gpumagic.report.columns import Column, Table
+from gpumagic.report.document import Block, Cell, Document, Fold, Heading, Paragraph, document_of
 from gpumagic.report.plot import GIB, figure_of, finish_memory, label, nan_if_none, new_figure, unit_for, whole_ticks
 from gpumagic.report.text import terminal_has_unicode, to_ascii
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, printable, size, sparkline, truncate_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One device in one sample of a recording."""
+
+    seconds: float
+    """Since the recording began."""
+    device: str
+    memory_used: int | None = None
+    memory_total: int | None = None
+    kernel_allocated: int | None = None
+    utilization: float | None = None
+    temperature: float | None = None
+    power: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class HistoryReport(Report[SampleRow]):
+    """The GPUs over time, one row per device and sample, oldest first."""
+
+    row_type: ClassVar[type[Any]] = SampleRow
+
+    samples: tuple[SampleRow, ...]
+    latest: Report[Any] | None = None
+    """The last snapshot, whole: a `GPUReport`, or of many engines a `ClusterReport`."""
+    interval: float | None = None
+    """Seconds from one snapshot to the next."""
+    ended: str | None = None
+    """Why the recording has ended; None while it runs."""
+    until: str = "stopped"
+    """What ends it."""
+
+    @property
+    def rows(self) -> tuple[SampleRow, ...]:
+        return self.samples
+
+    def plot(self) -> Figure:
+        """Return a matplotlib figure of utilisation and memory over time, one line per device.
+
+        Raises:
+            GpuMagicError: matplotlib is not installed.
+        """
+        return to_figure(self)
+
+
+@functools.singledispatch
+def sample_rows(snapshot: object, seconds: float) -> tuple[SampleRow, ...]:  # noqa: ARG001  # for those that register
+    """Return the rows of a snapshot taken ``seconds`` after the recording began: one per device, or per host."""
+    raise TypeError(f"{type(snapshot).__name__} is no snapshot of GPUs")
+
+
+@sample_rows.register(GPUReport)
+def _samples_here(snapshot: GPUReport, seconds: float) -> tuple[SampleRow, ...]:
+    return tuple(sample_row(seconds, device_label(row), row, row.kernel_allocated) for row in snapshot.devices)
+
+
+def device_label(row: GpuRow) -> str:
+    """Return torch's name of a GPU, or else its NVML index."""
+    return row.device or f"NVML {row.nvml_index}"
+
+
+def sample_row(seconds: float, device: str, row: GpuRow, allocated: int | None) -> SampleRow:
+    """Return the row of one GPU, with the bytes that kernels have allocated on it."""
+    return SampleRow(
+        seconds=seconds, device=device, memory_used=row.memory_used, memory_total=row.memory_total,
+        kernel_allocated=allocated, utilization=row.utilization, temperature=row.temperature, power=row.power,
+    )  # fmt: skip
 
 
 MAX_SAMPLES = 30
@@ -101,6 +161,55 @@ def plot_history(report: HistoryReport) -> Figure:
         if axes.lines:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     return figure
+
+
+@dataclass(frozen=True, slots=True)
+class CellRow:
+    """What one cell did on one device, by the allocator's counters."""
+
+    cell: int
+    """Its number: ``In [12]``."""
+    code: str
+    """Its first line of code."""
+    seconds: float
+    device: str
+    allocated_before: int
+    allocated_after: int
+    growth: int
+    """After less before; negative where it freed."""
+    peak: int | None
+    """Peak bytes during the cell; None where the allocator's counter did not rise, and so does not tell."""
+
+
+@dataclass(frozen=True, repr=False)
+class CellsReport(Report[CellRow]):
+    """The last cells that changed a device's memory, one row per cell and device, oldest first."""
+
+    row_type: ClassVar[type[Any]] = CellRow
+
+    cells: tuple[CellRow, ...]
+    timelines: Mapping[int, MemoryTimeline] = field(default_factory=dict)
+    """The memory allocated during each cell, by its number."""
+    recorded: int = 0
+    """How many cells there were, including those that changed nothing."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[CellRow, ...]:
+        return self.cells
+
+    def plot(self, cell: int | None = None) -> Figure:
+        """Return a matplotlib figure of the memory after each cell, or during one.
+
+        Args:
+            cell: the number of a cell.
+
+        Raises:
+            GpuMagicError: matplotlib is not installed, or there is nothing to draw.
+        """
+        if cell is not None:
+            return plot(self.timelines.get(cell))
+        return to_figure(self)
 
 
 MAX_CELLS = 20

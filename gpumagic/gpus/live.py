@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.gpus.report import HistoryReport, SampleRow, sample_rows
+from gpumagic.gpus.history_view import HistoryReport, SampleRow, sample_rows
 from gpumagic.report.base import Report
 
 if TYPE_CHECKING:

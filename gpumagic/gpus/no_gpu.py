@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpumagic.gpus.cards import NvmlSnapshot
 from gpumagic.gpus.nvml import NvmlFailure
-from gpumagic.gpus.torch_build import TorchBuild
+from gpumagic.gpus.torch_devices import TorchBuild
 from gpumagic.gpus.torch_names import Visibility, driver_is_too_old
 
 ROOT = Path("/")

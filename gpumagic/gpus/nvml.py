@@ -14,8 +14,9 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -48,26 +49,56 @@ class NvmlFailure:
     detail: str = ""
 
 
+class Unavailable(Exception):
+    """Why a figure cannot be told, in the few words that stand in its place."""
+
+
 @dataclass(slots=True)
 class Readings:
-    """Fields of one device, each either a value or a reason why there is none."""
+    """What is read of one device: each figure is a value, or a reason why there is none."""
 
+    binding: Any
+    handle: Any
+    peers: Mapping[str, Any] = field(default_factory=dict)
+    """Handles of the other cards by their index, None where there is none."""
     values: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    _answers: dict[tuple[Query, ...], tuple[Any, str | None]] = field(default_factory=dict)
 
-    def take(self, name: str, *queries: Callable[[], T]) -> T | None:
-        """Try the queries in order until one succeeds; keep its value, or the most specific reason."""
+    def take(self, name: str, *queries: Query, to: Callable[[Any], Any] | None = None) -> Any:
+        """Keep what the first query that succeeds returns, or why none does; figures of one query are read once.
+
+        Args:
+            name: of the figure.
+            queries: the newest version first, then those that older drivers know.
+            to: makes the figure of the answer.
+        """
+        if queries not in self._answers:
+            self._answers[queries] = self.ask(*queries)
+        value, reason = self._answers[queries]
+        if reason is None and to is not None:
+            value, reason = query(partial(to, value))
+        if reason is None:
+            self.values[name] = value
+        else:
+            self.reasons[name] = reason
+        return value
+
+    def ask(self, *queries: Query) -> tuple[Any, str | None]:
+        """Return what the first query that succeeds returns and None, or None and the most specific reason."""
         reason = DRIVER_TOO_OLD
         for each in queries:
-            value, why = query(each)
+            value, why = query(partial(each, self))
             if why is None:
-                self.values[name] = value
-                return value
+                return value, None
             reason = why if reason == DRIVER_TOO_OLD else reason
             if reason in FINAL_REASONS:
                 break
-        self.reasons[name] = reason
-        return None
+        return None, reason
+
+
+Query = Callable[[Readings], Any]
+"""A question to the driver about one device."""
 
 
 def query(function: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -167,6 +198,8 @@ def error_code(error: Exception) -> int:
 
 def reason_of(error: Exception) -> str:
     """Return in a few words why a field could not be read."""
+    if isinstance(error, Unavailable):
+        return str(error)
     if isinstance(error, UnicodeDecodeError):
         return "not decodable"
     if isinstance(error, AttributeError):

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.gpus import cards, no_gpu, other_devices, torch_names
-from gpumagic.gpus.cards import Card, NvmlSnapshot
+from gpumagic.gpus import cards, no_gpu, torch_devices, torch_names
+from gpumagic.gpus.cards import BY_NAME, Card, NvmlSnapshot
 from gpumagic.gpus.nvml import NvmlFailure
 from gpumagic.gpus.processes import attribute_processes
-from gpumagic.gpus.report import GPUReport, GpuRow
-from gpumagic.gpus.torch_build import TorchBuild, torch_build
+from gpumagic.gpus.report import FIGURES, NOT_KNOWN, NULLABLE, GPUReport, GpuRow
+from gpumagic.gpus.torch_devices import TorchBuild, torch_build
 from gpumagic.gpus.torch_names import TorchName, Visibility
 from gpumagic.memory.devices import Device, DriverFigures
 from gpumagic.report import base
@@ -75,14 +75,7 @@ def ordinal(device: str | None) -> int:
     return int((device or "").partition(":")[2] or 0)
 
 
-DETAIL_FIELDS = ("bus_id", "fan", "clock_memory", "clock_memory_max", "compute_capability", "encoder_utilization",
-                 "decoder_utilization", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max",
-                 "pcie_sent", "pcie_received", "nvlinks", "nvlink_sent", "nvlink_received",
-                 "topology")  # fmt: skip
 ESTIMATED = "estimated"
-NULLABLE_FIELDS = tuple(
-    field.name for field in fields(GpuRow) if field.name not in ("predicted", "simulated", "unified", "reasons")
-)
 
 
 def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everything: bool = False) -> GPUReport:
@@ -100,9 +93,9 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
     build = torch_build()
     answer = cards.read_cards(processes=processes, everything=everything)
     rows, notes, view = _nvidia_rows(answer, build)
-    rows += other_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
+    rows += torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
     cause = no_gpu.explain(answer, build, view) if not any(row.device is not None for row in rows) else None
-    rows = [with_reasons(row) for row in (*rows, *other_devices.simulated_rows())]
+    rows = [with_reasons(row) for row in (*rows, *torch_devices.simulated_rows())]
     if any(row.simulated for row in rows):
         notes.append(f"simgpu devices are simulated. {cause}" if cause else "simgpu devices are simulated.")
         cause = None
@@ -117,12 +110,12 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
 
 def read_rows(backends: Collection[str]) -> list[GpuRow]:
     """Return the devices of some backends, such as ``{"cuda"}``, without reasons for what they lack."""
-    simulated = other_devices.simulated_rows() if "simgpu" in backends else []
+    simulated = torch_devices.simulated_rows() if "simgpu" in backends else []
     if set(backends) <= {"simgpu"}:
         return simulated
     build, answer = torch_build(), cards.read_cards()
     rows, _, _ = _nvidia_rows(answer, build)
-    return [*rows, *other_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer)), *simulated]
+    return [*rows, *torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer)), *simulated]
 
 
 def driver_figures(backends: Collection[str]) -> dict[str, DriverFigures]:
@@ -143,7 +136,7 @@ def _nvidia_rows(
 ) -> tuple[list[GpuRow], list[str], Visibility | None]:
     if isinstance(answer, NvmlFailure):
         return [], [], None
-    flat = [each for card in answer.cards for each in (card, *card.instances)]
+    flat = answer.flat
     view = torch_names.read_visibility(answer)
     names = torch_names.torch_names(answer, flat, build, view)
     rows = [_gpu_row(each, names.get(position), build, answer) for position, each in enumerate(flat)]
@@ -173,7 +166,7 @@ def _gpu_row(card: Card, name: TorchName | None, build: TorchBuild, answer: Nvml
         processes=None if listed is None else listed.rows,
         other_processes=None if listed is None else listed.others,
     )  # fmt: skip
-    return other_devices.with_kernel_memory(row)
+    return torch_devices.with_kernel_memory(row)
 
 
 def _why_unusable(card: Card, build: TorchBuild, answer: NvmlSnapshot) -> str:
@@ -192,15 +185,19 @@ def _why_unusable(card: Card, build: TorchBuild, answer: NvmlSnapshot) -> str:
 
 def with_reasons(row: GpuRow) -> GpuRow:
     """Return the row with a reason for exactly those fields that are None."""
-    missing = [name for name in NULLABLE_FIELDS if getattr(row, name) is None]
-    default = dict.fromkeys(DETAIL_FIELDS, "only read with -a")
     known, every = row.reasons, row.reasons.get("all")
-    return replace(row, reasons={each: known.get(each) or every or default.get(each, "not known") for each in missing})
+
+    def why(name: str) -> str:
+        if reason := known.get(name) or every:
+            return reason
+        return "only read with -a" if name in FIGURES and FIGURES[name].on_request else NOT_KNOWN
+
+    return replace(row, reasons={name: why(name) for name in NULLABLE if getattr(row, name) is None})
 
 
 def _notes(answer: NvmlSnapshot, rows: Sequence[GpuRow], view: Visibility) -> list[str]:
     predicted, unified = any(row.predicted for row in rows), any(row.unified for row in rows)
-    by_name = any(row.reasons.get("unified") == other_devices.BY_NAME for row in rows)
+    by_name = any(row.reasons.get("unified") == BY_NAME for row in rows)
     candidates = {
         "Names marked ? are predicted: until CUDA is in use in this process only it knows how it numbers these "
         "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID makes it number them as nvidia-smi does.": predicted,

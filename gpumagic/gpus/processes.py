@@ -14,9 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
-from types import ModuleType
-from typing import Any
 
+from gpumagic.gpus.figures import Call, call
 from gpumagic.gpus.nvml import Readings
 from gpumagic.gpus.report import ProcessRow
 
@@ -36,18 +35,17 @@ class DriverProcess:
     """Percent of the last second in which its kernels ran; None without a sample."""
 
 
-def list_processes(readings: Readings, binding: ModuleType, handle: Any) -> tuple[DriverProcess, ...] | None:
+def list_processes(card: Readings) -> tuple[DriverProcess, ...] | None:
     """Return the processes on a card, or None and add the reason to the readings."""
-    total = readings.values.get("memory_total")
+    total = card.values.get("memory_total")
     found: dict[int, DriverProcess] = {}
     mps = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps").exists()  # noqa: S108  # NVIDIA's choice
     # Clients of the Multi-Process Service (MPS) are listed separately.
     for name in ("Graphics", *["MPSCompute"] * mps, "Compute"):
-        ask = partial(_query_processes, binding, handle, f"nvmlDeviceGet{name}RunningProcesses", total)
-        answers = Readings()
-        processes = answers.take("processes", partial(ask, "_v3"), partial(ask, "_v2"))
-        if processes is None and name == "Compute":
-            readings.reasons["processes"] = answers.reasons["processes"]
+        calls = (*call(f"{name}RunningProcesses_v3"), *call(f"{name}RunningProcesses_v2"))
+        processes, reason = card.ask(*(partial(_sane_list, each, total) for each in calls))
+        if reason is not None and name == "Compute":
+            card.reasons["processes"] = reason
             return None
         for pid, memory in processes or ():  # one that is in several lists is charged the same memory in each
             known = found[pid].memory if memory is None and pid in found else memory
@@ -55,24 +53,21 @@ def list_processes(readings: Readings, binding: ModuleType, handle: Any) -> tupl
     return tuple(found.values())
 
 
-def with_utilization(processes: Iterable[DriverProcess], binding: ModuleType, handle: Any) -> tuple[DriverProcess, ...]:
-    """Return the processes with their share of the last second, where the driver has a sample."""
-    since = time.time_ns() // 1000 - MAX_SAMPLE_AGE
-    samples = Readings().take("samples", lambda: binding.nvmlDeviceGetProcessUtilization(handle, since))
-    latest = {int(each.pid): each for each in sorted(samples or (), key=lambda each: int(each.timeStamp))}
-    busy = {pid: float(each.smUtil) for pid, each in latest.items() if each.smUtil <= 100}
-    return tuple(replace(each, utilization=busy.get(each.pid)) for each in processes)
-
-
-def _query_processes(
-    binding: ModuleType, handle: Any, getter: str, total: int | None, version: str
-) -> list[tuple[int, int | None]]:
+def _sane_list(listed: Call, total: int | None, card: Readings) -> list[tuple[int, int | None]]:
     """Return (pid, bytes) pairs, or raise where the list was read with the wrong layout (nvitop#75, #88)."""
-    pairs = [(int(each.pid), each.usedGpuMemory) for each in getattr(binding, getter + version)(handle)]
+    pairs = [(int(each.pid), each.usedGpuMemory) for each in listed(card)]
     for pid, memory in pairs:
         if not 0 < pid < MAX_PID or (total and memory is not None and memory > total):
             raise ValueError("a process list of another layout")
     return pairs
+
+
+def with_utilization(processes: Iterable[DriverProcess], card: Readings) -> tuple[DriverProcess, ...]:
+    """Return the processes with their share of the last second, where the driver has a sample."""
+    samples, _ = card.ask(*call("ProcessUtilization", time.time_ns() // 1000 - MAX_SAMPLE_AGE))
+    latest = {int(each.pid): each for each in sorted(samples or (), key=lambda each: int(each.timeStamp))}
+    busy = {pid: float(each.smUtil) for pid, each in latest.items() if each.smUtil <= 100}
+    return tuple(replace(each, utilization=busy.get(each.pid)) for each in processes)
 
 
 PROC = Path("/proc")

@@ -1,17 +1,32 @@
-"""The reports of `%gpuinfo`, including those of `-w` and `--each-cell`."""
+"""The report of `%gpuinfo`: a row a GPU, in which each figure is declared once, and the processes."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
-from gpumagic.memory.timeline import MemoryTimeline, plot
-from gpumagic.report.base import Origin, Report, to_figure
+from gpumagic.gpus import figures
+from gpumagic.gpus.figures import call, figure, figures_of
+from gpumagic.report.base import Origin, Report
+from gpumagic.report.document import Column
+from gpumagic.report.units import percent, rate, size
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+
+def _celsius(degrees: float) -> str:
+    return f"{degrees:.0f} C"
+
+
+def _power(now: float, most: float | None) -> str:
+    return f"{now:.0f}{'' if most is None else f'/{most:.0f}'} W"
+
+
+def _clock(now: int, most: int | None) -> str:
+    return f"{now} MHz" if most is None else f"{now} / {most} MHz"
+
+
+def _of_most(now: int, most: int | None) -> str:
+    return str(now) if most is None else f"{now} of {most}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,66 +50,129 @@ class ProcessRow:
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One device: the driver's figures, joined with this kernel's memory on it."""
+    """One device: the driver's figures, joined with this kernel's memory on it.
+
+    A figure that is added here is read, is a column of `to_pandas`, stands in ``-a`` and, with a ``column``, in the
+    table, and has a reason where it is None.
+    """
 
     device: str | None
     """Torch's name in this process, such as ``"cuda:1"``; None if torch cannot use it."""
-    nvml_index: int | None = None
-    uuid: str | None = None
-    name: str | None = None
-    memory_total: int | None = None
-    memory_used: int | None = None
-    memory_free: int | None = None
-    memory_reserved: int | None = None
+    nvml_index: int | None = figure("NVML index", column=Column("NVML", "right", 2))
+    uuid: str | None = figure("UUID", read=call("UUID"), to=figures.text_of, of_instance=True)
+    name: str | None = figure(
+        "", read=call("Name"), to=figures.text_of, column=Column("Name", shrinks=True), of_instance=True
+    )
+    memory_total: int | None = figure(
+        "Memory, total", size, read=figures.MEMORY, to=lambda memory: int(memory.total), column=Column("Memory"),
+        of_instance=True,
+    )  # fmt: skip
+    memory_used: int | None = figure(
+        "Memory, used", size, read=figures.MEMORY, to=lambda memory: int(memory.used), of_instance=True
+    )
+    memory_free: int | None = figure(
+        "Memory, free", size, read=figures.MEMORY, to=lambda memory: int(memory.free), of_instance=True
+    )
+    """As the driver says, never total less used: whether "used" contains "reserved" depends on the driver."""
+    memory_reserved: int | None = figure(
+        "Memory, driver's own", size, read=figures.MEMORY, to=figures.reserved, of_instance=True
+    )
     """Bytes the driver keeps for itself (NVML v2's ``reserved``); not part of torch's "reserved"."""
-    kernel_allocated: int | None = None
+    kernel_allocated: int | None = figure("This kernel, tensors", size, column=Column("This kernel", "right", 1))
     """Bytes in live tensors of this process, by torch's allocator."""
-    kernel_reserved: int | None = None
+    kernel_reserved: int | None = figure("This kernel, with cache", size)
     """Bytes torch's allocator took from the driver, allocated or cached."""
-    other_processes: int | None = None
+    other_processes: int | None = figure("Other processes", size, column=Column("Others", "right", 4))
     """Bytes the driver charges to processes other than this kernel."""
-    utilization: float | None = None
+    utilization: float | None = figure(
+        "Utilization", percent, read=call("UtilizationRates"), to=lambda rates: float(rates.gpu),
+        column=Column("Util", "right", 3),
+    )  # fmt: skip
     """Percent of the last sample period in which any kernel ran; 100 does not mean full."""
-    temperature: float | None = None
+    temperature: float | None = figure(
+        "Temperature", _celsius, column=Column("Temp", "right", 5), to=float,
+        read=(*call("TemperatureV", figures.CORE_SENSOR), *call("Temperature", figures.CORE_SENSOR)),
+    )  # fmt: skip
     """Degrees Celsius."""
-    power: float | None = None
+    power: float | None = figure(
+        "Power", _power, read=call("PowerUsage"), to=figures.watts, most="power_limit", column=Column("Power", "right", 6)
+    )
     """Watts."""
-    power_limit: float | None = None
+    power_limit: float | None = figure("", read=call("EnforcedPowerLimit"), to=figures.watts)
     """Watts."""
-    throttle_reasons: tuple[str, ...] | None = None
+    throttle_reasons: tuple[str, ...] | None = figure(
+        "Throttled by", lambda reasons: ", ".join(reasons) or "nothing", title="Throttling", to=figures.throttle_reasons,
+        read=(*call("CurrentClocksEventReasons"), *call("CurrentClocksThrottleReasons")),
+    )  # fmt: skip
     """Why the clocks are throttled, in words; empty if they are not."""
     processes: tuple[ProcessRow, ...] | None = None
-    bus_id: str | None = None
-    performance_state: str | None = None
-    """``"P0"`` (fastest) to ``"P15"``."""
-    fan: float | None = None
-    """Percent."""
-    clock_sm: int | None = None
-    """MHz."""
-    clock_sm_max: int | None = None
-    clock_memory: int | None = None
-    clock_memory_max: int | None = None
-    compute_capability: str | None = None
-    memory_utilization: float | None = None
+    memory_utilization: float | None = figure(
+        "Memory busy", percent, read=call("UtilizationRates"), to=lambda rates: float(rates.memory),
+        column=Column("Mem busy", "right", 7), extra=True,
+    )  # fmt: skip
     """Percent of the last sample period in which memory was read or written: bandwidth, not occupancy."""
-    encoder_utilization: float | None = None
-    decoder_utilization: float | None = None
-    ecc_errors: int | None = None
+    clock_sm: int | None = figure(
+        "SM clock", _clock, read=call("ClockInfo", figures.SM_CLOCK), to=int, most="clock_sm_max",
+        column=Column("SM clock", "right", 8), extra=True,
+    )  # fmt: skip
+    """MHz."""
+    clock_sm_max: int | None = figure("", read=call("MaxClockInfo", figures.SM_CLOCK), to=int)
+    performance_state: str | None = figure(
+        "State (P0 is fastest)", read=(*call("PerformanceState"), *call("PowerState")), to=figures.performance_state,
+        column=Column("State", "right", 9), extra=True,
+    )  # fmt: skip
+    """``"P0"`` (fastest) to ``"P15"``."""
+    ecc_errors: int | None = figure(
+        "Uncorrected memory errors", read=call("TotalEccErrors", figures.UNCORRECTED, figures.SINCE_LOADED), to=int
+    )
     """Uncorrected memory errors since the driver was loaded."""
-    pcie_generation: int | None = None
-    pcie_generation_max: int | None = None
-    pcie_width: int | None = None
+    bus_id: str | None = figure(
+        "PCI bus", read=call("PciInfo"), to=lambda pci: figures.text_of(pci.busId), on_request=True
+    )
+    compute_capability: str | None = figure(
+        "Compute capability", read=call("CudaComputeCapability"), to=lambda parts: "{}.{}".format(*parts),
+        on_request=True,
+    )  # fmt: skip
+    fan: float | None = figure("Fan", percent, read=call("FanSpeed"), to=float, on_request=True)
+    """Percent."""
+    clock_memory: int | None = figure(
+        "Memory clock", _clock, read=call("ClockInfo", figures.MEMORY_CLOCK), to=int, most="clock_memory_max",
+        on_request=True,
+    )  # fmt: skip
+    clock_memory_max: int | None = figure("", read=call("MaxClockInfo", figures.MEMORY_CLOCK), to=int, on_request=True)
+    encoder_utilization: float | None = figure(
+        "Encoder", percent, read=call("EncoderUtilization"), to=lambda sample: float(sample[0]), on_request=True
+    )
+    decoder_utilization: float | None = figure(
+        "Decoder", percent, read=call("DecoderUtilization"), to=lambda sample: float(sample[0]), on_request=True
+    )
+    pcie_generation: int | None = figure(
+        "PCIe generation", _of_most, read=call("CurrPcieLinkGeneration"), to=int, most="pcie_generation_max",
+        on_request=True,
+    )  # fmt: skip
+    pcie_generation_max: int | None = figure("", read=call("MaxPcieLinkGeneration"), to=int, on_request=True)
+    pcie_width: int | None = figure(
+        "PCIe lanes", _of_most, read=call("CurrPcieLinkWidth"), to=int, most="pcie_width_max", on_request=True
+    )
     """Lanes."""
-    pcie_width_max: int | None = None
-    pcie_sent: int | None = None
+    pcie_width_max: int | None = figure("", read=call("MaxPcieLinkWidth"), to=int, on_request=True)
+    pcie_sent: int | None = figure(
+        "PCIe, to the host", rate, read=(figures.traffic,), to=figures.traffic_of("pcie_sent"), on_request=True
+    )
     """Bytes per second from the device to the host, over 20 ms."""
-    pcie_received: int | None = None
-    nvlinks: int | None = None
+    pcie_received: int | None = figure(
+        "PCIe, from the host", rate, read=(figures.traffic,), to=figures.traffic_of("pcie_received"), on_request=True
+    )
+    nvlinks: int | None = figure("NVLinks up", read=(figures.nvlinks,), on_request=True)
     """NVLinks that are up."""
-    nvlink_sent: int | None = None
+    nvlink_sent: int | None = figure(
+        "NVLink, sent", rate, read=(figures.traffic,), to=figures.traffic_of("nvlink_sent"), on_request=True
+    )
     """Bytes per second over all NVLinks while the report was made."""
-    nvlink_received: int | None = None
-    topology: Mapping[str, str] | None = None
+    nvlink_received: int | None = figure(
+        "NVLink, received", rate, read=(figures.traffic,), to=figures.traffic_of("nvlink_received"), on_request=True
+    )
+    topology: Mapping[str, str] | None = figure("", read=(figures.topology,), on_request=True)
     """The connection to each other GPU, such as ``"NVLink"``, by NVML index."""
     unified: bool = False
     """True where the device has no memory of its own: ``memory_total`` and ``memory_free`` are then the host's, and
@@ -105,6 +183,13 @@ class GpuRow:
     """True for a simgpu device."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why a field is None, by field name."""
+
+
+FIGURES = figures_of(GpuRow)
+NULLABLE = tuple(each.name for each in fields(GpuRow) if str(each.type).endswith("None"))
+"""The fields that may be absent, and then have a reason."""
+NOT_KNOWN, SIMULATED = "not known", "simulated"
+"""Reasons for what nobody says, and for what a simulated device does not have."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,120 +218,3 @@ class GPUReport(Report[GpuRow]):
     @property
     def rows(self) -> tuple[GpuRow, ...]:
         return self.devices
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """One device in one sample of a recording."""
-
-    seconds: float
-    """Since the recording began."""
-    device: str
-    memory_used: int | None = None
-    memory_total: int | None = None
-    kernel_allocated: int | None = None
-    utilization: float | None = None
-    temperature: float | None = None
-    power: float | None = None
-
-
-@dataclass(frozen=True, repr=False)
-class HistoryReport(Report[SampleRow]):
-    """The GPUs over time, one row per device and sample, oldest first."""
-
-    row_type: ClassVar[type[Any]] = SampleRow
-
-    samples: tuple[SampleRow, ...]
-    latest: Report[Any] | None = None
-    """The last snapshot, whole: a `GPUReport`, or of many engines a `ClusterReport`."""
-    interval: float | None = None
-    """Seconds from one snapshot to the next."""
-    ended: str | None = None
-    """Why the recording has ended; None while it runs."""
-    until: str = "stopped"
-    """What ends it."""
-
-    @property
-    def rows(self) -> tuple[SampleRow, ...]:
-        return self.samples
-
-    def plot(self) -> Figure:
-        """Return a matplotlib figure of utilisation and memory over time, one line per device.
-
-        Raises:
-            GpuMagicError: matplotlib is not installed.
-        """
-        return to_figure(self)
-
-
-@dataclass(frozen=True, slots=True)
-class CellRow:
-    """What one cell did on one device, by the allocator's counters."""
-
-    cell: int
-    """Its number: ``In [12]``."""
-    code: str
-    """Its first line of code."""
-    seconds: float
-    device: str
-    allocated_before: int
-    allocated_after: int
-    growth: int
-    """After less before; negative where it freed."""
-    peak: int | None
-    """Peak bytes during the cell; None where the allocator's counter did not rise, and so does not tell."""
-
-
-@dataclass(frozen=True, repr=False)
-class CellsReport(Report[CellRow]):
-    """The last cells that changed a device's memory, one row per cell and device, oldest first."""
-
-    row_type: ClassVar[type[Any]] = CellRow
-
-    cells: tuple[CellRow, ...]
-    timelines: Mapping[int, MemoryTimeline] = field(default_factory=dict)
-    """The memory allocated during each cell, by its number."""
-    recorded: int = 0
-    """How many cells there were, including those that changed nothing."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def rows(self) -> tuple[CellRow, ...]:
-        return self.cells
-
-    def plot(self, cell: int | None = None) -> Figure:
-        """Return a matplotlib figure of the memory after each cell, or during one.
-
-        Args:
-            cell: the number of a cell.
-
-        Raises:
-            GpuMagicError: matplotlib is not installed, or there is nothing to draw.
-        """
-        if cell is not None:
-            return plot(self.timelines.get(cell))
-        return to_figure(self)
-
-
-@functools.singledispatch
-def sample_rows(snapshot: object, seconds: float) -> tuple[SampleRow, ...]:  # noqa: ARG001  # for those that register
-    """Return the rows of a snapshot taken ``seconds`` after the recording began: one per device, or per host."""
-    raise TypeError(f"{type(snapshot).__name__} is no snapshot of GPUs")
-
-
-@sample_rows.register(GPUReport)
-def _samples_here(snapshot: GPUReport, seconds: float) -> tuple[SampleRow, ...]:
-    return tuple(sample_row(seconds, device_label(row), row, row.kernel_allocated) for row in snapshot.devices)
-
-
-def device_label(row: GpuRow) -> str:
-    """Return torch's name of a GPU, or else its NVML index."""
-    return row.device or f"NVML {row.nvml_index}"
-
-
-def sample_row(seconds: float, device: str, row: GpuRow, allocated: int | None) -> SampleRow:
-    """Return the row of one GPU, with the bytes that kernels have allocated on it."""
-    return SampleRow(
-        seconds=seconds, device=device, memory_used=row.memory_used, memory_total=row.memory_total,
-        kernel_allocated=allocated, utilization=row.utilization, temperature=row.temperature, power=row.power,
-    )  # fmt: skip

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from gpumagic.gpus.cards import Card, NvmlSnapshot
-from gpumagic.gpus.torch_build import TorchBuild, bare_uuid, cuda_devices
+from gpumagic.gpus.torch_devices import TorchBuild, bare_uuid, cuda_devices
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from gpumagic.gpus import history_view  # noqa: F401  # it registers its views
-from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
+from gpumagic.gpus.report import FIGURES, NOT_KNOWN, SIMULATED, GPUReport, GpuRow, ProcessRow
+from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
-from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
-from gpumagic.report.units import NOT_AVAILABLE, count, percent, rate, size, size_of, size_pair
+from gpumagic.report.columns import Column, Table
+from gpumagic.report.document import Block, Cell, Document, Heading, Paragraph, Segment, document_of
+from gpumagic.report.units import NOT_AVAILABLE, count, percent, size, size_of, size_pair
 
 BAR_LEGEND = "Bar: this kernel's tensors, its cache, other use."
 ELSEWHERE = "in a wider terminal, or with -a"
@@ -25,7 +28,7 @@ def view_gpus(report: GPUReport) -> Document:
     if report.show_processes and report.devices:
         blocks += process_blocks(report.devices)
     if report.show_all:
-        blocks += [details_table(row, report.devices) for row in report.devices]
+        blocks += [block for row in report.devices for block in details_blocks(row, report.devices)]
         blocks.append(Paragraph(f"{BAR_LEGEND} {UTILIZATION_LEGEND}", muted=True))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
@@ -85,25 +88,12 @@ def _versions(report: GPUReport) -> str:
     return " · ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class FieldColumn:
-    """A column of the table, and the field of `GpuRow` whose reason explains why it is not available."""
-
-    column: Column
-    field: str
-    cell: Callable[[GpuRow], Cell | str]
-    extra: bool = False
-    """Whether nothing is said where no device has it; `-a` says why."""
-
-
 def table_blocks(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
     """Return the table and the sentences under it; ``explained`` if the report says why torch can use no device."""
-    shown = [each for each in FIELD_COLUMNS if any(_has_value(row, each) for row in rows)]
     indices = [(row.device, row.nvml_index) for row in rows if row.device is not None and row.nvml_index is not None]
-    if all(device.endswith(f":{index}") for device, index in indices):
-        shown = [each for each in shown if each.field != "nvml_index"]
-    grid = [[_cell(row, each) for each in shown] for row in rows]
-    found: list[Block] = [Table([each.column for each in shown], grid, "GPUs", elsewhere=ELSEWHERE)]
+    are_torchs = all(device.endswith(f":{index}") for device, index in indices)
+    columns = [each for each in COLUMNS if not (are_torchs and each.title == FIGURES["nvml_index"].title)]
+    found: list[Block] = [Table.of(rows, columns, "GPUs", elsewhere=ELSEWHERE)]
     throttled = grouped((row.throttle_reasons, short_name(row)) for row in rows if row.throttle_reasons)
     for reasons, names in throttled.items():
         verb = "is" if len(names) == 1 else "are"
@@ -113,16 +103,21 @@ def table_blocks(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
         if row.ecc_errors:
             errors = count(row.ecc_errors, "uncorrected memory error")
             found.append(Paragraph(f"{short_name(row)} has had {errors} since its driver was loaded."))
-    missing = [*([] if explained else _unusable_gpus(rows)), *_missing_fields(rows)]
+    missing = [*([] if explained else _unusable_gpus(rows)), *_missing_figures(rows)]
     return found + ([Paragraph(" ".join(missing), muted=True)] if missing else [])
 
 
-def _has_value(row: GpuRow, column: FieldColumn) -> bool:
-    return column.field == "device" or getattr(row, column.field) is not None
+def shown(row: GpuRow, name: str) -> str:
+    """Return a figure that the row has as text, with its maximum where it has one."""
+    figure = FIGURES[name]
+    most = (getattr(row, figure.most),) if figure.most else ()
+    return figure.show(getattr(row, name), *most)
 
 
-def _cell(row: GpuRow, column: FieldColumn) -> Cell | str:
-    return column.cell(row) if _has_value(row, column) else _reason_cell(row.reasons.get(column.field, ""))
+def _figure_cell(name: str, row: GpuRow) -> Cell | str:
+    if getattr(row, name) is None:
+        return _reason_cell(row.reasons.get(name, ""))
+    return CELLS[name](row) if name in CELLS else shown(row, name)
 
 
 def _reason_cell(reason: str) -> Cell:
@@ -132,18 +127,18 @@ def _reason_cell(reason: str) -> Cell:
 def _unusable_gpus(rows: Sequence[GpuRow]) -> list[str]:
     """Return which of the driver's GPUs have no name in torch, and why."""
     unnamed = [row for row in rows if row.device is None]
-    reasons = grouped((row.reasons.get("device", "not known"), short_name(row)) for row in unnamed)
+    reasons = grouped((row.reasons.get("device", NOT_KNOWN), short_name(row)) for row in unnamed)
     parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
     return [f"Not usable in torch here: {'; '.join(parts)}."] if parts else []
 
 
-def _missing_fields(rows: Sequence[GpuRow]) -> list[str]:
-    """Return why columns lack figures, in words, since a title is only seen with a mouse."""
+def _missing_figures(rows: Sequence[GpuRow]) -> list[str]:
+    """Return why the table lacks figures, in words, since a title is only seen with a mouse."""
     reasons = grouped(
-        (row.reasons.get(column.field, "not known"), (column.column.title, short_name(row)))
+        (row.reasons.get(name, NOT_KNOWN), (figure.title, short_name(row)))
         for row in rows
-        for column in (*FIELD_COLUMNS, THROTTLING)
-        if not _has_value(row, column) and not row.simulated and not _is_implied(rows, row, column)
+        for name, figure in FIGURES.items()
+        if figure.title and getattr(row, name) is None and not row.simulated and not _is_implied(rows, row, name)
     )
     sentences = []
     for reason, where in reasons.items():
@@ -153,19 +148,19 @@ def _missing_fields(rows: Sequence[GpuRow]) -> list[str]:
     return sentences
 
 
-def _is_implied(rows: Sequence[GpuRow], row: GpuRow, column: FieldColumn) -> bool:
-    if any(_has_value(each, column) for each in rows):
-        if row.reasons.get(column.field, "").startswith(NOT_AVAILABLE):
+def _is_implied(rows: Sequence[GpuRow], row: GpuRow, name: str) -> bool:
+    if any(getattr(each, name) is not None for each in rows):
+        if row.reasons.get(name, "").startswith(NOT_AVAILABLE):
             return True  # the cell itself says it
-    elif column.extra:
+    elif FIGURES[name].extra:
         return True
-    of_the_kernel = column.field in ("kernel_allocated", "nvml_index")
-    return row.device is None and (of_the_kernel or row.reasons.get(column.field) == row.reasons.get("device"))
+    of_the_kernel = name in ("kernel_allocated", "nvml_index")
+    return row.device is None and (of_the_kernel or row.reasons.get(name) == row.reasons.get("device"))
 
 
 def not_available(reason: str | None) -> str:
     """Return ``"n/a (reason)"``."""
-    reason = reason or "not known"
+    reason = reason or NOT_KNOWN
     return reason if reason.startswith(NOT_AVAILABLE) else f"{NOT_AVAILABLE} ({reason})"
 
 
@@ -226,123 +221,73 @@ def _kernel(row: GpuRow) -> Cell | str:
     return Cell(size_pair(row.kernel_allocated or 0, row.kernel_reserved), title="in tensors / with the cache")
 
 
-def power(row: GpuRow) -> str:
-    """Return ``"252/400 W"``."""
-    limit = "" if row.power_limit is None else f"/{row.power_limit:.0f}"
-    return f"{row.power:.0f}{limit} W"
+CELLS: Mapping[str, Callable[[GpuRow], Cell]] = {"name": _name, "memory_total": _memory, "kernel_allocated": _kernel}
+"""The cells that show more than their own figure."""
 
 
-def clock(now: int | None, most: int | None) -> str:
-    """Return ``"1410 / 1980 MHz"``."""
-    return f"{now} MHz" if most is None else f"{now} / {most} MHz"
+def _column(name: str, form: doc.Column) -> Column[GpuRow]:
+    return Column(
+        form.title, partial(_figure_cell, name), form.align, form.priority, form.shrinks,
+        when=lambda row: getattr(row, name) is not None,
+    )  # fmt: skip
 
 
-FIELD_COLUMNS = (
-    FieldColumn(Column("Device"), "device", _device),
-    FieldColumn(Column("NVML", "right", 2), "nvml_index", lambda row: str(row.nvml_index)),
-    FieldColumn(Column("Name", shrinks=True), "name", _name),
-    FieldColumn(Column("Memory"), "memory_total", _memory),
-    FieldColumn(Column("This kernel", "right", 1), "kernel_allocated", _kernel),
-    FieldColumn(Column("Others", "right", 4), "other_processes", lambda row: size(row.other_processes)),
-    FieldColumn(Column("Util", "right", 3), "utilization", lambda row: percent(row.utilization)),
-    FieldColumn(Column("Temp", "right", 5), "temperature", lambda row: f"{row.temperature:.0f} C"),
-    FieldColumn(Column("Power", "right", 6), "power", power),
-    FieldColumn(
-        Column("Mem busy", "right", 7), "memory_utilization", lambda row: percent(row.memory_utilization), extra=True
-    ),
-    FieldColumn(
-        Column("SM clock", "right", 8), "clock_sm", lambda row: clock(row.clock_sm, row.clock_sm_max), extra=True
-    ),
-    FieldColumn(Column("State", "right", 9), "performance_state", lambda row: str(row.performance_state), extra=True),
+COLUMNS = (
+    Column("Device", _device),
+    *(_column(name, figure.column) for name, figure in FIGURES.items() if figure.column is not None),
 )
-THROTTLING = FieldColumn(Column("Throttling"), "throttle_reasons", lambda row: ", ".join(row.throttle_reasons or ()))
-"""No column: what throttles a device is said in a sentence."""
+Listed = tuple[GpuRow, ProcessRow]
+PROCESS_COLUMNS: tuple[Column[Listed], ...] = (
+    Column("Device", lambda each: short_name(each[0])),
+    Column("PID", lambda each: _or_dash(each[1].pid), "right"),
+    Column("Memory", lambda each: _process_memory(each[1]), "right"),
+    Column(
+        "Util", lambda each: _or_dash(each[1].utilization, percent, "no sample"), "right", 2,
+        when=lambda each: each[1].utilization is not None,
+    ),
+    Column("User", lambda each: _or_dash(each[1].user), priority=1),
+    Column("Process", lambda each: _process_name(each[1]), shrinks=True),
+)  # fmt: skip
 
 
 def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
     """Return the processes of all devices in one table, and why those of some are not available."""
-    columns = [Column("Device"), Column("PID", "right"), Column("Memory", "right"), Column("Util", "right", 2),
-               Column("User", priority=1), Column("Process", shrinks=True)]  # fmt: skip
     listed = [(row, each) for row in rows for each in row.processes or ()]
-    grid = [_process(row, each) for row, each in listed]
-    if not any(each.utilization is not None for _, each in listed):
-        columns, grid = columns[:3] + columns[4:], [cells[:3] + cells[4:] for cells in grid]
-    found: list[Block] = [Heading("Processes"), Table(columns, grid, "Processes on the GPUs")] if grid else []
-    reasons = {each.reason for _, each in listed if each.memory is None and each.reason}
-    found += [
-        Paragraph(f"Memory: {not_available(reason)}.", muted=True)
-        for reason in sorted(reasons)
-        if not reason.startswith(NOT_AVAILABLE)
-    ]
-    hidden = grouped((row.reasons.get("processes"), short_name(row)) for row in rows if row.processes is None)
-    if not grid and any(row.processes is not None for row in rows):
+    found: list[Block] = []
+    if listed:
+        found += [Heading("Processes"), Table.of(listed, PROCESS_COLUMNS, "Processes on the GPUs")]
+    elif any(row.processes is not None for row in rows):
         found.append(Paragraph("No process uses a GPU."))
+    reasons = {each.reason for _, each in listed if each.memory is None and each.reason}
+    unsaid = sorted(reason for reason in reasons if not reason.startswith(NOT_AVAILABLE))
+    found += [Paragraph(f"Memory: {not_available(reason)}.", muted=True) for reason in unsaid]
+    hidden = grouped((row.reasons.get("processes"), short_name(row)) for row in rows if row.processes is None)
     for why, names in hidden.items():
         found.append(Paragraph(f"Processes of {', '.join(names)}: {not_available(why)}.", muted=True))
     return found
 
 
-def _process(row: GpuRow, each: ProcessRow) -> list[Cell | str]:
+def _or_dash(value: object, show: Callable[[Any], str] = str, title: str = "") -> Cell | str:
+    return Cell("-", muted=True, title=title) if value is None else show(value)
+
+
+def _process_memory(each: ProcessRow) -> Cell | str:
+    return size(each.memory) if each.memory is not None else _reason_cell(each.reason or "the driver does not say")
+
+
+def _process_name(each: ProcessRow) -> Cell:
     name = each.name or ("another user's or an ended process" if each.pid is not None else "unknown")
     marks = ["this kernel"] * each.this_kernel + ["graphics"] * (each.kind == "graphics")
-    return [
-        short_name(row),
-        Cell("-", muted=True) if each.pid is None else str(each.pid),
-        size(each.memory) if each.memory is not None else _reason_cell(each.reason or "the driver does not say"),
-        Cell("-", muted=True, title="no sample") if each.utilization is None else percent(each.utilization),
-        each.user or Cell("-", muted=True),
-        Cell(name + (f" ({', '.join(marks)})" if marks else ""), title=name),
-    ]
+    return Cell(name + (f" ({', '.join(marks)})" if marks else ""), title=name)
 
 
-def details_table(row: GpuRow, rows: Sequence[GpuRow]) -> Table:
-    """Return all fields of one of the devices, each with its value or the reason why it has none."""
+def details_blocks(row: GpuRow, rows: Sequence[GpuRow]) -> list[Block]:
+    """Return all figures that one of the devices has, and in a line what it lacks for each reason."""
     names = {str(each.nvml_index): short_name(each) for each in reversed(rows)}
-    grid: list[list[Cell | str]] = []
-    for field, (label, show) in DETAILS.items():
-        reason = row.reasons.get(field)
-        if getattr(row, field) is not None and reason != "simulated":
-            grid.append([label, show(row)])
-        elif reason != "simulated":
-            grid.append([label, Cell(not_available(reason), muted=True)])
-    grid += [[f"To {names.get(index, f'NVML {index}')}", link] for index, link in (row.topology or {}).items()]
-    columns = [Column(short_name(row)), Column(row.name or "unknown", shrinks=True)]
-    return Table(columns, grid, f"All of {short_name(row)}")
-
-
-def _of_max(now: int | None, most: int | None) -> str:
-    return str(now) if most is None else f"{now} of {most}"
-
-
-DETAILS: Mapping[str, tuple[str, Callable[[GpuRow], str]]] = {
-    "nvml_index": ("NVML index", lambda row: str(row.nvml_index)),
-    "uuid": ("UUID", lambda row: str(row.uuid)),
-    "bus_id": ("PCI bus", lambda row: str(row.bus_id)),
-    "compute_capability": ("Compute capability", lambda row: str(row.compute_capability)),
-    "memory_total": ("Memory, total", lambda row: size(row.memory_total)),
-    "memory_used": ("Memory, used", lambda row: size(row.memory_used)),
-    "memory_free": ("Memory, free", lambda row: size(row.memory_free)),
-    "memory_reserved": ("Memory, driver's own", lambda row: size(row.memory_reserved)),
-    "kernel_allocated": ("This kernel, tensors", lambda row: size(row.kernel_allocated)),
-    "kernel_reserved": ("This kernel, with cache", lambda row: size(row.kernel_reserved)),
-    "other_processes": ("Other processes", lambda row: size(row.other_processes)),
-    "utilization": ("Utilization", lambda row: percent(row.utilization)),
-    "temperature": ("Temperature", lambda row: f"{row.temperature:.0f} C"),
-    "power": ("Power", power),
-    "fan": ("Fan", lambda row: percent(row.fan)),
-    "performance_state": ("State (P0 is fastest)", lambda row: str(row.performance_state)),
-    "clock_sm": ("SM clock", lambda row: clock(row.clock_sm, row.clock_sm_max)),
-    "clock_memory": ("Memory clock", lambda row: clock(row.clock_memory, row.clock_memory_max)),
-    "memory_utilization": ("Memory busy", lambda row: percent(row.memory_utilization)),
-    "encoder_utilization": ("Encoder", lambda row: percent(row.encoder_utilization)),
-    "decoder_utilization": ("Decoder", lambda row: percent(row.decoder_utilization)),
-    "ecc_errors": ("Uncorrected memory errors", lambda row: str(row.ecc_errors)),
-    "pcie_generation": ("PCIe generation", lambda row: _of_max(row.pcie_generation, row.pcie_generation_max)),
-    "pcie_width": ("PCIe lanes", lambda row: _of_max(row.pcie_width, row.pcie_width_max)),
-    "pcie_sent": ("PCIe, to the host", lambda row: rate(row.pcie_sent)),
-    "pcie_received": ("PCIe, from the host", lambda row: rate(row.pcie_received)),
-    "nvlinks": ("NVLinks up", lambda row: str(row.nvlinks)),
-    "nvlink_sent": ("NVLink, sent", lambda row: rate(row.nvlink_sent)),
-    "nvlink_received": ("NVLink, received", lambda row: rate(row.nvlink_received)),
-    "throttle_reasons": ("Throttled by", lambda row: ", ".join(row.throttle_reasons or ()) or "nothing"),
-}
+    labels = {name: figure.label for name, figure in FIGURES.items() if figure.label}
+    grid = [(label, shown(row, name)) for name, label in labels.items() if getattr(row, name) is not None]
+    grid += [(f"To {names.get(index, f'NVML {index}')}", link) for index, link in (row.topology or {}).items()]
+    columns = [doc.Column(short_name(row)), doc.Column(row.name or "unknown", shrinks=True)]
+    absent = grouped((row.reasons.get(name), label) for name, label in labels.items() if getattr(row, name) is None)
+    lacking = [f"{', '.join(found)}: {not_available(reason)}." for reason, found in absent.items() if reason != SIMULATED]
+    return [doc.Table(columns, grid, f"All of {short_name(row)}"), *(Paragraph(line, muted=True) for line in lacking)]

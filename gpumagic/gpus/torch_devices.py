@@ -1,0 +1,174 @@
+"""What torch says of the GPUs: which build it is, and the devices that NVML does not know.
+
+The build is read without importing torch. Devices that NVML does not know are CUDA's and ROCm's in use without NVML,
+XPU, MPS, and simulated ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gpumagic.gpus.report import SIMULATED, GpuRow
+from gpumagic.memory import allocator
+
+
+HOST_MEMORY = "the host's memory, shared"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """The installed torch; all None if there is none."""
+
+    version: str | None = None
+    cuda: str | None = None
+    hip: str | None = None
+    xpu: str | None = None
+    known: bool = True
+    """False if torch is installed but its build could not be read."""
+
+    @property
+    def label(self) -> str | None:
+        """Return ``"12.8"`` for CUDA, ``"ROCm 6.2"``, ``"XPU 2025.0"``, or None for a CPU-only build."""
+        if self.hip:
+            return f"ROCm {self.hip}"
+        return self.cuda or (f"XPU {self.xpu}" if self.xpu else None)
+
+
+def torch_build() -> TorchBuild:
+    """Return the imported torch, else the one that an import would find."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return _installed()
+    cuda, hip, xpu = (getattr(getattr(torch, "version", None), name, None) for name in ("cuda", "hip", "xpu"))
+    return TorchBuild(str(torch.__version__), cuda, hip, xpu)
+
+
+def _installed() -> TorchBuild:
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        return TorchBuild()
+    try:
+        text = Path(spec.submodule_search_locations[0], "version.py").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return TorchBuild(_distribution(), known=False)
+    found = {name: _assigned(name, text) for name in ("__version__", "cuda", "hip", "xpu")}
+    return TorchBuild(
+        found["__version__"] or _distribution(), found["cuda"], found["hip"], found["xpu"],
+        known=re.search(r"^cuda\b", text, re.MULTILINE) is not None,
+    )  # fmt: skip
+
+
+def _assigned(name: str, text: str) -> str | None:
+    match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def _distribution() -> str | None:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cuda_devices() -> dict[str, tuple[int, Any]]:
+    """Return each device's index and properties by its bare UUID; empty while CUDA is not in use."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return {}
+    properties = [(ordinal, torch.cuda.get_device_properties(ordinal)) for ordinal in range(torch.cuda.device_count())]
+    return {bare_uuid(str(getattr(each, "uuid", ""))): (ordinal, each) for ordinal, each in properties}
+
+
+def bare_uuid(uuid: str | None) -> str:
+    """Return a UUID without NVML's prefix, which torch does not write."""
+    return re.sub(r"^(GPU-|MIG-)", "", uuid or "").lower()
+
+
+def torch_rows(build: TorchBuild, known: Sequence[GpuRow], reason: str) -> list[GpuRow]:
+    """Return the devices that only torch reports: CUDA and ROCm in use without NVML, XPU and MPS.
+
+    Empty while torch is not imported. CUDA that is not in use is not queried, because that would initialise it.
+    ``known`` are the rows from NVML, and ``reason`` is why there are no more.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    found = []
+    if torch.cuda.is_initialized():
+        listed = {row.device for row in known}
+        found += [_torch_row(name, torch.cuda, reason) for name in _names("cuda", torch.cuda) if name not in listed]
+    if build.xpu and torch.xpu.is_available():
+        found += [_torch_row(name, torch.xpu, "torch does not report it") for name in _names("xpu", torch.xpu)]
+    if sys.platform == "darwin" and torch.backends.mps.is_available():
+        # Its memory is the host's; the total is the maximum that Metal recommends.
+        total, reasons = int(torch.mps.recommended_max_memory()), {"all": "torch does not report it"}
+        row = GpuRow("mps:0", name="Apple GPU", memory_total=total, unified=True, reasons=reasons)
+        found.append(with_kernel_memory(row))
+    return found
+
+
+def simulated_rows() -> list[GpuRow]:
+    """Return the devices of simgpu, if this process has enabled it."""
+    simgpu = sys.modules.get("gpumagic.simgpu")
+    if simgpu is None or not simgpu.is_enabled():
+        return []
+    import torch
+
+    found = []
+    for name in _names("simgpu", torch.simgpu):
+        row = _row_of_properties(name, torch.simgpu, SIMULATED)
+        free, total = torch.simgpu.mem_get_info(int(name.partition(":")[2]))
+        found.append(replace(row, simulated=True, memory_total=total, memory_free=free, memory_used=total - free))
+    return found
+
+
+def with_kernel_memory(row: GpuRow) -> GpuRow:
+    """Return the row with this kernel's allocator figures; 0 while torch has not used the device."""
+    reason = "torch cannot use it"
+    if row.device is not None:
+        figures = allocator.device_stats(row.device)
+        if figures is not None:
+            return replace(row, kernel_allocated=figures.allocated, kernel_reserved=figures.reserved)
+        if "torch" not in sys.modules or not allocator.is_initialised(row.device.partition(":")[0]):
+            return replace(row, kernel_allocated=0, kernel_reserved=0)
+        reason = "no counting allocator"
+    return replace(row, reasons={**row.reasons, "kernel_allocated": reason, "kernel_reserved": reason})
+
+
+def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
+    row = _row_of_properties(name, module, reason)
+    if not row.kernel_reserved:
+        why = "asking torch would create a context there"  # pytorch#86493
+        return replace(row, reasons={**row.reasons, "memory_free": why, "memory_used": why})
+    free, total = allocator.mem_get_info(name) or (None, None)
+    if row.unified:  # what CUDA counts as used there is every program's of the machine
+        return replace(row, memory_free=free, reasons={**row.reasons, "memory_used": HOST_MEMORY})
+    return replace(row, memory_free=free, memory_used=None if free is None or total is None else total - free)
+
+
+def _row_of_properties(name: str, module: ModuleType, reason: str) -> GpuRow:
+    """Return what torch says without a context; ``reason`` is why the rest is not known."""
+    properties = module.get_device_properties(int(name.partition(":")[2]))
+    uuid = getattr(properties, "uuid", None)
+    return with_kernel_memory(
+        GpuRow(
+            device=name, name=str(properties.name), memory_total=int(properties.total_memory),
+            uuid=None if uuid is None else str(uuid), unified=bool(getattr(properties, "is_integrated", False)),
+            reasons={"all": reason},
+        )
+    )  # fmt: skip
+
+
+def _names(backend: str, module: ModuleType) -> list[str]:
+    return [f"{backend}:{index}" for index in range(module.device_count())]
