@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gpumagic.errors import OptionError
-from gpumagic.gpus.report import GPUReport, GpuRow, SampleRow, device_label, sample_row, sample_rows
+from gpumagic.gpus.history_view import SampleRow, device_label, sample_row, sample_rows
+from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.oom.report import OomReport
 from gpumagic.report.base import Origin, Report, columns_of, frame, grouped
 from gpumagic.tensors.report import TensorReport

@@ -1,12 +1,15 @@
 """`%gpuinfo`: the GPUs, who uses them, or why there is none.
 
-Start with `probe.read_gpus`, which joins what the other files read into a `report.GPUReport`.
+Start with `report.GpuRow`, which declares every figure, and `probe.read_gpus`, which joins what the others read.
 
-    nvml.py           the connection to NVIDIA's driver; `cards.py` and `processes.py` are what it reports
-    torch_build.py    the installed torch; `torch_names.py` has its names for the cards
-    other_devices.py  devices that NVML does not know: simulated, XPU, MPS, unified memory
+    figures.py        how a figure is declared: what the driver is asked, how it is shown
+    report.py         the rows with their figures, and the report; `view.py` shows it
+    nvml.py           the connection to NVIDIA's driver, and its refusals in words
+    cards.py          what it says of each card; `processes.py` has who uses them
+    torch_devices.py  the installed torch, and the devices that only torch knows
+    torch_names.py    torch's names for the cards
     no_gpu.py         why torch can use no GPU, with the remedy
     live.py           `-w`: the GPUs over time
     each_cell.py      `--each-cell`: a line after every cell
-    report.py         the records of all of these; `view.py` and `history_view.py` show them
+    history_view.py   the records of those two, and how they look
 """

@@ -85,9 +85,11 @@ def _read_cards(processes: bool, everything: bool) -> NvmlSnapshot | NvmlFailure
     handles = [nvml.query(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
     cards = []
     for index, (handle, reason) in enumerate(handles):
+        if reason is not None:
+            cards.append(Card(index, {}, {"all": reason}))
+            continue
         peers = {str(other): each for other, (each, _) in enumerate(handles) if other != index and each is not None}
-        readings = Readings(binding, handle, peers)
-        cards.append(_read_card(readings, index, processes, everything) if reason is None else Card(index, {}, {"all": reason}))
+        cards.append(_read_card(Readings(binding, handle, peers), index, processes, everything))
     newest = None if cuda is None else (cuda // 1000, cuda % 1000 // 10)
     return NvmlSnapshot(tuple(cards), driver, newest, nvml.is_shadowed(binding))
 

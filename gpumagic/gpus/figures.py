@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.gpus.nvml import Unavailable, query
@@ -154,10 +155,10 @@ def traffic(card: Readings) -> dict[str, Answer]:
     before and after that, so that nothing else need be waited for.
     """
     began, before = time.monotonic(), _nvlink_counters(card)
-    found = {
-        name: card.ask(lambda card, way=way: card.binding.nvmlDeviceGetPcieThroughput(card.handle, way) * 1024)
-        for way, name in enumerate(("pcie_sent", "pcie_received"))
-    }
+    found: dict[str, Answer] = {}
+    for direction, name in enumerate(("pcie_sent", "pcie_received")):
+        kib, reason = card.ask(*call("PcieThroughput", direction))
+        found[name] = None if kib is None else kib * 1024, reason
     ended, after = time.monotonic(), _nvlink_counters(card)
     for name in NVLINK_COUNTERS:
         (first, reason), (last, later) = before[name], after[name]
@@ -183,7 +184,7 @@ def _nvlink_counters(card: Readings) -> dict[str, Answer]:
             raise card.binding.NVMLError(field.nvmlReturn)
         return int(field.value.ullVal) * 1024
 
-    return {name: query(lambda field=field: value(field)) for name, field in zip(NVLINK_COUNTERS, fields, strict=False)}
+    return {name: query(partial(value, field)) for name, field in zip(NVLINK_COUNTERS, fields, strict=False)}
 
 
 def traffic_of(name: str) -> Callable[[dict[str, Answer]], int]:
@@ -210,11 +211,12 @@ TOPOLOGY_LEVELS = {
 
 def topology(card: Readings) -> dict[str, str]:
     """Return how a card is connected to each other one, by NVML index; unreadable pairs are left out."""
-    found, reason = {}, None
+    found: dict[str, str] = {}
+    reason = None
     for index, peer in card.peers.items():
-        link, why = query(lambda peer=peer: _connection(card, peer))
+        link, why = query(partial(_connection, card, peer))
         reason = why or reason
-        if why is None:
+        if link is not None:
             found[index] = link
     if card.peers and not found:
         raise Unavailable(reason or "not known")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -100,24 +100,25 @@ def view_history(report: HistoryReport) -> Document:
     blocks: list[Block] = list(to_document(report.latest).blocks) if report.latest else []
     devices = list(dict.fromkeys(row.device for row in report.samples))
     if devices:
-        blocks.append(_sparklines(report.samples, devices))
+        blocks.append(_history(report.samples, devices))
         blocks.append(Paragraph("Lines reach from 0 to 100%, the newest at the right.", muted=True))
     blocks.append(Paragraph(_status(report), muted=True))
     return Document(tuple(blocks))
 
 
-def _sparklines(samples: Sequence[SampleRow], devices: Sequence[str]) -> Table:
-    grid = []
-    for device in devices:
-        recent = [row for row in samples if row.device == device][-MAX_SAMPLES:]
-        shares = (
-            [row.utilization for row in recent],
-            [_percent_of(row.memory_used, row.memory_total) for row in recent],
-            [_percent_of(row.kernel_allocated, row.memory_total) for row in recent],
-        )
-        grid.append([Cell(device), *map(_sparkline, shares)])
-    columns = [Column("History"), Column("Util"), Column("Memory"), Column("This kernel", priority=1)]
-    return Table(columns, grid, "History")
+def _history(samples: Sequence[SampleRow], devices: Sequence[str]) -> Table:
+    recent = {device: [row for row in samples if row.device == device][-MAX_SAMPLES:] for device in devices}
+
+    def line(share: Callable[[SampleRow], float | None]) -> Callable[[str], Cell]:
+        return lambda device: _sparkline([share(row) for row in recent[device]])
+
+    columns: list[Column[str]] = [
+        Column("History", str),
+        Column("Util", line(lambda row: row.utilization)),
+        Column("Memory", line(lambda row: _percent_of(row.memory_used, row.memory_total))),
+        Column("This kernel", line(lambda row: _percent_of(row.kernel_allocated, row.memory_total)), priority=1),
+    ]
+    return Table.of(devices, columns, "History")
 
 
 def _sparkline(values: Sequence[float | None]) -> Cell:
@@ -213,6 +214,8 @@ class CellsReport(Report[CellRow]):
 
 
 MAX_CELLS = 20
+LARGE = 1024**2
+"""Bytes of growth with the longest bar, at least."""
 TABLE_SPARKLINE = 12
 
 
@@ -241,26 +244,22 @@ def _headline(report: CellsReport) -> str:
 
 
 def _table(rows: Sequence[CellRow], report: CellsReport, caption: str) -> Table:
-    largest = max((abs(row.growth) for row in report.cells), default=0) or 1
-    columns = (
-        Column("Cell", "right"), Column("Code", shrinks=True, code=True), Column("Device"), Column("Grew", "right"),
-        Column("After", "right", priority=1), Column("Peak", "right", priority=1),
-        Column("Time", "right", priority=2), Column("Over the cell", priority=3), Column("Before", "right", priority=4),
+    columns: tuple[Column[CellRow], ...] = (
+        Column("Cell", lambda row: str(row.cell), "right"),
+        Column("Code", lambda row: row.code, shrinks=True, code=True),
+        Column("Device", lambda row: row.device),
+        Column("Grew", lambda row: f"{'+' * (row.growth > 0)}{size(row.growth)}", "right", bar=lambda row: row.growth),
+        Column("After", lambda row: size(row.allocated_after), "right", 1),
+        Column("Peak", lambda row: size(row.peak), "right", 1),
+        Column("Time", lambda row: duration(row.seconds), "right", 2),
+        Column(
+            "Over the cell",
+            lambda row: device_sparkline(report.timelines.get(row.cell), row.device, TABLE_SPARKLINE), priority=3,
+        ),
+        Column("Before", lambda row: size(row.allocated_before), "right", 4),
     )  # fmt: skip
-    found: list[list[Cell | str]] = [
-        [
-            str(row.cell), row.code, row.device, _growth_cell(row, largest), size(row.allocated_after), size(row.peak),
-            duration(row.seconds), device_sparkline(report.timelines.get(row.cell), row.device, TABLE_SPARKLINE),
-            size(row.allocated_before),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return Table(columns, found, caption, elsewhere="in a wider terminal, and in .to_pandas()")
-
-
-def _growth_cell(row: CellRow, largest: int) -> Cell:
-    text = f"+{size(row.growth)}" if row.growth > 0 else size(row.growth)
-    return Cell(text, (Segment(abs(row.growth) / largest, "main" if row.growth >= 0 else "other"),))
+    full = max(LARGE, *(abs(row.growth) for row in report.cells))  # cells that change little have no long bars
+    return Table.of(rows, columns, caption, whole=full, elsewhere="in a wider terminal, and in .to_pandas()")
 
 
 @figure_of.register(CellsReport)

@@ -95,14 +95,19 @@ class GpuRow:
     )  # fmt: skip
     """Degrees Celsius."""
     power: float | None = figure(
-        "Power", _power, read=call("PowerUsage"), to=figures.watts, most="power_limit", column=Column("Power", "right", 6)
+        "Power",
+        _power,
+        read=call("PowerUsage"),
+        to=figures.watts,
+        most="power_limit",
+        column=Column("Power", "right", 6),
     )
     """Watts."""
     power_limit: float | None = figure("", read=call("EnforcedPowerLimit"), to=figures.watts)
     """Watts."""
     throttle_reasons: tuple[str, ...] | None = figure(
-        "Throttled by", lambda reasons: ", ".join(reasons) or "nothing", title="Throttling", to=figures.throttle_reasons,
-        read=(*call("CurrentClocksEventReasons"), *call("CurrentClocksThrottleReasons")),
+        "Throttled by", lambda reasons: ", ".join(reasons) or "nothing", title="Throttling",
+        read=(*call("CurrentClocksEventReasons"), *call("CurrentClocksThrottleReasons")), to=figures.throttle_reasons,
     )  # fmt: skip
     """Why the clocks are throttled, in words; empty if they are not."""
     processes: tuple[ProcessRow, ...] | None = None

@@ -18,7 +18,7 @@ from typing import Any
 
 from gpumagic.gpus.report import SIMULATED, GpuRow
 from gpumagic.memory import allocator
-
+from gpumagic.memory.devices import Device
 
 HOST_MEMORY = "the host's memory, shared"
 
@@ -128,7 +128,7 @@ def simulated_rows() -> list[GpuRow]:
     found = []
     for name in _names("simgpu", torch.simgpu):
         row = _row_of_properties(name, torch.simgpu, SIMULATED)
-        free, total = torch.simgpu.mem_get_info(int(name.partition(":")[2]))
+        free, total = torch.simgpu.mem_get_info(Device.parse(name).index)
         found.append(replace(row, simulated=True, memory_total=total, memory_free=free, memory_used=total - free))
     return found
 
@@ -140,7 +140,7 @@ def with_kernel_memory(row: GpuRow) -> GpuRow:
         figures = allocator.device_stats(row.device)
         if figures is not None:
             return replace(row, kernel_allocated=figures.allocated, kernel_reserved=figures.reserved)
-        if "torch" not in sys.modules or not allocator.is_initialised(row.device.partition(":")[0]):
+        if "torch" not in sys.modules or not allocator.is_initialised(Device.parse(row.device).backend):
             return replace(row, kernel_allocated=0, kernel_reserved=0)
         reason = "no counting allocator"
     return replace(row, reasons={**row.reasons, "kernel_allocated": reason, "kernel_reserved": reason})
@@ -159,7 +159,7 @@ def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
 
 def _row_of_properties(name: str, module: ModuleType, reason: str) -> GpuRow:
     """Return what torch says without a context; ``reason`` is why the rest is not known."""
-    properties = module.get_device_properties(int(name.partition(":")[2]))
+    properties = module.get_device_properties(Device.parse(name).index)
     uuid = getattr(properties, "uuid", None)
     return with_kernel_memory(
         GpuRow(

@@ -221,7 +221,11 @@ def _kernel(row: GpuRow) -> Cell | str:
     return Cell(size_pair(row.kernel_allocated or 0, row.kernel_reserved), title="in tensors / with the cache")
 
 
-CELLS: Mapping[str, Callable[[GpuRow], Cell]] = {"name": _name, "memory_total": _memory, "kernel_allocated": _kernel}
+CELLS: Mapping[str, Callable[[GpuRow], Cell | str]] = {
+    "name": _name,
+    "memory_total": _memory,
+    "kernel_allocated": _kernel,
+}
 """The cells that show more than their own figure."""
 
 
@@ -289,5 +293,7 @@ def details_blocks(row: GpuRow, rows: Sequence[GpuRow]) -> list[Block]:
     grid += [(f"To {names.get(index, f'NVML {index}')}", link) for index, link in (row.topology or {}).items()]
     columns = [doc.Column(short_name(row)), doc.Column(row.name or "unknown", shrinks=True)]
     absent = grouped((row.reasons.get(name), label) for name, label in labels.items() if getattr(row, name) is None)
-    lacking = [f"{', '.join(found)}: {not_available(reason)}." for reason, found in absent.items() if reason != SIMULATED]
+    lacking = [
+        f"{', '.join(found)}: {not_available(reason)}." for reason, found in absent.items() if reason != SIMULATED
+    ]
     return [doc.Table(columns, grid, f"All of {short_name(row)}"), *(Paragraph(line, muted=True) for line in lacking)]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from nvml_stub.fake import install
 from nvml_stub.full_fake import SYMBOLS, TRUTH, FullLibrary
 
-from gpumagic.gpus import other_devices, probe, processes
-from gpumagic.gpus.torch_build import TorchBuild
+from gpumagic.gpus import probe, processes, torch_devices
+from gpumagic.gpus.report import NULLABLE
+from gpumagic.gpus.torch_devices import TorchBuild
 from gpumagic.report.base import to_html, to_text
 
 CARDS = 3
@@ -28,7 +29,7 @@ Faults = dict[tuple[str, int | None], int]
 @pytest.fixture(autouse=True)
 def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
-    monkeypatch.setattr(other_devices, "simulated_rows", list)
+    monkeypatch.setattr(torch_devices, "simulated_rows", list)
     monkeypatch.setattr(processes, "in_container", lambda: False)
 
 
@@ -63,7 +64,7 @@ def test_every_figure_is_true_or_absent_with_its_reason(
     for row in report:
         for name, truth in TRUTH.items():
             assert getattr(row, name) in (truth, None), name
-        assert set(row.reasons) == {name for name in probe.NULLABLE_FIELDS if getattr(row, name) is None}
+        assert set(row.reasons) == {name for name in NULLABLE if getattr(row, name) is None}
         assert all(row.reasons.values())
     json.dumps(report.to_dict())
     for flags in ({}, {"show_processes": False, "show_all": False}):
@@ -88,7 +89,7 @@ def test_an_instance_is_never_given_a_figure_of_its_card(
     report = read(FullLibrary(CARDS, faults, missing, mig), variable)
     assert len(report) >= CARDS
     for row in report:
-        assert set(row.reasons) == {name for name in probe.NULLABLE_FIELDS if getattr(row, name) is None}
+        assert set(row.reasons) == {name for name in NULLABLE if getattr(row, name) is None}
         if (row.uuid or "").startswith("MIG-"):
             assert (row.utilization, row.power, row.throttle_reasons) == (None, None, None)
             assert row.memory_total in (TRUTH["memory_total"], None)

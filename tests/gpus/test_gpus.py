@@ -11,9 +11,9 @@ import torch
 from nvml_stub.fake import GIB, FakeLibrary, install
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.gpus import cards, no_gpu, nvml, other_devices, probe
-from gpumagic.gpus.report import GPUReport, GpuRow
-from gpumagic.gpus.torch_build import TorchBuild, torch_build
+from gpumagic.gpus import cards, no_gpu, nvml, probe, torch_devices
+from gpumagic.gpus.report import NULLABLE, GPUReport, GpuRow
+from gpumagic.gpus.torch_devices import TorchBuild, torch_build
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 
@@ -23,7 +23,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     """Two cards under the real pynvml, a torch that is built for CUDA, and no variables that hide cards."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
-    monkeypatch.setattr(other_devices, "simulated_rows", list)
+    monkeypatch.setattr(torch_devices, "simulated_rows", list)
     return install(monkeypatch, FakeLibrary(2))
 
 
@@ -73,7 +73,7 @@ def test_cuda_devices_are_shown_by_torch_alone_where_nvml_is_missing(
     """Memory is asked only where this kernel already has a context: asking would create one."""
     monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
     monkeypatch.setattr(nvml, "connect", lambda: nvml.NvmlFailure("no binding"))
-    monkeypatch.setattr(other_devices, "simulated_rows", list)
+    monkeypatch.setattr(torch_devices, "simulated_rows", list)
     asked: list[str] = []
     monkeypatch.setattr(allocator, "mem_get_info", lambda device: asked.append(device) or (5 * GIB, 8 * GIB))
     first, second = probe.read_gpus()
@@ -104,7 +104,7 @@ def test_unified_memory_that_only_torch_reports_does_not_pass_the_hosts_use_off_
     """Jetson's driver may have no NVML; what CUDA counts as used there is every program of the machine."""
     monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
     monkeypatch.setattr(nvml, "connect", lambda: nvml.NvmlFailure("no library"))
-    monkeypatch.setattr(other_devices, "simulated_rows", list)
+    monkeypatch.setattr(torch_devices, "simulated_rows", list)
     monkeypatch.setattr(allocator, "mem_get_info", lambda _: (5 * GIB, 8 * GIB))
     cuda_in_use.get_device_properties(0).is_integrated = True
     row = probe.read_gpus()[0]
@@ -116,7 +116,7 @@ def test_every_absent_figure_has_a_reason_and_no_other(library: FakeLibrary) -> 
     """A blank says nothing."""
     library.faults["nvmlDeviceGetName"] = 3
     for row in probe.read_gpus(everything=True):
-        assert set(row.reasons) == {name for name in probe.NULLABLE_FIELDS if getattr(row, name) is None}
+        assert set(row.reasons) == {name for name in NULLABLE if getattr(row, name) is None}
         assert all(row.reasons.values())
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.gpus import live
-from gpumagic.gpus.report import GPUReport, GpuRow, HistoryReport, SampleRow
+from gpumagic.gpus.history_view import HistoryReport, SampleRow
+from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.report.base import to_html, to_text
 
 GIB = 1024**3

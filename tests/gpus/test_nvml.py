@@ -10,8 +10,8 @@ import pynvml
 import pytest
 from nvml_stub.fake import GIB, FakeLibrary, install
 
-from gpumagic.gpus import cards, nvml
-from gpumagic.gpus.nvml import NvmlFailure, Readings
+from gpumagic.gpus import cards, figures, nvml
+from gpumagic.gpus.nvml import NvmlFailure, Query, Readings
 
 
 @pytest.fixture
@@ -101,30 +101,34 @@ def test_refusals_have_words(error: Exception, words: str) -> None:
     assert nvml.reason_of(error) == words
 
 
-def refuse(code: int) -> None:
-    """Fail as the binding does."""
-    raise pynvml.NVMLError(code)
+def refuse(code: int) -> Query:
+    """Return a query that fails as the binding does."""
+
+    def ask(card: Readings) -> None:
+        raise pynvml.NVMLError(code)
+
+    return ask
 
 
 def test_the_first_question_answered_counts() -> None:
     """An older form of a question is asked only after a newer one failed."""
-    readings = Readings()
-    assert readings.take("power", lambda: refuse(13), lambda: 7, lambda: 8) == 7
+    readings = Readings(pynvml, None)
+    assert readings.take("power", refuse(13), lambda _: 7, lambda _: 8) == 7
     assert (readings.values, readings.reasons) == ({"power": 7}, {})
 
 
 def test_the_most_telling_refusal_is_kept() -> None:
     """That a newer form is missing explains nothing when the older one has a reason."""
-    readings = Readings()
-    readings.take("fan", lambda: refuse(13), lambda: refuse(3))
-    readings.take("power", lambda: refuse(3), lambda: refuse(13))
+    readings = Readings(pynvml, None)
+    readings.take("fan", refuse(13), refuse(3))
+    readings.take("power", refuse(3), refuse(13))
     assert readings.reasons == {"fan": "not supported", "power": "not supported"}
 
 
 def test_a_lost_gpu_is_not_asked_again() -> None:
     """Each question to a lost GPU can take seconds."""
     asked: list[int] = []
-    Readings().take("fan", lambda: refuse(15), lambda: asked.append(1))
+    Readings(pynvml, None).take("fan", refuse(15), lambda _: asked.append(1))
     assert asked == []
 
 
@@ -152,6 +156,6 @@ def test_a_driver_without_newer_functions_is_asked_the_older_ones(library: FakeL
 
 def test_throttle_masks_become_words() -> None:
     """Being idle holds back nothing; a bit nobody knows is not hidden."""
-    assert cards.decode_throttle_reasons(0x1) == ()
-    assert cards.decode_throttle_reasons(0x5) == ("power cap",)
-    assert cards.decode_throttle_reasons(0x1000) == ("unknown reason 0x1000",)
+    assert figures.throttle_reasons(0x1) == ()
+    assert figures.throttle_reasons(0x5) == ("power cap",)
+    assert figures.throttle_reasons(0x1000) == ("unknown reason 0x1000",)

@@ -208,7 +208,7 @@ def test_all_fields_have_a_value_or_a_reason() -> None:
     full = dataclasses.replace(FIRST, clock_sm=1410, clock_sm_max=1980, reasons={"fan": "not supported"})
     text = shown(full, show_all=True)
     assert re.search(r"^SM clock +1410 / 1980 MHz$", text, re.MULTILINE)
-    assert re.search(r"^Fan +n/a \(not supported\)$", text, re.MULTILINE)
+    assert "\nFan: n/a (not supported).\n" in text
     assert re.search(r"^Memory, driver's own +512\.0 MiB$", text, re.MULTILINE)
 
 

@@ -9,8 +9,8 @@ import torch
 from nvml_stub.fake import GIB, FakeLibrary, install
 
 import gpumagic
-from gpumagic.gpus import other_devices, probe
-from gpumagic.gpus.torch_build import TorchBuild
+from gpumagic.gpus import probe, torch_devices
+from gpumagic.gpus.torch_devices import TorchBuild
 from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -58,7 +58,7 @@ def gpu_line(monkeypatch):
     def ask(library: FakeLibrary, build: TorchBuild) -> str:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(probe, "torch_build", lambda: build)
-        monkeypatch.setattr(other_devices, "simulated_rows", list)
+        monkeypatch.setattr(torch_devices, "simulated_rows", list)
         install(monkeypatch, library)
         return str(gpumagic.gpuinfo()).partition("\n")[0]
 
