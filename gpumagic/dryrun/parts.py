@@ -14,6 +14,7 @@ import marshal
 import mmap
 import os
 import tempfile
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -37,27 +38,41 @@ class CannotDryRun(RuntimeError):
 
 
 class Absent:
-    """Stands for what could not be sent, and says so as soon as it is used.
+    """Stands for what could not be sent, and says so as soon as it is used for more than it can stand for.
+
+    A `with` over it runs its body: a lock has nobody to keep out here, and nothing is left to close.
 
     Args:
         what: what it is, such as ``"an open file"``.
+        quiet: the methods that do nothing and return it; ``"*"`` for all.
     """
 
-    def __init__(self, what: str) -> None:
-        self.__dict__["_what"] = what
+    def __init__(self, what: str, *quiet: str) -> None:
+        self.__dict__.update(_what=what, _quiet=quiet)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise CannotDryRun(f"it uses {self.__dict__['_what']}, which cannot be sent to a dry run")
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def _do_nothing(self, *_: object, **__: object) -> Absent:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        self._refuse()
+        if name in self.__dict__["_quiet"] or "*" in self.__dict__["_quiet"]:
+            return self._do_nothing
+        return self._refuse()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Absent, (self.__dict__["_what"],)
+        return Absent, (self.__dict__["_what"], *self.__dict__["_quiet"])
 
-    __call__ = __iter__ = __len__ = __getitem__ = __setitem__ = __enter__ = __next__ = __bool__ = _refuse
+    def __enter__(self) -> Absent:  # noqa: PYI034  # typing.Self is 3.11
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    __call__ = __iter__ = __len__ = __getitem__ = __setitem__ = __next__ = __bool__ = _refuse
     __add__ = __mul__ = __sub__ = __contains__ = __setattr__ = __float__ = __int__ = _refuse
 
 
@@ -84,6 +99,67 @@ def fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
     """Put the contents, if there are any, into a cell."""
     if contents:
         cell.cell_contents = contents[0]
+
+
+def make_lock(is_reentrant: bool = False) -> Any:
+    """Return a lock that nobody holds."""
+    return threading.RLock() if is_reentrant else threading.Lock()
+
+
+def open_again(path: str, mode: str, encoding: str | None, position: int) -> Any:
+    """Return a file of the notebook's that is open for reading, where it stands there."""
+    try:
+        file = open(path, mode, encoding=encoding)  # noqa: SIM115, PTH123  # the cell closes it, or the process
+        file.seek(position)
+    except OSError:
+        return Absent(f"the open file {path}")
+    return file
+
+
+streams: dict[int, Any] = {}
+"""The streams here, by the number that each has in the notebook."""
+
+
+def make_stream(device: str, number: int, priority: int) -> Any:
+    """Return a stream for one of the notebook's; 0 is the number of each device's default one."""
+    import torch
+
+    module: Any = torch.get_device_module(torch.device(device).type)
+    if not number:
+        return module.default_stream(device)
+    if number not in streams:
+        streams[number] = module.Stream(device=device, priority=priority)
+    return streams[number]
+
+
+def make_event(device_type: str) -> Any:
+    """Return an event that has been recorded."""
+    import torch
+
+    module: Any = torch.get_device_module(device_type)
+    made = module.Event(enable_timing=True)
+    made.record()
+    return made
+
+
+def make_loader_iterator(state: dict[str, Any]) -> Any:
+    """Return the iterator of a data loader, at its beginning and without worker processes."""
+    from torch.utils.data import dataloader
+
+    made = object.__new__(dataloader._SingleProcessDataLoaderIter)
+    vars(made).update(state, _sampler_iter=iter(state["_index_sampler"]), _num_workers=0, _pin_memory=False)
+    made._dataset_fetcher = dataloader._DatasetKind.create_fetcher(
+        made._dataset_kind, made._dataset, made._auto_collation, made._collate_fn, made._drop_last
+    )
+    return made
+
+
+def fill_object(made: Any, state: Any) -> None:
+    """Give an object its attributes without asking it for anything: its `__getattr__` may need them already."""
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    vars(made).update(attributes or {})
+    for name, value in (slots or {}).items():
+        object.__setattr__(made, name, value)
 
 
 def dead_reference() -> weakref.ReferenceType[Any]:
@@ -163,11 +239,33 @@ def make_tensor(
 def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
     """Give a tensor its gradient and the attributes that the user set."""
     grad = state.pop("grad", None)
-    if grad is not None:
+    if grad is not None and not isinstance(grad, Absent):
         tensor.grad = grad
     if GRAPH in state:
         state[GRAPH] = [_whole(part) for part in state[GRAPH]]
     tensor.__dict__.update(state)
+
+
+def make_sparse(layout: str, components: list[Any], shape: tuple[int, ...], is_coalesced: bool) -> Any:
+    """Return a sparse tensor over its components."""
+    import torch
+
+    try:
+        if layout == "torch.sparse_coo":
+            return torch.ops.aten._sparse_coo_tensor_unsafe(*components, shape, is_coalesced=is_coalesced)
+        kind, of = getattr(torch, layout.removeprefix("torch.")), components[-1]
+        return torch.sparse_compressed_tensor(
+            *components, shape, dtype=of.dtype, device=of.device, layout=kind, check_invariants=False
+        )
+    except (RuntimeError, NotImplementedError):  # fake tensors have none
+        return Absent("a sparse tensor")
+
+
+def fill_sparse(made: Any, state: dict[str, Any]) -> None:
+    """Let a sparse tensor require gradients, and give it its own."""
+    if not isinstance(made, Absent):
+        made.requires_grad_(state.pop("requires_grad"))
+        fill_tensor(made, state)
 
 
 def _whole(part: StoragePart) -> Any:

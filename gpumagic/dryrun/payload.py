@@ -18,14 +18,13 @@ import marshal
 import pickle
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.sendable import (  # fmt: skip
     IS_HEAP_TYPE,
     PICKLES_ITSELF,
-    SPECIAL,
     OldGraphs,
     builtin_class,
     described,
@@ -33,7 +32,9 @@ from gpumagic.dryrun.sendable import (  # fmt: skip
     is_importable,
     names_of,
     shared_state,
+    special,
 )
+from gpumagic.heap.storages import COMPONENTS
 
 KEPT_CONTENTS = 1 << 20
 """Bytes up to which a CPU tensor's or an array's contents go with the rest."""
@@ -71,6 +72,8 @@ def pack(
     names: Iterable[str],
     extra: object = None,
     *,
+    backend: str = "",
+    needed: Collection[str] | None = None,
     with_graphs: bool = False,
     only_used: bool = False,
 ) -> Payload:
@@ -80,13 +83,16 @@ def pack(
         namespace: the notebook's.
         names: those the code uses.
         extra: one more object, under the name ``__dry_run__``.
+        backend: whose devices the dry run has; a name that leads elsewhere is left out where it is not needed.
+        needed: those of the names whose values the code uses; all without.
         only_used: whether to leave out what only holds tensors, and so stays alive in the dry run.
         with_graphs: whether what graphs keep is sent with the tensors that lead to them.
     """
     bad: set[str] = set()
     while True:
-        packing = _Packing(namespace, OldGraphs(with_graphs))
+        packing = _Packing(namespace, OldGraphs(with_graphs), backend)
         try:
+            packing.gives_up = set() if needed is None else {*names, *namespace} - set(needed)
             failed = packing.fill([*names, *(() if only_used else holders(namespace))], extra, bad)
         except BaseException:  # Ctrl-C
             packing.shared.close()
@@ -98,8 +104,11 @@ def pack(
 
 
 class _Packing:
-    def __init__(self, namespace: Mapping[str, Any], graphs: OldGraphs) -> None:
+    def __init__(self, namespace: Mapping[str, Any], graphs: OldGraphs, backend: str) -> None:
         self.graphs = graphs
+        self.backends = {backend, "cpu", "meta"}
+        self.gives_up: set[str] = set()
+        self.is_needed = True
         self.buffer = io.BytesIO()
         self.scopes: list[Mapping[str, Any]] = [namespace]
         self.todo: list[tuple[int, str]] = []
@@ -119,6 +128,7 @@ class _Packing:
             pickler.dump((0, "__dry_run__", extra))
         while self.todo:
             scope, name = self.todo.pop()
+            self.is_needed = scope != 0 or name not in self.gives_up
             if (scope, name) in self.done or name in _NOT_SENT or name not in self.scopes[scope]:
                 continue
             self.done.add((scope, name))
@@ -153,6 +163,15 @@ class _Packing:
         return Payload(self.buffer.getvalue(), len(self.scopes), totals, self.notes, assumed, self.files, self.shared)
 
 
+def _undisturbed(obj: Any, reduced: Any) -> Any:
+    """Let an object be made anew without a question to its `__getattr__`, which may need attributes to answer."""
+    defined = {name for kind in type(obj).__mro__ for name in vars(kind)}
+    is_usual = isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and len(reduced) > 2  # type: ignore[attr-defined]
+    if not is_usual or "__getattr__" not in defined or "__setstate__" in defined or reduced[2] is None:
+        return reduced
+    return (*reduced, *[None] * (5 - len(reduced)), parts.fill_object)
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, packing: _Packing) -> None:
         super().__init__(packing.buffer, protocol=5)
@@ -177,9 +196,9 @@ class _Pickler(pickle.Pickler):
             return self._class(obj) if obj.__flags__ & IS_HEAP_TYPE else builtin_class(obj)
         if isinstance(obj, types.ModuleType):
             return importlib.import_module, (obj.__name__,)
-        special = SPECIAL.get(type(obj))
-        if special is not None:
-            return special(obj)
+        otherwise = special(obj)
+        if otherwise is not None:
+            return otherwise
         if type(obj).__module__ == "dataclasses" and type(obj).__name__.startswith("_"):
             return next((name for name, each in vars(dataclasses).items() if each is obj), NotImplemented)
         numpy = sys.modules.get("numpy")
@@ -213,12 +232,16 @@ class _Pickler(pickle.Pickler):
         except Exception:
             return parts.Absent, (described(obj),)
         self._packing.held.append(reduced)
-        return reduced
+        return _undisturbed(obj, reduced)
 
     def _tensor(self, torch: Any, tensor: Any) -> Any:
         kind = type(tensor)
         if torch.nn.parameter.is_lazy(tensor):  # of a lazy module that has not run: no storage, and few methods
             return kind, (tensor.requires_grad, str(tensor.device), tensor.dtype), dict(vars(tensor)) or None
+        if tensor.device.type not in self._packing.backends and not self._packing.is_needed:
+            raise pickle.PicklingError("a tensor on another device, which the cell gives up")
+        if kind in {torch.Tensor, torch.nn.Parameter} and str(tensor.layout) in COMPONENTS:
+            return self._sparse(tensor)
         if kind not in {torch.Tensor, torch.nn.Parameter} or tensor.layout != torch.strided or tensor.is_quantized:
             return parts.Absent, (f"a tensor of the kind {kind.__name__} with layout {tensor.layout}",)
         if torch._is_functional_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
@@ -238,6 +261,17 @@ class _Pickler(pickle.Pickler):
         arguments = (storage, dtype, geometry, tensor.requires_grad, kind is torch.nn.Parameter)
         self._packing.held += [state, arguments]
         return parts.make_tensor, arguments, state or None, None, None, parts.fill_tensor if state else None
+
+    def _sparse(self, tensor: Any) -> Any:
+        layout = str(tensor.layout)
+        components = [getattr(tensor.detach(), name)() for name in COMPONENTS[layout]]
+        is_coalesced = layout == "torch.sparse_coo" and tensor.is_coalesced()
+        state = {"requires_grad": tensor.is_leaf and tensor.requires_grad, **vars(tensor)}
+        if tensor.is_leaf and tensor.grad is not None:
+            state["grad"] = tensor.grad
+        arguments = (layout, components, tuple(tensor.shape), is_coalesced)
+        self._packing.held += [state, arguments]
+        return parts.make_sparse, arguments, state, None, None, parts.fill_sparse
 
     def _storage(self, storage: Any, is_whole: bool) -> parts.StoragePart:
         key = storage._cdata

@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpumagic.dryrun import engine, payload, scenarios, verdict
-from gpumagic.dryrun.engine import Engine
+from gpumagic.dryrun import payload, scenarios, targets, verdict
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import Script
-from gpumagic.dryrun.targets import Target
+from gpumagic.dryrun.targets import Engine, Target
 from gpumagic.errors import DryRunUnavailable, OptionError
 from gpumagic.memory import workspaces
 from gpumagic.memory.devices import Device
@@ -57,16 +56,17 @@ def dry_run(
         DryRunUnavailable: this torch or system cannot.
         OptionError: the code uses tensors on a device that is none of them, or there is no snapshot to be had.
     """
-    chosen = engine.choose(target)
+    chosen = targets.engine_for(target)
     target = chosen.target
-    if chosen.name == engine.FAKE:
+    if chosen.name == targets.FAKE:
         _check_torch()
         if snapshot is not None:
             raise OptionError(
                 "a snapshot is of torch's CUDA allocator: it takes a CUDA build of torch and a C compiler"
             )
     sent = payload.pack(
-        namespace, what.names(), what.function, with_graphs=target.tells_segments(), only_used=not target.is_here
+        namespace, what.names(), what.function, backend=target.backend, needed=what.needed(),
+        with_graphs=target.tells_segments(), only_used=not target.is_here,
     )  # fmt: skip
     with contextlib.closing(sent) as parts:
         _check_devices(parts, target)

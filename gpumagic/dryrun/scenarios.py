@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpumagic.dryrun import client, engine
+from gpumagic.dryrun import client, targets
 from gpumagic.dryrun.worker.guesses import HOST, LARGE, LARGER, Key, distinct
 from gpumagic.report.units import size
 
@@ -82,7 +82,7 @@ def _is_over(outcome: Outcome) -> bool:
 
 def _need(request: Request, outcome: Outcome) -> Outcome:
     """Return an outcome, of a run that ran out of memory on CUDA with what it needs where there is enough."""
-    if request["engine"] == engine.FAKE or not _fails(outcome):
+    if request["engine"] == targets.FAKE or not _fails(outcome):
         return outcome
     unlimited = {
         "capacities": [None] * len(request["capacities"]),

@@ -10,6 +10,10 @@ allocator's segments is known: what they leave behind is gaps, and how large tho
 
 from __future__ import annotations
 
+import functools
+import io
+import logging
+import os
 import sys
 import threading
 import types
@@ -30,14 +34,38 @@ def _cell(cell: types.CellType) -> Any:
     return parts.make_cell, (), contents, None, None, parts.fill_cell
 
 
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+def _file(file: Any) -> Any:
+    """Return how an open file is sent: what is read goes on where it stands, what is written goes nowhere."""
+    for name in "stdin", "stdout", "stderr":
+        if file is getattr(sys, name):
+            return getattr, (sys, name)
+    try:
+        binary = "b" if not isinstance(file, io.TextIOBase) else ""
+        if file.writable():
+            return open, (os.devnull, f"w{binary}")
+        return parts.open_again, (str(file.name), f"r{binary}", getattr(file, "encoding", None), file.tell())
+    except (OSError, ValueError, AttributeError):  # closed, or no file of the system's
+        return parts.Absent, (described(file),)
 
 
-def _method(method: types.BuiltinMethodType) -> Any:
-    """Leave out what belongs to a lock: a condition, and with it an event, a queue and an executor, stores some."""
-    if type(method.__self__) in _LOCKS:
-        return parts.Absent, (described(method.__self__),)
-    return NotImplemented
+def _stream(stream: Any) -> Any:
+    number = getattr(stream, f"{stream.device.type}_stream", stream.stream_id)
+    return parts.make_stream, (str(stream.device), int(number), int(getattr(stream, "priority", 0)))
+
+
+def _loader_iterator(iterator: Any) -> Any:
+    """Leave out what it has of its own: a generator or its processes."""
+    gone = {"_sampler_iter", "_dataset_fetcher"}
+    kept = {name for name in _loader_names() if name in vars(iterator)} - gone
+    return parts.make_loader_iterator, ({name: vars(iterator)[name] for name in kept},)
+
+
+@functools.cache
+def _loader_names() -> frozenset[str]:
+    """Return what `_BaseDataLoaderIter.__init__` sets."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    return frozenset(_BaseDataLoaderIter.__init__.__code__.co_names)
 
 
 def _weak(reference: weakref.ReferenceType[Any]) -> Any:
@@ -49,20 +77,60 @@ def _weak(reference: weakref.ReferenceType[Any]) -> Any:
     return type(reference), (target, None, *key)
 
 
+_WRITES = ("execute", "executemany", "executescript", "commit", "rollback", "close", "cursor")
+"""What a database is told; what it answers is not known."""
+_LOGS = (
+    "torch.utils.tensorboard.writer.SummaryWriter", "tensorboardX.writer.SummaryWriter", "wandb.sdk.wandb_run.Run",
+    "comet_ml.experiment.BaseExperiment", "aim.sdk.run.Run", "clearml.task.Task", "neptune.metadata_containers.run.Run",
+)  # fmt: skip
+"""Classes whose objects take notes of a run and decide nothing."""
 SPECIAL: dict[type, Callable[[Any], Any]] = {
     types.CellType: _cell,
     property: lambda obj: (property, (obj.fget, obj.fset, obj.fdel, obj.__doc__)),
     staticmethod: lambda obj: (staticmethod, (obj.__func__,)),
     classmethod: lambda obj: (classmethod, (obj.__func__,)),
-    types.BuiltinMethodType: _method,
     weakref.ReferenceType: _weak,
     weakref.WeakMethod: _weak,
     weakref.KeyedRef: _weak,
-    threading.Thread: lambda obj: (parts.Absent, (described(obj),)),
+    type(threading.Lock()): lambda _: (parts.make_lock, ()),
+    type(threading.RLock()): lambda _: (parts.make_lock, (True,)),
+    threading.Condition: lambda obj: (parts.Absent, (described(obj), "acquire", "release", "notify", "notify_all")),
+    threading.local: lambda _: (threading.local, ()),
     types.MappingProxyType: lambda obj: (types.MappingProxyType, (dict(obj),)),
     types.GetSetDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
     types.MemberDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
 }
+_BY_BASE: dict[str, Callable[[Any], Any]] = {
+    "threading.Thread": lambda obj: (parts.Absent, (described(obj), "join")),
+    "logging.Handler": lambda _: (logging.NullHandler, ()),
+    "_io.TextIOWrapper": _file, "_io.BufferedReader": _file, "_io.BufferedWriter": _file, "_io.BufferedRandom": _file,
+    "_io.FileIO": _file, "_io._TextIOBase": _file,
+    "_csv.writer": lambda obj: (parts.Absent, (described(obj), "writerow", "writerows")),
+    "sqlite3.Connection": lambda obj: (parts.Absent, (described(obj), *_WRITES)),
+    "sqlite3.Cursor": lambda obj: (parts.Absent, (described(obj), *_WRITES)),
+    "concurrent.futures.thread.ThreadPoolExecutor": lambda obj: (type(obj), (obj._max_workers,)),
+    "torch.Stream": _stream,
+    "torch.Event": lambda obj: (parts.make_event, (obj.device.type,)),
+    "torch.utils.data.dataloader._BaseDataLoaderIter": _loader_iterator,
+    **dict.fromkeys(_LOGS, lambda obj: (parts.Absent, (described(obj), "*"))),
+}  # fmt: skip
+"""The same by the name of a class, for objects of classes that are made of it."""
+
+
+def special(obj: Any) -> Any:
+    """Return how an object is sent that goes in another way than pickle's; None for others."""
+    kind = type(obj)
+    way = SPECIAL.get(kind)
+    if way is None and kind not in _PLAIN:
+        names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
+        way = next((_BY_BASE[name] for name in names if name in _BY_BASE), None)
+        if way is None:
+            _PLAIN.add(kind)
+    return None if way is None else way(obj)
+
+
+_PLAIN: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes that were looked up in vain."""
 
 
 def names_of(code: types.CodeType) -> Iterator[str]:

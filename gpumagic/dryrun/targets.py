@@ -1,20 +1,33 @@
-"""Which devices a cell is dry-run for, what of each this process can have, and what is not modelled there."""
+"""Which devices a cell is dry-run for, what of each this process can have, and which engine answers for them.
+
+That is torch's own CUDA over the fake runtime where it can be had, else fake tensors.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpumagic.errors import OptionError
+from gpumagic import fakecuda
+from gpumagic.errors import FakecudaUnavailable, OptionError
 from gpumagic.memory import allocator, devices, presets, segments
 from gpumagic.memory.devices import Device
+from gpumagic.memory.presets import GPU, GPUS, like, settings
 from gpumagic.memory.segments import Segment
 
 MIB = 1 << 20
-CONTEXT = (300 * MIB, 700 * MIB)
-"""What a CUDA context takes of the device, least and most: an estimate, it differs by card and driver."""
+CONTEXT = (250 * MIB, 700 * MIB)
+"""What a CUDA context takes of the device, least and most: an estimate, it differs by card and driver.
+
+People measured 254 MiB (lazy loading), 426 (RTX 6000 Ada) and 600 to 625 (A10G)."""
+EAGER = 1400 * MIB
+"""The most where all kernels are loaded at the start: 815 and 1,343 MiB were measured."""
 WORKSPACES = (0, 400 * MIB)
 """What cuBLAS and cuDNN take for themselves, least and most: an estimate."""
+STATED = (0, 64 * MIB)
+"""The same where a capacity is what torch may have: two workspaces of cuBLAS, at most Hopper's, lie in it."""
 
 _EXPANDABLE = "expandable segments are not modelled: segments have a fixed size here, so more may fit than is said"
 
@@ -62,14 +75,14 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None) -> 
 
     Args:
         device: a device of this machine; where ``capacity`` or ``gpu`` is given, also one that it does not have.
-        capacity: bytes of the imagined device; what is free and this process's own without.
+        capacity: bytes that torch may have of the imagined device; what is free and this process's own without.
         gpu: the imagined device by its name, such as ``"T4"``; its memory counts where no capacity is given.
 
     Raises:
         DeviceNotFound: the device is not here, and neither a capacity nor a GPU is given.
         OptionError: there is no accelerator here, and neither is given; or no such GPU is known.
     """
-    here = allocator.accelerators()
+    here, is_stated = allocator.accelerators(), capacity is not None
     if gpu is not None:
         gpu = presets.name_of(gpu)
         capacity = presets.GPUS[gpu].capacity if capacity is None else capacity
@@ -93,7 +106,7 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None) -> 
         capacities=[_capacity(name, capacity, here) for name in names],
         allocated=[0 if each is None else each.allocated for each in figures],
         pinned=[0 if each is None else each.allocated + _between(name) for name, each in zip(names, figures)],  # noqa: B905
-        extra=(0, 0) if simulated else _extra(has_context=initialised and capacity is None),
+        extra=(0, 0) if simulated else STATED if is_stated else _extra(has_context=initialised and capacity is None),
         cuts_to_size=simulated,
         segments=[
             None if each is None or capacity is not None else segments.read_segments(name, each)
@@ -107,7 +120,8 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None) -> 
 def _extra(*, has_context: bool) -> tuple[int, int]:
     if has_context:
         return WORKSPACES
-    return CONTEXT[0] + WORKSPACES[0], CONTEXT[1] + WORKSPACES[1]
+    most = EAGER if os.environ.get("CUDA_MODULE_LOADING") == "EAGER" else CONTEXT[1]
+    return CONTEXT[0] + WORKSPACES[0], most + WORKSPACES[1]
 
 
 def _is_imaginable(device: str) -> bool:
@@ -129,3 +143,74 @@ def _between(name: str) -> int:
     if module is None or not hasattr(module, "memory_stats"):
         return 0
     return int(module.memory_stats(index).get("inactive_split_bytes.all.current", 0))
+
+
+# ---- The engine
+
+CUDA, FAKE = "cuda", "fake"
+VARIABLE = "GPUMAGIC_DRYRUN_ENGINE"
+"""An environment variable: ``fake`` keeps to fake tensors where torch's own CUDA could be had, for comparisons."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Where a dry run takes place.
+
+    Attributes:
+        name: `CUDA` or `FAKE`.
+        target: the devices, with what this engine does not model.
+        gpus: the devices as the fake runtime reads them.
+    """
+
+    name: str
+    target: Target
+    gpus: str = ""
+
+
+def engine_for(target: Target) -> Engine:
+    """Return the engine for some devices; where the better one cannot be had, the target says why."""
+    if target.backend != "cuda" or not _is_cuda_build() or os.environ.get(VARIABLE) == FAKE:
+        return Engine(FAKE, target)
+    reason = _unavailable()
+    if reason is not None:
+        return Engine(FAKE, replace(target, unknown=(*target.unknown, reason)))
+    extra = (max(0, target.extra[0] - WORKSPACES[0]), max(0, target.extra[1] - WORKSPACES[1]))
+    target = replace(target, extra=extra, unknown=())
+    parts = [_device(index, target) for index in range(len(target.names))]
+    return Engine(CUDA, target, "|".join(["peer=0", *parts]))
+
+
+def _is_cuda_build() -> bool:
+    import torch
+
+    return torch.version.cuda is not None
+
+
+@functools.cache
+def _unavailable() -> str | None:
+    """Return why the fake runtime cannot be had; the first call compiles it."""
+    try:
+        fakecuda.environment()
+    except FakecudaUnavailable as error:
+        return f"what torch's own CUDA allocator does: {error}"
+    return None
+
+
+def _device(index: int, target: Target) -> str:
+    """Return the settings of a device: what this process cannot have of it is held by others."""
+    gpu, room = _gpu(index, target), target.capacities[index]
+    if room is None:
+        return settings(gpu, index, 0)
+    if room > gpu.capacity or target.is_imagined:
+        gpu = replace(gpu, capacity=room)
+    return settings(gpu, index, max(0, gpu.capacity - room) + target.extra[1])
+
+
+def _gpu(index: int, target: Target) -> GPU:
+    import torch
+
+    if target.gpu is not None:
+        return GPUS[target.gpu]
+    if target.is_imagined or not torch.cuda.is_initialized() or index >= torch.cuda.device_count():
+        return GPUS["A100"]
+    return like(index)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpumagic.dryrun import models, payload
-from gpumagic.dryrun.engine import Engine
 from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow, Passes
+from gpumagic.dryrun.targets import Engine
 from gpumagic.report.units import count, size, size_range
 
 MOST_PLACES = 2

@@ -276,11 +276,10 @@ def _really(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _dry_run(asked: dict[str, Any]) -> dict[str, Any]:
     import gpumagic
-    from gpumagic.dryrun import engine
 
     names = _notebook(asked)
     if asked["engine"] == "fake":
-        engine._is_cuda_build = lambda: False
+        os.environ["GPUMAGIC_DRYRUN_ENGINE"] = "fake"
     start = time.perf_counter()
     report = gpumagic.dry_run(asked["code"], names, device="cuda:0", **asked.get("options", {}))
     seconds = time.perf_counter() - start

@@ -63,7 +63,7 @@ assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated() > 0
     report = gpumagic.dry_run(cell, {}, device="cuda", capacity="16GiB")
     assert report.error is None, report.error
     assert report.fits
-    assert 0 < report.overhead[0] < report.overhead[1], "cuBLAS's workspaces are not modelled"
+    assert report.overhead == (0, 64 << 20), "torch may have 16 GiB; cuBLAS's workspaces lie in it and are not modelled"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,156 @@
+"""Dry runs in notebooks as they are: with open files, loggers, streams, locks and names that the cell gives up."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pytest
+
+import gpumagic
+from gpumagic.errors import OptionError
+
+EARLIER = {
+    "a module that raises KeyError for what it has not": (
+        """
+        class Odd(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.nn.Linear(8, 8)
+            def __getattr__(self, name):
+                return self.__dict__["_modules"][name]
+        odd = Odd().to(DEVICE)
+        """,
+        "y = odd.inner(torch.ones(4, 8, device=DEVICE)) + x[:4, :8]",
+    ),
+    "an object that asks itself for what it has not": (
+        """
+        class Wrapper:
+            def __init__(self, inner):
+                self.inner = inner
+            def __getattr__(self, name):
+                return getattr(self.inner, name)
+        wrapped = Wrapper(torch.nn.Linear(8, 8).to(DEVICE))
+        """,
+        "y = wrapped.forward(torch.ones(4, 8, device=DEVICE)) + x[:4, :8]",
+    ),
+    "a file that is written": (
+        "log = open(FOLDER / 'log.txt', 'w')",
+        "y = x * 2\nlog.write('done')\nprint('done', file=log)\nlog.flush()",
+    ),
+    "a file that is read": (
+        """
+        (FOLDER / "sizes.txt").write_text("1000\\n2000\\n")
+        sizes = open(FOLDER / "sizes.txt")
+        sizes.readline()
+        """,
+        "y = torch.ones(int(sizes.readline()), 1024, device=DEVICE)",
+    ),
+    "a logger with a file": (
+        """
+        import logging
+        handler = logging.FileHandler(FOLDER / "run.log")
+        logger = logging.getLogger("run")
+        logger.addHandler(handler)
+        """,
+        "y = x * 2\nlogger.warning('loss %s', 1.0)\nhandler.flush()",
+    ),
+    "an object that has a file": (
+        """
+        import csv
+        class Table:
+            def __init__(self):
+                self.file = open(FOLDER / "table.csv", "w")
+                self.writer = csv.writer(self.file)
+            def add(self, *row):
+                self.writer.writerow(row)
+                self.file.flush()
+        table = Table()
+        """,
+        "y = x * 2\ntable.add(1, 2)",
+    ),
+    "a database": (
+        """
+        import sqlite3
+        database = sqlite3.connect(FOLDER / "runs.db")
+        database.execute("create table runs (loss real)")
+        """,
+        "y = x * 2\nwith database:\n    database.execute('insert into runs values (1.0)')",
+    ),
+    "a generator that is not used": ("numbers = (each * 2 for each in range(3))", "kept = [numbers, x * 2]"),
+    "locks": (
+        """
+        import threading, queue
+        lock, again = threading.Lock(), threading.RLock()
+        ready, todo = threading.Event(), queue.Queue()
+        """,
+        "with lock, again:\n    y = x * 2\nready.set()\ntodo.put(y)",
+    ),
+    "a pool of threads": (
+        "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\npool.submit(int).result()",
+        "y = x * 2\nsizes = list(pool.map(lambda part: part.nbytes, x.chunk(2)))\nassert sum(sizes) == x.nbytes",
+    ),
+    "a loader's iterator": (
+        """
+        from torch.utils.data import DataLoader, TensorDataset
+        batches = iter(DataLoader(TensorDataset(torch.ones(64, 256)), batch_size=16))
+        next(batches)
+        """,
+        "(batch,) = next(batches)\ny = batch.to(DEVICE) * 2",
+    ),
+    "a sparse matrix": (
+        "graph = torch.eye(64).to_sparse().coalesce()\nrows = torch.eye(64).to_sparse_csr()",
+        "y = x * 2\nkept = graph, rows",
+    ),
+    "a thread": (
+        "import threading\nthread = threading.Thread(target=int)\nthread.start()",
+        "thread.join()\ny = x * 2",
+    ),
+}  # fmt: skip
+REFUSED = {
+    "a generator": ("numbers = (each * 2 for each in range(3))", "n = next(numbers)"),
+    "a database's rows": ("import sqlite3\nd = sqlite3.connect(':memory:')", "rows = d.execute('select 1').fetchall()"),
+    "an empty queue": ("import queue\ntodo = queue.Queue()", "y = todo.get()"),
+}
+NEW = {
+    "assigned": "x = torch.ones(1024, 256, device=DEVICE)",
+    "assigned in a block": "with torch.no_grad():\n    x = torch.ones(1024, 256, device=DEVICE)\ny = x + 1",
+    "unpacked": "x, y = torch.ones(2, 1024, 256, device=DEVICE)",
+    "the variable of a loop": "for x in torch.ones(3, 1024, device=DEVICE):\n    y = x + 1",
+    "a function's own": "def double(x):\n    return x * 2\ny = double(torch.ones(1024, device=DEVICE))",
+}
+
+
+def notebook(device: Any, earlier: str, folder: Any = None) -> dict[str, Any]:
+    """Return the variables of a notebook with a batch of 1 MiB, after an earlier cell."""
+    names: dict[str, Any] = {"__name__": "__main__", "DEVICE": device.name, "FOLDER": folder}
+    exec("import torch\nx = torch.ones(1024, 256, device=DEVICE)\n" + textwrap.dedent(earlier), names)
+    return names
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_what_an_earlier_cell_has_left_does_not_stop_a_dry_run(device: Any, tmp_path: Any, name: str) -> None:
+    earlier, cell = EARLIER[name]
+    names = notebook(device, earlier, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    report = gpumagic.dry_run(cell, names, device=device.name)
+    assert (report.fits, report.error) == (True, None)
+    assert report.peak[device.name] >= 1 << 20
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_stands_for_is_said_where_it_is_really_used(device: Any, name: str) -> None:
+    earlier, cell = REFUSED[name]
+    report = gpumagic.dry_run(cell, notebook(device, earlier), device=device.name)
+    assert report.fits is None
+    assert "which cannot be sent to a dry run" in (report.error or "")
+
+
+@pytest.mark.parametrize("cell", NEW.values(), ids=NEW)
+def test_a_name_that_the_cell_binds_anew_may_be_on_another_device(two_devices: list[str], cell: str) -> None:
+    names = {"__name__": "__main__", "DEVICE": "cuda:0"}
+    exec(f"import torch\nx = torch.ones(4, device={two_devices[0]!r})", names)
+    assert gpumagic.dry_run(cell, names, capacity=1 << 30, device="cuda:0").fits is True
+    with pytest.raises(OptionError, match="uses tensors on simgpu:0"):
+        gpumagic.dry_run("y = x + 1\nx = torch.ones(4, device=DEVICE)", names, capacity=1 << 30, device="cuda:0")
