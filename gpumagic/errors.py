@@ -7,7 +7,6 @@ The magics turn them into IPython's `UsageError` in one place (`magics.py`); the
     |-- OptionError          an option, a size or a count that cannot be read
     |-- DeviceNotFound       a device that cannot be read or is not here
     |-- DryRunUnavailable a cell cannot be dry-run here
-    |-- StrayTensor          under --strict: a tensor of another device used or copied without being asked for
     |-- SimgpuUnavailable    the simulated accelerator cannot be built or changed
     `-- FakecudaUnavailable  torch's CUDA build, or a compiler for the fake runtime below it, is not here
 
@@ -42,10 +41,6 @@ class SimgpuUnavailable(GpuMagicError, RuntimeError):
 
 class FakecudaUnavailable(GpuMagicError, RuntimeError):
     """The fake CUDA runtime cannot be built here; the message says what is missing."""
-
-
-class StrayTensor(GpuMagicError, RuntimeError):
-    """Under ``--strict``: a line used or copied a tensor of another device unasked; the message names the line."""
 
 
 def nearest(word: str, valid: Iterable[str]) -> str | None:

@@ -31,6 +31,13 @@ class AllocatorStats(NamedTuple):
     """How many there have ever been; 0 where that is not counted."""
     total: int = 0
     """Their bytes, those that have been freed since included; 0 where that is not counted."""
+    frees: int = 0
+    """How many have been freed."""
+
+    @property
+    def events(self) -> int:
+        """Allocations and frees together: how far the allocator's history has come."""
+        return self.allocations + self.frees
 
     @property
     def freed(self) -> int:
@@ -103,6 +110,7 @@ def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
         peak=allocated["peak"],
         allocations=stats["allocation"]["all"]["allocated"],
         total=allocated["allocated"],
+        frees=stats["allocation"]["all"]["freed"],
     )
 
 
@@ -154,7 +162,7 @@ def _unflatten(flat: Mapping[str, int]) -> Mapping[str, Any]:
     return nested
 
 
-_ZERO = {"all": {"current": 0, "peak": 0, "allocated": 0}}
+_ZERO = {"all": {"current": 0, "peak": 0, "allocated": 0, "freed": 0}}
 _NO_STATS = {"allocated_bytes": _ZERO, "reserved_bytes": _ZERO, "allocation": _ZERO}
 """What CUDA leaves out before its allocator is first used."""
 

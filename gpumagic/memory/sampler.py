@@ -14,14 +14,21 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import get_ident
 from types import CodeType
 
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.memory.timeline import MAX_POINTS, KeptStorages, MemoryTimeline, TimelineLog, kept_by_part, new_storages
+from gpumagic.memory.timeline import (
+    MAX_POINTS,
+    DeviceEvent,
+    KeptStorages,
+    MemoryTimeline,
+    TimelineLog,
+    kept_by_part,
+    new_storages,
+)
 from gpumagic.source.lines import CellLineFinder, CodeLineFinder, LineFinder, WatchedCode
 
 FIRST_DELAY = 0.064
@@ -149,7 +156,6 @@ class CellMemory:
         block: the code of the `with` block or function; None for a cell.
         line: the line of the `with` statement or function; None for a cell.
         is_running: whether the cell runs already; else it is about to.
-        by_clock: whether to sample over time; without, others fill `log`.
         max_points: the most points to keep.
     """
 
@@ -161,7 +167,6 @@ class CellMemory:
         line: int | None = None,
         *,
         is_running: bool = False,
-        by_clock: bool = True,
         max_points: int = MAX_POINTS,
     ) -> None:
         self._finder: LineFinder = (
@@ -169,14 +174,11 @@ class CellMemory:
         )
         self._first_line = (self._finder.line(sys._getframe(1)) if is_running else None) or line or 1
         self._code = WatchedCode(namespace, self._finder.filename, line)
-        self.log = TimelineLog(before, self._first_line, max_points, by_sample=not by_clock)
-        self._thread = get_ident()
-        self._sampled = SampledTimeline(self.log, self._finder) if by_clock else None
+        self.log = TimelineLog(before, self._first_line, max_points)
+        self._sampled = SampledTimeline(self.log, self._finder)
 
     def start(self) -> None:
-        """Start to sample, if by the clock."""
-        if self._sampled is None:
-            return
+        """Start to sample."""
         try:
             start_sampling(self._sampled)
         except BaseException:  # Ctrl-C: no thread is left behind
@@ -187,32 +189,24 @@ class CellMemory:
         """Sample once, before the first line runs."""
         self.log.add(allocator.all_device_stats(), self._first_line)
 
-    def sample_after_operator(
-        self, device: str, addresses: Iterable[int], innermost: Callable[[], int | None],
-        now: AllocatorStats | None = None,
-    ) -> None:  # fmt: skip
-        """Sample a device right after an operator; ``innermost`` returns the line of the cell's innermost function.
-
-        ``now`` is what it says, if that has been read.
-        """
-        now = now or allocator.device_stats(device)
-        if now is not None:
-            # Autograd works for the cell in threads of its own.
-            stack = sys._getframe(1) if get_ident() == self._thread else sys._current_frames().get(self._thread)
-            self.log.add_operator(device, now, self._finder.line(stack), addresses, innermost)
-
     def stop(self) -> None:
         """Stop sampling; idempotent."""
         self.log.end()
-        if self._sampled is not None:
-            stop_sampling(self._sampled)
+        stop_sampling(self._sampled)
 
     def finished(
-        self, after: Mapping[str, AllocatorStats], kept: tuple[KeptStorages, KeptStorages] = ({}, {})
+        self,
+        after: Mapping[str, AllocatorStats],
+        kept: tuple[KeptStorages, KeptStorages] = ({}, {}),
+        events: Sequence[DeviceEvent] = (),
     ) -> MemoryTimeline | None:
         """Return the timeline, or None where no device's memory changed.
 
-        ``kept`` are the storages of modules and optimizers at the start and at the end.
+        Args:
+            after: the final statistics.
+            kept: the storages of modules and optimizers at the start and at the end.
+            events: what the allocators' own histories say, which is all; else the samples do.
         """
         self._code.filename = self._code.filename or self._finder.filename
-        return self.log.finished(after, lambda: dict(self._code.lines()), kept_by_part(*kept), new_storages(*kept))
+        log = self.log.of_events(events, after) if events else self.log
+        return log.finished(after, lambda: dict(self._code.lines()), kept_by_part(*kept), new_storages(*kept))

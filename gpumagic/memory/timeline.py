@@ -2,7 +2,8 @@
 
 A sample is what the allocators' counters say at one moment. An excursion between two samples shows in the peak counter,
 which is never reset: where that has risen, the line responsible is one of those that ran between the two samples
-(`lines_between`). `sampler` samples by the clock, the tracing of transfers after every operator.
+(`lines_between`). `sampler` samples by the clock; a traced cell has a sample of every block that was taken or
+given back.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class MemoryPoint:
     last: int
     """Bytes at the last sample in it."""
     look: int = 0
-    """The number of that first sample; with ``--trace`` there is one after each operator."""
+    """The number of that first sample; with ``--trace`` there is one of each block taken or given back."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """With ``--trace``, bytes that were certainly there throughout, by what they are for, as in `DeviceTimeline.parts`:
     what had come by its begin and stayed to the end of the cell. Empty without."""
@@ -89,10 +90,10 @@ class MemoryTimeline:
     looks: int
     """How often the allocators' figures were read, the start and the end included."""
     every_operator: bool = False
-    """Whether they were read after each operator; else by the clock."""
+    """Whether each block is known that was taken or given back; else the figures were read by the clock."""
 
     def share(self, point: MemoryPoint) -> float:
-        """Return where a point is, from 0 for the start to 1 for the end: in time, or in operators."""
+        """Return where a point is, from 0 for the start to 1 for the end: in time, or in blocks."""
         at, whole = (point.look, self.looks) if self.every_operator else (point.seconds, self.seconds)
         return at / whole if whole else 0.0
 
@@ -115,6 +116,19 @@ class KeptStorage(NamedTuple):
     part: str
     nbytes: int
     address: int
+
+
+class DeviceEvent(NamedTuple):
+    """A block that was taken or given back, as an allocator's history has it."""
+
+    device: str
+    at: float
+    """When, by `time.perf_counter`."""
+    allocated: int
+    """The device's bytes after it."""
+    line: int | None
+    address: int
+    """Where a block was taken; 0 where one was given back."""
 
 
 KeptStorages = Mapping[int, KeptStorage]
@@ -200,7 +214,7 @@ class _DeviceLog:
         """
         self.now = high = figures.allocated
         self.is_touched |= (figures.allocated, figures.allocations) != (self.before, self._allocations)
-        counter, is_new = figures.peak or 0, False
+        counter, is_new = self._counter if figures.peak is None else figures.peak, False
         if counter > self._counter:
             self.is_touched = True
             high = max(high, counter)
@@ -214,6 +228,11 @@ class _DeviceLog:
         self.fold.add(seconds, look, high, figures.allocated)
         return is_new
 
+    def settle_peak(self, after: AllocatorStats) -> None:
+        """Take the peak from the allocator's counter where it rose, with the line of the most that was seen."""
+        if (after.peak or 0) > self._counter:
+            self.peak = self._counter = after.peak or 0
+
 
 class TimelineLog:
     """The samples of one cell.
@@ -222,23 +241,24 @@ class TimelineLog:
         before: the allocators' statistics as the cell begins.
         line: the line that runs then.
         max_points: the most points to keep.
-        by_sample: whether a point stands for a number of samples, as of operators, rather than for a time.
+        by_event: whether a point stands for a number of events of the allocator, rather than for a time.
     """
 
     def __init__(
         self, before: Mapping[str, AllocatorStats], line: int | None = None, max_points: int = MAX_POINTS,
-        *, by_sample: bool = False,
+        *, by_event: bool = False,
     ) -> None:  # fmt: skip
+        self._before, self._first_line, self._max_points = before, line, max_points
         self.started = time.perf_counter()
         self._ended: float | None = None
-        self._new_fold = partial(_Downsampler, max_points, by_sample=by_sample)
+        self._new_fold = partial(_Downsampler, max_points, by_sample=by_event)
         self._tracks = {device: _DeviceLog(figures, self._new_fold()) for device, figures in before.items()}
         self._line = line
         self._samples = 1
         self._seconds = 0.0
-        self._is_every_operator = False
+        self._is_every_operator = by_event
         self._born: dict[tuple[str, int], int] = {}
-        """The sample at which an operator last made a result at an address of a device: it is there at the end."""
+        """The event by which a block was last taken at an address of a device: that is there at the end."""
         self._lock = Lock()
 
     def add(self, figures: Mapping[str, AllocatorStats], line: int | None) -> None:
@@ -257,29 +277,23 @@ class TimelineLog:
         finally:
             self._lock.release()
 
-    def add_operator(
-        self, device: str, now: AllocatorStats, line: int | None, addresses: Iterable[int],
-        innermost: Callable[[], int | None],
-    ) -> None:  # fmt: skip
-        """Add a sample taken right after an operator that allocated results at the addresses.
+    def of_events(self, events: Sequence[DeviceEvent], after: Mapping[str, AllocatorStats]) -> TimelineLog:
+        """Return the same by the allocators' histories, in which every block is, in the place of samples."""
+        log = TimelineLog(self._before, self._first_line, self._max_points, by_event=True)
+        log.started, log._ended = self.started, self._ended
+        for event in events:
+            log._add_event(event)
+        for device, track in log._tracks.items():
+            track.settle_peak(after.get(device, _NOTHING))
+        return log
 
-        ``innermost`` returns the line of the innermost function of the cell, if one runs.
-        """
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._is_every_operator = True
-            self._seconds = self._now()
-            self._born.update(((device, address), self._samples) for address in addresses)
-            track = self._track(device)
-            # What the operator took for itself only, and what no operator took, may be from another line.
-            is_new = track.add(self._seconds, self._samples, now, self._line, line)
-            self._samples += 1
-            if is_new and (track.peak is None or track.peak == now.allocated):
-                track.line = innermost()
-            self._line = line
-        finally:
-            self._lock.release()
+    def _add_event(self, event: DeviceEvent) -> None:
+        if event.address:
+            self._born[event.device, event.address] = self._samples
+        now = AllocatorStats(event.allocated, 0, None)
+        if self._track(event.device).add(event.at - self.started, self._samples, now, event.line, event.line):
+            self._track(event.device).line = event.line
+        self._samples += 1
 
     def finished(
         self,

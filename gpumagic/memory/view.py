@@ -108,7 +108,7 @@ def _place(series: DeviceTimeline) -> str:
 
 def _method(timeline: MemoryTimeline) -> str:
     if timeline.every_operator:
-        return "Memory was read after every operator"
+        return "Memory after every block taken or given back, by the allocator's own history"
     apart = timeline.seconds / max(1, timeline.looks - 1)
     return f"Memory was sampled {count(timeline.looks, 'time')}, about every {duration(apart)}"
 
@@ -126,7 +126,7 @@ def _details(timeline: MemoryTimeline, drawn: Sequence[DeviceTimeline]) -> Itera
     if any(each.peak is None for each in drawn):
         yield "A peak between two samples is seen only where it is higher than any before the cell."
     else:
-        yield "Peaks between two samples are from the allocator's counter. --trace reads it after every operator."
+        yield "Peaks between two samples are from the allocator's counter. --trace has every block."
 
 
 def _listed(found: Mapping[str, int]) -> str:
@@ -144,7 +144,7 @@ def plot_timeline(timeline: MemoryTimeline) -> Figure:
     axes = figure.subplots()
     most = max(series.highest for series in timeline.courses)
     unit = unit_for(most)
-    over = "Operators of the cell" if timeline.every_operator else "Seconds"
+    over = "Blocks taken and given back" if timeline.every_operator else "Seconds"
     axes.set(xlabel=over, xlim=(0, timeline.looks if timeline.every_operator else timeline.seconds or None))
     if len(timeline.courses) == 1:
         _lay_out_parts(axes, timeline.courses[0], timeline, unit[0])
@@ -168,7 +168,7 @@ def _draw(axes: Any, series: DeviceTimeline, timeline: MemoryTimeline, unit: int
 
 
 def _moments(series: DeviceTimeline, timeline: MemoryTimeline) -> list[float]:
-    """Return where each point is drawn, in seconds or operators, and the end."""
+    """Return where each point is drawn, in seconds or blocks, and the end."""
     if timeline.every_operator:
         return [*(point.look for point in series.points), timeline.looks]
     return [*(point.seconds for point in series.points), timeline.seconds]

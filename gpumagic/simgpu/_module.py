@@ -160,6 +160,17 @@ def memory_snapshot() -> list[dict[str, Any]]:
     return segments
 
 
+def record_history(is_on: bool) -> None:
+    """Keep what the allocators hand out and take back from now on, the last million of each; or end that."""
+    native.record_history(is_on)
+
+
+def history(device: DeviceLike = None) -> list[tuple[int, int, float]]:
+    """Return what has been recorded: address, bytes (negative where they were given back), monotonic seconds."""
+    found: list[tuple[int, int, float]] = native.history(_index(device))
+    return found
+
+
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
     """Return the device's free and total bytes."""
     total = native.capacity(_index(device))

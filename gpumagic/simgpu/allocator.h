@@ -12,7 +12,9 @@
 
 #include "statistics.h"
 
+#include <chrono>
 #include <cstdio>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -77,6 +79,15 @@ struct Block {
   }
 };
 
+// A block that was handed out, or given back where `size` is negative.
+struct Event {
+  uintptr_t address;  // where tensors say that it lies
+  int64_t size;
+  double seconds;  // of the monotonic clock, which is `time.perf_counter` on Linux
+};
+
+constexpr size_t kMaxEvents = 1 << 20;
+
 struct SmallestThenFirst {
   bool operator()(const Block* a, const Block* b) const {
     return a->size != b->size ? a->size < b->size : a->address < b->address;
@@ -111,6 +122,7 @@ class Card {
     std::lock_guard<std::mutex> lock(mutex);
     count_use(block, -1);
     in_use_.erase(block);
+    record(block, -1);
     block->host = nullptr;
     for (Block* neighbour : {block->previous, block->next}) {
       if (neighbour != nullptr && cached(neighbour->small).count(neighbour) != 0) {
@@ -128,6 +140,19 @@ class Card {
   void place(Block* block, const void* host) {
     std::lock_guard<std::mutex> lock(mutex);
     block->host = host;
+    record(block, +1);
+  }
+
+  // Keeps the events from now on, of more than `kMaxEvents` the last; ends and forgets them where `is_on` is false.
+  void record_history(bool is_on) {
+    std::lock_guard<std::mutex> lock(mutex);
+    is_recording_ = is_on;
+    history_.clear();
+  }
+
+  std::vector<Event> history() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return {history_.begin(), history_.end()};
   }
 
   // Returns copies of the blocks of each segment, in their order, and whether they are cached.
@@ -324,6 +349,18 @@ class Card {
     }
   }
 
+  void record(const Block* block, int64_t sign) {
+    if (!is_recording_) {
+      return;
+    }
+    const std::chrono::duration<double> now = std::chrono::steady_clock::now().time_since_epoch();
+    history_.push_back(
+        {reinterpret_cast<uintptr_t>(block->host), sign * static_cast<int64_t>(block->size), now.count()});
+    if (history_.size() > kMaxEvents) {
+      history_.pop_front();
+    }
+  }
+
   void count_use(const Block* block, int64_t sign) {
     count(stats_.allocation, block, sign);
     count(stats_.active, block, sign);
@@ -357,6 +394,8 @@ class Card {
   Blocks small_cached_;
   Blocks large_cached_;
   Blocks in_use_;
+  bool is_recording_ = false;
+  std::deque<Event> history_;
   DeviceStats stats_;
 };
 
@@ -404,10 +443,10 @@ struct Memory {
   c10::Storage taken_over;
 
   ~Memory() {
+    card.give_back(block);  // first: the history would else tell of the next storage there before the end of this one
     if (host != nullptr) {
       c10::free_cpu(host);
     }
-    card.give_back(block);
   }
 };
 

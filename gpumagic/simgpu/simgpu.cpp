@@ -598,6 +598,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("capacity", [](int64_t index) { return card(index).capacity(); });
   m.def("memory_stats", memory_stats);
   m.def("memory_snapshot", memory_snapshot);
+  m.def("record_history", [](bool is_on) {
+    for (auto& each : cards().all) {
+      each->record_history(is_on);
+    }
+  });
+  m.def("history", [](int64_t index) {
+    pybind11::list found;
+    for (const Event& each : card(index).history()) {
+      found.append(pybind11::make_tuple(each.address, each.size, each.seconds));
+    }
+    return found;
+  });
   m.def("reset_peaks", [](int64_t index) { card(index).reset_peaks(); });
   m.def("reset_accumulated", [](int64_t index) { card(index).reset_accumulated(); });
   m.def("empty_cache", [] {

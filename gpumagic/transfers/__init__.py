@@ -11,7 +11,6 @@ log, whoever makes them.
     operators.py         the count of copies and of values read, at torch's dispatcher
     causes.py            what a copy is called: the function by which the line asks for it
     recorder.py          the state of a run, by thread
-    tracing.py           the dispatch mode of `--trace` and `--strict`
     waits.py             calls of `synchronize`, counted by line
     tracebacks.py        the user's errors without the frames between a line and torch
     log.py               counts by line

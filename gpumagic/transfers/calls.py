@@ -28,11 +28,7 @@ def construct(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs:
         return create(recorder, func, args, kwargs)
     if generator is not None:  # it works on its own device only, so it decides; DataLoader's sampler relies on it
         kwargs["device"] = kwargs.get("device") or generator.device
-    recorder.is_explicit = True
-    try:
-        return create(recorder, func, args, kwargs)
-    finally:
-        recorder.is_explicit = False
+    return create(recorder, func, args, kwargs)
 
 
 def create(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -120,7 +120,7 @@ def _asked(recorder: Recorder, default: str, found: torch.Tensor) -> Asked:
     subject = request.find_subject(args, kwargs)
     if subject is None or (request.cause == INDEXING and found.dim() and isinstance(subject, _NUMBERS)):
         subject = found
-    return Asked(request.cause, subject, is_explicit=request.cause != INDEXING)
+    return Asked(request.cause, subject)
 
 
 def _innermost_frame() -> FrameType | None:
@@ -147,14 +147,9 @@ def _of_frames(innermost: FrameType, default: str, found: torch.Tensor) -> Asked
         elif module == "torch._tensor" and function == "__reduce_ex__":
             cause, subject = "pickle", frames.local_variables(line).get("self")
     if cause is not None:
-        return Asked(cause, found if subject is None else subject, is_explicit=True)
+        return Asked(cause, found if subject is None else subject)
     cause = _name_of_expression(line.f_code, line.f_lasti) or _name_of_expression(innermost.f_code, innermost.f_lasti)
-    return Asked(cause or default, found, is_explicit=cause in _causes())
-
-
-@cache
-def _causes() -> frozenset[str]:
-    return frozenset(each.cause for each in requests().values()) - {INDEXING}
+    return Asked(cause or default, found)
 
 
 @lru_cache(1024)

@@ -17,7 +17,6 @@ import torch
 from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.utils._device import DeviceContext
 
-from gpumagic.errors import StrayTensor
 from gpumagic.heap import storages
 from gpumagic.source import frames
 from gpumagic.source.frames import CallSites
@@ -31,8 +30,6 @@ class Asked(NamedTuple):
 
     cause: str
     subject: object
-    is_explicit: bool = False
-    """Whether a line asks for it, and not the code of an operator."""
 
 
 @dataclass(eq=False)
@@ -41,14 +38,10 @@ class Recorder:
 
     device: torch.device
     log: TransferLog
-    is_strict: bool = False
-    """Whether implicit copies are errors."""
     request: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = None
     """The function that asks for copies and is being called, with its arguments."""
     counted: int = 0
     """Number of copies counted so far."""
-    is_explicit: bool = False
-    """Whether the constructor being called names its device itself."""
     thread: int = field(default_factory=get_ident)
     earlier_threads: frozenset[int] = field(default_factory=lambda: frozenset(sys._current_frames()))
     by_thread: dict[int, Recorder] = field(default_factory=dict)
@@ -62,7 +55,7 @@ class Recorder:
         found = self.by_thread.get(thread)
         if found is None:
             log = TransferLog(sites, is_unrelated=is_unrelated)
-            found = Recorder(self.device, log, self.is_strict, thread=abs(thread))
+            found = Recorder(self.device, log, thread=abs(thread))
             found = self.by_thread.setdefault(thread, found)
         return found
 
@@ -104,24 +97,6 @@ class Recorder:
         if nbytes:  # else nothing is copied, and there is no sync
             self.counted += 1
             self.log.add_move(source, target, nbytes, seconds, asked.cause, asked.subject, result, waits=waits)
-
-    def check_copy(self, source: torch.Tensor, target: torch.device, asked: Asked) -> None:
-        """Raise `StrayTensor` in a strict run for a copy that no line asks for."""
-        __tracebackhide__ = True
-        at, subject = source.device, asked.subject
-        if self.is_strict and not asked.is_explicit and "meta" not in (at.type, target.type):
-            lives = f"lives on {at} and " if isinstance(subject, torch.Tensor) else ""
-            self.refuse(subject, f"{lives}is copied to {target} by {asked.cause}, which no line asks for")
-
-    def refuse(self, subject: object, what: str) -> None:
-        """Raise `StrayTensor` for an implicit transfer, with the line, the variable and the code that fixes it."""
-        __tracebackhide__ = True
-        site = self.log.sites.find(subject)
-        where = f"line {site.line}: " if site.line is not None else ""
-        kind = "a tensor" if isinstance(subject, torch.Tensor) else f"a {type(subject).__name__}"
-        move = f'{site.name}.to("{self.device}")' if isinstance(subject, torch.Tensor) else f"torch.tensor({site.name})"
-        fix = f"move it: {site.name} = {move}" if site.name else "move it where a line says so"
-        raise StrayTensor(f"{where}{site.name or kind} {what}, in a cell on {self.device}; {fix}")
 
 
 def _is_unpickled() -> bool:

@@ -20,18 +20,15 @@ from threading import RLock
 from types import FunctionType
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gpumagic import _compat
-from gpumagic.memory.sampler import CellMemory, exclusive
-from gpumagic.transfers import calls, device_mode, operators, tracebacks, tracing, waits
+from gpumagic.memory.sampler import exclusive
+from gpumagic.transfers import calls, device_mode, operators, tracebacks, waits
 from gpumagic.transfers import recorder as recorders
 from gpumagic.transfers.device_mode import RecordingContext
 from gpumagic.transfers.log import TransferLog
 from gpumagic.transfers.recorder import Recorder, device_context
-from gpumagic.transfers.trace import lines, meter, modules, run, streams
-from gpumagic.transfers.trace.run import Trace
-from gpumagic.transfers.tracing import Tracer
+from gpumagic.transfers.trace import lines, memory, modules, run
 
 _lock = RLock()
 
@@ -39,20 +36,9 @@ _lock = RLock()
 class Recording:
     """The default device of a block, and the record of what its calls create and copy."""
 
-    def __init__(self, device: str, log: TransferLog, *, trace: bool, strict: bool) -> None:
-        self.recorder = Recorder(torch.device(device), log, is_strict=strict)
-        self.tracer = Tracer(self.recorder) if trace or strict else None
-        self._modes: list[RecordingContext | Tracer] = []
-
-    def follow_memory(self, memory: CellMemory) -> None:
-        """Sample memory after every operator, if this traces."""
-        if self.tracer is not None:
-            self.tracer.memory = memory
-
-    def follow_operators(self, trace: Trace) -> None:
-        """Tell a trace of every operator."""
-        if self.tracer is not None:
-            self.tracer.trace = trace
+    def __init__(self, device: str, log: TransferLog) -> None:
+        self.recorder = Recorder(torch.device(device), log)
+        self._context: RecordingContext | None = None
 
     def open(self) -> None:
         """Start recording, in the calling thread."""
@@ -62,9 +48,8 @@ class Recording:
                 operators.watch(self)
                 waits.watch(self, self.recorder.device.type)
                 tracebacks.watch(self)
-            self._enter(RecordingContext(self.recorder))
-            if self.tracer is not None:
-                self._enter(self.tracer)
+            self._context = RecordingContext(self.recorder)  # kept first, so that an interrupt finds it
+            self._context.__enter__()
         except BaseException:
             self.close()
             raise
@@ -72,7 +57,7 @@ class Recording:
     def close(self) -> None:
         """Stop recording, and restore everything; again after an interrupt anywhere."""
         try:
-            self._leave_modes()
+            self._leave_context()
         finally:
             try:
                 with exclusive(_lock):
@@ -83,24 +68,13 @@ class Recording:
                 recorders.end(self.recorder)
                 self.recorder.finish()
 
-    def _enter(self, mode: RecordingContext | Tracer) -> None:
-        self._modes.append(mode)  # first, so that an interrupt finds it
-        mode.__enter__()
-
-    def _leave_modes(self) -> None:
-        while self._modes:
-            if _is_in_force(self._modes[-1]):
-                self._modes[-1].__exit__(None, None, None)
-            self._modes.pop()
-
-
-def _is_in_force(mode: RecordingContext | Tracer) -> bool:
-    if not isinstance(mode, RecordingContext):
-        return any(each is mode for each in _get_current_dispatch_mode_stack())
-    context = device_context()
-    while context is not None and context is not mode:
-        context = getattr(context, "prev_mode", None)
-    return context is not None
+    def _leave_context(self) -> None:
+        within = device_context()
+        while within is not None and within is not self._context:
+            within = getattr(within, "prev_mode", None)
+        if within is not None:  # else it has been left already
+            within.__exit__(None, None, None)
+        self._context = None
 
 
 def is_idle() -> bool:
@@ -110,7 +84,7 @@ def is_idle() -> bool:
 
 def _skip_in_compilers() -> None:
     """Have `torch.compile` run what is called for torch's functions as it is, where it comes upon it between graphs."""
-    for module in (calls, device_mode, operators, tracing, lines, meter, modules, run, streams):
+    for module in (calls, device_mode, operators, lines, memory, modules, run):
         classes = [each for each in vars(module).values() if isinstance(each, type)]
         for each in (value for owner in (module, *classes) for value in vars(owner).values()):
             function = getattr(each, "__wrapped__", each)

@@ -26,7 +26,7 @@ from gpumagic.source.lines import WatchedCode
 from gpumagic.transfers import explain, log, move, tracebacks
 from gpumagic.transfers.advice import suggestions
 from gpumagic.transfers.report import TransferReport
-from gpumagic.transfers.trace import functions
+from gpumagic.transfers.trace.events import Function, find_functions
 
 if TYPE_CHECKING:
     from gpumagic.transfers.recording import Recording
@@ -59,9 +59,8 @@ class DeviceRun:
         namespace: the globals in which the block runs; the caller's for a `with` block.
         move: names in it that are moved to the device first.
         filename: the file whose lines are reported; None for a notebook's cell.
-        trace: whether each line is followed, and memory is sampled around every operator; or functions, or their names,
-            whose lines are followed too.
-        strict: whether implicit copies, and implicit use of tensors on other devices, are errors; traces too.
+        trace: whether each line is followed, and each block of memory; or functions, or their names, whose lines are
+            followed too.
         show: whether the report is shown when a cell ends.
         store: called with the finished report.
         is_running: whether the cell is already running when this opens.
@@ -79,8 +78,7 @@ class DeviceRun:
         namespace: MutableMapping[str, Any],
         move: Sequence[str] = (),
         filename: str | None = None,
-        trace: bool | Sequence[functions.Function] = False,
-        strict: bool = False,
+        trace: bool | Sequence[Function] = False,
         show: bool = True,
         store: Callable[[TransferReport], None] | None = None,
         is_running: bool = False,
@@ -90,9 +88,8 @@ class DeviceRun:
         self._namespace = namespace
         self._move = tuple(move)
         self._filename = filename
-        self._trace, self._strict = trace, strict
-        self._is_traced = bool(trace) or strict
-        self._functions = functions.find(() if isinstance(trace, bool) else trace, namespace)
+        self._trace = trace
+        self._functions = find_functions(() if isinstance(trace, bool) else trace, namespace)
         self._traced: Trace | None = None
         self._show = show
         self._store = store
@@ -114,7 +111,7 @@ class DeviceRun:
         self._sites = CallSites(self._namespace, self._filename)
         self._sites.find()  # stores the cell's file while it is on the stack
         self._log = log.TransferLog(self._sites)
-        self._recording: Recording = Recording(self.device, self._log, trace=self._is_traced, strict=self._strict)
+        self._recording: Recording = Recording(self.device, self._log)
         self._opens = True
         self._previous = _current_like(self.device)  # before anything changes: an interrupt may come at any line
         try:
@@ -207,7 +204,7 @@ class DeviceRun:
     def _one_call(self, func: Callable[..., Any]) -> DeviceRun:
         run = DeviceRun(
             self.device, namespace=self._namespace, move=self._move, filename=self._filename,
-            trace=self._trace, strict=self._strict, show=self._show, store=self._keep,
+            trace=self._trace, show=self._show, store=self._keep,
         )  # fmt: skip
         code = getattr(inspect.unwrap(func), "__code__", None)
         if code is not None:
@@ -217,11 +214,9 @@ class DeviceRun:
 
     def _follow_memory(self) -> None:
         self._memory = CellMemory(
-            self._clock.before, self._namespace, self._block, self._code.line,
-            is_running=self._is_running, by_clock=not self._is_traced,
+            self._clock.before, self._namespace, self._block, self._code.line, is_running=self._is_running,
         )  # fmt: skip
         self._kept = self._find_kept() if self._clock.before else {}  # else no device has tensors yet
-        self._recording.follow_memory(self._memory)
         if self._moved:
             self._memory.sample()  # what the move allocated does not belong to the next line
         self._memory.start()
@@ -233,17 +228,17 @@ class DeviceRun:
 
         started = time.perf_counter() if self._memory is None else self._memory.log.started
         self._traced = Trace(self._recording.recorder, self._code, self._block, self._functions, started)
-        self._recording.follow_operators(self._traced)
         self._traced.start()
 
     def _timeline(self) -> MemoryTimeline | None:
         if self._memory is None:
             return None
         at_end = self._find_kept() if self._clock.after else {}
-        return self._memory.finished(self._clock.after, (self._kept, at_end))
+        events = [] if self._traced is None else self._traced.timeline()
+        return self._memory.finished(self._clock.after, (self._kept, at_end), events)
 
     def _find_kept(self) -> KeptStorages:
-        return kinds.find_kept(self._namespace, None if self._is_traced else kinds.MOST_TENSORS)
+        return kinds.find_kept(self._namespace, None if self._trace else kinds.MOST_TENSORS)
 
     def restore(self) -> None:
         """Restore the default device and torch's functions, then the current device; again after an interrupt."""
@@ -280,8 +275,7 @@ def for_caller(
     device: str,
     move: Sequence[str] = (),
     *,
-    trace: bool | Sequence[functions.Function] = False,
-    strict: bool = False,
+    trace: bool | Sequence[Function] = False,
     depth: int = 2,
 ) -> DeviceRun:
     """Return a run for a `with` block of the function ``depth`` frames up.
@@ -298,9 +292,7 @@ def for_caller(
                 f"move: {name!r} is a variable of {code.co_name}(), and only those of a module or a notebook can be "
                 f'bound from outside; write {name} = {name}.to("{device}")'
             )
-    return DeviceRun(
-        device, namespace=caller.f_globals, move=move, filename=code.co_filename, trace=trace, strict=strict
-    )
+    return DeviceRun(device, namespace=caller.f_globals, move=move, filename=code.co_filename, trace=trace)
 
 
 class _Clock:

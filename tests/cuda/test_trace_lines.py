@@ -14,7 +14,6 @@ import traced_cells
 from torch.cuda import _memory_viz
 
 import gpumagic
-from gpumagic import fakecuda
 
 
 def test_each_line_takes_what_torchs_allocator_counts_when_it_runs_alone() -> None:
@@ -24,32 +23,6 @@ def test_each_line_takes_what_torchs_allocator_counts_when_it_runs_alone() -> No
         assert line[:2] == alone[:2], statement
         assert line.peak <= alone.peak <= at_most, statement
     assert sum(line.peak == at_most for line, at_most in told) >= len(told) - 3
-
-
-CELL = """
-import time
-y = torch.ones(1000)
-time.sleep(0.15)
-y += 1
-"""
-
-
-def test_the_fake_runtime_has_no_device_time_and_the_report_says_none() -> None:
-    report, _, _ = corpus.run(CELL, backend="cuda", trace=True)
-    assert (report.by_line.idle, report.by_line.idle_reason) == (None, "kernels do not run over the fake CUDA runtime")
-    assert all(row.device_seconds is None and row.idle_seconds is None for row in report.by_line)
-    assert "busy" not in str(report)
-
-
-def test_the_line_that_the_device_waits_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fakecuda, "is_enabled", lambda: False)  # its events are at the host's times: it is always idle
-    report, _, _ = corpus.run(CELL, backend="cuda", trace=True)
-    idle = {row.line: row.idle_seconds or 0.0 for row in report.by_line}
-    assert max(idle, key=idle.__getitem__) == 3
-    assert idle[3] >= 0.15
-    assert sum(idle.values()) == pytest.approx(report.by_line.idle)
-    assert report.by_line.idle <= report.elapsed
-    assert "s for line 3." in str(report)
 
 
 RECORDED = """

@@ -67,7 +67,7 @@ class Told:
         return f"{done}; {len(self.findings)} findings"
 
 
-_EXPECTED = ("KeyboardInterrupt", "OutOfMemory", "StrayTensor", "UsageError")
+_EXPECTED = ("KeyboardInterrupt", "OutOfMemory", "UsageError")
 """The errors that gpumagic raises where a cell or the user asks for them."""
 
 _NEXT = """%%ondevice 1 -q -o soak_report

@@ -81,7 +81,6 @@ def run(
     backend: str = "simgpu",
     around: contextlib.AbstractContextManager[Any] | None = None,
     trace: bool | Sequence[str] = False,
-    strict: bool = False,
     names: Mapping[str, object] | None = None,
 ) -> tuple[TransferReport, list[Any], dict[str, Any]]:
     """Run a cell as the magic does, and return its report, the device's own record of copies, and its names.
@@ -93,7 +92,6 @@ def run(
         backend: the backend to run it on instead of `simgpu`.
         around: entered for the time of the run, but not of what is set up for it.
         trace: with `--trace`.
-        strict: with `--strict`.
         names: variables that the cell finds.
     """
     namespace: dict[str, Any] = {}
@@ -103,7 +101,7 @@ def run(
     code = compile(source, "<cell>", "exec")
     linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
     asked = asks.split(",") if asks else ()
-    guard = DeviceRun(device.replace("simgpu", backend), namespace=namespace, move=asked, trace=trace, strict=strict)
+    guard = DeviceRun(device.replace("simgpu", backend), namespace=namespace, move=asked, trace=trace)
     simgpu.reset_copies()
     with around or contextlib.nullcontext():
         guard.open()

@@ -16,7 +16,6 @@ import torch.utils.checkpoint
 
 import gpumagic
 from gpumagic import simgpu
-from gpumagic.errors import StrayTensor
 from gpumagic.report.base import to_text
 from gpumagic.transfers import recorder as recorders
 
@@ -120,13 +119,6 @@ def test_an_index_error_is_the_users_and_what_was_copied_before_it_is_counted() 
 def test_finding_the_elements_under_a_mask_of_the_device_is_a_wait() -> None:
     report, _, _ = corpus.run("a = 1\ny = g[g > 0]\ng[g > 0] = 2.0\nh = x[x > 0]")
     assert report.syncs == {2: 1}
-
-
-def test_a_list_as_an_index_is_refused_by_strict_before_it_is_copied() -> None:
-    with pytest.raises(
-        StrayTensor, match=r"^line 2: rows is copied to simgpu:0 by indexing.*rows = torch.tensor\(rows\)"
-    ):
-        corpus.run("rows = [0, 1]\ny = g[rows]", strict=True)
 
 
 def test_what_is_loaded_is_moved_and_not_created() -> None:

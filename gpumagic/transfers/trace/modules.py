@@ -1,18 +1,14 @@
 """Time and memory by module: the difference of the running sums from when one module runs to when the next does.
 
 Each module has its own figures, without those of the modules in it, so that all of them and what ran outside add up to
-what the run took. Which module holds the memory at the peak is read from the allocator's blocks: a parameter, gradient
-or optimizer state is that of its module, a result of an operator that of the module that ran.
-
-The allocator is asked for its blocks whenever the memory has grown by `GROWTH` since it was last asked, so that this is
-at most so far below the highest reading. Imports torch at its top.
+what the run took. Which module holds the memory at the peak is in the ledger of blocks: a parameter, gradient or
+optimizer state is that of its module, a result of an operator that of the module that ran. Imports torch at its top.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +17,15 @@ import torch
 from gpumagic.heap import branches
 from gpumagic.heap.modules import registered
 from gpumagic.heap.running_module import RunningModule
-from gpumagic.memory import segments
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.memory.devices import Device
-from gpumagic.transfers.trace.meter import Meter
+from gpumagic.memory.ledger import REST, Ledger
+from gpumagic.transfers.trace.lines import Meter
+from gpumagic.transfers.trace.memory import Owner, TracedMemory
 from gpumagic.transfers.trace.report import MAX_SPANS, ModuleReport, ModuleRow, Span
 
-GROWTH = 1.02
-OUTSIDE = ""
-"""The path of what belongs to no module."""
 KINDS = ("parameters", "buffers", "optimizer state", "gradients", "activations", "temporaries", "other")
 MODULES = 1
 """The thread of the modules' spans: their runs lie side by side, whichever thread takes them."""
-_Owner = tuple[int | None, str]
-"""The module, and what the memory is for."""
 
 
 @dataclass(slots=True)
@@ -51,44 +42,37 @@ class ModuleLog(RunningModule):
 
     def __init__(self, meter: Meter, namespace: Mapping[str, Any]) -> None:
         super().__init__(self._switch)
+        self.memory = TracedMemory(meter.device, self._kept)
         self._meter = meter
         self._namespace = namespace
         self._now: int | None = None
         self._was_backward = False
         self._sums: dict[int | None, _ModuleSum] = {None: _ModuleSum()}
-        self._memory = meter.memory()
+        self._before = meter.memory()
         self._at = time.perf_counter()
         self._seconds = self._at - meter.own_seconds
         self._spans: list[tuple[int, bool, float, float]] = []
-        self._results: dict[int, _Owner] = {}
-        """By address: whose the operator's result is that was last put there."""
-        self._asked_at = 0
-        self._at_peak: dict[int | None, Counter[str]] = {}
 
-    def made(self, addresses: Iterable[int], now: AllocatorStats | None) -> None:
-        """Note the results of an operator that has just run, and the memory after it."""
-        part = "temporaries" if self.in_backward else "activations"
-        self._results.update((each, (self._now, part)) for each in addresses)
-        if now is not None and now.allocated > GROWTH * self._asked_at:
-            self._asked_at = now.allocated
-            self._at_peak = self._by_owner()
-
-    def report(self, started: float) -> ModuleReport:
+    def report(self, started: float, book: Ledger) -> ModuleReport:
         """Return the rows of the modules that ran or hold memory; spans begin at a time of `time.perf_counter`."""
         self._add()
-        names: dict[int | None, str] = {None: OUTSIDE, **dict(enumerate(self.names))}
+        names: dict[int | None, str] = {None: REST, **dict(enumerate(self.names))}
+        at_peak = dict(book.by_module(0, self.names))
         rows = []
         for number, path in names.items():
-            found, parts = self._sums.get(number, _ModuleSum()), self._at_peak.get(number, Counter())
+            found, parts = (
+                self._sums.get(number, _ModuleSum()),
+                at_peak.pop(path, {}),
+            )  # once: modules that are made anew share a name
             if found != _ModuleSum() or parts:
-                held = {kind.replace(" ", "_"): parts[kind] for kind in KINDS}
+                held = {kind.replace(" ", "_"): parts.get(kind, 0) for kind in KINDS}
                 taken = found.calls, found.seconds, found.backward_seconds, found.allocated, found.freed
-                rows.append(ModuleRow(path, *taken, **held, at_peak=sum(parts.values())))
+                rows.append(ModuleRow(path, *taken, **held, at_peak=sum(held.values())))
         spans = tuple(
             Span(f"{self.names[number]}{' (backward)' if back else ''}", MODULES, start - started, end - start)
             for number, back, start, end in self._spans
         )
-        return ModuleReport(self._meter.device, tuple(rows), self._asked_at, spans)
+        return ModuleReport(self._meter.device, tuple(rows), book.accounts[0].peak.allocated, spans)
 
     # ---- Turns
 
@@ -97,15 +81,17 @@ class ModuleLog(RunningModule):
         self._sums.setdefault(self.number(module), _ModuleSum()).calls += 1
 
     def _switch(self, number: int | None) -> None:
-        self._add()
+        now = self._add()
         self._now, self._was_backward = number, self.in_backward
+        self.memory.module_runs(number, self.in_backward, self._at, now)
+        self._meter.own_seconds += time.perf_counter() - self._at
 
-    def _add(self) -> None:
-        """Give what was taken since another module ran to the one that ran until now."""
-        before, seconds, at = self._memory or AllocatorStats(0, 0, 0), self._seconds, self._at
+    def _add(self) -> AllocatorStats | None:
+        """Give what was taken since another module ran to the one that ran until now; return the memory."""
+        before, seconds, at = self._before or AllocatorStats(0, 0, 0), self._seconds, self._at
         self._at = time.perf_counter()
         self._seconds = self._at - self._meter.own_seconds
-        self._memory = self._meter.memory()
+        self._before = self._meter.memory()
         found = self._sums.setdefault(self._now, _ModuleSum())
         if self._now is not None and len(self._spans) < MAX_SPANS:
             self._spans.append((self._now, self._was_backward, at, self._at))
@@ -113,25 +99,14 @@ class ModuleLog(RunningModule):
             found.backward_seconds += self._seconds - seconds
         else:
             found.seconds += self._seconds - seconds
-        now = self._memory or before
+        now = self._before or before
         found.allocated += now.total - before.total
         found.freed += now.freed - before.freed
-        self._meter.own_seconds += time.perf_counter() - self._at
+        return self._before
 
     # ---- Memory
 
-    def _by_owner(self) -> dict[int | None, Counter[str]]:
-        """Return the bytes of every allocated block by module and by what they are for."""
-        owners = {**self._results, **dict(self._kept())}
-        found: dict[int | None, Counter[str]] = {}
-        backend = Device.parse(self._meter.device).backend
-        for block in segments.allocated_blocks(backend):
-            if block.device == self._meter.device:
-                number, part = owners.get(block.address, (None, "other"))
-                found.setdefault(number, Counter())[part] += block.size
-        return found
-
-    def _kept(self) -> Iterator[tuple[int, _Owner]]:
+    def _kept(self) -> Iterator[tuple[int, Owner]]:
         """Yield the addresses of parameters, buffers, gradients and optimizers' state, with their modules."""
         of_parameter: dict[int, int] = {}
         for module, number in self.numbered():
@@ -149,7 +124,7 @@ class ModuleLog(RunningModule):
                         yield from _address(each, (of_parameter.get(id(leaf)), "optimizer state"))
 
 
-def _address(tensor: Any, owner: _Owner) -> Iterator[tuple[int, _Owner]]:
+def _address(tensor: Any, owner: Owner) -> Iterator[tuple[int, Owner]]:
     if issubclass(type(tensor), torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
         try:
             address = tensor.untyped_storage().data_ptr()

@@ -37,17 +37,13 @@ class LineRow:
     """How often it began."""
     seconds: float
     """The host's time in it; of a generator and a coroutine, without the time between two steps."""
-    device_seconds: float | None
-    """What the device worked at most from its start to its end on the stream, by CUDA's events; None without."""
-    idle_seconds: float | None
-    """Time in it, without what it calls, in which the device certainly had nothing to do; None if not measured."""
     allocated: int | None
     """Bytes allocated on the run's device while it ran; None where only other threads ran it, or nothing counts."""
     freed: int | None
     peak: int | None
     """Bytes that the device certainly had allocated at once while it ran."""
     peak_at_most: int | None
-    """The same as `peak`, but where an operator freed what it had allocated: then the true peak is between the two."""
+    """The same as `peak`; more where the allocator keeps no history: then the true peak is between the two."""
     transfers: int
     transferred: int
     """Their bytes."""
@@ -69,12 +65,6 @@ class LineReport(Report[LineRow]):
     """Why there are no lines."""
     spans: tuple[Span, ...] = field(default=(), metadata={EVENTS: True})
     """The first `MAX_SPANS` single runs of lines, as they ended."""
-    idle: float | None = None
-    """Seconds in which the device certainly had nothing to do; None where that is not measured."""
-    idle_reason: str = ""
-    """Why it is not measured."""
-    traced: float = 0.0
-    """`elapsed` without what the trace itself took: what `idle` is a part of."""
 
     @property
     def rows(self) -> tuple[LineRow, ...]:
@@ -118,7 +108,7 @@ class ModuleReport(Report[ModuleRow]):
     device: str
     modules: tuple[ModuleRow, ...]
     at_peak: int = 0
-    """Bytes allocated on the device when the modules' shares were read: the most at any reading, or up to 2 % less."""
+    """Bytes allocated on the device at its peak, of which the modules have their shares."""
     spans: tuple[Span, ...] = field(default=(), metadata={EVENTS: True})
     """The first `MAX_SPANS` runs of modules."""
 

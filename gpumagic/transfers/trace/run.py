@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
-from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.history import AllocatorHistory
+from gpumagic.memory.timeline import DeviceEvent
 from gpumagic.source import frames
 from gpumagic.source.lines import WatchedCode
 from gpumagic.transfers.recorder import Recorder
-from gpumagic.transfers.trace import functions
-from gpumagic.transfers.trace.events import Events, events
-from gpumagic.transfers.trace.lines import LineLog, LineSum
-from gpumagic.transfers.trace.meter import Meter
+from gpumagic.transfers.trace.events import Events, events, nested
+from gpumagic.transfers.trace.lines import LineLog, LineSum, Meter
 from gpumagic.transfers.trace.modules import ModuleLog
 from gpumagic.transfers.trace.report import LineReport, LineRow, ModuleReport, Span
 
@@ -39,53 +37,50 @@ class Trace:
         named: Mapping[str, CodeType],
         started: float,
     ) -> None:
-        self._meter = meter = Meter(recorder)
+        meter = Meter(recorder)
+        self._device = meter.device
         self._started = started
-        self.history = AllocatorHistory(meter.device)
-        self._lines = LineLog(meter)
         self._modules = ModuleLog(meter, code.namespace)
+        self._memory = self._modules.memory
         self._sites = recorder.log.sites
-        self._block = set() if block is None else set(functions.nested(block))
+        self._block = set() if block is None else set(nested(block))
         self._code = code
-        self._named = {name: set(functions.nested(each)) for name, each in named.items()}
-        self._others = {each for codes in self._named.values() for each in codes}
+        self._named = {name: set(nested(each)) for name, each in named.items()}
+        self._others = {each for codes in self._named.values() for each in codes} - self._block
+        self._lines = LineLog(meter, self._memory, lambda code: code not in self._others)
         self._events: Events = events(self._lines, self._is_followed)
         self._reason = ""
+
+    @property
+    def history(self) -> AllocatorHistory:
+        """What the allocator recorded."""
+        return self._memory.history
 
     def start(self) -> None:
         """Begin to follow lines, if nobody else has what it takes, and modules."""
         self._modules.watch(self._code.namespace)
-        self.history.start()
+        self._memory.start()
         self._reason = self._events.start()
 
     def stop(self) -> None:
         """End it; idempotent, so that it can be called after an interrupt anywhere."""
         self._events.stop()
         self._modules.unwatch()
-        self.history.stop()
-
-    def before_operator(self, *, allocates: bool) -> None:
-        """Read the figures before an operator that is more than a view: memory if it may allocate any."""
-        self._lines.before_operator(allocates=allocates)
-
-    def took(self, seconds: float) -> None:
-        """Count time that the trace itself has taken."""
-        self._meter.own_seconds += seconds
-
-    def after_operator(self, addresses: Iterable[int], *, allocates: bool) -> AllocatorStats | None:
-        """Read them after the operator, which has put its results there, and return the memory."""
-        now = self._lines.after_operator(allocates=allocates)
-        self._modules.made(addresses, now)
-        return now
+        self._memory.stop()
 
     def by_module(self) -> ModuleReport:
         """Return the sums by module."""
-        return self._modules.report(self._started)
+        return self._modules.report(self._started, self._memory.ledger())
+
+    def timeline(self) -> list[DeviceEvent]:
+        """Return what was allocated after each event of the allocator's history."""
+        return self._memory.timeline()
 
     def by_line(self, lines: Sequence[tuple[int, str]], elapsed: float) -> LineReport:
         """Return the sums by line; ``lines`` are those of the cell or block."""
         self._lines.close()
-        sums, streams = self._lines.sums, self._lines.streams
+        self._lines.find_peaks(self._memory.levels())
+        sums = self._lines.sums
         file = self._sites.filename if self._code.line is None else self._code.filename
         # The head of a `with` block runs before the block, and once more as it is left.
         own = [(number, text) for number, text in lines if number != self._code.line]
@@ -96,11 +91,8 @@ class Trace:
             files[name] = place
             rows += [_row(name, number, text, sums.get((place, number))) for number, text in _text(codes)]
         spans = tuple(self._spans(dict(own), file or ""))
-        return LineReport(
-            self._lines.device, tuple(each for each in rows if each is not None), elapsed, files, self._reason, spans,
-            idle=None if streams.reason else streams.idle, idle_reason=streams.reason,
-            traced=max(0.0, elapsed - self._meter.own_seconds),
-        )  # fmt: skip
+        found = tuple(each for each in rows if each is not None)
+        return LineReport(self._device, found, elapsed, files, self._reason, spans)
 
     def _spans(self, own: Mapping[int, str], file: str) -> Iterator[Span]:
         """Yield the single runs of lines, those of functions by the name that was asked for."""

@@ -13,10 +13,6 @@ from gpumagic.transfers.trace.report import LineReport, LineRow, ModuleReport, M
 
 SHOWN_LINES = 24
 """Lines of a table; of a longer cell or function those that took most, and the rest folded."""
-LEAST_SECONDS = 0.1
-"""A shorter cell has no time to be idle that would matter."""
-MOSTLY_IDLE = 0.5
-"""The part of a cell from which on it is said that the device was idle."""
 
 
 @doc.document_of.register(LineReport)
@@ -34,8 +30,6 @@ def line_blocks(report: LineReport, changes: Changes = _NONE) -> Iterator[doc.Bl
     """Yield a table of the cell's lines, each with what to change about it, and one of each function's."""
     if report.reason:
         yield doc.Paragraph(f"Lines were not traced: {report.reason}.", muted=True)
-    if idle := _idle(report):
-        yield doc.Paragraph(idle)
     for function in dict.fromkeys([None, *report.files]):
         rows = [row for row in report.lines if row.function == function]
         if function is not None:
@@ -52,17 +46,6 @@ def _headline(report: LineReport) -> str:
     highest = max(own, key=lambda row: row.peak or 0)
     memory = f"; line {highest.line} has the peak, {size(highest.peak)} on {report.device}" if highest.peak else ""
     return f"Line {slowest.line} took {duration(slowest.seconds)} of {duration(report.elapsed)}{memory}"
-
-
-def _idle(report: LineReport) -> str:
-    """Return how little the device did, and which line it waited for most; "" where it was busy, or may have been."""
-    share = (report.idle or 0.0) / (report.traced or 1.0)
-    if report.traced < LEAST_SECONDS or share < MOSTLY_IDLE:
-        return ""
-    row = max(report.lines, key=lambda row: row.idle_seconds or 0.0)
-    place = f"line {row.line}" + (f" of {row.function}" if row.function else "")
-    waited = f": it waited {duration(row.idle_seconds)} for {place}" if row.idle_seconds else ""
-    return f"{report.device} was busy for at most {max(0.0, 1 - share):.0%} of the traced cell{waited}."
 
 
 def _sum(rows: Sequence[LineRow]) -> str:
@@ -94,7 +77,7 @@ def _peak(row: LineRow) -> doc.Cell:
     if row.peak_at_most is not None and size(row.peak_at_most) != size(row.peak):
         return doc.Cell(
             size_range(row.peak, row.peak_at_most),
-            title="An operator of this line frees what it allocates: the peak lies in between.",
+            title="The line frees what it allocates, and the allocator keeps no history: the peak lies in between.",
         )
     return doc.Cell(size(row.peak))
 
@@ -102,8 +85,6 @@ def _peak(row: LineRow) -> doc.Cell:
 FIGURES: tuple[Column[LineRow], ...] = (
     Column("Runs", lambda row: f"{row.hits:,}", "right", 2),
     Column("Time", lambda row: duration(row.seconds), "right", bar=lambda row: row.seconds),
-    Column("Device", lambda row: "" if row.device_seconds is None else duration(row.device_seconds), "right", 2),
-    Column("Device idle", lambda row: duration(row.idle_seconds) if row.idle_seconds else "", "right", 2),
     Column("Allocated", lambda row: size(row.allocated) if row.allocated else "", "right", 1),
     Column("Freed", lambda row: size(row.freed) if row.freed else "", "right", 2),
     Column("Peak", _peak, "right", 1),
