@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gpumagic.oom.report import Advice, EditTrial
-from gpumagic.oom.rules import batch, collected, devices, expressions, graphs, kept, limits, rows, trainers, training
+from gpumagic.oom.rules import (
+    batch,
+    collected,
+    devices,
+    expressions,
+    graphs,
+    kept,
+    limits,
+    parts,
+    rows,
+    trainers,
+    training,
+)
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, cleared
-from gpumagic.oom.trials import Trials
+from gpumagic.oom.trials import Chosen, Trials
 from gpumagic.report import progress
 
 Proposal = Advice | Choice
@@ -21,8 +34,8 @@ MISTAKES: tuple[Rule, ...] = (
     kept.leftovers,
     kept.stale,
     graphs.earlier_graph,
-    collected.graphs,
     graphs.evaluates,
+    collected.graphs,
     graphs.of_a_frozen_model,
     graphs.retained,
     kept.gradients,
@@ -38,6 +51,7 @@ SAVINGS: tuple[Rule, ...] = (
     collected.results,
     trainers.predictions,
     kept.copies,
+    collected.listed,
     kept.last_turn,
     expressions.update_in_place,
     training.single,
@@ -50,25 +64,26 @@ SAVINGS: tuple[Rule, ...] = (
     training.one_by_one,
     devices.other_device,
     limits.benchmark,
+    training.in_parts,
+    parts.smaller,
+    batch.evaluate,
+    rows.by_rows,
+    rows.mapped,
 )
 """The same result, with less memory or in another place."""
 
 TRADES: tuple[Rule, ...] = (
-    training.in_parts,
     batch.accumulate,
-    batch.evaluate,
     batch.smaller,
-    batch.unnamed,
     trainers.batch,
-    rows.by_rows,
-    rows.mapped,
+    batch.unnamed,
     training.checkpoint,
     training.mixed,
     trainers.switches,
     limits.half_as_wide,
     training.smaller_parameters,
 )
-"""Memory against time, precision or the shape of the work."""
+"""Memory against time or precision."""
 
 LAST_RESORTS: tuple[Rule, ...] = (
     training.leaner,
@@ -81,10 +96,20 @@ LAST_RESORTS: tuple[Rule, ...] = (
 )
 """Another model, another optimizer, another machine."""
 
-DRASTIC, MONEY = 3, 4
-"""The tiers from which a suggestion changes what is done, and from which it costs money."""
+OTHER_RESULT, DRASTIC, MONEY = 3, 4, 5
+"""The tiers of a number that changes the result, of what changes the method, and of money."""
 
-TIERS = (MISTAKES, SAVINGS, TRADES, LAST_RESORTS, (devices.larger,))
+TIERS: tuple[tuple[Rule, ...], ...] = (MISTAKES, SAVINGS, TRADES, (), LAST_RESORTS, (devices.larger,))
+"""In the order of what they cost. A number of `TRADES` is of the next tier where it changes the result."""
+
+OF_ACTIVATIONS = frozenset({
+    training.in_parts, training.checkpoint, training.mixed, batch.accumulate, batch.smaller, batch.unnamed,
+    parts.smaller, batch.evaluate, rows.by_rows, rows.mapped, trainers.batch,
+})  # fmt: skip
+"""What cannot help where parameters, gradients and optimizer state alone are more than there is."""
+
+CRUMB = 0.1
+"""What gives back less than this share of what another suggestion does stands below it."""
 
 LEAST_SHARE = 0.1
 """The share of what is missing that a suggestion has to save to be worth a word."""
@@ -107,23 +132,29 @@ class _Tried:
 def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
     """Return what is advised, the best first.
 
-    What fits by its dry run comes before what could not be tried, and that before what does not fit alone; among
-    those, what costs nothing comes before what costs something. Where nothing fits alone, the cheapest set that does
-    comes first.
+    What fits by its dry run comes first, the cheapest of it above; then what was tried, by what it saves; last what
+    could not be tried. Where nothing fits alone, the cheapest set that does comes first.
 
     Args:
         facts: of the failure, with what the cell needs where a dry run told.
         trials: tries them.
     """
-    proposals = [(tier, each) for tier, rules in enumerate(TIERS) for rule in rules for each in rule(facts)]
+    proposals = [
+        (tier, each)
+        for tier, rules in enumerate(TIERS)
+        for rule in rules
+        if not (rule in OF_ACTIVATIONS and facts.need is not None and facts.need.fixed > facts.need.had)
+        for each in rule(facts)
+    ]
     found = _try_all(proposals, trials)
     if not any(each.trial.fits for each in found):
         together = _cheapest_set(facts, found, trials)
         found += [] if together is None else [together]
     if any(each.trial.fits for each in found):
-        found = [each for each in found if each.tier < DRASTIC or each.trial.fits]
+        found = [each for each in found if each.trial.fits or (each.tier < DRASTIC and each.trial.needs is not None)]
     worth = [each for each in found if _is_worth_a_word(each, facts)]
-    return tuple(_finished(facts, each) for each in sorted(worth, key=_rank))
+    most = max((_worth(each) for each in worth if each.tier < DRASTIC), default=0)
+    return tuple(_finished(facts, each) for each in sorted(worth, key=functools.partial(_rank, most=most)))
 
 
 def _try_all(proposals: Sequence[tuple[int, Proposal]], trials: Trials) -> list[_Tried]:
@@ -135,8 +166,9 @@ def _try_all(proposals: Sequence[tuple[int, Proposal]], trials: Trials) -> list[
             if isinstance(each, Choice):
                 tell(each.make(each.guess).title)
                 is_solved = any(other.trial.fits and other.trial.certain for other in found)
-                advice, trial = _chosen(each, trials, is_brief=is_solved)
-                found.append(_Tried(tier, place, advice, trial, each))
+                chosen = _chosen(each, trials, is_brief=is_solved)
+                own = OTHER_RESULT if each.changes_result and not chosen.is_finished else tier
+                found.append(_Tried(own, place, chosen.advice, chosen.trial, each))
             else:
                 tell(each.title)
                 trial = trials.of(each) if each.changes or each.first else EditTrial()
@@ -144,13 +176,13 @@ def _try_all(proposals: Sequence[tuple[int, Proposal]], trials: Trials) -> list[
     return found
 
 
-def _chosen(choice: Choice, trials: Trials, *, is_brief: bool) -> tuple[Advice, EditTrial]:
+def _chosen(choice: Choice, trials: Trials, *, is_brief: bool) -> Chosen:
     """Return a suggestion with a number and what came of it; in brief where a plainer one fits: with its guess."""
     if is_brief:
         advice = choice.make(choice.guess)
         trial = trials.of(advice)
         if trial.fits:
-            return advice, trial
+            return Chosen(advice, trial)
     return trials.choose(choice)
 
 
@@ -168,9 +200,9 @@ def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tri
             return _least(plain[:number], trial, trials)
     for each in useful:
         if each.choice is not None and plain:
-            chosen, trial = trials.choose(each.choice, *(other.advice for other in plain))
-            if trial.fits:
-                return _least([*plain, replace(each, advice=chosen)], trial, trials)
+            chosen = trials.choose(each.choice, *(other.advice for other in plain))
+            if chosen.trial.fits:
+                return _least([*plain, replace(each, advice=chosen.advice)], chosen.trial, trials)
     return None
 
 
@@ -215,13 +247,21 @@ def _finished(facts: Facts, found: _Tried) -> Advice:
     )  # fmt: skip
 
 
-def _rank(found: _Tried) -> tuple[float, int, int]:
-    verdict = {True: 0.0, None: 10.0, False: 20.0}[found.trial.fits]
-    if found.trial.fits and not found.trial.certain:
-        verdict = 5.0
-    doubt = 0.0 if found.advice.changes or found.advice.first else 0.5  # what it says is clear, where to write it not
-    if found.tier >= DRASTIC and doubt:
-        verdict = 25.0
+def _worth(found: _Tried) -> int:
+    return found.saves or found.advice.frees or 0
+
+
+def _rank(found: _Tried, most: int) -> tuple[int, int, int, int]:
+    """Order suggestions: what fits for certain, what should, what was tried, what was not; then by what they cost.
+
+    `most` is the largest number of bytes that any is worth: crumbs never stand above a leak.
+    """
+    trial, is_crumb = found.trial, 0 < _worth(found) < CRUMB * most
+    if trial.fits:
+        return (0 if trial.certain else 1), found.tier, 0, found.place
     if found.tier == MONEY:
-        verdict = 30.0
-    return verdict + found.tier + doubt, -found.saves if found.trial.fits is False else 0, found.place
+        return 4, 0, 0, found.place
+    if trial.needs is not None:
+        return 2, 0 if found.tier < DRASTIC else 1, -found.saves, found.place
+    is_code = bool(found.advice.changes or found.advice.first)  # what it says is clear, where to write it may not be
+    return 3, is_crumb, found.tier + (not is_code), found.place

@@ -67,8 +67,9 @@ def conclude(
     except Exception as fault:  # a partial report is better than the loss of it
         notes.append(f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}")
     tried = _trials(facts, state, 0.0 if recovered else seconds)
-    facts = replace(facts, need=_need(facts, tried))
-    advised = () if recovered else advice.advise(facts, tried)
+    with tried.until_interrupted():
+        facts = replace(facts, need=_need(facts, tried))
+        advised = () if recovered else advice.advise(facts, tried)
     before, at_failure, after = facts.before, facts.at_failure, facts.after
     return OomReport(
         kind=facts.kind,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _KEY = "gpumagic_last_failure"
-ALIKE = 0.5
-"""The share of lines that two texts have in common if one is an edit of the other."""
+ALIKE = 0.8
+"""The share of words and signs that two texts have in common if one is an edit of the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ def _change(last: LastFailure, source: str) -> str:
     followed = next((each.title for each in last.advice if _result(each, last.source) == source), None)
     if followed is not None:
         return f'"{followed}"'
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    if matcher.ratio() < ALIKE:
+    if difflib.SequenceMatcher(None, _words(old), _words(new), autojunk=False).ratio() < ALIKE:
         return ""
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     places = [(old[a:b], new[c:d], c) for what, a, b, c, d in matcher.get_opcodes() if what != "equal"]
     return f"the change of {_lines(places)}"
 
@@ -67,6 +68,10 @@ def _body(source: str) -> list[str]:
     """Return the lines, without that of a magic: its options are no part of what needs memory."""
     lines = source.rstrip().splitlines()
     return ["", *lines[1:]] if source.startswith("get_ipython().run_") else lines
+
+
+def _words(lines: Sequence[str]) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", "\n".join(lines))
 
 
 def _result(advice: Advice, source: str) -> str:

@@ -93,6 +93,12 @@ class Need:
     """Whether it ran with what is there; None where values that are not known decide."""
     certain: bool
     """As `DryRunReport.certain`."""
+    alone: int | None = None
+    """What it would need on an empty device: without what the notebook holds there and the cell does not use."""
+    fixed: int = 0
+    """Parameters, gradients and optimizer state at the peak, which no smaller batch makes smaller."""
+    on: str = ""
+    """The lines on whose values it depends; empty where it depends on none."""
 
     @property
     def missing(self) -> int:

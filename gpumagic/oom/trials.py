@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import NamedTuple
 
 from gpumagic.dryrun import fitting, run, targets
 from gpumagic.dryrun.report import DeviceNeed, DryRunReport
@@ -20,8 +26,11 @@ from gpumagic.source.text import apply_changes
 FIRST = 30.0
 """Seconds that the first dry run may take, which may have to start the worker."""
 
-SHARE = 0.5
+SHARE = 0.75
 """The share of the time left that one search may take."""
+
+_FIXED = ("parameters", "gradients", "optimizer state")
+"""Parts of a dry run's peak that no smaller batch makes smaller."""
 
 _NOT_INSTALLED = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _XDEL = re.compile(r"(?m)^%xdel (\w+)$")
@@ -32,6 +41,19 @@ for _names in (Out, globals()):
 """What `%xdel` does of which a dry run can tell: it unbinds every name of a value, those of the output cache too."""
 _IN_PIECES = "what is free lies in pieces that may be too small"
 _ONDEVICE = re.compile(r"\A%%ondevice (\w+)(:(\d+))?\n")
+
+
+class Chosen(NamedTuple):
+    """A suggestion with the number that was chosen for it, and what came of it."""
+
+    advice: Advice
+    trial: EditTrial
+    is_finished: bool = False
+    """Whether it is what the choice's `finish` made of it."""
+
+
+class _CutShort(DryRunUnavailable):
+    """Raised where a search has no time for its next dry run."""
 
 
 class Trials:
@@ -51,7 +73,9 @@ class Trials:
         self._device, self._namespace, self._seconds = facts.device or "", namespace, seconds
         self._source, self._residue, self._half_made = facts.scene.source or "", facts.residue, facts.half_made
         self._texts = {text.cell: text.source for text in facts.texts if text.cell}
+        self._used = sum(each.nbytes for each in facts.brought)
         self._until: float | None = None
+        self._is_running = False
         self._need: Need | None = None
         self._as_is: DryRunReport | None = None
 
@@ -68,8 +92,34 @@ class Trials:
         if report.error is not None or found is None or found.capacity is None:
             self.reason = report.error or "the memory of the device is not known"
             return None
-        self._need = Need(found.peak, found.capacity, report.fits, report.certain)
+        self._need = Need(
+            found.peak, found.capacity, report.fits, report.certain, found.peak - found.before + self._used,
+            sum(report.breakdown.get(part, 0) for part in _FIXED) if report.device == self._device else 0,
+            " and ".join(f"line {line}" for line, _ in report.open_on),
+        )  # fmt: skip
         return self._need
+
+    @contextlib.contextmanager
+    def until_interrupted(self) -> Iterator[None]:
+        """Have Ctrl-C end the dry runs and nothing else: the report has what is known by then.
+
+        While no dry run is under way an interrupt is noted; it would tear open whatever it came upon.
+        """
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(before):
+            yield
+            return
+
+        def interrupt(_number: int, _frame: FrameType | None) -> None:
+            self.reason, is_running, self._is_running = "interrupted", self._is_running, False
+            if is_running:
+                raise KeyboardInterrupt
+
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def of(self, *edits: Advice) -> EditTrial:
         """Return what came of the cell with these edits made."""
@@ -81,7 +131,7 @@ class Trials:
             self._stop_if_over(error)
             return self._untried() if self.reason else EditTrial(reason=str(error))
 
-    def choose(self, choice: Choice, *others: Advice) -> tuple[Advice, EditTrial]:
+    def choose(self, choice: Choice, *others: Advice) -> Chosen:
         """Return a suggestion with the largest number that was found to fit, or with the smallest where none was.
 
         Args:
@@ -89,6 +139,7 @@ class Trials:
             others: what else is edited.
         """
         runs = {} if others or self._as_is is None else {choice.now: self._as_is}
+        cut = ""
         until = time.monotonic() + SHARE * self._left_seconds()
 
         def dry_run(value: int) -> DryRunReport:
@@ -96,7 +147,7 @@ class Trials:
             number = near_size(value) if choice.is_rounded and value < choice.now else value
             if number not in runs:
                 if runs and time.monotonic() >= until:
-                    raise DryRunUnavailable("there was no time for a further search")
+                    raise _CutShort
                 runs[number] = self._run((choice.make(number), *others), until if runs else None)
                 if number < choice.now in runs and self._is_no_less(runs[number], runs[choice.now]):
                     raise DryRunUnavailable(f"{choice.name} changes nothing")
@@ -107,15 +158,19 @@ class Trials:
                 fitting.search(dry_run, choice.name, choice.now)
         except (Exception, KeyboardInterrupt) as error:  # what was found by then counts
             self._stop_if_over(error)
+            is_cut = isinstance(error, _CutShort) or bool(self.reason)
+            cut = f"; the search was cut short, more may fit: {choice.goes_on}" if is_cut else ""
         smaller = [value for value in runs if value < choice.now]
         passed = [value for value in smaller if runs[value].fits]
         if not smaller:
-            return choice.make(choice.guess), self._untried()
+            return Chosen(choice.make(choice.guess), self._untried())
         best = max(passed, default=min(smaller))
-        found = choice.make(best), self._trial(runs[best])
-        better = choice.finish(best) if choice.finish is not None and found[1].fits else None
+        made, ran = choice.make(best), self._trial(runs[best])
+        better = choice.finish(best) if choice.finish is not None and ran.fits else None
         trial = self.of(better, *others) if better is not None else EditTrial()
-        return (better, trial) if better is not None and trial.fits else found
+        if better is not None and trial.fits:
+            return Chosen(replace(better, evidence=better.evidence + cut), trial, is_finished=True)
+        return Chosen(replace(made, evidence=made.evidence + cut) if passed else made, ran)
 
     def _run(self, edits: Sequence[Advice], until: float | None = None) -> DryRunReport:
         """Return the dry run of the cell with edits made.
@@ -128,11 +183,18 @@ class Trials:
             GpuMagicError: it cannot be dry-run, or there is no time left.
             ValueError: the edits are not of this text, or overlap.
         """
-        if self._is_over():
-            raise DryRunUnavailable(f"there was no time: dry runs of advice may take {self._seconds:g} s")
+        if self.reason or self._is_over():
+            raise DryRunUnavailable(
+                self.reason or f"there was no time: dry runs of advice may take {self._seconds:g} s"
+            )
         script, target = script_of(self._code(edits)), targets.choose(self._device, None)
         left = min(self._left_seconds(), self._left_seconds() if until is None else until - time.monotonic())
-        report = run.dry_run(script, dict(self._namespace), target, time_limit=max(0.1, left))
+        try:
+            self._is_running = True
+            report = run.dry_run(script, dict(self._namespace), target, time_limit=max(0.1, left))
+            self._is_running = False
+        finally:
+            self._is_running = False
         if self._until is None:  # the worker's start does not count
             self._until = time.monotonic() + self._seconds
         return report

@@ -123,7 +123,7 @@ def test_where_it_is_unclear_how_passes_add_up_the_batch_is_only_lowered(code) -
     found = replace(facts(code, 4), batches=(BatchSize("batch_size", 8, 1),))
     choice = only(batch.smaller(found))
     assert choice.finish(3) is None
-    assert "unless 4 steps of 2 are accumulated" in choice.make(3).cost
+    assert "unless several passes make a step" in choice.make(3).cost
 
 
 def test_a_loader_that_an_earlier_cell_made_is_made_anew_and_accumulates() -> None:

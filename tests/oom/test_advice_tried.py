@@ -39,12 +39,12 @@ def report_of(bare_shell):
 NINE_CHUNKS = """
 def fill(device):
     free, total = torch.accelerator.get_memory_info(device)
-    return [torch.ones(total // 32, device=f"simgpu:{device}") for _ in range(9)]
+    return tuple(torch.ones(total // 32, device=f"simgpu:{device}") for _ in range(9))
 chunks = fill(0)"""
 
 
 def test_nothing_is_said_to_fit_that_does_not(report_of) -> None:
-    """The cell of the tour wants nine eighths of any device: to delete names or to take the other one is no help."""
+    """The cell wants nine eighths of any device: to delete names or to take the other one is no help."""
     report = report_of("x = torch.ones(10 << 20, device='simgpu:0')", NINE_CHUNKS)
     assert (report.need.needed, report.need.had, report.need.fits) == (328 * MIB, 256 * MIB, False)
     assert report.verdict == (

@@ -47,8 +47,12 @@ def test_an_edit_is_told_with_what_it_gave(source, needed, told) -> None:
 
 @pytest.mark.parametrize(
     "now",
-    [failed(GUARD + "other = 1\ncell = 2\n", 140), failed(CELL, 140, device="cuda:1")],
-    ids=["another cell", "another device"],
+    [
+        failed(GUARD + "other = 1\ncell = 2\n", 140),
+        failed(GUARD + "batch = 64\nx = load(batch)\nz = [f(i) for i in range(9)]\nw = z[0]", 140),
+        failed(CELL, 140, device="cuda:1"),
+    ],
+    ids=["another cell", "another cell with the same lines above", "another device"],
 )
 def test_another_failure_is_not_compared(now) -> None:
     assert since(BEFORE, now) == ""

@@ -34,11 +34,10 @@ def smaller(facts: Facts) -> Iterator[Choice]:
         return
 
     def lowered(value: int) -> Advice:
-        fewer, steps = _divisor(found.value, value)
         return propose(
             f"Lower {_called(found)} from {found.value} to {value}", evidence=_evidence(found),
-            cost=f"a different gradient, unless {count(steps, 'step')} of {fewer} are accumulated" if facts.trains
-            else "more passes", **_edit(facts, found, value),
+            cost="a different gradient, unless several passes make a step" if facts.trains else "more passes",
+            **_edit(facts, found, value),
         )  # fmt: skip
 
     def accumulating(value: int) -> Advice | None:
@@ -52,7 +51,10 @@ def smaller(facts: Facts) -> Iterator[Choice]:
         )  # fmt: skip
 
     finish = accumulating if facts.trains else None
-    yield Choice(found.name, found.value, lowered, found.value // 2, finish=finish)
+    yield Choice(
+        found.name, found.value, lowered, found.value // 2, finish=finish, changes_result=facts.trains,
+        is_setting=not found.loader and not found.cell,
+    )  # fmt: skip
 
 
 def _divisor(whole: int, most: int) -> tuple[int, int]:
@@ -82,7 +84,8 @@ def at_work(facts: Facts) -> BatchSize | None:
 
 IMAGE, CHANNELS = 3, (1, 3, 4)
 """How many dimensions one image has, and how long its first may be: no rows."""
-_MAKERS = ("randn", "rand", "ones", "zeros", "empty", "full", "randint")
+_MADE_UP = ("randn", "rand", "ones", "zeros", "empty", "full")
+_MAKERS = (*_MADE_UP, "randint")
 
 
 def unnamed(facts: Facts) -> Iterator[Choice]:
@@ -99,6 +102,7 @@ def unnamed(facts: Facts) -> Iterator[Choice]:
     if now < 2:
         return
     literals = [literal for rows, literal in written if rows == now]
+    makes_up = any(rows == now and called_name(node) in _MADE_UP for node in text.nodes() for rows, _ in _rows(node))
     lines = sorted({each.lineno for each in literals})
     where = f"lines {', '.join(map(str, lines))} make" if lines[1:] else f"line {lines[0]} makes"
 
@@ -109,7 +113,8 @@ def unnamed(facts: Facts) -> Iterator[Choice]:
             changes=[text.replace(each, str(value)) for each in literals],
         )  # fmt: skip
 
-    yield Choice("batch", now, lowered, now // 2)
+    # Of data that the cell makes up nothing is lost by making less.
+    yield Choice("batch", now, lowered, now // 2, changes_result=facts.trains and not makes_up)
 
 
 def _rows(node: ast.AST) -> Iterator[tuple[int, ast.expr]]:
@@ -142,12 +147,12 @@ def _changes(text: CellText, found: BatchSize, value: int) -> Iterator[Change]:
     if text.cell != found.cell:
         return
     for node in text.nodes():
-        for literal in _literals(node, found.name):
+        for literal in literals(node, found.name):
             if literal.value == found.value:
                 yield text.replace(literal, str(value))
 
 
-def _literals(node: ast.AST, name: str) -> Iterator[ast.Constant]:
+def literals(node: ast.AST, name: str) -> Iterator[ast.Constant]:
     """Yield the number that an argument, a default or an assignment of this name gives."""
     values: list[ast.expr] = []
     if isinstance(node, ast.keyword):

@@ -9,25 +9,36 @@ from collections.abc import Iterator
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Collection, Facts
 from gpumagic.oom.rules.patterns import match
-from gpumagic.oom.rules.proposal import LEAST, bracketed, loop_around, propose
+from gpumagic.oom.rules.proposal import LEAST, bracketed, failed, loop_around, propose
 from gpumagic.report.units import count, size
 from gpumagic.source.text import CellText, called_name, names_in
+
+
+def growing(facts: Facts) -> str:
+    """Return what grows with every pass of a loop, as a sentence; empty where nothing is known to."""
+    for _, target, _ in _additions(facts):
+        evidence = _with_graphs(facts, target)
+        if evidence:
+            return f"A leak: {evidence}."
+    return ""
+
+
+def _with_graphs(facts: Facts, target: str) -> str:
+    """Return what is known of the graphs that a variable of a loop collects; empty where it collects none."""
+    held, total = facts.work.collections.get(target), facts.work.tensors.get(target)
+    if held is not None and held.graphs:
+        return f"{held.place or target} holds {count(held.graphs, 'tensor')} with a graph, one more in every pass"
+    return f"{target} has a graph that grows in every pass of the loop" if total is not None and total.graph else ""
 
 
 def graphs(facts: Facts) -> Iterator[Advice]:
     """Add up numbers, not tensors that drag their graphs along."""
     for text, target, values in _additions(facts):
-        held, total = facts.work.collections.get(target), facts.work.tensors.get(target)
-        if held is not None and held.graphs:
-            is_number = held.is_of_numbers
-            evidence = (
-                f"{held.place or target} holds {count(held.graphs, 'tensor')} with a graph, one more in every pass"
-            )
-        elif total is not None and total.graph:
-            is_number = not total.shape
-            evidence = f"{target} has a graph that grows in every pass of the loop"
-        else:
+        evidence = _with_graphs(facts, target)
+        if not evidence:
             continue
+        held, total = facts.work.collections.get(target), facts.work.tensors.get(target)
+        is_number = held.is_of_numbers if held is not None and held.graphs else total is not None and not total.shape
         known = [facts.work.tensors.get(text.code(value)) for value in values]
         for value, fact in zip(values, known, strict=True):
             if values[1:] and (fact is None or not fact.graph):
@@ -65,6 +76,25 @@ def results(facts: Facts) -> Iterator[Advice]:
         )  # fmt: skip
         return
 
+
+def listed(facts: Facts) -> Iterator[Advice]:
+    """Collect what a list makes of each of its passes in the host's memory."""
+    for text, statement in failed(facts):
+        for node in ast.walk(statement):
+            if not isinstance(node, ast.ListComp) or not isinstance(node.elt, ast.Call):
+                continue
+            if called_name(node.elt) in _LEAVES or "nn" in names_in(node.elt.func):
+                continue
+            yield propose(
+                "Collect what the list is made of in the host's memory", text=text,
+                changes=[text.append(node.elt, ".cpu()")], evidence="the list keeps every part on the device",
+                cost="a copy in each pass; what uses the list finds it on the CPU",
+            )  # fmt: skip
+            return
+
+
+_LEAVES = frozenset({"cpu", "item", "numpy", "tolist", "list", "int", "float", "str", "len", "range", "checkpoint"})
+"""What gives no tensor on the device."""
 
 _NOTHING: list[ast.expr] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 
 from gpumagic.oom.report import Advice
@@ -16,6 +17,10 @@ INFERENCE = "with torch.inference_mode():"
 _SWITCHES = ("no_grad", "inference_mode", "set_grad_enabled")
 _DIFFERENTIATES = frozenset({"grad", "requires_grad_", "requires_grad", "jacobian", "hessian", "vjp", "jvp"})
 """What code mentions that wants a gradient without calling `backward`."""
+
+
+_EVALUATION = re.compile(r"eval|valid|predict|infer|embed|encode|score|^test", re.IGNORECASE)
+"""How functions are called that only look at what a model gives."""
 
 
 def earlier_graph(facts: Facts) -> Iterator[Advice]:
@@ -42,14 +47,21 @@ def evaluates(facts: Facts) -> Iterator[Advice]:
     if facts.cell.attributes & _DIFFERENTIATES or wanted:  # the gradient of an input that is optimized or explained
         return
     off = {"no_grad", "inference_mode", "decorate_context", "backward"}
-    evaluates = [model.name for model in facts.models if not model.training]
-    if facts.scene.functions & off or not evaluates:
+    said = [f"{model.name} is in eval mode" for model in facts.models if not model.training]
+    said += [f"{name}() is by its name an evaluation" for name in _evaluations(facts)]
+    if facts.scene.functions & off or not said:
         return
     yield propose(
         "Evaluate without an autograd graph",
-        evidence=f"{evaluates[0]} is in eval mode and nothing calls backward, yet {facts.scene.graph_names[0]} "
+        evidence=f"{said[0]} and nothing calls backward, yet {facts.scene.graph_names[0]} "
         "has a graph", cost="its results cannot be part of a backward pass", text=facts.text, changes=_ungraphed(facts),
     )  # fmt: skip
+
+
+def _evaluations(facts: Facts) -> list[str]:
+    """Return the functions of the user's that were running and by their names evaluate."""
+    made = [node.name for text in facts.texts for node in text.nodes() if isinstance(node, ast.FunctionDef)]
+    return [name for name in made if name in facts.scene.functions and _EVALUATION.search(name)]
 
 
 def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:

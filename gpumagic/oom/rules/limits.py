@@ -9,6 +9,7 @@ from typing import Any
 
 from gpumagic.oom.recognition import PINNED
 from gpumagic.oom.report import Advice
+from gpumagic.oom.rules import collected
 from gpumagic.oom.rules.batch import remake
 from gpumagic.oom.rules.facts import Facts, TensorFact
 from gpumagic.oom.rules.proposal import backend, bracketed, calls, failed, propose
@@ -123,8 +124,15 @@ A_FAIR_SHARE = 8
 
 
 def is_fragmented(facts: Facts) -> bool:
-    """Return whether what was reserved and unallocated would have held the request, had it been in one piece."""
+    """Return whether what was reserved and unallocated would have held the request, had it been in one piece.
+
+    A cell that needs more than there is does not fit in one piece either, and what a leak grows by is no gap.
+    """
     if not facts.from_allocator or facts.requested is None or facts.unallocated is None:
+        return False
+    if facts.need is not None and (facts.need.missing or facts.need.fits is False):
+        return not facts.need.missing
+    if collected.growing(facts) and facts.transient > facts.unallocated:
         return False
     return facts.unallocated >= max(facts.requested, (facts.capacity or 0) // A_FAIR_SHARE)
 

@@ -134,6 +134,8 @@ class Choice:
         guess: the number to suggest where none can be tried.
         is_rounded: whether a round number is as good as a slightly larger one.
         finish: returns what is better than the suggestion with the number that was found, where that fits too.
+        changes_result: whether the number itself changes what the cell computes, which `finish` would not.
+        is_setting: whether `%%dryrun --fit` finds the number by its name.
     """
 
     name: str
@@ -142,6 +144,13 @@ class Choice:
     guess: int
     is_rounded: bool = True
     finish: Callable[[int], Advice | None] | None = None
+    changes_result: bool = False
+    is_setting: bool = False
+
+    @property
+    def goes_on(self) -> str:
+        """The line with which a search goes on that was cut short."""
+        return f"%%dryrun --fit {self.name}" if self.is_setting else "%config GPUMagic.advice_seconds = 60"
 
 
 def propose(

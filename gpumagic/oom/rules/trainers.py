@@ -107,7 +107,8 @@ def batch(facts: Facts) -> Iterator[Choice]:
             **told(trainer, {name: str(now // steps), "gradient_accumulation_steps": str(steps * before)}),
         )  # fmt: skip
 
-    yield Choice(name, now, lowered, now // 2, finish=None if _evaluates(facts) else accumulating)
+    yield Choice(name, now, lowered, now // 2, finish=None if _evaluates(facts) else accumulating,
+                 changes_result=not _evaluates(facts))  # fmt: skip
 
 
 def number(trainer: Trainer, name: str, default: int) -> int | None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from gpumagic.oom.recognition import PINNED
-from gpumagic.oom.rules import limits
+from gpumagic.oom.rules import collected, limits
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.report.units import shape, size, size_of
+
+if TYPE_CHECKING:
+    from gpumagic.oom.report import Need
 
 A_FAIR_SHARE = 10
 """What holds less than one part in so many of the device is advice perhaps, but not the verdict."""
@@ -99,14 +103,26 @@ def _shortage(facts: Facts) -> str:
         where = facts.device or "The device"
         return f"{where} ran out of memory in {facts.kind}{room}; the error does not say how much it asked for."
     if need is not None and need.missing:
-        about = "" if need.certain else "at least " if need.fits is False else "up to "
-        return (
-            f"Not enough memory: the cell needs {about}{size(need.needed)} of {where}, which has {size(need.had)} for "
-            f"it: {size(need.missing)} missing."
-        )
+        return _too_large(facts, need, where)
     if facts.free is None:
         return f"Not enough memory: a request of {size(facts.requested)} did not fit on {where}."
     return f"Not enough memory on {where}: {size(facts.requested)} requested, {size(facts.free)} free."
+
+
+def _too_large(facts: Facts, need: Need, where: str) -> str:
+    """Return the sentence for a cell that needs more than there is: with what else is there, or by itself."""
+    about = "" if need.certain else "up to " if need.on or need.fits is not False else "at least "
+    depends = f", depending on {need.on}" if need.on else ""
+    if need.alone is not None and need.alone <= need.had:
+        return (
+            f"Not enough memory beside what earlier cells hold: alone the cell needs {about}{size(need.alone)} of the "
+            f"{size(need.had)} of {where}{depends}, with them {size(need.needed)}: {size(need.missing)} missing."
+        )
+    said = (
+        f"Not enough memory: the cell needs {about}{size(need.needed)} of {where}{depends}, which has "
+        f"{size(need.had)} for it: {size(need.missing)} missing."
+    )
+    return " ".join(filter(None, (said, collected.growing(facts))))
 
 
 def sentences(facts: Facts) -> Iterator[str]:

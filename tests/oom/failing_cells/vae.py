@@ -1,6 +1,6 @@
 # A variational autoencoder, one batch of all the images.
 # memory: 48MiB
-# verdict: fragmentation
+# verdict: shortage
 # advice: Train on
 # %%
 encoder = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 64)).to("simgpu:0")

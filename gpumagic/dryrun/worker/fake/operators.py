@@ -29,6 +29,8 @@ aten = torch.ops.aten
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 META = DispatchKeySet(DispatchKey.Meta)
 
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"})
+"""Matrix products, whose operands are of one dtype."""
 VIEWS = ("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold", "view_as_real", "view_as_complex",
          "_conj", "_neg_view", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
          "detach", "squeeze", "squeeze.dim", "squeeze.dims", "_unsafe_view", "resolve_conj", "resolve_neg")  # fmt: skip
@@ -225,6 +227,9 @@ class Operators:
     ) -> Any:
         op = operator.op
         self.seen.add(operator.name)
+        kinds = {each.dtype for each in operands.tensors} if operator.name.partition(".")[0] in PRODUCTS else ()
+        if len(kinds) > 1:  # torch's meta kernels let it pass, no device's does
+            raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {' and '.join(map(str, kinds))}")
         call = Call(op, args, kwargs, self._name)
         is_like_others = True
         """Whether another call of the same metadata does the same."""

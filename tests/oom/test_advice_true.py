@@ -1,0 +1,229 @@
+"""What a report may not say: fragmentation that is none, an untried remedy above a tried one, a fit that never ran."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from oom_cells import forget_everything
+
+import gpumagic
+from gpumagic import simgpu
+from gpumagic.memory.allocator import AllocatorStats
+from gpumagic.oom import advice as advising
+from gpumagic.oom import trials
+from gpumagic.oom.report import Advice, EditTrial, Need
+from gpumagic.oom.rules import collected, graphs, limits, parts, verdict
+from gpumagic.oom.rules.facts import Collection, Facts, Model, Scene, TensorFact, Work
+from gpumagic.source import cell_code, text
+
+MIB, GIB = 2**20, 2**30
+pytestmark = pytest.mark.usefixtures("few_objects")
+PIECES = Facts(
+    kind="cuda allocator", device="cuda:0", requested=4 * GIB, capacity=15 * GIB, free=GIB, unallocated=5 * GIB,
+    before=AllocatorStats(0, 0, 0), at_failure=AllocatorStats(9 * GIB, 14 * GIB, 9 * GIB),
+    after=AllocatorStats(0, 0, 0), from_allocator=True, segments_can_expand=True,
+)  # fmt: skip
+
+
+def of_cell(facts: Facts, code: str, line: int, **work: object) -> Facts:
+    work = {"text": text.parse(code, line=line), **work}
+    return replace(facts, cell=cell_code.read_cell(code), scene=replace(facts.scene, line=line), work=Work(**work))
+
+
+def test_a_cell_larger_than_the_card_is_not_fragmented() -> None:
+    assert verdict.cause(PIECES) == "fragmentation"
+    needs_more = replace(PIECES, need=Need(16 * GIB, 15 * GIB, fits=False, certain=True))
+    assert verdict.cause(needs_more) == "shortage"
+    assert not list(limits.expandable_segments(needs_more))
+    assert verdict.cause(replace(PIECES, need=Need(14 * GIB, 15 * GIB, fits=False, certain=True))) == "fragmentation"
+
+
+def test_a_leak_is_told_by_its_variable_and_is_no_fragmentation() -> None:
+    code = "losses = []\nfor x in data:\n    loss = net(x).mean()\n    losses.append(loss)"
+    leaking = of_cell(
+        PIECES, code, 3, collections={"losses": Collection(8, 4096, graphs=8, is_of_numbers=True)},
+        tensors={"loss": TensorFact((), "float32", 4, "cuda:0", graph=True)},
+    )  # fmt: skip
+    assert verdict.cause(leaking) == "shortage"
+    needs = replace(leaking, need=Need(20 * GIB, 15 * GIB, fits=False, certain=True))
+    assert verdict.sentence(needs).endswith("A leak: losses holds 8 tensors with a graph, one more in every pass.")
+
+
+def test_what_fits_an_empty_card_is_told_apart_from_what_fits_none() -> None:
+    need = Need(16 * GIB, 15 * GIB, fits=False, certain=True, alone=9 * GIB)
+    assert verdict.sentence(replace(PIECES, need=need)) == (
+        "Not enough memory beside what earlier cells hold: alone the cell needs 9.0 GiB of the 15.0 GiB of cuda:0, "
+        "with them 16.0 GiB: 1.0 GiB missing."
+    )
+
+
+def test_a_need_that_hangs_on_a_value_is_told_with_its_line() -> None:
+    need = Need(16 * GIB, 15 * GIB, fits=None, certain=False, on="line 7")
+    assert "needs up to 16.0 GiB of cuda:0, depending on line 7" in verdict.sentence(replace(PIECES, need=need))
+
+
+class Told:
+    """Trials of which the outcome is given by title."""
+
+    reason = ""
+
+    def __init__(self, outcomes):
+        self._outcomes = outcomes
+
+    def of(self, *edits: Advice) -> EditTrial:
+        return self._outcomes.get(edits[0].title, EditTrial())
+
+
+def ranked(monkeypatch, *suggestions, **more) -> list[str]:
+    """Return the order of suggestions, each with its tier, what came of it, and more fields."""
+    tiers = [
+        (
+            lambda _, own=tier: (
+                Advice(title, frees, None, first="x") for title, at, _, frees in suggestions if at == own
+            )
+        )
+        for tier in range(6)
+    ]
+    monkeypatch.setattr(advising, "TIERS", tuple((tier,) for tier in tiers))
+    facts = replace(PIECES, need=Need(16 * GIB, 15 * GIB, fits=False, certain=True), **more)
+    outcomes = {title: trial for title, _, trial, _ in suggestions if trial is not None}
+    return [each.title for each in advising.advise(facts, Told(outcomes))]
+
+
+FITS = EditTrial(True, True, 10 * GIB, 15 * GIB, 6 * GIB)
+FAILS = EditTrial(False, True, 15 * GIB + 1, 15 * GIB, GIB)
+
+
+def test_what_was_not_tried_never_stands_above_what_was(monkeypatch) -> None:
+    found = ranked(monkeypatch, ("untried", 0, None, None), ("fails", 2, FAILS, None), ("8-bit", 4, None, None))
+    assert found == ["fails", "untried", "8-bit"]
+    assert ranked(monkeypatch, ("untried", 0, None, None), ("fits", 3, FITS, None)) == ["fits"]
+
+
+def test_crumbs_never_stand_above_a_leak(monkeypatch) -> None:
+    assert ranked(monkeypatch, ("6 MiB", 0, None, 6 * MIB), ("201 MiB", 1, None, 201 * MIB))[0] == "201 MiB"
+    assert ranked(monkeypatch, ("150 MiB", 0, None, 150 * MIB), ("201 MiB", 1, None, 201 * MIB))[0] == "150 MiB"
+
+
+def test_what_only_divides_activations_is_not_tried_where_the_parameters_are_too_large() -> None:
+    code = "for q in queries.split(500):\n    d = torch.cdist(q, base)"
+    facts = of_cell(PIECES, code, 2)
+    need = Need(40 * GIB, 15 * GIB, fits=False, certain=True)
+    assert any("at a time" in each.title for each in advising.advise(replace(facts, need=need), Untried()))
+    fixed = replace(need, fixed=16 * GIB)
+    assert not any("at a time" in each.title for each in advising.advise(replace(facts, need=fixed), Untried()))
+
+
+class Untried(Told):
+    def __init__(self):
+        super().__init__({})
+
+    def choose(self, choice, *_):
+        from gpumagic.oom.trials import Chosen
+
+        return Chosen(choice.make(choice.guess), EditTrial())
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "edit"),
+    [
+        ("for q in queries.split(500):\n    d = torch.cdist(q, base)", 2, "for q in queries.split(250):"),
+        ("for q in torch.split(queries, 500):\n    d = torch.cdist(q, base)", 2,
+         "for q in torch.split(queries, 250):"),
+        ("for i in range(0, len(x), 500):\n    y = x[i : i + 500] @ w", 2,
+         "for i in range(0, len(x), 250):\n    y = x[i : i + 250] @ w"),
+        ("for q in x.chunk(4):\n    y = q @ w", 2, "for q in x.chunk(8):"),
+        ("step = 500\nfor i in range(0, len(x), step):\n    y = x[i : i + step] @ w", 3, "step = 250"),
+        ("d = [torch.cdist(q, base) for q in queries.split(500)]", 1,
+         "d = [torch.cdist(q, base) for q in queries.split(250)]"),
+        ("loader = DataLoader(data, 64)\nfor x in loader:\n    net(x)", 3, "loader = DataLoader(data, 32)"),
+    ],
+)  # fmt: skip
+def test_parts_are_made_smaller_where_the_code_says_how_large_they_are(code, line, edit) -> None:
+    facts = of_cell(PIECES, code, line, numbers={"step": 500})
+    (choice,) = parts.smaller(facts)
+    assert choice.make(choice.guess).edit == edit
+
+
+def test_a_number_of_the_notebook_is_set_before_the_cell() -> None:
+    facts = of_cell(PIECES, "for q in x.split(size):\n    y = q @ w", 2, numbers={"size": 500})
+    (choice,) = parts.smaller(facts)
+    assert choice.make(choice.guess).first == "size = 250"
+    assert choice.goes_on == "%%dryrun --fit size"
+
+
+def test_an_evaluation_is_run_without_graphs_before_its_results_are_detached() -> None:
+    order = advising.MISTAKES
+    assert order.index(graphs.evaluates) < order.index(collected.graphs)
+    code = "def validate():\n    for x in data:\n        outs.append(net(x))\nvalidate()"
+    facts = of_cell(PIECES, code, 4)
+    facts = replace(
+        facts, models=(Model("net", GIB, GIB, training=True, checkpoints=None),),
+        scene=Scene(line=4, functions=frozenset({"validate", "forward"}), graph_names=("outs",)),
+    )  # fmt: skip
+    assert next(graphs.evaluates(facts)).evidence.startswith("validate() is by its name an evaluation")
+
+
+@pytest.fixture
+def report_of(bare_shell):
+    simgpu.enable(devices=2, memory="256MiB")
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 120")
+    bare_shell.run_cell("import torch", store_history=True)
+
+    def run(cell: str):
+        bare_shell.run_cell(f"%%oomguard -o report\n{cell}", store_history=True)
+        return bare_shell.user_ns["report"]
+
+    yield run
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    forget_everything(bare_shell)
+    torch.simgpu.empty_cache()
+    simgpu.enable(devices=2, memory="4GiB")  # as the other tests have them
+
+
+TOUR = """
+def fill(device):
+    free, total = torch.accelerator.get_memory_info(device)
+    return [torch.ones(total // 32, device=device) for _ in range(9)]
+chunks = fill(0)"""
+
+
+def test_the_cell_of_the_tour_has_a_first_suggestion_that_fits(report_of) -> None:
+    report = report_of(TOUR)
+    assert report.advice[0].title == "Collect what the list is made of in the host's memory"
+    assert report.advice[0].covers
+
+
+def test_a_dry_run_refuses_operands_of_different_types_as_a_device_does() -> None:
+    simgpu.enable(devices=2, memory="4GiB")
+    code = "net = torch.nn.Linear(64, 64).to('simgpu:0').bfloat16()\nnet(torch.ones(8, 64, device='simgpu:0'))"
+    assert "must have the same dtype" in gpumagic.dry_run(code, {"torch": torch}, device="simgpu:0").error
+
+
+def test_ctrl_c_between_two_dry_runs_leaves_the_report(report_of, monkeypatch) -> None:
+    def interrupting(facts):
+        os.kill(os.getpid(), signal.SIGINT)
+        yield from ()
+
+    monkeypatch.setattr(advising, "TIERS", ((interrupting, collected.listed), (), (), (), (), ()))
+    report = report_of(TOUR)
+    assert report.need is not None
+    assert [each.covers for each in report.advice] == [None]
+    assert any("Not all advice was tried: interrupted" in note for note in report.notes)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_search_that_is_cut_short_says_so_and_how_it_goes_on(report_of, monkeypatch) -> None:
+    def cut_short(dry_run, *_):
+        dry_run(50)
+        raise trials._CutShort
+
+    monkeypatch.setattr("gpumagic.dryrun.fitting.search", cut_short)
+    first = report_of("batch_size = 100\nx = torch.ones(batch_size, 1 << 20, device='simgpu:0').relu()").advice[0]
+    assert first.covers
+    assert first.evidence.endswith("the search was cut short, more may fit: %%dryrun --fit batch_size")
