@@ -220,7 +220,7 @@ def test_ctrl_c_between_two_dry_runs_leaves_the_report(report_of, monkeypatch) -
 
 def test_a_search_that_is_cut_short_says_so_and_how_it_goes_on(report_of, monkeypatch) -> None:
     def cut_short(dry_run, *_):
-        dry_run(50)
+        dry_run(20)
         raise trials._CutShort
 
     monkeypatch.setattr("gpumagic.dryrun.fitting.search", cut_short)
