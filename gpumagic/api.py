@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpumagic.tensors.leaks_report import FreedReport, WhyReport
     from gpumagic.tensors.report import TensorReport
     from gpumagic.transfers.run import DeviceRun
-    from gpumagic.transfers.trace.functions import Function
+    from gpumagic.transfers.trace.events import Function
 
 
 def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) -> GPUReport:
