@@ -200,20 +200,19 @@ class GPUMagic(Magics):
         print(every_cell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
 
     def _follow(self, options: Namespace) -> object:
+        from gpumagic.gpus import live
+
         if options.each_cell:
             if options.engines is not None:
                 return self._on_engines("gpuinfo", options)
-            from gpumagic.gpus import each_cell
-
+            monitor = live.cell_monitor(self.shell)
             if options.each_cell is True:
-                return each_cell.report(self.shell)
-            each_cell.switch(self.shell, options.each_cell)
+                return monitor.report()
+            monitor.switch(options.each_cell == "on")
         if options.watch is None:
             return None
-        from gpumagic.gpus import live
-
         if options.watch == 0:
-            live.off(self.shell)
+            live.stop_watching(self.shell)
             return None
         ask: Callable[[], Any] = functools.partial(_ask_gpus, options)
         if options.engines is not None:
