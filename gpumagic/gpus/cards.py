@@ -74,7 +74,7 @@ def read_cards(*, processes: bool = False, everything: bool = False) -> NvmlSnap
 
 
 def _read_cards(processes: bool, everything: bool) -> NvmlSnapshot | NvmlFailure:
-    answer = _connect_and_count()
+    answer = nvml.connect()
     if isinstance(answer, NvmlFailure):
         return answer
     binding, count = answer
@@ -92,20 +92,6 @@ def _read_cards(processes: bool, everything: bool) -> NvmlSnapshot | NvmlFailure
         cards.append(_read_card(Readings(binding, handle, peers), index, processes, everything))
     newest = None if cuda is None else (cuda // 1000, cuda % 1000 // 10)
     return NvmlSnapshot(tuple(cards), driver, newest, nvml.is_shadowed(binding))
-
-
-def _connect_and_count() -> tuple[ModuleType, int] | NvmlFailure:
-    for attempt in range(2):
-        binding = nvml.connect()
-        if isinstance(binding, NvmlFailure):
-            return binding
-        try:
-            return binding, int(binding.nvmlDeviceGetCount())
-        except Exception as error:
-            if attempt or nvml.error_code(error) != nvml.UNINITIALIZED:
-                return nvml.failure_of(error)
-            nvml.reset()
-    raise AssertionError("unreachable: the second attempt returns")
 
 
 def _read_card(card: Readings, index: int, utilization: bool, everything: bool) -> Card:

@@ -15,10 +15,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -109,52 +110,39 @@ def query(function: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, reason_of(error)
 
 
-def connect() -> ModuleType | NvmlFailure:
-    """Return the binding with NVML initialised in this process, or why it does not answer."""
+def connect(*, again: bool = True) -> tuple[ModuleType, int] | NvmlFailure:
+    """Return the binding, with NVML initialised in this process, and the number of cards; or why it does not answer.
+
+    Other code in this process may have shut NVML down since; it is initialised ``again``, once.
+    """
     binding = _import_pynvml()
     if binding is None:
         return NvmlFailure("no binding")
-    if os.getpid() not in _initialised:
-        try:
+    try:
+        if os.getpid() not in _initialised:
             binding.nvmlInit()
-        except Exception as error:
-            return failure_of(error)
-        _initialised.add(os.getpid())
-    return binding
+            _initialised.add(os.getpid())
+        return binding, int(binding.nvmlDeviceGetCount())
+    except Exception as error:
+        if again and error_code(error) == UNINITIALIZED:
+            _initialised.clear()
+            return connect(again=False)
+        return NvmlFailure(_PROBLEMS.get(error_code(error), "error"), message_of(error))
 
 
-def reset() -> None:
-    """Initialise again at the next `connect`, after other code in this process has shut NVML down."""
-    _initialised.clear()
-
-
-class _Reading(threading.Thread):
+@dataclass(frozen=True)
+class _Reading:
     """One reading, in a daemon thread: a process whose driver hangs must be able to end."""
 
-    def __init__(self, read: Callable[[], object]) -> None:
-        super().__init__(name="gpumagic driver", daemon=True)
-        self._read = read
-        self._process = os.getpid()
-        self._ended = threading.Event()  # a `join` that Ctrl-C interrupts takes the thread for ended (bpo-45274)
-        self.began = time.monotonic()
-        self.answer: object = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.answer = self._read()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self._ended.set()
-
-    def wait(self) -> None:
-        """Wait for its end, `TIME_LIMIT` at most."""
-        self._ended.wait(TIME_LIMIT)
+    answer: Future[
+        Any
+    ]  # waiting for a thread's end would not do: a `join` that Ctrl-C ends takes it for ended (bpo-45274)
+    process: int = field(default_factory=os.getpid)
+    began: float = field(default_factory=time.monotonic)
 
     def hangs(self) -> bool:
         """Return whether it has not ended; in a forked child there is no such thread."""
-        return not self._ended.is_set() and self._process == os.getpid()
+        return not self.answer.done() and self.process == os.getpid()
 
 
 def within_time(read: Callable[[], T | NvmlFailure]) -> T | NvmlFailure:
@@ -166,26 +154,27 @@ def within_time(read: Callable[[], T | NvmlFailure]) -> T | NvmlFailure:
     global _hanging  # noqa: PLW0603  of this process, as the driver is
     if _hanging is not None and _hanging.hangs():
         return NvmlFailure("no answer", f"{time.monotonic() - _hanging.began:.0f} s")
-    _hanging = reading = _Reading(read)
-    reading.start()
-    reading.wait()
-    if reading.hangs():
+    answer: Future[T | NvmlFailure] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(read())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    _hanging = _Reading(answer)
+    thread = threading.Thread(target=run, name="gpumagic driver", daemon=True)
+    thread.start()
+    if not wait([answer], TIME_LIMIT).done:
         return NvmlFailure("no answer", f"{TIME_LIMIT:g} s")
-    reading.join()
+    thread.join()
     _hanging = None
-    if reading.error is not None:
-        raise reading.error
-    return cast("T | NvmlFailure", reading.answer)
+    return answer.result()
 
 
 def is_shadowed(binding: ModuleType) -> bool:
     """Return whether `pynvml` is the deprecated package of that name, which hides nvidia-ml-py's module."""
     return hasattr(binding, "__path__")
-
-
-def failure_of(error: Exception) -> NvmlFailure:
-    """Return why NVML does not answer, from an error of initialising or counting."""
-    return NvmlFailure(_PROBLEMS.get(error_code(error), "error"), message_of(error))
 
 
 def error_code(error: Exception) -> int:

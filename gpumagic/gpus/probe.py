@@ -66,13 +66,8 @@ def _matches(name: str, row: GpuRow, rows: Sequence[GpuRow]) -> bool:
     if lowered == "auto":
         return row.device == best_device(rows)
     if re.fullmatch(r"(gpu:)?\d+", lowered):
-        return ordinal(row.device) == int(lowered.rpartition(":")[2])
+        return Device.parse(row.device).index == int(lowered.rpartition(":")[2])
     return lowered in (row.device, Device.parse(row.device).backend, "gpu")
-
-
-def ordinal(device: str | None) -> int:
-    """Return 1 for ``"cuda:1"``."""
-    return int((device or "").partition(":")[2] or 0)
 
 
 ESTIMATED = "estimated"
@@ -108,23 +103,14 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
     )  # fmt: skip
 
 
-def read_rows(backends: Collection[str]) -> list[GpuRow]:
-    """Return the devices of some backends, such as ``{"cuda"}``, without reasons for what they lack."""
-    simulated = torch_devices.simulated_rows() if "simgpu" in backends else []
-    if set(backends) <= {"simgpu"}:
-        return simulated
-    build, answer = torch_build(), cards.read_cards()
-    rows, _, _ = _nvidia_rows(answer, build)
-    return [*rows, *torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer)), *simulated]
-
-
 def driver_figures(backends: Collection[str]) -> dict[str, DriverFigures]:
     """Return what drivers say of the devices of some backends, such as ``{"cuda"}``, for `memory.devices`."""
-    return {
-        row.device: DriverFigures(row.memory_free, row.other_processes)
-        for row in read_rows(backends)
-        if row.device is not None
-    }
+    rows = torch_devices.simulated_rows() if "simgpu" in backends else []
+    if not set(backends) <= {"simgpu"}:
+        build, answer = torch_build(), cards.read_cards()
+        rows += _nvidia_rows(answer, build)[0]
+        rows += torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
+    return {row.device: DriverFigures(row.memory_free, row.other_processes) for row in rows if row.device is not None}
 
 
 def _why_not_listed(answer: NvmlSnapshot | NvmlFailure) -> str:
@@ -147,7 +133,7 @@ def _nvidia_rows(
 
 
 def _sort_key(row: GpuRow) -> tuple[bool, int, int]:
-    return row.device is None, ordinal(row.device), row.nvml_index or 0
+    return row.device is None, Device.parse(row.device or "").index, row.nvml_index or 0
 
 
 def _gpu_row(card: Card, name: TorchName | None, build: TorchBuild, answer: NvmlSnapshot) -> GpuRow:
