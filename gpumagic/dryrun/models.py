@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpumagic.errors import OptionError
+from gpumagic.memory.allocator import rounded
 from gpumagic.report.base import Report
 
-_BLOCK = 512
-"""Bytes in whole numbers of which torch's CUDA allocator gives memory away."""
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
 """Tensors of a parameter's own size that an optimizer of torch keeps on the device for it."""
@@ -69,7 +68,7 @@ class Model:
         """Bytes on each device as the cell leaves it, as torch's allocator counts them."""
         found: dict[str, int] = {}
         for each in self.tensors:
-            found[each.device] = found.get(each.device, 0) + each.count * _allocated(each.numel * each.itemsize)
+            found[each.device] = found.get(each.device, 0) + each.count * rounded(each.numel * each.itemsize)
         return found
 
     def by_dtype(self, training: bool = False, *, optimizer: str = "adamw") -> DtypeReport:
@@ -160,8 +159,8 @@ def table(
 def _cast(tensors: Sequence[TensorGroup], dtype: str, copies: int | None, capacity: int | None) -> DtypeRow:
     """Return the row of a type that a model is cast to; buffers and whole numbers stay as they are."""
     itemsize = _ITEMSIZE[dtype]
-    weights = _sum(tensors, lambda each: _allocated(each.numel * (itemsize if each.is_floating else each.itemsize)))
-    trained = _sum((each for each in tensors if each.requires_grad), lambda each: _allocated(each.numel * itemsize))
+    weights = _sum(tensors, lambda each: rounded(each.numel * (itemsize if each.is_floating else each.itemsize)))
+    trained = _sum((each for each in tensors if each.requires_grad), lambda each: rounded(each.numel * itemsize))
     gradients, state = (None, None) if copies is None else (trained, copies * trained)
     buffers = _buffers(tensors)
     total = weights + buffers + (gradients or 0) + (state or 0)
@@ -176,7 +175,7 @@ def _quantized(
     weights = _sum(
         tensors,
         lambda each: weight(each) if each.is_linear
-        else _allocated(each.numel * (2 if each.is_floating else each.itemsize)),
+        else rounded(each.numel * (2 if each.is_floating else each.itemsize)),
     )  # fmt: skip
     buffers = _buffers(tensors)
     total = None if training else weights + buffers
@@ -186,12 +185,12 @@ def _quantized(
 
 def _int8(each: TensorGroup) -> int:
     """A byte a weight, and a float32 for each row."""
-    return _allocated(each.numel) + _allocated(4 * each.shape[0])
+    return rounded(each.numel) + rounded(4 * each.shape[0])
 
 
 def _int4(each: TensorGroup) -> int:
     """Half a byte a weight, a float32 for each 64 of them, and the 16 numbers that they stand for."""
-    return _allocated(-(-each.numel // 2)) + _allocated(4 * -(-each.numel // 64)) + _allocated(4 * 16)
+    return rounded(-(-each.numel // 2)) + rounded(4 * -(-each.numel // 64)) + rounded(4 * 16)
 
 
 _QUANTIZED = {"int8": _int8, "int4": _int4}
@@ -202,11 +201,7 @@ def _sum(tensors: Iterable[TensorGroup], nbytes: Callable[[TensorGroup], int]) -
 
 
 def _buffers(tensors: Sequence[TensorGroup]) -> int:
-    return sum(each.count * _allocated(each.numel * each.itemsize) for each in tensors if each.role == "buffer")
-
-
-def _allocated(nbytes: int) -> int:
-    return -(-nbytes // _BLOCK) * _BLOCK
+    return sum(each.count * rounded(each.numel * each.itemsize) for each in tensors if each.role == "buffer")
 
 
 def _notes(training: bool) -> Iterable[str]:

@@ -35,6 +35,7 @@ from gpumagic.dryrun.sendable import (  # fmt: skip
     special,
 )
 from gpumagic.heap.storages import COMPONENTS
+from gpumagic.memory.allocator import rounded
 
 KEPT_CONTENTS = 1 << 20
 """Bytes up to which a CPU tensor's or an array's contents go with the rest."""
@@ -156,7 +157,7 @@ class _Packing:
         totals: dict[str, int] = {}
         for part in self.storages.values():
             if part.nbytes:
-                totals[part.device] = totals.get(part.device, 0) + -(-part.nbytes // 512) * 512
+                totals[part.device] = totals.get(part.device, 0) + rounded(part.nbytes)
         limit = f"{parts.ROOM >> 20} MiB"
         zeros = f"of large tensors and arrays on the CPU, those beyond {limit} in all are assumed to be zeros"
         assumed = [zeros] if self.zeroed else []

@@ -114,13 +114,37 @@ def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
     )
 
 
-GRANULE = 512
-"""Bytes: the caching allocators of torch hand out multiples of it (kMinBlockSize)."""
+# The constants of torch's c10/cuda/CUDACachingAllocator.cpp, in bytes, with their names there. XPU's and simgpu's
+# allocators have the same.
+MIN_BLOCK = 512
+"""Blocks are multiples of it (kMinBlockSize)."""
+SMALL = 1 << 20
+"""Requests up to it share segments; what is left of a larger one is split off only if it is larger (kSmallSize)."""
+SMALL_SEGMENT = 2 << 20
+"""What is asked of the driver for requests up to `SMALL` (kSmallBuffer)."""
+MIN_LARGE = 10 << 20
+"""Requests from it have a segment of their own size, rounded up to `SEGMENT_ROUNDING` (kMinLargeAlloc)."""
+LARGE_SEGMENT = 20 << 20
+"""What is asked of the driver for requests between `SMALL` and `MIN_LARGE` (kLargeBuffer)."""
+SEGMENT_ROUNDING = 2 << 20
+"""Large segments are multiples of it (kRoundLarge)."""
+
+
+def rounded(nbytes: int, multiple: int = MIN_BLOCK) -> int:
+    """Return what the allocator counts for a request: at the least whole blocks; 0 for none."""
+    return -(-nbytes // multiple) * multiple
+
+
+def segment_size(nbytes: int) -> int:
+    """Return what the allocator asks of the driver for a block of these bytes, where its cache has no room."""
+    if nbytes <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if nbytes < MIN_LARGE else rounded(nbytes, SEGMENT_ROUNDING)
 
 
 def granule(device: str) -> int:
     """Return what a device's allocator rounds sizes up to; 1 where it does not round, or not in a known way."""
-    return GRANULE if device_stats(device) is not None and not device.startswith("mps") else 1
+    return MIN_BLOCK if device_stats(device) is not None and not device.startswith("mps") else 1
 
 
 def all_device_stats() -> dict[str, AllocatorStats]:

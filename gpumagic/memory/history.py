@@ -105,7 +105,7 @@ class AllocatorHistory:
         for device in self._devices():
             trace = snapshot["device_traces"][Device.parse(device).index]
             entries = (
-                BlockEvent(each["addr"], _SIGNS[each["action"]] * _rounded(each["size"]), each["time_us"] / 1e6 - ahead)
+                BlockEvent(each["addr"], _SIGNS[each["action"]] * allocator.rounded(each["size"]), each["time_us"] / 1e6 - ahead)
                 for each in trace
                 if each["action"] in _SIGNS
             )
@@ -128,11 +128,6 @@ class AllocatorHistory:
 _recording: list[object] = []
 """Who has simgpu's allocators record, which know only whether somebody does."""
 _SIGNS = {"alloc": 1, "free_requested": -1}
-
-
-def _rounded(nbytes: int) -> int:
-    """Return the bytes that the allocator counts for a request; its history has what was asked for."""
-    return -(-nbytes // allocator.GRANULE) * allocator.GRANULE
 
 
 def write(snapshot: Mapping[str, Any], path: Path) -> Path:

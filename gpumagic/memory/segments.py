@@ -104,8 +104,7 @@ class OccupiedBytes:
         granule = self._granule(device)
         if granule == 1:
             return nbytes
-        rounded = -(-nbytes // granule) * granule
-        return max(rounded, self._sizes.get(address, 0)) if nbytes else 0
+        return max(allocator.rounded(nbytes, granule), self._sizes.get(address, 0)) if nbytes else 0
 
 
 def may_be_expandable() -> bool:

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 
 from gpumagic.memory.workspaces import CLEAR_WORKSPACES
 from gpumagic.oom.report import WORKSPACE, Action, OomReport
-from gpumagic.report.units import size
-
-WORTH_A_LINE = 1024**2
-"""Bytes below which a line is not worth typing."""
+from gpumagic.report.units import LARGE, size
 
 
 def actions_of(report: OomReport, *, in_notebook: bool) -> tuple[Action, ...]:
@@ -26,7 +23,7 @@ def actions_of(report: OomReport, *, in_notebook: bool) -> tuple[Action, ...]:
 def _workspaces(report: OomReport) -> Iterator[Action]:
     """Offer the workspaces where they are as large as the request that failed; of a whole GPU they are little."""
     for holder in report.holders:
-        if holder.kind == WORKSPACE and holder.nbytes >= max(WORTH_A_LINE, report.requested or 0):
+        if holder.kind == WORKSPACE and holder.nbytes >= max(LARGE, report.requested or 0):
             note = f"frees {size(holder.nbytes)} of workspaces, until the next matrix product"
             yield Action(CLEAR_WORKSPACES, note)
 
@@ -35,6 +32,6 @@ def _held(report: OomReport, *, in_notebook: bool) -> Iterator[Action]:
     """Have it told what holds memory that nothing names."""
     named = sum(holder.nbytes for holder in report.holders)
     nameless = (report.allocated_after or 0) - named if report.holders else 0
-    if nameless >= WORTH_A_LINE:
+    if nameless >= LARGE:
         line = "%devices --leaks" if in_notebook else "gpumagic.devices().leaks()"
         yield Action(line, f"says what keeps {size(nameless)} without a name: autograd graphs, C++")

@@ -21,7 +21,7 @@ from gpumagic.oom.rules import limits, training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, KeptGraph, Loader, Ownership
 from gpumagic.oom.trials import Trials
 from gpumagic.report import base
-from gpumagic.report.units import size
+from gpumagic.report.units import LARGE, size
 from gpumagic.source import cell_code
 from gpumagic.source.cell_code import CellCode, is_batch_name
 from gpumagic.source.settings import names_used
@@ -30,9 +30,6 @@ from gpumagic.tensors import scan
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-
-MIN_REPORTED = 1024**2
-"""Bytes below which a difference is not reported."""
 
 FUSED_ATTENTION = ("cuda", "xpu", "mps")
 """Backends whose `scaled_dot_product_attention` has kernels that never make the matrix of all scores."""
@@ -113,7 +110,7 @@ def _trials(facts: Facts, state: GuardState, seconds: float) -> Trials:
 def _need(facts: Facts, tried: Trials) -> Need | None:
     """Return what the cell needs; None too where a dry run would have it fit that has just failed."""
     found = tried.need()
-    if found is not None and found.fits and facts.came_back < MIN_REPORTED and not limits.is_fragmented(facts):
+    if found is not None and found.fits and facts.came_back < LARGE and not limits.is_fragmented(facts):
         tried.reason = "the cell fits in a dry run, so a dry run does not know what it failed for"
         return None
     return found
@@ -150,9 +147,7 @@ def _facts(failure: Failure, state: GuardState) -> Facts:
         facts,
         holders=ownership.rows(owned, device, kept),
         leftovers=tuple(part for part in owned if part.names <= removable),
-        graphs=kept_graphs(device, unchanged - used, bound_first, namespace, state.shell)
-        if unnamed >= MIN_REPORTED
-        else None,
+        graphs=kept_graphs(device, unchanged - used, bound_first, namespace, state.shell) if unnamed >= LARGE else None,
         stale={name: ownership.released(owned, [name]) for name in (unchanged & bound_first) - read_first},
         models=tuple(model for model in work.models if model.local or model.name in used),
         optimizers=tuple(each for each in work.optimizers if each.local or each.name in used),
@@ -219,7 +214,7 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
 def _residue(facts: Facts, owned: Sequence[Ownership], read_first: set[str]) -> tuple[str, ...]:
     """Return the variables with memory or a graph that the cell binds anew when it runs again."""
     made = facts.cell.bound_first - read_first if facts.cell is not None else frozenset[str]()
-    large = {name for part in owned if part.nbytes >= MIN_REPORTED for name in part.names}
+    large = {name for part in owned if part.nbytes >= LARGE for name in part.names}
     return tuple(sorted(made & (large | set(facts.scene.graph_names))))
 
 

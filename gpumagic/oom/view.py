@@ -20,7 +20,7 @@ from gpumagic.report.document import (
     Table,
     document_of,
 )
-from gpumagic.report.units import NOT_AVAILABLE, count, duration, shape, size, size_of
+from gpumagic.report.units import LARGE, NOT_AVAILABLE, count, duration, shape, size, size_of
 
 
 def tries_table(tries: Sequence[Try], name: str) -> Table:
@@ -59,7 +59,6 @@ SHOWN_HOLDERS = 20
 SHORT = 40
 """Characters of code that the first line has room for."""
 NAMED_HOLDERS = 3
-WORTH_A_ROW = 1024**2
 
 
 @document_of.register(OomReport)
@@ -180,7 +179,7 @@ def _operation(report: OomReport) -> str:
 
 def _shares(report: OomReport) -> Iterator[Block]:
     """Say what the device was full of, folded: the largest part in a line, the table behind it."""
-    shown = [share for share in report.instant.shares if share.nbytes >= WORTH_A_ROW]
+    shown = [share for share in report.instant.shares if share.nbytes >= LARGE]
     if not shown:
         return
     whole = sum(share.nbytes for share in shown)
@@ -207,7 +206,7 @@ def _actions(report: OomReport) -> Iterator[Block]:
 def _holders(report: OomReport) -> Iterator[Block]:
     if not report.holders:
         return
-    large = [holder for holder in report.holders if holder.nbytes >= WORTH_A_ROW]  # they come largest first
+    large = [holder for holder in report.holders if holder.nbytes >= LARGE]  # they come largest first
     shown = [f"{holder.name} {size(holder.nbytes)}" for holder in large[:NAMED_HOLDERS]]
     rest = report.holders[len(shown) :]
     shown += [f"{count(len(rest), 'name')} {size(sum(holder.nbytes for holder in rest))}"] if rest else []

@@ -7,6 +7,8 @@ import unicodedata
 from collections.abc import Sequence
 
 NOT_AVAILABLE = "n/a"
+LARGE = 1 << 20
+"""Bytes from which memory is large enough to report: less has no line and no advice of its own."""
 SPARK_CHARACTERS = "▁▂▃▄▅▆▇█"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 

@@ -13,7 +13,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 from gpumagic.memory.workspaces import CLEAR_WORKSPACES
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
-from gpumagic.report.units import count, shape, size
+from gpumagic.report.units import LARGE, count, shape, size
 from gpumagic.tensors.report import (
     DeviceMemoryRow,
     DiffRow,
@@ -43,9 +43,7 @@ def view_tensors(report: TensorReport) -> Document:
     if report.by_device:
         blocks += [*_devices(report.by_device), *_workspaces(report.by_device)]
     blocks += [
-        Paragraph(_graph(row))
-        for row in report.graphs
-        if row.nbytes >= WORTH_A_SENTENCE and _graph(row) != _headline(report)
+        Paragraph(_graph(row)) for row in report.graphs if row.nbytes >= LARGE and _graph(row) != _headline(report)
     ]
     blocks += [
         Paragraph(f"Unattributed on {row.device}: {size(row.nbytes)} in {count(row.blocks, 'block')} from {row.line}")
@@ -55,8 +53,6 @@ def view_tensors(report: TensorReport) -> Document:
     return Document(tuple(blocks))
 
 
-WORTH_A_SENTENCE = 1 << 20
-"""Bytes that may be freed, from which the report says how."""
 LARGE_SHARE = 0.1
 """The share of all that the report lists, from which what may be freed is its first line."""
 
@@ -111,7 +107,7 @@ def _holder(row: TensorRow) -> str:
 
 
 def _is_worth_it(nbytes: int, report: TensorReport) -> bool:
-    return nbytes >= max(WORTH_A_SENTENCE, LARGE_SHARE * sum(row.in_rows for row in report.by_device))
+    return nbytes >= max(LARGE, LARGE_SHARE * sum(row.in_rows for row in report.by_device))
 
 
 def _sums(report: TensorReport) -> list[Block]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from gpumagic.report.units import count, size
+from gpumagic.report.units import LARGE, count, size
 from gpumagic.source import cell_code
 from gpumagic.source.cell_code import LoopCode
 from gpumagic.transfers.report import Suggestion, TransferRow
@@ -15,8 +15,6 @@ MANY_SYNCS = 100
 """Syncs by one line from which they are reported."""
 MIN_PINNED_BYTES = 16 * 1024**2
 """Bytes from pageable memory from which pinning pays."""
-MIN_SECOND_COPY_BYTES = 1024**2
-"""Bytes from which a second copy is reported."""
 
 MASK = "mask"
 """The cause of a read of how many elements a mask has, where it is an index."""
@@ -145,7 +143,7 @@ def _pin(row: TransferRow) -> Suggestion:
 def _is_left_behind(row: TransferRow, both: Collection[str]) -> bool:
     is_one = row.count - row.repeats == 1 and not _is_repeated(row)
     is_move = row.direction != "device-to-host" and not row.cause.startswith("Module.") and row.cause not in _READS
-    return is_one and is_move and row.name in both and row.nbytes >= MIN_SECOND_COPY_BYTES
+    return is_one and is_move and row.name in both and row.nbytes >= LARGE
 
 
 def _rebind(row: TransferRow) -> Suggestion:

@@ -8,11 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpumagic.report.units import size
+from gpumagic.report.units import LARGE, size
 from gpumagic.transfers.report import Explanation, Operand
-
-MIN_SHOWN_BYTES = 1024**2
-"""Bytes from which a size is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +131,7 @@ def _locations(operands: Sequence[Operand]) -> str:
     parts = []
     for number, each in enumerate(operands):
         of = "'s parameters and state are" if each.kind == "optimizer" else " is" if number == 0 else ""
-        nbytes = f" ({size(each.nbytes)})" if each.nbytes >= MIN_SHOWN_BYTES else ""
+        nbytes = f" ({size(each.nbytes)})" if each.nbytes >= LARGE else ""
         parts.append(f"{each.code}{nbytes}{of} on {' and '.join(each.devices)}")
     return ", ".join(parts)
 

@@ -19,13 +19,12 @@ from gpumagic.heap import modules
 from gpumagic.heap.storages import nbytes_of
 from gpumagic.memory.devices import Device
 from gpumagic.report.base import Holder
+from gpumagic.report.units import LARGE
 from gpumagic.source.frames import CallSites
 from gpumagic.transfers.report import TransferRow
 
 PINNABLE = frozenset({"cuda", "xpu"})
 """Backends that copy from pinned memory directly, while the host continues; MPS shares the host's memory."""
-MIN_PAGEABLE_BYTES = 1024**2
-"""Bytes below which memory is not checked for being pinned, which takes a driver call."""
 _MANY = 1000
 """Tensors kept before those that are gone are removed."""
 _MAX_ITEMS = 10_000
@@ -211,7 +210,7 @@ def is_pageable(subject: object, target: str, nbytes: int) -> bool | None:
 
     if (
         Device.parse(target).backend not in PINNABLE
-        or nbytes < MIN_PAGEABLE_BYTES
+        or nbytes < LARGE  # to ask whether memory is pinned takes a driver call
         or not isinstance(subject, torch.Tensor)
     ):
         return None

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Collection, Facts
 from gpumagic.oom.rules.patterns import match
-from gpumagic.oom.rules.proposal import LEAST, bracketed, failed, loop_around, propose
-from gpumagic.report.units import count, size
+from gpumagic.oom.rules.proposal import bracketed, failed, loop_around, propose
+from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, called_name, names_in
 
 
@@ -57,7 +57,7 @@ def results(facts: Facts) -> Iterator[Advice]:
     others = [each for each in facts.work.collections if each not in known and _is_there(facts, each)]
     for text, target, values in (*added, *((text, target, _NOTHING) for text in facts.texts for target in others)):
         held = facts.work.collections.get(target)
-        if held is None or held.graphs or held.nbytes < LEAST:
+        if held is None or held.graphs or held.nbytes < LARGE:
             continue
         place, joined = held.place or target, list(_joined(text, target))
         if not values and not joined:

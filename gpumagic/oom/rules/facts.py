@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
+from gpumagic.memory.allocator import segment_size
+
 if TYPE_CHECKING:
     import ast
 
@@ -329,8 +331,7 @@ class Facts:
         """Return whether the request may have been for so many bytes: allocators round up, texts round off."""
         if self.requested is None:
             return False
-        block = 2 << 20 if nbytes <= 1 << 20 else 20 << 20 if nbytes < 10 << 20 else -(-nbytes // (2 << 20)) * (2 << 20)
-        return nbytes * 0.99 <= self.requested <= block * 1.01
+        return nbytes * 0.99 <= self.requested <= segment_size(nbytes) * 1.01
 
     @property
     def leftover_nbytes(self) -> int:

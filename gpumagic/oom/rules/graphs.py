@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.proposal import LEAST, called_models, calls, find, propose
-from gpumagic.report.units import size
+from gpumagic.oom.rules.proposal import called_models, calls, find, propose
+from gpumagic.report.units import LARGE, size
 from gpumagic.source.text import CellText, Change, called_name, keyword, names_in
 
 INFERENCE = "with torch.inference_mode():"
@@ -25,7 +25,7 @@ _EVALUATION = re.compile(r"eval|valid|predict|infer|embed|encode|score|^test", r
 
 def earlier_graph(facts: Facts) -> Iterator[Advice]:
     """Let go of the graphs that earlier cells' results keep."""
-    if facts.graphs is None or facts.graphs.nbytes < LEAST:
+    if facts.graphs is None or facts.graphs.nbytes < LARGE:
         return
     found = facts.graphs
     *others, last = sorted(found.names)

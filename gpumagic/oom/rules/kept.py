@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Ownership
-from gpumagic.oom.rules.proposal import LEAST, calls, loop_around, prepare, propose
-from gpumagic.report.units import count, size
+from gpumagic.oom.rules.proposal import calls, loop_around, prepare, propose
+from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, called_name, keyword, names_in
 
 
 def leftovers(facts: Facts) -> Iterator[Advice]:
     """Delete what earlier cells left behind and this one does not use; models it takes to the CPU."""
-    large = [claim for claim in facts.leftovers if claim.nbytes >= LEAST]
+    large = [claim for claim in facts.leftovers if claim.nbytes >= LARGE]
     models = [claim for claim in large if claim.kind in ("module", "optimizer")]
     others = [claim for claim in large if claim not in models]
     if others:
@@ -50,7 +50,7 @@ def _listed(claims: list[Ownership]) -> str:
 def stale(facts: Facts) -> Iterator[Advice]:
     """Delete a name before binding it anew: old and new are alive at once otherwise."""
     for name, frees in facts.stale.items():
-        if frees >= LEAST:
+        if frees >= LARGE:
             yield propose(
                 f"Delete the old {name} before the cell makes the new one", frees=frees, first=f"del {name}",
                 evidence=f"the {name} of an earlier run, {size(frees)}, stays alive until the new one is bound",
@@ -64,7 +64,7 @@ def last_turn(facts: Facts) -> Iterator[Advice]:
     loop = loop_around(text, text.line) if text is not None else None
     if text is None or loop is None:
         return
-    here = {name for name, fact in facts.work.tensors.items() if fact.device == facts.device and fact.nbytes >= LEAST}
+    here = {name for name, fact in facts.work.tensors.items() if fact.device == facts.device and fact.nbytes >= LARGE}
     names = [name for name in _remade(loop, text) if name in here and not facts.work.tensors[name].requires_grad]
     if names:
         yield propose(
@@ -107,7 +107,7 @@ def _deletion(claims: list[Ownership]) -> str:
 
 def gradients(facts: Facts) -> Iterator[Advice]:
     """Have no gradients of the last step, or of a training that is over, through the forward pass."""
-    holding = [model for model in facts.models if model.gradients >= LEAST]
+    holding = [model for model in facts.models if model.gradients >= LARGE]
     if facts.stage != "forward" or not holding:
         return
     held = size(sum(model.gradients for model in holding))

@@ -16,9 +16,6 @@ from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.source.text import CellText, Change, called_name
 
-LEAST = 1024**2
-"""Bytes below which nothing is worth a word."""
-
 
 @dataclass(frozen=True, slots=True)
 class Region:

@@ -12,8 +12,8 @@ from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
 from gpumagic.oom.rules.joined import joined_in
 from gpumagic.oom.rules.patterns import match
-from gpumagic.oom.rules.proposal import LEAST, backend, calls, failed, find, prepare, propose, substituted
-from gpumagic.report.units import size
+from gpumagic.oom.rules.proposal import backend, calls, failed, find, prepare, propose, substituted
+from gpumagic.report.units import LARGE, size
 from gpumagic.source.text import CellText, Change, called_name, keyword
 
 ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
@@ -66,7 +66,7 @@ STRONG = (
 def leaner(facts: Facts) -> Iterator[Advice]:
     """Use an optimizer with less state, where Adam's is what does not fit: the least intrusive first."""
     found = next((each for each in facts.optimizers if each.kind in ADAMS), None)
-    if found is not None and 2 * found.nbytes >= LEAST and facts.stage in ("step", "forward", "backward"):
+    if found is not None and 2 * found.nbytes >= LARGE and facts.stage in ("step", "forward", "backward"):
         yield from _replaced(facts, found, MILD)
         yield from _half_parameters(facts, found)
         yield from _replaced(facts, found, STRONG)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from gpumagic.memory.allocator import rounded
 from gpumagic.memory.ledger import BASE, Account, Ledger, Life, Peak, Place
 
 _NO_OPERATOR = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"})
@@ -141,11 +142,6 @@ class _Replay:
 
     def in_backward(self, depth: int, place: Place) -> None:
         self.ledger.in_backward, self._backward = depth, place
-
-
-def rounded(nbytes: int) -> int:
-    """Return the bytes that the allocator counts for a request; its history has what was asked for."""
-    return -(-nbytes // 512) * 512
 
 
 def operator_of(frames: Trace) -> str:

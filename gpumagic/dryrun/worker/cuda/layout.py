@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from gpumagic.dryrun import parts
+from gpumagic.memory.allocator import SMALL
 from gpumagic.memory.segments import Segment
-
-_SMALL = 1 << 20
-"""Requests up to these bytes are served from segments of two of them."""
 
 
 class Layout:
@@ -36,14 +34,14 @@ class Layout:
 
     def _lay_out(self, segment: Segment) -> None:
         whole = sum(block.size for block in segment.blocks)
-        pieces = [_SMALL] * (whole // _SMALL) if segment.is_small else [whole]
+        pieces = [SMALL] * (whole // SMALL) if segment.is_small else [whole]
         for address in [self._take(size) for size in pieces]:
             self._give_back(address)
         for block in segment.blocks:
             # A free block of a small segment may be larger than what such a segment serves at once.
             sizes = [block.size]
-            while segment.is_small and sizes[-1] > _SMALL:
-                sizes[-1:] = [_SMALL, sizes[-1] - _SMALL]
+            while segment.is_small and sizes[-1] > SMALL:
+                sizes[-1:] = [SMALL, sizes[-1] - SMALL]
             addresses = [self._take(size) for size in sizes]
             if block.is_free:
                 (self._small_gaps if segment.is_small else self._gaps).extend(addresses)

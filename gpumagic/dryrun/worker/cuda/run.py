@@ -19,7 +19,7 @@ import torch
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker import cell, deferred_fills, sandbox
-from gpumagic.dryrun.worker.cuda.history import History, Trace, rounded
+from gpumagic.dryrun.worker.cuda.history import History, Trace
 from gpumagic.dryrun.worker.cuda.layout import Layout
 from gpumagic.dryrun.worker.cuda.reading import (
     Contents,
@@ -38,6 +38,7 @@ from gpumagic.dryrun.worker.models import Models
 from gpumagic.dryrun.worker.modules import Modules
 from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.memory import ledger, workspaces
+from gpumagic.memory.allocator import rounded
 from gpumagic.memory.ledger import Ledger, Peak, Place
 from gpumagic.source import frames
 

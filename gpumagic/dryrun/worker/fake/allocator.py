@@ -11,12 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-ROUNDING = 512
-SMALL = 1 << 20
-SMALL_SEGMENT = 2 << 20
-MEDIUM = 10 << 20
-MEDIUM_SEGMENT = 20 << 20
-LARGE_ROUNDING = 2 << 20
+from gpumagic.memory.allocator import MIN_BLOCK, SEGMENT_ROUNDING, SMALL, rounded, segment_size
 
 
 class Pool(Enum):
@@ -58,13 +53,13 @@ class Allocator:
     peak_reserved: int = 0
     failed: bool = False
     """Whether a request was refused; from then on nothing is, so that the whole need can be seen."""
-    _next_address: int = LARGE_ROUNDING
+    _next_address: int = SEGMENT_ROUNDING
     _cached: dict[Pool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {pool: [] for pool in Pool})
     """What is free, by size and address, which no two blocks share."""
 
     def take(self, requested: int) -> Block:
         """Return a block for a request of at least one byte."""
-        size = max(ROUNDING, _round_up(requested, ROUNDING))
+        size = rounded(max(1, requested))
         pool = Pool.SMALL if size <= SMALL else Pool.LARGE
         block = self._find_cached(size, pool) or self._new_segment(size, pool)
         self._split(block, size)
@@ -120,8 +115,7 @@ class Allocator:
         return block
 
     def _new_segment(self, size: int, pool: Pool) -> Block:
-        rounded = MEDIUM_SEGMENT if size < MEDIUM else _round_up(size, LARGE_ROUNDING)
-        nbytes = SMALL_SEGMENT if pool is Pool.SMALL else rounded
+        nbytes = segment_size(size)
         if self._is_too_much(nbytes):
             self.release_cached()
         self.failed = self.failed or self._is_too_much(nbytes)
@@ -136,7 +130,7 @@ class Allocator:
 
     def _split(self, block: Block, size: int) -> None:
         remainder = block.size - size
-        if remainder < ROUNDING or (block.pool is Pool.LARGE and not self.cuts_to_size and remainder <= SMALL):
+        if remainder < MIN_BLOCK or (block.pool is Pool.LARGE and not self.cuts_to_size and remainder <= SMALL):
             return
         rest = Block(block.address + size, remainder, block.pool, block, block.next)
         if rest.next is not None:
@@ -160,7 +154,3 @@ class Allocator:
     def _cache(self, block: Block) -> None:
         block.cached = True
         insort(self._cached[block.pool], (block.size, block.address, block))
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return (size + multiple - 1) // multiple * multiple
