@@ -183,3 +183,10 @@ def test_every_public_name_is_there_and_described() -> None:
     for name in gpumagic.__all__:
         assert getattr(gpumagic, name).__doc__, name
     assert set(gpumagic.__all__) <= set(dir(gpumagic))
+
+
+def test_every_part_of_memory_has_its_colour() -> None:
+    from gpumagic.memory.parts import PARTS
+    from gpumagic.report.document import PART_COLOURS
+
+    assert {part.name for part in PARTS} == set(PART_COLOURS)

@@ -16,6 +16,7 @@ from gpumagic.heap import branches, calls, holders, modules
 from gpumagic.heap.identity import Identities
 from gpumagic.heap.kinds import gradients_of
 from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
+from gpumagic.memory.parts import PART_OF_KIND
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.oom.report import CUBLAS, WORKSPACE, Share
 from gpumagic.oom.rules.facts import Model, Optimizer, Ownership
@@ -117,12 +118,6 @@ def kind_of(value: object) -> str:
     return next((word for base, word in named.items() if issubclass(kind, base)), branches.name_of_type(kind))
 
 
-PURPOSES = {
-    "parameter": "parameters", "buffer": "buffers", "gradient": "gradients",
-    "optimizer state": "optimizer state", "activation": "activations",
-}  # fmt: skip
-"""What a kind of tensor is counted under, whoever names it."""
-
 NAMES = 3
 """How many names of each part are kept."""
 
@@ -153,8 +148,8 @@ def find_shares(
 
 
 def _part(row: TensorRow, namespace: Mapping[str, object], bound: Identities) -> str:
-    if row.kind in PURPOSES:
-        return PURPOSES[row.kind]
+    if row.kind in PART_OF_KIND:
+        return PART_OF_KIND[row.kind]
     if row.is_reached():
         roots = {root_of(name) for name in row.names} or {str(row.variable)}
         old = any(bound.is_still(root, namespace.get(root)) for root in roots)

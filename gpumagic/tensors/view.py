@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, TypeVar
 
+from gpumagic.memory.parts import PART_OF_KIND, SHORT_KINDS
 from gpumagic.memory.workspaces import CLEAR_WORKSPACES
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import LARGE, count, shape, size
@@ -326,7 +327,7 @@ def storage_cells(row: TensorRow | LeakRow | DiffRow, size_: Cell) -> list[Cell]
 
 def size_cell(nbytes: int | None, whole: int, kind: str = "") -> Cell:
     """Return a size with a bar: its share of the whole, in the colour of its kind."""
-    return Cell(size(nbytes), bar=(Segment((nbytes or 0) / whole if whole else 0.0, part=PARTS.get(kind, "")),))
+    return Cell(size(nbytes), bar=(Segment((nbytes or 0) / whole if whole else 0.0, part=PART_OF_KIND.get(kind, "")),))
 
 
 def shape_text(sizes: tuple[int, ...]) -> str:
@@ -336,12 +337,4 @@ def shape_text(sizes: tuple[int, ...]) -> str:
 
 def kind_cell(kind: str) -> Cell:
     """Return what a tensor is for, abbreviated."""
-    return Cell(_SHORT_KINDS.get(kind, kind), muted=kind == "plain", title=kind)
-
-
-PARTS = {
-    "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer state": "optimizer state",
-    "activation": "activations",
-}  # fmt: skip
-"""What reports over time call a kind."""
-_SHORT_KINDS = {"parameter": "param", "gradient": "grad", "optimizer state": "optim", "activation": "activ."}
+    return Cell(SHORT_KINDS.get(kind, kind), muted=kind == "plain", title=kind)

@@ -19,11 +19,11 @@ from gpumagic.heap.modules import registered
 from gpumagic.heap.running_module import RunningModule
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.ledger import REST, Ledger
+from gpumagic.memory.parts import OF_MODULES
 from gpumagic.transfers.trace.lines import Meter
 from gpumagic.transfers.trace.memory import Owner, TracedMemory
 from gpumagic.transfers.trace.report import MAX_SPANS, ModuleReport, ModuleRow, Span
 
-KINDS = ("parameters", "buffers", "optimizer state", "gradients", "activations", "temporaries", "other")
 MODULES = 1
 """The thread of the modules' spans: their runs lie side by side, whichever thread takes them."""
 
@@ -65,7 +65,7 @@ class ModuleLog(RunningModule):
                 at_peak.pop(path, {}),
             )  # once: modules that are made anew share a name
             if found != _ModuleSum() or parts:
-                held = {kind.replace(" ", "_"): parts.get(kind, 0) for kind in KINDS}
+                held = {kind.replace(" ", "_"): parts.get(kind, 0) for kind in OF_MODULES}
                 taken = found.calls, found.seconds, found.backward_seconds, found.allocated, found.freed
                 rows.append(ModuleRow(path, *taken, **held, at_peak=sum(held.values())))
         spans = tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from gpumagic.memory.parts import OF_MODULES
 from gpumagic.report import document as doc
 from gpumagic.report.columns import Column, Table
 from gpumagic.report.tree import OUTSIDE, tree_blocks
@@ -110,7 +111,7 @@ def _module_blocks(report: ModuleReport) -> Iterator[doc.Block]:
     """Yield the modules as a tree by what they hold at the peak, and by time."""
     held = {row.module: _parts(row) for row in report.modules if row.at_peak}
     if held:
-        kinds = [kind for kind in PARTS if any(kind in parts for parts in held.values())]
+        kinds = [kind for kind in OF_MODULES if any(kind in parts for parts in held.values())]
         yield from tree_blocks(held, kinds, "What each module holds at the peak")
     ran = sorted(report.modules, key=lambda row: -_time(row))[:SHOWN_LINES]
     yield doc.Fold("Time and allocations, each module without those in it", [Table.of(ran, MODULES, "Time")])
@@ -124,11 +125,10 @@ MODULES: tuple[Column[ModuleRow], ...] = (
     Column("Allocated", lambda row: size(row.allocated), "right", 1),
     Column("Freed", lambda row: size(row.freed), "right", 1),
 )
-PARTS = ("parameters", "buffers", "optimizer state", "gradients", "activations", "temporaries", "other")
 
 
 def _parts(row: ModuleRow) -> dict[str, int]:
-    found = {kind: getattr(row, kind.replace(" ", "_")) for kind in PARTS}
+    found = {kind: getattr(row, kind.replace(" ", "_")) for kind in OF_MODULES}
     return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
 
