@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gpumagic import _compat
 from gpumagic.memory import allocator
-from gpumagic.memory.allocator import AllocatorStats
+from gpumagic.memory.allocator import AllocatorStats, rounded
 from gpumagic.memory.devices import Device
 
 MAX_ENTRIES = 100_000
@@ -105,7 +105,11 @@ class AllocatorHistory:
         for device in self._devices():
             trace = snapshot["device_traces"][Device.parse(device).index]
             entries = (
-                BlockEvent(each["addr"], _SIGNS[each["action"]] * allocator.rounded(each["size"]), each["time_us"] / 1e6 - ahead)
+                BlockEvent(
+                    each["addr"],
+                    _SIGNS[each["action"]] * rounded(each["size"]),
+                    each["time_us"] / 1e6 - ahead,
+                )
                 for each in trace
                 if each["action"] in _SIGNS
             )
