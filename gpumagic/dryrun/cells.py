@@ -106,7 +106,7 @@ class OtherValues:
         self._imagine, self._namespace, self._seconds = imagine, namespace, seconds
         self._until: float | None = None
 
-    def dry_run(self, value: int, only: int | None = None) -> DryRunReport:
+    def dry_run(self, value: int, only: Any = None) -> DryRunReport:
         """Return the dry run with a value, as the devices are now.
 
         Raises:

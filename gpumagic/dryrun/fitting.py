@@ -2,7 +2,8 @@
 
 The answer was run and fits, and 2 % more, or the next integer, was run and does not. Where to look next is read off a
 line through the peaks of two runs; that line is a guess, and only runs are believed. Where the cell reads values that
-are not known, the runs on the way are of the scenario that needed most at first, and only the last two of all.
+decide and are not known, the runs on the way are of the course that needed most at first, and only the last two of
+all. Runs on the way tell figures alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
     Raises:
         OptionError: there is no such int.
     """
-    from gpumagic.dryrun import run
+    from gpumagic.dryrun import run, scenarios
 
     names = dict(namespace)
     if script.source is None:
@@ -52,19 +53,22 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
     else:
         setting = settings.find_in_cell(script.source, name, names, "--fit")
 
-    def dry_run(value: int, only: int | None = None) -> DryRunReport:
+    def dry_run(value: int, only: Any = None) -> DryRunReport:
         text, values = setting.with_value(value)
         changed = script if text is None else replace(script, source=text)
         return run.dry_run(changed, namespace, target, values=values, time_limit=time_limit, only=only)
 
-    return search(dry_run, name, setting.value, dry_run, LIMITS * time_limit)
+    def in_scenario(value: int, scenario: Any) -> DryRunReport:
+        return dry_run(value, scenario or scenarios.USUAL)
+
+    return search(dry_run, name, setting.value, in_scenario, LIMITS * time_limit)
 
 
 def search(
     dry_run: Callable[[int], DryRunReport],
     name: str,
     now: int,
-    in_scenario: Callable[[int, int], DryRunReport] | None = None,
+    in_scenario: Callable[[int, Any], DryRunReport] | None = None,
     seconds: float = math.inf,
 ) -> DryRunReport:
     """Return the dry run with the largest value that fits, or with the present one where none was found.
@@ -73,25 +77,28 @@ def search(
         dry_run: dry-runs with a value.
         name: of the setting.
         now: its value.
-        in_scenario: dry-runs with a value in one scenario only, whose number it is given.
+        in_scenario: dry-runs with a value in one scenario only, that of a report, for the figures alone.
         seconds: after which no further run is begun.
     """
     deadline = time.monotonic() + seconds
     runs: dict[int, DryRunReport] = {}
     sure: set[int] = set()
+    whole: set[int] = set()
     reason = ""
     with progress.counted(MOST_RUNS, "dry run") as tell:
         value: int | None = now
         while value is not None and not reason:
             tell(f"{name} = {value:,}")
-            scenario = runs[now].scenario if runs and value not in runs else None
-            if in_scenario is None or scenario is None:
+            if in_scenario is None or not runs or value in runs:
                 seen, runs[value] = runs.get(value), dry_run(value)
                 sure.add(value)
-                if seen is not None and seen.fits != runs[value].fits:
+                whole.add(value)
+                if runs[value].open_on or (seen is not None and seen.fits != runs[value].fits):
                     in_scenario = None  # with this value another scenario needs more
             else:
-                runs[value] = in_scenario(value, scenario)
+                runs[value] = in_scenario(value, runs[now].scenario)
+                if runs[now].scenario is None and runs[value].scenario is None:
+                    sure.add(value)  # nothing is decided by values: there is one scenario
             reason = _obstacle(runs[value], f"with {name} = {value:,} ", is_first=len(runs) == 1)
             value = _next(runs) or next((each for each in _bracket(runs) if each in runs.keys() - sure), None)
             if value is not None and len(runs) == MOST_RUNS:
@@ -102,7 +109,8 @@ def search(
     found = low or None
     if reason or high is None:
         found, reason = None, reason or _flat(runs, name)
-    shown = runs[found or (1 if high == 1 else now)]
+    best = found or (1 if high == 1 else now)
+    shown = runs[best] if best in whole else dry_run(best)
     trials = [Trial(each, _peak(report), report.fits, shortcoming(report)) for each, report in sorted(runs.items())]
     return replace(shown, largest=found, search=Search(name, now, tuple(trials), reason))
 

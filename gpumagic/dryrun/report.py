@@ -152,8 +152,13 @@ class DryRunReport(Report[DryRunRow]):
     """What the operator of the peak allocates."""
     failure_line: int | None = None
     """The line whose request is the first to be refused."""
-    scenario: int | None = None
-    """Which scenario for the values that are not known needs most, where all agree on the verdict."""
+    scenario: Any = None
+    """The course of the values that are not known with which it needs most, where all agree on the verdict; None where
+    nothing is decided by them."""
+    flat: tuple[tuple[str, int], ...] = ()
+    """``(place, pass)`` of each loop that was not run to its end and of which no pass after that one took more."""
+    runs: int = 1
+    """How many times the cell was run, with other values where something is decided by them."""
     open_on: tuple[tuple[int, str], ...] = ()
     """``(line, code)`` of each place where a value that is not known changes the verdict or the peak, or may."""
     effects: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ def dry_run(
     *,
     values: Mapping[str, object] | None = None,
     time_limit: float = TIME_LIMIT,
-    only: int | None = None,
+    only: scenarios.Course | None = None,
     snapshot: str | os.PathLike[str] | None = None,
 ) -> DryRunReport:
     """Return what running the code would need.
@@ -49,7 +49,7 @@ def dry_run(
         target: the devices.
         values: other values for some of the names.
         time_limit: seconds after which the dry run is given up.
-        only: the number of the one scenario that is run; all that the cell needs without.
+        only: the one course of values of which only the figures are wanted; all that the cell needs without.
         snapshot: a file for the allocator's snapshot of the run, as `torch.cuda.memory._dump_snapshot` writes it.
 
     Raises:
@@ -123,7 +123,7 @@ def _request(
         "capacities": [
             None if each is None else max(0, each - target.extra[1]) for each in target.capacities
         ],
-        "pinned": target.pinned, "segments": target.segments, "guess": 0, "others": {}, "follows": False,
+        "pinned": target.pinned, "segments": target.segments, "follows": False,
         "answers": None, "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
         "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),

@@ -1,14 +1,16 @@
-"""Runs with other values in place of those that the host reads from the device and that a dry run does not know.
+"""Further runs where something is decided by values that the host reads from the device and no dry run knows.
 
-A loss that is printed changes nothing; a number that decides a branch, or sizes a tensor, does. So a cell that reads is
-run in every scenario of `stage.guesses`, and what needs most counts. Where the scenarios disagree on whether it fits,
-the verdict is open, and the line that it depends on is sought.
+A loss that is printed decides nothing: one run tells all. Where something is decided a second run takes the other
+outcome at each such place, and values that size something are tried large; runs that agree end it. While they disagree
+more scenarios of `worker.guesses` are run, and what needs most counts. Where they disagree on whether it fits, the
+verdict is open, and the line that it depends on is sought.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,79 +23,135 @@ _MOST_LINES = 8
 """Expressions that read of which each is tried alone, to see which one matters."""
 _PATIENCE = 5.0
 """Seconds that mixed scenarios may take together."""
+_NOTING: tuple[tuple[str, ...], ...] = (("float", "int"), ("float",), ())
+"""Which numbers note what they decide; where code takes none such, fewer do."""
 
 Outcome = dict[str, Any]
 Request = dict[str, Any]
+Course = dict[str, Any]
+"""How what is read goes in a run: see `worker.guesses.Guesses`."""
+USUAL: Course = {"guess": 0, "others": (), "opposite": (), "noting": _NOTING[0]}
 
 
-def run(request: Request, only: int | None = None) -> Outcome:
-    """Return the outcome of a dry run, in all scenarios if it reads what is not known.
+def run(request: Request, only: Course | None = None) -> Outcome:
+    """Return the outcome of a dry run, in further scenarios if something is decided by what is not known.
 
     Args:
         request: what `dryrun.run` sends.
-        only: the number of a scenario of which the figures alone are wanted.
+        only: the one course of which the figures alone are wanted.
     """
     start = time.monotonic()
-    if only is not None:
-        request = {**request, "guess": only, "is_brief": True}
-        return {**_need(request, _ask(request, [{}])[0]), "seconds": time.monotonic() - start}
-    outcome = _need(request, _ask(request, [{}])[0])
-    if "ended" not in outcome and outcome["reads"] and not outcome["is_open"]:
-        outcome = _Scenarios(request, outcome).worst()
-    return {**outcome, "seconds": time.monotonic() - start}
+    runs = _Runs({**request, **(only or USUAL), "is_brief": only is not None})
+    outcome = runs.first()
+    if "ended" not in outcome and not outcome["is_open"]:
+        decides = bool(outcome["reads"])
+        if only is not None:
+            outcome["most"] = runs.course if decides or only["guess"] else None
+        if decides and only is None:
+            outcome = _Scenarios(runs, outcome).worst()
+        elif outcome.get("follows"):
+            outcome = runs.exact({}, outcome)
+    return {**outcome, "runs": runs.count, "seconds": time.monotonic() - start}
 
 
-def _ask(request: Request, variants: Sequence[Request]) -> list[Outcome]:
-    """Return the outcomes of variants of a request; where values have to be followed they are."""
-    requests = [{**request, **each} for each in variants]
-    plain = [number for number, each in enumerate(requests) if not each["follows"]]
-    outcomes: dict[int, Outcome] = dict(
-        zip(plain, client.ask(request, [variants[each] for each in plain]), strict=True)
-    )
-    follow = [number for number in range(len(requests)) if outcomes.get(number, _AGAIN).get("starts_again")]
-    outcomes |= zip(follow, _follow(request, [variants[each] for each in follow]), strict=True)
-    return [outcomes[number] for number in range(len(requests))]
+_FOLLOWED: dict[str | None, None] = {}
+"""Cells that read back what the host put there: the next run of one follows values from the start."""
+_REMEMBERED = 100
+
+
+class _Runs:
+    """Sends the runs of one cell to the worker.
+
+    Args:
+        request: of the first run.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.count = 0
+
+    @property
+    def course(self) -> Course:
+        """That of the request."""
+        return {name: self.request[name] for name in USUAL}
+
+    def first(self) -> Outcome:
+        """Return the outcome of the first run; where it fails by a number that is none, of one with plain numbers."""
+        at = _NOTING.index(tuple(self.request["noting"]))
+        text = re.sub(r"\d+", "0", self.request["source"] or "")  # with other numbers it reads the same
+        self.request["follows"] = text in _FOLLOWED
+        for noting in _NOTING[at:]:
+            self.request["noting"] = noting
+            outcome = self._with_room({})
+            if "ended" in outcome or not outcome["noted"] or not _is_refused(outcome["error"]):
+                break
+        self.request["follows"] = outcome.get("follows", False)
+        if text and self.request["follows"]:
+            _FOLLOWED[text] = None
+            _FOLLOWED.pop(next(iter(_FOLLOWED)) if len(_FOLLOWED) > _REMEMBERED else None, None)
+        return outcome
+
+    def ask(self, variants: Sequence[Request]) -> list[Outcome]:
+        """Return the outcomes of variants of the request; where values have to be followed, of runs that do.
+
+        Such a run tells figures only, and takes a little more or less than one that does not follow. So its figures
+        are compared with those of others that do, and where it fails by that little another one tells.
+        """
+        plain = [number for number, each in enumerate(variants) if not each.get("follows", self.request["follows"])]
+        outcomes = dict(zip(plain, self._send([variants[each] for each in plain]), strict=True))
+        again = [number for number in range(len(variants)) if outcomes.get(number, _AGAIN).get("starts_again")]
+        follow = [{**variants[each], "follows": True, "is_brief": True, "answers": None} for each in again]
+        for number, variant, outcome in zip(again, follow, self._send(follow), strict=True):
+            outcomes[number] = {**outcome, "follows": True}
+            if _fails(outcome) and not variant.get("has_room"):
+                outcomes[number] = self.exact(variants[number], outcomes[number])
+        return [outcomes[number] for number in range(len(variants))]
+
+    def exact(self, variant: Request, outcome: Outcome) -> Outcome:
+        """Return the outcome of a run that does not follow values, told what one that did knew."""
+        if _fails(outcome):  # its answers are those of a run that has room
+            outcome = {**self._send([{**variant, **self._room, "follows": True, "is_brief": True}])[0], "follows": True}
+        if "ended" in outcome or outcome["is_open"]:
+            return outcome
+        made = self._with_room({**variant, "follows": False, "answers": outcome["answers"]})
+        return {**made, "follows": True, "answers": outcome["answers"], "followed": outcome["devices"]}
+
+    def whole(self, course: Course, outcome: Outcome) -> Outcome:
+        """Return an outcome with its history."""
+        if outcome.get("follows"):
+            return self.exact(course, outcome)
+        made = self._with_room(course)
+        return outcome if "ended" in made else made
+
+    def _with_room(self, variant: Request) -> Outcome:
+        """Return an outcome, of a run that ran out of memory on CUDA with what it needs where there is enough."""
+        outcome = self.ask([variant])[0]
+        if self.request["engine"] == targets.FAKE or not _fails(outcome) or outcome.get("follows"):
+            return outcome
+        more = self.ask([{**variant, **self._room}])[0]
+        if "ended" in more:
+            return outcome
+        for device, failed in zip(more["devices"], outcome["devices"], strict=True):
+            device |= {"failed": failed["failed"], "failure": failed["failure"]}
+        return more
+
+    @property
+    def _room(self) -> Request:
+        return {"capacities": [None] * len(self.request["capacities"]), "has_room": True}
+
+    def _send(self, variants: Sequence[Request]) -> list[Outcome]:
+        self.count += len(variants)
+        return client.ask(self.request, variants)
 
 
 _AGAIN: Outcome = {"starts_again": True}
 
 
-def _follow(request: Request, variants: Sequence[Request]) -> list[Outcome]:
-    """Return the outcomes of variants, of plain runs that are told what runs that followed the values knew."""
-    outcomes = client.ask(request, [{**each, "follows": True} for each in variants])
-    # What fails may do so by the little that following takes: the answers are those of a run that has room.
-    answered = {number: each["answers"] for number, each in enumerate(outcomes) if _is_over(each)}
-    failed = [number for number in answered if _fails(outcomes[number])]
-    room = {"capacities": [None] * len(request["capacities"]), "is_brief": True, "follows": True}
-    for number, each in zip(failed, client.ask(request, [{**variants[each], **room} for each in failed]), strict=True):
-        answered[number] = each["answers"] if _is_over(each) else None
-    again = [number for number, answers in answered.items() if answers is not None]
-    plain = [{**variants[each], "follows": False, "answers": answered[each]} for each in again]
-    for number, outcome in zip(again, client.ask(request, plain), strict=True):
-        if "ended" not in outcome and "starts_again" not in outcome:
-            outcomes[number] = outcome
-    return [{**each, "follows": True} for each in outcomes]
-
-
-def _is_over(outcome: Outcome) -> bool:
-    """Return whether a run came to an end and told of it."""
-    return "ended" not in outcome and not outcome["is_open"]
-
-
-def _need(request: Request, outcome: Outcome) -> Outcome:
-    """Return an outcome, of a run that ran out of memory on CUDA with what it needs where there is enough."""
-    if request["engine"] == targets.FAKE or not _fails(outcome):
-        return outcome
-    unlimited = {
-        "capacities": [None] * len(request["capacities"]),
-        "follows": outcome.get("follows", request["follows"]),
-    }
-    more = _ask(request, [unlimited])[0]
-    if "ended" in more:
-        return outcome
-    for device, failed in zip(more["devices"], outcome["devices"], strict=True):
-        device |= {"failed": failed["failed"], "failure": failed["failure"]}
-    return {**more, "follows": unlimited["follows"]}
+def _is_refused(error: dict[str, Any] | None) -> bool:
+    """Return whether an error may come from a number that is none: see `worker.noted`."""
+    return error is not None and (
+        error["kind"] == "TypeError" or "Noted" in error["text"] or "INTERNAL ASSERT" in error["text"]
+    )
 
 
 @dataclass(frozen=True)
@@ -101,13 +159,11 @@ class _Scenario:
     """A scenario that was run.
 
     Attributes:
-        guess: its number in `COURSES`.
-        others: the expressions that went another scenario.
+        course: how what is read goes in it.
         outcome: its outcome.
     """
 
-    guess: int
-    others: dict[Key, int]
+    course: Course
     outcome: Outcome
 
     @property
@@ -123,97 +179,141 @@ class _Scenario:
         return "ended" in self.outcome or self.outcome["error"] is None
 
     @property
+    def _devices(self) -> list[dict[str, Any]]:
+        devices: list[dict[str, Any]] = self.outcome.get("followed") or self.outcome.get("devices") or []
+        return devices
+
+    @property
     def peak(self) -> int:
-        return max((device["peak"] for device in self.outcome.get("devices", ())), default=0)
+        return max((device["peak"] for device in self._devices), default=0)
+
+    @property
+    def figures(self) -> list[Any]:
+        """All that is counted of its memory: the same in two runs that did the same."""
+        return [[device[name] for name in ("peak", "reserved", "after", "traffic")] for device in self._devices]
 
 
 class _Scenarios:
     """The scenarios of one cell.
 
     Args:
-        request: what the first outcome answers.
-        outcome: that outcome.
+        runs: sends them.
+        outcome: that of the first.
     """
 
-    def __init__(self, request: Request, outcome: Outcome) -> None:
-        self._request = {**request, "follows": outcome.get("follows", False)}
-        self._limit = min(request["time_limit"], 5 + 5 * outcome["seconds"])
-        self._first = _Scenario(0, {}, outcome)
+    def __init__(self, runs: _Runs, outcome: Outcome) -> None:
+        self._runs = runs
+        self._limit = min(runs.request["time_limit"], 5 + 5 * outcome["seconds"])
+        self._first = _Scenario(runs.course, outcome)
         self._all = [self._first]
 
     def worst(self) -> Outcome:
         """Return the outcome of the scenario that needs most, with what depends on the values."""
-        kinds = {kind for _, _, kind in self._first.outcome["reads"]}
-        self._run([(guess, {}) for guess in distinct(kinds) if guess])
-        self._run(list(self._mixed()))
+        kinds = self._kinds()
+        sizes = [self._course(LARGE)] if kinds & {"number", "size", "contents"} else []
+        self._run([self._other_way(), *sizes])
+        if not self._agree():
+            if self._first.outcome["most_turns"] > 1 or self._kinds() - {"truth", "comparison"}:
+                tried = {each.course["guess"] for each in self._all}
+                self._run([self._course(guess) for guess in distinct(self._kinds()) if guess not in tried])
+            self._run(list(self._mixed()))
         conclusive = [each for each in self._all if each.is_conclusive]
         if not conclusive:
-            return self._first.outcome
+            return self._failed()
         grows = self._grows(conclusive)
-        counted = [each for each in conclusive if each.guess != LARGE or not grows] or conclusive
+        counted = [each for each in conclusive if each.course["guess"] != LARGE or not grows] or conclusive
         if all(each.fits is None for each in counted):
             return self._first.outcome
-        most = max(counted, key=lambda each: (each.fits is not None, each.fits is False, each.peak, -each.guess))
+        most = max(
+            counted, key=lambda each: (each.fits is not None, each.fits is False, each.peak, each is self._first)
+        )
+        outcome = self._first.outcome
         if most is not self._first and (most.fits is not False or self._first.fits is not False):
-            outcome = self._whole(most)
-        else:
-            outcome = self._first.outcome
+            outcome = self._runs.whole(most.course, most.outcome)
+        elif outcome.get("follows") and "followed" not in outcome:
+            outcome = self._runs.exact({}, outcome)
         return self._judged(outcome, most, conclusive, grows)
 
-    def _run(self, scenarios: list[tuple[int, dict[Key, int]]]) -> list[_Scenario]:
-        variants = [
-            {"guess": guess, "others": others, "is_brief": True, "time_limit": self._limit}
-            for guess, others in scenarios
-        ]  # fmt: skip
-        made = [
-            _Scenario(*scenario, outcome)
-            for scenario, outcome in zip(scenarios, _ask(self._request, variants), strict=True)
+    def _kinds(self) -> set[str]:
+        return {kind for each in self._all for _, _, kind in each.outcome.get("reads", ())}
+
+    def _course(self, guess: int, others: Mapping[Key, int] | None = None, *, opposite: bool = False) -> Course:
+        """Return a course; ``opposite`` gives each comparison the outcome that was not seen in the first run."""
+        turned = [
+            ((line, code), not outcomes[0])
+            for line, code, outcomes in self._first.outcome["compared"]
+            if opposite and len(outcomes) == 1 and (others is None or (line, code) in others)
         ]
+        return {**self._first.course, "guess": guess, "others": list((others or {}).items()), "opposite": turned}
+
+    def _other_way(self) -> Course:
+        return self._course(1, opposite=True)
+
+    def _agree(self) -> bool:
+        """Return whether what was run tells that the values do not matter."""
+        conclusive = [each for each in self._all if each.is_conclusive]
+        fits = {each.fits for each in conclusive}
+        if len(fits) != 1 or None in fits:
+            return False
+        if len(conclusive) > 1 and all(each.figures == conclusive[0].figures for each in conclusive):
+            return len(conclusive) == len(self._all) or len(self._places()) == 1
+        peaks = [each.peak for each in conclusive]
+        return len(self._places()) == 1 and max(peaks) <= min(peaks) * (1 + _ALIKE)
+
+    def _run(self, courses: Sequence[Course]) -> list[_Scenario]:
+        variants = [{**each, "is_brief": True, "time_limit": self._limit} for each in courses]
+        made = [_Scenario(*each) for each in zip(courses, self._runs.ask(variants), strict=True)]
         self._all += made
         return made
 
-    def _mixed(self) -> Iterator[tuple[int, dict[Key, int]]]:
-        """Yield scenarios in which some expressions go one way and some the other, so that any two differ in one."""
-        keys = self._keys(self._all)
+    def _mixed(self) -> Iterator[Course]:
+        """Yield scenarios in which some places go one way and some the other, so that any two differ in one."""
+        keys = self._places()
         digits = max(0, len(keys) - 1).bit_length()
         if 2 * digits * self._first.outcome["seconds"] > _PATIENCE:
             return
         for digit in range(digits):
             for value in (0, 1):
-                yield 0, {key: 1 for number, key in enumerate(keys) if number >> digit & 1 == value}
+                turned = {key: 1 for number, key in enumerate(keys) if number >> digit & 1 == value}
+                yield self._course(0, turned, opposite=True)
+
+    def _places(self) -> list[Key]:
+        """Return the expressions by which something is decided in any scenario: those that read, or compare."""
+        compared = {(line, code) for each in self._all for line, code, _ in each.outcome.get("compared", ())}
+        return _sorted({key for key, kind in self._reads(self._all) if kind != "comparison"} | compared)
 
     @staticmethod
-    def _keys(scenarios: Iterable[_Scenario]) -> list[Key]:
-        """Return the expressions that read in any of some scenarios."""
-        found = {(line, code): None for each in scenarios for line, code, _ in each.outcome.get("reads", ())}
-        return sorted(found, key=lambda key: (key[0] or 0, key[1]))
+    def _reads(scenarios: Iterable[_Scenario]) -> set[tuple[Key, str]]:
+        return {((line, code), kind) for each in scenarios for line, code, kind in each.outcome.get("reads", ())}
 
     def _grows(self, conclusive: list[_Scenario]) -> bool:
         """Return whether the larger a number is that is read, the more is needed: it sizes something."""
-        large = next((each for each in conclusive if each.guess == LARGE), None)
+        large = next((each for each in conclusive if each.course["guess"] == LARGE), None)
         others = [each.peak for each in conclusive if each is not large]
         if large is None or not large.fits or not others or large.peak <= max(others) * (1 + _ALIKE):
             return False
-        larger = self._run([(LARGER, {})])[0]
+        larger = self._run([self._course(LARGER)])[0]
         return not larger.is_conclusive or not larger.fits or larger.peak > large.peak * (1 + _ALIKE)
 
-    def _whole(self, scenario: _Scenario) -> Outcome:
-        """Return a scenario's outcome with its history."""
-        request = {**self._request, "guess": scenario.guess, "others": scenario.others}
-        outcome = _need(request, _ask(request, [{}])[0])
-        return scenario.outcome if "ended" in outcome else outcome
+    def _failed(self) -> Outcome:
+        """Return the outcome where each scenario fails: for certain, if all do so alike."""
+        error: dict[str, Any] = self._first.outcome["error"]
+        told = [each.outcome["error"] for each in self._all if "error" in each.outcome]
+        if any((each["line"], each["kind"]) != (error["line"], error["kind"]) for each in told):
+            error["depends"] = _named(self._read_keys(self._all))
+        return self._first.outcome
 
     def _judged(self, outcome: Outcome, most: _Scenario, conclusive: list[_Scenario], grows: bool) -> Outcome:
         """Return an outcome that says what depends on the values."""
         peaks = [each.peak for each in conclusive if each.fits]
         varies = bool(peaks) and max(peaks) > min(peaks) * (1 + _ALIKE)
         # Of a branch one side or the other is run. What the host holds may select anything between.
-        is_bounded = not grows and not (varies and HOST in self._keys(conclusive))
+        is_bounded = not grows and not (varies and HOST in self._places())
         if is_bounded and len({each.fits for each in conclusive}) == 1:
             if varies:
                 less = f"with other values in place of those that are read it needs as little as {size(min(peaks))}"
                 outcome["assumed"].append(less)
-            return {**outcome, "varies": varies, "depends": False, "most": None if most.others else most.guess}
+            return {**outcome, "varies": varies, "depends": False, "most": most.course}
         for device in outcome["devices"]:
             device["failed"] = False  # with other values it may fit
         base = next(each for each in conclusive if each.fits is not None)
@@ -236,22 +336,41 @@ class _Scenarios:
         elif other.fits is not base.fits:
             why = "with some it fits, with others not"
         hosts = [key for key in keys if key == HOST]
-        lines = ", ".join(f"line {line} (`{code}`)" if line else code for line, code in keys if code)
+        named = _named(keys)
         on = ["values on the device"] * (len(keys) > len(hosts))
         on += ["what large tensors and arrays on the CPU hold"] * len(hosts)
-        sentence = f"{what} {' and '.join(on)}{f', read in {lines}' if lines else ''}: {why}"
+        sentence = f"{what} {' and '.join(on)}{f', read in {named}' if named else ''}: {why}"
         return sentence, [key for key in keys if key != HOST]
+
+    def _read_keys(self, scenarios: Iterable[_Scenario]) -> list[Key]:
+        return _sorted({key for key, _ in self._reads(scenarios)})
 
     def _responsible(self, base: _Scenario, other: _Scenario) -> list[Key]:
         """Return the expression that alone makes the difference between two scenarios, or else all that read."""
-        keys = self._keys([base, other])
-        if not 1 < len(keys) <= _MOST_LINES or other.fits is None or other.others or base.others:
+        keys = self._read_keys([base, other])
+        is_plain = other.course["others"] or base.course["others"] or base.course["opposite"]
+        if not 1 < len(keys) <= _MOST_LINES or other.fits is None or is_plain:
             return keys
-        alone = self._run([(base.guess, {key: other.guess}) for key in keys])
-        found = [
-            key for key, each in zip(keys, alone, strict=True) if each.is_conclusive and _is_like(each, other, base)
-        ]
-        return found[:1] or keys
+        places = self._places()
+        alone = self._run(
+            [
+                {**base.course, "others": [(key, other.course["guess"])],
+                 "opposite": [each for each in other.course["opposite"] if each[0] == key]}
+                for key in places
+            ]
+        )  # fmt: skip
+        for key, each in zip(places, alone, strict=True):
+            if each.is_conclusive and _is_like(each, other, base):
+                return [key] if key in keys else [read for read in keys if read[0] == key[0]] or [key]
+        return keys
+
+
+def _sorted(keys: Iterable[Key]) -> list[Key]:
+    return sorted(keys, key=lambda key: (key[0] or 0, key[1]))
+
+
+def _named(keys: Iterable[Key]) -> str:
+    return ", ".join(f"line {line} (`{code}`)" if line else code for line, code in keys if code)
 
 
 def _is_like(one: _Scenario, like: _Scenario, unlike: _Scenario) -> bool:

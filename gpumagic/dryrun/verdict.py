@@ -40,7 +40,8 @@ def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -
         timeline=tuple(DryRunPoint(target.names[index], *point) for index, *point in outcome["timeline"]),
         assumed=(*outcome["assumed"], *parts.assumed),
         unknown=tuple(dict.fromkeys((*outcome["unknown"], *parts.notes, *target.unknown))),
-        engine=chosen.name, gpu=target.gpu, overhead=target.extra, scenario=outcome.get("most"),
+        engine=chosen.name, gpu=target.gpu, overhead=target.extra, scenario=outcome.get("most"), runs=outcome["runs"],
+        flat=tuple((place, number) for place, number in outcome.get("flat", ())),
         function=at["function"] or None, operator_bytes=at["nbytes"],
         failure_line=None if failure is None else failure["line"],
         open_on=tuple((line, code) for line, code in outcome.get("open_on", ())),
@@ -98,7 +99,10 @@ def failure_sentence(error: dict[str, Any]) -> str:
     where = f" on line {error['line']}" if error["line"] is not None else ""
     if error["refused"]:
         return f"the dry run stopped{where}: {error['text']}"
-    return f"the cell fails{where}: {error['kind']}: {error['text']}"
+    text = f"{where}: {error['kind']}: {error['text']}"
+    if "depends" in error:
+        return f"the cell may fail{text} (it depends on {error['depends']}, whose values are assumed)"
+    return f"the cell fails{text}"
 
 
 def shortcoming(report: DryRunReport) -> str:

@@ -61,7 +61,7 @@ def _headline(report: DryRunReport) -> str:
         return f"{search.name} up to {report.largest:,} fits: {_needs(report)} on {_place(report)}"
     if not search.reason:
         answer = _answer(report)
-        return f"No {search.name} fits, not even 1: {answer[:1].lower()}{answer[1:]}"
+        return f"With {search.name} = 1 it {answer[:1].lower()}{answer[1:]}"
     return f"No largest {search.name} found: {search.reason}"
 
 
@@ -89,6 +89,11 @@ def _open(report: DryRunReport) -> str:
     needs, why = f"{_needs(report)} on {_place(report)}", shortcoming(report)
     if report.open_on:
         return f"May not fit: {why}; it needs {needs} or more"
+    flat = dict(report.flat)
+    loop = next((each for each in report.passes if each.place in flat), None)
+    if not report.complete and loop is not None:
+        after = f"after pass {flat[loop.place]:,} of {loop.place} none of {loop.run:,} took more"
+        return f"Fits as far as it was run, {duration(report.seconds)}: {needs}; {after}"
     if not report.complete:
         return f"{why[:1].upper()}{why[1:]} in {duration(report.seconds)}: needs at least {needs}"
     return f"May not fit: needs {needs}, and {overhead(report)}"
@@ -233,6 +238,7 @@ def _lines(report: DryRunReport) -> Table:
 def _how(report: DryRunReport) -> str:
     on = "torch's CUDA allocator" if report.engine == "cuda" else "fake tensors"
     said = [f"How: a dry run on {on}, {duration(report.seconds)}"]
+    said += [count(report.runs, "run")] if report.runs > 1 else []
     said += [count(len(report.assumed), "assumption")] if report.assumed else []
     said += [f"{len(report.unknown)} unknown"] if report.unknown else []
     return ": ".join([said[0], ", ".join(said[1:])]) if len(said) > 1 else said[0]
@@ -245,7 +251,7 @@ def _small_print(report: DryRunReport) -> Iterator[Block]:
     for text, sentences in (("Assumed", report.assumed), ("Not known", report.unknown), ("Left out", report.effects)):
         if sentences:
             yield Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
-    yield Paragraph(f"{count(report.operators, 'operator')} were run.", muted=True)
+    yield Paragraph(f"{count(report.operators, 'operator')} were run, {count(report.runs, 'time')}.", muted=True)
 
 
 @figure_of.register(DryRunReport)

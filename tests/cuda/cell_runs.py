@@ -288,7 +288,8 @@ def _dry_run(asked: dict[str, Any]) -> dict[str, Any]:
         "peak": peak, "reserved": [each.reserved for each in report.devices], "fits": report.fits,
         "certain": getattr(report, "certain", None), "passes": getattr(report, "passes", None), "error": report.error,
         "engine": report.engine, "verdict": report.verdict, "unknown": report.unknown, "assumed": report.assumed,
-        "seconds": seconds, "operators": report.operators, "largest": report.largest,
+        "seconds": seconds, "runs": getattr(report, "runs", None), "operators": report.operators,
+        "largest": report.largest,
         "trials": [(each.value, each.fits) for each in report.search.trials] if getattr(report, "search", None) else [],
         "workspaces": report.breakdown.get("library workspaces", 0),
     }  # fmt: skip

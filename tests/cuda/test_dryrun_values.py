@@ -198,7 +198,7 @@ def test_what_is_only_noted_leaves_the_verdict_as_it_is(notebook, use) -> None:
 
 
 def test_every_guess_is_named_with_its_line(notebook) -> None:
-    cell = "a = x.sum().item()\nif x.sum() > 5: pass\nb = x[x > 0]\nc = x.cpu()"
+    cell = "a = bool(x.sum().item())\nif x.sum() > 5: pass\nb = x[x > 0]\nc = x.cpu()"
     assert dry_run(cell, notebook).assumed[:4] == (
         "line 1: `x.sum().item()` is taken to be 1",
         "line 2: `x.sum() > 5` is taken to be False",

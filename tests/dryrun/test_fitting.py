@@ -75,7 +75,7 @@ def test_a_value_with_a_limit_fits_however_large() -> None:
 def test_not_even_one_fits() -> None:
     found = search(lambda value: 2 * ROOM + value, 8)
     assert found.largest is None
-    assert found.verdict.startswith("No batch fits, not even 1: does not fit: needs 2.0 GiB, 1.0 GiB more than d:0 has")
+    assert found.verdict.startswith("With batch = 1 it does not fit: needs 2.0 GiB, 1.0 GiB more than d:0 has")
 
 
 @given(st.integers(1, 2000), st.integers(2, 300))

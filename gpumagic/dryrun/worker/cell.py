@@ -7,7 +7,9 @@ import io
 import pickle
 import random
 import re
+import signal
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable
@@ -42,6 +44,58 @@ class Notes:
     def out_of_time(self, seconds: float) -> None:
         """Note that the cell was stopped."""
         self.not_known(f"what the cell needs later: it was run for {seconds:g} s and not to its end")
+
+
+class Clock:
+    """Ends a run when its time is up, and until then looks now and then at what it has allocated.
+
+    Args:
+        seconds: its time.
+        look: returns how often each loop was run, and the peak and the allocated bytes of all devices.
+        end: called with the running frame when the time is up.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        look: Callable[[], tuple[list[int], int, int]],
+        end: Callable[[types.FrameType | None], None],
+    ) -> None:
+        self._until = time.monotonic() + seconds
+        self._look = look
+        self._end = end
+        self._seen: list[tuple[list[int], int, int]] = []
+
+    def start(self) -> None:
+        """Begin to look."""
+        signal.signal(signal.SIGALRM, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, _TICK, _TICK)
+
+    def _ring(self, _: int, frame: types.FrameType | None) -> None:
+        if time.monotonic() >= self._until:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._end(frame)
+            return
+        self._seen.append(self._look())
+
+    def flat_from(self) -> list[int | None]:
+        """Return for each loop the pass after which none took more memory; None where that was not seen.
+
+        Neither the peak may have grown since, nor what was found allocated, which is beneath it, in the later half.
+        """
+        now, peak, _ = self._look()
+        later = [(runs, allocated) for runs, highest, allocated in self._seen if highest == peak]
+        half = len(later) // 2
+        if not half or max(each[1] for each in later[half:]) > max(each[1] for each in later[:half]):
+            return [None] * len(now)
+        first = [*later[0][0], *[0] * (len(now) - len(later[0][0]))]
+        return [begun + 1 if run >= _OFTEN * (begun + 1) else None for begun, run in zip(first, now, strict=True)]
+
+
+_TICK = 0.05
+"""Seconds between two looks."""
+_OFTEN = 4
+"""How many times as many passes must have been run as those that are said to have needed all."""
 
 
 def unpack(data: bytes, scopes: list[dict[str, Any]]) -> None:

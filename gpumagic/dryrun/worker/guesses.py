@@ -1,17 +1,23 @@
 """What the host is told where it reads something that no dry run computes: a loss, whether it fell, how many match.
 
-One answer would hide what depends on it, so a cell that reads is run in several scenarios. In each the numbers, the
-truth values and the sizes go another way, and the report names every answer with its line.
+A number is handed out as `noted.Numbers` does, and what it decides is noted here. Where something is decided by it the
+cell is run in another scenario, too: the numbers, the truth values and the sizes go another way, what was compared has
+its other outcome, and the report names every answer with its line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+    from gpumagic.dryrun.worker.noted import Noted
 
 Key = tuple["int | None", str]
 """A line of the cell, and the expression that reads."""
@@ -75,7 +81,7 @@ class Scenario:
     def seen(self, kinds: Collection[str]) -> tuple[object, ...]:
         """Return what of it is seen by code that reads these kinds."""
         return (
-            self.number if {"number", "contents", "size"}.intersection(kinds) else None,
+            self.number if {"number", "contents", "size", "index", "comparison"}.intersection(kinds) else None,
             self.truth if {"truth", "contents"}.intersection(kinds) else None,
             self.selects_all if "size" in kinds else None,
             self == SCENARIOS[0] if "host" in kinds else None,
@@ -94,7 +100,7 @@ SCENARIOS = (
     Scenario(_numbers[5], _truths[0], selects_all=True),
 )
 LARGE, LARGER = 6, 7
-"""Courses that differ in the size of the numbers alone: what grows from one to the other has a number for its size."""
+"""Scenarios that differ in how large numbers are alone: what grows from one to the other has a number for its size."""
 
 
 def distinct(kinds: Collection[str]) -> list[int]:
@@ -105,29 +111,126 @@ def distinct(kinds: Collection[str]) -> list[int]:
     return list(found.values())
 
 
+@dataclass
+class _Reading:
+    """A read whose number is noted; `key` stays None where the number is known after all."""
+
+    key: Key | None = None
+    may_be_known: bool = False
+
+
+class _Thread(threading.local):
+    """What a thread does at the moment."""
+
+    reading: _Reading | None = None
+    ignores = False
+
+
 class Guesses:
     """The answers of one run.
 
     Args:
-        scenario: which of `SCENARIOS`.
-        others: for some of the expressions that read, another one.
+        course: its `guess`, which of `SCENARIOS`; `others`, for some of the expressions that read another one;
+            `opposite`, the outcome of some comparisons; `noting`, whether fractions and whole numbers are noted.
         assume: called with a sentence for each thing that is assumed.
         where: tells which expression of the cell runs; None for a read that is not the cell's.
     """
 
     def __init__(
-        self, scenario: int, others: Mapping[Key, int], assume: Callable[[str], None], where: Callable[[], Key | None]
+        self, course: Mapping[str, Any], assume: Callable[[str], None], where: Callable[[], Key | None]
     ) -> None:
         self.reads: dict[tuple[int | None, str, str], None] = {}
-        """The line, the expression, and what it read that is not known: truth, number, size, contents or host."""
-        self._course = scenario
-        self._others = others
+        """The line, the expression, and what it read that is not known and decides: truth, comparison, number, size,
+        index, contents or host."""
+        self.compared: dict[Key, set[bool]] = {}
+        """The outcomes of each comparison of noted numbers."""
+        self.noted = 0
+        """How many numbers were handed out that note what they decide."""
+        self.begin_again: Callable[[], object] = lambda: None
+        """Ends a run in which something is decided by what a run that follows values may know."""
+        self.leave: Callable[[torch.Tensor], bool] = lambda _: False
+        """Takes a tensor that was copied from a device, to fill it when it is looked at; False where it does not."""
+        self._course = course["guess"]
+        self._others: dict[Key, int] = dict(course["others"])
+        self._opposite: dict[Key, bool] = dict(course["opposite"])
+        self._kinds = course["noting"]
         self._assume = assume
         self._where = where
         self._room = ROOM
-        self.leave: Callable[[torch.Tensor], bool] = lambda _: False
-        """Takes a tensor that was copied from a device, to fill it when it is looked at; False where it does not."""
         self._turns: dict[tuple[Key, str], int] = {}
+        self._thread = _Thread()
+        self._shown: deque[tuple[str, Noted]] = deque(maxlen=64)
+
+    # ---- Numbers that note what they decide
+
+    def is_noted(self, dtype: torch.dtype) -> bool:
+        """Return whether numbers of a type are handed out noted."""
+        return "float" in self._kinds if dtype.is_floating_point else "int" in self._kinds and _is_whole(dtype)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[_Reading]:
+        """Give the read inside numbers that will be noted."""
+        before, self._thread.reading = self._thread.reading, _Reading()
+        try:
+            yield self._thread.reading
+        finally:
+            self._thread.reading = before
+
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Let what is read inside decide nothing: it is shown."""
+        before, self._thread.ignores = self._thread.ignores, True
+        try:
+            yield
+        finally:
+            self._thread.ignores = before
+
+    @property
+    def is_ignoring(self) -> bool:
+        """Whether what is read at the moment is only shown."""
+        return self._thread.ignores
+
+    def expects(self, dtype: torch.dtype) -> bool:
+        """Return whether a read needs no knowledge of values for now, since it will be noted or decides nothing."""
+        return self._thread.ignores or (self._thread.reading is not None and self.is_noted(dtype))
+
+    def decide(self, number: Noted, outcome: bool) -> bool:
+        """Return the outcome of a comparison."""
+        place = self._where()
+        if place is None or self._thread.ignores:
+            return outcome
+        if number.may_be_known:
+            self.begin_again()
+        self.reads.setdefault((*number.key, "comparison"))
+        outcome = self._opposite.get(place, outcome)
+        self.compared.setdefault(place, set()).add(outcome)
+        self._turns[place, "comparison"] = self._turns.get((place, "comparison"), 0) + 1
+        if place in self._opposite:
+            self._say(place, f"is taken to be {outcome}")
+        else:
+            self._say(number.key, f"is taken to {self._scenario(number.key).number}")
+        return outcome
+
+    def lose(self, number: Noted, kind: str) -> None:
+        """Note that a number went where nothing is noted."""
+        if self._thread.ignores:
+            return
+        if number.may_be_known:
+            self.begin_again()
+        self.reads.setdefault((*number.key, kind))
+        self._say(number.key, f"is taken to {self._scenario(number.key).number}")
+
+    def shown(self, text: str, number: Noted) -> str:
+        """Return a number's text, and know it again where the notebook makes a number of it."""
+        self._shown.append((text, number))
+        return text
+
+    def read_back(self, text: str) -> Noted | None:
+        """Return the number that was shown as a text lately."""
+        stripped = text.strip()
+        return next((number for shown, number in self._shown if shown.strip() == stripped), None)
+
+    # ---- Answers
 
     def fill_blanks(self, blanks: Collection[Any]) -> None:
         """Put other values than zeros where contents of the host are missing, in a run that looks whether they matter.
@@ -142,12 +245,11 @@ class Guesses:
             for place, byte in enumerate(FILLING):
                 memory[place * part : (place + 1) * part] = bytes([byte]) * part
 
-    def scalar(self, dtype: torch.dtype) -> Any:
+    def scalar(self, dtype: torch.dtype, *, may_be_known: bool = False) -> Any:
         """Return what is read from a tensor of one element."""
         if str(dtype) == "torch.bool":
             return self.truth()
-        key, turn, scenario = self._read("number")
-        self._say(key, f"is taken to {scenario.number}")
+        _, turn, scenario = self._read("number", dtype, may_be_known=may_be_known)
         number = NUMBERS[scenario.number](turn)
         if dtype.is_complex:
             return complex(number)
@@ -165,13 +267,13 @@ class Guesses:
         self._say(key, f"is taken to select {'everything' if scenario.selects_all else 'nothing'}")
         return most if scenario.selects_all else 0
 
-    def fill(self, host: torch.Tensor) -> None:
+    def fill(self, host: torch.Tensor, *, may_be_known: bool = False) -> None:
         """Put something into a tensor of the host that was to hold what a device has."""
         import torch
 
         if self.leave(host):
             return
-        key, turn, scenario = self._read("contents")
+        key, turn, scenario = self._read("contents", host.dtype, may_be_known=may_be_known)
         if host.nbytes > min(MOST_FETCHED, self._room):
             host = host[:0]  # it stays zeros, which take no memory
         self._room -= host.nbytes if host.nbytes >= LEAST_COUNTED else 0
@@ -179,7 +281,6 @@ class Guesses:
             self._say(key, f"is taken to {scenario.truth}, throughout")
             host.fill_(TRUTHS[scenario.truth](turn))
             return
-        self._say(key, f"is taken to {scenario.number}, throughout")
         number = NUMBERS[scenario.number](turn)
         if host.dtype.is_floating_point:
             number = min(number, torch.finfo(host.dtype).max)
@@ -188,18 +289,43 @@ class Guesses:
             number = max(limits.min, min(round(number), limits.max))
         host.fill_(number)
 
-    def _read(self, kind: str) -> tuple[Key, int, Scenario]:
+    def _read(
+        self, kind: str, dtype: torch.dtype | None = None, *, may_be_known: bool = False
+    ) -> tuple[Key, int, Scenario]:
         """Note a read; return its expression, how often it was read before, and its scenario."""
         key = self._where()
-        if key is None:
+        if key is None or self._thread.ignores:
             return THREAD, 0, SCENARIOS[0]
-        self.reads.setdefault((*key, kind))
         turn = self._turns.get((key, kind), 0)
         self._turns[key, kind] = turn + 1
-        return key, turn, SCENARIOS[self._others.get(key, self._course)]
+        scenario = self._scenario(key)
+        reading = self._thread.reading
+        if reading is not None and dtype is not None and self.is_noted(dtype):
+            self.noted += 1
+            reading.key, reading.may_be_known = key, may_be_known
+            return key, turn, scenario
+        self.reads.setdefault((*key, kind))
+        if dtype is not None and str(dtype) != "torch.bool":
+            self._say(key, f"is taken to {scenario.number}" + ", throughout" * (kind == "contents"))
+        return key, turn, scenario
+
+    def _scenario(self, key: Key) -> Scenario:
+        return SCENARIOS[self._others.get(key, self._course)]
+
+    def told(self) -> dict[str, Any]:
+        """Return what an outcome says of the reads, as plain data."""
+        return {
+            "reads": list(self.reads), "noted": self.noted,
+            "compared": [(*place, sorted(outcomes)) for place, outcomes in self.compared.items()],
+            "most_turns": max((turns for (_, kind), turns in self._turns.items() if kind != "number"), default=0),
+        }  # fmt: skip
 
     def _say(self, key: Key, what: str) -> None:
-        if all(read[:2] != key for read in self.reads):
+        if self._thread.ignores or (key == THREAD and all(read[:2] != key for read in self.reads)):
             return
         line, code = key
         self._assume(f"what {code} reads {what}" if line is None else f"line {line}: `{code}` {what}")
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not dtype.is_complex and str(dtype) != "torch.bool"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 _FOR, _ENTER, _AGAIN = "__dry_run_for__", "__dry_run_enter__", "__dry_run_again__"
+_NUMBER = "__dry_run_number__"
 
 File = tuple[str, int]
 """A file name and a line in it."""
@@ -76,6 +77,15 @@ class Passes:
             self._codes[code.co_filename] = self._compiled(code.co_filename)
         found = self._codes[code.co_filename].get((code.co_firstlineno, code.co_name), code)
         return found if found.co_freevars == code.co_freevars else code
+
+    def runs(self) -> list[int]:
+        """Return how many passes of each loop were begun, of its latest run."""
+        return [loop.run for loop in self._loops]
+
+    def flat(self, since: list[int | None]) -> list[tuple[str, int]]:
+        """Return the places of loops of which no pass after the given one took more memory, and that pass."""
+        told = zip(self._loops, since, strict=True)
+        return [(loop.place, number) for loop, number in told if number is not None and not loop.is_over]
 
     def counts(self, running: Iterable[File]) -> list[tuple[str, int, int | None]]:
         """Return each loop's place, and of its latest run the passes begun and the passes asked for.
@@ -181,6 +191,13 @@ class _Counting(ast.NodeTransformer):
         # The test comes last: what it does and raises is as before, and a test that is false is not a pass.
         node.test = ast.copy_location(ast.BoolOp(ast.And(), [node.test, again]), node.test)
         return [enter, node]
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        """Let `float(x)` and `int(x)` keep what `noted` notes; what the name stands for is looked up as ever."""
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in {"float", "int"}:
+            node.func = _call(_NUMBER, node.func, node.func)
+        return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return self._inside(node)

@@ -121,7 +121,7 @@ class Reading:
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if self._contents is None:
-            if not cell.runs_in(*cell.COMPILERS):
+            if not (cell.runs_in(*cell.COMPILERS) or self._guesses.is_ignoring):
                 self._give_up()
             return None
         return self._contents.of(tensor)
@@ -135,7 +135,9 @@ class Reading:
     def _fetch(self, source: torch.Tensor, host: torch.Tensor) -> None:
         """Put something into what was copied from a device to the host."""
         if self._contents is None:
-            if not self._guesses.leave(host):
+            if self._guesses.expects(host.dtype):
+                self._guesses.fill(host, may_be_known=True)
+            elif not self._guesses.leave(host):
                 self._give_up()
             return
         value = self._contents.of(source)
@@ -145,8 +147,9 @@ class Reading:
             host.copy_(value)
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
-        if self._contents is None and tensor.requires_grad:
-            return self._guesses.scalar(tensor.dtype)  # a loss: nothing that the host put there, so no new beginning
+        if self._contents is None and (tensor.requires_grad or self._guesses.expects(tensor.dtype)):
+            # Of a loss, nothing that the host put there; of the others it matters once something is decided by them.
+            return self._guesses.scalar(tensor.dtype, may_be_known=not tensor.requires_grad)
         value = self._value(tensor)
         return self._guesses.scalar(tensor.dtype) if value is None else value.item()
 

@@ -36,6 +36,7 @@ from gpumagic.dryrun.worker.kinds import Kinds, Lines
 from gpumagic.dryrun.worker.known import Known
 from gpumagic.dryrun.worker.models import Models
 from gpumagic.dryrun.worker.modules import Modules
+from gpumagic.dryrun.worker.noted import Numbers
 from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.memory import ledger, workspaces
 from gpumagic.memory.allocator import rounded
@@ -68,7 +69,8 @@ class CudaRun:
         self._modules = Modules(self._history, _address_on_device)
         self._namespace: dict[str, Any] = {}
         self._passes = Passes(request["filename"], request["sources"])
-        self._guesses = Guesses(request["guess"], request["others"], self.notes.assume, self._lines.reading)
+        self._clock = cell.Clock(request["time_limit"], self._look, self._out_of_time)
+        self._guesses = Guesses(request, self.notes.assume, self._lines.reading)
         self._names: list[str] = []
         self._known = Known("cuda", address_of, memory_of) if request["follows"] else None
         self._recorded: Recorded | None = None
@@ -99,7 +101,11 @@ class CudaRun:
             Kinds(self._history, "cuda", _address).watch()
             self._modules.watch(namespace)
         self._guesses.fill_blanks(parts.blanks)
-        Reading(self._guesses, self._contents(), self._start_again, self.notes.assume).install()
+        contents = self._contents()
+        Reading(self._guesses, contents, self._start_again, self.notes.assume).install()
+        if contents is None:
+            self._guesses.begin_again = self._start_again
+        Numbers(self._guesses).install()
         self._fills = DeferredFills(self._guesses.fill, draws=not self.request["guess"])
         self._fills.install()
         self._guesses.leave = self._fills.leave
@@ -140,8 +146,7 @@ class CudaRun:
 
     def _begin(self) -> None:
         """Let a clock keep the time, and the allocator its history."""
-        signal.signal(signal.SIGALRM, self._out_of_time)
-        signal.setitimer(signal.ITIMER_REAL, self.request["time_limit"])
+        self._clock.start()
         for device in range(len(self.request["capacities"])):
             torch.cuda.reset_peak_memory_stats(device)
             self._allocated.append(torch.cuda.memory_allocated(device))
@@ -163,10 +168,19 @@ class CudaRun:
         self._send({"starts_again": True})
         raise AssertionError("the process has ended")
 
-    def _out_of_time(self, _: int, frame: FrameType | None) -> None:
+    def _look(self) -> tuple[list[int], int, int]:
+        devices = range(len(self._allocated))
+        return (
+            self._passes.runs(),
+            sum(map(torch.cuda.max_memory_allocated, devices)),
+            sum(map(torch.cuda.memory_allocated, devices)),
+        )
+
+    def _out_of_time(self, frame: FrameType | None) -> None:
         self.notes.out_of_time(self.request["time_limit"])
         running = [(each.filename, each.lineno or 0) for each in traceback.extract_stack(frame)]
-        self._send({**self._outcome(None, running), "is_open": True})
+        flat = self._passes.flat(self._clock.flat_from())
+        self._send({**self._outcome(None, running), "is_open": True, "flat": flat})
 
     def _execute(self, namespace: dict[str, Any]) -> dict[str, Any]:
         """Run the cell; return the outcome."""
@@ -207,6 +221,8 @@ class CudaRun:
             told |= {"at": ledger.point(Peak()), "failure": None, "breakdown": {}, "modules": []}
             told["failed"] = failed and torch.cuda.memory_stats(device)["num_ooms"] > 0
         book = Ledger([]) if self._is_brief else self._book(len(devices))
+        if failed and error is not None and self._is_brief:
+            next(each for each in devices if each["failed"])["failure"] = {"line": error["line"]}
         for told, account in zip(devices, book.accounts, strict=False):
             told["at"] = ledger.point(account.peak)
             told["failure"] = None if account.failure is None else ledger.point(account.failure)
@@ -218,7 +234,7 @@ class CudaRun:
             "operators": book.operators,
             "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
             "effects": list(self.notes.effects), "passes": self._passes.counts(running), "is_open": False,
-            "reads": list(self._guesses.reads), "answers": self._recorded and self._recorded.answers,
+            **self._guesses.told(), "answers": self._recorded and self._recorded.answers,
             "models": self._models.as_data(),
             "snapshot": self._packed_snapshot() if self.request["snapshot"] else None,
             "modules": max(devices, key=lambda each: each["peak"])["modules"] if devices else [],
@@ -253,9 +269,11 @@ class CudaRun:
         yield from (block for block in _blocks_in_use() if block[0] == device and block[1] not in allocated)
 
     def _device(self, device: int) -> dict[str, Any]:
+        stats = torch.cuda.memory_stats(device)
         return {
             "peak": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device),
             "before": self._allocated[device], "after": torch.cuda.memory_allocated(device),
+            "traffic": [stats.get(f"{each}.all.allocated", 0) for each in ("allocation", "allocated_bytes")],
         }  # fmt: skip
 
     def _place_of(self, stack: Trace) -> Place:

@@ -26,6 +26,7 @@ from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.kinds import Kinds, Lines
 from gpumagic.dryrun.worker.models import Models
 from gpumagic.dryrun.worker.modules import Modules
+from gpumagic.dryrun.worker.noted import Numbers
 from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.dryrun.worker.sandbox import Magics
 from gpumagic.dryrun.worker.storages import Storages, key_of
@@ -57,7 +58,7 @@ class FakeRun:
         module = backend.register(name, self.ledger)
         self._storages = Storages(self.ledger.take, self._gone)
         self.ledger.settle = self._storages.settle
-        self._guesses = Guesses(request["guess"], request["others"], self.notes.assume, self._lines.reading)
+        self._guesses = Guesses(request, self.notes.assume, self._lines.reading)
         self._contents = contents = Contents(name, self._storages, self._guesses)
         self._operators = Operators(module, self._storages, self.ledger, contents, self.notes.assume, known == "cuda")
         self._operators.register()
@@ -90,10 +91,12 @@ class FakeRun:
         self.ledger.start()
         self._before = self.ledger.figures()
         self._operators.give_up = lambda error: self._send(self._failed(error))
-        self._kinds.watch()
+        if not self.request["is_brief"]:
+            self._kinds.watch()
         self._fills = DeferredFills(self._guesses.fill, draws=not self.request["guess"])
         self._fills.install()
         self._guesses.leave = self._fills.leave
+        Numbers(self._guesses).install()
         self.notes.effects.clear()
         namespace = scopes[0]
         cell.prepare(self.request, namespace, Magics(namespace, self.notes.effect))
@@ -101,11 +104,19 @@ class FakeRun:
         self._namespace = namespace
         if not self.request["is_brief"]:
             self._modules.watch(namespace)
-        signal.signal(signal.SIGALRM, self._out_of_time)
-        signal.setitimer(signal.ITIMER_REAL, self.request["time_limit"])
+        self._clock = cell.Clock(self.request["time_limit"], self._look, self._out_of_time)
+        self._clock.start()
         self._send(self._execute(namespace))
 
-    def _out_of_time(self, _: int, frame: FrameType | None) -> None:
+    def _look(self) -> tuple[list[int], int, int]:
+        accounts = self.ledger.accounts
+        return (
+            self._passes.runs(),
+            sum(each.peak.allocated for each in accounts),
+            sum(each.allocated for each in accounts),
+        )
+
+    def _out_of_time(self, frame: FrameType | None) -> None:
         """Tell how far it came; an operator that runs ends first."""
         running = [(each.filename, each.lineno or 0) for each in traceback.extract_stack(frame)]
         if self._operators.is_running:
@@ -115,7 +126,8 @@ class FakeRun:
 
     def _stop(self, running: list[File]) -> None:
         self.notes.out_of_time(self.request["time_limit"])
-        self._send({**self._outcome(None, running), "is_open": True})
+        flat = self._passes.flat(self._clock.flat_from())
+        self._send({**self._outcome(None, running), "is_open": True, "flat": flat})
 
     def _gone(self, key: int) -> None:
         self._contents.known.forget(key)
@@ -162,8 +174,8 @@ class FakeRun:
             self.notes.assume(deferred_fills.OTHERS)
         self.ledger.settle()
         self.ledger.where = Place
-        self._kinds.look_around()
         if not self.request["is_brief"]:
+            self._kinds.look_around()
             self._names = self._modules.look_around(self._namespace)
         unknown = without_rule(self._operators.seen) if self.request["backend"] == "cuda" else []
         if unknown:
@@ -174,7 +186,7 @@ class FakeRun:
             "timeline": ledger.timeline(self.ledger), "error": error,
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
-            "passes": self._passes.counts(running), "is_open": False, "reads": list(self._guesses.reads),
+            "passes": self._passes.counts(running), "is_open": False, **self._guesses.told(),
             "models": self._models.as_data(), "lacks": bool(unknown),
             "modules": max(devices, key=lambda each: each["peak"])["modules"],
         }  # fmt: skip
@@ -183,7 +195,7 @@ class FakeRun:
         return {
             "peak": account.peak.allocated, "before": self._before[index], "after": account.allocated,
             "reserved": account.allocator.peak_reserved, "failed": account.allocator.failed,
-            "at": ledger.point(account.peak),
+            "traffic": [self.ledger.operators], "at": ledger.point(account.peak),
             "failure": None if account.failure is None else ledger.point(account.failure),
             "breakdown": self.ledger.breakdown(index),
             "modules": [] if self.request["is_brief"] else self.ledger.by_module(index, self._names),

@@ -1,0 +1,353 @@
+"""Numbers that the host read from a device and that no dry run knows: each notes what is decided by it.
+
+A loss that is printed, logged, summed or averaged decides nothing, and one run is enough. So `.item()` returns neither
+a float nor an int but an object that says it is one: arithmetic carries it on, a comparison or a truth is told to
+`Guesses`, and C code, which could not tell, has to ask for the plain number by `__float__`, `__index__` or `__array__`
+and is told, too. (A subclass of float would be read by numpy and by torch without a word.) Code that takes only a real
+float raises; the cell is run again then with plain numbers.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import json
+import math
+import operator
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpumagic.dryrun.worker import cell
+
+if TYPE_CHECKING:
+    from gpumagic.dryrun.worker.guesses import Guesses, Key
+
+_LOGS = (
+    "logging", "tqdm", "json", "pprint", "csv", "rich", "wandb", "mlflow", "matplotlib", "tensorboard", "tensorboardX",
+    "torch.utils.tensorboard", "torch._tensor_str",
+)  # fmt: skip
+"""Modules that show a number, or write it to a file."""
+_MOST_LISTED = 1 << 16
+"""Numbers of a tensor that are noted one by one."""
+_MATH = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "pow", "fabs", "tanh", "fsum", "hypot")
+_TESTS = ("isnan", "isinf", "isfinite")
+_AVERAGES = ("mean", "fmean", "average", "sum", "median", "std", "var", "stdev", "pstdev", "nanmean", "percentile")
+_FILLS = ("fill", "full", "setitem", "scalar_tensor")
+"""What puts a number on a device, from where it may be read again."""
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_ARITHMETIC = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "divmod",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
+_PLAIN = (int, float, complex)
+
+
+class Noted:
+    """A number from a device.
+
+    Args:
+        number: what it is taken to be.
+        key: where it was read.
+        guesses: is told what it decides.
+        may_be_known: whether a run that follows values may know it.
+    """
+
+    __slots__ = ("_guesses", "key", "may_be_known", "number")
+
+    def __init__(self, number: float, key: Key, guesses: Guesses, *, may_be_known: bool) -> None:
+        self.number = number
+        self.key = key
+        self.may_be_known = may_be_known
+        self._guesses = guesses
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.number)
+
+    def _like(self, number: Any, *others: Any) -> Any:
+        """Return the result of an operation as it is carried on."""
+        if type(number) is tuple:
+            return tuple(self._like(each, *others) for each in number)
+        if type(number) not in {int, float}:
+            return number
+        known = self.may_be_known or any(type(each) is Noted and each.may_be_known for each in others)
+        return Noted(number, self.key, self._guesses, may_be_known=known)
+
+    def lose(self, kind: str = "number") -> Any:
+        """Return the plain number to code that cannot note what it does with it."""
+        if not cell.runs_in(*_LOGS):
+            self._guesses.lose(self, kind)
+        return self.number
+
+    def decide(self, outcome: bool) -> bool:
+        """Return what is decided, which a run may turn over."""
+        return self._guesses.decide(self, outcome)
+
+    def _combined(self, function: Callable[[Any, Any], Any], other: Any, *, is_right: bool = False) -> Any:
+        if isinstance(other, torch.Tensor):
+            mine = self.number if not other.is_cpu else self.lose()
+        elif type(other) is Noted or isinstance(other, _PLAIN):
+            mine = self.number
+        else:
+            mine = self.lose("size")
+        theirs = other.number if type(other) is Noted else other
+        made = function(theirs, mine) if is_right else function(mine, theirs)
+        return self._like(made, other)
+
+    def _compared(self, function: Callable[[Any, Any], Any], other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return function(self.number if not other.is_cpu else self.lose(), other)
+        if type(other) is Noted or isinstance(other, _PLAIN):
+            if self.may_be_known or (type(other) is Noted and other.may_be_known):
+                self._guesses.begin_again()
+            return self.decide(function(self.number, other.number if type(other) is Noted else other))
+        return function(self.number if isinstance(other, str | None) else self.lose(), other)
+
+    def __bool__(self) -> bool:
+        return self.decide(bool(self.number))
+
+    def __hash__(self) -> int:
+        return hash(self.lose())
+
+    def __float__(self) -> float:
+        return float(self.number if _is_formatting() else self.lose())
+
+    def __int__(self) -> int:
+        return int(self.number if _is_formatting() else self.lose())
+
+    def __index__(self) -> int:
+        if type(self.number) is not int:
+            raise TypeError("'float' object cannot be interpreted as an integer")
+        return self.number if _is_formatting() else int(self.lose("index" if _is_indexing() else "size"))
+
+    def __trunc__(self) -> Any:
+        return self._like(int(self.number))
+
+    def __floor__(self) -> Any:
+        return self._like(math.floor(self.number))
+
+    def __ceil__(self) -> Any:
+        return self._like(math.ceil(self.number))
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return self._like(round(self.number, digits))
+
+    def __neg__(self) -> Any:
+        return self._like(-self.number)
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return self._like(abs(self.number))
+
+    def __format__(self, spec: str) -> str:
+        return self._guesses.shown(format(self.number, spec), self)
+
+    def __repr__(self) -> str:
+        return self._guesses.shown(repr(self.number), self)
+
+    def __copy__(self) -> Noted:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Noted:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(self.number), (self.number,)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.number, name)
+        self.lose()
+        return found
+
+    def __array__(self, dtype: Any = None, **_: Any) -> Any:
+        import numpy as np
+
+        return np.asarray(self.lose(), dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        others = [each for each in inputs if type(each) is not Noted]
+        plain = all(getattr(each, "ndim", 0) == 0 for each in others) and method == "__call__" and not kwargs
+        numbers = [(each.number if plain else each.lose()) if type(each) is Noted else each for each in inputs]
+        made = getattr(ufunc, method)(*numbers, **kwargs)
+        if not plain or isinstance(made, tuple):
+            return made
+        value = made.item()
+        return self.decide(value) if isinstance(value, bool) else self._like(value, *inputs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give a torch function plain numbers: what is only computed with on a device decides nothing there."""
+        met: list[Noted] = []
+        args, kwargs = _plain((args, kwargs or {}), met)
+        made = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        stays = isinstance(made, torch.Tensor) and not made.is_cpu and not any(each in name for each in _FILLS)
+        for each in met:
+            if type(each.number) is int or not stays:
+                each.lose("size" if type(each.number) is int else "number")
+        return made
+
+
+def _give_operators() -> None:
+    for name in (*_ARITHMETIC, "divmod"):
+        function = divmod if name == "divmod" else getattr(operator, f"__{name}__")
+        setattr(Noted, f"__{name}__", functools.partialmethod(Noted._combined, function))
+        setattr(Noted, f"__r{name}__", functools.partialmethod(Noted._combined, function, is_right=True))
+    for name in _COMPARISONS:
+        setattr(Noted, f"__{name}__", functools.partialmethod(Noted._compared, getattr(operator, name)))
+
+
+_give_operators()
+
+
+def _plain(value: Any, met: list[Noted]) -> Any:
+    """Return a value with plain numbers in place of noted ones, which join `met`."""
+    if type(value) is Noted:
+        met.append(value)
+        return value.number
+    if type(value) in {list, tuple}:
+        return type(value)(_plain(each, met) for each in value)
+    return {name: _plain(each, met) for name, each in value.items()} if type(value) is dict else value
+
+
+def _opcode() -> tuple[str, str]:
+    """Return the instruction that the innermost frame outside of this module runs, and its argument in words."""
+    import dis
+
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    at = frame.f_lasti
+    for each in dis.get_instructions(frame.f_code):
+        if each.offset == at:
+            return each.opname, each.argrepr
+    return "", ""
+
+
+def _is_formatting() -> bool:
+    """Return whether text is made by ``%``, which asks for a plain number."""
+    name, argument = _opcode()
+    return name == "BINARY_MODULO" or (name == "BINARY_OP" and argument in {"%", "%="})
+
+
+def _is_indexing() -> bool:
+    return _opcode()[0].startswith("BINARY_SUBSCR")
+
+
+class Numbers:
+    """Noted numbers wherever the host reads one of an accelerator's, for the rest of the process.
+
+    Args:
+        guesses: tells what is read.
+    """
+
+    def __init__(self, guesses: Guesses) -> None:
+        self._guesses = guesses
+
+    def install(self) -> None:
+        """Replace the functions that read, and those of Python that would lose the note for nothing."""
+        tensor: Any = torch.Tensor
+        for name in ("item", "tolist"):
+            setattr(tensor, name, self._reading(getattr(tensor, name)))
+        tensor.__repr__ = self._showing(tensor.__repr__)
+        setattr(builtins, "__dry_run_number__", self._converting)  # noqa: B010
+        for owner in (builtins, math, statistics, sys.modules.get("numpy")):
+            for name in ("min", "max") if owner is builtins else (*_MATH, *_AVERAGES):
+                if owner is not None and not (owner is builtins) ^ (name in {"min", "max"}) and hasattr(owner, name):
+                    setattr(owner, name, _carrying(getattr(owner, name)))
+        for name in _TESTS:
+            setattr(math, name, _testing(getattr(math, name)))
+        encoder: Any = json.JSONEncoder
+        for name in ("encode", "iterencode"):
+            setattr(encoder, name, _writing(getattr(encoder, name)))
+        torch.tensor = _losing(torch.tensor)
+        torch.as_tensor = _losing(torch.as_tensor)
+
+    def _reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        guesses = self._guesses
+
+        def noted(tensor: torch.Tensor) -> Any:
+            if tensor.is_cpu or tensor.is_meta or not guesses.is_noted(tensor.dtype) or tensor.numel() > _MOST_LISTED:
+                return read(tensor)
+            with guesses.noting() as reading:
+                value = read(tensor)
+            return _wrapped(value, reading.key, guesses, reading.may_be_known) if reading.key else value
+
+        return noted
+
+    def _showing(self, show: Callable[..., str]) -> Callable[..., str]:
+        def shown(tensor: torch.Tensor, **how: Any) -> str:
+            with self._guesses.ignoring():
+                return show(tensor, **how)
+
+        return shown
+
+    def _converting(self, kind: Any) -> Any:
+        """Return what the notebook's code calls for `float(x)` and `int(x)`."""
+        return functools.partial(self._convert, kind) if kind is int or kind is float else kind
+
+    def _convert(self, kind: Any, *args: Any) -> Any:
+        value = args[0] if len(args) == 1 else None
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cpu:
+            value = value.item()
+        elif type(value) is str:
+            value = self._guesses.read_back(value)
+        return value._like(kind(value.number)) if type(value) is Noted else kind(*args if value is None else [value])
+
+
+def _wrapped(value: Any, key: Key, guesses: Guesses, may_be_known: bool) -> Any:
+    if isinstance(value, list):
+        return [_wrapped(each, key, guesses, may_be_known) for each in value]
+    return Noted(value, key, guesses, may_be_known=may_be_known)
+
+
+def _carrying(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of numbers that carries the note on: what `min` returns decides no more than its operands."""
+
+    def carried(*args: Any, **kwargs: Any) -> Any:
+        first: Any = args[0] if args else None
+        several: Iterable[Any] = first if len(args) == 1 and type(first) in {list, tuple} else args
+        if kwargs or not any(type(each) is Noted for each in several):
+            return function(*args, **kwargs)
+        met: list[Noted] = []
+        made = function(*_plain(args, met))
+        value = made.item() if hasattr(made, "item") and getattr(made, "ndim", 1) == 0 else made
+        return met[0]._like(value, *met)
+
+    return carried
+
+
+def _testing(function: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value.decide(function(value.number)) if type(value) is Noted else function(value)
+
+
+def _writing(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda encoder, value, *args, **kwargs: function(encoder, _plain(value, []), *args, **kwargs)
+
+
+def _losing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+        met: list[Noted] = []
+        plain = _plain(data, met) if type(data) in {Noted, list, tuple} else data
+        for each in met:
+            each.lose()
+        return function(plain, *args, **kwargs)
+
+    return made
