@@ -9,7 +9,8 @@ Start with `process.py`, then `cuda/run.py` or `fake/run.py`.
     fake/accounts.py the ledger of blocks (memory/ledger.py) over an allocator that is only computed
     storages.py      storages of torch's with a size, a device and no bytes
     known.py         the few small values that are known all the same
-    guesses.py       what the host is told of the others, a scenario at a time
+    guesses.py       what the host is told of the others, a scenario at a time, and what is decided by it
+    noted.py         numbers that note what is decided by them
     sandbox.py       data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
     overlay.py       files of the process's own
     deferred_fills.py  large random fills on the host, drawn only where the host looks
