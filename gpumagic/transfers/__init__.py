@@ -17,6 +17,6 @@ log, whoever makes them.
     advice.py            what to change about them
     explain.py           an error about devices, explained; `device_errors.py` knows the errors
     report.py            the records; `view.py` shows them, `chrome.py` writes trace events
-    move/                `--move`
+    move.py              `--move`
     trace/               `--trace`, line by line
 """
