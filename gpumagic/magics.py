@@ -231,7 +231,7 @@ class GPUMagic(Magics):
         """Return one report of all engines."""
         from gpumagic.cluster import queries
 
-        return queries.query_of(magic, options, self.engine_timeout).run()
+        return queries.query_of(magic, options)(self.engine_timeout)
 
     def _cell_of_engines(
         self, magic: str, options: Namespace, cell: str | None, device: str | None = None

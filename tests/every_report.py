@@ -24,7 +24,7 @@ for _module in pkgutil.walk_packages(gpumagic.__path__, "gpumagic."):
         import_module(_module.name)
 KINDS = sorted(kind.__name__ for kind in document_of.registry if kind is not object)
 FIXED: dict[tuple[str, str], Any] = {
-    ("TensorReport", "group_by"): None, ("ClusterReport", "group_by"): None, ("ClusterReport", "magic"): "gpuinfo",
+    ("TensorReport", "group_by"): None, ("ClusterReport", "magic"): "gpuinfo",
     ("DiffRow", "change"): "came", ("EngineAnswer", "state"): "answered",
     ("OomReport", "recovered"): False, ("OomReport", "retries"): 0, ("DtypeReport", "optimizer"): "adamw",
 }  # fmt: skip

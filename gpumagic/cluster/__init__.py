@@ -8,7 +8,7 @@ Start with `queries.py` for the line magics and with `cells.py` for the cell mag
     transport.py    sends a request to engines and collects the answers, or why there is none
     engine_side.py  runs in the engine, sent as text; `requests.py` is what it calls there
     report.py       `ClusterReport`, merging, and GPUs that several engines share
-    view.py         the view; `gpus_view.py` and `tensors_view.py` are its parts about GPUs and tensors
+    view.py         the answer of all engines, a row for those that say the same, and each engine's own report
 
 `--engines` goes where `%%px` goes, unless `use` selects another client. Nothing here starts an engine. In a script:
 

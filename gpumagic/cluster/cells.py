@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from gpumagic.cluster import transport
-from gpumagic.cluster.connection import Connection, EngineResources, assign_devices, check_options, connect
+from gpumagic.cluster.connection import Connection, assign_devices, check_options, connect
 from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engines_label
 from gpumagic.errors import OptionError
 from gpumagic.options import parser
@@ -50,10 +50,10 @@ def prepare(magic: str, options: Namespace, body: str | None, timeout: float, de
         _check(ready)
         lines = dict.fromkeys(connection.engines, line)
         if device is not None:
-            resources = {int(answer.engine): EngineResources(answer.origin, answer.report) for answer in ready}
+            origins = {int(answer.engine): answer.origin for answer in ready}
             wanted = {
-                engine: ("resolve_device", {"name": name, "fallback": options.fallback})
-                for engine, name in assign_devices(device, resources).items()
+                engine: ("resolve_device", {"name": name, "fallback": options.fallback, "local_rank": local_rank})
+                for engine, (name, local_rank) in assign_devices(device, origins).items()
             }
             resolved = transport.ask_each(connection, wanted, timeout)
             _check(resolved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from argparse import Namespace
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ PX = "px"
 _selected: Any = None
 _known_engines: MutableMapping[Any, dict[int, Origin]] = weakref.WeakKeyDictionary()
 """The engines that each client has had; those that are gone are still reported."""
-_pending: MutableMapping[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,6 @@ class Connection:
     def known(self) -> dict[int, Origin]:
         """Return where the client's engines run, including those that are gone."""
         return _known_engines.setdefault(self.client, {})
-
-    @property
-    def pending(self) -> dict[int, Any]:
-        """Return the last requests that engines did not answer in time."""
-        return _pending.setdefault(self.client, {})
 
 
 def check_options(magic: str, options: Namespace, alternative: str) -> None:
@@ -118,32 +112,21 @@ def _parse_targets(targets: str, known: list[int]) -> list[int]:
     return [int(part) for part in targets.split(",")]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineResources:
-    """Where one engine runs, and its GPUs."""
-
-    origin: Origin
-    gpus: tuple[tuple[str, str, int], ...] = ()
-    """For each GPU its name there, an identity that is unique in the cluster, and its free bytes; most free first."""
-
-
-def assign_devices(device: str, resources: Mapping[int, EngineResources]) -> dict[int, str]:
-    """Return the device of each engine.
+def assign_devices(device: str, origins: Mapping[int, Origin]) -> dict[int, tuple[str, int]]:
+    """Return the device of each engine, and the engine's number on its host.
 
     Args:
-        device: ``"auto"``, or a name with the placeassigned ``{rank}`` and ``{local_rank}``.
-        resources: by engine.
+        device: ``"auto"``, or a name in which ``{rank}`` and ``{local_rank}`` stand for the engine's.
+        origins: where each engine runs.
 
     Raises:
-        OptionError: another placeholder, or ``auto`` where an engine has no GPU.
+        OptionError: something else in braces.
     """
-    if device.lower() == "auto":
-        return _assign_freest(resources)
     device = device.replace("{{", "{").replace("}}", "}")  # as IPython leaves it where it expands nothing
-    ranks = _ranks(resources)
     try:
         return {
-            engine: device.format_map({"rank": rank, "local_rank": local}) for engine, (rank, local) in ranks.items()
+            engine: (device.format_map({"rank": rank, "local_rank": local}), local)
+            for engine, (rank, local) in _ranks(origins).items()
         }
     except (KeyError, ValueError, IndexError):
         raise OptionError(
@@ -151,9 +134,9 @@ def assign_devices(device: str, resources: Mapping[int, EngineResources]) -> dic
         ) from None
 
 
-def _ranks(resources: Mapping[int, EngineResources]) -> dict[int, tuple[int, int]]:
+def _ranks(origins: Mapping[int, Origin]) -> dict[int, tuple[int, int]]:
     """Return each engine's rank and local rank: the launcher's where they are distinct, else the engines' order."""
-    origins = {engine: resources[engine].origin for engine in sorted(resources)}
+    origins = dict(sorted(origins.items()))
     ranks = _distinct_ranks({engine: origin.rank for engine, origin in origins.items()})
     order = sorted(origins, key=lambda engine: ranks[engine])
     hosts: dict[str, dict[int, int | None]] = {}
@@ -172,36 +155,3 @@ def _distinct_ranks(ranks: Mapping[int, int | None]) -> dict[int, int]:
     if len(set(known.values())) == len(ranks):
         return known
     return {engine: place for place, engine in enumerate(ranks)}
-
-
-def _assign_freest(resources: Mapping[int, EngineResources]) -> dict[int, str]:
-    """Assign the freest GPU to each engine; no two share one while there are enough."""
-    if without := [engine for engine in sorted(resources) if not resources[engine].gpus]:
-        raise OptionError(f"auto: engine {without[0]} has no GPU; %gpuinfo --engines says why")
-    assigned: dict[str, int] = {}
-    for engine in sorted(resources):
-        _assign(engine, resources, assigned, set())
-    own = {engine: gpu for gpu, engine in assigned.items()}
-    load = dict.fromkeys(assigned, 1)
-    chosen: dict[int, str] = {}
-    for engine in sorted(resources):
-        gpus = resources[engine].gpus
-        if engine in own:
-            chosen[engine] = next(name for name, gpu, _ in gpus if gpu == own[engine])
-        else:  # more engines than GPUs: the GPU with fewest engines
-            chosen[engine], gpu, _ = min(gpus, key=lambda each: load.get(each[1], 0))
-            load[gpu] = load.get(gpu, 0) + 1
-    return chosen
-
-
-def _assign(engine: int, resources: Mapping[int, EngineResources], assigned: dict[str, int], tried: set[str]) -> bool:
-    """Assign the freest unassigned GPU, or one whose engine can move to another (augmenting paths)."""
-    gpus: Sequence[str] = [gpu for _, gpu, _ in resources[engine].gpus]
-    for gpu in sorted(gpus, key=lambda each: each in assigned):  # unassigned ones first, each group by free memory
-        if gpu in tried:
-            continue
-        tried.add(gpu)
-        if gpu not in assigned or _assign(assigned[gpu], resources, assigned, tried):
-            assigned[gpu] = engine
-            return True
-    return False

@@ -10,7 +10,7 @@ from gpumagic.errors import OptionError
 from gpumagic.gpus.history_view import SampleRow, device_label, sample_row, sample_rows
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.oom.report import OomReport
-from gpumagic.report.base import Origin, Report, columns_of, frame, grouped
+from gpumagic.report.base import Origin, Report, columns_of, frame
 from gpumagic.tensors.report import TensorReport
 from gpumagic.transfers.report import TransferReport
 
@@ -75,10 +75,6 @@ class ClusterReport(Report[PlacedRow]):
     engines: tuple[EngineAnswer, ...] = ()
     elapsed: float | None = None
     """Seconds until the last answer."""
-    limit: int | None = 20
-    """How many rows to show; `rows` and `to_pandas` always have all."""
-    group_by: str | None = None
-    """Show totals by this key instead of rows, as `TensorReport.group_by`."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -182,11 +178,6 @@ class SharedGpu:
         return self.engines[-1].row
 
     @property
-    def users(self) -> tuple[EngineGpu, ...]:
-        """Return the engines that hold memory on it."""
-        return tuple(each for each in self.engines if each.row.kernel_reserved)
-
-    @property
     def allocated(self) -> int:
         """Return the bytes in live tensors of all its engines."""
         return sum(each.row.kernel_allocated or 0 for each in self.engines)
@@ -220,29 +211,15 @@ def _gpu_key(answer: EngineAnswer, row: GpuRow) -> tuple[object, ...]:
     return answer.origin.host, row.uuid or row.device or row.nvml_index
 
 
-def pooled(gpus: Sequence[SharedGpu]) -> GpuRow:
-    """Return several GPUs as one: the sums of their bytes, unknown ones as 0, and their mean utilization."""
-    busy = [gpu.row.utilization for gpu in gpus if gpu.row.utilization is not None]
-    return GpuRow(
-        device=None, memory_used=sum(gpu.row.memory_used or 0 for gpu in gpus),
-        memory_total=sum(gpu.row.memory_total or 0 for gpu in gpus),
-        kernel_allocated=sum(gpu.allocated for gpu in gpus), kernel_reserved=sum(gpu.reserved for gpu in gpus),
-        utilization=sum(busy) / len(busy) if busy else None,
-    )  # fmt: skip
-
-
 MAX_GPUS = 32
-"""GPUs of a cluster that have one row each; with more, each host has one."""
+"""GPUs of a cluster that have a row, or a line over time."""
 
 
 @sample_rows.register(ClusterReport)
 def _cluster_samples(snapshot: ClusterReport, seconds: float) -> tuple[SampleRow, ...]:
     gpus = shared_gpus(snapshot)
-    hosts = grouped((gpu.host, gpu) for gpu in gpus)
-    if len(gpus) > MAX_GPUS:
-        rows = {host: pooled(of_host) for host, of_host in hosts.items()}
-        return tuple(sample_row(seconds, host, row, row.kernel_allocated) for host, row in rows.items())
-    return tuple(sample_row(seconds, _label(gpu, len(hosts) > 1), gpu.row, gpu.allocated) for gpu in gpus)
+    several_hosts = len({gpu.host for gpu in gpus}) > 1
+    return tuple(sample_row(seconds, _label(gpu, several_hosts), gpu.row, gpu.allocated) for gpu in gpus[:MAX_GPUS])
 
 
 def _label(gpu: SharedGpu, several_hosts: bool) -> str:

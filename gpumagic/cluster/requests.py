@@ -32,42 +32,35 @@ def gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> Respo
     return report.origin, report
 
 
-def devices(names: Sequence[str]) -> Response:
+def devices(names: Sequence[str], *, by: str | None, limit: int | None) -> Response:
     """Return the live tensors of this engine, under the names of its notebook."""
     from gpumagic.tensors import scan
 
     simgpu.enable_from_environment()
     shell = session.shell()
     only = [resolve(name) for name in names]
-    report: TensorReport = scan.scan(session.user_variables(shell), devices=only, limit=None, shell=shell)
+    report: TensorReport = scan.scan(session.user_variables(shell), devices=only, group_by=by, limit=limit, shell=shell)
     return report.origin, report
 
 
 def prepare() -> Response:
-    """Prepare for a cell under a cell magic; return `EngineResources.gpus` of this engine."""
-    from gpumagic.gpus import probe
-    from gpumagic.memory import allocator
-
+    """Prepare for a cell under a cell magic."""
     shell = session.shell()
     if shell is None:
         raise OptionError("this engine runs no IPython")
     if shell.find_line_magic("oomguard") is None:
         shell.meta[_LOADED_FOR_CELL] = True
         shell.extension_manager.load_extension("gpumagic")
-    accelerators = set(allocator.accelerators())
-    report = probe.read_gpus()
-    host = report.origin.host
-    own = f"{host}/{report.origin.pid}"
-    gpus = [
-        (str(row.device), f"{own if row.simulated else host}/{row.uuid or row.device}", row.memory_free or 0)
-        for row in report.devices
-        if row.device in accelerators
-    ]
-    return report.origin, tuple(sorted(gpus, key=lambda gpu: -gpu[2]))
+    return current_origin(), None
 
 
-def resolve_device(name: str, fallback: str | None) -> Response:
-    """Return the full name of a device of this engine."""
+def resolve_device(name: str, fallback: str | None, local_rank: int) -> Response:
+    """Return the full name of a device of this engine; ``auto`` deals out the host's GPUs by local rank."""
+    from gpumagic.memory import allocator
+
+    accelerators = allocator.accelerators()
+    if name.lower() == "auto" and accelerators:
+        name = accelerators[local_rank % len(accelerators)]
     return current_origin(), resolve(name, fallback)
 
 

@@ -6,16 +6,19 @@ time is up is cancelled, so that it does not run later.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
+import io
+import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
+from enum import Enum
 from functools import cache
 from typing import Any
 
 from gpumagic import _compat
-from gpumagic.cluster import records
 from gpumagic.cluster.connection import Connection
 from gpumagic.cluster.report import EngineAnswer
 from gpumagic.report.base import Origin
@@ -29,35 +32,27 @@ Request = tuple[str, Mapping[str, object]]
 """A function of `requests`, and its arguments."""
 
 
-def ask_all(
-    connection: Connection, request: Request, timeout: float, *, skip_pending: bool = False
-) -> tuple[EngineAnswer, ...]:
+def ask_all(connection: Connection, request: Request, timeout: float) -> tuple[EngineAnswer, ...]:
     """Send one request to every engine of a connection; see `ask_each`."""
-    return ask_each(connection, dict.fromkeys(connection.engines, request), timeout, skip_pending=skip_pending)
+    return ask_each(connection, dict.fromkeys(connection.engines, request), timeout)
 
 
-def ask_each(
-    connection: Connection, requests: Mapping[int, Request], timeout: float, *, skip_pending: bool = False
-) -> tuple[EngineAnswer, ...]:
+def ask_each(connection: Connection, requests: Mapping[int, Request], timeout: float) -> tuple[EngineAnswer, ...]:
     """Return what each engine answered, in the order of the engines.
 
     Args:
         connection: the engines.
         requests: by engine.
         timeout: seconds to wait for the slowest.
-        skip_pending: skip engines that are still in the cell that kept them from answering the last time.
     """
-    pending = {engine for engine, future in connection.pending.items() if skip_pending and not future.done()}
-    asked = {each: _send(connection, each, requests[each]) for each in connection.alive if each not in pending}
+    asked = {each: _send(connection, each, requests[each]) for each in connection.alive}
     try:
         wait(asked.values(), timeout=timeout)
     except BaseException:  # Ctrl-C
         _cancel(connection, asked)
         raise
     late = {engine: future for engine, future in asked.items() if not future.done()}
-    connection.pending.update(late)
-    answers = dict.fromkeys(pending, EngineAnswer(0, state="busy", detail="in a cell"))
-    answers.update(_cancel(connection, late, timeout) if late else {})
+    answers = _cancel(connection, late, timeout) if late else {}
     answers.update((engine, _read_answer(engine, future)) for engine, future in asked.items() if engine not in answers)
     gone = EngineAnswer(0, state="dead", detail="it is gone")
     return tuple(_with_origin(connection, engine, answers.get(engine, gone)) for engine in connection.engines)
@@ -98,7 +93,7 @@ def _read_answer(engine: int, future: Any) -> EngineAnswer:
     origin, report = Origin(facts["host"], facts["pid"]), None
     if "answer" in facts:
         try:
-            origin, report = records.load(zlib.decompress(facts["answer"]))
+            origin, report = load_records(zlib.decompress(facts["answer"]))
         except Exception as error:
             state, detail = "other version", f"{type(error).__name__}: {error}"
     return EngineAnswer(engine, origin, state, _explain_state(state, detail), facts.get("seconds"), report)
@@ -152,3 +147,37 @@ def _engine_queues(connection: Connection, engines: Sequence[int]) -> dict[int, 
         return {}
     status: Mapping[Any, Any] = future.result()["content"]
     return {int(engine): found["queue"] for engine, found in status.items() if str(engine).isdecimal()}
+
+
+_PLAIN = frozenset({
+    ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "complex"), ("builtins", "bytearray"),
+    ("builtins", "range"), ("builtins", "slice"), ("collections", "Counter"), ("collections", "OrderedDict"),
+    ("collections", "deque"),
+})  # fmt: skip
+
+
+def load_records(data: bytes) -> Any:
+    """Return what an engine pickled: records of gpumagic's own and plain data, and nothing else.
+
+    A pickle can name any function to call. An engine runs its user's code, and what it answers need not come from ours.
+
+    Raises:
+        pickle.UnpicklingError: it has something else than records and plain data.
+    """
+    return _Records(io.BytesIO(data)).load()
+
+
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        if module.startswith("gpumagic.") and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and _is_record(found):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no record of gpumagic's")
+
+
+def _is_record(kind: type) -> bool:
+    is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return dataclasses.is_dataclass(kind) or is_named_tuple or issubclass(kind, Enum)

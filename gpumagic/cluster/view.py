@@ -1,49 +1,88 @@
-"""The view of a `ClusterReport`: what the engines show together, and each engine's own report of a cell."""
+"""The view of a `ClusterReport`: the answer of all engines, a row for those that say the same, and their reports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from gpumagic.cluster.gpus_view import gpu_blocks
-from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engine_ranges, engines_label
-from gpumagic.cluster.tensors_view import tensor_blocks
-from gpumagic.oom.report import OomReport
-from gpumagic.oom.view import first_step, view_failure
-from gpumagic.report.base import grouped
-from gpumagic.report.document import (
-    Block,
-    Cell,
-    Column,
-    Document,
-    Fold,
-    Heading,
-    Paragraph,
-    Segment,
-    Table,
-    document_of,
+from gpumagic.cluster.report import (
+    ANSWERED,
+    MAX_GPUS,
+    ClusterReport,
+    EngineAnswer,
+    SharedGpu,
+    engine_ranges,
+    engines_label,
+    shared_gpus,
 )
-from gpumagic.report.units import count, duration, size
-from gpumagic.transfers.report import TransferReport
-from gpumagic.transfers.view import view_transfers
+from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
+from gpumagic.gpus.view import headline, memory_bar, process_blocks, short_name
+from gpumagic.oom.view import first_step
+from gpumagic.report import document as doc
+from gpumagic.report.base import Report, grouped, to_document
+from gpumagic.report.columns import Column, Table
+from gpumagic.report.units import count, percent, size, size_of, size_pair
+from gpumagic.tensors.view import fold
 
 MAX_ROWS = 32
-MAX_TRANSFER_REPORTS = 8
-MAX_OOM_REPORTS = 2
-"""Reports that are shown whole; of others the heading is, and the rest folded."""
+MAX_REPORTS = 8
+"""Reports that are behind a summary; `ClusterReport.reports` has all."""
+SHOWN_FAILURES = 2
+"""Reports of cells that ran out of memory that are shown whole."""
+UNEVEN = 2
+"""Times what the other engines hold on average, from which one of them holds most."""
 
 
-@document_of.register(ClusterReport)
-def view_engines(report: ClusterReport) -> Document:
+class Answered(NamedTuple):
+    """An engine's report, with its own first line and main number."""
+
+    answer: EngineAnswer
+    headline: str
+    nbytes: int
+
+    @property
+    def report(self) -> Any:
+        """The engine's report."""
+        return self.answer.report
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What the reports of a magic have in common."""
+
+    title: str
+    """Of the column of the main number."""
+    nbytes: Callable[[Any], int]
+    """The main number of a report."""
+    answer: Callable[[ClusterReport, Sequence[Answered]], str]
+    """The first line of all reports together."""
+
+
+@doc.document_of.register(ClusterReport)
+def view_engines(report: ClusterReport) -> doc.Document:
     """Return the report of the engines that answered, then what is known of the others."""
-    if report.reports:
-        heading, blocks = _BODIES[report.magic](report)
-    else:
-        heading, blocks = f"%%{report.magic}" if report.magic in {"ondevice", "oomguard"} else "No answer", []
-    blocks = [Heading(heading), Paragraph(_engines(report), muted=True), *blocks]
-    blocks += [Paragraph(text) for text in _engines_without_report(report)]
-    notes = report.notes if report.magic == "oomguard" else (*report.notes, *_notes(report))  # has them in each report
-    blocks += [Paragraph(note, muted=True) for note in notes]
-    return Document(tuple(blocks))
+    subject = SUBJECTS[report.magic]
+    found = [
+        Answered(answer, _headline(answer.report), subject.nbytes(answer.report))
+        for answer in report.engines
+        if isinstance(answer.report, Report)
+    ]
+    blocks: list[doc.Block] = [doc.Heading(subject.answer(report, found)), doc.Paragraph(_engines(report), muted=True)]
+    blocks += [*_torch_versions(found), *_gpus(report)]
+    if report.magic in {"devices", "ondevice"} or any(getattr(each.report, "cause", None) for each in found):
+        blocks += [_table(found, subject.title)] if found else []
+    blocks += _reports(found, _shown(report, found))
+    blocks += [doc.Paragraph(text) for text in _engines_without_report(report)]
+    blocks += [doc.Paragraph(note, muted=True) for note in report.notes]
+    return doc.Document(tuple(blocks))
+
+
+def _headline(report: Any) -> str:
+    if isinstance(report, GPUReport):  # of a thousand engines, whose tables take their time
+        return headline(report.devices, report.cause)
+    first = to_document(report).blocks[0]
+    return first.text if isinstance(first, doc.Heading) else ""
 
 
 def _engines(report: ClusterReport) -> str:
@@ -54,6 +93,51 @@ def _engines(report: ClusterReport) -> str:
     if not hosts:
         return number
     return f"{number} on {hosts.pop() if len(hosts) == 1 else count(len(hosts), 'host')}"
+
+
+def _table(found: Sequence[Answered], title: str) -> Table:
+    """Return a row for the engines whose reports begin alike, those with the largest number first."""
+    alike = sorted(grouped((each.headline, each) for each in found).values(), key=lambda group: -_most(group))
+    columns: tuple[Column[list[Answered]], ...] = (
+        Column("Engine", lambda group: engine_ranges([each.answer for each in group]), shrinks=True),
+        Column("Host", lambda group: _several(each.answer.origin.host for each in group), priority=3),
+        Column("Device", lambda group: _several(getattr(each.report, "device", "") for each in group), priority=1),
+        Column(title, lambda group: size(_most(group)), "right", bar=_most, when=_most),
+        Column("Says", lambda group: group[0].headline, shrinks=True, least=30),
+    )  # fmt: skip
+    if len({each.answer.origin.host for each in found}) == 1:  # which the second line names
+        columns = tuple(each for each in columns if each.title != "Host")
+    return Table.of(alike, columns, "Each engine", limit=MAX_ROWS, rest="row")
+
+
+def _most(group: Sequence[Answered]) -> int:
+    return max(each.nbytes for each in group)
+
+
+def _several(values: Iterable[str]) -> str:
+    """Return what engines have in common, or how many there are."""
+    found = list(dict.fromkeys(values))
+    return ", ".join(found) if len(found) <= 2 else f"{len(found):,} different"
+
+
+def _shown(report: ClusterReport, found: Sequence[Answered]) -> int:
+    """Return how many reports are shown whole: the first failures, and reports that are more than a list."""
+    if report.magic == "oomguard":
+        return SHOWN_FAILURES
+    asked = (getattr(each.report, name, None) for each in found for name in ("show_all", "group_by"))
+    return MAX_REPORTS if any(asked) else 0
+
+
+def _reports(found: Sequence[Answered], shown: int) -> Iterator[doc.Block]:
+    """Yield the first few reports whole and others behind their first lines; all of them folded if none is whole."""
+    blocks: list[doc.Block] = []
+    for place, each in enumerate(found[:MAX_REPORTS]):
+        _, *rest = to_document(each.report).blocks
+        text = f"Engine {each.answer.label}: {each.headline}"
+        blocks += [doc.Heading(text, apart=True), *rest] if place < shown else [doc.Fold(text, rest)]
+    if blocks and not shown:
+        blocks = [doc.Fold("Each engine's own report; in code, report.reports[engine]", blocks)]
+    yield from blocks
 
 
 def _engines_without_report(report: ClusterReport) -> Iterator[str]:
@@ -69,122 +153,133 @@ def _engines_without_report(report: ClusterReport) -> Iterator[str]:
         yield f"{engines_label(answers)}{where}: {state}" + (f", {detail}" if detail else "")
 
 
-def _notes(report: ClusterReport) -> list[str]:
-    """Return the notes of the engines' reports, once each, with the engines where not all have it."""
-    notes = grouped((note, answer) for answer in report.engines for note in getattr(answer.report, "notes", ()))
-    return [
-        note if len(answers) == len(report.reports) else f"{engines_label(answers)}: {note}"
-        for note, answers in notes.items()
-    ]
+def _torch_versions(found: Sequence[Answered]) -> Iterator[doc.Block]:
+    """Yield the versions of torch where they differ: a distributed run needs one everywhere."""
+    versions = grouped((each.report.torch_version, each.answer) for each in found if isinstance(each.report, GPUReport))
+    if len(versions) > 1:
+        said = (f"{f'torch {v}' if v else 'no torch'} on {engine_ranges(each)}" for v, each in versions.items())
+        yield doc.Paragraph(f"The engines differ: {'; '.join(said)}.")
 
 
-Transfers = Sequence[tuple[EngineAnswer, TransferReport]]
+def _gpus(report: ClusterReport) -> Iterator[doc.Block]:
+    """Yield a row for each GPU, of many the fullest; and with `-p` the processes on them."""
+    gpus = shared_gpus(report)
+    if not gpus:
+        return
+    several_hosts = len({gpu.host for gpu in gpus}) > 1
+    if len(gpus) > MAX_GPUS:
+        gpus = tuple(sorted(gpus, key=lambda gpu: -gpu.used_share))
+    columns = GPU_COLUMNS if several_hosts else GPU_COLUMNS[1:]
+    yield Table.of(gpus, columns, "GPUs", limit=MAX_GPUS, rest="GPU", elsewhere="in a wider terminal")
+    if any(getattr(each, "show_processes", False) for each in report.reports.values()):
+        yield from process_blocks([_with_engines_named(gpu) for gpu in gpus[:MAX_GPUS]])
 
 
-def transfer_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
-    """Return the heading and the blocks of `%%ondevice`."""
-    found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, TransferReport)]
-    blocks: list[Block] = [Paragraph(_durations(found), muted=True), _transfer_table(found[:MAX_ROWS])]
-    if len(found) > MAX_ROWS:
-        blocks.append(Paragraph(f"and {count(len(found) - MAX_ROWS, 'more engine')}", muted=True))
-    first, *others = _changes(found) or [""]
-    blocks += [Paragraph(f"→ {each}") for each in others]
-    each: list[Block] = []
-    for answer, own in found[:MAX_TRANSFER_REPORTS]:
-        each += [Heading(f"Engine {answer.label}", apart=True), *view_transfers(own).blocks]
-    return first or _nothing_to_change(found), [
-        *blocks,
-        Fold("Each engine's own report; in code, report.reports[engine]", each),
-    ]
+def _gpu_name(gpu: SharedGpu) -> str:
+    """Return the engines' name for a GPU, or the driver's where they have several."""
+    names = list(dict.fromkeys(short_name(each.row) for each in gpu.engines))
+    return names[0] if len(names) == 1 or gpu.row.nvml_index is None else f"NVML {gpu.row.nvml_index}"
 
 
-def _changes(found: Transfers) -> list[str]:
-    """Return what to change, with the engines where not all should."""
-    alike = grouped((str(advice), answer) for answer, own in found for advice in own.advice)
-    return [
-        advice if len(answers) == len(found) else f"{advice} ({engines_label(answers).lower()})"
-        for advice, answers in alike.items()
-    ]
+def _engines_of(gpu: SharedGpu) -> doc.Cell:
+    """Return the engines that hold memory on a GPU, or else those that see it."""
+    users = [each for each in gpu.engines if each.row.kernel_reserved]
+    text = engine_ranges([each.answer for each in users or gpu.engines])
+    reserved = ", ".join(f"{each.answer.label}: {size(each.row.kernel_reserved)}" for each in users)
+    return doc.Cell(f"none of {text}" if not users and len(gpu.engines) > 1 else text, title=reserved)
 
 
-def _nothing_to_change(found: Transfers) -> str:
-    copied = sum(_moved(report) for _, report in found)
-    return f"{size(copied)} copied, nothing to change found" if copied else "No transfers between devices"
+def _memory(gpu: SharedGpu) -> doc.Cell:
+    row = gpu.row
+    if row.memory_used is None or not row.memory_total:
+        return doc.Cell(size(row.memory_total), muted=True)
+    together = replace(row, kernel_allocated=gpu.allocated, kernel_reserved=gpu.reserved)
+    return doc.Cell(size_pair(row.memory_used, row.memory_total), bar=memory_bar(together))
 
 
-def _durations(found: Transfers) -> str:
-    devices = list(dict.fromkeys(report.device for _, report in found))
-    where = ", ".join(devices) if len(devices) <= 3 else count(len(devices), "device")
-    engine, slowest = max(found, key=lambda each: each[1].elapsed)
-    longest = f" at the longest (engine {engine.label})" if len(found) > 1 else ""
-    return f"on {where} for {duration(slowest.elapsed)}{longest}"
+def _engines_part(gpu: SharedGpu) -> doc.Cell:
+    if not gpu.reserved:
+        return doc.Cell("nothing", muted=True, title="no engine's torch holds memory there")
+    return doc.Cell(size_pair(gpu.allocated, gpu.reserved), title="in tensors / with the caches")
 
 
-def _transfer_table(found: Transfers) -> Table:
-    most = max(_moved(report) for _, report in found) or 1
-    columns = [
-        Column("Engine"), Column("Host", priority=3), Column("Device"), Column("Time", "right"),
-        Column("New tensors", "right", 1), Column("Copied", "right"), Column("To device", "right", 2),
-        Column("To host", "right", 2), Column("Between", "right", 3), Column("Syncs", "right", 2),
-        Column("Peak", "right", 1),
-    ]  # fmt: skip
-    grid = [_transfer_cells(answer, report, most) for answer, report in found]
-    one_host = len({answer.origin.host for answer, _ in found}) == 1  # which the heading names
-    shown = [
-        place
-        for place, column in enumerate(columns)
-        if any(row[place] for row in grid) and not (one_host and column.title == "Host")
-    ]
-    return Table([columns[place] for place in shown], [[row[place] for place in shown] for row in grid], "Each engine")
+GPU_COLUMNS: tuple[Column[SharedGpu], ...] = (
+    Column("Host", lambda gpu: gpu.host),
+    Column("GPU", _gpu_name),
+    Column("Engine", _engines_of, shrinks=True),
+    Column("Name", lambda gpu: (gpu.row.name or "").removeprefix("NVIDIA "), priority=4, shrinks=True),
+    Column("Memory", _memory),
+    Column("Engines' part", _engines_part, "right", 1),
+    Column("Util", lambda gpu: "" if gpu.row.utilization is None else percent(gpu.row.utilization), "right", 2),
+    Column("Temp", lambda gpu: "" if gpu.row.temperature is None else f"{gpu.row.temperature:.0f} C", "right", 3),
+)
 
 
-def _transfer_cells(answer: EngineAnswer, report: TransferReport, most: int) -> list[Cell | str]:
-    moved = _moved(report)
-    by_direction = [
-        sum(row.nbytes for row in report.moves if row.direction == direction)
-        for direction in ("host-to-device", "device-to-host", "device-to-device")
-    ]
-    created = f"{sum(number for number, _ in report.created.values()):,}"
-    bar = (Segment(moved / most),) if moved else ()
-    peak, waits = report.peak.get(report.device), sum(report.syncs.values())
-    return [
-        answer.label, answer.origin.host, report.device, duration(report.elapsed), created, Cell(size(moved), bar),
-        *(size(nbytes) if nbytes else "" for nbytes in by_direction), f"{waits:,}" if waits else "",
-        "" if peak is None else size(peak),
-    ]  # fmt: skip
+def _with_engines_named(gpu: SharedGpu) -> GpuRow:
+    """Return the GPU with its engines named among the processes."""
+    names = {each.answer.origin.pid: each.answer.label for each in gpu.engines}
+
+    def named(process: ProcessRow) -> ProcessRow:
+        if process.pid is None or process.pid not in names:
+            return replace(process, this_kernel=False)
+        return replace(process, this_kernel=False, name=f"engine {names[process.pid]}: {process.name or 'python'}")
+
+    processes = gpu.row.processes
+    return replace(gpu.row, processes=None if processes is None else tuple(map(named, processes)))
 
 
-def _moved(report: TransferReport) -> int:
-    return sum(row.nbytes for row in report.moves)
+def _most_free(report: ClusterReport, found: Sequence[Answered]) -> str:
+    """Return what the headline of one process says, with the host of the GPU where there are several."""
+    gpus = shared_gpus(report)
+    if not gpus:
+        return found[0].headline if found else "No answer"
+    several_hosts = len({gpu.host for gpu in gpus}) > 1
+    return headline([
+        replace(gpu.row, device=f"{gpu.row.device} on {gpu.host}") if several_hosts and gpu.row.device else gpu.row
+        for gpu in gpus
+    ])  # fmt: skip
 
 
-def oom_blocks(report: ClusterReport) -> tuple[str, list[Block]]:
-    """Return the heading and the blocks of `%%oomguard`."""
-    found = [(answer, answer.report) for answer in report.engines if isinstance(answer.report, OomReport)]
-    out = [answer for answer, own in found if not own.recovered]
-    blocks: list[Block] = []
-    for place, (answer, own) in enumerate(found):
-        first, *rest = view_failure(own).blocks
-        assert isinstance(first, Heading)
-        heading = f"Engine {answer.label}: {first.text}"
-        blocks += [Heading(heading, apart=True), *rest] if place < MAX_OOM_REPORTS else [Fold(heading, rest)]
+def _holds_most(_: ClusterReport, found: Sequence[Answered]) -> str:
+    """Return which engine holds far more than the others, with its largest storage, or the sum."""
+    if not found:
+        return "No answer"
+    whole = sum(each.nbytes for each in found)
+    most = max(found, key=lambda each: each.nbytes)
+    tensors = sum(row.tensors for each in found for row in each.report.by_device)
+    if len(found) < 2 or most.nbytes < UNEVEN * (whole - most.nbytes) / (len(found) - 1) or not most.nbytes:
+        return f"{count(tensors, 'tensor')}, {size(whole)}" if tensors else "No live tensors"
+    largest = next(iter(fold(most.report.tensors)), None)
+    mostly = f", mostly {largest.text}" if largest is not None and largest.nbytes > most.nbytes / 2 else ""
+    return f"Engine {most.answer.label} holds most: {size_of(most.nbytes, whole)}{mostly}"
+
+
+def _copied_most(_: ClusterReport, found: Sequence[Answered]) -> str:
+    """Return the first line of the engines that copied most."""
+    if not found:
+        return "%%ondevice"
+    most = max(found, key=lambda each: each.nbytes)
+    alike = [each.answer for each in found if each.headline == most.headline]
+    return most.headline + ("" if len(alike) == len(found) else f" ({engines_label(alike).lower()})")
+
+
+def _ran_out(report: ClusterReport, found: Sequence[Answered]) -> str:
+    """Return which engines ran out of memory, and what to do."""
+    out = [each.answer for each in found if not each.report.recovered]
     if not out:
-        return ("Passed after running out of memory" if found else "%%oomguard"), blocks
+        return "Passed after running out of memory" if found else "%%oomguard"
     passed = sum(answer.state == ANSWERED and answer not in out for answer in report.engines)
     others = f"; the cell passed on {count(passed, 'other')}" if passed else ""
-    return f"Out of memory on engine {engine_ranges(out)}{others}. {_first_steps(out)}", blocks
-
-
-def _first_steps(out: Sequence[EngineAnswer]) -> str:
-    """Return what to do, of the first engine where they are told different things."""
     steps = grouped((first_step(answer.report), answer) for answer in out)
     step, answers = next(iter(steps.items()))
-    return step if len(steps) == 1 else f"{engines_label(answers)}: {step}"
+    what = step if len(steps) == 1 else f"{engines_label(answers)}: {step}"
+    return f"Out of memory on engine {engine_ranges(out)}{others}. {what}"
 
 
-_BODIES: Mapping[str, Callable[[ClusterReport], tuple[str, list[Block]]]] = {
-    "gpuinfo": gpu_blocks,
-    "devices": tensor_blocks,
-    "ondevice": transfer_blocks,
-    "oomguard": oom_blocks,
+SUBJECTS: Mapping[str, Subject] = {
+    "gpuinfo": Subject("Held", lambda own: sum(row.kernel_reserved or 0 for row in own.devices), _most_free),
+    "devices": Subject("In tensors", lambda own: sum(row.in_rows for row in own.by_device), _holds_most),
+    "ondevice": Subject("Copied", lambda own: sum(row.nbytes for row in own.moves), _copied_most),
+    "oomguard": Subject("Allocated", lambda own: own.allocated_at_failure or 0, _ran_out),
 }
+"""What each magic's reports have in common."""
