@@ -88,91 +88,64 @@ def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility 
     return "CUDA started in this process and found none of the driver's GPUs: restart the kernel."
 
 
-def _no_driver(failure: NvmlFailure, build: TorchBuild, environment: Environment) -> str:
-    if hosted := _on_hosted_notebook(environment):
+def _no_driver(failure: NvmlFailure, build: TorchBuild, here: Environment) -> str:
+    if hosted := _on_hosted_notebook(here):
         return hosted
-    if environment.platform == "darwin":
+    if here.platform == "darwin":
         return "A Mac has no NVIDIA driver; its own GPU is shown once torch is imported and was built with MPS."
     if build.xpu:
         return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
-    if failure.problem == "no answer":
-        return (
-            f"The NVIDIA driver did not answer in {failure.detail}: see whether nvidia-smi does in a terminal; if it "
-            "hangs too, the GPU or its driver does, which ends with a reboot."
-        )
-    if failure.problem in _EXPLANATIONS:
-        return _EXPLANATIONS[failure.problem](environment)
+    for problem, applies, sentence in _CAUSES:
+        if problem == failure.problem and applies(here):
+            return sentence.format(failure.detail)
     return f"The NVIDIA driver does not answer ({failure.detail}): see what nvidia-smi says in a terminal."
 
 
-def _on_hosted_notebook(environment: Environment) -> str | None:
-    if environment.colab:
+def _on_hosted_notebook(here: Environment) -> str | None:
+    if here.colab:
         return "This Colab runtime has no GPU: choose one in the menu Runtime > Change runtime type."
-    if environment.kaggle:
+    if here.kaggle:
         return "This Kaggle session has no GPU: choose one under Settings > Accelerator."
     return None
 
 
+def _always(_: Environment) -> bool:
+    return True
+
+
+_ASK_FOR_GPU = "start it with --gpus all (Docker) or ask for nvidia.com/gpu (Kubernetes)."
+_CAUSES: tuple[tuple[str, Callable[[Environment], bool], str], ...] = (
+    ("no answer", _always, ("The NVIDIA driver did not answer in {}: see whether nvidia-smi does in a terminal; if it "
+     "hangs too, the GPU or its driver does, which ends with a reboot.")),
+    ("no binding", _always, "nvidia-ml-py is not installed, so the driver cannot be asked: pip install nvidia-ml-py."),
+    ("no library", lambda here: here.driver_loaded and here.container,
+     ("The driver is loaded, but its library libnvidia-ml.so.1 was not brought into this container: start it with the "
+     "NVIDIA Container Toolkit and NVIDIA_DRIVER_CAPABILITIES=compute,utility.")),
+    ("no library", lambda here: here.driver_loaded,
+     ("The NVIDIA driver is loaded, but its library libnvidia-ml.so.1 is not found: reinstall the driver's user-space "
+     "package of the same version.")),
+    ("no library", lambda here: here.wsl,
+     "WSL shows no NVIDIA driver: install NVIDIA's driver in Windows (not in WSL), then wsl --shutdown."),
+    ("no library", lambda here: here.card and not here.container,
+     "There is an NVIDIA card, but no driver: install NVIDIA's driver and reboot."),
+    ("no library", lambda here: here.card,
+     f"The machine has an NVIDIA card, but this container was started without it: {_ASK_FOR_GPU}"),
+    ("no library", lambda here: here.container,
+     f"This container has no NVIDIA GPU and no driver: if its machine has one, {_ASK_FOR_GPU}"),
+    ("no library", _always, "This machine has no NVIDIA GPU and no NVIDIA driver: run where there is one."),
+    ("no driver", lambda here: here.container and not here.driver_loaded,
+     f"The driver's library is in this container, but no GPU: {_ASK_FOR_GPU}"),
+    ("no driver", _always, "The NVIDIA driver is installed but not loaded: run sudo modprobe nvidia, or reboot."),
+    ("version mismatch", _always, ("The NVIDIA driver was updated while the old one still runs (library and kernel "
+     "module differ): reboot.")),
+    ("no permission", _always, ("This user may not open the NVIDIA devices: check the permissions of /dev/nvidia* (on "
+     "many machines the group video), or ask an administrator.")),
+    ("old driver", _always, "The NVIDIA driver is too old to be asked: install a current one."),
+)  # fmt: skip
+"""Why NVML does not answer: its problem, where it applies, and what to say; the first that applies is said."""
 _NOT_LISTED = {
     False: "The NVIDIA driver runs but finds no GPU: see why in sudo dmesg (lines with NVRM), or reboot.",
-    True: "The NVIDIA driver answers but has given this container no GPU: start it with --gpus all (Docker) or ask "
-    "for nvidia.com/gpu (Kubernetes).",
-}
-
-
-def _no_library(environment: Environment) -> str:
-    if environment.driver_loaded and environment.container:
-        return (
-            "The driver is loaded, but its library libnvidia-ml.so.1 was not brought into this container: start "
-            "it with the NVIDIA Container Toolkit and NVIDIA_DRIVER_CAPABILITIES=compute,utility."
-        )
-    if environment.driver_loaded:
-        return (
-            "The NVIDIA driver is loaded, but its library libnvidia-ml.so.1 is not found: reinstall the "
-            "driver's user-space package of the same version."
-        )
-    return _no_card(environment)
-
-
-def _no_card(environment: Environment) -> str:
-    if environment.wsl:
-        return "WSL shows no NVIDIA driver: install NVIDIA's driver in Windows (not in WSL), then wsl --shutdown."
-    if environment.card and not environment.container:
-        return "There is an NVIDIA card, but no driver: install NVIDIA's driver and reboot."
-    if environment.card:
-        return (
-            "The machine has an NVIDIA card, but this container was started without it: start it with --gpus "
-            "all (Docker) or ask for nvidia.com/gpu (Kubernetes)."
-        )
-    if environment.container:
-        return (
-            "This container has no NVIDIA GPU and no driver: if its machine has one, start it with --gpus all "
-            "(Docker) or ask for nvidia.com/gpu (Kubernetes)."
-        )
-    return "This machine has no NVIDIA GPU and no NVIDIA driver: run where there is one."
-
-
-def _driver_not_loaded(environment: Environment) -> str:
-    if environment.container and not environment.driver_loaded:
-        return (
-            "The driver's library is in this container, but no GPU: start it with --gpus all (Docker) or ask for "
-            "nvidia.com/gpu (Kubernetes)."
-        )
-    return "The NVIDIA driver is installed but not loaded: run sudo modprobe nvidia, or reboot."
-
-
-_EXPLANATIONS: dict[str, Callable[[Environment], str]] = {
-    "no binding": lambda _: "nvidia-ml-py is not installed, so the driver cannot be asked: pip install nvidia-ml-py.",
-    "no library": _no_library,
-    "no driver": _driver_not_loaded,
-    "version mismatch": lambda _: (
-        "The NVIDIA driver was updated while the old one still runs (library and kernel module differ): reboot."
-    ),
-    "no permission": lambda _: (
-        "This user may not open the NVIDIA devices: check the permissions of /dev/nvidia* (on many machines the group "
-        "video), or ask an administrator."
-    ),
-    "old driver": lambda _: "The NVIDIA driver is too old to be asked: install a current one.",
+    True: f"The NVIDIA driver answers but has given this container no GPU: {_ASK_FOR_GPU}",
 }
 
 

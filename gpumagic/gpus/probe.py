@@ -50,7 +50,7 @@ def selected_rows(rows: Sequence[GpuRow], wanted: Sequence[str]) -> tuple[GpuRow
         found = [row for row in rows if _matches(name, row, rows)]
         readable = re.fullmatch(DEVICE_PATTERN, name, re.IGNORECASE)
         if not found and (rows or not readable):
-            here = ", ".join(row.device for row in rows if row.device) or "none that torch can use"
+            here = ", ".join(row.device for row in rows if row.device) or "none that torch can use (%gpuinfo says why)"
             wrong = "a GPU here" if readable or name in ("cpu", "meta") else "a device"
             raise DeviceNotFound(f"{name!r} is not {wrong}; there are {here}")
         chosen += [row for row in found if not any(row is each for each in chosen)]

@@ -131,6 +131,10 @@ class GpuRow:
         "Uncorrected memory errors", read=call("TotalEccErrors", figures.UNCORRECTED, figures.SINCE_LOADED), to=int
     )
     """Uncorrected memory errors since the driver was loaded."""
+    compute_mode: str | None = figure(
+        "Compute mode", read=call("ComputeMode"), to=lambda mode: figures.COMPUTE_MODES[int(mode)], on_request=True
+    )
+    """Who may use it: ``"shared"``, ``"one process"``, ``"prohibited"``; a second process then fails with "busy"."""
     bus_id: str | None = figure(
         "PCI bus", read=call("PciInfo"), to=lambda pci: figures.text_of(pci.busId), on_request=True
     )

@@ -24,12 +24,14 @@ def view_gpus(report: GPUReport) -> Document:
     """Return the report as a table of devices, or as one paragraph where there is none."""
     blocks: list[Block] = [Heading(headline(report.devices, report.cause)), Paragraph(_versions(report), muted=True)]
     if report.devices:
-        blocks += table_blocks(report.devices, explained=report.cause is not None)
+        elsewhere = "in the lists below" if report.show_all else ELSEWHERE
+        blocks += table_blocks(report.devices, explained=report.cause is not None, elsewhere=elsewhere)
     if report.show_processes and report.devices:
         blocks += process_blocks(report.devices)
     if report.show_all:
         blocks += [block for row in report.devices for block in details_blocks(row, report.devices)]
-        blocks.append(Paragraph(f"{BAR_LEGEND} {UTILIZATION_LEGEND}", muted=True))
+        has_utilization = any(row.utilization is not None for row in report.devices)
+        blocks.append(Paragraph(f"{BAR_LEGEND} {UTILIZATION_LEGEND}" if has_utilization else BAR_LEGEND, muted=True))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
@@ -88,12 +90,12 @@ def _versions(report: GPUReport) -> str:
     return " · ".join(parts)
 
 
-def table_blocks(rows: Sequence[GpuRow], *, explained: bool) -> list[Block]:
+def table_blocks(rows: Sequence[GpuRow], *, explained: bool, elsewhere: str) -> list[Block]:
     """Return the table and the sentences under it; ``explained`` if the report says why torch can use no device."""
     indices = [(row.device, row.nvml_index) for row in rows if row.device is not None and row.nvml_index is not None]
     are_torchs = all(device.endswith(f":{index}") for device, index in indices)
     columns = [each for each in COLUMNS if not (are_torchs and each.title == FIGURES["nvml_index"].title)]
-    found: list[Block] = [Table.of(rows, columns, "GPUs", elsewhere=ELSEWHERE)]
+    found: list[Block] = [Table.of(rows, columns, "GPUs", elsewhere=elsewhere)]
     throttled = grouped((row.throttle_reasons, short_name(row)) for row in rows if row.throttle_reasons)
     for reasons, names in throttled.items():
         verb = "is" if len(names) == 1 else "are"
@@ -203,11 +205,17 @@ def _memory(row: GpuRow) -> Cell:
     return Cell(size_pair(row.memory_used, row.memory_total), bar=memory_bar(row), title=title)
 
 
+SMALLEST = 0.005
+"""The share of a device's memory below which its bar is empty: in text a twelfth is the least that can be drawn."""
+
+
 def memory_bar(row: GpuRow) -> tuple[Segment, ...]:
     """Return the shares of tensors, cache and other memory in use; empty where they are unknown."""
     if not row.memory_total or row.memory_used is None:
         return ()
     allocated, reserved = row.kernel_allocated or 0, row.kernel_reserved or 0
+    if max(row.memory_used, reserved) < SMALLEST * row.memory_total:
+        return (Segment(0),)
     return (
         Segment(allocated / row.memory_total, "main"),
         Segment(max(0, reserved - allocated) / row.memory_total, "second"),
@@ -293,7 +301,5 @@ def details_blocks(row: GpuRow, rows: Sequence[GpuRow]) -> list[Block]:
     grid += [(f"To {names.get(index, f'NVML {index}')}", link) for index, link in (row.topology or {}).items()]
     columns = [doc.Column(short_name(row)), doc.Column(row.name or "unknown", shrinks=True)]
     absent = grouped((row.reasons.get(name), label) for name, label in labels.items() if getattr(row, name) is None)
-    lacking = [
-        f"{', '.join(found)}: {not_available(reason)}." for reason, found in absent.items() if reason != SIMULATED
-    ]
+    lacking = [f"{'; '.join(each)}: {not_available(reason)}." for reason, each in absent.items() if reason != SIMULATED]
     return [doc.Table(columns, grid, f"All of {short_name(row)}"), *(Paragraph(line, muted=True) for line in lacking)]

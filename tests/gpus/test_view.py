@@ -212,6 +212,20 @@ def test_all_fields_have_a_value_or_a_reason() -> None:
     assert re.search(r"^Memory, driver's own +512\.0 MiB$", text, re.MULTILINE)
 
 
+def test_what_a_gpu_lacks_is_named_in_a_line_for_each_reason() -> None:
+    """A row of n/a each would hide what is there."""
+    lacks = {"fan": "not supported", "nvlinks": "not supported", "bus_id": "no permission"}
+    lines = shown(dataclasses.replace(FIRST, reasons=lacks), show_all=True).splitlines()
+    assert "NVLinks up: n/a (not supported)." in " ".join(line for line in lines if "Fan" in line)
+    assert "PCI bus: n/a (no permission)." in lines
+
+
+def test_a_few_bytes_of_a_large_gpu_are_no_part_of_its_bar() -> None:
+    """In text the least that can be drawn is a twelfth."""
+    barely = dataclasses.replace(FIRST, memory_used=22 * MIB, kernel_allocated=0, kernel_reserved=0)
+    assert "<0.1 / 48.0 GiB ░░░░░░░░░░░░" in shown(barely)
+
+
 def test_hostile_names_are_escaped() -> None:
     """A process may call itself anything."""
     evil = ProcessRow(1, "<script>alert(1)</script>\x1b[2J", "<b>", None)

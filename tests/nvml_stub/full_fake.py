@@ -16,7 +16,7 @@ NUMBERS = {
     "nvmlDeviceGetCurrPcieLinkGeneration": 3, "nvmlDeviceGetMaxPcieLinkGeneration": 4,
     "nvmlDeviceGetCurrPcieLinkWidth": 8, "nvmlDeviceGetMaxPcieLinkWidth": 16, "nvmlDeviceGetPcieThroughput": 1000,
     "nvmlDeviceGetNvLinkState": 1, "nvmlDeviceGetTopologyCommonAncestor": 20, "nvmlDeviceGetP2PStatus": 1,
-    "nvmlDeviceGetTemperature": 55,
+    "nvmlDeviceGetTemperature": 55, "nvmlDeviceGetComputeMode": 3,
 }  # fmt: skip
 """Functions whose last argument takes one number."""
 INSTANCES = 2
@@ -38,7 +38,7 @@ TRUTH = {
     "fan": 40.0, "clock_sm": 1410, "clock_sm_max": 1980, "clock_memory": 1410, "clock_memory_max": 1980,
     "compute_capability": "8.6", "encoder_utilization": 7.0, "decoder_utilization": 7.0, "ecc_errors": 3,
     "pcie_generation": 3, "pcie_generation_max": 4, "pcie_width": 8, "pcie_width_max": 16, "pcie_sent": 1000 * 1024,
-    "pcie_received": 1000 * 1024, "nvlinks": 36, "other_processes": GIB,
+    "pcie_received": 1000 * 1024, "nvlinks": 36, "compute_mode": "one process", "other_processes": GIB,
 }  # fmt: skip
 """What a report must say of every card, if it says anything."""
 
