@@ -1,7 +1,7 @@
 """Dry runs as forks of the warm worker, a few at once, each with an answer whatever becomes of it.
 
 A fork that crashes has no answer of its own: Python's `faulthandler` writes where it was into a pipe, and the answer is
-made of that.
+made of that. What the kernel refuses a fork is heard here, and joins its answer.
 """
 
 from __future__ import annotations
@@ -9,32 +9,43 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import json
 import os
 import re
+import resource
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from gpumagic.dryrun.worker.box.watch import NOT_DONE, Watch
+
 _TO_TELL = 20
 """Seconds that a run has to send its outcome after its time is up."""
+_LONGEST_ANSWER = 1 << 30
+"""Bytes; what claims to be longer is none."""
 _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 Outcome = dict[str, Any]
 Serve = Callable[[dict[str, Any], Callable[[Outcome], None]], None]
 
 
-def run_each(requests: Sequence[dict[str, Any]], serve: Serve) -> Iterator[bytes]:
+def run_each(
+    requests: Sequence[dict[str, Any]], serve: Serve, notebook: int | None = None, private: Sequence[int] = ()
+) -> Iterator[bytes]:
     """Yield the answers to some requests in their order, as JSON; as many run at once as there are cores.
 
     Args:
         requests: what to run.
         serve: runs one in its own process, and sends its outcome.
+        notebook: a descriptor of the notebook's process (pidfd), to end with it.
+        private: descriptors of this process that no cell may write into.
     """
     coming = list(enumerate(requests))[::-1]
     running: dict[Connection, tuple[int, _Fork]] = {}
@@ -44,17 +55,33 @@ def run_each(requests: Sequence[dict[str, Any]], serve: Serve) -> Iterator[bytes
         while number not in answers:
             while coming and len(running) < _cores():
                 which, request = coming.pop()
-                fork = _Fork.start(request, serve)
+                others = [each.fileno() for each in running]
+                fork = _Fork.start(request, serve, [*private, *others])
                 running[fork.answers] = which, fork
             until = min(fork.until for _, fork in running.values())
-            ready = connection.wait(list(running), max(0.0, until - time.monotonic()))
+            watches = [fork.watch for _, fork in running.values() if fork.watch.fileno() >= 0]
+            waited_for: list[Any] = [*running, *watches, *([] if notebook is None else [notebook])]
+            ready: list[Any] = connection.wait(waited_for, max(0.0, until - time.monotonic()))
+            if notebook in ready:
+                _end_all(fork for _, fork in running.values())
+            for watch in watches:
+                if watch in ready:
+                    watch.hear()
             for each, (which, fork) in list(running.items()):
-                if each in ready or time.monotonic() >= fork.until:
+                if each in ready or time.monotonic() >= fork.until or fork.watch.waits_for:
                     del running[each]
                     answers[which] = fork.end(ended, has_answer=each in ready)
         yield answers.pop(number)
     for pid in ended:
         os.waitpid(pid, 0)
+
+
+def _end_all(forks: Iterable[_Fork]) -> NoReturn:
+    """End with the notebook: nobody asks any more."""
+    for each in forks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(each.pid, signal.SIGKILL)
+    os._exit(0)
 
 
 def _cores() -> int:
@@ -68,6 +95,7 @@ class _Fork:
     Attributes:
         answers: where its outcome comes from.
         last_words: where a crash is told.
+        watch: what the kernel refuses it.
         until: when it is given up.
     """
 
@@ -75,39 +103,62 @@ class _Fork:
     pid: int
     answers: Connection
     last_words: int
+    watch: Watch
     until: float
 
     @classmethod
-    def start(cls, request: dict[str, Any], serve: Serve) -> _Fork:
+    def start(cls, request: dict[str, Any], serve: Serve, private: Iterable[int]) -> _Fork:
         receiving, sending = os.pipe()
         reading, writing = os.pipe()
+        ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            _be(request, serve, sending, writing)
+            ours.close()
+            for descriptor in (receiving, reading, *private):
+                os.close(descriptor)
+            _be({**request, "watcher": theirs}, serve, _out_of_reach(sending), _out_of_reach(writing))
+        theirs.close()
         os.close(sending)
         os.close(writing)
         os.set_blocking(reading, False)
         answers = Connection(receiving, writable=False)
-        return cls(request, pid, answers, reading, time.monotonic() + request["time_limit"] + _TO_TELL)
+        until = time.monotonic() + request["time_limit"] + _TO_TELL
+        return cls(request, pid, answers, reading, Watch(ours), until)
 
     def end(self, ended: list[int], *, has_answer: bool) -> bytes:
         """End the process and return its answer; one that answered joins those to be waited for."""
-        outcome = _ended(f"the dry run took more than {self.request['time_limit']:g} s and was stopped")
+        outcome = _ended(
+            f"it {self.watch.waits_for} again and again, {NOT_DONE}"
+            if self.watch.waits_for
+            else f"the dry run took more than {self.request['time_limit']:g} s and was stopped"
+        )
         try:
             if has_answer:
-                outcome = self.answers.recv_bytes()
-        except EOFError:
+                outcome = self.answers.recv_bytes(_LONGEST_ANSWER)
+        except (EOFError, OSError):  # it crashed, or the cell wrote into descriptors that it had not opened
             outcome = b""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if outcome:
             ended.append(self.pid)
+            outcome = self._with_effects(outcome)
         else:
             _, status = os.waitpid(self.pid, 0)
             outcome = _ended(_crash(status, self._read_last_words(), self.request["filename"]))
         self.answers.close()
+        self.watch.close()
         os.close(self.last_words)
         return outcome
+
+    def _with_effects(self, outcome: bytes) -> bytes:
+        """Return an outcome with what the kernel refused, in words."""
+        if not self.watch.effects:
+            return outcome
+        record = json.loads(outcome)
+        if record.get("error") is not None and not record["error"].get("is_memory"):  # it may well come of the refusal
+            record["error"] |= {"refused": True, "text": f"it {next(iter(self.watch.effects))}, {NOT_DONE}"}
+        record["effects"] = list(dict.fromkeys([*record.get("effects", ()), *self.watch.effects]))
+        return json.dumps(record).encode()
 
     def _read_last_words(self) -> str:
         with contextlib.suppress(BlockingIOError):
@@ -115,11 +166,21 @@ class _Fork:
         return ""
 
 
+def _out_of_reach(descriptor: int) -> int:
+    """Return a descriptor far from those that a cell tries that closes or writes to all of the first few."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError):
+        far = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(0, min(limit, 65_536) - 64))
+        os.close(descriptor)
+        return far
+    return descriptor
+
+
 def _be(request: dict[str, Any], serve: Serve, sending: int, last_words: int) -> NoReturn:
     """Be the process that runs a request."""
     leave = os._exit
     try:
-        os.setpgid(0, 0)
+        os.setsid()  # away from the notebook's terminal, and a group of its own
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL)
         os.set_blocking(last_words, False)  # rather lose the rest than wait for a reader

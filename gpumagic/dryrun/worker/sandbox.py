@@ -1,8 +1,9 @@
 """What of torch around the device a dry run does another way: data loaders, pinned memory, loading, compilers.
 
 What the cell writes lies in an overlay that vanishes with the process. Where the system gives none, files opened for
-writing are the null device, and making, moving and removing files does nothing. Sending, connecting and starting
-programs is refused by an audit hook.
+writing are the null device, and making, moving and removing files does nothing. That nothing else gets out is the
+machine's kernel's business (`box`); the hooks here see what Python asks for before the kernel refuses it, and tell it
+with the line that asked.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import builtins
 import io
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +25,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.worker import cell, overlay
+from gpumagic.dryrun.worker import box, cell
+from gpumagic.dryrun.worker.box.watch import NOT_DONE, is_listening
 
 if TYPE_CHECKING:
+    from gpumagic.dryrun.worker.box import Box
     from gpumagic.dryrun.worker.fake.backend import DeviceModule
 
 
@@ -161,22 +165,33 @@ _NATIVE_PROGRAMS = frozenset({"system", "popen", "fork", "vfork", "posix_spawn",
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def block(note: Callable[[str], None]) -> bool:
-    """Block effects for the rest of the process; return whether it has files of its own, and so writes what it likes.
+def block(notes: cell.Notes, watcher: socket.socket | None = None) -> Box:
+    """Block effects for the rest of the process; return what the kernel enforces.
 
     Args:
-        note: called with a sentence for each thing that was kept from happening.
+        notes: gets a sentence for each thing that was kept from happening, and for each that cannot be.
+        watcher: takes the listener of what the kernel refuses.
     """
-    is_private = overlay.enter()
+    note = notes.effect
+    made = box.enter(listens=watcher is not None)
+    for each in made.missing:
+        notes.assume(f"the cell has no effects by {each}, which this system does not keep in")
+    if watcher is not None:
+        if made.listener is not None:
+            socket.send_fds(watcher, [b"."], [made.listener])
+            os.close(made.listener)
+        watcher.close()
+    is_private = made.has_files
     if is_private:
         sys.dont_write_bytecode = True
         torch.save = _saving(torch.save, note)
         sys.addaudithook(_telling(note))
     else:
         _write_nowhere(note)
-    sys.addaudithook(_refusing(note, _NEVER if is_private else _NEVER | _FILES))
+    refused = _NEVER if is_private else _NEVER | _FILES
+    sys.addaudithook(_refusing(note, refused, reaches_itself=made.has_network))
     _no_waiting()
-    return is_private
+    return made
 
 
 def _write_nowhere(note: Callable[[str], None]) -> None:
@@ -187,7 +202,6 @@ def _write_nowhere(note: Callable[[str], None]) -> None:
                 setattr(module, name, _skipped(f"{module.__name__}.{name}", note))
     _save_nowhere(note)
     sys.addaudithook(_read_only(note))
-    _no_growing_files()
 
 
 def _telling(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], None]:
@@ -275,21 +289,36 @@ def _read_only(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], 
     return hook
 
 
-def _refusing(note: Callable[[str], None], refused: frozenset[str]) -> Callable[[str, tuple[Any, ...]], None]:
+def _refusing(
+    note: Callable[[str], None], refused: frozenset[str], *, reaches_itself: bool
+) -> Callable[[str, tuple[Any, ...]], None]:
+    """Return a hook that refuses some events; ``reaches_itself`` is whether the process may connect to itself."""
+
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "ctypes.dlsym" and args[1] in _NATIVE_PROGRAMS:
             note("starts a program")
-            raise CannotDryRun("it starts a program, which a dry run does not do")
+            raise CannotDryRun(f"it starts a program, {NOT_DONE}")
         if event not in refused:
             return
         if event in _PROGRAMS and cell.runs_in("torch._inductor.", "triton."):
             return  # its files are the process's own
+        if reaches_itself and event.startswith("socket.") and _is_own(event, args):
+            return
         program = _program(event, args)
         what = f"calls {event}" if event not in _PROGRAMS else f"starts a program{f' ({program})' if program else ''}"
         note(what)
-        raise CannotDryRun(f"it {what}, which a dry run does not do")
+        raise CannotDryRun(f"it {what}, {NOT_DONE}")
 
     return hook
+
+
+def _is_own(event: str, args: tuple[Any, ...]) -> bool:
+    """Return whether an event is about this process's own network: a name of it, or a port at which it listens."""
+    target = args[0] if event == "socket.getaddrinfo" else args[1] if len(args) > 1 else None
+    host, port = target[:2] if isinstance(target, tuple) and len(target) > 1 else (target, None)
+    name = host.decode(errors="replace") if isinstance(host, bytes) else str(host or "localhost")
+    is_own = name in {"localhost", "::1", "0.0.0.0", "::"} or name.startswith("127.")  # noqa: S104
+    return is_own and (event != "socket.connect" or is_listening(port))
 
 
 def _program(event: str, args: tuple[Any, ...]) -> str:
@@ -299,18 +328,6 @@ def _program(event: str, args: tuple[Any, ...]) -> str:
         first = each if isinstance(each, str | bytes | os.PathLike) else next(iter(each), "")
         return os.path.basename(os.fsdecode(first).split(" ")[0])  # noqa: PTH119  # of bytes, too
     return ""
-
-
-def _no_growing_files() -> None:
-    """Let the system itself refuse every byte to a file (POSIX): what C code opens is seen by no hook."""
-    try:
-        import resource
-        import signal
-
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    except (ImportError, ValueError, OSError):
-        return
 
 
 def _no_waiting() -> None:

@@ -76,7 +76,7 @@ class FakeRun:
 
     def run(self) -> None:
         """Run the cell and send the outcome, as plain data."""
-        sandbox.block(self.notes.effect)  # before modules of the user's are imported
+        sandbox.block(self.notes, self.request["watcher"])  # before modules of the user's are imported
         scopes = self._unpack()
         self._guesses.fill_blanks(parts.blanks)
         for device, nbytes in enumerate(self.request["base"]):

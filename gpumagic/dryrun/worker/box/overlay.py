@@ -1,7 +1,8 @@
 """A private view of the file system for one process: it sees all files, and what it writes is gone with it (Linux).
 
 Every place that has files gets an overlay whose upper layer is in memory. It takes a mount namespace, which a kernel
-gives to anybody who first takes a user namespace, unless a container or the system's rules forbid that.
+gives to anybody who first takes a user namespace, unless a container or the system's rules forbid that. A network with
+nobody else in it, and a host's name and shared memory of the process's own, come along where they can be had.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import contextlib
 import ctypes
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
+_NEW_NETWORK = 0x40000000
+_NEW_NAMES = 0x04000000 | 0x08000000
+"""Of the host, and of System V's shared memory."""
+_DUMPABLE = 4
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
 _DETACH = 2
 _NO_FILES = frozenset({
@@ -29,25 +33,29 @@ _SHARE = 8
 """What is written may take one of so many parts of the memory."""
 
 
-def enter() -> bool:
+def enter() -> tuple[bool, bool]:
     """Let this process, which has one thread, write to no file of anybody's; return whether it could.
 
-    Where it could not, some of the places may be read-only for it.
+    Where it could not, some of the places may be read-only for it. The second is whether its network is its own.
     """
-    if sys.platform != "linux":
-        return False
     places: list[tuple[str, int]] = []
+    has_network = False
     try:
-        _take_namespace()
+        has_network = _take_namespaces()
         places += [(path, os.open(path, os.O_PATH)) for path in _places()]
         _cover(places)
         os.chdir(os.getcwd())  # noqa: PTH109  # the same folder, seen through its overlay
     except OSError:
-        return False
+        return False, has_network
     finally:
         for _, descriptor in places:
             os.close(descriptor)
-    return True
+    return True, has_network
+
+
+def folders() -> list[str]:
+    """Return the folders that have an overlay."""
+    return _places()
 
 
 def _places() -> list[str]:
@@ -66,16 +74,27 @@ def _mounted() -> Iterator[str]:
             yield path
 
 
-def _take_namespace() -> None:
-    """Take mounts of our own; who is not the system's administrator becomes one of a system of users of its own."""
+def _take_namespaces() -> bool:
+    """Take mounts of our own, and a network where there is one; return whether there is.
+
+    Who is not the system's administrator becomes one of a system of users of its own.
+    """
     user, group = os.getuid(), os.getgid()
+    has_network = True
     try:
         _call("unshare", _NEW_MOUNTS)
     except OSError:
         _call("unshare", _NEW_USER | _NEW_MOUNTS)
+        # The kernel hides a process whose rights change from the user's others; the warm one reads its programs' names.
+        _call("prctl", _DUMPABLE, 1, 0, 0, 0)
         for name, text in ("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1"):
             Path(f"/proc/self/{name}").write_text(text, encoding="ascii")
+    try:
+        _call("unshare", _NEW_NETWORK | _NEW_NAMES)
+    except OSError:
+        has_network = False
     _mount("/", _RECURSIVE | _PRIVATE)
+    return has_network
 
 
 def _cover(places: list[tuple[str, int]]) -> None:
@@ -87,6 +106,10 @@ def _cover(places: list[tuple[str, int]]) -> None:
             _lay_over(path, lower, f"{_STAGE}/{number}")
     finally:
         _call("umount2", _STAGE.encode(), _DETACH)
+    for path in _SYSTEM:  # their settings are the machine's
+        with contextlib.suppress(OSError):
+            _mount(path, _BIND | _RECURSIVE, source=path)
+            _mount(path, _REMOUNT | _BIND | _READ_ONLY)
 
 
 def _lay_over(path: str, lower: int, store: str) -> None:

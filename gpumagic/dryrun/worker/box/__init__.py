@@ -1,0 +1,109 @@
+"""What keeps a dry run from having effects: the machine's kernel, for C code and started programs as for Python.
+
+    overlay.py    a private view of the file system, network and names of its own, where namespaces are allowed
+    landlock.py   no writing elsewhere, no look into other processes
+    seccomp.py    no connections, signals, programs, mounts; calls that a user should hear of are told
+    watch.py      the other end: what was refused, in words
+
+`enter` is called in the fork that will run the cell, before anything of the user's runs there. Each layer holds alone;
+what none of them enforces on this machine is in `Box.missing`, and the report says it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+import sys
+from typing import NamedTuple
+
+from gpumagic.dryrun.worker.box import landlock, overlay, seccomp
+from gpumagic.dryrun.worker.box.seccomp import NOTIFY, Rule, refuse
+
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_NAMESPACES = 0x7E020000
+"""`CLONE_NEW*`, for `clone`."""
+_DEVICE_FILE = 0o020000
+"""The bit of a file's mode that block and character devices share, and nothing else has."""
+_INTERNET = (socket.AF_INET, socket.AF_INET6, getattr(socket, "AF_NETLINK", 16))
+
+
+class Box(NamedTuple):
+    """What is enforced.
+
+    Attributes:
+        has_files: whether what is written lies in a view of the process's own and can be read back there.
+        has_network: whether connections can be made, within a network that has this process alone.
+        listener: where `watch` hears of refused calls.
+        missing: what is not enforced, in words.
+    """
+
+    has_files: bool
+    has_network: bool
+    listener: int | None
+    missing: tuple[str, ...]
+
+
+def enter(*, listens: bool = False) -> Box:
+    """Close this process in, which has one thread, for good.
+
+    Args:
+        listens: whether the other end will watch `Box.listener`.
+    """
+    if sys.platform != "linux":
+        return Box(has_files=False, has_network=False, listener=None, missing=(f"nothing is, on {sys.platform}",))
+    has_files, has_network = overlay.enter()
+    if has_network:
+        _switch_loopback_on()
+    writable = [*_DEVICES, *(overlay.folders() if has_files else ())]
+    missing = [] if landlock.restrict(writable) or has_files else ["files that C code writes"]
+    try:
+        listener = seccomp.install(_rules(has_files=has_files, has_network=has_network), listens=listens)
+    except OSError:
+        listener = None
+        missing += ["signals to other processes", *(() if has_network else ("connections that C code makes",))]
+    return Box(has_files, has_network, listener, tuple(missing))
+
+
+def _switch_loopback_on() -> None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+
+
+def _rules(*, has_files: bool, has_network: bool) -> list[Rule]:
+    """Return what the kernel refuses, the first rule of a call first."""
+    denied, missing, own = refuse(errno.EPERM), refuse(errno.ENOSYS), (0, os.getpid())
+    return [
+        # In a network of its own there is this process alone; but sockets of the Unix family reach others by a path.
+        Rule(["socket"], NOTIFY, argument=0, allowed=_INTERNET if has_network else ()),
+        Rule(["connect"], NOTIFY),
+        Rule(["execve", "execveat"], NOTIFY),
+        Rule(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], NOTIFY, argument=0, allowed=own),
+        Rule(["tkill", "pidfd_send_signal", "pidfd_getfd", "ptrace", "process_vm_readv", "process_vm_writev"], NOTIFY),
+        Rule(["process_madvise", "process_mrelease", "kcmp", "move_pages", "migrate_pages"], denied),
+        Rule(["sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "prlimit64"], denied,
+             argument=0, allowed=own),
+        Rule(["setpriority", "ioprio_set"], denied, argument=1, allowed=own),
+        # Memory and queues that other processes know by a number; torch's and multiprocessing's have paths.
+        Rule(["shmget", "shmat", "shmctl", "msgget", "semget", "mq_open"], missing),
+        *([] if has_files else [Rule(
+            ["chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes",
+             "futimesat", "utimensat"], denied)]),
+        Rule(["setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr",
+              "removexattrat"], refuse(errno.ENOTSUP)),
+        Rule(["mknod"], denied, argument=1, flags=_DEVICE_FILE),
+        Rule(["mknodat"], denied, argument=2, flags=_DEVICE_FILE),
+        Rule(["name_to_handle_at", "open_by_handle_at"], denied),
+        Rule(["mount", "umount2", "pivot_root", "chroot", "setns", "unshare", "open_tree", "move_mount", "fsopen",
+              "fsconfig", "fsmount", "fspick", "mount_setattr"], denied),
+        Rule(["clone"], denied, argument=0, flags=_NAMESPACES),
+        Rule(["clone3"], missing),  # its flags lie in memory; the C library then takes `clone`
+        Rule(["sethostname", "setdomainname", "reboot", "swapon", "swapoff", "init_module", "finit_module",
+              "delete_module", "kexec_load", "kexec_file_load", "settimeofday", "clock_settime", "clock_adjtime",
+              "adjtimex", "acct", "quotactl", "quotactl_fd", "syslog", "vhangup", "add_key", "request_key", "keyctl",
+              "bpf", "perf_event_open", "userfaultfd", "fanotify_init", "iopl", "ioperm"], denied),
+        Rule(["io_uring_setup"], missing),  # what it does passes every filter
+    ]  # fmt: skip

@@ -1,0 +1,137 @@
+"""A dry run has no effect outside of it, whatever the cell does: the machine's kernel sees to that."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attacks import ATTACKS
+from device import Accelerator
+
+import gpumagic
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel is asked to keep a dry run in")
+
+WAYS = ["namespaces", pytest.param("container", marks=pytest.mark.deep), pytest.param("user", marks=pytest.mark.deep)]
+OUTSIDE = [
+    name for name in ATTACKS
+    if name.startswith(("a connection", "a program", "a process", "a shell", "a signal", "torch's store", "tracing"))
+]  # fmt: skip
+"""Attacks that the kernel stops, of which the report has to tell."""
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    return {}
+
+
+@pytest.fixture
+def seen(request: pytest.FixtureRequest, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What came of each attack, by name; all are tried in one process."""
+    how = request.param
+    if how not in results:
+        here = Path(__file__).parent
+        paths = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, str(here / "attacks.py"), how]
+        said = subprocess.run(
+            command, check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+        )
+        if said.returncode == 77:
+            pytest.skip("this system gives nobody namespaces of users")
+        assert said.returncode == 0, said.stderr
+        results[how] = json.loads(said.stdout.splitlines()[-1])
+    return results[how]
+
+
+@pytest.mark.parametrize("seen", WAYS, indirect=True)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_nothing_outside_is_as_the_attack_would_have_it(attack: str, seen: dict[str, Any]) -> None:
+    assert seen[attack]["out"] == []
+    assert "it was done" not in seen[attack]["verdict"]
+
+
+@pytest.mark.parametrize("seen", WAYS, indirect=True)
+@pytest.mark.parametrize("attack", OUTSIDE)
+def test_the_report_tells_what_was_kept_in(attack: str, seen: dict[str, Any]) -> None:
+    assert seen[attack]["effects"]
+
+
+SERVER_OF_ITS_OWN = """
+import socket, threading
+server = socket.create_server(("127.0.0.1", 0))
+got = []
+def serve():
+    connection, _ = server.accept()
+    got.append(connection.recv(9))
+thread = threading.Thread(target=serve)
+thread.start()
+with socket.create_connection(server.getsockname()) as client:
+    client.send(b"hello")
+thread.join()
+assert got == [b"hello"]
+"""
+
+
+ONE_PROCESS = """
+import os, torch.distributed as dist
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29541", RANK="0", WORLD_SIZE="1")
+dist.init_process_group("gloo")
+total = torch.ones(3)
+dist.all_reduce(total)
+assert total.tolist() == [1.0, 1.0, 1.0]
+dist.destroy_process_group()
+x = torch.ones(1000, device=device)
+"""
+
+
+@pytest.mark.parametrize("cell", [SERVER_OF_ITS_OWN, ONE_PROCESS], ids=["a server of its own", "one process of gloo"])
+def test_a_cell_reaches_itself(cell: str, device: Accelerator) -> None:
+    """Where a dry run can have a network of its own, as this test's machine lets it."""
+    report = gpumagic.dry_run(cell, {"torch": torch, "device": device.name}, device=device.name)
+    assert (report.verdict.split(":")[0], report.effects) == ("Fits", ())
+
+
+def test_a_cell_that_needs_somebody_else_is_not_said_to_fail(device: Accelerator) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        names = {"torch": torch, "store": torch.distributed.TCPStore, "port": server.getsockname()[1]}
+        cell = f"x = torch.ones(9, device='{device.name}')\nstore('127.0.0.1', port, is_master=False)"
+        report = gpumagic.dry_run(cell, names, device=device.name)
+        assert select.select([server], [], [], 0.0)[0] == []
+    assert report.fits is None
+    assert "connection" in report.verdict
+    assert "fails" not in report.verdict
+
+
+POSTS = """
+import multiprocessing, socket
+process = multiprocessing.get_context("spawn").Process(target=socket.create_connection, args=(("127.0.0.1", port),))
+process.start()
+process.join()
+batch = 4096
+for _ in range(9):
+    kept = [torch.ones(batch, 1 << 18, device=device) for _ in range(9)]
+"""
+
+
+def test_a_cell_that_posts_and_runs_out_of_memory_has_posted_once(bare_shell, device: Accelerator, warm_worker) -> None:
+    bare_shell.config.GPUMagic.advice_seconds = 4.0
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        bare_shell.user_ns.update(torch=torch, device=device.name, port=server.getsockname()[1])
+        bare_shell.run_cell(f"%%oomguard -o report\n{POSTS}", store_history=True)
+        connections = 0
+        while select.select([server], [], [], 0.1)[0]:
+            server.accept()[0].close()
+            connections += 1
+    report = bare_shell.user_ns["report"]
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    assert report.kind
+    assert connections == 1
