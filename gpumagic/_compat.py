@@ -60,12 +60,9 @@ def names_of_stacks() -> Iterator[None]:
 
 
 def skip_in_compilers(code: CodeType) -> None:
-    """Have `torch.compile` run a function, and those in it, as they are; before torch 2.7 by another name."""
+    """Have `torch.compile` run some code as it is; before torch 2.7 by another name."""
     from torch._C._dynamo import eval_frame
 
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            skip_in_compilers(each)
     if hasattr(eval_frame, "skip_code"):
         eval_frame.skip_code(code)
     else:

@@ -30,12 +30,12 @@ from gpumagic.dryrun.sendable import (  # fmt: skip
     described,
     holders,
     is_importable,
-    names_of,
     shared_state,
     special,
 )
 from gpumagic.heap.storages import COMPONENTS
 from gpumagic.memory.allocator import rounded
+from gpumagic.source.frames import names_looked_up
 
 KEPT_CONTENTS = 1 << 20
 """Bytes up to which a CPU tensor's or an array's contents go with the rest."""
@@ -144,7 +144,7 @@ class _Packing:
     def uses(self, scope: int, code: types.CodeType) -> None:
         """Note the names that code looks up in its globals."""
         self.files.add(code.co_filename)
-        self.todo += [(scope, name) for name in names_of(code)]
+        self.todo += [(scope, name) for name in names_looked_up(code)]
 
     def scope_of(self, scope: Mapping[str, Any]) -> int:
         for index, known in enumerate(self.scopes):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpumagic.dryrun import sendable
 from gpumagic.errors import OptionError
+from gpumagic.source.frames import names_looked_up
 
 CELL = "<dry run>"
 
@@ -30,7 +30,7 @@ class Script:
         """Return the global names it may use."""
         if self.source is None:
             return []
-        return list(sendable.names_of(_compiled(self.source)))
+        return list(names_looked_up(_compiled(self.source)))
 
     def needed(self) -> set[str] | None:
         """Return the names whose values it may look up, and not only bind anew; None where all may be."""

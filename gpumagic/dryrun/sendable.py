@@ -133,14 +133,6 @@ _PLAIN: weakref.WeakSet[type] = weakref.WeakSet()
 """Classes that were looked up in vain."""
 
 
-def names_of(code: types.CodeType) -> Iterator[str]:
-    """Yield every name that code and the functions in it may look up outside of themselves."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_of(constant)
-
-
 PICKLES_ITSELF = frozenset({type(None), type(NotImplemented), type(...)})
 IS_HEAP_TYPE = 1 << 9
 

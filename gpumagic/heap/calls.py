@@ -45,7 +45,7 @@ def running_functions() -> Iterator[tuple[str, list[tuple[str, object]]]]:
     for ident, innermost in innermost_of.items():
         where = "" if ident == own else f" in {threads.get(ident, 'a thread')}"
         for frame in frames.stack(innermost):
-            if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _INFRASTRUCTURE:
+            if frames.module_of(frame).partition(".")[0] not in _INFRASTRUCTURE:
                 yield f"running {call_label(frame.f_code)}{where}", variables_of(frame)
 
 

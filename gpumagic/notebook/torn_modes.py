@@ -70,19 +70,14 @@ def repair(at_start: Modes, error: BaseException | None) -> None:
 def _switching_frames(interrupt: KeyboardInterrupt) -> Iterator[FrameType]:
     """Yield the frames that were switching a mode when the interrupt came, the innermost first."""
     stack = [step.tb_frame for step in frames.traceback_steps(interrupt.__traceback__)]
-    while stack and not _is_in(stack[-1], ("torch",)):
+    while stack and not frames.is_in(stack[-1], ("torch",)):
         stack.pop()  # a signal's handler that is written in Python, such as asyncio's
-    while stack and _is_in(stack[-1], _SWITCHING):
+    while stack and frames.is_in(stack[-1], _SWITCHING):
         yield stack.pop()
 
 
-def _is_in(frame: FrameType, modules: tuple[str, ...]) -> bool:
-    module = str(frame.f_globals.get("__name__"))
-    return any(module == name or module.startswith(f"{name}.") for name in modules)
-
-
 def _repair_gradients(switching: list[FrameType], at_start: bool) -> None:
-    found = [_remembered(frame) for frame in switching if not _is_in(frame, _OF_AUTOCAST)]
+    found = [_remembered(frame) for frame in switching if not frames.is_in(frame, _OF_AUTOCAST)]
     before = [mode for mode in found if mode is not None]
     if before and before[-1] is at_start:
         sys.modules["torch"]._C._set_grad_enabled(at_start)
@@ -90,13 +85,13 @@ def _repair_gradients(switching: list[FrameType], at_start: bool) -> None:
 
 def _remembered(frame: FrameType) -> bool | None:
     """Return the mode that a frame of torch's is to restore: a block's `prev`, a step's `prev_grad`."""
-    found = frame.f_locals.get("prev_grad") if _is_in(frame, ("torch.optim",)) else _attributes(frame).get("prev")
+    found = frame.f_locals.get("prev_grad") if frames.is_in(frame, ("torch.optim",)) else _attributes(frame).get("prev")
     return found if isinstance(found, bool) else None
 
 
 def _repair_autocast(switching: list[FrameType], at_start: Modes) -> None:
     """Do what the end of a torn block would have done, if it had found autocast as the cell did."""
-    blocks = [_attributes(frame) for frame in switching if _is_in(frame, _OF_AUTOCAST)]
+    blocks = [_attributes(frame) for frame in switching if frames.is_in(frame, _OF_AUTOCAST)]
     if not blocks:
         return
     torch, block = sys.modules["torch"], blocks[-1]

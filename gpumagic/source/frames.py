@@ -12,12 +12,12 @@ import linecache
 import os
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import get_ident
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from gpumagic import _compat
@@ -50,10 +50,36 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
     return found
 
 
+def module_of(frame: FrameType) -> str:
+    """Return the name of the module whose code a frame runs; empty where it has none."""
+    name = frame.f_globals.get("__name__")
+    return name if type(name) is str else ""
+
+
+def is_in(frame: FrameType, modules: Iterable[str]) -> bool:
+    """Return whether a frame runs code of one of these modules or packages."""
+    module = module_of(frame)
+    return any(module == each or module.startswith(f"{each}.") for each in modules)
+
+
+def code_objects(code: CodeType) -> Iterator[CodeType]:
+    """Yield some code, and that of the functions, classes, lambdas and comprehensions in it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from code_objects(each)
+
+
+def names_looked_up(code: CodeType) -> Iterator[str]:
+    """Yield every name that code and the functions in it may look up outside of themselves."""
+    for each in code_objects(code):
+        yield from each.co_names
+
+
 def is_user_code(frame: FrameType) -> bool:
     """Whether a frame runs the user's own code: a cell, a script, or a module that is no library."""
-    name, file = frame.f_globals.get("__name__"), frame.f_globals.get("__file__")
-    return not is_library(name if type(name) is str else "", file if type(file) is str else "")
+    file = frame.f_globals.get("__file__")
+    return not is_library(module_of(frame), file if type(file) is str else "")
 
 
 @lru_cache(maxsize=8192)
@@ -252,7 +278,7 @@ class CallSites:
 
 def _is_module_move(frame: FrameType) -> bool:
     code = frame.f_code
-    return code.co_name in _MODULE_MOVES and frame.f_globals.get("__name__") == "torch.nn.modules.module"
+    return code.co_name in _MODULE_MOVES and module_of(frame) == "torch.nn.modules.module"
 
 
 def _name(frame: FrameType, subject: object) -> str | None:

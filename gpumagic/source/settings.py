@@ -10,11 +10,12 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Protocol
 
 from gpumagic.errors import OptionError, nearest
 from gpumagic.source.cell_code import defaults
+from gpumagic.source.frames import names_looked_up
 from gpumagic.source.text import names_in
 
 
@@ -33,7 +34,7 @@ def names_used(reads: Iterable[str], namespace: Mapping[str, object]) -> set[str
 def _names_behind(value: object, namespace: Mapping[str, object]) -> Iterator[str]:
     for function in _functions_of(value):
         if function.__globals__ is namespace:
-            yield from _names_in(function.__code__)
+            yield from names_looked_up(function.__code__)
 
 
 def _functions_of(value: object) -> Iterator[FunctionType]:
@@ -44,13 +45,6 @@ def _functions_of(value: object) -> Iterator[FunctionType]:
     for base in (value if isinstance(value, type) else type(value)).__mro__:
         if base.__module__ == "__main__":
             yield from (each for each in vars(base).values() if isinstance(each, FunctionType))
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
 
 
 class Setting(Protocol):

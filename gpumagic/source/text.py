@@ -292,7 +292,7 @@ def failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
     tree = parse_tree(source)
     if tree is None:
         return None
-    span = _span(frame.f_code, step.tb_lasti)
+    span = span_at(frame.f_code, step.tb_lasti)
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
     if span is not None:
         exact = [node for node in nodes if _span_of(node) == span]
@@ -302,7 +302,23 @@ def failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
     return _evaluated_head(max(around, key=lambda node: node.lineno)) if around else None
 
 
-def _span(code: CodeType, instruction: int) -> Span | None:
+def expression_at(code: CodeType, instruction: int) -> ast.expr | None:
+    """Return the expression that an instruction was compiled from, by its own lines alone; None where none is known."""
+    span = span_at(code, instruction)
+    if span is None:
+        return None
+    first, last, start, end = span
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    try:
+        return ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except SyntaxError:
+        return None
+
+
+def span_at(code: CodeType, instruction: int) -> Span | None:
+    """Return the code that an instruction was compiled from; None where Python does not say, as before 3.11."""
     position: Any = next(itertools.islice(_compat.instruction_positions(code), max(instruction, 0) // 2, None), None)
     return None if instruction < 0 or position is None or None in position else position
 

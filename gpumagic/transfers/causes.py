@@ -9,8 +9,6 @@ device.
 from __future__ import annotations
 
 import ast
-import itertools
-import linecache
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -19,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpumagic import _compat
 from gpumagic.source import frames
+from gpumagic.source.text import expression_at
 from gpumagic.transfers.recorder import Asked, Function, Recorder
 
 INDEXING = "indexing"
@@ -126,7 +124,7 @@ def _asked(recorder: Recorder, default: str, found: torch.Tensor) -> Asked:
 def _innermost_frame() -> FrameType | None:
     """Return the innermost Python frame that is not ours; None in autograd's own threads."""
     for frame in frames.stack(sys._getframe(2)):
-        module = frame.f_globals.get("__name__", "")
+        module = frames.module_of(frame)
         if not (isinstance(module, str) and module.startswith(_OURS)):
             return frame
     return None
@@ -135,8 +133,8 @@ def _innermost_frame() -> FrameType | None:
 def _of_frames(innermost: FrameType, default: str, found: torch.Tensor) -> Asked:
     cause, subject, line = None, None, innermost
     for line in frames.stack(innermost):
-        module, function = line.f_globals.get("__name__"), line.f_code.co_name
-        if not (isinstance(module, str) and module.partition(".")[0] == "torch"):
+        module, function = frames.module_of(line), line.f_code.co_name
+        if not frames.is_in(line, ["torch"]):
             break
         if module == "torch._tensor_str":
             cause = "print"
@@ -155,7 +153,7 @@ def _of_frames(innermost: FrameType, default: str, found: torch.Tensor) -> Asked
 @lru_cache(1024)
 def _name_of_expression(code: CodeType, instruction: int) -> str | None:
     """Return what the report calls the expression that an instruction evaluates, or None for an operator."""
-    node = _expression_at(code, instruction)
+    node = expression_at(code, instruction)
     if isinstance(node, ast.Subscript):
         return INDEXING
     if not isinstance(node, ast.Call):
@@ -170,17 +168,3 @@ def _name_of_expression(code: CodeType, instruction: int) -> str | None:
         return path if is_path else name.strip("_")
     name = node.func.id if isinstance(node.func, ast.Name) else ""
     return f"{name}()" if name in _CONVERSIONS else _FUNCTIONS.get(name)
-
-
-def _expression_at(code: CodeType, instruction: int) -> ast.expr | None:
-    positions = _compat.instruction_positions(code)
-    first, last, start, end = next(itertools.islice(positions, max(instruction, 0) // 2, None), (None,) * 4)
-    if first is None or last is None:
-        return None
-    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
-    lines[-1] = lines[-1][:end]
-    lines[0] = lines[0][start:]
-    try:
-        return ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
-    except SyntaxError:
-        return None

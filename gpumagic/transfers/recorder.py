@@ -101,7 +101,7 @@ class Recorder:
 
 def _is_unpickled() -> bool:
     """Return whether a new tensor is the empty one that `torch.load` creates and then fills."""
-    modules = (str(each.f_globals.get("__name__")) for each in frames.stack(sys._getframe(2)))
+    modules = (frames.module_of(each) for each in frames.stack(sys._getframe(2)))
     return next((each for each in modules if not each.startswith("gpumagic.")), None) == "torch._utils"
 
 

@@ -23,6 +23,7 @@ import torch
 
 from gpumagic import _compat
 from gpumagic.memory.sampler import exclusive
+from gpumagic.source import frames
 from gpumagic.transfers import calls, device_mode, operators, tracebacks, waits
 from gpumagic.transfers import recorder as recorders
 from gpumagic.transfers.device_mode import RecordingContext
@@ -89,7 +90,8 @@ def _skip_in_compilers() -> None:
         for each in (value for owner in (module, *classes) for value in vars(owner).values()):
             function = getattr(each, "__wrapped__", each)
             if isinstance(function, FunctionType) and function.__module__ == module.__name__:
-                _compat.skip_in_compilers(function.__code__)
+                for code in frames.code_objects(function.__code__):
+                    _compat.skip_in_compilers(code)
 
 
 _skip_in_compilers()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import Any
 
 from gpumagic.source import frames
@@ -20,16 +19,12 @@ def drop_own_frames(error: BaseException | None) -> None:
     for each in () if error is None else frames.related_exceptions(error):
         for step in frames.traceback_steps(each.__traceback__):
             after = step.tb_next
-            while after is not None and _module(after) in _BETWEEN:
+            while after is not None and frames.module_of(after.tb_frame) in _BETWEEN:
                 after = after.tb_next
-                while after is not None and _module(after) in _CALLED_BY_THESE:
+                while after is not None and frames.module_of(after.tb_frame) in _CALLED_BY_THESE:
                     after = after.tb_next
             if after is not step.tb_next:
                 step.tb_next = after
-
-
-def _module(step: TracebackType) -> object:
-    return step.tb_frame.f_globals.get("__name__")
 
 
 def watch(run: object) -> None:

@@ -20,6 +20,7 @@ from gpumagic.dryrun.worker.storages import key_of
 from gpumagic.heap.kinds import Graphs
 from gpumagic.heap.storages import COMPONENTS
 from gpumagic.memory.ledger import Ledger, Place
+from gpumagic.source.text import span_at
 
 
 class Kinds:
@@ -204,10 +205,9 @@ class Lines:
         """Return what a frame's instruction was compiled from; all of its line where Python does not say (3.10)."""
         lines = self._lines.get(frame.f_code.co_filename, [])
         line = lines[frame.f_lineno - 1] if 0 < frame.f_lineno <= len(lines) else ""
-        if hasattr(frame.f_code, "co_positions"):
-            first, last, start, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-            if first == last == frame.f_lineno and start is not None and end is not None:
-                line = line.encode()[start:end].decode()
+        span = span_at(frame.f_code, frame.f_lasti)
+        if span is not None and span[0] == span[1] == frame.f_lineno:
+            line = line.encode()[span[2] : span[3]].decode()
         return line.strip()
 
     def of(self, frames: Iterable[tuple[str, str, int]]) -> Place:

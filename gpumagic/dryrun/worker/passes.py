@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from gpumagic.source import frames
+
 _FOR, _ENTER, _AGAIN = "__dry_run_for__", "__dry_run_enter__", "__dry_run_again__"
 _NUMBER = "__dry_run_number__"
 
@@ -107,7 +109,7 @@ class Passes:
         except (KeyError, SyntaxError):
             return {}
         whole = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-        return {(each.co_firstlineno, each.co_name): each for each in _codes_in(whole)}
+        return {(each.co_firstlineno, each.co_name): each for each in frames.code_objects(whole)}
 
     def _changed(self, tree: ast.Module, filename: str) -> ast.Module:
         changed: ast.Module = ast.fix_missing_locations(_Counting(self._loops, filename, self._cell).visit(tree))
@@ -220,10 +222,3 @@ class _Counting(ast.NodeTransformer):
 
 def _call(name: str, at: ast.expr, *arguments: ast.expr) -> ast.expr:
     return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(arguments), []), at)
-
-
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield each
-            yield from _codes_in(each)

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
@@ -198,14 +198,6 @@ def find_functions(functions: Iterable[Function], namespace: Mapping[str, Any]) 
         name: _code_of(name, _look_up(name, namespace) if isinstance(each, str) else each)
         for name, each in named.items()
     }
-
-
-def nested(code: CodeType) -> Iterator[CodeType]:
-    """Yield a function's code, and that of the functions, lambdas and comprehensions in it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from nested(each)
 
 
 def _look_up(name: str, namespace: Mapping[str, Any]) -> Any:

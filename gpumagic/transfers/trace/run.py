@@ -12,7 +12,7 @@ from gpumagic.memory.timeline import DeviceEvent
 from gpumagic.source import frames
 from gpumagic.source.lines import WatchedCode
 from gpumagic.transfers.recorder import Recorder
-from gpumagic.transfers.trace.events import Events, events, nested
+from gpumagic.transfers.trace.events import Events, events
 from gpumagic.transfers.trace.lines import LineLog, LineSum, Meter
 from gpumagic.transfers.trace.modules import ModuleLog
 from gpumagic.transfers.trace.report import LineReport, LineRow, ModuleReport, Span
@@ -43,9 +43,9 @@ class Trace:
         self._modules = ModuleLog(meter, code.namespace)
         self._memory = self._modules.memory
         self._sites = recorder.log.sites
-        self._block = set() if block is None else set(nested(block))
+        self._block = set() if block is None else set(frames.code_objects(block))
         self._code = code
-        self._named = {name: set(nested(each)) for name, each in named.items()}
+        self._named = {name: set(frames.code_objects(each)) for name, each in named.items()}
         self._others = {each for codes in self._named.values() for each in codes} - self._block
         self._lines = LineLog(meter, self._memory, lambda code: code not in self._others)
         self._events: Events = events(self._lines, self._is_followed)
