@@ -142,28 +142,45 @@ def _names_bound_first(tree: ast.Module) -> frozenset[str]:
 
 
 def _batches(nodes: list[ast.AST]) -> Iterator[BatchLiteral]:
-    for node in nodes:
-        if isinstance(node, ast.keyword) and node.arg is not None:
-            yield from _batch(node.arg, node.value)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            yield from _batch(node.targets[0].id, node.value)
-        elif isinstance(node, ast.arguments):
-            for name, default in defaults(node):
-                yield from _batch(name, default)
+    for name, value in (pair for node in nodes for pair in values_named(node)):
+        if is_batch_name(name) and isinstance(value, ast.Constant) and type(value.value) is int and value.value > 1:
+            yield BatchLiteral(name, value.value, value.lineno)
 
 
-def defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
+def values_named(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield what a node of a tree gives a name to, itself: an assignment, arguments, defaults, the keys of a dict."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from _assigned(target, node.value)
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        yield from _assigned(node.target, node.value)
+    elif isinstance(node, ast.keyword) and node.arg is not None:
+        yield node.arg, node.value
+    elif isinstance(node, ast.arguments):
+        yield from _defaults(node)
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield key.value, value
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, ast.Attribute):
+        yield target.attr, value
+    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        for each, part in zip(target.elts, value.elts, strict=True):
+            yield from _assigned(each, part)
+
+
+def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
     """Yield the parameters of a function that have a default, with it."""
     positional = [*arguments.posonlyargs, *arguments.args]
     with_default = positional[len(positional) - len(arguments.defaults) :]
     yield from ((each.arg, value) for each, value in zip(with_default, arguments.defaults, strict=True))
     keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     yield from ((each.arg, value) for each, value in keyword_only if value is not None)
-
-
-def _batch(name: str, value: ast.expr) -> Iterator[BatchLiteral]:
-    if is_batch_name(name) and isinstance(value, ast.Constant) and type(value.value) is int and value.value > 1:
-        yield BatchLiteral(name, value.value, value.lineno)
 
 
 _FACTORIES = frozenset({

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Protocol
 
 from gpumagic.errors import OptionError, nearest
-from gpumagic.source.cell_code import defaults
+from gpumagic.source.cell_code import values_named
 from gpumagic.source.frames import names_looked_up
-from gpumagic.source.text import names_in
+from gpumagic.source.text import CellText, apply_changes, names_in
 
 
 def names_used(reads: Iterable[str], namespace: Mapping[str, object]) -> set[str]:
@@ -67,46 +66,33 @@ class Setting(Protocol):
         """Return the code, where it is in it, and the variables that a value would come with; nothing is changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
-    """An int written in some code."""
-
-    line: int
-    start: int
-    """The byte of the line at which it begins, in UTF-8, as `ast` counts."""
-    end: int
-    value: int
-
-
 class WrittenSetting:
     """A number in the cell's text; several of one name change in proportion."""
 
-    def __init__(self, source: str, name: str, found: list[Literal]) -> None:
-        self.name, self.value = name, max(each.value for each in found)
-        self._source, self._found = source, found
+    def __init__(self, text: CellText, name: str, found: list[tuple[ast.Constant, int]]) -> None:
+        self.name, self.value = name, max(number for _, number in found)
+        self._text, self._found = text, found
 
     def apply(self, value: int) -> str:
         """Return the cell's text with the number changed."""
-        lines = self._source.split("\n")
-        for each in sorted(self._found, key=lambda found: -found.start):
-            text = lines[each.line - 1].encode()
-            number = str(self._scaled(each, value)).encode()
-            lines[each.line - 1] = (text[: each.start] + number + text[each.end :]).decode()
-        return "\n".join(lines)
+        changes = [self._text.replace(node, str(self._scaled(number, value))) for node, number in self._found]
+        return apply_changes(changes, self._text.source)
 
     def restore(self) -> None:
         """Do nothing: the cell's text was never touched, only what ran."""
 
     def place(self, value: int) -> str:
         """Return the lines and their new numbers."""
-        return "; ".join(f"line {each.line}: {self.name} = {self._scaled(each, value)}" for each in self._found)
+        return "; ".join(
+            f"line {node.lineno}: {self.name} = {self._scaled(number, value)}" for node, number in self._found
+        )
 
     def with_value(self, value: int) -> tuple[str | None, dict[str, object]]:
         """Return the cell's text with the number changed."""
         return self.apply(value), {}
 
-    def _scaled(self, found: Literal, value: int) -> int:
-        return max(1, found.value * value // self.value)
+    def _scaled(self, number: int, value: int) -> int:
+        return max(1, number * value // self.value)
 
 
 class VariableSetting:
@@ -140,9 +126,9 @@ def find_in_cell(source: str, name: str, namespace: MutableMapping[str, object],
         OptionError: there is no such int, or the cell does not use it.
     """
     tree = ast.parse(source)
-    found = [literal for written, literal in _literals(tree) if written == name]
+    found = [(node, number) for written, node, number in _literals(tree) if written == name]
     if found:
-        return WrittenSetting(source, name, found)
+        return WrittenSetting(CellText(source, tree=tree), name, found)
     value = namespace.get(name)
     bound = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     line = next((node.lineno for node in bound if node.id == name), None)
@@ -170,7 +156,7 @@ def find_in_arguments(name: str, arguments: MutableMapping[str, object], option:
 def names_in_text(source: str) -> set[str]:
     """Return the names under which code writes ints that can be changed; none of code that is not Python yet."""
     try:
-        return {name for name, _ in _literals(ast.parse(source))}
+        return {name for name, *_ in _literals(ast.parse(source))}
     except (SyntaxError, ValueError, RecursionError):
         return set()
 
@@ -184,44 +170,17 @@ def sizes_in(source: str) -> tuple[str, ...]:
         tree = ast.parse(source)
     except SyntaxError:
         return ()
-    written = (pair for node in ast.walk(tree) if isinstance(node, ast.Assign) for pair in _pairs(node))
+    written = (pair for node in ast.walk(tree) if isinstance(node, ast.Assign) for pair in values_named(node))
     numbers = (name for name, value in written if isinstance(value, ast.Constant) and type(value.value) is int)
     return tuple(dict.fromkeys(name for name in numbers if _SIZES.search(name)))
 
 
-def _literals(tree: ast.AST) -> Iterator[tuple[str, Literal]]:
+def _literals(tree: ast.AST) -> Iterator[tuple[str, ast.Constant, int]]:
     """Yield every positive int that the code writes under a name."""
     for node in ast.walk(tree):
-        for name, value in _pairs(node):
+        for name, value in values_named(node):
             if isinstance(value, ast.Constant) and type(value.value) is int and value.value > 0:
-                assert value.end_col_offset is not None
-                yield name, Literal(value.lineno, value.col_offset, value.end_col_offset, value.value)
-
-
-def _pairs(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
-            yield from _assigned(target, node.value)
-    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-        yield from _assigned(node.target, node.value)
-    elif isinstance(node, ast.keyword) and node.arg is not None:
-        yield node.arg, node.value
-    elif isinstance(node, ast.arguments):
-        yield from defaults(node)
-    elif isinstance(node, ast.Dict):
-        for key, value in zip(node.keys, node.values, strict=True):
-            if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                yield key.value, value
-
-
-def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    if isinstance(target, ast.Name):
-        yield target.id, value
-    elif isinstance(target, ast.Attribute):
-        yield target.attr, value
-    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        for each, part in zip(target.elts, value.elts, strict=True):
-            yield from _assigned(each, part)
+                yield name, value, value.value
 
 
 def _no_such_int(option: str, name: str, tree: ast.AST, namespace: Mapping[str, object]) -> str:
@@ -229,7 +188,7 @@ def _no_such_int(option: str, name: str, tree: ast.AST, namespace: Mapping[str, 
         kind = type(namespace[name]).__name__
         return f"{option} {name}: {name} is a {kind}, not an int; name the number that its size goes with"
     used = names_used(names_in(tree), namespace)
-    there = {written for written, _ in _literals(tree)} | {each for each in used if type(namespace[each]) is int}
+    there = {written for written, *_ in _literals(tree)} | {each for each in used if type(namespace[each]) is int}
     near = nearest(name, there)
     hint = f"did you mean {near}?" if near else f"it has {', '.join(sorted(there))}" if there else "it has none"
     return f"{option} {name}: the cell has no int called {name}; {hint}"

@@ -59,7 +59,7 @@ def test_options_are_offered(loaded, line, options):
         ("%ondevice ", {"cuda", "auto", "cpu", "meta"}),
         ("%gpuinfo c", {"cuda", "cpu"}),
         ("%%oomguard --k", {"--keep-going"}),
-        ("%devices --by ", {"device", "dtype", "kind", "holder"}),
+        ("%devices --by ", {"dtype", "kind", "holder"}),
     ],
 )
 def test_nothing_else_is_offered(loaded, is_new, line, all_offered):

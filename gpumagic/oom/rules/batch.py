@@ -23,7 +23,7 @@ from gpumagic.oom.rules.proposal import (
     read_tensors,
 )
 from gpumagic.report.units import count, size
-from gpumagic.source.cell_code import defaults
+from gpumagic.source.cell_code import values_named
 from gpumagic.source.text import CellText, Change, called_name, names_in
 
 
@@ -154,14 +154,7 @@ def _changes(text: CellText, found: BatchSize, value: int) -> Iterator[Change]:
 
 def literals(node: ast.AST, name: str) -> Iterator[ast.Constant]:
     """Yield the number that an argument, a default or an assignment of this name gives."""
-    values: list[ast.expr] = []
-    if isinstance(node, ast.keyword):
-        values = [node.value] if node.arg == name else []
-    elif isinstance(node, ast.Assign):
-        values = [node.value] if any(isinstance(each, ast.Name) and each.id == name for each in node.targets) else []
-    elif isinstance(node, ast.arguments):
-        values = [default for argument, default in defaults(node) if argument == name]
-    yield from (value for value in values if isinstance(value, ast.Constant))
+    yield from (value for written, value in values_named(node) if written == name and isinstance(value, ast.Constant))
 
 
 def remake(loader: Loader, **changed: object) -> str:
@@ -304,14 +297,7 @@ def shallower(facts: Facts) -> Iterator[Choice]:
 def _depths(facts: Facts) -> Iterator[tuple[CellText, str, ast.expr]]:
     for text in facts.texts:
         for node in text.nodes():
-            name = node.arg if isinstance(node, ast.keyword) else None
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                name = node.targets[0].id
-            value = node.value if isinstance(node, ast.keyword | ast.Assign) else None
-            if (
-                value is not None
-                and _DEPTH.match(name or "")
-                and text.code(value).isdecimal()
-                and int(text.code(value)) > 1
-            ):
-                yield text, name or "", value
+            for name, value in values_named(node):
+                number = text.code(value)
+                if _DEPTH.match(name) and number.isdecimal() and int(number) > 1:
+                    yield text, name, value
