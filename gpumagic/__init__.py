@@ -6,7 +6,7 @@ engine is a plain Python API:
     gpumagic.gpuinfo()                      the GPUs, who uses them, or why there is none
     gpumagic.devices()                      the live tensors and what holds them
     gpumagic.why("model.fc.weight")         every holder of one tensor
-    gpumagic.free_leaks()                 release tensors that only outputs or the last error hold
+    gpumagic.free_leaks()                   release tensors that only outputs or the last error hold
     with gpumagic.ondevice("cuda:1") as run: ...     new tensors land there; run.report has the copies
     with gpumagic.oomguard() as guard: ...           out-of-memory is explained, its memory freed; guard.report
     gpumagic.dry_run("...code...")          the peak memory that code would need, without running it

@@ -14,6 +14,7 @@ from functools import cache
 from typing import NoReturn, TypeVar
 
 from gpumagic.errors import OptionError, nearest
+from gpumagic.memory.presets import GPUS
 
 _T = TypeVar("_T")
 ENGINE_TIMEOUT = 10.0
@@ -353,7 +354,8 @@ def _dryrun() -> Parser:
         type=_typed(device_memory),
         help="for a device with this much memory, such as 16GiB",
     )
-    parser.add_argument("--gpu", metavar="NAME", help="for a T4, V100, A100, A100-40GB, L4, RTX-3090, RTX-4090 or H100")
+    *others, last = (name.replace(" ", "-") for name in GPUS)
+    parser.add_argument("--gpu", metavar="NAME", help=f"for a {', '.join(others)} or {last}")
     parser.add_argument(
         "--run", action="store_true", help="then run the cell if it fits; else fail, so that Run All stops"
     )

@@ -90,7 +90,7 @@ class Report(Generic[Row]):
         return Details(unfolded(to_document(self)))
 
     def to_markdown(self) -> str:
-        """Return the report as Markdown, for an issue: tables, and what is folded behind `<details>`."""
+        """Return the report as Markdown, for an issue: its text, and what is folded behind `<details>`."""
         return markdown.render(to_document(self))
 
     def save(self, path: str | Path) -> Path:

@@ -10,10 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from IPython.display import DisplayHandle
 
 DELAY = 1.0
 """Seconds that need no word."""
@@ -57,33 +53,31 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
-class _Surface(Protocol):
-    """Where a line can be rewritten."""
-
-    def announce(self, text: str) -> None: ...
-    def write(self, text: str) -> None: ...
-    def clear(self) -> None: ...
-
-
 class _Line:
     """The one line; it appears `DELAY` seconds after its making."""
 
     def __init__(self) -> None:
-        self._surface = _surface()
+        self._show = _surface()
         self._from = time.monotonic() + DELAY
+        self._is_shown = False
         self.text = ""
 
     def announce(self, text: str) -> None:
-        self.text = text
-        self._surface.announce(text)
+        """Show a text at once, also where nothing can be rewritten."""
+        if self._show is None:
+            print(text, file=sys.stderr, flush=True)  # noqa: T201
+        self._from = 0.0
+        self.write(text)
 
     def write(self, text: str) -> None:
         self.text = text
-        if time.monotonic() >= self._from:
-            self._surface.write(text)
+        if self._show is not None and time.monotonic() >= self._from:
+            self._is_shown = True
+            self._show(text)
 
     def clear(self) -> None:
-        self._surface.clear()
+        if self._show is not None and self._is_shown:
+            self._show("")
 
 
 _line: _Line | None = None
@@ -104,61 +98,37 @@ def _shown() -> Iterator[_Line]:
         line.clear()
 
 
-def _surface() -> _Surface:
+def _surface() -> Callable[[str], None] | None:
+    """Return what shows a text in the place of the last one, "" for none; None where nothing can be rewritten."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     kernel = getattr(shell, "kernel", None)
     if type(kernel).__module__.startswith("ipyparallel."):
-        return _File()  # an engine's client draws each update as one more output, and none of them goes
+        return None  # an engine's client draws each update as one more output, and none of them goes
     if kernel is not None:
-        return _Display()
-    return _Terminal() if sys.stderr.isatty() else _File()
+        return _in_notebook()
+    return _in_terminal() if sys.stderr.isatty() else None
 
 
-class _Display:
-    def __init__(self) -> None:
-        self._handle: DisplayHandle | None = None
+def _in_notebook() -> Callable[[str], None]:
+    from IPython.display import DisplayHandle
 
-    def write(self, text: str) -> None:
-        self._send({"text/plain": text})
+    handle = DisplayHandle()
+    begin = [handle.display]
 
-    announce = write
+    def show(text: str) -> None:
+        data = {"text/plain": text} if text else {}  # without any JupyterLab draws no output, not even an empty one
+        (begin.pop() if begin else handle.update)(data, raw=True)
 
-    def clear(self) -> None:
-        if self._handle is not None:
-            self._send({})  # JupyterLab then draws no output, not even an empty one
-
-    def _send(self, data: dict[str, str]) -> None:
-        from IPython.display import DisplayHandle
-
-        if self._handle is None:
-            self._handle = DisplayHandle()
-            self._handle.display(data, raw=True)
-        else:
-            self._handle.update(data, raw=True)
+    return show
 
 
-class _Terminal:
-    def __init__(self) -> None:
-        self._longest = 0
+def _in_terminal() -> Callable[[str], None]:
+    longest = 0
 
-    def write(self, text: str) -> None:
-        self._longest = max(self._longest, len(text))
-        print(f"\r{text:{self._longest}}", end="", file=sys.stderr, flush=True)  # noqa: T201
+    def show(text: str) -> None:
+        nonlocal longest
+        longest = max(longest, len(text))
+        print(f"\r{text:{longest}}", end="" if text else "\r", file=sys.stderr, flush=True)  # noqa: T201
 
-    announce = write
-
-    def clear(self) -> None:
-        if self._longest:
-            print(f"\r{'':{self._longest}}\r", end="", file=sys.stderr, flush=True)  # noqa: T201
-
-
-class _File:
-    def announce(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
-
-    def write(self, text: str) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
+    return show
