@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gpumagic.dryrun import scenarios
 from gpumagic.dryrun.report import DryRunReport, Search, Trial
 from gpumagic.dryrun.verdict import shortcoming
 from gpumagic.report import progress
@@ -45,7 +46,7 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
     Raises:
         OptionError: there is no such int.
     """
-    from gpumagic.dryrun import run, scenarios
+    from gpumagic.dryrun import run
 
     names = dict(namespace)
     if script.source is None:
@@ -58,10 +59,7 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
         changed = script if text is None else replace(script, source=text)
         return run.dry_run(changed, namespace, target, values=values, time_limit=time_limit, only=only)
 
-    def in_scenario(value: int, scenario: Any) -> DryRunReport:
-        return dry_run(value, scenario or scenarios.USUAL)
-
-    return search(dry_run, name, setting.value, in_scenario, LIMITS * time_limit)
+    return search(dry_run, name, setting.value, dry_run, LIMITS * time_limit)
 
 
 def search(
@@ -96,7 +94,7 @@ def search(
                 if runs[value].open_on or (seen is not None and seen.fits != runs[value].fits):
                     in_scenario = None  # with this value another scenario needs more
             else:
-                runs[value] = in_scenario(value, runs[now].scenario)
+                runs[value] = in_scenario(value, runs[now].scenario or scenarios.USUAL)
                 if runs[now].scenario is None and runs[value].scenario is None:
                     sure.add(value)  # nothing is decided by values: there is one scenario
             reason = _obstacle(runs[value], f"with {name} = {value:,} ", is_first=len(runs) == 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ _ALIKE = 0.01
 _MOST_LINES = 8
 """Expressions that read of which each is tried alone, to see which one matters."""
 _PATIENCE = 5.0
-"""Seconds that mixed scenarios may take together."""
+"""Seconds that mixed scenarios may take, as many as there are places."""
+_FEW, _MOST_RUNS = 3, 24
+"""Places of which every mixture is run; runs after which no other mixtures are begun."""
 _NOTING: tuple[tuple[str, ...], ...] = (("float", "int"), ("float",), ())
 """Which numbers note what they decide; where code takes none such, fewer do."""
 
@@ -216,7 +218,7 @@ class _Scenarios:
             if self._first.outcome["most_turns"] > 1 or self._kinds() - {"truth", "comparison"}:
                 tried = {each.course["guess"] for each in self._all}
                 self._run([self._course(guess) for guess in distinct(self._kinds()) if guess not in tried])
-            self._run(list(self._mixed()))
+            self._run_mixed()
         conclusive = [each for each in self._all if each.is_conclusive]
         if not conclusive:
             return self._failed()
@@ -237,24 +239,29 @@ class _Scenarios:
     def _kinds(self) -> set[str]:
         return {kind for each in self._all for _, _, kind in each.outcome.get("reads", ())}
 
-    def _course(self, guess: int, others: Mapping[Key, int] | None = None, *, opposite: bool = False) -> Course:
-        """Return a course; ``opposite`` gives each comparison the outcome that was not seen in the first run."""
-        turned = [
-            ((line, code), not outcomes[0])
-            for line, code, outcomes in self._first.outcome["compared"]
-            if opposite and len(outcomes) == 1 and (others is None or (line, code) in others)
-        ]
-        return {**self._first.course, "guess": guess, "others": list((others or {}).items()), "opposite": turned}
+    def _course(
+        self, guess: int, others: Mapping[Key, int] | None = None, opposite: Sequence[tuple[Key, bool]] = ()
+    ) -> Course:
+        return {**self._first.course, "guess": guess, "others": list((others or {}).items()), "opposite": opposite}
 
     def _other_way(self) -> Course:
-        return self._course(1, opposite=True)
+        """Return the course in which each comparison has the outcome that was not seen in the first run."""
+        return self._course(1, opposite=[(place, not outcome) for place, outcome in self._outcomes().items()])
+
+    def _outcomes(self) -> dict[Key, bool]:
+        """Return the outcome of each comparison that had only one, in the first run that came there."""
+        found: dict[Key, bool | None] = {}
+        for each in self._all:
+            for line, code, outcomes in each.outcome.get("compared", ()):
+                found.setdefault((line, code), outcomes[0] if len(outcomes) == 1 else None)
+        return {place: outcome for place, outcome in found.items() if outcome is not None}
 
     def _agree(self) -> bool:
         """Return whether what was run tells that the values do not matter."""
         conclusive = [each for each in self._all if each.is_conclusive]
         fits = {each.fits for each in conclusive}
-        if len(fits) != 1 or None in fits:
-            return False
+        if len(fits) != 1 or None in fits or any(self._places([each]) != self._places() for each in self._all):
+            return False  # also where a branch that one took decides by more
         if len(conclusive) > 1 and all(each.figures == conclusive[0].figures for each in conclusive):
             return len(conclusive) == len(self._all) or len(self._places()) == 1
         peaks = [each.peak for each in conclusive]
@@ -266,21 +273,26 @@ class _Scenarios:
         self._all += made
         return made
 
-    def _mixed(self) -> Iterator[Course]:
-        """Yield scenarios in which some places go one way and some the other, so that any two differ in one."""
-        keys = self._places()
-        digits = max(0, len(keys) - 1).bit_length()
-        if 2 * digits * self._first.outcome["seconds"] > _PATIENCE:
-            return
-        for digit in range(digits):
-            for value in (0, 1):
-                turned = {key: 1 for number, key in enumerate(keys) if number >> digit & 1 == value}
-                yield self._course(0, turned, opposite=True)
+    def _run_mixed(self) -> None:
+        """Run scenarios in which some places go one way and some the other, also those that only these come to."""
+        seen: list[Key] = []
+        while len(self._places()) > max(1, len(seen)) and len(self._all) < _MOST_RUNS:
+            seen = self._places()
+            if len(seen) * self._first.outcome["seconds"] > _PATIENCE:
+                return
+            outcomes = self._outcomes()
+            for turned in _parts(seen):
+                # A number that is turned over is compared otherwise, and may be so where it was not met before.
+                compared = [(place, outcome is not (place in turned)) for place, outcome in outcomes.items()]
+                course = self._course(0, dict.fromkeys(turned, 1), compared)
+                if all(each.course != course for each in self._all):
+                    self._run([course])
 
-    def _places(self) -> list[Key]:
-        """Return the expressions by which something is decided in any scenario: those that read, or compare."""
-        compared = {(line, code) for each in self._all for line, code, _ in each.outcome.get("compared", ())}
-        return _sorted({key for key, kind in self._reads(self._all) if kind != "comparison"} | compared)
+    def _places(self, scenarios: Sequence[_Scenario] | None = None) -> list[Key]:
+        """Return the expressions by which something is decided in some scenarios: those that read, or compare."""
+        told = self._all if scenarios is None else scenarios
+        compared = {(line, code) for each in told for line, code, _ in each.outcome.get("compared", ())}
+        return _sorted({key for key, kind in self._reads(told) if kind != "comparison"} | compared)
 
     @staticmethod
     def _reads(scenarios: Iterable[_Scenario]) -> set[tuple[Key, str]]:
@@ -363,6 +375,14 @@ class _Scenarios:
             if each.is_conclusive and _is_like(each, other, base):
                 return [key] if key in keys else [read for read in keys if read[0] == key[0]] or [key]
         return keys
+
+
+def _parts(keys: Sequence[Key]) -> list[set[Key]]:
+    """Return which keys to turn over: any of a few; of many some, so that any two differ in one."""
+    if len(keys) <= _FEW:
+        return [{key for number, key in enumerate(keys) if bits >> number & 1} for bits in range(1, 1 << len(keys))]
+    digits = [[number >> digit & 1 for number in range(len(keys))] for digit in range((len(keys) - 1).bit_length())]
+    return [{key for key, bit in zip(keys, each, strict=True) if bit is value} for each in digits for value in (0, 1)]
 
 
 def _sorted(keys: Iterable[Key]) -> list[Key]:

@@ -211,3 +211,86 @@ def test_an_error_that_no_guess_causes_is_the_cells_own(notebook) -> None:
     report = dry_run("a = x.sum().item()\nb = x @ x", notebook)
     assert report.error is not None
     assert report.error.startswith("the cell fails on line 2: RuntimeError")
+
+
+DECIDES_NOTHING = {
+    "printed": "print(loss.item(), f'{loss.item():.3f}', '%d' % loss.item(), loss)",
+    "numpy and statistics": (
+        "import numpy as np, statistics\na = [loss.item()] * 3\nprint(np.mean(a), statistics.mean(a), np.sum(a))"
+    ),
+    "rounded by way of text": "print(float(f'{loss.item():.4f}') + int(loss))",
+    "a list of numbers": "print(sum(x[0].tolist()) / 1024, max(x[0].tolist()))",
+    "written as JSON": "import json\nprint(json.dumps({'loss': loss.item()}, indent=2))",
+    "a factor on the device": "y = x * loss.item()",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECIDES_NOTHING)
+def test_a_number_that_decides_nothing_costs_no_further_run_and_is_no_assumption(notebook, name) -> None:
+    report = dry_run(f"loss = layer(x).square().mean()\n{DECIDES_NOTHING[name]}", notebook)
+    assert (report.error, report.runs, report.certain, report.assumed) == (None, 1, True, ())
+
+
+DECIDES = {
+    "a comparison": "n = 40 if loss.item() < 1e-9 else 1",
+    "a truth": "n = 1 if loss.item() else 40",
+    "what arithmetic makes of it": "n = 40 if (2 * loss.item() + 1) ** 2 > 1e5 else 1",
+    "math": "import math\nn = 40 if math.log(1 + loss.item()) > 3 else 1",
+    "numpy": "import numpy as np\nn = 40 if np.mean([loss.item()]) > 1e3 else 1",
+    "an array": "import numpy as np\nn = 40 if np.array([loss.item()]).max() > 1e3 else 1",
+    "a tensor on the host": "n = 40 if torch.tensor([loss.item()]).mean() > 1e3 else 1",
+    "a text that is read": "n = 40 if float(f'{loss.item():.2f}') > 1e3 else 1",
+    "a key": "n = {1.0: 1}.get(loss.item(), 40)",
+    "a list of numbers": "n = 40 if max(x[0].tolist()) > 1e3 else 1",
+    "a whole number": "n = 40 if (x > 5).sum().item() > 1e3 else 1",
+    "an index": "n = [40, 1][(x > 5).any().long().item()]",
+    "a size": "n = min(40, len(range((x > 5).sum().item())))",
+    "an isnan": "import math\nn = 40 if math.isnan(loss.item()) else 1",
+    "the smaller of two": "n = 40 if min(1e9, loss.item()) > 1e3 else 1",
+    "an order": "n = 40 if sorted([loss.item(), 50.0])[0] == 50 else 1",
+    "a match": "match (x > 5).sum().item():\n    case 1: n = 1\n    case _: n = 40",
+}
+
+
+@pytest.mark.parametrize("name", DECIDES)
+def test_a_number_that_decides_is_noted_however_it_does(notebook, name) -> None:
+    report = dry_run(f"loss = layer(x).square().mean()\n{DECIDES[name]}\ny = mib(n)", notebook)
+    assert (report.error, report.certain) == (None, False), report
+    assert needed(report) // 40, "the outcome that needs 40 MiB, besides cuBLAS's workspaces, is seen"
+    assert report.runs > 1
+
+
+@pytest.mark.parametrize(
+    "check", ["assert x.sum().item() > 3", "assert x.sum() > 3", "if x.max() < 5: raise ValueError"]
+)
+def test_a_check_of_values_is_taken_to_hold(notebook, check) -> None:
+    report = dry_run(f"{check}\ny = mib(40)", notebook)
+    assert (report.error, report.fits, needed(report)) == (None, True, 40)
+
+
+def test_an_error_that_comes_of_every_assumed_value_but_not_alike_may_be(notebook) -> None:
+    report = dry_run("n = x.sum().item()\nif n > 3:\n    raise ValueError(n)\nraise KeyError(n)", notebook)
+    assert report.error.startswith("the cell may fail on line ")
+    assert "(it depends on line 1 (`x.sum().item()`), whose values are assumed)" in report.error
+
+
+def test_what_comes_back_from_the_host_is_followed_from_the_start_the_next_time(notebook) -> None:
+    cell = "n = torch.tensor([5, 9], device='cuda:0').max().item()\ny = mib(n) # {}"
+    first, second = (dry_run(cell.format(number), notebook) for number in (1, 2))
+    assert (first.runs, second.runs, needed(second)) == (3, 2, 9)
+
+
+def test_a_loop_whose_memory_is_flat_is_told_as_such(notebook) -> None:
+    cell = "while True:\n    y = mib(3)"
+    report = run.dry_run(script_of(cell), notebook, targets.choose("cuda:0", None), time_limit=2)
+    ((place, number),) = report.flat
+    assert (place, number < report.passes[0].run / 4) == ("line 1", True)
+    assert "of line 1 none of" in report.verdict
+    assert report.verdict.startswith("Fits as far as it was run")
+
+
+@pytest.mark.parametrize("kept", ["mib(1 / 64)", "torch.ones(9, device='cuda:0')"])
+def test_a_loop_whose_memory_grows_is_not_told_as_flat(notebook, kept) -> None:
+    cell = f"y = mib(64)\ndel y\nkept = []\nwhile len(kept) < 10**9:\n    kept.append({kept})"
+    report = run.dry_run(script_of(cell), notebook, targets.choose("cuda:0", None), time_limit=2)
+    assert (report.flat, report.complete) == ((), False)

@@ -118,6 +118,15 @@ def test_all_courses_are_run_at_both_ends_of_the_answer_and_one_course_on_the_wa
         assert len(whole) == 3
 
 
+def test_where_nothing_is_decided_by_values_runs_tell_figures_alone_and_the_answer_is_run_whole() -> None:
+    whole, brief = [], []
+    found = fitting.search(
+        lambda value: whole.append(value) or report(value * MIB),
+        "batch", 5000, lambda value, _: brief.append(value) or report(value * MIB),
+    )  # fmt: skip
+    assert (found.largest, whole, brief) == (1024, [5000, 1024], [1024, 1044])
+
+
 def test_a_search_that_takes_too_long_ends_with_what_was_run() -> None:
     found = fitting.search(lambda value: report(value * MIB), "batch", 8, seconds=0.0)
     assert (found.largest, [trial.value for trial in found.search.trials]) == (None, [8])
