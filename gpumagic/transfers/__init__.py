@@ -5,13 +5,11 @@ Start with `run.DeviceRun`: it opens a recording, lets the block run, and builds
 log, whoever makes them.
 
     run.py               the block and its report
-    recording.py         what a run puts in place, and takes away
-    device_mode.py       the device context
-    calls.py             what that does with functions that create, and with those that ask for copies
+    recording.py         what a run puts in place, and takes away; calls of `synchronize`
+    device_mode.py       the device context, and what it does with functions that create or ask for copies
     operators.py         the count of copies and of values read, at torch's dispatcher
     causes.py            what a copy is called: the function by which the line asks for it
     recorder.py          the state of a run, by thread
-    waits.py             calls of `synchronize`, counted by line
     tracebacks.py        the user's errors without the frames between a line and torch
     log.py               counts by line
     advice.py            what to change about them

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpumagic.report.units import LARGE, size
+from gpumagic.source.text import apply_changes, called_name, parse
+from gpumagic.source.text import keyword as keyword_of
 from gpumagic.transfers.report import Explanation, Operand
 
 
@@ -207,33 +209,24 @@ def _pin(error: DeviceError) -> tuple[str, str | None, str]:
 
 def _read_first(expression: str | None, codes: set[str], call: str) -> str | None:
     """Return the expression with a call added before its `.numpy()`, or after each of the operands if it has none."""
-    if expression is None:
-        return None
-    tree = ast.parse(expression)
-    asked = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "numpy"]
-    places = {ast.unparse(each) for each in asked if not isinstance(each, ast.Name) or each.id in codes} or codes
-
-    class Add(ast.NodeTransformer):
-        def visit(self, node: ast.AST) -> ast.AST:
-            if isinstance(node, ast.expr) and ast.unparse(node) in places:
-                return ast.parse(ast.unparse(node) + call, mode="eval").body
-            return self.generic_visit(node)
-
-    return ast.unparse(Add().visit(tree))
+    code = None if expression is None else parse(expression)
+    if code is None:
+        return expression
+    before = [node.value for node in code.nodes() if isinstance(node, ast.Attribute) and node.attr == "numpy"]
+    places = {code.code(each) for each in before if not isinstance(each, ast.Name) or each.id in codes} or codes
+    found = [each for each in code.expressions() if code.code(each) in places]
+    return apply_changes((code.append(each, call) for each in found), code.source)
 
 
 def _with_keyword(expression: str | None, function: str, keyword: str) -> str | None:
     """Return the expression with a keyword added to its call of a function; None if there is no such call."""
-    try:
-        tree = ast.parse(expression or "")
-    except SyntaxError:
-        return None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == function:
+    code = parse(expression or "")
+    for node in code.nodes() if code is not None else ():
+        if code is not None and isinstance(node, ast.Call) and called_name(node) == function:
             name, _, value = keyword.partition("=")
-            others = [each for each in node.keywords if each.arg != name]
-            node.keywords = [*others, ast.keyword(name, ast.parse(value, mode="eval").body)]
-            return ast.unparse(tree)
+            given = keyword_of(node, name)
+            change = code.add_argument(node, keyword) if given is None else code.replace(given.value, value)
+            return apply_changes([change], code.source)
     return None
 
 

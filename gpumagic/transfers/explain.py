@@ -8,8 +8,10 @@ frame.
 from __future__ import annotations
 
 import ast
+import linecache
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 from gpumagic.heap.branches import stored_attribute
@@ -151,7 +153,14 @@ def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str
         return known
     variables = frames.resolve_names(frame, names_in(node))
     can_move = frame.f_globals is namespace and function is None
-    return replace(known, expression=ast.unparse(node), operands=operands_of(node, variables), can_move=can_move)
+    return replace(known, expression=_as_written(node, frame), operands=operands_of(node, variables), can_move=can_move)
+
+
+def _as_written(node: ast.expr | ast.stmt, frame: FrameType) -> str:
+    """Return an expression as its author wrote it; one of several lines as one."""
+    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    written = ast.get_source_segment(source, node)
+    return ast.unparse(node) if written is None or "\n" in written else written
 
 
 def _short_name(function: str | None) -> str | None:

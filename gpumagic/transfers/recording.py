@@ -16,15 +16,20 @@ when a cell runs on a device.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from threading import RLock
 from types import FunctionType
+from typing import Any
 
 import torch
 
 from gpumagic import _compat
+from gpumagic.memory import allocator
 from gpumagic.memory.sampler import exclusive
 from gpumagic.source import frames
-from gpumagic.transfers import calls, device_mode, operators, tracebacks, waits
+from gpumagic.transfers import device_mode, operators, tracebacks
 from gpumagic.transfers import recorder as recorders
 from gpumagic.transfers.device_mode import RecordingContext
 from gpumagic.transfers.log import TransferLog
@@ -47,7 +52,7 @@ class Recording:
             recorders.begin(self.recorder)
             with exclusive(_lock):
                 operators.watch(self)
-                waits.watch(self, self.recorder.device.type)
+                watch_waits(self, self.recorder.device.type)
                 tracebacks.watch(self)
             self._context = RecordingContext(self.recorder)  # kept first, so that an interrupt finds it
             self._context.__enter__()
@@ -63,7 +68,7 @@ class Recording:
             try:
                 with exclusive(_lock):
                     tracebacks.unwatch(self)
-                    waits.unwatch(self)
+                    unwatch_waits(self)
                     operators.unwatch(self)
             finally:
                 recorders.end(self.recorder)
@@ -80,12 +85,75 @@ class Recording:
 
 def is_idle() -> bool:
     """Return whether torch is as it was found: no run is open."""
-    return recorders.is_idle() and operators.is_idle() and waits.is_idle()
+    return recorders.is_idle() and operators.is_idle() and not _patches
+
+
+# ---- Calls by which a line waits for a device, a stream or an event. Their names are bound to wrappers while a run is
+# open: torch has no other way to learn of them.
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """A function, and what is called in its place while a run is open."""
+
+    owner: Any
+    function: Function
+    wrapper: Function
+
+
+_NAME = "synchronize"
+_waiting: list[object] = []
+_patches: list[_Patch] = []
+
+
+def watch_waits(run: object, backend: str) -> None:
+    """Count the waits for a backend's devices until `unwatch_waits` is called with the same run."""
+    _waiting.append(run)
+    wrappers = [each.wrapper for each in _patches]
+    for owner, function in _functions(backend):
+        if function not in wrappers:
+            patch = _Patch(owner, function, _wrap(function))
+            _patches.append(patch)
+            setattr(owner, _NAME, patch.wrapper)
+
+
+def unwatch_waits(run: object) -> None:
+    """Undo `watch_waits`, except where something else has been put there since. Idempotent."""
+    _waiting[:] = [each for each in _waiting if each is not run]
+    while _patches and not _waiting:
+        patch = _patches[-1]
+        if vars(patch.owner).get(_NAME) is patch.wrapper:
+            setattr(patch.owner, _NAME, patch.function)
+        _patches.pop()
+
+
+def _functions(backend: str) -> Iterator[tuple[Any, Function]]:
+    modules = [each for each in (getattr(torch, "accelerator", None), allocator.device_module(backend)) if each]
+    classes = [getattr(module, name, None) for module in modules for name in ("Stream", "Event")]
+    for owner in (*modules, *classes):
+        function = None if owner in (None, torch.Stream, torch.Event) else vars(owner).get(_NAME)
+        if function is not None:  # those two are classes of C++, which cannot be patched
+            yield owner, function
+
+
+def _wrap(function: Function) -> Function:
+    @functools.wraps(function)
+    def synchronize(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        result = function(*args, **kwargs)
+        recorder = None if torch.compiler.is_compiling() else recorders.current_recorder()
+        if recorder is not None:
+            recorder.log.add_sync()
+        return result
+
+    return synchronize
 
 
 def _skip_in_compilers() -> None:
     """Have `torch.compile` run what is called for torch's functions as it is, where it comes upon it between graphs."""
-    for module in (calls, device_mode, operators, lines, memory, modules, run):
+    for module in (device_mode, operators, lines, memory, modules, run):
         classes = [each for each in vars(module).values() if isinstance(each, type)]
         for each in (value for owner in (module, *classes) for value in vars(owner).values()):
             function = getattr(each, "__wrapped__", each)

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpumagic.source import frames
 
-_BETWEEN = frozenset(f"gpumagic.transfers.{each}" for each in ("device_mode", "calls", "tracing", "operators", "waits"))
+_BETWEEN = frozenset(f"gpumagic.transfers.{each}" for each in ("device_mode", "operators", "recording"))
 _CALLED_BY_THESE = frozenset({"torch._ops", "torch.utils._device"})
 _SHOW = "showtraceback"
 _open: list[object] = []

@@ -88,6 +88,7 @@ def test_types_that_differ_on_one_device_are_not_taken_for_devices() -> None:
         ("x.numpy()", False, "x.cpu().numpy()"), ("x.numpy()", True, "x.detach().cpu().numpy()"),
         ("x.mean(0).numpy()", False, "x.mean(0).cpu().numpy()"), ("np.asarray(x)", False, "np.asarray(x.cpu())"),
         ("plt.plot(x, y)", False, "plt.plot(x.cpu(), y)"),
+        ('plt.plot( x,y , "o" )', False, 'plt.plot( x.cpu(),y , "o" )'),
     ],
 )  # fmt: skip
 def test_numpy_is_given_a_copy_on_the_host(failing: str, grad: bool, fix: str) -> None:
@@ -115,7 +116,7 @@ def test_an_ordinal_that_is_not_there_is_told_with_those_that_are() -> None:
 )
 def test_a_file_of_another_machine_is_loaded_with_map_location(text: str) -> None:
     found = told(text, expression="model.load_state_dict(torch.load('m.pt', weights_only=True))")
-    assert found.fix == "model.load_state_dict(torch.load('m.pt', weights_only=True, map_location='cuda:0'))"
+    assert found.fix == "model.load_state_dict(torch.load('m.pt', weights_only=True, map_location=\"cuda:0\"))"
     assert told(text).fix == 'torch.load(..., map_location="cuda:0")'
 
 

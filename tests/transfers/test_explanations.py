@@ -76,7 +76,7 @@ def test_the_failing_line_is_explained_by_its_variables(cell: str, positions: st
     """Also where Python does not say which part of the line failed, as before 3.11."""
     what, fix = CELLS[cell]
     if positions == "none":
-        monkeypatch.setattr(text, "_span", lambda code, instruction: None)
+        monkeypatch.setattr(text, "span_at", lambda code, instruction: None)
     found, error, _ = explained(cell)
     assert found is not None
     assert what in found.what
@@ -120,7 +120,7 @@ def test_a_file_of_an_absent_device_is_explained_with_map_location(tmp_path) -> 
     path.write_bytes(file.getvalue().replace(b"simgpu:1", b"simgpu:7"))
     found, _, _ = explained(f"y = torch.load({str(path)!r})")
     assert found is not None
-    assert found.fix == f"torch.load({str(path)!r}, map_location='simgpu:0')"
+    assert found.fix == f'torch.load({str(path)!r}, map_location="simgpu:0")'
 
 
 def test_the_exception_is_the_users_own_and_a_block_shows_the_explanation_under_it() -> None:

@@ -20,7 +20,7 @@ from gpumagic.transfers import recording
 PACKAGE = Path(gpumagic.__file__).parent
 ENDING = {str(PACKAGE / part) for part in (
     "notebook/cells.py", "notebook/guards.py", "transfers/run.py", "transfers/recording.py", "transfers/recorder.py",
-    "transfers/operators.py", "transfers/waits.py", "transfers/tracebacks.py", "transfers/device_mode.py",
+    "transfers/operators.py", "transfers/tracebacks.py", "transfers/device_mode.py",
     "memory/sampler.py",
 )}  # fmt: skip
 """Where a cell's end is; what comes after it makes the report."""
