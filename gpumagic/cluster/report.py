@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gpumagic.errors import OptionError
-from gpumagic.gpus.history_view import SampleRow, device_label, sample_row, sample_rows
-from gpumagic.gpus.report import GPUReport, GpuRow
+from gpumagic.gpus.report import GPUReport, GpuRow, SampleRow
 from gpumagic.oom.report import OomReport
 from gpumagic.report.base import Origin, Report, columns_of, frame
 from gpumagic.tensors.report import TensorReport
@@ -92,6 +91,14 @@ class ClusterReport(Report[PlacedRow]):
     def reports(self) -> dict[int | str, Any]:
         """Return the report of each engine that has one."""
         return {answer.engine: answer.report for answer in self.engines if answer.report is not None}
+
+    def samples(self, seconds: float) -> tuple[SampleRow, ...]:
+        """Return a sample of each GPU, taken ``seconds`` after a recording began."""
+        gpus = shared_gpus(self)
+        several_hosts = len({gpu.host for gpu in gpus}) > 1
+        return tuple(
+            SampleRow.of(seconds, _label(gpu, several_hosts), gpu.row, gpu.allocated) for gpu in gpus[:MAX_GPUS]
+        )
 
     def to_pandas(self) -> pd.DataFrame:
         """Return all rows of all engines; an engine without rows has one with its state, so that none is missing."""
@@ -215,16 +222,9 @@ MAX_GPUS = 32
 """GPUs of a cluster that have a row, or a line over time."""
 
 
-@sample_rows.register(ClusterReport)
-def _cluster_samples(snapshot: ClusterReport, seconds: float) -> tuple[SampleRow, ...]:
-    gpus = shared_gpus(snapshot)
-    several_hosts = len({gpu.host for gpu in gpus}) > 1
-    return tuple(sample_row(seconds, _label(gpu, several_hosts), gpu.row, gpu.allocated) for gpu in gpus[:MAX_GPUS])
-
-
 def _label(gpu: SharedGpu, several_hosts: bool) -> str:
     """Return the name of a GPU, behind its host where there are several, and behind the engine of a simulated one."""
-    names = {device_label(each.row) for each in gpu.engines}
+    names = {each.row.label for each in gpu.engines}
     name = names.pop() if len(names) == 1 else f"NVML {gpu.row.nvml_index}"
     parts = [gpu.host] * several_hosts + [f"engine {gpu.engines[0].answer.engine}"] * gpu.row.simulated
     return " ".join([*parts, name])

@@ -17,7 +17,7 @@ from gpumagic.cluster.report import (
     shared_gpus,
 )
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
-from gpumagic.gpus.view import headline, memory_bar, process_blocks, short_name
+from gpumagic.gpus.view import headline, memory_bar, process_blocks
 from gpumagic.oom.view import first_step
 from gpumagic.report import document as doc
 from gpumagic.report.base import Report, grouped, to_document
@@ -177,7 +177,7 @@ def _gpus(report: ClusterReport) -> Iterator[doc.Block]:
 
 def _gpu_name(gpu: SharedGpu) -> str:
     """Return the engines' name for a GPU, or the driver's where they have several."""
-    names = list(dict.fromkeys(short_name(each.row) for each in gpu.engines))
+    names = list(dict.fromkeys(each.row.label for each in gpu.engines))
     return names[0] if len(names) == 1 or gpu.row.nvml_index is None else f"NVML {gpu.row.nvml_index}"
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.gpus.report import GPUReport, GpuRow
+from gpumagic.gpus.report import SampleRow
 from gpumagic.memory.timeline import MemoryTimeline, plot
 from gpumagic.memory.view import device_sparkline, device_timeline
 from gpumagic.report.base import Report, to_document, to_figure
@@ -20,21 +19,6 @@ from gpumagic.report.units import NOT_AVAILABLE, count, duration, printable, siz
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """One device in one sample of a recording."""
-
-    seconds: float
-    """Since the recording began."""
-    device: str
-    memory_used: int | None = None
-    memory_total: int | None = None
-    kernel_allocated: int | None = None
-    utilization: float | None = None
-    temperature: float | None = None
-    power: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,30 +48,6 @@ class HistoryReport(Report[SampleRow]):
             GpuMagicError: matplotlib is not installed.
         """
         return to_figure(self)
-
-
-@functools.singledispatch
-def sample_rows(snapshot: object, seconds: float) -> tuple[SampleRow, ...]:  # noqa: ARG001  # for those that register
-    """Return the rows of a snapshot taken ``seconds`` after the recording began: one per device, or per host."""
-    raise TypeError(f"{type(snapshot).__name__} is no snapshot of GPUs")
-
-
-@sample_rows.register(GPUReport)
-def _samples_here(snapshot: GPUReport, seconds: float) -> tuple[SampleRow, ...]:
-    return tuple(sample_row(seconds, device_label(row), row, row.kernel_allocated) for row in snapshot.devices)
-
-
-def device_label(row: GpuRow) -> str:
-    """Return torch's name of a GPU, or else its NVML index."""
-    return row.device or f"NVML {row.nvml_index}"
-
-
-def sample_row(seconds: float, device: str, row: GpuRow, allocated: int | None) -> SampleRow:
-    """Return the row of one GPU, with the bytes that kernels have allocated on it."""
-    return SampleRow(
-        seconds=seconds, device=device, memory_used=row.memory_used, memory_total=row.memory_total,
-        kernel_allocated=allocated, utilization=row.utilization, temperature=row.temperature, power=row.power,
-    )  # fmt: skip
 
 
 MAX_SAMPLES = 30

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.gpus import history_view
-from gpumagic.gpus.history_view import CellRow, CellsReport, HistoryReport, SampleRow, sample_rows
+from gpumagic.gpus.history_view import CellRow, CellsReport, HistoryReport
+from gpumagic.gpus.report import SampleRow
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import MemoryTimeline
 from gpumagic.notebook import session
-from gpumagic.report.base import Report
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
@@ -47,10 +47,10 @@ class GpuRecorder:
         show: called with the history after each snapshot, and once more at the end.
     """
 
-    def __init__(self, read: Callable[[], Report[Any]], seconds: float, show: Callable[[HistoryReport], None]) -> None:
+    def __init__(self, read: Callable[[], Any], seconds: float, show: Callable[[HistoryReport], None]) -> None:
         self._read, self._show, self.seconds = read, show, seconds
         self._samples: deque[tuple[SampleRow, ...]] = deque(maxlen=MAX_SNAPSHOTS)
-        self._latest: Report[Any] | None = None
+        self._latest: Any = None
         self._started = time.monotonic()
         self._stopping = threading.Event()
         self._reason, self._until = "stopped", "interrupted or %gpuinfo -w off"
@@ -110,7 +110,7 @@ class GpuRecorder:
 
     def _take(self) -> None:
         self._latest = self._read()
-        self._samples.append(sample_rows(self._latest, time.monotonic() - self._started))
+        self._samples.append(self._latest.samples(time.monotonic() - self._started))
         self._show(self.report)
 
     def _end(self, reason: str) -> None:
@@ -122,7 +122,7 @@ class GpuRecorder:
         return f"<recorder of the GPUs every {self.seconds:g} s; {self.ended or 'stop it with %gpuinfo -w off'}>"
 
 
-def watch(shell: InteractiveShell, read: Callable[[], Report[Any]], seconds: float) -> GpuRecorder:
+def watch(shell: InteractiveShell, read: Callable[[], Any], seconds: float) -> GpuRecorder:
     """Show the GPUs in place until `%gpuinfo -w off`, an interrupt, or the extension's unloading.
 
     Args:

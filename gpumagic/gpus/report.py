@@ -193,12 +193,44 @@ class GpuRow:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why a field is None, by field name."""
 
+    @property
+    def is_instance(self) -> bool:
+        """Return whether it is a MIG instance."""
+        return (self.uuid or "").startswith("MIG-")
+
+    @property
+    def label(self) -> str:
+        """Return torch's name of a device, or NVML's where torch has none."""
+        return self.device or f"NVML {self.nvml_index}" + " MIG" * self.is_instance
+
 
 FIGURES = figures_of(GpuRow)
 NULLABLE = tuple(each.name for each in fields(GpuRow) if str(each.type).endswith("None"))
 """The fields that may be absent, and then have a reason."""
 NOT_KNOWN, SIMULATED = "not known", "simulated"
 """Reasons for what nobody says, and for what a simulated device does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One device in one sample of a recording."""
+
+    seconds: float
+    """Since the recording began."""
+    device: str
+    memory_used: int | None = None
+    memory_total: int | None = None
+    kernel_allocated: int | None = None
+    utilization: float | None = None
+    temperature: float | None = None
+    power: float | None = None
+
+    @classmethod
+    def of(cls, seconds: float, device: str, row: GpuRow, allocated: int | None) -> SampleRow:
+        """Return the sample of one GPU, with the bytes that kernels have allocated on it."""
+        return cls(
+            seconds, device, row.memory_used, row.memory_total, allocated, row.utilization, row.temperature, row.power
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,3 +259,7 @@ class GPUReport(Report[GpuRow]):
     @property
     def rows(self) -> tuple[GpuRow, ...]:
         return self.devices
+
+    def samples(self, seconds: float) -> tuple[SampleRow, ...]:
+        """Return a sample of each device, taken ``seconds`` after a recording began."""
+        return tuple(SampleRow.of(seconds, row.label, row, row.kernel_allocated) for row in self.devices)

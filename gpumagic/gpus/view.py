@@ -96,7 +96,7 @@ def table_blocks(rows: Sequence[GpuRow], *, explained: bool, elsewhere: str) -> 
     are_torchs = all(device.endswith(f":{index}") for device, index in indices)
     columns = [each for each in COLUMNS if not (are_torchs and each.title == FIGURES["nvml_index"].title)]
     found: list[Block] = [Table.of(rows, columns, "GPUs", elsewhere=elsewhere)]
-    throttled = grouped((row.throttle_reasons, short_name(row)) for row in rows if row.throttle_reasons)
+    throttled = grouped((row.throttle_reasons, row.label) for row in rows if row.throttle_reasons)
     for reasons, names in throttled.items():
         verb = "is" if len(names) == 1 else "are"
         where = f"All {len(rows)}" if len(names) == len(rows) > 2 else ", ".join(names)
@@ -104,7 +104,7 @@ def table_blocks(rows: Sequence[GpuRow], *, explained: bool, elsewhere: str) -> 
     for row in rows:
         if row.ecc_errors:
             errors = count(row.ecc_errors, "uncorrected memory error")
-            found.append(Paragraph(f"{short_name(row)} has had {errors} since its driver was loaded."))
+            found.append(Paragraph(f"{row.label} has had {errors} since its driver was loaded."))
     missing = [*([] if explained else _unusable_gpus(rows)), *_missing_figures(rows)]
     return found + ([Paragraph(" ".join(missing), muted=True)] if missing else [])
 
@@ -129,7 +129,7 @@ def _reason_cell(reason: str) -> Cell:
 def _unusable_gpus(rows: Sequence[GpuRow]) -> list[str]:
     """Return which of the driver's GPUs have no name in torch, and why."""
     unnamed = [row for row in rows if row.device is None]
-    reasons = grouped((row.reasons.get("device", NOT_KNOWN), short_name(row)) for row in unnamed)
+    reasons = grouped((row.reasons.get("device", NOT_KNOWN), row.label) for row in unnamed)
     parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
     return [f"Not usable in torch here: {'; '.join(parts)}."] if parts else []
 
@@ -137,7 +137,7 @@ def _unusable_gpus(rows: Sequence[GpuRow]) -> list[str]:
 def _missing_figures(rows: Sequence[GpuRow]) -> list[str]:
     """Return why the table lacks figures, in words, since a title is only seen with a mouse."""
     reasons = grouped(
-        (row.reasons.get(name, NOT_KNOWN), (figure.title, short_name(row)))
+        (row.reasons.get(name, NOT_KNOWN), (figure.title, row.label))
         for row in rows
         for name, figure in FIGURES.items()
         if figure.title and getattr(row, name) is None and not row.simulated and not _is_implied(rows, row, name)
@@ -166,21 +166,10 @@ def not_available(reason: str | None) -> str:
     return reason if reason.startswith(NOT_AVAILABLE) else f"{NOT_AVAILABLE} ({reason})"
 
 
-def short_name(row: GpuRow) -> str:
-    """Return torch's name of a device, or NVML's where torch has none."""
-    if row.device is not None:
-        return row.device
-    return f"NVML {row.nvml_index}" + (" MIG" if _is_instance(row) else "")
-
-
-def _is_instance(row: GpuRow) -> bool:
-    return (row.uuid or "").startswith("MIG-")
-
-
 def _device(row: GpuRow) -> Cell:
-    indent = "· " if _is_instance(row) else ""
+    indent = "· " if row.is_instance else ""
     if row.device is None:
-        return Cell(indent + short_name(row), muted=True, title=row.reasons.get("device", ""))
+        return Cell(indent + row.label, muted=True, title=row.reasons.get("device", ""))
     if row.predicted:
         return Cell(f"{indent}{row.device}?", title="predicted from the environment")
     return Cell(indent + row.device)
@@ -188,7 +177,7 @@ def _device(row: GpuRow) -> Cell:
 
 def _name(row: GpuRow) -> Cell:
     name = (row.name or "").removeprefix("NVIDIA ")
-    if _is_instance(row):
+    if row.is_instance:
         name = name[max(0, name.find("MIG ")) :]  # it stands under its card, which has the rest
     if row.simulated and "simulated" not in name.lower():
         name += " (simulated)"
@@ -250,7 +239,7 @@ COLUMNS = (
 )
 Listed = tuple[GpuRow, ProcessRow]
 PROCESS_COLUMNS: tuple[Column[Listed], ...] = (
-    Column("Device", lambda each: short_name(each[0])),
+    Column("Device", lambda each: each[0].label),
     Column("PID", lambda each: _or_dash(each[1].pid), "right"),
     Column("Memory", lambda each: _process_memory(each[1]), "right"),
     Column(
@@ -273,7 +262,7 @@ def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
     reasons = {each.reason for _, each in listed if each.memory is None and each.reason}
     unsaid = sorted(reason for reason in reasons if not reason.startswith(NOT_AVAILABLE))
     found += [Paragraph(f"Memory: {not_available(reason)}.", muted=True) for reason in unsaid]
-    hidden = grouped((row.reasons.get("processes"), short_name(row)) for row in rows if row.processes is None)
+    hidden = grouped((row.reasons.get("processes"), row.label) for row in rows if row.processes is None)
     for why, names in hidden.items():
         found.append(Paragraph(f"Processes of {', '.join(names)}: {not_available(why)}.", muted=True))
     return found
@@ -295,11 +284,11 @@ def _process_name(each: ProcessRow) -> Cell:
 
 def details_blocks(row: GpuRow, rows: Sequence[GpuRow]) -> list[Block]:
     """Return all figures that one of the devices has, and in a line what it lacks for each reason."""
-    names = {str(each.nvml_index): short_name(each) for each in reversed(rows)}
+    names = {str(each.nvml_index): each.label for each in reversed(rows)}
     labels = {name: figure.label for name, figure in FIGURES.items() if figure.label}
     grid = [(label, shown(row, name)) for name, label in labels.items() if getattr(row, name) is not None]
     grid += [(f"To {names.get(index, f'NVML {index}')}", link) for index, link in (row.topology or {}).items()]
-    columns = [doc.Column(short_name(row)), doc.Column(row.name or "unknown", shrinks=True)]
+    columns = [doc.Column(row.label), doc.Column(row.name or "unknown", shrinks=True)]
     absent = grouped((row.reasons.get(name), label) for name, label in labels.items() if getattr(row, name) is None)
     lacking = [f"{'; '.join(each)}: {not_available(reason)}." for reason, each in absent.items() if reason != SIMULATED]
-    return [doc.Table(columns, grid, f"All of {short_name(row)}"), *(Paragraph(line, muted=True) for line in lacking)]
+    return [doc.Table(columns, grid, f"All of {row.label}"), *(Paragraph(line, muted=True) for line in lacking)]

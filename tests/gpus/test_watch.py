@@ -1,4 +1,4 @@
-"""The GPUs over time: what a recorder keeps, how it ends, and how the history looks."""
+"""`%gpuinfo -w`: what a recorder keeps, how it ends, how the history looks, and that Ctrl-C leaves nothing of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pickle
 import re
 import sys
 import threading
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
+from interrupts import Interrupt
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.gpus import live
@@ -199,3 +202,39 @@ def test_a_terminal_that_knows_no_escape_sequences_gets_none(monkeypatch: pytest
     _, shown = recorded()
     reports = [line for each in (2, 0, 1) for line in to_text(shown[each], 80).splitlines()]
     assert screen.lines == ["In [1]: %gpuinfo -w", *reports, ""]
+
+
+CELLS = {"starts": "arm()\n%gpuinfo -w 1000", "stops": "%gpuinfo -w 1000\narm()\n%gpuinfo -w off"}
+
+
+@pytest.fixture
+def shell(bare_shell):
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.kernel = SimpleNamespace(saved_sigint_handler="ipykernel's own")  # without one it waits for Ctrl-C
+    yield bare_shell
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
+    del bare_shell.kernel
+
+
+def state(shell) -> tuple[object, ...]:
+    threads = [each.name for each in threading.enumerate() if "gpumagic" in each.name]
+    hooks = [each.__qualname__ for each in shell.events.callbacks["post_run_cell"]]
+    return hooks, threads, shell.kernel.saved_sigint_handler
+
+
+@pytest.mark.parametrize("when", CELLS)
+def test_nothing_is_left(shell, when) -> None:
+    shell.run_cell("%gpuinfo -w 1000\n%gpuinfo -w off")  # what is made once for a process
+    before, places = state(shell), []
+    for line in count():
+        interrupt = Interrupt({live.__file__}, line)
+        interrupt.run(shell, CELLS[when])
+        if not interrupt.where:
+            break
+        places.append(interrupt.where)
+        if interrupt.where.startswith("cell_has_run"):  # after the cell: it watches on
+            shell.run_cell("%gpuinfo -w off")
+        assert state(shell) == before, interrupt.where
+    shell.run_cell("%gpuinfo -w off")
+    assert state(shell) == before
+    assert len(places) > 10
