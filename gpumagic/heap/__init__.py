@@ -1,6 +1,6 @@
 """Python's heap as a tensor sees it: names, holders, storages, gradients, graphs and reference cycles.
 
-Start with `holders.py`: from which names and other places a tensor is reached.
+Start with `graph.py`: what some roots reach, and by which references.
 
     storages.py    the storages under tensors, numbered; bytes that are occupied and viewed
     kinds.py       what tensors are for: parameters, buffers, gradients, optimizer state, what autograd graphs keep
@@ -11,9 +11,9 @@ Start with `holders.py`: from which names and other places a tensor is reached.
     running_module.py  whose forward or backward runs: the hooks of all modules; imports torch at its top
     calls.py       the same of functions, generators, frames and exceptions
     foreign.py     the same of types written in C: arrays, columns, thread locals, context variables, iterators
-    holders.py     the search for tensors from variables, outputs, running functions and modules
+    graph.py       what is reached from some roots: every reference, once; names, holders and ownership are read from it
+    holders.py     the roots, and what keeps tensors that no variable reaches
     paths.py       a path to a tensor, as code that evaluates to it
-    references.py  every reference below some roots: all paths to one tensor
     cycles.py      tensors that only a reference cycle keeps
     outputs.py     IPython's outputs and the last error: what they keep, and how they are made to forget it
     release.py     releases the memory that a failure pins

@@ -1,29 +1,22 @@
-"""The search for tensors: from which roots, and along which paths.
+"""What keeps tensors: the roots that `graph.HeapGraph` explores, and which of them holds a tensor without a name.
 
-Roots are the notebook's variables first, then IPython's outputs, the last error, running functions and modules. One
-pass finds every path to each tensor; `paths` writes them as code.
-
-Small containers come first, so that a list of a million records cannot hide the model beside it, and what no
-expression reaches comes last. `references` finds all holders of one tensor.
+Roots are the notebook's variables first, then what the session cannot release (running functions, modules), then
+IPython's outputs and the last error.
 """
 
 from __future__ import annotations
 
 import contextvars
-import gc
-import heapq
 import sys
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import count, islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from gpumagic.heap import calls, readers
-from gpumagic.heap.branches import VARIABLE, Branch, Reader, key_code, name_of_type
-from gpumagic.heap.paths import Names, Path, is_typeable
-from gpumagic.heap.readers import reader_of
+from gpumagic.heap.branches import key_code, name_of_type
+from gpumagic.heap.graph import HeapGraph
+from gpumagic.heap.paths import Names, is_typeable
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 from gpumagic.source import frames
 
@@ -39,22 +32,17 @@ def name_storages(namespace: Mapping[str, object], shell: object | None = None) 
         namespace: the notebook's variables.
         shell: the shell they belong to, whose own variables (``_``, ``Out``) do not count as names.
     """
-    search, table = tensor_search(namespace, shell), StorageTable()
+    graph, table = HeapGraph(excluded_objects(namespace, shell)), StorageTable()
     found: dict[int, list[str]] = {}
     try:
         with undisturbed(), gc_disabled():
-            names = Names(search.run(variables(namespace, shell)))
-            for key, tensor in search.tensors.items():
+            names = Names(graph.explore(variables(namespace, shell)))
+            for key, tensor in graph.tensors.items():
                 for address in table.addresses(tensor):
                     found.setdefault(address, []).extend(names.of(key))
     finally:
-        search.release()
+        graph.release()
     return {address: tuple(dict.fromkeys(names)) for address, names in found.items()}
-
-
-def tensor_search(namespace: Mapping[str, object], shell: object | None) -> Search:
-    """Return a search that does not enter the shell."""
-    return Search(excluded_objects(namespace, shell))
 
 
 class Held(NamedTuple):
@@ -71,12 +59,12 @@ class Held(NamedTuple):
 
 
 def unnamed_holders(
-    search: Search, namespace: Mapping[str, object], shell: object | None, others: Iterable[tuple[str, object]] = ()
+    graph: HeapGraph, namespace: Mapping[str, object], shell: object | None, others: Iterable[tuple[str, object]] = ()
 ) -> dict[int, Held]:
     """Return what keeps each tensor that no variable reaches, by the tensor's `id`, as far as it is found.
 
     Args:
-        search: one that has followed the variables already: what they reach is not searched again.
+        graph: one that has explored the variables already: what they reach is not read again.
         namespace: the notebook's variables.
         shell: the shell they belong to.
         others: further roots with their labels, such as generators.
@@ -86,7 +74,7 @@ def unnamed_holders(
     lasting = [*running_roots(), *others, *module_roots(namespace), *ambient_roots()]
     for roots, releasable in ((lasting, False), (list(hidden_roots(namespace, shell)), True)):
         order = {label: position for position, (label, _) in reversed(list(enumerate(roots)))}
-        paths_to = search.run(roots)
+        paths_to = graph.explore(roots)
         names = Names(paths_to)
         for tensor, paths in paths_to.items():
             if tensor not in found:
@@ -170,151 +158,3 @@ def excluded_objects(namespace: Mapping[str, object], shell: object | None) -> l
 def _dict_of(shell: object | None, name: str) -> Mapping[Any, object]:
     found = getattr(shell, name, None)
     return found if isinstance(found, dict) else {}
-
-
-MAX_DEPTH = 32
-MAX_STEPS = 250_000
-"""Children looked at before a search gives up: about 50 ms."""
-LARGE = 1_000
-"""Containers of at least this many children wait until the smaller ones have been read."""
-_HUGE = 50_000
-"""Containers of at least this many are only read if some tensor has no name yet."""
-MAX_PATHS = 16
-"""Paths kept of one tensor, but for those from further variables."""
-
-
-class Search:
-    """Finds tensors from named roots; what one run has read, a later one does not read again.
-
-    Args:
-        excluded: objects that are never read, such as the shell.
-        steps: how many children one run looks at before it gives up.
-    """
-
-    def __init__(self, excluded: Iterable[object] = (), steps: int = MAX_STEPS) -> None:
-        self._excluded = list(excluded)  # kept, or another object could get one's `id`
-        self._seen = set(map(id, self._excluded))
-        self._readers: dict[type, Reader | None] = {}
-        self._limit = self._steps = steps
-        self._queue: deque[tuple[object, Path]] = deque()
-        self._large: list[tuple[int, int, object, Path]] = []
-        self._unreached: deque[tuple[object, Path]] = deque()
-        """What no expression reaches, in case that one does."""
-        self._plain: list[tuple[Any, Path]] = []
-        """Plain tensors, of which hardly any has attributes."""
-        self._order = count()
-        self.gave_up = False
-        self._paths: dict[int, list[Path]] = {}
-        self.tensors: dict[int, Any] = {}
-        """The tensors and storages met, so that an `id` stays theirs."""
-        self.owners: list[object] = []
-        """The modules and optimizers met."""
-        self.nodes: dict[int, Any] = {}
-        """The nodes of autograd graphs met, which have paths too."""
-
-    def release(self) -> None:
-        """Release every object, however the search ended."""
-        for each in (self.tensors, self.owners, self.nodes, self._excluded):
-            each.clear()
-        self._forget()
-
-    def _forget(self) -> None:
-        for each in (self._queue, self._large, self._unreached, self._plain):
-            each.clear()
-
-    def run(self, roots: Iterable[tuple[str, object]], wanted: Iterable[int] | None = None) -> dict[int, list[Path]]:
-        """Follow each root to every tensor below it; return the paths to each, by the tensor's `id`.
-
-        Args:
-            roots: names, or labels, with what they stand for.
-            wanted: the tensors to find; huge containers are not read once each of them has a path.
-        """
-        self._steps, self._paths = self._limit, {}
-        missing = None if wanted is None else set(wanted)
-        self._meet(Branch("name", VARIABLE, list(roots)), None)
-        while self._steps > 0 and (self._queue or self._large or self._plain or self._unreached):
-            if self._queue:
-                self._read(*self._queue.popleft())
-            elif self._plain:
-                self._read_tensors()
-            elif self._large:
-                length, _, value, path = heapq.heappop(self._large)
-                if length >= _HUGE and missing is not None and missing <= self._paths.keys():
-                    break
-                self._steps -= length // 4  # even what holds nothing is glanced at
-                self._read(value, path)
-            else:
-                self._meet_again(*self._unreached.popleft())
-        self.gave_up |= self._steps <= 0
-        self._forget()
-        return self._paths
-
-    def _read(self, value: object, path: Path) -> None:
-        reader = self._readers[type(value)]
-        assert reader is not None
-        if path.depth >= MAX_DEPTH:
-            return
-        if reader.read in (readers.read_module, readers.read_optimizer):
-            self.owners.append(value)
-        elif reader.read is readers.read_node:
-            self.nodes[id(value)] = value
-            self._paths.setdefault(id(value), []).append(path)
-        for branch in reader.read(value, reader):
-            if self._steps <= 0:
-                return
-            self._meet(branch, path)
-        if reader.has_own_class and id(type(value)) not in self._seen:
-            for branch in readers.own_class(value, reader):
-                self._meet(branch, path)
-
-    def _read_tensors(self) -> None:
-        """Read what was set on plain tensors: one question to the gc tells whether there is anything."""
-        waiting, self._plain = self._plain, []
-        shown = set(map(type, gc.get_referents(*[tensor for tensor, _ in waiting])))
-        for tensor, path in waiting if any(issubclass(kind, dict) for kind in shown) else ():
-            for branch in readers.tensor_attributes(tensor):
-                self._meet(branch, path)
-
-    def _meet(self, branch: Branch, parent: Path | None) -> None:
-        style, rank, children, parameter = branch
-        if parameter is not None:
-            assert parent is not None
-            parent = Path(parent, "state", parameter, rank, parent.depth + 1)
-        rank, depth = (rank, 0) if parent is None else (max(rank, parent.rank), parent.depth + 1)
-        known, seen = self._readers, self._seen
-        children = list(islice(children, self._steps))
-        self._steps -= len(children)
-        for key, child in children:
-            kind = type(child)
-            reader = known[kind] if kind in known else known.setdefault(kind, reader_of(kind))
-            if reader is None:
-                continue
-            if reader.is_tensor:
-                self._note(child, Path(parent, style, key, rank, depth, kind), reader)
-                if reader.fields is None:
-                    continue
-            if id(child) in seen:
-                continue
-            if style == "in" and key.code is None:
-                self._unreached.append((child, Path(parent, style, key, rank, depth, kind)))
-                continue
-            seen.add(id(child))
-            length = reader.length(child)
-            if length >= LARGE:
-                entry = (length, next(self._order), child, Path(parent, style, key, rank, depth, kind))
-                heapq.heappush(self._large, entry)
-            elif length or reader.container is None or reader.fields is not None:
-                self._queue.append((child, Path(parent, style, key, rank, depth, kind)))
-
-    def _meet_again(self, value: object, path: Path) -> None:
-        if id(value) not in self._seen:
-            self._seen.add(id(value))
-            self._queue.append((value, path))
-
-    def _note(self, tensor: object, path: Path, reader: Reader) -> None:
-        if reader.fields is None and id(tensor) not in self.tensors and path.depth < MAX_DEPTH:
-            self._plain.append((tensor, path))
-        self.tensors[id(tensor)] = tensor
-        paths = self._paths.setdefault(id(tensor), [])
-        if len(paths) < MAX_PATHS or path.root() not in {each.root() for each in paths}:
-            paths.append(path)  # each variable that reaches it counts, further paths from the same do not

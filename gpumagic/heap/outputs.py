@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic import _compat
 from gpumagic.heap import cycles, holders, release
-from gpumagic.heap.holders import Held, Search
+from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
+from gpumagic.heap.holders import Held
 from gpumagic.heap.paths import Names
-from gpumagic.heap.references import MAX_STEPS, References
 from gpumagic.heap.storages import StorageTable, undisturbed
 from gpumagic.source.frames import related_exceptions, traceback_steps
 
@@ -139,10 +139,10 @@ def _forget_references(shell: InteractiveShell | None) -> None:
 
 def _is_kept_by_user(parts: list[object], namespace: Mapping[str, object], shell: InteractiveShell | None) -> bool:
     """Tell whether a variable leads to a part of an error."""
-    graph = References(holders.excluded_objects(namespace, shell), MAX_STEPS)
+    graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL, depth=MAX_STEPS_OF_ALL)
     try:
-        graph.explore(holders.variables(namespace, shell), wanted=set(map(id, parts)))
-        return any(True for _ in graph.paths(map(id, parts)))
+        graph.explore(holders.variables(namespace, shell))
+        return any(id(part) in graph.objects for part in parts)
     finally:
         graph.release()
 
@@ -200,18 +200,18 @@ def _kept_by_modules(
     wanted: set[int], keys_of: Callable[[Any], Iterable[int]], namespace: Mapping[str, object], shell: object | None
 ) -> tuple[dict[int, Held], bool]:
     """Return which installed module keeps the tensors with some of these keys, by the key, and whether it read all."""
-    search = Search(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_MODULES)
+    graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_MODULES)
     found: dict[int, Held] = {}
     try:
-        paths_to = search.run(holders.module_roots(namespace, installed=True))
+        paths_to = graph.explore(holders.module_roots(namespace, installed=True))
         names = Names(paths_to)
-        for each, tensor in search.tensors.items():
+        for each, tensor in graph.tensors.items():
             for key in wanted.intersection(keys_of(tensor)):
                 first = min(paths_to[each], key=lambda path: path.depth)
                 found[key] = Held(first.root(), names.description(first), releasable=False)
-        return found, not search.gave_up
+        return found, not graph.gave_up
     finally:
-        search.release()
+        graph.release()
 
 
 def _only_session_refers_to(tensors: list[Any], known: set[int]) -> bool:

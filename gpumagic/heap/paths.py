@@ -17,20 +17,36 @@ from gpumagic.heap.branches import FIELD, REGISTERED, Style, class_attribute, ke
 
 
 class Path(NamedTuple):
-    """One step from a parent to a child; the first step is a name."""
+    """One reference, from a parent to a child, and with its parents the path to it; the first step is a name."""
 
     parent: Path | None
     style: Style
     key: Any
     rank: int
-    """The worst rank of the steps so far: how well it names what it leads to."""
+    """How well this step names what it leads to."""
     depth: int
     kind: type | None = None
     """The type of what the step leads to."""
+    target: int = 0
+    """The `id` of what it leads to; 0 for an optimizer's state, which is a step in a name and no object."""
 
     def root(self) -> str:
         """Return the name that the path starts from."""
-        return str(self.steps()[0].key)
+        path = self
+        while path.parent is not None:
+            path = path.parent
+        return str(path.key)
+
+    def owner(self) -> int | None:
+        """Return the `id` of the object that refers to what the path leads to; None for a root."""
+        parent = self.parent
+        if parent is not None and parent.style == "state":
+            parent = parent.parent
+        return None if parent is None else parent.target
+
+    def quality(self) -> tuple[int, int]:
+        """Return how well the path names what it leads to, the lowest best: its worst step, then its length."""
+        return max(step.rank for step in self.steps()), self.depth
 
     def steps(self) -> list[Path]:
         """Return the path's beginnings, from its root to itself."""
@@ -144,16 +160,15 @@ class Names:
 
     def of(self, tensor_id: int) -> list[str]:
         """Return the names of a tensor, a plain variable before a module's path before other containers."""
-        paths = self._paths.get(tensor_id)
-        if paths is None:
-            return []
-        if len(paths) > 1:
-            paths = sorted(paths, key=lambda path: (path.rank, path.depth))
-        found = [(path.rank, path.depth, name) for path in paths if (name := self.code(path)) is not None]
-        return [name for _, _, name in (sorted(found) if len(found) > 1 else found)]
+        paths = self._paths.get(tensor_id, ())
+        if len(paths) < 2:  # thousands have one path, and nothing to compare it with
+            return [name for path in paths if (name := self.code(path)) is not None]
+        few = sorted(_few(paths), key=Path.quality)
+        found = [(path.quality(), name) for path in few if (name := self.code(path)) is not None]
+        return [name for _, name in sorted(found)]
 
     def paths(self, tensor_id: int) -> list[Path]:
-        """Return the paths to a tensor, in no order."""
+        """Return all paths to a tensor, in no order."""
         return list(self._paths.get(tensor_id, ()))
 
     def are_none(self) -> bool:
@@ -163,7 +178,7 @@ class Names:
     def best(self, tensor_id: int) -> str | None:
         """Return the best name of a tensor that does not lead through an optimizer's state."""
         paths = [path for path in self._paths.get(tensor_id, ()) if not _through_state(path)]
-        for path in sorted(paths, key=lambda path: (path.rank, path.depth)):
+        for path in sorted(paths, key=Path.quality):
             if (name := self.code(path)) is not None:
                 return name
         return None
@@ -173,7 +188,7 @@ class Names:
 
         For a tensor without a name: ``("it", "list_iterator it", "it.<...>[0]")``.
         """
-        path = min(self._paths.get(tensor_id, ()), key=lambda path: (path.depth, path.rank), default=None)
+        path = min(self._paths.get(tensor_id, ()), key=lambda path: path.quality()[::-1], default=None)
         if path is None:
             return None
         steps = path.steps()
@@ -184,6 +199,20 @@ class Names:
 
 
 _PLAIN_WORDS = {"_lru_cache_wrapper": "lru_cache", "_local": "threading.local"}
+
+
+MAX_PATHS = 16
+"""Paths of one tensor that become names, but for those from further variables."""
+
+
+def _few(paths: list[Path]) -> list[Path]:
+    """Return the first paths to a tensor, and one from each further variable: a list may hold it a million times."""
+    if len(paths) <= MAX_PATHS:
+        return paths
+    first: dict[str, Path] = {path.root(): path for path in reversed(paths)}
+    kept = paths[:MAX_PATHS]
+    roots = {path.root() for path in kept}
+    return kept + [path for root, path in reversed(first.items()) if root not in roots]
 
 
 def _through_state(path: Path) -> bool:

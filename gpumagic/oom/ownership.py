@@ -1,8 +1,7 @@
 """Who owns the memory of a device: the notebook's names, models and optimizers, and what each part is for.
 
 A storage that two names reach is released only when both are unbound; bytes are therefore counted by the set of names
-that share them, so that a `del` can be priced to the byte. Each name is followed by a search of its own, because one
-search opens an object that two names share for the first of them only.
+that share them, so that a `del` can be priced to the byte.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.heap import branches, calls, holders, modules
+from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.heap.identity import Identities
 from gpumagic.heap.kinds import gradients_of
 from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
@@ -26,7 +26,6 @@ from gpumagic.tensors import scan
 from gpumagic.tensors.report import TensorRow, root_of
 
 if TYPE_CHECKING:
-    from gpumagic.heap.holders import Search
     from gpumagic.memory.allocator import AllocatorStats
 
 
@@ -80,16 +79,17 @@ def _outputs(namespace: Mapping[str, object], shell: object | None) -> Iterator[
 def _ownerships(
     roots: Iterable[tuple[str, object]], namespace: Mapping[str, object], device: str, shell: object | None
 ) -> list[Ownership]:
-    table, reached, kinds = StorageTable(), dict[Storage, set[str]](), dict[str, str]()
-    for name, value in roots:
-        search = holders.tensor_search(namespace, shell)
-        try:
-            with undisturbed():
-                for storage in _storages(search, name, value, table):
-                    reached.setdefault(storage, set()).add(name)
-                    kinds[name] = kind_of(value)
-        finally:
-            search.release()
+    table, reached, named = StorageTable(), dict[Storage, set[str]](), dict(roots)
+    kinds = {name: kind_of(value) for name, value in named.items()}
+    graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL)
+    try:
+        with undisturbed():
+            graph.explore(named.items())
+            for target, roots_of in graph.roots_of().items():
+                for storage in _storages(graph.tensors[target], table):
+                    reached.setdefault(storage, set()).update(roots_of)
+    finally:
+        graph.release()
     occupied = OccupiedBytes()
     totals: dict[frozenset[str], int] = {}
     for storage, names in reached.items():
@@ -100,11 +100,10 @@ def _ownerships(
     return sorted(found, key=lambda each: (-each.nbytes, sorted(each.names)))
 
 
-def _storages(search: Search, name: str, value: object, table: StorageTable) -> Iterator[Storage]:
-    search.run([(name, value)])
-    tensors = list(search.tensors.values())
-    for tensor in (*tensors, *gradients_of(tensors)):
-        storage, parts = table.find(tensor)
+def _storages(tensor: Any, table: StorageTable) -> Iterator[Storage]:
+    """Yield the storages of a tensor and of its gradient."""
+    for each in (tensor, *gradients_of([tensor])):
+        storage, parts = table.find(each)
         yield from parts or [storage]
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from gpumagic.heap import branches, holders, kinds
+from gpumagic.heap.graph import HeapGraph
 from gpumagic.heap.identity import Identities, is_marked, mark
 from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory import allocator
@@ -163,16 +164,16 @@ class Rollback:
         if "torch" not in sys.modules:
             return {}
         named = [(name, self._namespace[name]) for name in names]
-        search = holders.tensor_search(self._namespace, self._shell)
+        graph = HeapGraph(holders.excluded_objects(self._namespace, self._shell))
         reached: dict[str, list[Any]] = {}
         try:
             with undisturbed():
-                found = search.run(named or holders.variables(self._namespace, self._shell))
-                for key, ways in found.items():
-                    for name in dict.fromkeys(way.root() for way in ways):
-                        reached.setdefault(name, []).append(search.tensors[key])
+                graph.explore(named or holders.variables(self._namespace, self._shell))
+                for key, roots in graph.roots_of().items():
+                    for name in roots:
+                        reached.setdefault(name, []).append(graph.tensors[key])
         finally:
-            search.release()
+            graph.release()
         return reached
 
     def _keep(self, name: str, value: object, on_accelerator: bool) -> None:

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpumagic.heap.branches import class_attribute
-from gpumagic.heap.holders import MAX_PATHS
 from gpumagic.heap.kinds import is_node, subclasses
-from gpumagic.heap.paths import Names, Path
+from gpumagic.heap.paths import MAX_PATHS, Names, Path
 
 _MAX_STATEMENTS = 3
 """Statements in the line that releases a graph."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from gpumagic.heap import holders, outputs
+from gpumagic.heap.graph import HeapGraph
 from gpumagic.heap.kinds import Graphs, non_leaves
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator
@@ -35,35 +36,45 @@ def release(namespace: Mapping[str, object], shell: InteractiveShell | None = No
 
 
 def _forget(wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None) -> tuple[str, ...]:
-    labels: list[str] = []
+    """Make the session forget what keeps the storages with these numbers; return what that was."""
+    shown = list(outputs.shown_outputs(shell)) if shell is not None else []
+    values = {id(value): value for _, value in shown}
+    labels = {key: label for label, key in reversed([(label, id(value)) for label, value in shown])}
+    errors = [(holders.TRACEBACK, each) for each in outputs.remembered_errors(shell)]
+    roots = [*((label, values[key]) for key, label in labels.items()), *errors]
+    keeping = _keeping(wanted, roots, namespace, shell)
+    forgotten = {key for key, label in labels.items() if label in keeping}
     if shell is not None:
-        values = {}
-        for label, value in outputs.shown_outputs(shell):
-            if id(value) not in values and _reaches(value, wanted, namespace, shell):
-                values[id(value)] = value
-                labels.append(label)
-        outputs.forget_outputs(shell, values)
-        values.clear()
-    if any(_reaches(each, wanted, namespace, shell) for each in outputs.remembered_errors(shell)):
+        outputs.forget_outputs(shell, forgotten)
+    shown.clear()
+    values.clear()
+    roots.clear()
+    if holders.TRACEBACK in keeping:
+        errors.clear()
         outputs.forget_last_error(namespace, shell)
-        labels.append(holders.TRACEBACK)
-    return tuple(labels)
+    return tuple(label for label in (*labels.values(), holders.TRACEBACK) if label in keeping)
 
 
-def _reaches(value: object, wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None) -> bool:
-    """Tell whether a value keeps one of the storages with these numbers, itself or by an autograd graph."""
-    search, table, graphs = holders.tensor_search(namespace, shell), StorageTable(), Graphs()
+def _keeping(
+    wanted: set[int], roots: list[tuple[str, object]], namespace: Mapping[str, object], shell: object | None
+) -> set[str]:
+    """Return the roots that keep one of the storages with these numbers, themselves or by an autograd graph."""
+    graph, table, graphs = HeapGraph(holders.excluded_objects(namespace, shell)), StorageTable(), Graphs()
+    found: set[str] = set()
     try:
         with undisturbed():
-            search.run([("it", value)])
-            tensors = list(search.tensors.values())
-            for result in non_leaves(tensors):
-                graph = graphs.walk(result.grad_fn)
-                tensors += graph.tensors if graph is not None else ()
-            return any(not wanted.isdisjoint(table.numbers(tensor)) for tensor in tensors)
+            graph.explore(roots)
+            for key, labels in graph.roots_of().items():
+                tensors = [graph.tensors[key]]
+                for result in [] if labels <= found else non_leaves(tensors):
+                    kept = graphs.walk(result.grad_fn)
+                    tensors += kept.tensors if kept is not None else ()
+                if any(not wanted.isdisjoint(table.numbers(tensor)) for tensor in tensors):
+                    found |= labels
+        return found
     finally:
         graphs.release()
-        search.release()
+        graph.release()
 
 
 def _freed(

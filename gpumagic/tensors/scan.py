@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpumagic.heap import calls, cycles, holders, outputs, storages
-from gpumagic.heap.holders import MAX_STEPS, Held
+from gpumagic.heap.graph import MAX_STEPS, HeapGraph
+from gpumagic.heap.holders import Held
 from gpumagic.heap.kinds import Graphs, kinds_of, leaves, node_types, non_leaves, peek_gradients, subclasses
 from gpumagic.heap.paths import Names
 from gpumagic.heap.storages import Storage, StorageTable, gc_disabled, undisturbed
@@ -134,7 +135,7 @@ class TensorScan:
     def __init__(self, namespace: Mapping[str, object], shell: object | None, names: bool, libraries: bool) -> None:
         self._namespace, self._shell = namespace, shell
         self._looks_for_names, self._looks_into_libraries = names, libraries
-        self._search = holders.tensor_search(namespace, shell)
+        self._graph = HeapGraph(holders.excluded_objects(namespace, shell))
         self._graphs = Graphs()
         self._names = Names({})
         self._table = StorageTable()
@@ -172,7 +173,7 @@ class TensorScan:
         findings = Findings(names, kinds_of(self._owners), gradient_of, graph_of, commands)
         rows = RowBuilder(findings, group_by_memory(self._table))
         if self._looks_for_names and not rows.are_all_named():
-            if self._search.gave_up:
+            if self._graph.gave_up:
                 self.notes.append(f"names were only looked for in the first {MAX_STEPS:,} objects of the variables")
             rows.find_holders(self._holders())
         found = rows.all()
@@ -194,7 +195,7 @@ class TensorScan:
         self._nodes.clear()
         self._saved.clear()
         self._graphs.release()
-        self._search.release()
+        self._graph.release()
 
     def _find(self) -> None:
         import torch
@@ -222,11 +223,11 @@ class TensorScan:
         import torch
 
         variables = holders.variables(self._namespace, self._shell)
-        names = Names(self._search.run(variables, wanted=map(id, self._tensors)))
+        names = Names(self._graph.explore(variables, wanted=map(id, self._tensors)))
         known = set(map(id, self._tensors))
-        met = [each for key, each in self._search.tensors.items() if key not in known]
+        met = [each for key, each in self._graph.tensors.items() if key not in known]
         self._tensors += [each for each in met if type(each) is not torch.UntypedStorage]
-        self._owners += self._search.owners if gc.get_freeze_count() else ()
+        self._owners += self._graph.owners if gc.get_freeze_count() else ()
         return names
 
     def _walk_graphs(self) -> dict[int, list[Any]]:
@@ -276,10 +277,10 @@ class TensorScan:
 
     def _holders(self) -> dict[int, holders.Held]:
         others = [(calls.generator_label(each), each) for each in self._suspended]
-        found = holders.unnamed_holders(self._search, self._namespace, self._shell, others)
+        found = holders.unnamed_holders(self._graph, self._namespace, self._shell, others)
         if self._looks_into_libraries:
             releasable = [each for each in self._tensors if id(each) in found and found[id(each)].releasable]
-            ours = (self._tensors, self._search.tensors, self._saved)
+            ours = (self._tensors, self._graph.tensors, self._saved)
             kept, is_whole = outputs.kept_elsewhere(releasable, found, self._namespace, self._shell, ours)
             releasable.clear()
             found.update(kept)

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import OptionError, nearest
-from gpumagic.heap import cycles, holders, outputs, references
+from gpumagic.heap import cycles, holders, outputs
+from gpumagic.heap import graph as graph_module
 from gpumagic.heap.branches import OWN, REGISTERED, class_attribute, is_heap_type, name_of_type
+from gpumagic.heap.graph import HeapGraph, Step
 from gpumagic.heap.kinds import Graphs, gradients_of, non_leaves
 from gpumagic.heap.paths import Path, Spelling
 from gpumagic.heap.readers import reader_of
-from gpumagic.heap.references import References, Step
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 from gpumagic.source.text import parse_tree
 from gpumagic.tensors import scan
@@ -44,7 +45,8 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     report = scan.scan(namespace, shell=shell)
     row = _find_row(name, report, also=_numbers_at(name, namespace))
     leaves = _leaves_of_gradient(row, report)
-    graph = References(holders.excluded_objects(namespace, shell), references.MAX_STEPS)
+    limit = graph_module.MAX_STEPS_OF_ALL
+    graph = HeapGraph(holders.excluded_objects(namespace, shell), limit, depth=limit)
     try:
         with undisturbed(), gc_disabled():
             hidden = _hidden(shell)
@@ -52,7 +54,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
             graph.explore([*holders.variables(namespace, shell), *hidden])
             graph.explore(others)
             targets = [id(each) for over in leaves or [row] for each in _over(over, graph)]
-            paths = list(graph.paths(targets))
+            paths = list(graph.paths_to(targets))
             found = [_way(steps, graph, dict(hidden), bool(leaves)) for steps in paths]
             ways = [way for way, _ in found] if leaves else _with_shared_commands(found, paths)
             frees, collects = row.nbytes, False
@@ -165,14 +167,14 @@ def _leaves_of_gradient(row: TensorRow, report: TensorReport) -> list[TensorRow]
     return [each for each in report if leaves.intersection(each.names)]
 
 
-def _over(row: TensorRow, graph: References) -> list[object]:
+def _over(row: TensorRow, graph: HeapGraph) -> list[object]:
     """Return the tensors that were met over a row's storage, views included."""
     table = StorageTable()
-    return [each for each in graph.tensors if not set(row.numbers).isdisjoint(table.numbers(each))]
+    return [each for each in graph.tensors.values() if not set(row.numbers).isdisjoint(table.numbers(each))]
 
 
 def _way(
-    steps: Sequence[Step], graph: References, hidden: Collection[str], through_owner: bool
+    steps: Sequence[Step], graph: HeapGraph, hidden: Collection[str], through_owner: bool
 ) -> tuple[WayRow, Step | None]:
     """Return the row of one way, and the step that its command unbinds."""
     spelling = Spelling(graph.name_of)
@@ -204,24 +206,29 @@ def _with_shared_commands(found: Sequence[tuple[WayRow, Step | None]], paths: Se
 
 
 def _freed(
-    exact: Sequence[references.Reference], report: Sequence[TensorRow], graph: References, hidden: Collection[str]
+    exact: Sequence[Path], report: Sequence[TensorRow], graph: HeapGraph, hidden: Collection[str]
 ) -> tuple[int, bool]:
     """Return the bytes that are freed together once these references are gone, and whether the gc has to run for it."""
-    states = {(each.parent, each.parameter) for each in exact if each.parameter is not None}
+    states = {state for each in exact if (state := _state(each)) is not None}
 
-    def is_cut(reference: references.Reference) -> bool:
+    def is_cut(reference: Path) -> bool:
         is_hidden = reference.parent is None and reference.key in hidden
-        is_state = reference.parameter is not None and (reference.parent, reference.parameter) in states
-        return is_hidden or is_state or any(reference is each for each in exact)
+        return is_hidden or _state(reference) in states or any(reference is each for each in exact)
 
-    left, collects = graph.left_by(is_cut)
-    gone = set(_numbers([each for each in graph.tensors if id(each) in left]))
-    kept = set(_numbers([each for each in graph.tensors if id(each) not in left]))
+    left, collects = graph.freed_without(is_cut)
+    gone = set(_numbers([each for key, each in graph.tensors.items() if key in left]))
+    kept = set(_numbers([each for key, each in graph.tensors.items() if key not in left]))
     rows = [row for row in report if not gone.isdisjoint(row.numbers) and kept.isdisjoint(row.numbers)]
     if collects and rows:  # which frees what other cycles keep as well
         others = [row for row in scan.name_cycles(report) if gone.isdisjoint(row.numbers)]
         rows += [row for row in others if release_command(row) == COLLECT]
     return sum(row.nbytes or 0 for row in rows), collects and bool(rows)
+
+
+def _state(reference: Path) -> tuple[int | None, object] | None:
+    """Return whose state of which parameter a reference is of: it goes as a whole."""
+    state = reference.parent
+    return (reference.owner(), state.key) if state is not None and state.style == "state" else None
 
 
 def _numbers(tensors: list[object]) -> Iterator[int]:
@@ -291,11 +298,11 @@ def is_class(value: object) -> bool:
     return issubclass(type(value), type) and is_heap_type(value)  # type: ignore[arg-type]
 
 
-def _notes(row: TensorRow, report: TensorReport, ways: Sequence[WayRow], graph: References) -> Iterator[str]:
+def _notes(row: TensorRow, report: TensorReport, ways: Sequence[WayRow], graph: HeapGraph) -> Iterator[str]:
     if ways and any(each.kind == "activation" for each in report):
         yield "an autograd graph that saved it for backward keeps it too; those are not followed here"
     if graph.gave_up and not (row.holder or "").startswith(cycles.CYCLE):  # to which all references are known
-        yield f"only the first {references.MAX_STEPS:,} references were followed; there may be more holders"
+        yield f"only the first {graph_module.MAX_STEPS_OF_ALL:,} references were followed; there may be more holders"
     if not ways and row.holder is not None:
         frees = release_command(row)
         yield f"kept by {row.holder}" + (f"; {frees} frees it" if frees else "")

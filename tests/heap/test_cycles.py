@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations
 
-from gpumagic.heap import references
+from gpumagic.heap import graph
 from gpumagic.tensors.report import COLLECT
 from gpumagic.tensors.scan import scan
 from gpumagic.tensors.why import find_holders as why
@@ -170,14 +170,14 @@ def test_a_ring_is_the_whole_answer_even_where_not_every_reference_was_followed(
 ) -> None:
     of_a_list(torch.ones(1309))
     row = row_of(scan({}), 1309)
-    monkeypatch.setattr(references, "MAX_STEPS", 1)
+    monkeypatch.setattr(graph, "MAX_STEPS_OF_ALL", 1)
     assert why(str(row.numbers[0]), {}).notes == (f"kept by cycle of list; {COLLECT} frees it",)
 
 
 def test_of_a_tensor_with_a_name_it_is_said_that_not_every_reference_was_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(references, "MAX_STEPS", 1)
+    monkeypatch.setattr(graph, "MAX_STEPS_OF_ALL", 1)
     (note, *_) = why("t", {"t": torch.ones(1310)}).notes
     assert note.startswith("only the first 1 references were followed")
 

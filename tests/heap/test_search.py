@@ -9,7 +9,8 @@ import pytest
 import torch
 from makers import Slotted, names_of, started
 
-from gpumagic.heap.holders import Search, name_storages
+from gpumagic.heap.graph import HeapGraph
+from gpumagic.heap.holders import name_storages
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -69,10 +70,10 @@ def test_a_list_of_a_million_records_does_not_hide_what_is_beside_it() -> None:
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     records = [{"id": [number]} for number in range(300_000)]
     namespace = {"records": records, "model": model}
-    search = Search()
-    found = search.run(namespace.items())
-    search.release()
-    assert search.gave_up
+    graph = HeapGraph()
+    found = graph.explore(namespace.items())
+    graph.release()
+    assert graph.gave_up
     assert id(model[0][0].weight) in found
 
 
@@ -84,18 +85,18 @@ def test_records_of_atoms_are_passed_over() -> None:
 
 
 def test_a_search_that_gives_up_says_so(monkeypatch) -> None:
-    search = Search(steps=10)
-    search.run([("many", [[torch.ones(1)] for _ in range(20)])])
-    assert search.gave_up
+    graph = HeapGraph(steps=10)
+    graph.explore([("many", [[torch.ones(1)] for _ in range(20)])])
+    assert graph.gave_up
 
 
 def test_a_search_keeps_nothing_once_released() -> None:
     tensor = torch.ones(3)
     watch = weakref.ref(tensor)
     namespace = {"cfg": {"k": [tensor]}}
-    search = Search()
-    search.run(namespace.items())
-    search.release()
+    graph = HeapGraph()
+    graph.explore(namespace.items())
+    graph.release()
     del tensor
     namespace.clear()
     assert watch() is None

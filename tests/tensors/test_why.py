@@ -204,7 +204,7 @@ def test_asking_keeps_nothing() -> None:
 
 
 def test_many_references_are_followed_only_so_far(monkeypatch) -> None:
-    monkeypatch.setattr("gpumagic.heap.references.MAX_STEPS", 10)
+    monkeypatch.setattr("gpumagic.heap.graph.MAX_STEPS_OF_ALL", 10)
     namespace = {"x": torch.ones(3), "many": [[number] for number in range(100)]}
     assert "there may be more holders" in why("x", namespace).notes[0]
 
@@ -254,7 +254,7 @@ def test_the_frames_of_a_large_program_do_not_hide_the_notebook_s_own_holders(mo
     """What is found there has steps of its own, after those of variables and outputs."""
     kept = torch.ones(3)
     program = [[[number]] for number in range(900)]  # a local of a running function: this one
-    monkeypatch.setattr("gpumagic.heap.references.MAX_STEPS", 200)
+    monkeypatch.setattr("gpumagic.heap.graph.MAX_STEPS_OF_ALL", 200)
     namespace: dict[str, object] = {"model": {"fc": {"weight": kept}}, "_oh": {4: [kept]}}
     shell = SimpleNamespace(
         user_ns=namespace, user_ns_hidden={"_oh": namespace["_oh"]}, displayhook=None, last_execution_result=None
@@ -266,6 +266,6 @@ def test_the_frames_of_a_large_program_do_not_hide_the_notebook_s_own_holders(mo
 
 
 def test_a_long_list_does_not_hide_what_is_beside_it(monkeypatch) -> None:
-    monkeypatch.setattr("gpumagic.heap.references.MAX_STEPS", 3_000)
+    monkeypatch.setattr("gpumagic.heap.graph.MAX_STEPS_OF_ALL", 3_000)
     namespace = {"records": [[[number]] for number in range(5_000)], "model": Net()}
     assert commands(why("model.fc.weight", namespace)) == {"model": "del model"}

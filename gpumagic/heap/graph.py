@@ -1,0 +1,307 @@
+"""The heap below some roots as a graph: each object is read once, and every reference to it is recorded.
+
+One exploration answers all that is asked of the heap:
+
+- **names** of tensors: `explore` returns the paths to each, which `paths.Names` writes as code;
+- **holders** of one tensor, for `%devices --why`: `paths_to` yields the shortest path from each root;
+- **ownership**, for `oom` and rollback: `roots_of` gives the roots that reach each tensor, so that a storage which two
+  variables share is known to be freed only with both. One graph of all variables answers it; a search for each
+  variable is not needed, nor does the first of them hide what it shares with the others::
+
+        graph = HeapGraph(holders.excluded_objects(namespace, shell))
+        try:
+            with undisturbed():
+                graph.explore(holders.variables(namespace, shell))
+                for key, roots in graph.roots_of().items():  # roots: frozenset({"model", "history"})
+                    tensor = graph.tensors[key]
+                    ...
+        finally:
+            graph.release()  # or it would keep every tensor alive
+
+- **what goes** once some references are cut, for what a `del` frees: `freed_without`.
+
+Small containers are read first, so that a list of a million records cannot hide the model beside it, and what no
+expression reaches last. No code of the user's runs, and nothing is kept after `release`.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+from gpumagic.heap import readers
+from gpumagic.heap.branches import VARIABLE, Branch, Reader
+from gpumagic.heap.paths import Path, Spelling
+from gpumagic.heap.readers import reader_of
+
+MAX_DEPTH = 32
+MAX_STEPS = 250_000
+"""References followed before an exploration gives up: about 50 ms."""
+MAX_STEPS_OF_ALL = 500_000
+"""The same where every holder is asked for, as `--why` does."""
+LARGE = 1_000
+"""Containers of at least this many children wait until the smaller ones have been read."""
+_HUGE = 50_000
+"""Containers of at least this many are only read if some tensor has no name yet."""
+
+
+Root = tuple[str, object]
+"""A name, or a label, and what it stands for."""
+
+
+class Step(NamedTuple):
+    """One object on the way from a root to a tensor."""
+
+    path: Path
+    value: object
+    reference: Path
+    """The reference that is followed: `path` may lead to its beginning by another way."""
+
+
+class HeapGraph:
+    """What some roots reach; what one exploration has read, a later one does not read again.
+
+    Args:
+        excluded: objects that are never read, such as the shell.
+        steps: how many references one exploration follows before it gives up.
+        depth: how many references a path has at most.
+    """
+
+    def __init__(self, excluded: Iterable[object] = (), steps: int = MAX_STEPS, depth: int = MAX_DEPTH) -> None:
+        self.objects: dict[int, Any] = {id(each): each for each in excluded}
+        """All but tensors that was met or is excluded, by `id`; kept, or another object could get one's `id`."""
+        self.tensors: dict[int, Any] = {}
+        """The tensors and storages met."""
+        self.owners: list[object] = []
+        """The modules and optimizers met."""
+        self.nodes: dict[int, Any] = {}
+        """The nodes of autograd graphs met, which have paths too."""
+        self.gave_up = False
+        """Whether an exploration stopped at its limit."""
+        self._references: dict[int, list[Path]] = {}
+        """Each reference to an object, but for tensors and nodes: those are in `_found`."""
+        self._found: list[dict[int, list[Path]]] = []
+        """By exploration, the references to each tensor and node."""
+        self._readers: dict[type, Reader | None] = {}
+        self._limit = self._steps = steps
+        self._max_depth = depth
+        self._order = count()
+        self._queue: deque[tuple[object, Path]] = deque()
+        self._large: list[tuple[int, int, object, Path]] = []
+        self._unreached: deque[tuple[object, Path]] = deque()
+        """What no expression reaches, in case that one does."""
+        self._plain: list[tuple[Any, Path]] = []
+        """Plain tensors, of which hardly any has attributes."""
+
+    def release(self) -> None:
+        """Release every object, however an exploration ended."""
+        for each in (
+            self.objects, self.tensors, self.owners, self.nodes, self._references, self._found,
+            self._queue, self._large, self._unreached, self._plain,
+        ):  # fmt: skip
+            each.clear()
+
+    def explore(
+        self, roots: Iterable[tuple[str, object]], wanted: Iterable[int] | None = None
+    ) -> dict[int, list[Path]]:
+        """Follow every reference from the roots down; return the paths to each tensor and node, by its `id`.
+
+        Of an object that is reached twice, what is below has the path of the first time: the shortest, as a rule.
+
+        Args:
+            roots: where it begins.
+            wanted: the tensors to find; huge containers are not read once each of them has a path.
+        """
+        self._steps, found = self._limit, dict[int, list[Path]]()
+        self._found.append(found)
+        self._meet(Branch("name", VARIABLE, list(roots)), None)
+        missing = None if wanted is None else set(wanted)
+        while self._steps > 0 and (self._queue or self._large or self._plain or self._unreached):
+            if self._queue:
+                self._read(*self._queue.popleft())
+            elif self._plain:
+                self._read_tensors()
+            elif self._large:
+                length, _, value, path = heapq.heappop(self._large)
+                if length >= _HUGE and missing is not None and missing <= found.keys():
+                    break
+                self._steps -= length // 4  # even what holds nothing is glanced at
+                self._read(value, path)
+            else:
+                value, path = self._unreached.popleft()
+                if id(value) not in self.objects:
+                    self.objects[id(value)] = value
+                    self._queue.append((value, path))
+        self.gave_up |= self._steps <= 0
+        for each in (self._queue, self._large, self._unreached, self._plain):
+            each.clear()
+        return found
+
+    def _read(self, value: object, path: Path) -> None:
+        reader = self._readers[type(value)]
+        assert reader is not None
+        if path.depth >= self._max_depth:
+            return
+        if reader.read in (readers.read_module, readers.read_optimizer):
+            self.owners.append(value)
+        elif reader.read is readers.read_node:
+            self.nodes[id(value)] = value
+        for branch in reader.read(value, reader):
+            if self._steps <= 0:
+                return
+            self._meet(branch, path)
+        if reader.has_own_class:
+            for branch in readers.own_class(value, reader):
+                self._meet(branch, path)
+
+    def _read_tensors(self) -> None:
+        """Read what was set on plain tensors: one question to the gc tells whether there is anything."""
+        waiting, self._plain = self._plain, []
+        shown = set(map(type, gc.get_referents(*[tensor for tensor, _ in waiting])))
+        for tensor, path in waiting if any(issubclass(kind, dict) for kind in shown) else ():
+            for branch in readers.tensor_attributes(tensor):
+                self._meet(branch, path)
+
+    def _meet(self, branch: Branch, parent: Path | None) -> None:
+        """Record the references of one branch; put what is met for the first time in line."""
+        style, rank, children, parameter = branch
+        if parameter is not None:
+            assert parent is not None
+            parent = Path(parent, "state", parameter, rank, parent.depth + 1)
+        depth = 0 if parent is None else parent.depth + 1
+        known, objects, tensors, references = self._readers, self.objects, self.tensors, self._references
+        found, read_node = self._found[-1], readers.read_node
+        children = list(islice(children, self._steps))
+        self._steps -= len(children)
+        for key, child in children:
+            kind = type(child)
+            reader = known[kind] if kind in known else known.setdefault(kind, reader_of(kind))
+            if reader is None:
+                continue
+            address = id(child)
+            path = Path(parent, style, key, rank, depth, kind, address)
+            has_names = reader.is_tensor or reader.read is read_node
+            (found if has_names else references).setdefault(address, []).append(path)
+            if reader.is_tensor and address not in tensors:
+                tensors[address] = child
+                if reader.fields is None:
+                    self._plain.append((child, path))
+            if address not in objects and not (reader.is_tensor and reader.fields is None):
+                self._put_in_line(child, path, reader)
+
+    def _put_in_line(self, value: object, path: Path, reader: Reader) -> None:
+        if path.style == "in" and path.key.code is None:
+            self._unreached.append((value, path))
+            return
+        self.objects[path.target] = value
+        length = reader.length(value)
+        if length >= LARGE:
+            heapq.heappush(self._large, (length, next(self._order), value, path))
+        elif length or reader.container is None or reader.fields is not None:
+            self._queue.append((value, path))
+
+    # ---- What the references tell
+
+    def references_to(self, target: int) -> list[Path]:
+        """Return every reference to an object, each as the path that leads through it."""
+        found = [path for each in self._found for path in each.get(target, ())]
+        return found or self._references.get(target, [])
+
+    def paths_to(self, targets: Iterable[int]) -> Iterator[list[Step]]:
+        """Yield the shortest path to any object with these `id`s from each root that leads there, shortest first."""
+        following: dict[int, Path | None] = dict.fromkeys(targets)
+        waiting, roots = deque(following), set()
+        while waiting:
+            child = waiting.popleft()
+            for reference in self.references_to(child):
+                owner = reference.owner()
+                if owner is None:
+                    if reference.key not in roots:
+                        roots.add(reference.key)
+                        yield self._steps_along(reference, following)
+                elif owner not in following:
+                    following[owner] = reference
+                    waiting.append(owner)
+
+    def _steps_along(self, reference: Path | None, following: dict[int, Path | None]) -> list[Step]:
+        steps: list[Step] = []
+        path: Path | None = None
+        while reference is not None:
+            state = reference.parent
+            if state is not None and state.style == "state":  # the optimizer's state of one parameter is a dict
+                path = state._replace(parent=path, depth=len(steps))
+                steps.append(Step(path, {}, reference))
+            path = reference._replace(parent=path, depth=len(steps))
+            known = self.tensors if reference.target in self.tensors else self.objects
+            steps.append(Step(path, known[reference.target], reference))
+            reference = following[reference.target]
+        return steps
+
+    def name_of(self, target: int) -> str | None:
+        """Return the best name of the object with an `id`, such as the parameter that an optimizer's state is of."""
+        paths = sorted((steps[-1].path for steps in self.paths_to([target])), key=Path.quality)
+        spelling = Spelling(lambda _: None)
+        return next((name for name in map(spelling.code, paths) if name is not None), None)
+
+    def roots_of(self) -> dict[int, frozenset[str]]:
+        """Return the roots that lead to each tensor, by its `id`."""
+        children = self._children(lambda _: False)
+        bits: dict[str, int] = {}
+        reached: dict[int, int] = {}  # the roots that reach an object, as bits: a set for each would be large
+        for child in children.get(None, ()):
+            for reference in self.references_to(child):
+                if reference.parent is None:
+                    bit = bits.setdefault(str(reference.key), 1 << len(bits))
+                    reached[child] = reached.get(child, 0) | bit
+        waiting = deque(reached)
+        while waiting:
+            parent = waiting.popleft()
+            roots = reached[parent]
+            for child in children.get(parent, ()):
+                known = reached.get(child, 0)
+                if roots | known != known:
+                    reached[child] = roots | known
+                    waiting.append(child)
+        names: dict[int, frozenset[str]] = {}
+        for roots in {reached.get(key, 0) for key in self.tensors}:
+            names[roots] = frozenset(name for name, bit in bits.items() if roots & bit)
+        return {key: names[reached.get(key, 0)] for key in self.tensors}
+
+    def freed_without(self, is_cut: Callable[[Path], bool]) -> tuple[set[int], bool]:
+        """Return the `id`s of what the roots do not reach once some references are gone, and whether a cycle keeps it.
+
+        Without a cycle it is freed at once, else by the next collection.
+        """
+        children = self._children(is_cut)
+        reached, waiting = set(children.get(None, ())), list(children.get(None, ()))
+        while waiting:
+            for child in children.get(waiting.pop(), ()):
+                if child not in reached:
+                    reached.add(child)
+                    waiting.append(child)
+        left = {target for each in (self._references, *self._found) for target in each} - reached
+        parents = Counter(child for parent in left for child in children.get(parent, ()))
+        free = [each for each in left if not parents[each] and not self._is_class(each)]
+        freed = 0  # a class refers to itself, and is freed by a collection
+        while free:
+            freed += 1
+            for child in children.get(free.pop(), ()):
+                parents[child] -= 1
+                if not parents[child] and not self._is_class(child):
+                    free.append(child)
+        return left, freed < len(left)
+
+    def _children(self, is_cut: Callable[[Path], bool]) -> dict[int | None, list[int]]:
+        """Return what each object refers to, by its `id`, and the roots under None; without the references cut."""
+        children: dict[int | None, list[int]] = {}
+        for child in dict.fromkeys(target for each in (self._references, *self._found) for target in each):
+            for owner in {each.owner() for each in self.references_to(child) if not is_cut(each)}:
+                children.setdefault(owner, []).append(child)
+        return children
+
+    def _is_class(self, target: int) -> bool:
+        return issubclass(type(self.objects.get(target)), type)
