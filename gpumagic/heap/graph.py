@@ -12,7 +12,7 @@ One exploration answers all that is asked of the heap:
         try:
             with undisturbed():
                 graph.explore(holders.variables(namespace, shell))
-                for key, roots in graph.roots_of().items():  # roots: frozenset({"model", "history"})
+                for key, roots in graph.roots_of().items():  # roots: ("model", "history")
                     tensor = graph.tensors[key]
                     ...
         finally:
@@ -247,8 +247,8 @@ class HeapGraph:
         spelling = Spelling(lambda _: None)
         return next((name for name in map(spelling.code, paths) if name is not None), None)
 
-    def roots_of(self) -> dict[int, frozenset[str]]:
-        """Return the roots that lead to each tensor, by its `id`."""
+    def roots_of(self) -> dict[int, tuple[str, ...]]:
+        """Return the roots that lead to each tensor, in their order, by its `id`."""
         children = self._children(lambda _: False)
         bits: dict[str, int] = {}
         reached: dict[int, int] = {}  # the roots that reach an object, as bits: a set for each would be large
@@ -266,9 +266,9 @@ class HeapGraph:
                 if roots | known != known:
                     reached[child] = roots | known
                     waiting.append(child)
-        names: dict[int, frozenset[str]] = {}
+        names: dict[int, tuple[str, ...]] = {}
         for roots in {reached.get(key, 0) for key in self.tensors}:
-            names[roots] = frozenset(name for name, bit in bits.items() if roots & bit)
+            names[roots] = tuple(name for name, bit in bits.items() if roots & bit)
         return {key: names[reached.get(key, 0)] for key in self.tensors}
 
     def freed_without(self, is_cut: Callable[[Path], bool]) -> tuple[set[int], bool]:

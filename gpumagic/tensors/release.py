@@ -66,11 +66,11 @@ def _keeping(
             graph.explore(roots)
             for key, labels in graph.roots_of().items():
                 tensors = [graph.tensors[key]]
-                for result in [] if labels <= found else non_leaves(tensors):
+                for result in [] if found.issuperset(labels) else non_leaves(tensors):
                     kept = graphs.walk(result.grad_fn)
                     tensors += kept.tensors if kept is not None else ()
                 if any(not wanted.isdisjoint(table.numbers(tensor)) for tensor in tensors):
-                    found |= labels
+                    found.update(labels)
         return found
     finally:
         graphs.release()
