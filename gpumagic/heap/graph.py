@@ -86,6 +86,8 @@ class HeapGraph:
         """Each reference to an object, but for tensors and nodes: those are in `_found`."""
         self._found: list[dict[int, list[Path]]] = []
         """By exploration, the references to each tensor and node."""
+        self._labels: dict[str, None] = {}
+        """Of the roots, in their order."""
         self._readers: dict[type, Reader | None] = {}
         self._limit = self._steps = steps
         self._max_depth = depth
@@ -118,7 +120,9 @@ class HeapGraph:
         """
         self._steps, found = self._limit, dict[int, list[Path]]()
         self._found.append(found)
-        self._meet(Branch("name", VARIABLE, list(roots)), None)
+        roots = list(roots)
+        self._labels.update(dict.fromkeys(label for label, _ in roots))
+        self._meet(Branch("name", VARIABLE, roots), None)
         missing = None if wanted is None else set(wanted)
         while self._steps > 0 and (self._queue or self._large or self._plain or self._unreached):
             if self._queue:
@@ -249,14 +253,12 @@ class HeapGraph:
 
     def roots_of(self) -> dict[int, tuple[str, ...]]:
         """Return the roots that lead to each tensor, in their order, by its `id`."""
-        children = self._children(lambda _: False)
-        bits: dict[str, int] = {}
+        children, order = self._children(lambda _: False), {label: place for place, label in enumerate(self._labels)}
         reached: dict[int, int] = {}  # the roots that reach an object, as bits: a set for each would be large
         for child in children.get(None, ()):
             for reference in self.references_to(child):
                 if reference.parent is None:
-                    bit = bits.setdefault(str(reference.key), 1 << len(bits))
-                    reached[child] = reached.get(child, 0) | bit
+                    reached[child] = reached.get(child, 0) | 1 << order[reference.key]
         waiting = deque(reached)
         while waiting:
             parent = waiting.popleft()
@@ -268,7 +270,7 @@ class HeapGraph:
                     waiting.append(child)
         names: dict[int, tuple[str, ...]] = {}
         for roots in {reached.get(key, 0) for key in self.tensors}:
-            names[roots] = tuple(name for name, bit in bits.items() if roots & bit)
+            names[roots] = tuple(label for label, place in order.items() if roots >> place & 1)
         return {key: names[reached.get(key, 0)] for key in self.tensors}
 
     def freed_without(self, is_cut: Callable[[Path], bool]) -> tuple[set[int], bool]:
