@@ -10,21 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from gpumagic.report.document import (
-    OTHER_COLOUR,
-    PART_COLOURS,
-    Block,
-    Cell,
-    Column,
-    Document,
-    Fold,
-    Heading,
-    Listing,
-    Paragraph,
-    Sparkline,
-    Table,
-    Tree,
-)
+from gpumagic.report import document as doc
 from gpumagic.report.units import MAX_LENGTH, printable, sparkline, truncate_middle, truncate_words
 
 COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(128,128,128,.75)"}
@@ -42,16 +28,18 @@ APART = "margin-bottom:1em"
 """As Jupyter's theme has it; in VS Code one table would stand on the next."""
 
 
-def render(document: Document) -> str:
+def render(document: doc.Document) -> str:
     """Return the document as one `<div>`."""
-    label = next((block.text for block in document.blocks if isinstance(block, Heading | Paragraph)), "")
+    label = next((block.text for block in document.blocks if isinstance(block, doc.Heading | doc.Paragraph)), "")
     body = "".join(_block(block, label) for block in document.blocks)
     return f'<div style="max-width:100%;overflow-x:auto;overflow-wrap:anywhere">{body}</div>'
 
 
-def page(document: Document) -> str:
+def page(document: doc.Document) -> str:
     """Return the document as a page of its own, light or dark as the reader's system is."""
-    title = next((block.text for block in document.blocks if isinstance(block, Heading | Paragraph)), "gpumagic")
+    title = next(
+        (block.text for block in document.blocks if isinstance(block, doc.Heading | doc.Paragraph)), "gpumagic"
+    )
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(printable(title))}</title>'
         '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark"></head>'
@@ -59,23 +47,23 @@ def page(document: Document) -> str:
     )
 
 
-def _block(block: Block, label: str) -> str:
-    if isinstance(block, Heading | Paragraph):
-        return _line(block)
-    if isinstance(block, Table):
-        return _table(block, label)
-    if isinstance(block, Listing):
-        return _listing(block, label)
-    if isinstance(block, Tree):
-        return _tree(block.steps)
-    if isinstance(block, Sparkline):
-        return _sparkline(block)
-    if isinstance(block, Fold):
-        return _fold(block)
-    raise TypeError(f"not a block: {block!r}")
+def _block(block: doc.Block, label: str) -> str:
+    match block:
+        case doc.Heading() | doc.Paragraph():
+            return _line(block)
+        case doc.Table():
+            return _table(block, label)
+        case doc.Listing():
+            return _listing(block, label)
+        case doc.Tree():
+            return _tree(block.steps)
+        case doc.Sparkline():
+            return _sparkline(block)
+        case doc.Fold():
+            return _fold(block)
 
 
-def _fold(fold: Fold) -> str:
+def _fold(fold: doc.Fold) -> str:
     """Return `<details>` whose summary takes one line; what the page has no room for shows on hovering."""
     inner = "".join(_block(each, fold.summary) for each in fold.blocks)
     one_line = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
@@ -83,20 +71,20 @@ def _fold(fold: Fold) -> str:
     return f"<details>{summary}{inner}</details>"
 
 
-def _line(block: Heading | Paragraph) -> str:
-    if isinstance(block, Heading):
+def _line(block: doc.Heading | doc.Paragraph) -> str:
+    if isinstance(block, doc.Heading):
         return f'<p style="margin:.3em 0"><strong>{_text(block.text)}</strong></p>'
     style = f"margin:.3em 0;{MUTED}" if block.muted else "margin:.3em 0"
     return f'<p style="{style}">{_text(block.text)}</p>'
 
 
-def _table(table: Table, label: str) -> str:
+def _table(table: doc.Table, label: str) -> str:
     barred = [
-        any(isinstance(cell, Cell) and cell.bar for cell in cells) for cells in zip(*table.rows, strict=True)
+        any(isinstance(cell, doc.Cell) and cell.bar for cell in cells) for cells in zip(*table.rows, strict=True)
     ] or [False] * len(table.columns)
     head = "".join(map(_title, table.columns, barred))
     body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, barred))}</tr>" for row in table.rows)
-    rest = _line(Paragraph(table.rest, muted=True)) if table.rest else ""
+    rest = _line(doc.Paragraph(table.rest, muted=True)) if table.rest else ""
     return _box(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", _named(table.caption or label)) + rest
 
 
@@ -118,14 +106,14 @@ def _box(table: str, name: str) -> str:
     )
 
 
-def _title(column: Column, barred: bool) -> str:
+def _title(column: doc.Column, barred: bool) -> str:
     style = f"text-align:{_align(column, barred)};white-space:nowrap"
     space = _track("", "") if barred else ""
     return f'<th scope="col" style="{style}">{_text(column.title)}{space}</th>'
 
 
-def _cell(cell: Cell | str, column: Column, barred: bool) -> str:
-    cell = Cell(cell) if isinstance(cell, str) else cell
+def _cell(cell: doc.Cell | str, column: doc.Column, barred: bool) -> str:
+    cell = doc.Cell(cell) if isinstance(cell, str) else cell
     style, title = f"text-align:{_align(column, barred)};white-space:nowrap", cell.title
     if column.shrinks:
         style += f";max-width:{CODE_WIDTH if column.code else TEXT_WIDTH};overflow:hidden;text-overflow:ellipsis"
@@ -139,11 +127,11 @@ def _cell(cell: Cell | str, column: Column, barred: bool) -> str:
     return f'<td style="{style}"{hover}>{text}{bar}{notes}</td>'
 
 
-def _align(column: Column, barred: bool) -> str:
+def _align(column: doc.Column, barred: bool) -> str:
     return "right" if barred else column.align  # so that the bars of a column stand in line
 
 
-def _bar(cell: Cell) -> str:
+def _bar(cell: doc.Cell) -> str:
     drawn = "".join(
         f'<span style="display:inline-block;height:.8em;width:{100 * max(0.0, min(1.0, s.share)):.1f}%;'
         f'background:{_colour(s.part) if s.part else COLOURS[s.role]}"></span>'
@@ -165,7 +153,7 @@ def _named(label: str) -> str:
     return f' aria-label="{_text(label)}"' if label else ""
 
 
-def _listing(listing: Listing, label: str) -> str:
+def _listing(listing: doc.Listing, label: str) -> str:
     rows = "".join(
         f'<tr><td style="text-align:right;white-space:nowrap;{MUTED}">{_text(str(place))}</td>'
         f'<td style="text-align:left"><code style="white-space:pre;{CODE}">'
@@ -176,7 +164,7 @@ def _listing(listing: Listing, label: str) -> str:
     return _box(f"<tbody>{rows}</tbody>", _named(label))
 
 
-def _sparkline(block: Sparkline) -> str:
+def _sparkline(block: doc.Sparkline) -> str:
     """Return columns, each with the character of its height in it, which shows where styles are stripped.
 
     The arrow stands under the marked one, and its note to the side that has room.
@@ -229,7 +217,7 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _colour(part: str) -> str:
-    return "rgba({},{},{},.85)".format(*PART_COLOURS.get(part, OTHER_COLOUR))
+    return "rgba({},{},{},.85)".format(*doc.PART_COLOURS.get(part, doc.OTHER_COLOUR))
 
 
 def _tree(steps: Sequence[tuple[str, str]]) -> str:

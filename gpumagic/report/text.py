@@ -11,19 +11,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpumagic.report.document import (
-    Block,
-    Cell,
-    Column,
-    Document,
-    Fold,
-    Heading,
-    Listing,
-    Paragraph,
-    Sparkline,
-    Table,
-    Tree,
-)
+from gpumagic.report import document as doc
 from gpumagic.report.units import MAX_WORD_LENGTH, printable, sparkline, truncate_middle, truncate_words
 
 NOTEBOOK_WIDTH = 100
@@ -31,7 +19,7 @@ BAR_WIDTH = 12
 GAP = "  "
 
 
-def render(document: Document, width: int | None = None, unicode: bool | None = None) -> str:
+def render(document: doc.Document, width: int | None = None, unicode: bool | None = None) -> str:
     """Return the document as lines of at most ``width`` characters (default: the terminal's, 100 in notebooks)."""
     width = terminal_width() if width is None else width
     unicode = terminal_has_unicode() if unicode is None else unicode
@@ -68,20 +56,20 @@ def to_ascii(text: str) -> str:
     return plain.encode("ascii", "backslashreplace").decode()
 
 
-def _block(block: Block, width: int) -> str:
-    if isinstance(block, Heading | Paragraph):
-        return ("\n" if isinstance(block, Heading) and block.apart else "") + _wrap(block.text, width)
-    if isinstance(block, Table):
-        return _table(block, width) + (f"\n{_wrap(block.rest, width)}" if block.rest else "")
-    if isinstance(block, Listing):
-        return _listing(block, width)
-    if isinstance(block, Tree):
-        return _tree(block, width)
-    if isinstance(block, Sparkline):
-        return _sparkline(block, width)
-    if isinstance(block, Fold):
-        return _wrap(block.summary, width)
-    raise TypeError(f"not a block: {block!r}")
+def _block(block: doc.Block, width: int) -> str:
+    match block:
+        case doc.Heading() | doc.Paragraph():
+            return ("\n" if isinstance(block, doc.Heading) and block.apart else "") + _wrap(block.text, width)
+        case doc.Table():
+            return _table(block, width) + (f"\n{_wrap(block.rest, width)}" if block.rest else "")
+        case doc.Listing():
+            return _listing(block, width)
+        case doc.Tree():
+            return _tree(block, width)
+        case doc.Sparkline():
+            return _sparkline(block, width)
+        case doc.Fold():
+            return _wrap(block.summary, width)
 
 
 def _wrap(text: str, width: int, indent: int = 0) -> str:
@@ -92,7 +80,7 @@ def _wrap(text: str, width: int, indent: int = 0) -> str:
     )
 
 
-def _listing(listing: Listing, width: int) -> str:
+def _listing(listing: doc.Listing, width: int) -> str:
     places = [_cut(printable(str(place)), 16) for place, _, _ in listing.lines]
     digits = max(map(_width, places), default=1)
     lines = []
@@ -115,7 +103,7 @@ def _broken(line: str, width: int, digits: int) -> list[str]:
     return [*pieces, line]
 
 
-def _sparkline(block: Sparkline, width: int) -> str:
+def _sparkline(block: doc.Sparkline, width: int) -> str:
     """Return a line of blocks, one for each band too, and under the marked one an arrow with its note beside it."""
     names = _changing_bands(block)
     label = max((_width(name) + len(GAP) for name in names), default=0)
@@ -127,7 +115,7 @@ def _sparkline(block: Sparkline, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _changing_bands(block: Sparkline) -> list[str]:
+def _changing_bands(block: doc.Sparkline) -> list[str]:
     """Return the bands that change, the highest first, where more than one does: a flat line says nothing."""
     changing = [name for name, band in block.bands.items() if max(band) - min(band) > 1 / 16][::-1]
     return changing if len(changing) > 1 else []
@@ -150,7 +138,7 @@ def _under(note: str, mark: int, width: int, middle: int) -> str:
     return f"{' ' * mark}↑\n{_cut(note, width)}"
 
 
-def _tree(tree: Tree, width: int) -> str:
+def _tree(tree: doc.Tree, width: int) -> str:
     lines = []
     for depth, (text, note) in enumerate(tree.steps):
         branch = f"{'   ' * (depth - 1)}└─ " if depth else ""
@@ -159,7 +147,7 @@ def _tree(tree: Tree, width: int) -> str:
     return "\n".join(_cut(f"{_pad(text, column, 'left')}{note}".rstrip(), width) for text, note in lines)
 
 
-def _table(table: Table, width: int) -> str:
+def _table(table: doc.Table, width: int) -> str:
     columns, grid = _fitted(table, width, bars=True)
     widths = _widths(columns, grid, width)
     if _total(widths) > width or _cuts_code(columns, grid, widths):  # what bars show, the numbers beside them say
@@ -181,24 +169,24 @@ def _table(table: Table, width: int) -> str:
     return "\n".join(lines)
 
 
-def _cuts_code(columns: Sequence[Column], grid: list[list[str]], widths: Sequence[int]) -> bool:
+def _cuts_code(columns: Sequence[doc.Column], grid: list[list[str]], widths: Sequence[int]) -> bool:
     code = [(place, width) for place, (column, width) in enumerate(zip(columns, widths, strict=True)) if column.code]
     return any(_width(row[place]) > width for row in grid for place, width in code)
 
 
-def _notes(cells: Sequence[Cell | str], width: int) -> list[str]:
-    notes = [note for cell in cells if isinstance(cell, Cell) for note in cell.notes]
+def _notes(cells: Sequence[doc.Cell | str], width: int) -> list[str]:
+    notes = [note for cell in cells if isinstance(cell, doc.Cell) for note in cell.notes]
     return [_wrap(f"→ {note}", width, indent=6) for note in notes]
 
 
-def _stacked(columns: Sequence[Column], row: Sequence[str], width: int) -> str:
+def _stacked(columns: Sequence[doc.Column], row: Sequence[str], width: int) -> str:
     """Return a row that no width is enough for as a sentence: its first cell, and what the others are."""
     first, *others = (text.strip() for text in row)
     said = [f"{column.title.strip()} {text}" for column, text in zip(columns[1:], others, strict=True) if text]
     return _wrap(f"{first}: {' · '.join(said)}" if first and said else first or " · ".join(said), width)
 
 
-def _fitted(table: Table, width: int, *, bars: bool) -> tuple[list[Column], list[list[str]]]:
+def _fitted(table: doc.Table, width: int, *, bars: bool) -> tuple[list[doc.Column], list[list[str]]]:
     """Return the columns that fit the width, with their titles as shown, and the texts of their rows."""
     columns = list(table.columns)
     shown = [_column_texts(column, [row[i] for row in table.rows], bars=bars) for i, column in enumerate(columns)]
@@ -208,9 +196,9 @@ def _fitted(table: Table, width: int, *, bars: bool) -> tuple[list[Column], list
     return [columns[i] for i in keep], [[row[i] for i in keep] for row in grid]
 
 
-def _column_texts(column: Column, cells: Sequence[Cell | str], *, bars: bool) -> list[str]:
+def _column_texts(column: doc.Column, cells: Sequence[doc.Cell | str], *, bars: bool) -> list[str]:
     """Return a column's title and texts; where there are bars, each stands behind its number, all aligned."""
-    full = [cell if isinstance(cell, Cell) else Cell(cell) for cell in cells]
+    full = [cell if isinstance(cell, doc.Cell) else doc.Cell(cell) for cell in cells]
     texts = [
         truncate_middle(printable(text), MAX_WORD_LENGTH) for text in (column.title, *(cell.text for cell in full))
     ]
@@ -221,7 +209,7 @@ def _column_texts(column: Column, cells: Sequence[Cell | str], *, bars: bool) ->
     return [f"{_pad(text, width, column.align)} {bar:{BAR_WIDTH}}" for text, bar in zip(texts, drawn, strict=True)]
 
 
-def _bar(cell: Cell) -> str:
+def _bar(cell: doc.Cell) -> str:
     glyphs = {"main": "█", "second": "▓", "other": "▒"}
     bar, end = "", 0.0
     for segment in cell.bar:
@@ -233,7 +221,7 @@ def _bar(cell: Cell) -> str:
     return bar + "░" * (BAR_WIDTH - len(bar))
 
 
-def _columns_that_fit(columns: Sequence[Column], grid: list[list[str]], width: int) -> list[int]:
+def _columns_that_fit(columns: Sequence[doc.Column], grid: list[list[str]], width: int) -> list[int]:
     keep = [i for i, column in enumerate(columns) if column.priority == 0]
     by_priority = sorted((i for i in range(len(columns)) if i not in keep), key=lambda i: (columns[i].priority, i))
     for i in by_priority:
@@ -243,12 +231,12 @@ def _columns_that_fit(columns: Sequence[Column], grid: list[list[str]], width: i
     return keep
 
 
-def _least_widths(columns: Sequence[Column], grid: list[list[str]], keep: list[int]) -> list[int]:
+def _least_widths(columns: Sequence[doc.Column], grid: list[list[str]], keep: list[int]) -> list[int]:
     natural = [max([_width(columns[i].title), *(_width(row[i]) for row in grid)]) for i in keep]
     return [min(w, columns[i].least) if columns[i].shrinks else w for i, w in zip(keep, natural, strict=True)]
 
 
-def _widths(columns: Sequence[Column], grid: list[list[str]], width: int) -> list[int]:
+def _widths(columns: Sequence[doc.Column], grid: list[list[str]], width: int) -> list[int]:
     widths = [max([_width(c.title), *(_width(row[i]) for row in grid)]) for i, c in enumerate(columns)]
     while _total(widths) > width:
         shrinkable = [i for i, c in enumerate(columns) if c.shrinks and widths[i] > 8]
@@ -262,7 +250,7 @@ def _total(widths: Sequence[int]) -> int:
     return sum(widths) + len(GAP) * (len(widths) - 1)
 
 
-def _row(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
+def _row(cells: Sequence[str], columns: Sequence[doc.Column], widths: Sequence[int]) -> str:
     padded = [_pad(_CUTS[c.cut](text, w), w, c.align) for text, c, w in zip(cells, columns, widths, strict=True)]
     return GAP.join(padded).rstrip()
 
