@@ -7,9 +7,7 @@ Start with `report.GpuRow`, which declares every figure, and `probe.read_gpus`, 
     nvml.py           the connection to NVIDIA's driver, and its refusals in words
     cards.py          what it says of each card; `processes.py` has who uses them
     torch_devices.py  the installed torch, and the devices that only torch knows
-    torch_names.py    torch's names for the cards
-    no_gpu.py         why torch can use no GPU, with the remedy
-    live.py           `-w`: the GPUs over time
-    each_cell.py      `--each-cell`: a line after every cell
+    visibility.py     torch's names for the cards, or why it can use none, with the remedy
+    live.py           `-w` and `--each-cell`: the GPUs over time, and a line after every cell
     history_view.py   the records of those two, and how they look
 """

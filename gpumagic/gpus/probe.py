@@ -12,13 +12,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.gpus import cards, no_gpu, torch_devices, torch_names
+from gpumagic.gpus import cards, torch_devices, visibility
 from gpumagic.gpus.cards import BY_NAME, Card, NvmlSnapshot
 from gpumagic.gpus.nvml import NvmlFailure
 from gpumagic.gpus.processes import attribute_processes
 from gpumagic.gpus.report import FIGURES, NOT_KNOWN, NULLABLE, GPUReport, GpuRow
 from gpumagic.gpus.torch_devices import TorchBuild, torch_build
-from gpumagic.gpus.torch_names import TorchName, Visibility
+from gpumagic.gpus.visibility import TorchName, Visibility
 from gpumagic.memory.devices import Device, DriverFigures
 from gpumagic.report import base
 
@@ -89,7 +89,7 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
     answer = cards.read_cards(processes=processes, everything=everything)
     rows, notes, view = _nvidia_rows(answer, build)
     rows += torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
-    cause = no_gpu.explain(answer, build, view) if not any(row.device is not None for row in rows) else None
+    cause = visibility.explain(answer, build, view) if not any(row.device is not None for row in rows) else None
     rows = [with_reasons(row) for row in (*rows, *torch_devices.simulated_rows())]
     if any(row.simulated for row in rows):
         notes.append(f"simgpu devices are simulated. {cause}" if cause else "simgpu devices are simulated.")
@@ -123,8 +123,8 @@ def _nvidia_rows(
     if isinstance(answer, NvmlFailure):
         return [], [], None
     flat = answer.flat
-    view = torch_names.read_visibility(answer)
-    names = torch_names.torch_names(answer, flat, build, view)
+    view = visibility.read_visibility(answer)
+    names = visibility.torch_names(answer, flat, build, view)
     rows = [_gpu_row(each, names.get(position), build, answer) for position, each in enumerate(flat)]
     # By torch's index; instances follow their card.
     first = {row.nvml_index: _sort_key(row) for row in sorted(rows, key=_sort_key, reverse=True)}
@@ -164,7 +164,7 @@ def _why_unusable(card: Card, build: TorchBuild, answer: NvmlSnapshot) -> str:
         return "torch is not installed"
     if build.known and build.cuda is None:
         return "torch is not built for it"
-    if torch_names.driver_is_too_old(answer, build):
+    if visibility.driver_is_too_old(answer, build):
         return "torch's CUDA is newer than the driver"
     return "CUDA uses one MIG instance a process" if card.is_instance else "not visible to CUDA in this process"
 

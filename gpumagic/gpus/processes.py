@@ -160,11 +160,10 @@ def _row(process: DriverProcess) -> ProcessRow:
 
 
 def _outside_row(processes: Sequence[DriverProcess]) -> ProcessRow:
-    count, memory = len(processes), total_memory([each.memory for each in processes])
-    name = f"{count} process{'es' if count > 1 else ''} outside this container"
+    memory, several = total_memory([each.memory for each in processes]), "es" * (len(processes) > 1)
     return ProcessRow(
-        pid=None, name=name, user=None, memory=memory, kind=processes[0].kind,
-        reason=why_memory_unknown() if memory is None else None,
+        pid=None, name=f"{len(processes)} process{several} outside this container", user=None, memory=memory,
+        kind=processes[0].kind, reason=why_memory_unknown() if memory is None else None,
     )  # fmt: skip
 
 

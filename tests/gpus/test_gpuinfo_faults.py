@@ -120,7 +120,7 @@ def test_a_driver_that_answers_without_a_gpu_is_not_called_missing(
         (empty.folder / ".dockerenv").touch()
     before = (
         "import os; os.environ.pop('KUBERNETES_SERVICE_HOST', None)\n"
-        f"from gpumagic.gpus import no_gpu; no_gpu.ROOT = Path({str(empty.folder)!r})"
+        f"from gpumagic.gpus import visibility; visibility.ROOT = Path({str(empty.folder)!r})"
     )
     answer = empty.probe(before=before)
     assert words in answer["report"]["cause"]
@@ -135,7 +135,7 @@ def test_a_driver_that_does_not_start_is_named_with_a_remedy(machine: MakeMachin
     """Four causes, four remedies, no traceback."""
     dead = machine()
     dead.say(f"init {code}")
-    before = "from gpumagic.gpus import no_gpu; no_gpu.ROOT = Path('/nonexistent')"
+    before = "from gpumagic.gpus import visibility; visibility.ROOT = Path('/nonexistent')"
     answer = dead.probe(before=before)
     assert answer["report"]["devices"] == []
     assert words in answer["report"]["cause"]

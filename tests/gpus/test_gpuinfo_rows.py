@@ -14,7 +14,7 @@ from device import Accelerator
 from nvml_stub.fake import GIB, FakeLibrary, install
 
 from gpumagic.errors import DeviceNotFound
-from gpumagic.gpus import cards, no_gpu, nvml, probe, torch_devices
+from gpumagic.gpus import cards, nvml, probe, torch_devices, visibility
 from gpumagic.gpus.report import NULLABLE, GPUReport, GpuRow
 from gpumagic.gpus.torch_devices import TorchBuild, torch_build
 from gpumagic.memory import allocator
@@ -216,7 +216,7 @@ def test_simulated_devices_are_rows_with_a_note(two_devices: list[str]) -> None:
 # -- why there is none ------------------------------------------------------------------------------------
 
 
-Here = no_gpu.Environment
+Here = visibility.Environment
 CPU, CUDA = TorchBuild("2.13.0+cpu"), TorchBuild("2.13.0", "12.8")
 
 
@@ -241,9 +241,9 @@ CPU, CUDA = TorchBuild("2.13.0+cpu"), TorchBuild("2.13.0", "12.8")
         ("error", Here(), "nvidia-smi"),
     ],
 )
-def test_each_cause_has_one_sentence_with_its_remedy(problem: str, here: no_gpu.Environment, words: str) -> None:
+def test_each_cause_has_one_sentence_with_its_remedy(problem: str, here: visibility.Environment, words: str) -> None:
     """One sentence: it ends with its only full stop."""
-    said = no_gpu.explain(nvml.NvmlFailure(problem, "Unknown Error"), CUDA, None, here)
+    said = visibility.explain(nvml.NvmlFailure(problem, "Unknown Error"), CUDA, None, here)
     assert words in said
     assert said.endswith(".")
     assert "\n" not in said
@@ -252,28 +252,30 @@ def test_each_cause_has_one_sentence_with_its_remedy(problem: str, here: no_gpu.
 def test_a_colab_without_gpus_is_told_so_though_a_driver_answers() -> None:
     """The menu is the remedy there in any case."""
     empty = cards.NvmlSnapshot((), "570.86")
-    assert "Runtime > Change runtime type" in no_gpu.explain(empty, CUDA, None, Here(colab=True, container=True))
+    assert "Runtime > Change runtime type" in visibility.explain(empty, CUDA, None, Here(colab=True, container=True))
 
 
 def test_a_rocm_build_is_told_how_its_gpus_appear() -> None:
     """NVML's absence explains nothing there."""
-    assert "torch.cuda.init()" in no_gpu.explain(
+    assert "torch.cuda.init()" in visibility.explain(
         nvml.NvmlFailure("no library"), TorchBuild("2", hip="6.2"), None, Here()
     )
 
 
 def test_an_xpu_build_is_told_how_its_devices_appear() -> None:
     """They need no NVIDIA driver either."""
-    assert "import torch" in no_gpu.explain(nvml.NvmlFailure("no library"), TorchBuild("2", xpu="2025.0"), None, Here())
+    assert "import torch" in visibility.explain(
+        nvml.NvmlFailure("no library"), TorchBuild("2", xpu="2025.0"), None, Here()
+    )
 
 
 def test_the_surroundings_are_read_from_the_files_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A card on the PCI bus, a loaded driver and a container leave files that anyone may look at."""
-    monkeypatch.setattr(no_gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(visibility, "ROOT", tmp_path)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    bare = no_gpu.detect_environment()
+    bare = visibility.detect_environment()
     assert (bare.card, bare.container, bare.driver_loaded, bare.wsl) == (False, False, False, False)
     device = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
     device.mkdir(parents=True)
@@ -282,7 +284,7 @@ def test_the_surroundings_are_read_from_the_files_of_the_machine(
     (tmp_path / ".dockerenv").touch()
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
-    full = no_gpu.detect_environment()
+    full = visibility.detect_environment()
     assert (full.card, full.container, full.driver_loaded) == (True, True, True)
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from gpumagic.gpus.torch_names import Visibility, parse_ordinal, visible_cards
+from gpumagic.gpus.visibility import Visibility, parse_ordinal, visible_cards
 
 A, B, C = "GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"
 UUIDS = (A, B, C)
