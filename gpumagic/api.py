@@ -161,7 +161,7 @@ def oomguard(
     """
     from gpumagic.oom import rerun
     from gpumagic.oom.guard import OomGuard
-    from gpumagic.oom.rerun_plan import Plan
+    from gpumagic.oom.rerun import Plan
 
     plan = Plan(shrink, fallback)
     plan.check()

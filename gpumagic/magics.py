@@ -150,7 +150,7 @@ class GPUMagic(Magics):
     def oomguard(self, options: Namespace, cell: str | None = None) -> object:
         """Run the cell, or the rest of it, or every cell, guarded."""
         from gpumagic.oom.guard import OomGuard
-        from gpumagic.oom.rerun_plan import Plan
+        from gpumagic.oom.rerun import Plan
 
         if options.engines is not None:
             options.keep_going = options.keep_going or self.keep_going
@@ -191,13 +191,13 @@ class GPUMagic(Magics):
         return None if cell is None else self._sessions.ready_body(RunOnce(NoGuard("dryrun")), cell)
 
     def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
-        from gpumagic.oom import every_cell
+        from gpumagic.oom import session
 
         if cell is not None:
             raise OptionError(
                 f"{state} is for every cell, not for this one: write %oomguard {state} in a cell of its own"
             )
-        print(every_cell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
+        print(session.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
 
     def _follow(self, options: Namespace) -> object:
         from gpumagic.gpus import live

@@ -2,7 +2,7 @@
 
 Start with `guard.py`: `OomGuard` has the order of things after a failure.
 
-    guard.py         the guard around a block or a cell; `every_cell.py` guards all cells of a session
+    guard.py         the guard around a block or a cell
     recognition.py   an exception -> whether it is out-of-memory, and the numbers in its text
     failure.py       what is read before the release, while the frames are whole
     failing_code.py  the line, the operation and the tensors that failed
@@ -12,6 +12,7 @@ Start with `guard.py`: `OomGuard` has the order of things after a failure.
     advice.py        the suggestions tried, combined and ranked; `trials.py` has the dry runs
     followed.py      what came of a change since the cell ran out of memory before
     actions.py       lines to run at once
-    rerun.py         running again: `rerun_plan.py` decides with what, `rollback.py` restores the notebook before it
-    report.py        the records; `view.py` shows them, `traceback.py` the user's part of the traceback after them
+    rerun.py         running again: with what, and when to stop; `rollback.py` restores the notebook before it
+    session.py       guards all cells of a shell, and holds its traceback back until the report is shown
+    report.py        the records; `view.py` shows them
 """

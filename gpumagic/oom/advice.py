@@ -7,19 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gpumagic.oom.report import Advice, EditTrial
-from gpumagic.oom.rules import (
-    batch,
-    collected,
-    devices,
-    expressions,
-    graphs,
-    kept,
-    limits,
-    parts,
-    rows,
-    trainers,
-    training,
-)
+from gpumagic.oom.rules import batch, collected, devices, expressions, kept, limits, loops, parts, training
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, cleared
 from gpumagic.oom.trials import Chosen, Trials
@@ -33,11 +21,11 @@ MISTAKES: tuple[Rule, ...] = (
     limits.squeeze,
     kept.leftovers,
     kept.stale,
-    graphs.earlier_graph,
-    graphs.evaluates,
+    kept.earlier_graph,
+    kept.evaluates,
     collected.graphs,
-    graphs.of_a_frozen_model,
-    graphs.retained,
+    kept.of_a_frozen_model,
+    kept.retained,
     kept.gradients,
     limits.on_the_host,
     limits.fraction,
@@ -49,7 +37,7 @@ SAVINGS: tuple[Rule, ...] = (
     expressions.expand,
     collected.grown_by_cat,
     collected.results,
-    trainers.predictions,
+    loops.predictions,
     kept.copies,
     collected.listed,
     kept.last_turn,
@@ -67,19 +55,19 @@ SAVINGS: tuple[Rule, ...] = (
     training.in_parts,
     parts.smaller,
     batch.evaluate,
-    rows.by_rows,
-    rows.mapped,
+    parts.by_rows,
+    parts.mapped,
 )
 """The same result, with less memory or in another place."""
 
 TRADES: tuple[Rule, ...] = (
     batch.accumulate,
     batch.smaller,
-    trainers.batch,
+    loops.batch,
     batch.unnamed,
     training.checkpoint,
     training.mixed,
-    trainers.switches,
+    loops.switches,
     limits.half_as_wide,
     training.smaller_parameters,
 )
@@ -87,7 +75,7 @@ TRADES: tuple[Rule, ...] = (
 
 LAST_RESORTS: tuple[Rule, ...] = (
     training.leaner,
-    trainers.optimizers,
+    loops.optimizers,
     batch.shallower,
     devices.divided,
     devices.offload,
@@ -104,7 +92,7 @@ TIERS: tuple[tuple[Rule, ...], ...] = (MISTAKES, SAVINGS, TRADES, (), LAST_RESOR
 
 OF_ACTIVATIONS = frozenset({
     training.in_parts, training.checkpoint, training.mixed, batch.accumulate, batch.smaller, batch.unnamed,
-    parts.smaller, batch.evaluate, rows.by_rows, rows.mapped, trainers.batch,
+    parts.smaller, batch.evaluate, parts.by_rows, parts.mapped, loops.batch,
 })  # fmt: skip
 """What cannot help where parameters, gradients and optimizer state alone are more than there is."""
 

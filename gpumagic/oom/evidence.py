@@ -206,7 +206,12 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
         return ()
     text = facts.work.text
     other = cell_code.read_text(text).batches if text is not None and text.cell else ()
-    found = batch_sizes(facts.cell, used, namespace)
+    found = batch_sizes(facts.cell, used, namespace) or tuple(
+        BatchSize(code, int(value))
+        for code, value in facts.work.numbers.items()
+        if "." in code and is_batch_name(code.rpartition(".")[2]) and type(value) is int and value > 1
+        and code.partition(".")[0] not in facts.cell.bound_first
+    )  # fmt: skip
     elsewhere = (BatchSize(each.name, each.value, each.line, cell=text.cell) for each in other if text is not None)
     return (*found, *elsewhere)
 

@@ -20,10 +20,10 @@ from gpumagic.heap.identity import Identities
 from gpumagic.memory import allocator, host
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session, torn_modes
-from gpumagic.oom import actions, failure, followed, ownership, recognition, traceback
+from gpumagic.oom import actions, failure, followed, ownership, recognition
 from gpumagic.oom.failure import Failure, GuardState, OomObserver, Refusal
 from gpumagic.oom.report import Instant
-from gpumagic.oom.traceback import LateTraceback
+from gpumagic.oom.session import LateTraceback, forget_traceback
 from gpumagic.report.units import size
 from gpumagic.source import frames
 
@@ -341,4 +341,4 @@ def off(shell: InteractiveShell) -> None:
     """Forget the warning about host memory, the last failure and the text for `%tb`, when the extension is unloaded."""
     shell.meta.pop(_WARNED, None)
     followed.forget(shell)
-    traceback.forget()
+    forget_traceback()

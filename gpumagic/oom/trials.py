@@ -73,7 +73,8 @@ class Trials:
         self._device, self._namespace, self._seconds = facts.device or "", namespace, seconds
         self._source, self._residue, self._half_made = facts.scene.source or "", facts.residue, facts.half_made
         self._texts = {text.cell: text.source for text in facts.texts if text.cell}
-        self._used = sum(each.nbytes for each in facts.brought)
+        held = facts.before.allocated if facts.before is not None else 0
+        self._unused = max(0, held - sum(each.nbytes for each in facts.brought))
         self._until: float | None = None
         self._is_running = False
         self._need: Need | None = None
@@ -93,7 +94,7 @@ class Trials:
             self.reason = report.error or "the memory of the device is not known"
             return None
         self._need = Need(
-            found.peak, found.capacity, report.fits, report.certain, found.peak - found.before + self._used,
+            found.peak, found.capacity, report.fits, report.certain, found.peak - min(found.before, self._unused),
             sum(report.breakdown.get(part, 0) for part in _FIXED) if report.device == self._device else 0,
             " and ".join(f"line {line}" for line, _ in report.open_on),
         )  # fmt: skip

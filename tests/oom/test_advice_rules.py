@@ -9,7 +9,7 @@ import pytest
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import advice as advising
 from gpumagic.oom.report import Need
-from gpumagic.oom.rules import batch, collected, devices, graphs, kept, limits, rows, training, verdict
+from gpumagic.oom.rules import batch, collected, devices, kept, limits, parts, training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Brought, Collection, Facts, Model, Ownership, Scene, TensorFact, Work
 from gpumagic.oom.trials import Trials
 from gpumagic.source import cell_code  # fmt: skip
@@ -167,7 +167,7 @@ def test_what_only_computes_collects_nothing(line) -> None:
 
 
 def test_evaluation_with_a_graph_is_put_in_inference_mode() -> None:
-    advice = one(graphs.evaluates, EVALUATING)
+    advice = one(kept.evaluates, EVALUATING)
     assert advice.edit == "with torch.inference_mode():\n    for x in data: out = net(x)"
     assert advice.apply(EVALUATING.cell.text.source) == f"net.eval()\n{advice.edit}"
 
@@ -185,7 +185,7 @@ def test_evaluation_with_a_graph_is_put_in_inference_mode() -> None:
     ],
 )
 def test_inference_mode_is_not_advised_where_a_graph_is_needed_or_already_off(facts) -> None:
-    assert not list(graphs.evaluates(facts))
+    assert not list(kept.evaluates(facts))
 
 
 @pytest.mark.parametrize(
@@ -312,10 +312,10 @@ def test_vmap_maps_over_some_rows_at_a_time(cell, edited) -> None:
         SHORTAGE, cell=cell_code.read_cell(cell), scene=Scene(line=1, functions=frozenset({"vmap_impl"})),
         work=Work(tensors=there),
     )  # fmt: skip
-    found = list(rows.mapped(facts))
+    found = list(parts.mapped(facts))
     assert [each.now for each in found] == ([] if edited is None else [64])
     assert [each.make(16).apply(cell) for each in found] == ([] if edited is None else [edited])
-    assert not list(rows.mapped(replace(facts, scene=Scene(line=1))))
+    assert not list(parts.mapped(replace(facts, scene=Scene(line=1))))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from gpumagic.oom import failing_code
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules import batch, graphs, kept, rows, training
+from gpumagic.oom.rules import batch, kept, parts, training
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Model, Optimizer, Scene, TensorFact, Work
 from gpumagic.oom.rules.proposal import Choice
 from gpumagic.source import cell_code
@@ -159,7 +159,7 @@ def tensor_facts(**graph: bool) -> dict[str, TensorFact]:
 @pytest.mark.parametrize("code", BY_ROWS)
 def test_rows_computed_a_part_at_a_time_are_the_same(code, watched) -> None:
     name = "q" if "q" in code else "d"
-    choice = only(rows.by_rows(facts(code, 1, tensors=tensor_facts(**{name: watched}))))
+    choice = only(parts.by_rows(facts(code, 1, tensors=tensor_facts(**{name: watched}))))
     advice = choice.make(17)
     assert ("checkpoint(" in advice.edit) is watched
     outs, gradients = [], []
@@ -188,7 +188,7 @@ def test_rows_that_depend_on_one_another_are_left_alone(code) -> None:
     found = replace(
         facts(code, 1, tensors=tensor_facts()), requested=1000 if code == "out = q.topk(3).indices" else 64 * MIB
     )
-    assert not list(rows.by_rows(found))
+    assert not list(parts.by_rows(found))
 
 
 FROZEN = {
@@ -202,13 +202,13 @@ PLAIN = {name: TensorFact((16, 4), "float64", 512, "cpu") for name in ("x", "dat
 @pytest.mark.parametrize("code", FROZEN)
 def test_a_model_that_no_optimizer_of_the_cell_updates_runs_without_a_graph(code) -> None:
     found = facts(code, 2, tensors=PLAIN)
-    (advice,) = graphs.of_a_frozen_model(found)
+    (advice,) = kept.of_a_frozen_model(found)
     assert advice.edit.startswith(f"with torch.no_grad():\n{FROZEN[code]}")
-    assert not list(graphs.of_a_frozen_model(facts(edited(code, advice), 4, tensors=PLAIN))), "it is, now"
+    assert not list(kept.of_a_frozen_model(facts(edited(code, advice), 4, tensors=PLAIN))), "it is, now"
     both = replace(found.optimizers[0], models=frozenset({"net", "other"}))
-    assert not list(graphs.of_a_frozen_model(replace(found, optimizers=(both,))))
+    assert not list(kept.of_a_frozen_model(replace(found, optimizers=(both,))))
     watched = {**PLAIN, **{name: replace(each, graph=True) for name, each in PLAIN.items()}}
-    assert not list(graphs.of_a_frozen_model(facts(code, 2, tensors=watched))), "a perceptual loss"
+    assert not list(kept.of_a_frozen_model(facts(code, 2, tensors=watched))), "a perceptual loss"
 
 
 def test_copies_of_a_model_go_to_the_host_once() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpumagic.oom.rules import batch, trainers
+from gpumagic.oom.rules import batch, loops
 from gpumagic.oom.rules.facts import BatchSize, Facts, Scene
 from gpumagic.oom.trainers import find_trainer
 from gpumagic.source import cell_code
@@ -37,12 +37,12 @@ def facts(cell: str, history: list[str], names: dict[str, object], **more: objec
 
 
 def titles(known: Facts) -> list[str]:
-    rules = (trainers.predictions, trainers.switches, trainers.optimizers)
+    rules = (loops.predictions, loops.switches, loops.optimizers)
     return [each.title for rule in rules for each in rule(known)]
 
 
 def test_the_statements_of_earlier_cells_are_to_be_run_again_with_another_batch() -> None:
-    (choice,) = trainers.batch(facts("trainer.train()", HISTORY, notebook()))
+    (choice,) = loops.batch(facts("trainer.train()", HISTORY, notebook()))
     assert (choice.name, choice.now) == ("per_device_train_batch_size", 64)
     advice = choice.finish(20)
     assert advice.title == "Lower per_device_train_batch_size from 64 to 16 and accumulate 4 passes a step"
@@ -58,7 +58,7 @@ def test_the_statements_of_earlier_cells_are_to_be_run_again_with_another_batch(
 def test_a_call_in_the_cell_is_changed_there_and_counts_before_older_ones() -> None:
     cell = "args = TrainingArguments('out', gradient_accumulation_steps=2)\nTrainer(model, args).train()"
     known = facts(cell, HISTORY, notebook())
-    (choice,) = trainers.batch(known)
+    (choice,) = loops.batch(known)
     assert choice.now == 8  # transformers' own
     advice = choice.finish(4)
     assert advice.evidence == "line 1 says nothing else than the default; up to 4 fits"
@@ -73,7 +73,7 @@ def test_nothing_is_advised_that_is_told_already_or_whose_number_only_running_co
     told += "per_device_train_batch_size=n)"
     known = facts(f"{told}\nTrainer(model, args).train()", [], notebook())
     assert titles(known) == []
-    assert list(trainers.batch(known)) == []
+    assert list(loops.batch(known)) == []
 
 
 def test_what_trains_and_what_evaluates_are_told_apart() -> None:
@@ -85,7 +85,7 @@ def test_what_trains_and_what_evaluates_are_told_apart() -> None:
     ]
     evaluating = replace(training, scene=Scene(functions=frozenset({"evaluation_loop"})))
     assert titles(evaluating) == ["Move predictions to the host's memory after each batch"]
-    (choice,) = trainers.batch(evaluating)
+    (choice,) = loops.batch(evaluating)
     assert (choice.name, choice.now, choice.finish) == ("per_device_eval_batch_size", 8, None)
 
 

@@ -16,7 +16,7 @@ from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import advice as advising
 from gpumagic.oom import trials
 from gpumagic.oom.report import Advice, EditTrial, Need
-from gpumagic.oom.rules import collected, graphs, limits, parts, verdict
+from gpumagic.oom.rules import collected, kept, limits, parts, verdict
 from gpumagic.oom.rules.facts import Collection, Facts, Model, Scene, TensorFact, Work
 from gpumagic.source import cell_code, text
 
@@ -158,14 +158,23 @@ def test_a_number_of_the_notebook_is_set_before_the_cell() -> None:
 
 def test_an_evaluation_is_run_without_graphs_before_its_results_are_detached() -> None:
     order = advising.MISTAKES
-    assert order.index(graphs.evaluates) < order.index(collected.graphs)
+    assert order.index(kept.evaluates) < order.index(collected.graphs)
     code = "def validate():\n    for x in data:\n        outs.append(net(x))\nvalidate()"
     facts = of_cell(PIECES, code, 4)
     facts = replace(
         facts, models=(Model("net", GIB, GIB, training=True, checkpoints=None),),
         scene=Scene(line=4, functions=frozenset({"validate", "forward"}), graph_names=("outs",)),
     )  # fmt: skip
-    assert next(graphs.evaluates(facts)).evidence.startswith("validate() is by its name an evaluation")
+    assert next(kept.evaluates(facts)).evidence.startswith("validate() is by its name an evaluation")
+
+
+def test_a_batch_size_in_an_object_of_settings_is_lowered_there(report_of) -> None:
+    report = report_of(
+        "batch = cfg.batch_size\nx = torch.ones(cfg.batch_size, 1 << 20, device='simgpu:0').relu()",
+        before="class Config: pass\ncfg = Config()\ncfg.batch_size = 100",
+    )
+    assert report.advice[0].title.startswith("Lower cfg.batch_size from 100 to ")
+    assert report.advice[0].covers
 
 
 @pytest.fixture
@@ -175,7 +184,8 @@ def report_of(bare_shell):
     bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 120")
     bare_shell.run_cell("import torch", store_history=True)
 
-    def run(cell: str):
+    def run(cell: str, before: str = "pass"):
+        bare_shell.run_cell(before, store_history=True)
         bare_shell.run_cell(f"%%oomguard -o report\n{cell}", store_history=True)
         return bare_shell.user_ns["report"]
 

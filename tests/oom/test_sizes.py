@@ -7,7 +7,7 @@ import contextlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.oom.rerun_plan import Plan, Step, steps
+from gpumagic.oom.rerun import Plan, Step, steps
 
 
 def tried(size: int, limit: int, plan: Plan) -> list[Step]:

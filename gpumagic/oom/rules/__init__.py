@@ -7,16 +7,13 @@ saves is for the dry runs to tell: no rule estimates.
     verdict.py      the cause in one sentence
     proposal.py     what rules share: regions of code, making of a suggestion, suggestions with a number to be found
     batch.py        a smaller batch, part of the data, a shallower model
-    accumulation.py gradients of several small batches added up before each step
+    parts.py        a part at a time: of what a loop goes through, of the rows of an expression
+    loops.py        training loops: gradients of small batches added up, what libraries' trainers are told
     devices.py      another device, several of them, a larger one
-    kept.py         names, gradients and copies that are kept without need
+    kept.py         names, gradients, copies and autograd graphs that are kept without need
     collected.py    what a loop collects without need: graphs, results, a tensor that grows
-    graphs.py       autograd graphs that are kept without need
     training.py     optimizer state, precision, checkpointing, the logits of the loss
     expressions.py  expressions that make a large tensor without need
-    rows.py         expressions that can be computed a part of the rows at a time
-    trainers.py     arguments of Hugging Face's and Lightning's trainers
-    joined.py       several statements seen as one expression
-    patterns.py     code recognised by example
+    patterns.py     code recognised by example, in one statement or in several
     limits.py       requests too large, caps and fragmentation of the allocator, host memory
 """

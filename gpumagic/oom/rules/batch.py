@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules import accumulation
+from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader
 from gpumagic.oom.rules.proposal import (
     Choice,
@@ -42,7 +42,7 @@ def smaller(facts: Facts) -> Iterator[Choice]:
 
     def accumulating(value: int) -> Advice | None:
         fewer, steps = _divisor(found.value, value)
-        edit, more = _edit(facts, found, fewer), accumulation.edit(facts, found, steps)
+        edit, more = _edit(facts, found, fewer), loops.accumulating(facts, found, steps)
         return None if not more else propose(
             f"Lower {_called(found)} from {found.value} to {fewer} and accumulate {steps} passes a step",
             evidence=f"{_evidence(found)}; up to {value} fits", cost="the same gradient, except through batch norm",
@@ -79,7 +79,7 @@ def at_work(facts: Facts) -> BatchSize | None:
         names |= names_in(loop.iter) if isinstance(loop, ast.For) else set()
     at_work = [*(facts.work.tensors.get(name) for name in names), *facts.work.operands.values()]
     is_as_long = any(each is not None and each.shape[:1] == (found.value,) for each in at_work)
-    return found if found.name in names or is_as_long else None
+    return found if found.name.partition(".")[0] in names or is_as_long else None
 
 
 IMAGE, CHANNELS = 3, (1, 3, 4)
@@ -271,7 +271,7 @@ def _loop(facts: Facts, region: Region, names: list[str], parts: int) -> list[Ch
         return []
     changes += [text.append(node, "_part") for node in read_tensors(region) if node.id in names]
     assert region.backward is not None
-    return [*changes, *accumulation.divided(facts, text, region.backward, region.through_backward, parts)]
+    return [*changes, *loops.divided(facts, text, region.backward, region.through_backward, parts)]
 
 
 _DEPTH = re.compile(r"^((n|num|number)_?(of_)?((hidden|encoder|decoder)_)?(layers?|blocks)|depth)$", re.IGNORECASE)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, TensorFact
-from gpumagic.oom.rules.joined import joined_in
-from gpumagic.oom.rules.patterns import match
+from gpumagic.oom.rules.patterns import joined_in, match
 from gpumagic.oom.rules.proposal import calls, failed, propose, substituted
 from gpumagic.report.units import size
 from gpumagic.source.text import CellText, called_name

@@ -1,16 +1,21 @@
-"""The parts in which code goes through its data: what ``split``, ``chunk`` and ``range`` say, and loaders."""
+"""A part at a time: of what a loop goes through, and of the rows of an expression that computes each by itself."""
 
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.batch import MOST_DOUBLINGS, literals
+from gpumagic.oom.rules.expressions import UNARY
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.proposal import Choice, calls, propose
-from gpumagic.source.text import CellText, called_name
+from gpumagic.oom.rules.patterns import Joined, joined_in
+from gpumagic.oom.rules.proposal import Choice, calls, failed, propose
+from gpumagic.report.units import count, size
+from gpumagic.source.text import CellText, apply_changes, called_name, keyword
 
 
 class Parts(NamedTuple):
@@ -89,3 +94,156 @@ def _slices(text: CellText, step_of: ast.Call, number: int) -> list[ast.expr]:
     ends = [node.upper for node in text.nodes() if isinstance(node, ast.Slice) and isinstance(node.upper, ast.BinOp)]
     added = [each.right for each in ends if each.lineno >= step_of.lineno]
     return [each for each in added if isinstance(each, ast.Constant) and each.value == number]
+
+
+REDUCING = frozenset({"topk", "argmax", "argmin", "max", "min", "amax", "amin", "sum", "mean", "logsumexp", "norm"})
+"""Methods that make one or a few numbers of each row."""
+ALONG = frozenset({"softmax", "log_softmax", "sort", "argsort", "cumsum"})
+"""Methods that leave a row as long as it is."""
+
+
+_VMAP = frozenset({"vmap_impl", "_flat_vmap"})
+"""Functions of torch that map."""
+LEAST_ROWS = 16
+"""Fewer at a time take longer than anybody waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What the rows of an expression are made of."""
+
+    name: str
+    """The tensor whose rows they are."""
+    uses: tuple[ast.Name, ...]
+    """Where it stands for its rows; elsewhere it is all of it."""
+    reduces: bool = False
+    """Whether a row is smaller in the end than on the way."""
+
+
+def by_rows(facts: Facts) -> Iterator[Choice]:
+    """Compute a part of the rows at a time where the result is much smaller than what leads to it."""
+    text, statement = next(failed(facts), (None, None))
+    for joined in joined_in(text, statement) if text is not None else ():
+        whole = joined.text.tree.body[0] if joined.text.tree.body else None
+        expression = whole.value if isinstance(whole, ast.Expr) else None
+        method = _summed(expression)
+        inner = expression.func.value if method and isinstance(expression, ast.Call) else expression  # type: ignore[attr-defined]
+        rows = _rows_of(facts, joined.text, inner) if inner is not None else None
+        fact = facts.work.tensors.get(rows.name) if rows is not None else None
+        if text is None or rows is None or fact is None or not (method or rows.reduces):
+            continue
+        if fact.shape[0] <= LEAST_ROWS or facts.requested is None or facts.requested < 2 * fact.nbytes:
+            continue
+
+        def divided(number: int, joined: Joined = joined, rows: Rows = rows, method: str = method) -> Advice:
+            return _advice(facts, joined, rows, method, max(number, LEAST_ROWS))
+
+        yield Choice("rows", fact.shape[0], divided, max(1, fact.shape[0] // 16))
+        return
+
+
+def mapped(facts: Facts) -> Iterator[Choice]:
+    """Have `vmap` map over some of the rows at a time."""
+    for text, call in calls(facts.texts) if facts.scene.functions & _VMAP else ():
+        made = call.func
+        if not isinstance(made, ast.Call) or called_name(made) != "vmap" or keyword(made, "chunk_size") is not None:
+            continue
+        in_dims = keyword(made, "in_dims")
+        dims = in_dims.value.elts if in_dims is not None and isinstance(in_dims.value, ast.Tuple) else []
+        told = [each for each, dim in zip(call.args, dims, strict=False) if text.code(dim) == "0"]
+        names = [text.code(each) for each in (told if dims else call.args)]
+        rows = next((facts.work.tensors[name].shape[0] for name in names if name in facts.work.tensors), 0)
+        if rows > 1:
+            yield Choice("chunk_size", rows, functools.partial(_in_chunks, text, made, rows), rows // 2)
+            return
+
+
+def _in_chunks(text: CellText, call: ast.Call, rows: int, number: int) -> Advice:
+    return propose(
+        f"Map over {count(number, 'row')} at a time", text=text, cost="a little time",
+        changes=[text.add_argument(call, f"chunk_size={number}")],
+        evidence=f"vmap has all {count(rows, 'row')} in memory at once",
+    )  # fmt: skip
+
+
+def _advice(facts: Facts, joined: Joined, rows: Rows, method: str, number: int) -> Advice:
+    text, fact = facts.failing, facts.work.tensors[rows.name]
+    assert text is not None
+    changes = [joined.text.replace(each, "part") for each in rows.uses]
+    part = apply_changes(changes, joined.text.source)
+    part += " * len(part)" if method == "mean" else ""
+    cost = "a little time"
+    margin = "\n" + text.indent_of(joined.last)
+    if fact.requires_grad or fact.graph:
+        part = f"torch.utils.checkpoint.checkpoint({margin}        lambda part: {part}, part, use_reentrant=False)"
+        cost = "the line is computed again in backward"
+    parts = f"{part}{margin}    for part in {rows.name}.split({number}){margin}"
+    code = f"sum({margin}    {parts})" if method else f"torch.cat([{margin}    {parts}])"
+    code += f" / len({rows.name})" if method == "mean" else ""
+    return propose(
+        f"Compute line {joined.last.lineno} with {count(number, 'row')} of {rows.name} at a time", text=text,
+        changes=joined.replaced_by(text, code),
+        evidence=f"the line makes {size(facts.requested)} at once for all {count(fact.shape[0], 'row')}",
+        cost=cost,
+    )  # fmt: skip
+
+
+def _summed(node: ast.expr | None) -> str:
+    """Return `mean` or `sum` where that is taken of everything, in the end."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.args or node.keywords:
+        return ""
+    return node.func.attr if node.func.attr in ("mean", "sum") else ""
+
+
+def _rows_of(facts: Facts, text: CellText, node: ast.expr) -> Rows | None:
+    """Return what the rows of an expression are made of, where each depends on one row only."""
+    if isinstance(node, ast.Name):
+        fact = facts.work.tensors.get(node.id)
+        return Rows(node.id, (node,)) if fact is not None and fact.shape and fact.device == facts.device else None
+    if isinstance(node, ast.Subscript):
+        index = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
+        return _rows_of(facts, text, node.value) if ast.unparse(index) == ":" else None
+    if isinstance(node, ast.Attribute):
+        return _rows_of(facts, text, node.value) if node.attr in ("indices", "values") else None
+    if isinstance(node, ast.UnaryOp):
+        return _rows_of(facts, text, node.operand)
+    if isinstance(node, ast.BinOp):
+        return _of_operands(facts, text, node)
+    return _of_method(facts, text, node) if isinstance(node, ast.Call) else None
+
+
+def _of_operands(facts: Facts, text: CellText, node: ast.BinOp) -> Rows | None:
+    if isinstance(node.op, ast.MatMult):
+        left = _rows_of(facts, text, node.left)
+        is_matrix = left is not None and len(facts.work.tensors[left.name].shape) == 2
+        return left if is_matrix else None
+    if _is_number(facts, text, node.right):
+        return _rows_of(facts, text, node.left)
+    if _is_number(facts, text, node.left):
+        return _rows_of(facts, text, node.right)
+    one, other = _rows_of(facts, text, node.left), _rows_of(facts, text, node.right)
+    if one is None or other is None or one.name != other.name:
+        return None
+    return Rows(one.name, (*one.uses, *other.uses), one.reduces and other.reduces)
+
+
+def _is_number(facts: Facts, text: CellText, node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) or text.code(node) in facts.work.numbers
+
+
+def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:
+    name, owner = called_name(call), call.func.value if isinstance(call.func, ast.Attribute) else None
+    rows = _rows_of(facts, text, owner) if owner is not None else None
+    if rows is None or (name in UNARY and all(isinstance(each, ast.Constant) for each in call.args)):
+        return rows
+    if name not in REDUCING | ALONG or not _is_within_a_row(name, call):
+        return None
+    return Rows(rows.name, rows.uses, rows.reduces or name in REDUCING)
+
+
+def _is_within_a_row(name: str, call: ast.Call) -> bool:
+    """Return whether a method works on the last dimensions: it says so, or it is `topk`, which does unless told."""
+    dim = keyword(call, "dim")
+    place = 1 if name == "topk" else 0
+    said = dim.value if dim is not None else call.args[place] if len(call.args) > place else None
+    return ast.unparse(said) in ("-1", "1", "2") if said is not None else name == "topk"

@@ -10,8 +10,7 @@ from typing import Any
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
-from gpumagic.oom.rules.joined import joined_in
-from gpumagic.oom.rules.patterns import match
+from gpumagic.oom.rules.patterns import joined_in, match
 from gpumagic.oom.rules.proposal import backend, calls, failed, find, prepare, propose, substituted
 from gpumagic.report.units import LARGE, size
 from gpumagic.source.text import CellText, Change, called_name, keyword
