@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpumagic.memory.view import drawable_devices, timeline_blocks
+from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
-from gpumagic.report.document import (
-    Block,
-    Cell,
-    Column,
-    Document,
-    Fold,
-    Heading,
-    Paragraph,
-    Segment,
-    Table,
-    document_of,
-)
+from gpumagic.report.columns import Column, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
 from gpumagic.transfers.report import Suggestion, TransferReport, TransferRow
 from gpumagic.transfers.trace.view import line_blocks, module_blocks
@@ -27,25 +17,25 @@ SHOWN_LINES = 12
 SHOWN_NAMES = 6
 
 
-@document_of.register(TransferReport)
-def view_transfers(report: TransferReport) -> Document:
+@doc.document_of.register(TransferReport)
+def view_transfers(report: TransferReport) -> doc.Document:
     """Return the document of one run: at most a screen, and the rest folded."""
-    blocks: list[Block] = [Heading(_headline(report))]
+    blocks: list[doc.Block] = [doc.Heading(_headline(report))]
     if report.explanation is not None and report.explanation.note:
-        blocks.append(Paragraph(report.explanation.note))
-    blocks.append(Paragraph(_summary(report), muted=True))
+        blocks.append(doc.Paragraph(report.explanation.note))
+    blocks.append(doc.Paragraph(_summary(report), muted=True))
     if report.by_line is not None and report.by_line.lines:
         changes = {line: _changes(report.advice, line) for line in dict(report.lines)}
         blocks += line_blocks(report.by_line, changes)
     else:
         blocks += _lines(report)
-    blocks += [Paragraph(text, muted=True) for text in _sentences(report)]
+    blocks += [doc.Paragraph(text, muted=True) for text in _sentences(report)]
     blocks += timeline_blocks(report.timeline)
     blocks += module_blocks(report.by_module)
     if report.moves:
         blocks.append(_every_transfer(report.moves))
-    blocks += [Paragraph(note, muted=True) for note in report.notes]
-    return Document(tuple(blocks))
+    blocks += [doc.Paragraph(note, muted=True) for note in report.notes]
+    return doc.Document(tuple(blocks))
 
 
 def _headline(report: TransferReport) -> str:
@@ -100,7 +90,7 @@ def _routes(moves: Sequence[TransferRow]) -> str:
     return ", ".join(shown) + (f" and {count(rest, 'more route')}" if rest > 0 else "")
 
 
-def _lines(report: TransferReport) -> Iterator[Block]:
+def _lines(report: TransferReport) -> Iterator[doc.Block]:
     """Yield the lines that copied or waited, each with what to change about it."""
     by_line = grouped((_line_of(row, report), row) for row in report.moves)
     code = dict(report.lines)
@@ -114,7 +104,7 @@ def _lines(report: TransferReport) -> Iterator[Block]:
     yield _code_table(_with_context(ordered[:SHOWN_LINES], code), code, by_line, report)
     if rest := sorted(ordered[SHOWN_LINES:]):
         summary = f"{count(len(rest), 'more line')} with transfers, {size(sum(weight[line] for line in rest))}"
-        yield Fold(summary, [_code_table(rest, code, by_line, report)])
+        yield doc.Fold(summary, [_code_table(rest, code, by_line, report)])
 
 
 def _line_of(row: TransferRow, report: TransferReport) -> int | None:
@@ -137,20 +127,21 @@ def _with_context(busy: Sequence[int], code: dict[int, str]) -> list[int]:
 def _code_table(
     shown: Sequence[int], code: dict[int, str], by_line: dict[int | None, list[TransferRow]], report: TransferReport
 ) -> Table:
-    waits = any(line in report.syncs for line in shown)
-    columns = [
-        Column("Line", "right"), Column("Code", shrinks=True, code=True, least=30), Column("Size", "right"),
-        Column("Transfers", shrinks=True), *([Column("Syncs", "right", priority=1)] if waits else []),
-    ]  # fmt: skip
     sums = {line: sum(row.nbytes for row in by_line.get(line, ())) for line in shown}
-    most = max(sums.values()) or 1
-    rows: list[list[Cell | str]] = []
-    for line in shown:
-        copied = by_line.get(line, [])
-        syncs = [f"{report.syncs[line]:,}" if line in report.syncs else ""] if waits else []
-        total = Cell(size(sums[line]), (Segment(sums[line] / most),)) if copied else ""
-        rows.append([str(line), Cell(code[line], notes=_changes(report.advice, line)), total, _what(copied), *syncs])
-    return Table(columns, rows, "Lines with transfers or syncs")
+    columns = (
+        Column[int]("Line", str, "right"),
+        Column[int](
+            "Code", lambda line: doc.Cell(code[line], notes=_changes(report.advice, line)),
+            shrinks=True, code=True, least=30,
+        ),
+        Column[int](
+            "Size", lambda line: size(sums[line]) if line in by_line else "", "right",
+            bar=lambda line: sums[line] if line in by_line else None, when=lambda _: True,
+        ),
+        Column[int]("Transfers", lambda line: _what(by_line.get(line, [])), shrinks=True, when=lambda _: True),
+        Column[int]("Syncs", lambda line: f"{report.syncs[line]:,}" if line in report.syncs else "", "right", 1),
+    )  # fmt: skip
+    return Table.of(shown, columns, "Lines with transfers or syncs")
 
 
 def _changes(advice: Sequence[Suggestion], line: int) -> tuple[str, ...]:
@@ -169,23 +160,23 @@ def _what(rows: Sequence[TransferRow]) -> str:
     return "; ".join(parts)
 
 
-def _every_transfer(moves: Sequence[TransferRow]) -> Fold:
-    columns = (
-        Column("Line", "right"), Column("Code", shrinks=True, code=True), Column("Variable", shrinks=True),
-        Column("Cause"), Column("Direction"), Column("Count", "right"), Column("Size", "right"),
-        Column("Time", "right"),
-    )  # fmt: skip
-    rows: list[list[Cell | str]] = [
-        [
-            str(row.line) if row.line is not None else Cell(NOT_AVAILABLE, muted=True, title="not a line of the code"),
-            row.code or "", row.name or "", row.cause, f"{row.source} → {row.target}", f"{row.count:,}",
-            size(row.nbytes), duration(row.seconds),
-        ]
-        for row in moves
-    ]  # fmt: skip
+def _every_transfer(moves: Sequence[TransferRow]) -> doc.Fold:
     known = [row.seconds for row in moves if row.seconds is not None]
     took = f", {duration(sum(known))} of host time" if known else ""
-    return Fold(f"Every transfer: {count(len(rows), 'row')}{took}", [Table(columns, rows, "Every transfer")])
+    return doc.Fold(f"Every transfer: {count(len(moves), 'row')}{took}", [Table.of(moves, TRANSFERS, "Every transfer")])
+
+
+_NO_LINE = doc.Cell(NOT_AVAILABLE, muted=True, title="not a line of the code")
+TRANSFERS: tuple[Column[TransferRow], ...] = (
+    Column("Line", lambda row: _NO_LINE if row.line is None else str(row.line), "right"),
+    Column("Code", lambda row: row.code, shrinks=True, code=True),
+    Column("Variable", lambda row: row.name, shrinks=True),
+    Column("Cause", lambda row: row.cause),
+    Column("Direction", lambda row: f"{row.source} → {row.target}"),
+    Column("Count", lambda row: f"{row.count:,}", "right"),
+    Column("Size", lambda row: size(row.nbytes), "right"),
+    Column("Time", lambda row: duration(row.seconds), "right"),
+)
 
 
 def _sentences(report: TransferReport) -> Iterator[str]:
