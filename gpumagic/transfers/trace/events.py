@@ -13,41 +13,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import OptionError
 from gpumagic.source import frames
 
-
-class Listener(Protocol):
-    """Who is told what runs, each by the thread in which it does."""
-
-    def enter(self, code: CodeType) -> None:
-        """Code begins, or goes on after it was suspended."""
-
-    def line(self, code: CodeType, line: int) -> None:
-        """A line of it begins."""
-
-    def leave(self, code: CodeType) -> None:
-        """It ends, or is suspended."""
-
-
-class Events(Protocol):
-    """The events of one run."""
-
-    def start(self) -> str:
-        """Begin to tell; return why that cannot be, or "" where it can."""
-
-    def stop(self) -> None:
-        """End it; idempotent."""
+if TYPE_CHECKING:
+    from gpumagic.transfers.trace.lines import LineLog
 
 
 Wanted = Callable[[CodeType, FrameType], bool]
 """Whether code is asked about, and a frame that runs it."""
 
 
-def events(listener: Listener, wanted: Wanted) -> Events:
-    """Return the events of the code that is wanted."""
+def events(listener: LineLog, wanted: Wanted) -> Events:
+    """Return the events of the code that is wanted: they begin with `start`, which says why not where it cannot."""
     return _TraceEvents(listener, wanted) if _monitoring is None else _MonitoringEvents(listener, wanted)
 
 
@@ -58,7 +38,7 @@ _TOOLS = (4, 3, 2)
 
 
 class _MonitoringEvents:
-    def __init__(self, listener: Listener, wanted: Wanted) -> None:
+    def __init__(self, listener: LineLog, wanted: Wanted) -> None:
         self._listener = listener
         self._wanted = wanted
         self._tool: int | None = None
@@ -123,7 +103,7 @@ class _MonitoringEvents:
 
 
 class _TraceEvents:
-    def __init__(self, listener: Listener, wanted: Wanted) -> None:
+    def __init__(self, listener: LineLog, wanted: Wanted) -> None:
         self._listener = listener
         self._wanted = wanted
         self._thread: int | None = None
@@ -144,22 +124,21 @@ class _TraceEvents:
     def stop(self) -> None:
         while self._running:
             self._running.pop().f_trace = None
-        if self._thread is None:
-            return
-        self._listener, self._wanted = _Nobody(), lambda *_: False  # threads that go on keep their trace function
-        if threading.gettrace() == self._call:
+        thread, self._thread = self._thread, None
+        if thread is not None and threading.gettrace() == self._call:
             threading.settrace(None)
-        if threading.get_ident() == self._thread and sys.gettrace() == self._call:
+        if thread == threading.get_ident() and sys.gettrace() == self._call:
             sys.settrace(None)
-        self._thread = None
 
     def _call(self, frame: FrameType, event: str, _: object) -> Any:
-        if event != "call" or not self._wanted(frame.f_code, frame):
-            return None
+        if self._thread is None or event != "call" or not self._wanted(frame.f_code, frame):
+            return None  # threads that go on keep their trace function when the trace has ended
         self._listener.enter(frame.f_code)
         return self._inside
 
     def _inside(self, frame: FrameType, event: str, _: object) -> Any:
+        if self._thread is None:
+            return None
         if event == "line":
             self._listener.line(frame.f_code, frame.f_lineno)
         elif event == "return":
@@ -167,15 +146,7 @@ class _TraceEvents:
         return self._inside
 
 
-class _Nobody:
-    def enter(self, code: CodeType) -> None:
-        pass
-
-    def line(self, code: CodeType, line: int) -> None:
-        pass
-
-    def leave(self, code: CodeType) -> None:
-        pass
+Events = _MonitoringEvents | _TraceEvents
 
 
 # ---- The functions that `--trace=FUNCTION,...` names
