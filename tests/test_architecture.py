@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import io
 import re
 import subprocess
 import sys
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import gpumagic
@@ -190,3 +194,46 @@ def test_every_part_of_memory_has_its_colour() -> None:
     from gpumagic.report.document import PART_COLOURS
 
     assert {part.name for part in PARTS} == set(PART_COLOURS)
+
+
+FOREIGN = {
+    # of torch, transformers and IPython, which our code calls by no name
+    "torch.cuda.jiterator", "torch.linalg.eig", "matrix_exp", "lobpcg", "torch.cuda.memory._dump_snapshot",
+    "DataParallel", "setReduceConfig", "num_splits_heuristic", "is_gradient_checkpointing", "named_modules",
+    "execution_count", "run_cell", "check_complete", "enable_grad", "set_default_tensor_type",
+    "torch.get_default_device", "_parse_visible_devices",
+    # of Python, CUDA and its samples
+    "__hash__", "deviceQuery", "CUBLAS_WORKSPACE_CONFIG",
+}  # fmt: skip
+"""Names in backquotes that are no names of this package's code, each of something else that exists."""
+
+
+def test_every_name_in_backquotes_exists() -> None:
+    sources = [path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".cpp", ".c", ".h"}]
+    known = {*dir(builtins), *(path.stem for path in sources), *(path.parent.name for path in sources)}
+    prose: list[tuple[Path, str]] = []
+    for path in sources:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            said = set(docstrings(text))
+            prose += [(path, each) for each in said]
+            tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+            prose += [(path, each.string) for each in tokens if each.type == tokenize.COMMENT]
+            text = " ".join(each.string for each in tokens if is_code(each, said))
+        known.update(re.findall(r"\w+", text))
+    pattern = r"(?<!`)`([A-Za-z_][\w.]*\w)(?:\(\))?`(?!`)"
+    named = {(path.name, name) for path, text in prose for name in re.findall(pattern, text)}
+    gone = {(file, name) for file, name in named if name.rpartition(".")[2] not in known and name not in FOREIGN}
+    assert gone == set()
+
+
+def docstrings(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+def is_code(token: tokenize.TokenInfo, prose: set[str]) -> bool:
+    if token.type == tokenize.STRING and token.string[-1] in "\"'" and token.string[0] in "\"'":
+        return ast.literal_eval(token.string) not in prose
+    return token.type != tokenize.COMMENT

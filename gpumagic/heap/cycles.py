@@ -45,7 +45,7 @@ def find_cycles(numbers: set[int], followed: set[int]) -> dict[int, str]:
         keys = list(map(id, starts))
         referrers = _Referrers(starts, ours=(tensors, starts))
         tensors.clear()
-        starts.clear()  # `referrers` has them: each reference of ours counts in `is_closed`
+        starts.clear()  # `referrers` has them: each reference of ours counts in `_is_closed`
         try:
             for key in keys:
                 cycle = referrers.cycle_of(key)

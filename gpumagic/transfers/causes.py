@@ -1,6 +1,6 @@
 """What a copy is called in the report: the function by which the cell's line asks for it.
 
-The function mode knows the function that the cell's thread is calling: `REQUESTS` has those by which lines ask for
+The function mode knows the function that the cell's thread is calling: `requests` has those by which lines ask for
 copies. Elsewhere (in other threads, in autograd's hooks, under a device context of the cell's own) the expression that
 the innermost Python frame evaluates says it. Imports torch at its top, so it is imported only when a cell runs on a
 device.
