@@ -3,7 +3,7 @@
 A loss that is printed decides nothing: one run tells all. Where something is decided a second run takes the other
 outcome at each such place, and values that size something are tried large; runs that agree end it. While they disagree
 more scenarios of `worker.guesses` are run, and what needs most counts. Where they disagree on whether it fits, the
-verdict is open, and the line that it depends on is sought.
+verdict is open, and names the lines of what decides.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from gpumagic.dryrun.worker.guesses import HOST, LARGE, LARGER, Key, distinct
 from gpumagic.report.units import size
 
 _ALIKE = 0.01
-_MOST_LINES = 8
-"""Expressions that read of which each is tried alone, to see which one matters."""
 _PATIENCE = 5.0
 """Seconds that mixed scenarios may take, as many as there are places."""
 _FEW, _MOST_RUNS = 3, 24
@@ -339,7 +337,7 @@ class _Scenarios:
 
     def _reason(self, base: _Scenario, other: _Scenario) -> tuple[str, list[Key]]:
         """Return what the verdict depends on where two scenarios differ, and the expressions that read it."""
-        keys = self._responsible(base, other)
+        keys = self._read_keys([base, other])
         what = "what the cell needs depends on"
         why = f"it needs {size(base.peak)} or {size(other.peak)}"
         if other.fits is None:
@@ -357,25 +355,6 @@ class _Scenarios:
     def _read_keys(self, scenarios: Iterable[_Scenario]) -> list[Key]:
         return _sorted({key for key, _ in self._reads(scenarios)})
 
-    def _responsible(self, base: _Scenario, other: _Scenario) -> list[Key]:
-        """Return the expression that alone makes the difference between two scenarios, or else all that read."""
-        keys = self._read_keys([base, other])
-        is_plain = other.course["others"] or base.course["others"] or base.course["opposite"]
-        if not 1 < len(keys) <= _MOST_LINES or other.fits is None or is_plain:
-            return keys
-        places = self._places()
-        alone = self._run(
-            [
-                {**base.course, "others": [(key, other.course["guess"])],
-                 "opposite": [each for each in other.course["opposite"] if each[0] == key]}
-                for key in places
-            ]
-        )  # fmt: skip
-        for key, each in zip(places, alone, strict=True):
-            if each.is_conclusive and _is_like(each, other, base):
-                return [key] if key in keys else [read for read in keys if read[0] == key[0]] or [key]
-        return keys
-
 
 def _parts(keys: Sequence[Key]) -> list[set[Key]]:
     """Return which keys to turn over: any of a few; of many some, so that any two differ in one."""
@@ -391,13 +370,6 @@ def _sorted(keys: Iterable[Key]) -> list[Key]:
 
 def _named(keys: Iterable[Key]) -> str:
     return ", ".join(f"line {line} (`{code}`)" if line else code for line, code in keys if code)
-
-
-def _is_like(one: _Scenario, like: _Scenario, unlike: _Scenario) -> bool:
-    """Return whether a scenario went as one of two others did."""
-    if like.fits is not unlike.fits:
-        return one.fits is like.fits
-    return abs(one.peak - like.peak) < abs(one.peak - unlike.peak)
 
 
 def _fails(outcome: Outcome) -> bool:
