@@ -30,21 +30,23 @@ APART = "margin-bottom:1em"
 
 def render(document: doc.Document) -> str:
     """Return the document as one `<div>`."""
-    label = next((block.text for block in document.blocks if isinstance(block, doc.Heading | doc.Paragraph)), "")
+    label = _label(document)
     body = "".join(_block(block, label) for block in document.blocks)
     return f'<div style="max-width:100%;overflow-x:auto;overflow-wrap:anywhere">{body}</div>'
 
 
 def page(document: doc.Document) -> str:
     """Return the document as a page of its own, light or dark as the reader's system is."""
-    title = next(
-        (block.text for block in document.blocks if isinstance(block, doc.Heading | doc.Paragraph)), "gpumagic"
-    )
+    title = _label(document) or "gpumagic"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(printable(title))}</title>'
         '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark"></head>'
         f'<body style="font-family:system-ui,sans-serif;font-size:14px;margin:2em">{render(document)}</body></html>\n'
     )
+
+
+def _label(document: doc.Document) -> str:
+    return next((block.text for block in document.blocks if isinstance(block, doc.Heading | doc.Paragraph)), "")
 
 
 def _block(block: doc.Block, label: str) -> str:
