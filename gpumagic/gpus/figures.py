@@ -92,8 +92,6 @@ THROTTLE_REASONS = {
     0x200: "board limit",
     0x400: "reliability limit",
 }
-COMPUTE_MODES = {0: "shared", 1: "one thread", 2: "prohibited", 3: "one process"}
-"""NVML_COMPUTEMODE_...: `nvidia-smi -c` sets it."""
 
 
 def text_of(value: Any) -> str:

@@ -132,8 +132,9 @@ class GpuRow:
     )
     """Uncorrected memory errors since the driver was loaded."""
     compute_mode: str | None = figure(
-        "Compute mode", read=call("ComputeMode"), to=lambda mode: figures.COMPUTE_MODES[int(mode)], on_request=True
-    )
+        "Compute mode", read=call("ComputeMode"), on_request=True,
+        to=("shared", "one thread", "prohibited", "one process").__getitem__,
+    )  # fmt: skip
     """Who may use it: ``"shared"``, ``"one process"``, ``"prohibited"``; a second process then fails with "busy"."""
     bus_id: str | None = figure(
         "PCI bus", read=call("PciInfo"), to=lambda pci: figures.text_of(pci.busId), on_request=True
