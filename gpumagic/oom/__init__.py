@@ -5,13 +5,12 @@ Start with `guard.py`: `OomGuard` has the order of things after a failure.
     guard.py         the guard around a block or a cell
     recognition.py   an exception -> whether it is out-of-memory, and the numbers in its text
     failure.py       what is read before the release, while the frames are whole
-    failing_code.py  the line, the operation and the tensors that failed
+    failing_code.py  the line, the operation and the tensors that failed; the trainers of libraries that ran
     ownership.py     which names, models and optimizers own the memory of a device
-    evidence.py      what is read after the release, and the report made of it
+    evidence.py      what is read after the release, the report made of it, lines to run at once
     rules/           facts -> verdict and suggestions
     advice.py        the suggestions tried, combined and ranked; `trials.py` has the dry runs
     followed.py      what came of a change since the cell ran out of memory before
-    actions.py       lines to run at once
     rerun.py         running again: with what, and when to stop; `rollback.py` restores the notebook before it
     session.py       guards all cells of a shell, and holds its traceback back until the report is shown
     report.py        the records; `view.py` shows them

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from gpumagic.memory import allocator, devices, workspaces
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
-from gpumagic.oom import advice, followed, ownership, trainers
+from gpumagic.memory.workspaces import CLEAR_WORKSPACES
+from gpumagic.oom import advice, failing_code, followed, ownership
 from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.recognition import OomEvent
-from gpumagic.oom.report import Advice, Need, OomReport
+from gpumagic.oom.report import WORKSPACE, Action, Advice, Need, OomReport
 from gpumagic.oom.rules import limits, training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, KeptGraph, Loader, Ownership
 from gpumagic.oom.trials import Trials
@@ -157,7 +158,7 @@ def _facts(failure: Failure, state: GuardState) -> Facts:
         half_made=_half_made(facts, namespace),
         device_names=names_of_device(device, used, namespace),
         loaders=find_loaders(used, namespace),
-        trainer=trainers.find_trainer(
+        trainer=failing_code.find_trainer(
             used | (bound_first & namespace.keys()), namespace, facts.text, _history(state.shell)
         ),
         batches=_batches(facts, used, namespace),
@@ -350,3 +351,31 @@ def other_devices(device: str) -> tuple[dict[str, int], int | None]:
         if other != device and Device.parse(other).backend == backend and each.free is not None
     }
     return free, figures[device].other_processes if device in figures else None
+
+
+def actions_of(report: OomReport, *, in_notebook: bool) -> tuple[Action, ...]:
+    """Return lines that give memory back now, or make more of it usable.
+
+    Args:
+        report: of the failure.
+        in_notebook: whether magics can be typed.
+    """
+    found = [*_held(report, in_notebook=in_notebook), *_workspaces(report)]
+    return tuple(found)
+
+
+def _workspaces(report: OomReport) -> Iterator[Action]:
+    """Offer the workspaces where they are as large as the request that failed; of a whole GPU they are little."""
+    for holder in report.holders:
+        if holder.kind == WORKSPACE and holder.nbytes >= max(LARGE, report.requested or 0):
+            note = f"frees {size(holder.nbytes)} of workspaces, until the next matrix product"
+            yield Action(CLEAR_WORKSPACES, note)
+
+
+def _held(report: OomReport, *, in_notebook: bool) -> Iterator[Action]:
+    """Have it told what holds memory that nothing names."""
+    named = sum(holder.nbytes for holder in report.holders)
+    nameless = (report.allocated_after or 0) - named if report.holders else 0
+    if nameless >= LARGE:
+        line = "%devices --leaks" if in_notebook else "gpumagic.devices().leaks()"
+        yield Action(line, f"says what keeps {size(nameless)} without a name: autograd graphs, C++")

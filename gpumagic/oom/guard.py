@@ -20,7 +20,7 @@ from gpumagic.heap.identity import Identities
 from gpumagic.memory import allocator, host
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session, torn_modes
-from gpumagic.oom import actions, failure, followed, ownership, recognition
+from gpumagic.oom import failure, followed, ownership, recognition
 from gpumagic.oom.failure import Failure, GuardState, OomObserver, Refusal
 from gpumagic.oom.report import Instant
 from gpumagic.oom.session import LateTraceback, forget_traceback
@@ -289,7 +289,7 @@ class OomGuard(contextlib.ContextDecorator):
 
     def _conclude(self, pinned: int | None = None) -> OomReport:
         """Publish and return the report of the last failure, from what is alive now; forget the failure."""
-        from gpumagic.oom.evidence import conclude
+        from gpumagic.oom.evidence import actions_of, conclude
 
         assert self._failure is not None
         found, self._failure = self._failure, None
@@ -297,7 +297,7 @@ class OomGuard(contextlib.ContextDecorator):
             found, self._state, pinned=pinned, retries=self._retries, recovered=self._recovered, seconds=self._seconds
         )
         report = replace(report, instant=self._instant, timeline=self._timeline)
-        report = replace(report, actions=actions.actions_of(report, in_notebook=self._shell is not None))
+        report = replace(report, actions=actions_of(report, in_notebook=self._shell is not None))
         self.publish(report)
         self._on_report()
         return report

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from gpumagic.oom.failing_code import find_trainer
 from gpumagic.oom.rules import batch, loops
 from gpumagic.oom.rules.facts import BatchSize, Facts, Scene
-from gpumagic.oom.trainers import find_trainer
 from gpumagic.source import cell_code
 
 SHORTAGE = Facts(

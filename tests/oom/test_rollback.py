@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import weakref
@@ -9,7 +10,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gpumagic.oom.rerun import Plan, Step, steps
 from gpumagic.oom.rollback import Rollback
 
 
@@ -151,3 +155,25 @@ def test_a_value_made_anew_at_the_address_of_the_old_one_is_not_taken_for_it(two
     namespace = {"x": torch.zeros(3, device="simgpu:0"), "box": [torch.zeros(3, device="simgpu:0")], "times": times}
     source = "for _ in range(times):\n    x = x + 1\n    box = [each + 1 for each in box]\ndel _"
     assert sorted(run(source, namespace)) == ["the new value of box", "the new value of x"]
+
+
+def tried(size: int, limit: int, plan: Plan) -> list[Step]:
+    """Return the runs of a cell that fits up to a limit."""
+    planned = steps(plan, size, lambda: None)
+    runs: list[Step] = []
+    with contextlib.suppress(StopIteration):
+        run = next(planned)
+        while True:
+            runs.append(run)
+            assert run.size is not None
+            run = planned.send(run.size <= limit)
+    return runs
+
+
+@given(st.integers(1, 2**20), st.integers(0, 2**21))
+def test_halving_stops_at_the_first_that_fits(size: int, limit: int) -> None:
+    runs = [run.size for run in tried(size, limit, Plan(shrink="n"))]
+    assert runs == [size >> each for each in range(len(runs))]
+    assert all(each > limit for each in runs[:-1] if each is not None)
+    assert runs[-1] is not None
+    assert runs[-1] <= limit or runs[-1] == 1
