@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 find_code: Callable[[types.CodeType], types.CodeType] = lambda code: code  # noqa: E731  # the worker puts its own there
 """Returns the code to run for a function's code: the same, or one whose passes of loops are counted."""
-coming: Callable[[StoragePart], object] = lambda part: part  # noqa: E731  # as above
-"""Called before a storage on a device is made."""
+coming: Callable[[StoragePart], contextlib.AbstractContextManager[object]] = lambda _: contextlib.nullcontext()  # noqa: E731
+"""As above: returns what a storage on a device is made in."""
 
 
 blanks: list[Any] = []
@@ -289,8 +289,8 @@ def _storage(part: StoragePart) -> Any:
             memory = mapped(part.slot, part.nbytes) if part.slot is not None else _blank(part.nbytes, part.is_whole)
             flat = torch.frombuffer(memory, dtype=torch.uint8)
         else:
-            coming(part)
-            flat = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
+            with coming(part):
+                flat = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
         part.made = flat.untyped_storage()
     return part.made
 

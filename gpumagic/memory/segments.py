@@ -40,6 +40,8 @@ class Segment(NamedTuple):
     is_open: bool
     """Whether what is free in it serves a request of the default stream."""
     blocks: list[MemoryBlock]
+    stream: int = 0
+    """The number of the stream whose requests it serves; 0 for the default one."""
 
 
 def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
@@ -127,7 +129,7 @@ def _segment(recorded: Mapping[str, Any]) -> Segment:
     is_private = tuple(recorded.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL
     is_open = not is_private and not recorded.get("stream", 0)
     blocks = list(_blocks(recorded, is_private))
-    return Segment(recorded["address"], recorded["segment_type"] == "small", is_open, blocks)
+    return Segment(recorded["address"], recorded["segment_type"] == "small", is_open, blocks, recorded.get("stream", 0))
 
 
 def _blocks(recorded: Mapping[str, Any], is_private: bool) -> Iterable[MemoryBlock]:

@@ -7,7 +7,9 @@ notebook has taken the block that it has there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -26,32 +28,32 @@ class Layout:
 
     def __init__(self, device: int, segments: Sequence[Segment]) -> None:
         self._device = device
-        self._owned: dict[int, int] = {}  # by the address that the notebook has: the address here
+        self._owned: dict[int, tuple[int, int]] = {}  # by the address that the notebook has: that here, and its stream
         self._small_gaps: list[int] = []
         self._gaps: list[int] = []
         for segment in segments:
             self._lay_out(segment)
 
     def _lay_out(self, segment: Segment) -> None:
+        stream = parts.make_stream(f"cuda:{self._device}", segment.stream, 0)
         whole = sum(block.size for block in segment.blocks)
         pieces = [SMALL] * (whole // SMALL) if segment.is_small else [whole]
-        for address in [self._take(size) for size in pieces]:
+        for address in [self._take(size, stream) for size in pieces]:
             self._give_back(address)
         for block in segment.blocks:
             # A free block of a small segment may be larger than what such a segment serves at once.
             sizes = [block.size]
             while segment.is_small and sizes[-1] > SMALL:
                 sizes[-1:] = [SMALL, sizes[-1] - SMALL]
-            addresses = [self._take(size) for size in sizes]
+            addresses = [self._take(size, stream) for size in sizes]
             if block.is_free:
                 (self._small_gaps if segment.is_small else self._gaps).extend(addresses)
             else:
-                self._owned[block.address] = addresses[0]
+                self._owned[block.address] = addresses[0], segment.stream
 
-    def claim(self, part: parts.StoragePart) -> None:
-        """Make room where a storage of the notebook lies, right before it is made."""
-        if part.address in self._owned:
-            self._let_go(part.address)
+    def claim(self, part: parts.StoragePart) -> contextlib.AbstractContextManager[object]:
+        """Make room where a storage of the notebook lies; return the stream that it is made on."""
+        return self._let_go(part.address) if part.address in self._owned else contextlib.nullcontext()
 
     def settle(self, workspaces: Sequence[tuple[int, int]] = ()) -> None:
         """Give back the gaps, and let cuBLAS take the blocks that it has in the notebook.
@@ -59,26 +61,39 @@ class Layout:
         Args:
             workspaces: where those lie in the notebook, and their bytes.
         """
+        sizes: dict[int, list[int]] = {}  # by stream, of which each has its own
         there = sorted((each for each in workspaces if each[0] in self._owned), key=lambda each: -each[1])
-        takers = list(_takers([nbytes for _, nbytes in there]))
+        there.sort(key=lambda each: self._owned[each[0]][1])
+        for address, nbytes in there:
+            sizes.setdefault(self._owned[address][1], []).append(nbytes)
+        takers = [(stream, take) for stream, taken in sizes.items() for take in _takers(taken)]
         with torch.cuda.device(self._device):
             for address, _ in there[:1]:
-                self._let_go(address)
-                takers.pop(0)()  # asks for nothing else, and no gap is open yet: it takes the block again
+                with self._let_go(address):
+                    takers.pop(0)[1]()  # asks for nothing else, and no gap is open yet: it takes the block again
             for gap in self._small_gaps:
                 self._give_back(gap)
             for address, _ in there[1:]:
                 self._let_go(address)
-            for take in takers:
-                take()
+            for stream, take in takers:
+                with self._on(stream):
+                    take()
         for gap in self._gaps:
             self._give_back(gap)
 
-    def _let_go(self, address: int) -> None:
-        self._give_back(self._owned.pop(address))
+    def _let_go(self, address: int) -> contextlib.AbstractContextManager[object]:
+        """Give a block back; return the stream whose next request it serves."""
+        here, stream = self._owned.pop(address)
+        self._give_back(here)
+        return self._on(stream)
 
-    def _take(self, size: int) -> int:
-        address: int = torch.cuda.caching_allocator_alloc(size, self._device)
+    def _on(self, stream: int) -> contextlib.AbstractContextManager[object]:
+        if not stream:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(parts.make_stream(f"cuda:{self._device}", stream, 0))
+
+    def _take(self, size: int, stream: Any) -> int:
+        address: int = torch.cuda.caching_allocator_alloc(size, self._device, stream)
         return address
 
     @staticmethod

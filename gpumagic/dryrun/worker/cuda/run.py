@@ -131,10 +131,9 @@ class CudaRun:
             if segments is not None
         }
 
-        def coming(part: parts.StoragePart) -> None:
+        def coming(part: parts.StoragePart) -> contextlib.AbstractContextManager[object]:
             layout = layouts.get(torch.device(part.device).index or 0)
-            if layout is not None:
-                layout.claim(part)
+            return contextlib.nullcontext() if layout is None else layout.claim(part)
 
         parts.coming, parts.find_code = coming, self._passes.find_code
         scopes: list[dict[str, Any]] = [{"__builtins__": builtins} for _ in range(self.request["scopes"])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import signal
 import traceback
 from collections.abc import Callable, Iterable
@@ -138,8 +139,9 @@ class FakeRun:
             is_there = tensor.device.type == self._name and tensor.layout is torch.strided
             return key_of(tensor) if is_there else 0
 
-    def _coming(self, part: parts.StoragePart) -> None:
+    def _coming(self, part: parts.StoragePart) -> contextlib.AbstractContextManager[object]:
         self.ledger.address = part.address
+        return contextlib.nullcontext()
 
     def _unpack(self) -> list[dict[str, Any]]:
         scopes: list[dict[str, Any]] = [{} for _ in range(self.request["scopes"])]
