@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.dryrun import fitting, run, targets
@@ -140,7 +140,7 @@ class OtherValues:
 
 
 def with_other_values(
-    source: str, knob: Setting, namespace: Mapping[str, Any], seconds: float = SECONDS, unbound: Sequence[str] = ()
+    source: str, knob: Setting, namespace: Mapping[str, Any], seconds: float = SECONDS
 ) -> OtherValues:
     """Return the question for a cell's text.
 
@@ -149,12 +149,10 @@ def with_other_values(
         knob: the number in it, or in the notebook.
         namespace: the notebook's.
         seconds: as for `OtherValues`.
-        unbound: names that are deleted before the cell.
     """
-    before = f"del {', '.join(unbound)}\n" if unbound else ""
 
     def imagine(value: int) -> tuple[What, Mapping[str, object]]:
         text, values = knob.with_value(value)
-        return before + (source if text is None else text), values
+        return source if text is None else text, values
 
     return OtherValues(knob, imagine, namespace, seconds)

@@ -175,6 +175,8 @@ class DryRunReport(Report[DryRunRow]):
     """How long it took."""
     sizes: tuple[str, ...] = ()
     """Variables that the code sets to a number and that by their names say how much it works on at once."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """What figures differ by: ``"torch"``, and ``"attention"``, the kernels that were chosen, where that is known."""
     models: tuple[Model, ...] = ()
     """The models that the cell leaves in variables, or that the callable returns."""
 

@@ -6,12 +6,13 @@ That is torch's own CUDA over the fake runtime where it can be had, else fake te
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 from dataclasses import dataclass, replace
 
 from gpumagic import fakecuda
-from gpumagic.errors import FakecudaUnavailable, OptionError
+from gpumagic.errors import DryRunUnavailable, FakecudaUnavailable, OptionError
 from gpumagic.memory import allocator, devices, presets, segments
 from gpumagic.memory.devices import Device
 from gpumagic.memory.presets import GPU, GPUS, like, settings
@@ -171,6 +172,10 @@ def engine_for(target: Target) -> Engine:
     """Return the engine for some devices; where the better one cannot be had, the target says why."""
     if target.backend != "cuda" or not _is_cuda_build() or os.environ.get(VARIABLE) == FAKE:
         return Engine(FAKE, target)
+    if not _can_override():
+        import torch
+
+        raise DryRunUnavailable(f"a dry run needs torch 2.9 or newer, and this is {torch.__version__}")
     reason = _unavailable()
     if reason is not None:
         return Engine(FAKE, replace(target, unknown=(*target.unknown, reason)))
@@ -184,6 +189,13 @@ def _is_cuda_build() -> bool:
     import torch
 
     return torch.version.cuda is not None
+
+
+def _can_override() -> bool:
+    """Return whether torch's own operators can be replaced, as what reads the device is."""
+    import torch
+
+    return "allow_override" in inspect.signature(torch.library.Library.impl).parameters
 
 
 @functools.cache

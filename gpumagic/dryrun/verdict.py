@@ -52,7 +52,7 @@ def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -
             for each in sorted(outcome["lines"], key=lambda each: (each["line"], each["device"]))
         ),
         operators=outcome["operators"], seconds=outcome["seconds"],
-        models=models.models_of(outcome["models"], device.capacity),
+        models=models.models_of(outcome["models"], device.capacity), versions=outcome.get("versions", {}),
     )  # fmt: skip
 
 

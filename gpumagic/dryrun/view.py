@@ -46,6 +46,8 @@ def view_dry_run(report: DryRunReport) -> Document:
     blocks: list[Block] = [Heading(_headline(report))]
     if report.search is not None:
         blocks += _neighbour(report.search, report.largest)
+    if report.fits and report.failure_line is not None:
+        blocks.append(Paragraph(f"Line {report.failure_line} runs out of memory, and the cell goes on."))
     if report.peak.get(report.device or ""):
         blocks += _peak(report)
         blocks += _timeline(report)
@@ -104,9 +106,11 @@ def _shortage(report: DryRunReport, peak: int) -> str:
     capacity, place = report.capacity or 0, _place(report)
     if peak > capacity:
         return f"needs {size(peak)}, {size(peak - capacity)} more than {place} has"
+    is_alike = peak < capacity and size(peak) == size(capacity)
+    needs = f"all but {size(capacity - peak)} of {size(capacity)}" if is_alike else _needs(report)
     if peak + report.overhead[1] > capacity:
-        return f"needs {_needs(report)} on {place}, and {overhead(report)}"
-    return f"needs {_needs(report)} on {place}, and what is free lies in pieces that are too small"
+        return f"needs {needs} on {place}, and {overhead(report)}"
+    return f"needs {needs} on {place}, and what is free lies in pieces that are too small"
 
 
 def _needs(report: DryRunReport) -> str:
@@ -251,7 +255,9 @@ def _small_print(report: DryRunReport) -> Iterator[Block]:
     for text, sentences in (("Assumed", report.assumed), ("Not known", report.unknown), ("Left out", report.effects)):
         if sentences:
             yield Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
-    yield Paragraph(f"{count(report.operators, 'operator')} were run, {count(report.runs, 'time')}.", muted=True)
+    on = f" on torch {report.versions['torch']}" if report.versions else ""
+    attention = f"; attention is {report.versions['attention']}" if "attention" in report.versions else ""
+    yield Paragraph(f"{count(report.operators, 'operator')} were run{on}, {count(report.runs, 'time')}{attention}.", muted=True)
 
 
 @figure_of.register(DryRunReport)

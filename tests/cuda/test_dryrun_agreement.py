@@ -12,6 +12,8 @@ import torch
 from gpumagic.dryrun import client, run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
+from gpumagic.errors import DryRunUnavailable
+from gpumagic.report.base import to_html, to_text
 
 ADDED_UP = """
 import torch
@@ -107,3 +109,52 @@ def test_a_buffer_is_called_a_buffer() -> None:
     breakdown = dry_run(NORMALISED).breakdown
     assert breakdown["buffers"] == 4 * 2048 * 2048
     assert breakdown["parameters"] == 4 * 512 * 512
+
+
+SURE = {
+    "a convolution": ("nn.Conv2d(3, 8, 3).cuda()(torch.ones(1, 3, 16, 16, device='cuda'))", "cuDNN"),
+    "an LSTM": ("nn.LSTM(8, 8).cuda()(torch.ones(1, 3, 8, device='cuda'))", "cuDNN"),
+    "a linear layer": ("nn.Linear(8, 8).cuda()(torch.ones(1, 8, device='cuda'))", ""),
+}
+
+
+@pytest.mark.parametrize(("cell", "library"), SURE.values(), ids=SURE)
+def test_what_a_library_takes_for_itself_is_not_certain(cell: str, library: str) -> None:
+    report = dry_run(f"import torch\nfrom torch import nn\ny = {cell}")
+    assert report.certain is not bool(library)
+    assert any(library in each for each in report.unknown) is bool(library)
+
+
+def test_the_report_names_torch_and_the_attention_kernels() -> None:
+    attend = "torch.nn.functional.scaled_dot_product_attention(q, q, q)"
+    made = "import torch\nq = torch.ones(1, 4, 128, 64, device='cuda', dtype=torch.{})\ny = " + attend
+    assert dry_run(made.format("bfloat16")).versions == {"torch": torch.__version__, "attention": "flash"}
+    report = dry_run(made.format("float32"))
+    assert report.versions["attention"] == "memory-efficient"
+    assert f"on torch {torch.__version__}" in to_html(report)
+    assert "attention is memory-efficient." in to_html(report)
+
+
+def test_a_cell_that_catches_a_shortage_fits_and_the_report_says_which_line_it_was() -> None:
+    cell = """
+import torch
+try:
+    big = torch.empty(1 << 40, device="cuda")
+except torch.OutOfMemoryError:
+    big = torch.empty(1 << 20, device="cuda")
+"""
+    report = run.dry_run(script_of(cell), {}, targets.choose("cuda:0", None))
+    assert report.fits is True
+    assert "Line 4 runs out of memory, and the cell goes on." in to_text(report)
+
+
+def test_a_shortage_is_no_need_of_all_there_is() -> None:
+    cell = "import torch\nx = [torch.empty((1 << 30) - (4 << 20), dtype=torch.uint8, device='cuda')]\n"
+    report = run.dry_run(script_of(cell + "y = torch.empty(2 << 20, device='cuda')"), {}, targets.choose(None, 1 << 30))
+    assert "1.0 of 1.0 GiB" not in report.verdict
+
+
+def test_a_torch_that_is_too_old_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "_can_override", lambda: False)
+    with pytest.raises(DryRunUnavailable, match=r"a dry run needs torch 2\.9 or newer, and this is"):
+        dry_run("x = 1")

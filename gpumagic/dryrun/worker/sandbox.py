@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker import box, cell
@@ -70,18 +70,62 @@ def _refuse_compiler(*_: object, **__: object) -> NoReturn:
     raise CannotDryRun("it uses torch.compile, whose kernels' memory is not known")
 
 
+def _refuse_input(*_: object) -> NoReturn:
+    raise CannotDryRun("it asks for input")
+
+
 def _in_this_process(make: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
     """Return a data loader's way to iterate without worker processes, which a dry run does not start."""
 
     def iterate(loader: Any) -> Any:
-        if loader.num_workers:
+        workers = loader.num_workers
+        if workers:
             assume("data loaders are run without worker processes")
-        for name, value in {"num_workers": 0, "prefetch_factor": None, "pin_memory": False, "timeout": 0}.items():
-            object.__setattr__(loader, name, value)
-        object.__setattr__(loader, "_DataLoader__multiprocessing_context", None)
-        return make(loader)
+        changed = {name: vars(loader).get(name) for name in _OF_WORKERS}
+        vars(loader).update(_OF_WORKERS)
+        try:
+            if workers and isinstance(loader.dataset, IterableDataset):
+                return _Parts(make, loader, workers if loader.worker_init_fn is None else 1)
+            return make(loader)
+        finally:
+            vars(loader).update(changed)
 
     return iterate
+
+
+_OF_WORKERS = {
+    "num_workers": 0, "prefetch_factor": None, "pin_memory": False, "timeout": 0,
+    "_DataLoader__multiprocessing_context": None,
+}  # fmt: skip
+"""The attributes of a data loader that start processes or threads, as they are where none are."""
+
+
+class _Parts:
+    """The batches of an `IterableDataset`, which may ask which worker it is, one worker after the other."""
+
+    def __init__(self, make: Callable[..., Any], loader: Any, workers: int) -> None:
+        self._make, self._loader, self._workers = make, loader, workers
+        self._batches = self._all()
+
+    def _all(self) -> Iterator[Any]:
+        module = torch.utils.data._utils.worker
+        for number in range(self._workers):
+            info = module.WorkerInfo(id=number, num_workers=self._workers, seed=number, dataset=self._loader.dataset)
+            module._worker_info = info
+            try:
+                changed = {name: vars(self._loader).get(name) for name in _OF_WORKERS}
+                vars(self._loader).update(_OF_WORKERS)
+                batches = self._make(self._loader)
+                vars(self._loader).update(changed)
+                yield from batches
+            finally:
+                module._worker_info = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
 
 
 def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,6 +235,7 @@ def block(notes: cell.Notes, watcher: socket.socket | None = None) -> Box:
     refused = _NEVER if is_private else _NEVER | _FILES
     sys.addaudithook(_refusing(note, refused, reaches_itself=made.has_network))
     _no_waiting()
+    builtins.input = _refuse_input
     return made
 
 

@@ -90,7 +90,10 @@ class Layout:
     def _on(self, stream: int) -> contextlib.AbstractContextManager[object]:
         if not stream:
             return contextlib.nullcontext()
-        return torch.cuda.stream(parts.make_stream(f"cuda:{self._device}", stream, 0))
+        on: contextlib.AbstractContextManager[object] = torch.cuda.stream(
+            parts.make_stream(f"cuda:{self._device}", stream, 0)
+        )
+        return on
 
     def _take(self, size: int, stream: Any) -> int:
         address: int = torch.cuda.caching_allocator_alloc(size, self._device, stream)

@@ -216,7 +216,8 @@ class CudaRun:
             self.notes.assume(deferred_fills.OTHERS)
         devices = [self._device(device) for device in range(len(self._allocated))]
         failed = error is not None and error.pop("is_memory")
-        for library in sorted({_library_of(what) for what in fakecuda.unknown_sizes()}):
+        libraries = sorted({_library_of(what) for what in fakecuda.unknown_sizes()})
+        for library in libraries:
             self.notes.not_known(f"what {library} takes for itself, which only a real GPU tells")
         for device, told in enumerate(devices):
             told |= {"at": ledger.point(Peak()), "failure": None, "breakdown": {}, "modules": []}
@@ -236,7 +237,7 @@ class CudaRun:
             "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
             "effects": list(self.notes.effects), "passes": self._passes.counts(running), "is_open": False,
             **self._guesses.told(), "answers": self._recorded and self._recorded.answers,
-            "models": self._models.as_data(),
+            "models": self._models.as_data(), "lacks": bool(libraries), "versions": _versions(),
             "snapshot": self._packed_snapshot() if self.request["snapshot"] else None,
             "modules": max(devices, key=lambda each: each["peak"])["modules"] if devices else [],
         }  # fmt: skip
@@ -286,6 +287,17 @@ def _blocks_in_use() -> Iterator[Block]:
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
                 yield segment["device"], block["address"], block["size"]
+
+
+def _versions() -> dict[str, str]:
+    """Return what figures differ by: torch, and the kernels that it chose for attention."""
+    kernels = " ".join(fakecuda.launches())
+    chosen = [name for name, word in _ATTENTION.items() if word in kernels]
+    return {"torch": torch.__version__, **({"attention": ", ".join(chosen)} if chosen else {})}
+
+
+_ATTENTION = {"flash": "flash_fwd", "memory-efficient": "fmha_cutlassF"}
+"""By what the names of their kernels have in them; torch's own mathematics has no kernel of its own."""
 
 
 def _library_of(function: str) -> str:

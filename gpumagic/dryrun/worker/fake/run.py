@@ -189,7 +189,7 @@ class FakeRun:
             "operators": self.ledger.operators, "assumed": list(self.notes.assumed),
             "unknown": list(self.notes.unknown), "effects": list(self.notes.effects),
             "passes": self._passes.counts(running), "is_open": False, **self._guesses.told(),
-            "models": self._models.as_data(), "lacks": bool(unknown),
+            "models": self._models.as_data(), "versions": {"torch": torch.__version__}, "lacks": bool(unknown),
             "modules": max(devices, key=lambda each: each["peak"])["modules"],
         }  # fmt: skip
 
