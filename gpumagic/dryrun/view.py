@@ -257,7 +257,9 @@ def _small_print(report: DryRunReport) -> Iterator[Block]:
             yield Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
     on = f" on torch {report.versions['torch']}" if report.versions else ""
     attention = f"; attention is {report.versions['attention']}" if "attention" in report.versions else ""
-    yield Paragraph(f"{count(report.operators, 'operator')} were run{on}, {count(report.runs, 'time')}{attention}.", muted=True)
+    yield Paragraph(
+        f"{count(report.operators, 'operator')} were run{on}, {count(report.runs, 'time')}{attention}.", muted=True
+    )
 
 
 @figure_of.register(DryRunReport)
