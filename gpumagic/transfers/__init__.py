@@ -15,6 +15,6 @@ log, whoever makes them.
     advice.py            what to change about them
     explain.py           an error about devices, explained; `device_errors.py` knows the errors
     report.py            the records; `view.py` shows them, `chrome.py` writes trace events
-    move.py              `--move`
+    move.py              `--move`; `contents.py`: what variables hold
     trace/               `--trace`, line by line
 """

@@ -3,19 +3,13 @@
 Names, contents and room are checked first, then every tensor is copied, as `Tensor.to` does; only then modules, leaves
 and optimizers get the copies, and the names last. So a missing name or too little memory leaves the notebook as it
 was; a module that raises as it takes its copies does not, and the error says what had been moved by then.
-
-Containers are not changed: new ones are made around what moved, so that other references keep the old one.
 """
 
 from __future__ import annotations
 
-import collections
-import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
 
 from gpumagic.errors import GpuMagicError, OptionError, nearest
 from gpumagic.heap import branches, modules
@@ -23,6 +17,7 @@ from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory.devices import room
 from gpumagic.notebook import session
 from gpumagic.report.units import size
+from gpumagic.transfers.contents import Contents, rebuilt, slots_of
 from gpumagic.transfers.log import direction
 from gpumagic.transfers.report import TransferRow
 
@@ -40,7 +35,7 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
 
     A tensor's name is bound to its copy; a module stays the object it is and its optimizers, found in the namespace,
     follow with their state; lists, tuples, dicts and dataclasses are rebuilt around what moved. Two names of one object
-    stay two names of one; two views of one memory become two tensors, as with `Tensor.to`.
+    stay two names of one; views that fill a storage together share it there too, others become tensors of their own.
 
     Args:
         names: variables of the namespace.
@@ -74,61 +69,6 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
 
 
 # ---- What there is to move
-
-
-@dataclass
-class Contents:
-    """The tensors, modules and optimizers that variables hold, each once, in the order found."""
-
-    tensors: list[Any] = field(default_factory=list)
-    modules: list[Any] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
-    _seen: dict[int, object] = field(default_factory=dict)
-
-    def add(self, value: object) -> bool:
-        """Add what a value holds; return whether anything in it has a device."""
-        kind = type(value)  # not isinstance(): a proxy's __class__ may evaluate or raise
-        if kind in _ATOMS:
-            return False
-        known = self._list_of(kind)
-        if known is self.optimizers:
-            value = modules.unwrapped(value)
-        parts = parts_of(value) if known is None else []
-        is_new = id(value) not in self._seen
-        if known is not None or parts:
-            self._seen[id(value)] = value  # alive while its id is used
-        if known is not None and is_new:
-            known.append(value)
-        inside = [self.add(part) for _, part in parts if type(part) not in _ATOMS] if is_new else [bool(parts)]
-        return known is not None or any(inside)
-
-    def _list_of(self, kind: type) -> list[Any] | None:
-        import torch
-
-        if issubclass(kind, torch.Tensor):
-            return self.tensors
-        if issubclass(kind, torch.nn.Module):
-            return self.modules
-        return self.optimizers if issubclass(kind, torch.optim.Optimizer) else None
-
-    def with_gradients(self) -> Iterator[Any]:
-        """Yield every tensor, those of modules and optimizers' parameters too, each with its gradient."""
-        of_modules = (tensor for module in self.modules for _, _, tensor in _slots(module))
-        for tensor in (*of_modules, *self._others()):
-            yield tensor
-            with undisturbed():
-                gradient = plain(tensor, "grad") if plain(tensor, "is_leaf") else None
-            if gradient is not None:
-                yield gradient
-
-    def _others(self) -> list[Any]:
-        groups = [group for optimizer in self.optimizers for group in modules.parameter_groups(optimizer)]
-        return [*self.tensors, *(each for group in groups for each in group["params"])]
-
-    def leaves(self) -> list[Any]:
-        """Return the leaf tensors that require gradients, apart from those of modules."""
-        with undisturbed():
-            return [each for each in self._others() if plain(each, "is_leaf") and plain(each, "requires_grad")]
 
 
 def load_all(names: list[str], namespace: Mapping[str, Any], device: str) -> tuple[Contents, list[tuple[str, Any]]]:
@@ -203,19 +143,41 @@ def _state_to_move(optimizer: Any, parameters: set[int]) -> list[Any]:
     return found.tensors
 
 
-def _slots(module: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield the parameters and buffers of a module and its submodules: the dict that has it, the key, the tensor."""
-    for _, part in modules.modules_in(module):
-        own = branches.attributes_of(part)
-        for kept in (own.get("_parameters"), own.get("_buffers")):
-            if isinstance(kept, dict):
-                yield from ((kept, key, tensor) for key, tensor in list(dict.items(kept)) if tensor is not None)
-
-
 def _nbytes(tensor: Any) -> int:
     from torch.nn.parameter import is_lazy
 
     return 0 if is_lazy(tensor) else int(tensor.numel() * tensor.element_size())
+
+
+def _by_storage(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield tensors that fill one storage together, with the first's name; every other one alone."""
+    groups: dict[tuple[bool, int], list[tuple[str, Any]]] = {}
+    for name, tensor in tensors:
+        key = (True, tensor.untyped_storage()._cdata) if _is_plain(tensor) else (False, id(tensor))
+        groups.setdefault(key, []).append((name, tensor))
+    for group in groups.values():
+        together = [tensor for _, tensor in group]
+        if _fills_storage(together):
+            yield group[0][0], together
+        else:
+            yield from ((name, [tensor]) for name, tensor in group)
+
+
+def _fills_storage(tensors: list[Any]) -> bool:
+    """Return whether their storage is less than copies of them all: views share it, or it is expanded."""
+    is_plain = _is_plain(tensors[0])
+    return is_plain and 0 < tensors[0].untyped_storage().nbytes() < sum(map(_nbytes, tensors))
+
+
+def _is_plain(tensor: Any) -> bool:
+    import torch
+
+    is_strided = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return (
+        is_strided
+        and tensor.grad_fn is None
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 # ---- The move
@@ -238,14 +200,30 @@ class _Moved:
         """Copy tensors, each for a name."""
         import torch
 
-        for name, tensor in tensors:
-            start, source, nbytes = time.perf_counter(), str(tensor.device), _nbytes(tensor)
+        for name, group in _by_storage(tensors):
+            start, source = time.perf_counter(), str(group[0].device)
             # A tensor that a graph made stays in the graph, as with `x = x.to(...)`.
-            with torch.set_grad_enabled(tensor.grad_fn is not None):
-                self.copies[id(tensor)] = tensor.to(self._device)
+            with torch.set_grad_enabled(group[0].grad_fn is not None):
+                nbytes = self._copy_storage(group) if _fills_storage(group) else self._copy_tensor(group[0])
             if nbytes:
                 count, total, seconds = self._sums.get((name, source), (0, 0, 0.0))
                 self._sums[name, source] = count + 1, total + nbytes, seconds + time.perf_counter() - start
+
+    def _copy_tensor(self, tensor: Any) -> int:
+        self.copies[id(tensor)] = tensor.to(self._device)
+        return _nbytes(tensor)
+
+    def _copy_storage(self, tensors: list[Any]) -> int:
+        """Copy the storage of some tensors, and lay them out in it as they are."""
+        import torch
+
+        storage = tensors[0].untyped_storage()
+        there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).to(self._device)
+        for each in tensors:
+            view = torch.empty(0, dtype=each.dtype, device=self._device)
+            view.set_(there.untyped_storage(), each.storage_offset(), each.size(), each.stride())
+            self.copies[id(each)] = view
+        return int(storage.nbytes())
 
     def rows(self) -> Iterator[TransferRow]:
         """Yield what was copied."""
@@ -277,7 +255,7 @@ class _Moved:
         """Do what `Module.to` does, by the module's own `_apply`; then its own `to`, if it has one."""
         import torch
 
-        slots = list(_slots(module))
+        slots = list(slots_of(module))
         module._apply(lambda tensor: self.copies.get(id(tensor), tensor))
         for kept, key, tensor in slots:  # a tied weight stays one where torch makes new parameters
             kept[key] = self._final.setdefault(id(tensor), kept[key])
@@ -309,91 +287,3 @@ class _Moved:
             group["params"][:] = [self._new(each) for each in group["params"]]
         optimizer.state.clear()
         optimizer.state.update(state)
-
-
-# ---- Containers
-
-Step: TypeAlias = "tuple[str, Any]"
-"""How a container holds a part: ``("item", key)`` or ``("attribute", name)``."""
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
-
-
-def parts_of(value: Any) -> list[tuple[Step, object]]:
-    """Return the parts of a container or a dataclass, and nothing for any other value."""
-    from torch.nn.utils.rnn import PackedSequence
-
-    kind = type(value)
-    if issubclass(kind, PackedSequence):  # its batch sizes must stay on the host
-        return [(("item", place), part) for place, part in enumerate(tuple.__iter__(value)) if place != 1]
-    parts: list[tuple[Step, object]] = []
-    if issubclass(kind, dict) and not _ATOMS.issuperset(map(type, dict.values(value))):
-        parts += [(("item", key), part) for key, part in dict.items(value)]
-    elif issubclass(kind, list | tuple):
-        items = list((tuple if issubclass(kind, tuple) else list).__iter__(value))
-        if not _ATOMS.issuperset(map(type, items)):  # a million numbers, quickly
-            parts += [(("item", place), part) for place, part in enumerate(items)]
-    return parts + [(("attribute", name), part) for name, part in _attributes(value, kind)]
-
-
-def _attributes(value: Any, kind: type) -> list[tuple[str, object]]:
-    """Return a dataclass's fields, and the attributes that container subclasses have along with their items."""
-    fields = branches.class_attribute(kind, "__dataclass_fields__")
-    if isinstance(fields, dict):
-        own = branches.attributes_of(value)
-        return [(name, own[name]) for name in fields if name in own]
-    keeps = (dict, list, collections.UserDict, collections.UserList, SimpleNamespace)
-    return list(branches.attributes_of(value).items()) if issubclass(kind, keeps) else []
-
-
-def rebuilt(value: object, replacement: Callable[[Any], object], done: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a tensor, container or dataclass with each tensor replaced, or itself if nothing differs.
-
-    ``done`` is ``{id: result}`` for containers already rebuilt, so that two names of one stay two names of one.
-
-    Raises:
-        ValueError: a container holds itself.
-    """
-    import torch
-
-    if type(value) in _ATOMS:
-        return value
-    done = {} if done is None else done
-    if issubclass(type(value), torch.Tensor):
-        return replacement(value)
-    parts = parts_of(value)
-    if not parts:
-        return value
-    if id(value) in done:
-        if done[id(value)] is _UNFINISHED:
-            raise ValueError("it holds itself")
-        return done[id(value)]
-    done[id(value)] = _UNFINISHED
-    new = [(step, part if type(part) in _ATOMS else rebuilt(part, replacement, done)) for step, part in parts]
-    same = all(part is old for (_, part), (_, old) in zip(new, parts, strict=True))
-    done[id(value)] = value if same else _like(value, new)
-    return done[id(value)]
-
-
-_UNFINISHED = object()
-
-
-def _like(value: Any, parts: list[tuple[Step, object]]) -> object:
-    if issubclass(type(value), tuple):
-        return _tuple_like(value, {place: part for (_, place), part in parts})
-    made = copy.copy(value)
-    for (kind, key), part in parts:
-        if kind == "attribute":
-            object.__setattr__(made, key, part)  # a frozen dataclass too: nothing else has the new one yet
-        else:
-            (dict if issubclass(type(made), dict) else list).__setitem__(made, key, part)
-    return made
-
-
-def _tuple_like(value: tuple[Any, ...], parts: dict[int, object]) -> object:
-    new = [parts.get(place, part) for place, part in enumerate(value)]
-    kind: Any = type(value)
-    if hasattr(kind, "_make"):
-        return kind._make(new)
-    if hasattr(kind, "n_sequence_fields"):  # what torch.max and its like return
-        return kind(new)
-    return tuple.__new__(kind, new)

@@ -18,7 +18,7 @@ from stages import examples
 import gpumagic
 from gpumagic import simgpu
 from gpumagic.errors import GpuMagicError, OptionError
-from gpumagic.transfers import move
+from gpumagic.transfers import contents, move
 from gpumagic.transfers.move import relocate
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -264,10 +264,25 @@ def test_two_names_of_one_tensor_or_one_list_stay_one() -> None:
     assert row.count == 1
 
 
+def test_views_share_memory_on_the_device_too() -> None:
+    x = torch.zeros(4, 4)
+    names, (row,) = move_all(x=x, row=x[1], column=x[:, 2], same=x.view(16))
+    names["x"].fill_(7)
+    assert names["row"].tolist() == names["column"].tolist() == [7.0] * 4
+    assert names["same"].tolist() == [7.0] * 16
+    assert (row.count, row.nbytes) == (1, 64)
+
+
 def test_parts_that_do_not_overlap_cross_alone_and_no_more_of_their_storage() -> None:
     x = torch.zeros(1000)
     _, rows = move_all(a=x[:10], b=x[500:510])
     assert sum(row.nbytes for row in rows) == 80
+
+
+def test_an_expanded_tensor_crosses_as_it_lies() -> None:
+    names, (row,) = move_all(x=torch.ones(1, 3).expand(1000, 3))
+    assert row.nbytes == 12
+    assert names["x"].shape == (1000, 3)
 
 
 def test_from_card_to_card_and_back_to_the_host() -> None:
@@ -289,11 +304,11 @@ def test_parameters_and_leaves_stay_the_objects_they_are_where_torch_can_do_that
     copies = {id(each): each.detach() + 5 for each in old}
     copies.update({id(each.grad): each.grad + 5 for each in model.parameters()})
     wanted = [each.tolist() for each in copies.values()]
-    moved, contents = move._Moved("cpu"), move.Contents()
+    moved, held = move._Moved("cpu"), contents.Contents()
     moved.copies = copies
     for each in (model, leaf, optimizer):
-        contents.add(each)
-    moved.replace(contents, [], {})
+        held.add(each)
+    moved.replace(held, [], {})
     assert all(new is before for new, before in zip([*model.parameters(), leaf], old, strict=True))
     assert [*(each.tolist() for each in old), *(each.grad.tolist() for each in model.parameters())] == wanted
 
@@ -497,9 +512,9 @@ trees = st.recursive(
 @given(tree=trees)
 @examples(few=10, deep=60)
 def test_any_container_keeps_its_shape_its_values_and_its_sharing(tree: Any) -> None:
-    """Integers stand for four tensors, of which some are the same."""
+    """Integers stand for four tensors, of which some share memory."""
     base = torch.arange(8.0)
-    pool = [base, base[2:5].clone(), torch.ones(2, 2), base]
+    pool = [base, base[2:5], torch.ones(2, 2), base]
 
     def planted(value: Any, of: Any) -> Any:
         if isinstance(value, int):
