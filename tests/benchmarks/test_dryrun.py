@@ -5,8 +5,9 @@
 The truth is the same cell really run there, in a process of its own, against torch's CUDA allocator.
 
 On 2026-11-23, 2 cores, torch 2.13: 11.8 us an operator on the CUDA engine, 49.5 us on fake tensors. Over the host
-time of a cell 0.43 s in the median of eight; one misses the bar of 1 s: dcgan with 1.11 to 1.20 s (0.88 s in a faster
-hour), which prints what it reads in each pass and is run with each guess for that. `--fit` took 0.6 to 12 s for ten
+time of a cell 0.43 s in the median of eight. Since numbers note what they decide, a cell that prints what it reads is
+run once: dcgan took 1.0 s beside 4.3 s before, in the same hour of a machine that was busy; transformers' Trainer that
+logs five steps 12 s in 3 or 4 runs, beside 45 to 61 s in 15. `--fit` took 0.6 to 12 s for ten
 cells, and each time what it found ran and 2 % more did not.
 """
 
