@@ -31,6 +31,10 @@ _DEVICE_FILE = 0o020000
 _INTERNET = (socket.AF_INET, socket.AF_INET6, getattr(socket, "AF_NETLINK", 16))
 
 
+_FILES, _SIGNALS = "files that C code removes or renames", "signals to other processes"
+_CONNECTIONS = "connections that C code makes"
+
+
 class Box(NamedTuple):
     """What is enforced.
 
@@ -54,18 +58,32 @@ def enter(*, listens: bool = False) -> Box:
         listens: whether the other end will watch `Box.listener`.
     """
     if sys.platform != "linux":
-        return Box(has_files=False, has_network=False, listener=None, missing=(f"nothing is, on {sys.platform}",))
+        _no_growing_files()
+        return Box(has_files=False, has_network=False, listener=None, missing=(_FILES, _SIGNALS, _CONNECTIONS))
     has_files, has_network = overlay.enter()
     if has_network:
         _switch_loopback_on()
     writable = [*_DEVICES, *(overlay.folders() if has_files else ())]
-    missing = [] if landlock.restrict(writable) or has_files else ["files that C code writes"]
+    missing = []
+    if not landlock.restrict(writable) and not has_files:
+        _no_growing_files()
+        missing.append(_FILES)
     try:
         listener = seccomp.install(_rules(has_files=has_files, has_network=has_network), listens=listens)
     except OSError:
         listener = None
-        missing += ["signals to other processes", *(() if has_network else ("connections that C code makes",))]
+        missing += [_SIGNALS, *(() if has_network else (_CONNECTIONS,))]
     return Box(has_files, has_network, listener, tuple(missing))
+
+
+def _no_growing_files() -> None:
+    """Let the system refuse every byte to a file (POSIX)."""
+    import resource
+    import signal
+
+    with contextlib.suppress(ValueError, OSError):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def _switch_loopback_on() -> None:

@@ -22,6 +22,9 @@ ALLOW = 0x7FFF0000
 NOTIFY = 0x7FC00000
 _REFUSE = 0x00050000
 _SET_FILTER, _WITH_LISTENER = 1, 1 << 3
+_ONLY_KILLED = 1 << 5
+"""A call that has been received waits for its answer whatever signal comes (5.19): Python takes a `connect` that a
+signal interrupts for one that goes on by itself, and this one would never have begun."""
 _NO_NEW_PRIVILEGES = 38
 _RECEIVE, _ANSWER = 0xC0502100, 0xC0182101
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
@@ -122,10 +125,11 @@ def install(rules: Sequence[Rule], *, listens: bool = False) -> int | None:
         raise OSError(ctypes.get_errno(), "prctl")
     number = _ARCHITECTURES[platform.machine()][2]
     if listens:
-        descriptor = libc.syscall(number, _SET_FILTER, _WITH_LISTENER, ctypes.byref(_Program.of(rules)))
-        if descriptor >= 0:
-            os.set_inheritable(descriptor, False)
-            return int(descriptor)
+        for flags in _WITH_LISTENER | _ONLY_KILLED, _WITH_LISTENER:
+            descriptor = libc.syscall(number, _SET_FILTER, flags, ctypes.byref(_Program.of(rules)))
+            if descriptor >= 0:
+                os.set_inheritable(descriptor, False)
+                return int(descriptor)
     silent = [rule._replace(answer=refuse(errno.EPERM)) if rule.answer == NOTIFY else rule for rule in rules]
     if libc.syscall(number, _SET_FILTER, 0, ctypes.byref(_Program.of(silent))):
         raise OSError(ctypes.get_errno(), "seccomp")
