@@ -69,6 +69,7 @@ class Clock:
     def start(self) -> None:
         """Begin to look."""
         signal.signal(signal.SIGALRM, self._ring)
+        signal.siginterrupt(signal.SIGALRM, False)  # C code that waits for something goes on
         signal.setitimer(signal.ITIMER_REAL, _TICK, _TICK)
 
     def _ring(self, _: int, frame: types.FrameType | None) -> None:
