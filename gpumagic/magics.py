@@ -191,13 +191,13 @@ class GPUMagic(Magics):
         return None if cell is None else self._sessions.ready_body(RunOnce(NoGuard("dryrun")), cell)
 
     def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
-        from gpumagic.oom import session
+        from gpumagic.oom import every_cell
 
         if cell is not None:
             raise OptionError(
                 f"{state} is for every cell, not for this one: write %oomguard {state} in a cell of its own"
             )
-        print(session.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
+        print(every_cell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
 
     def _follow(self, options: Namespace) -> object:
         from gpumagic.gpus import live

@@ -12,6 +12,6 @@ Start with `guard.py`: `OomGuard` has the order of things after a failure.
     advice.py        the suggestions tried, combined and ranked; `trials.py` has the dry runs
     followed.py      what came of a change since the cell ran out of memory before
     rerun.py         running again: with what, and when to stop; `rollback.py` restores the notebook before it
-    session.py       guards all cells of a shell, and holds its traceback back until the report is shown
+    every_cell.py    guards all cells of a shell; `late_traceback.py` shows a traceback after its report
     report.py        the records; `view.py` shows them
 """

@@ -22,8 +22,8 @@ from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session, torn_modes
 from gpumagic.oom import failure, followed, ownership, recognition
 from gpumagic.oom.failure import Failure, GuardState, OomObserver, Refusal
+from gpumagic.oom.late_traceback import LateTraceback, forget_traceback
 from gpumagic.oom.report import Instant
-from gpumagic.oom.session import LateTraceback, forget_traceback
 from gpumagic.report.units import size
 from gpumagic.source import frames
 

@@ -17,10 +17,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from gpumagic.dryrun.worker.noted import Noted
-
 Key = tuple["int | None", str]
 """A line of the cell, and the expression that reads."""
+
+
+class Read:
+    """A number that was read from a device.
+
+    Attributes:
+        number: what it is taken to be.
+        key: where it was read.
+        may_be_known: whether a run that follows values may know it.
+    """
+
+    __slots__ = ("key", "may_be_known", "number")
+
+    number: Any
+    key: Key
+    may_be_known: bool
 
 
 HOST: Key = (None, "")
@@ -159,7 +173,7 @@ class Guesses:
         self._room = ROOM
         self._turns: dict[tuple[Key, str], int] = {}
         self._thread = _Thread()
-        self._shown: deque[tuple[str, Noted]] = deque(maxlen=64)
+        self._shown: deque[tuple[str, Read]] = deque(maxlen=64)
 
     # ---- Numbers that note what they decide
 
@@ -194,7 +208,7 @@ class Guesses:
         """Return whether a read needs no knowledge of values for now, since it will be noted or decides nothing."""
         return self._thread.ignores or (self._thread.reading is not None and self.is_noted(dtype))
 
-    def decide(self, number: Noted, outcome: bool) -> bool:
+    def decide(self, number: Read, outcome: bool) -> bool:
         """Return the outcome of a comparison."""
         place = self._where()
         if place is None or self._thread.ignores:
@@ -211,7 +225,7 @@ class Guesses:
             self._say(number.key, f"is taken to {self._scenario(number.key).number}")
         return outcome
 
-    def lose(self, number: Noted, kind: str) -> None:
+    def lose(self, number: Read, kind: str) -> None:
         """Note that a number went where nothing is noted."""
         if self._thread.ignores:
             return
@@ -220,12 +234,12 @@ class Guesses:
         self.reads.setdefault((*number.key, kind))
         self._say(number.key, f"is taken to {self._scenario(number.key).number}")
 
-    def shown(self, text: str, number: Noted) -> str:
+    def shown(self, text: str, number: Read) -> str:
         """Return a number's text, and know it again where the notebook makes a number of it."""
         self._shown.append((text, number))
         return text
 
-    def read_back(self, text: str) -> Noted | None:
+    def read_back(self, text: str) -> Read | None:
         """Return the number that was shown as a text lately."""
         stripped = text.strip()
         return next((number for shown, number in self._shown if shown.strip() == stripped), None)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpumagic.dryrun.worker import cell
+from gpumagic.dryrun.worker.guesses import Read
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.worker.guesses import Guesses, Key
@@ -57,8 +58,8 @@ _ARITHMETIC = (
 _PLAIN = (int, float, complex)
 
 
-class Noted:
-    """A number from a device.
+class Noted(Read):
+    """A number from a device that notes what it decides.
 
     Args:
         number: what it is taken to be.
@@ -67,7 +68,7 @@ class Noted:
         may_be_known: whether a run that follows values may know it.
     """
 
-    __slots__ = ("_guesses", "key", "may_be_known", "number")
+    __slots__ = ("_guesses",)
 
     def __init__(self, number: float, key: Key, guesses: Guesses, *, may_be_known: bool) -> None:
         self.number = number

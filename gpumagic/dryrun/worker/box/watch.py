@@ -28,6 +28,10 @@ _PAGE = 4096
 """What follows in memory may not be there."""
 
 
+ASKS_THE_MACHINE = frozenset({"file", "uname", "lscpu"})
+"""Programs by which Python's `platform` and libraries learn where they are; they change nothing."""
+
+
 class Watch:
     """The calls of one dry run that the kernel refuses.
 
@@ -79,7 +83,7 @@ class Watch:
         if call.name in {"execve", "execveat"}:
             program = _text_of(call.pid, call.arguments[call.name == "execveat"])
             name = os.path.basename(program)  # noqa: PTH119  # it may be no path at all
-            if _COMPILERS.fullmatch(name):
+            if name in ASKS_THE_MACHINE or _COMPILERS.fullmatch(name):
                 return None
             self.effects[f"starts a program{f' ({name})' if name else ''}"] = None
             return errno.EPERM
