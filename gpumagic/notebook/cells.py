@@ -28,7 +28,7 @@ from IPython.display import display
 from gpumagic.errors import GpuMagicError
 from gpumagic.notebook import session as sessions
 from gpumagic.notebook.cell_body import CellBody
-from gpumagic.notebook.guards import BodyOutcome, BodyRuns, Guard, Outcome, run_guarded
+from gpumagic.notebook.guards import BodyOutcome, BodyRuns, Guard, NoGuard, Outcome, run_guarded
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -68,26 +68,6 @@ class _Session:
         if self.opens and not self.restored:
             self.guard.restore()
         self.closed = self.restored = True
-
-
-@dataclass
-class _FinishedGuard:
-    """Stands in for a guard that is closed, whose report waits for the end of its cell."""
-
-    name: str
-    report: object
-
-    def open(self) -> None:
-        pass
-
-    def close(self, error: BaseException | None) -> None:
-        pass
-
-    def restore(self) -> None:
-        pass
-
-    def finish(self, result: Outcome) -> object:
-        return self.report
 
 
 class CellSessions:
@@ -192,7 +172,7 @@ class CellSessions:
         if info is None or not at_end:
             display(report)
         else:
-            self._add(_FinishedGuard(name, report), info)
+            self._add(NoGuard(name, report), info)
 
     def _add(self, guard: Guard, info: ExecutionInfo, *, opens: bool = True) -> _Session:
         """Add a guard to a cell."""

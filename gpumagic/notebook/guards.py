@@ -81,11 +81,12 @@ class BodyRuns(Protocol):
         """Return the reports to show, each with its magic's name; like `Guard.finish` it may change the outcome."""
 
 
+@dataclass
 class NoGuard:
-    """Stands where nothing watches a body."""
+    """Stands where nothing watches a body, or no longer, with the report that waits for the end of the cell."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
+    report: object = None
 
     def open(self) -> None:
         """Do nothing."""
@@ -97,7 +98,8 @@ class NoGuard:
         """Do nothing."""
 
     def finish(self, result: Outcome) -> object | None:
-        """Return None: there is nothing to show."""
+        """Return what waits to be shown."""
+        return self.report
 
 
 class NestedGuard:
