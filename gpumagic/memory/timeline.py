@@ -9,6 +9,7 @@ given back.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -137,12 +138,11 @@ KeptStorages = Mapping[int, KeptStorage]
 
 def kept_by_part(before: KeptStorages, after: KeptStorages) -> dict[str, dict[str, int]]:
     """Return by device the bytes of each part of what both samples have, the largest first."""
-    sums: dict[str, dict[str, int]] = {}
+    sums: dict[str, Counter[str]] = {}
     for number in before.keys() & after.keys():
         device, part, nbytes, _ = after[number]
-        of_device = sums.setdefault(device, {})
-        of_device[part] = of_device.get(part, 0) + nbytes
-    return {device: dict(sorted(found.items(), key=lambda each: -each[1])) for device, found in sums.items()}
+        sums.setdefault(device, Counter())[part] += nbytes
+    return {device: dict(found.most_common()) for device, found in sums.items()}
 
 
 def new_storages(before: KeptStorages, after: KeptStorages) -> dict[str, list[KeptStorage]]:
@@ -371,7 +371,7 @@ def _with_parts(
 
 
 def _sums(arrivals: Iterable[_Arrival]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for _, part, nbytes in arrivals:
-        found[part] = found.get(part, 0) + nbytes
-    return dict(sorted(found.items(), key=lambda each: -each[1]))
+        found[part] += nbytes
+    return dict(found.most_common())

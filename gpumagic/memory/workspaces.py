@@ -16,6 +16,7 @@ import ctypes
 import os
 import struct
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -47,9 +48,9 @@ def find_workspaces() -> list[Workspace]:
 
 def workspace_bytes() -> dict[str, int]:
     """Return how many bytes they take of each device that has any."""
-    totals: dict[str, int] = {}
+    totals = Counter[str]()
     for each in find_workspaces():
-        totals[each.device] = totals.get(each.device, 0) + each.nbytes
+        totals[each.device] += each.nbytes
     return totals
 
 
