@@ -255,7 +255,7 @@ def _small_print(report: DryRunReport) -> Iterator[Block]:
     for text, sentences in (("Assumed", report.assumed), ("Not known", report.unknown), ("Left out", report.effects)):
         if sentences:
             yield Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
-    on = f" on torch {report.versions['torch']}" if report.versions else ""
+    on = f" on torch {report.versions['torch']}" if "torch" in report.versions else ""
     attention = f"; attention is {report.versions['attention']}" if "attention" in report.versions else ""
     yield Paragraph(
         f"{count(report.operators, 'operator')} were run{on}, {count(report.runs, 'time')}{attention}.", muted=True

@@ -167,7 +167,7 @@ def test_a_crash_or_a_hang_costs_one_sentence(cell, word) -> None:
 @pytest.mark.parametrize(
     ("cell", "word"),
     [
-        ("input('?')", "EOFError"),
+        ("input('?')", "it asks for input"),
         ("import ctypes; ctypes.CDLL(None).system(b'touch made')", "starts a program"),
         ("import os; os.system('touch made')", "starts a program"),
         ("import os; os.fork()", "starts a program"),

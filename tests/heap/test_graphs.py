@@ -10,9 +10,8 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from gpumagic.gpus import probe as gpus
 from gpumagic.heap import kinds
-from gpumagic.memory import allocator
+from gpumagic.memory import allocator, devices
 from gpumagic.tensors.scan import scan
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -273,6 +272,6 @@ def test_a_graph_lives_no_longer_for_having_been_looked_at(model) -> None:
 def test_what_other_processes_hold_of_a_device_is_the_driver_s_figure(monkeypatch) -> None:
     figures = {"cuda:0": allocator.AllocatorStats(512, 1024, None)}
     monkeypatch.setattr(allocator, "all_device_stats", lambda: figures)
-    rows = [types.SimpleNamespace(device="cuda:0", other_processes=7 << 30)]
-    monkeypatch.setattr(gpus, "read_rows", lambda _: rows)
+    driver = {"cuda:0": devices.DriverFigures(None, 7 << 30)}
+    monkeypatch.setattr(devices, "driver_figures", lambda _: driver)
     assert sums(scan({}), "cuda:0").other_processes == 7 << 30
