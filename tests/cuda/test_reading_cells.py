@@ -31,7 +31,7 @@ def test_a_cell_that_reads_each_step_takes_few_runs_and_has_the_allocators_peak(
     assert told["runs"] <= allowed, told
     if allowed == 1:
         assert not [each for each in told["assumed"] if each.startswith("line ")]
-        assert told["certain"]
+        assert told["certain"] is (name != "timm")  # what cuDNN takes for its convolutions is not known
 
 
 @pytest.mark.parametrize("name", [
