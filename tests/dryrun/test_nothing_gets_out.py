@@ -115,9 +115,8 @@ import multiprocessing, socket
 process = multiprocessing.get_context("spawn").Process(target=socket.create_connection, args=(("127.0.0.1", port),))
 process.start()
 process.join()
-batch = 4096
-for _ in range(9):
-    kept = [torch.ones(batch, 1 << 18, device=device) for _ in range(9)]
+batch = 64
+kept = [torch.empty(batch, total // 512, dtype=torch.uint8, device=device) for _ in range(9)]
 """
 
 
@@ -125,7 +124,8 @@ def test_a_cell_that_posts_and_runs_out_of_memory_has_posted_once(bare_shell, de
     bare_shell.config.GPUMagic.advice_seconds = 4.0
     bare_shell.run_line_magic("load_ext", "gpumagic")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        bare_shell.user_ns.update(torch=torch, device=device.name, port=server.getsockname()[1])
+        names = {"device": device.name, "total": device.torch.mem_get_info(0)[1], "port": server.getsockname()[1]}
+        bare_shell.user_ns.update(torch=torch, **names)
         bare_shell.run_cell(f"%%oomguard -o report\n{POSTS}", store_history=True)
         connections = 0
         while select.select([server], [], [], 0.1)[0]:
