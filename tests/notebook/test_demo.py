@@ -72,7 +72,7 @@ def test_a_notebook_is_committed_with_its_outputs(path: Path) -> None:
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in code)
     text = "".join(output["data"].get("text/html", "") for cell in code for output in cell.outputs if "data" in output)
-    assert "simulated" in text or "NVIDIA" in text  # says on what it ran
+    assert "simgpu" in text or "NVIDIA" in text  # says on what it ran
 
 
 def test_the_notebooks_outputs_name_no_path_of_the_machine_that_made_them() -> None:
