@@ -17,6 +17,7 @@ from attacks import ATTACKS
 from device import Accelerator
 
 import gpumagic
+from gpumagic.dryrun.worker import process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel is asked to keep a dry run in")
 
@@ -108,6 +109,15 @@ def test_a_cell_that_needs_somebody_else_is_not_said_to_fail(device: Accelerator
     assert report.fits is None
     assert "connection" in report.verdict
     assert "fails" not in report.verdict
+
+
+@pytest.mark.parametrize("error", [AttributeError, PermissionError])
+def test_a_system_that_does_not_tell_of_other_processes_ends_still_dry_runs(error, monkeypatch) -> None:
+    def refused(_: int) -> int:
+        raise error
+
+    monkeypatch.setattr(os, "pidfd_open", refused, raising=False)
+    assert process._notebook() is None
 
 
 POSTS = """

@@ -26,8 +26,6 @@ _NAME_CACHE = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket
 NOT_DONE = "which a dry run does not do"
 _PAGE = 4096
 """What follows in memory may not be there."""
-
-
 ASKS_THE_MACHINE = frozenset({"file", "uname", "lscpu"})
 """Programs by which Python's `platform` and libraries learn where they are; they change nothing."""
 

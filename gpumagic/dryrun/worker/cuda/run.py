@@ -118,9 +118,8 @@ class CudaRun:
         self._send(self._execute(namespace))
 
     def _arrange(self) -> None:
-        if not sandbox.block(
-            self.notes, self.request["watcher"]
-        ).has_files:  # before modules of the user's are imported
+        made = sandbox.block(self.notes, self.request["watcher"])  # before modules of the user's are imported
+        if not made.has_files:
             sandbox.refuse_compiler()
         sandbox.load_in_this_process(self.notes.assume)
 
