@@ -12,6 +12,7 @@ from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, cleared
 from gpumagic.oom.trials import Chosen, Trials
 from gpumagic.report import progress
+from gpumagic.report.units import duration
 
 Proposal = Advice | Choice
 Rule = Callable[[Facts], Iterable[Proposal]]
@@ -99,6 +100,9 @@ OF_ACTIVATIONS = frozenset({
 CRUMB = 0.1
 """What gives back less than this share of what another suggestion does stands below it."""
 
+DEAR = 2.0
+"""Seconds of a dry run from which on none is made for a second choice."""
+
 LEAST_SHARE = 0.1
 """The share of what is missing that a suggestion has to save to be worth a word."""
 
@@ -111,6 +115,7 @@ class _Tried:
     advice: Advice
     trial: EditTrial
     choice: Choice | None = None
+    is_exhausted: bool = False
 
     @property
     def saves(self) -> int:
@@ -140,7 +145,7 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         found += [] if together is None else [together]
     if any(each.trial.fits for each in found):
         found = [each for each in found if each.trial.fits or (each.tier < DRASTIC and each.trial.needs is not None)]
-    worth = [each for each in found if _is_worth_a_word(each, facts)]
+    worth = [each for each in found if _is_worth_a_word(each, facts) and not each.is_exhausted]
     most = max((_worth(each) for each in worth if each.tier < DRASTIC), default=0)
     return tuple(_finished(facts, each) for each in sorted(worth, key=functools.partial(_rank, most=most)))
 
@@ -151,12 +156,15 @@ def _try_all(proposals: Sequence[tuple[int, Proposal]], trials: Trials) -> list[
         for place, (tier, each) in enumerate(proposals):
             if tier >= DRASTIC and any(other.trial.fits and other.tier < DRASTIC for other in found):
                 break  # nobody needs another method, several GPUs or a larger one then
+            if trials.took > DEAR and not trials.reason and any(other.trial.fits for other in found):
+                trials.reason = f"a dry run takes {duration(trials.took)}, and one that fits is known"
+                break
             if isinstance(each, Choice):
                 tell(each.make(each.guess).title)
                 is_solved = any(other.trial.fits and other.trial.certain for other in found)
                 chosen = _chosen(each, trials, is_brief=is_solved)
                 own = OTHER_RESULT if each.changes_result and not chosen.is_finished else tier
-                found.append(_Tried(own, place, chosen.advice, chosen.trial, each))
+                found.append(_Tried(own, place, chosen.advice, chosen.trial, each, chosen.is_exhausted))
             else:
                 tell(each.title)
                 trial = trials.of(each) if each.changes or each.first else EditTrial()

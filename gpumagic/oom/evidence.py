@@ -125,6 +125,7 @@ def _since(facts: Facts, state: GuardState, advised: tuple[Advice, ...]) -> str:
 
 
 def _untried(facts: Facts, tried: Trials) -> Iterator[str]:
+    yield from dict.fromkeys(tried.exhausted)
     if tried.reason and facts.need is not None:
         yield f"Not all advice was tried: {tried.reason}."
 
@@ -207,12 +208,17 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
         return ()
     text = facts.work.text
     other = cell_code.read_text(text).batches if text is not None and text.cell else ()
-    found = batch_sizes(facts.cell, used, namespace) or tuple(
-        BatchSize(code, int(value))
-        for code, value in facts.work.numbers.items()
-        if "." in code and is_batch_name(code.rpartition(".")[2]) and type(value) is int and value > 1
-        and code.partition(".")[0] not in facts.cell.bound_first
-    )  # fmt: skip
+    found = _written_or_bound(facts.cell, used, namespace)
+    if not found:
+        of_objects = [
+            BatchSize(code, int(value))
+            for code, value in facts.work.numbers.items()
+            if "." in code and is_batch_name(code.rpartition(".")[2]) and type(value) is int and value > 1
+            and code.partition(".")[0] not in facts.cell.bound_first
+        ]  # fmt: skip
+        loaders = [BatchSize(each.name, each.batch_size, loader=True) for each in find_loaders(used, namespace)]
+        # A loader says no more than the number it was made with; one that the cell makes itself is made of another.
+        found = of_objects or loaders if "DataLoader" in facts.cell.attributes else loaders or of_objects
     elsewhere = (BatchSize(each.name, each.value, each.line, cell=text.cell) for each in other if text is not None)
     return (*found, *elsewhere)
 
@@ -297,17 +303,15 @@ def _assigned(statements: Iterable[ast.stmt]) -> frozenset[str]:
     return frozenset(node.id for each in targets for node in ast.walk(each) if isinstance(node, ast.Name))
 
 
-def batch_sizes(cell: CellCode, names: Iterable[str], namespace: Mapping[str, object]) -> tuple[BatchSize, ...]:
-    """Return the batch sizes the cell works with: its literals, then variables it uses, then DataLoaders."""
+def _written_or_bound(cell: CellCode, names: Iterable[str], namespace: Mapping[str, object]) -> list[BatchSize]:
+    """Return the batch sizes that the cell writes, then those of variables that it uses."""
     found = [BatchSize(literal.name, literal.value, literal.line) for literal in cell.batches]
     written = {literal.name for literal in cell.batches}
     for name in sorted(set(names) - written):
         value = namespace[name]
         if is_batch_name(name) and type(value) is int and value > 1:
             found.append(BatchSize(name, value))
-    if not found:  # a loader says no more than the number it was made with
-        found += [BatchSize(each.name, each.batch_size, loader=True) for each in find_loaders(names, namespace)]
-    return tuple(found)
+    return found
 
 
 def find_loaders(names: Iterable[str], namespace: Mapping[str, object]) -> tuple[Loader, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpumagic.heap.branches import attributes_of, dict_of, mro_of, name_of_type, stored_attribute
+from gpumagic.heap.branches import attributes_of, class_attribute, dict_of, mro_of, name_of_type, stored_attribute
 from gpumagic.oom import ownership
 from gpumagic.oom.report import Instant, Shape
 from gpumagic.oom.rules.facts import Collection as Collected
@@ -203,13 +203,26 @@ def _moving(stack: list[FrameLine]) -> int:
 
 
 def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of a frame, and their stored attributes, by the text that names them."""
+    """Yield the variables of a frame, their stored attributes and the values of dicts, by the text that names them."""
     variables = frame.f_locals
     for node in text.nodes() if text is not None else ():
         if isinstance(node, ast.Name) and node.id in variables:
             yield node.id, variables[node.id]
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in variables:
-            yield f"{node.value.id}.{node.attr}", stored_attribute(variables[node.value.id], node.attr)
+            owner: Any = variables[node.value.id]
+            read = class_attribute if isinstance(owner, type) else stored_attribute
+            yield f"{node.value.id}.{node.attr}", read(owner, node.attr)
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and text is not None:
+            owner, key = variables.get(node.value.id), _key(node.slice, variables)
+            if issubclass(type(owner), dict) and key is not None:  # not by its own methods: a defaultdict would grow
+                yield text.code(node), dict.get(owner, key)
+
+
+def _key(node: ast.expr, variables: Mapping[str, object]) -> Any:
+    """Return the text or the number that an index is; None for any other."""
+    key: Any = node.value if isinstance(node, ast.Constant) else None
+    key = variables.get(node.id) if isinstance(node, ast.Name) else key
+    return key if type(key) in (str, int) else None
 
 
 def _functional(stack: list[FrameLine]) -> tuple[str, dict[str, TensorFact]]:

@@ -50,6 +50,8 @@ class Chosen(NamedTuple):
     trial: EditTrial
     is_finished: bool = False
     """Whether it is what the choice's `finish` made of it."""
+    is_exhausted: bool = False
+    """Whether not even the smallest number fits: nobody is helped by that one."""
 
 
 class _CutShort(DryRunUnavailable):
@@ -66,10 +68,14 @@ class Trials:
 
     Attributes:
         reason: why nothing more is tried; empty while something can be.
+        took: seconds of the latest dry run.
+        exhausted: a sentence of each number of which not even 1 fits.
     """
 
     def __init__(self, facts: Facts, namespace: Mapping[str, object], seconds: float) -> None:
         self.reason = "" if seconds > 0 else "dry runs of advice are turned off"
+        self.exhausted: list[str] = []
+        self.took = 0.0
         self._device, self._namespace, self._seconds = facts.device or "", namespace, seconds
         self._source, self._residue, self._half_made = facts.scene.source or "", facts.residue, facts.half_made
         self._texts = {text.cell: text.source for text in facts.texts if text.cell}
@@ -150,8 +156,8 @@ class Trials:
                 if runs and time.monotonic() >= until:
                     raise _CutShort
                 runs[number] = self._run((choice.make(number), *others), until if runs else None)
-                if number < choice.now in runs and self._is_no_less(runs[number], runs[choice.now]):
-                    raise DryRunUnavailable(f"{choice.name} changes nothing")
+                if number < choice.now in runs and self._is_hopeless(runs, number, choice.now):
+                    raise DryRunUnavailable(f"{choice.name} changes too little")
             return runs[number]
 
         try:
@@ -162,6 +168,8 @@ class Trials:
             is_cut = isinstance(error, _CutShort) or bool(self.reason)
             cut = f"; the search was cut short, more may fit: {choice.goes_on}" if is_cut else ""
         smaller = [value for value in runs if value < choice.now]
+        if not cut and choice.is_setting and 1 in runs and runs[1].fits is False:
+            self.exhausted.append(f"No {choice.name} fits alone, not even 1.")
         passed = [value for value in smaller if runs[value].fits]
         if not smaller:
             return Chosen(choice.make(choice.guess), self._untried())
@@ -171,7 +179,7 @@ class Trials:
         trial = self.of(better, *others) if better is not None else EditTrial()
         if better is not None and trial.fits:
             return Chosen(replace(better, evidence=better.evidence + cut), trial, is_finished=True)
-        return Chosen(replace(made, evidence=made.evidence + cut) if passed else made, ran)
+        return Chosen(replace(made, evidence=made.evidence + cut), ran, is_exhausted=ran.fits is False and not cut)
 
     def _run(self, edits: Sequence[Advice], until: float | None = None) -> DryRunReport:
         """Return the dry run of the cell with edits made.
@@ -191,11 +199,12 @@ class Trials:
         script, target = script_of(self._code(edits)), targets.choose(self._device, None)
         left = min(self._left_seconds(), self._left_seconds() if until is None else until - time.monotonic())
         try:
-            self._is_running = True
+            self._is_running, began = True, time.monotonic()
             report = run.dry_run(script, dict(self._namespace), target, time_limit=max(0.1, left))
             self._is_running = False
         finally:
             self._is_running = False
+        self.took = time.monotonic() - began
         if self._until is None:  # the worker's start does not count
             self._until = time.monotonic() + self._seconds
         return report
@@ -226,12 +235,15 @@ class Trials:
             fits, reason = None, _IN_PIECES  # in what order the blocks lie decides, which may be another then
         return EditTrial(fits, report.certain, needs, report.capacity, saves, reason)
 
-    def _is_no_less(self, report: DryRunReport, than: DryRunReport) -> bool:
-        """Return whether a smaller number saved nothing: what does not go with it is what needs most."""
-        one, other = self._of_device(report), self._of_device(than)
-        return (
-            not report.fits and one is not None and other is not None and one.peak >= other.peak > (other.capacity or 0)
-        )
+    def _is_hopeless(self, runs: Mapping[int, DryRunReport], number: int, now: int) -> bool:
+        """Return whether a number saves so little that even none of it would leave half of what is missing.
+
+        What a peak saves by the step becomes less, never more, where something else begins to need most.
+        """
+        one, other = self._of_device(runs[number]), self._of_device(runs[now])
+        if runs[number].fits or one is None or other is None or other.peak <= (other.capacity or 0):
+            return False
+        return (other.peak - one.peak) * now / (now - number) < (other.peak - (other.capacity or 0)) / 2
 
     def _of_device(self, report: DryRunReport) -> DeviceNeed | None:
         return next((each for each in report.devices if each.device == self._device), None)

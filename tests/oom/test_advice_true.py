@@ -69,7 +69,7 @@ def test_a_need_that_hangs_on_a_value_is_told_with_its_line() -> None:
 class Told:
     """Trials of which the outcome is given by title."""
 
-    reason = ""
+    reason, took = "", 0.0
 
     def __init__(self, outcomes):
         self._outcomes = outcomes
@@ -102,6 +102,15 @@ def test_what_was_not_tried_never_stands_above_what_was(monkeypatch) -> None:
     found = ranked(monkeypatch, ("untried", 0, None, None), ("fails", 2, FAILS, None), ("8-bit", 4, None, None))
     assert found == ["fails", "untried", "8-bit"]
     assert ranked(monkeypatch, ("untried", 0, None, None), ("fits", 3, FITS, None)) == ["fits"]
+
+
+def test_where_a_dry_run_takes_long_the_first_that_fits_ends_the_tries(monkeypatch) -> None:
+    two = (("fits", 1, FITS, None), ("dearer", 2, FAILS, None))
+    assert ranked(monkeypatch, *two) == ["fits", "dearer"]
+    monkeypatch.setattr(Told, "took", 12.0)
+    assert ranked(monkeypatch, *two) == ["fits"]
+    cheaper = (("fails", 0, FAILS, None), *two)
+    assert ranked(monkeypatch, *cheaper) == ["fits", "fails"], "what costs less is tried all the same"
 
 
 def test_crumbs_never_stand_above_a_leak(monkeypatch) -> None:
@@ -149,6 +158,21 @@ def test_parts_are_made_smaller_where_the_code_says_how_large_they_are(code, lin
     assert choice.make(choice.guess).edit == edit
 
 
+@pytest.mark.parametrize(
+    ("code", "line", "title"),
+    [
+        ("for q in queries.split(500):\n    d = torch.cdist(q, base)", 2,
+         "Take 250 at a time in line 1, not 500: queries.split(500)"),
+        ("step = 500\nfor i in range(0, len(x), step):\n    y = x[i : i + step] @ w", 3,
+         "Lower step from 500 to 250: line 2 takes so many at a time"),
+        ("for q in x.chunk(4):\n    y = q @ w", 2, "Make 8 parts in line 1, not 4: x.chunk(4)"),
+    ],
+)  # fmt: skip
+def test_smaller_parts_are_told_with_the_setting_and_its_line(code, line, title) -> None:
+    (choice,) = parts.smaller(of_cell(PIECES, code, line, numbers={"step": 500}))
+    assert choice.make(choice.guess).title == title
+
+
 def test_a_number_of_the_notebook_is_set_before_the_cell() -> None:
     facts = of_cell(PIECES, "for q in x.split(size):\n    y = q @ w", 2, numbers={"size": 500})
     (choice,) = parts.smaller(facts)
@@ -175,6 +199,47 @@ def test_a_batch_size_in_an_object_of_settings_is_lowered_there(report_of) -> No
     )
     assert report.advice[0].title.startswith("Lower cfg.batch_size from 100 to ")
     assert report.advice[0].covers
+
+
+def test_a_batch_size_of_settings_is_lowered_where_the_cell_makes_its_loader_of_it(report_of) -> None:
+    report = report_of(
+        "loader = torch.utils.data.DataLoader(data, batch_size=cfg.batch_size)\n"
+        "for (x,) in loader:\n    y = net(x.to('simgpu:0'))",
+        before="class cfg:\n    batch_size = 4096\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(8192, 64))\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(64, 16384), torch.nn.ReLU()).to('simgpu:0')",
+    )
+    assert report.advice[0].title.startswith("Lower cfg.batch_size from 4096 to ")
+    assert report.advice[0].covers
+
+
+@pytest.mark.parametrize(
+    ("made", "add"),
+    [
+        ("history = {'loss': []}", "history['loss'].append(loss)"),
+        ("history = collections.defaultdict(list)", "for key in ['loss']:\n        history[key].append(loss)"),
+        ("history = types.SimpleNamespace(loss=[])", "history.loss.append(loss)"),
+        ("history = {'loss': 0}", "history['loss'] += loss"),
+    ],
+)
+def test_a_graph_that_a_collection_of_collections_keeps_is_a_leak(report_of, made, add) -> None:
+    report = report_of(
+        f"{made}\nfor x in data:\n    loss = net(x.to('simgpu:0')).mean()\n    {add}",
+        before="import collections, types\ndata = torch.randn(20, 4096, 64)\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.ReLU()).to('simgpu:0')",
+    )
+    assert "A leak: history" in report.verdict
+    assert report.advice[0].title == "Collect loss without its autograd graph"
+    assert report.advice[0].covers
+
+
+def test_a_number_of_which_not_even_the_smallest_fits_is_no_suggestion(report_of) -> None:
+    report = report_of(
+        "batch_size = 1000000\nkept = []\n"
+        "for _ in range(9):\n    kept.append(torch.ones((8 << 20) + batch_size, device='simgpu:0'))"
+    )
+    assert not [each for each in report.advice if "batch_size" in each.title]
+    assert any(note == "No batch_size fits alone, not even 1." for note in report.notes)
 
 
 @pytest.fixture

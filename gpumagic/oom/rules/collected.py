@@ -59,7 +59,7 @@ def results(facts: Facts) -> Iterator[Advice]:
         held = facts.work.collections.get(target)
         if held is None or held.graphs or held.nbytes < LARGE:
             continue
-        place, joined = held.place or target, list(_joined(text, target))
+        place, joined = held.place or target, list(_joined(text, _root(target)))
         if not values and not joined:
             continue
         back = f'.to("{facts.device}")'
@@ -101,7 +101,13 @@ _NOTHING: list[ast.expr] = []
 
 def _is_there(facts: Facts, name: str) -> bool:
     """Return whether the cell begins with what a variable of the notebook holds already."""
-    return any(each.name == name for each in facts.kept) and name not in (facts.cell.bound_first if facts.cell else ())
+    root = _root(name)
+    return any(each.name == root for each in facts.kept) and root not in (facts.cell.bound_first if facts.cell else ())
+
+
+def _root(place: str) -> str:
+    """Return the variable: ``history`` of ``history["loss"]``."""
+    return re.split(r"\W", place, maxsplit=1)[0]
 
 
 def _moved(place: str, held: Collection) -> str:
@@ -147,15 +153,16 @@ def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
             owner, values = _addition(node)
             if isinstance(node, ast.Call) and id(node) not in alone:
                 continue  # what returns something does not only keep
-            held = facts.work.collections.get(owner.id) if isinstance(owner, ast.Name) else None
+            target = text.code(owner) if owner is not None else ""
+            held = facts.work.collections.get(target)
             if held is not None and (held.place or held.record):
                 parts = [part for value in values for part in _parts(value)]
                 known = [(part, facts.work.tensors.get(text.code(part))) for part in parts]
                 values = [part for part, fact in known if fact is not None and fact.device == facts.device]
             elif isinstance(node, ast.Call) and called_name(node) not in _ADD:
                 continue
-            if isinstance(owner, ast.Name) and values:
-                yield text, owner.id, values
+            if values and (isinstance(owner, ast.Name) or held is not None or target in facts.work.tensors):
+                yield text, target, values
 
 
 _ADD = ("append", "appendleft")

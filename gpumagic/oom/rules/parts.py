@@ -22,9 +22,11 @@ class Parts(NamedTuple):
     """The number that says how large the parts are, or how many."""
 
     number: ast.expr
+    call: ast.Call
+    """What is told it."""
     is_count: bool = False
-    step_of: ast.Call | None = None
-    """The `range` of which it is the step."""
+    is_step: bool = False
+    """Whether it is the step of a `range`."""
 
 
 _MODULES = ("torch.", "np.", "numpy.")
@@ -44,15 +46,21 @@ def smaller(facts: Facts) -> Iterator[Choice]:
 
 def _choice(facts: Facts, text: CellText, found: Parts, name: str, now: int) -> Choice:
     written = [found.number] if not name else [each for node in text.nodes() for each in literals(node, name)]
-    written += _slices(text, found.step_of, now) if found.step_of is not None and not name else []
+    written += _slices(text, found.call, now) if found.is_step and not name else []
     most = 1 << MOST_DOUBLINGS
 
     def made(value: int) -> Advice:
         number = now * most // value if found.is_count else value
-        how = f"{now} parts" if found.is_count else f"{now} at a time"
+        line = f"line {found.number.lineno}" + (f" of {text.cell}" if text.cell else "")
+        if name:
+            title = f"{'Raise' if found.is_count else 'Lower'} {name} from {now} to {number}"
+            title += f": {line} makes so many parts" if found.is_count else f": {line} takes so many at a time"
+        else:
+            what = f"Make {number} parts" if found.is_count else f"Take {number} at a time"
+            title = f"{what} in {line}, not {now}: {text.code(found.call)}"
+        how = "parts" if found.is_count else "at a time"
         return propose(
-            f"Make {number} parts of it, not {now}" if found.is_count else f"Take {number} at a time, not {now}",
-            evidence=f"{text.code(found.number)} in line {found.number.lineno} is {how}",
+            title, evidence=f"{text.code(found.number)} in {line} is {now} {how}",
             cost="a different gradient" if facts.trains else "a little time", text=text if written else None,
             changes=[text.replace(each, str(number)) for each in written],
             first=None if written else f"{name} = {number}",
@@ -75,18 +83,18 @@ def _parts_in(text: CellText, line: int | None) -> Iterator[Parts]:
     for _, source in sorted(sources, key=lambda one: -one[0]):
         for inner in ast.walk(source):
             yield from _told(text, inner) if isinstance(inner, ast.Call) else ()
-    yield from (Parts(call.args[1]) for _, call in calls([text], "DataLoader") if len(call.args) > 1)
+    yield from (Parts(call.args[1], call) for _, call in calls([text], "DataLoader") if len(call.args) > 1)
 
 
 def _told(text: CellText, call: ast.Call) -> Iterator[Parts]:
     """Yield the number that a call is told; of a function it is the second argument, of a method the first."""
     name, place = called_name(call), 1 if text.code(call.func).startswith(_MODULES) else 0
     if name == "range" and len(call.args) == 3:
-        yield Parts(call.args[2], step_of=call)
+        yield Parts(call.args[2], call, is_step=True)
     elif name in ("split", "chunk", "tensor_split", "array_split") and len(call.args) > place:
-        yield Parts(call.args[place], is_count=name != "split")
+        yield Parts(call.args[place], call, is_count=name != "split")
     elif name in ("batched", "chunked") and len(call.args) == 2:
-        yield Parts(call.args[1])
+        yield Parts(call.args[1], call)
 
 
 def _slices(text: CellText, step_of: ast.Call, number: int) -> list[ast.expr]:
