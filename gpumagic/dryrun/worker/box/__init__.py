@@ -20,7 +20,7 @@ import struct
 import sys
 from typing import NamedTuple
 
-from gpumagic.dryrun.worker.box import landlock, overlay, seccomp
+from gpumagic.dryrun.worker.box import landlock, overlay, seccomp, watch
 from gpumagic.dryrun.worker.box.seccomp import NOTIFY, Rule, refuse
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -28,10 +28,17 @@ _NAMESPACES = 0x7E020000
 """`CLONE_NEW*`, for `clone`."""
 _DEVICE_FILE = 0o020000
 """The bit of a file's mode that block and character devices share, and nothing else has."""
+_SETS_OWNER = (8, 15)
+"""`F_SETOWN` and `F_SETOWN_EX`, which tell a file whom to signal."""
+_CONTROLS = (0x8901, 0x8902, *watch.SETS_FLAGS)
+"""The same by `ioctl` (`FIOSETOWN`, `SIOCSPGRP`), and a file's flags, which take no right to write to it."""
+_DATAGRAMS = tuple(2 | flags for flags in (0, 0x80000, 0x800, 0x80800))
+"""`SOCK_DGRAM`, also closed by exec and not waiting: either end of a pair can send to any path."""
 _INTERNET = (socket.AF_INET, socket.AF_INET6, getattr(socket, "AF_NETLINK", 16))
 
 
 _FILES, _SIGNALS = "files that C code removes or renames", "signals to other processes"
+_DEVICE_FILES = "device files that C code writes to"  # others than the administrator have hardly any
 _CONNECTIONS = "connections that C code makes"
 
 
@@ -63,11 +70,15 @@ def enter(*, listens: bool = False) -> Box:
     has_files, has_network = overlay.enter()
     if has_network:
         _switch_loopback_on()
+    overlay.drop_capabilities()
     writable = [*_DEVICES, *(overlay.folders() if has_files else ())]
     missing = []
-    if not landlock.restrict(writable) and not has_files:
-        _no_growing_files()
-        missing.append(_FILES)
+    if not landlock.restrict(writable):
+        if not has_files:
+            _no_growing_files()
+            missing.append(_FILES)
+        elif os.geteuid() == 0:
+            missing.append(_DEVICE_FILES)
     try:
         listener = seccomp.install(_rules(has_files=has_files, has_network=has_network), listens=listens)
     except OSError:
@@ -92,12 +103,14 @@ def _switch_loopback_on() -> None:
 
 
 def _rules(*, has_files: bool, has_network: bool) -> list[Rule]:
-    """Return what the kernel refuses, the first rule of a call first."""
+    """Return what the kernel refuses; of two rules for a call the first holds."""
     denied, missing, own = refuse(errno.EPERM), refuse(errno.ENOSYS), (0, os.getpid())
     return [
         # In a network of its own there is this process alone; but sockets of the Unix family reach others by a path.
         Rule(["socket"], NOTIFY, argument=0, allowed=_INTERNET if has_network else ()),
+        Rule(["socketpair"], NOTIFY, argument=1, values=_DATAGRAMS),
         Rule(["connect"], NOTIFY),
+        Rule(["sendto"], NOTIFY, argument=4, allowed=(0,)),
         Rule(["execve", "execveat"], NOTIFY),
         Rule(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], NOTIFY, argument=0, allowed=own),
         Rule(["tkill", "pidfd_send_signal", "pidfd_getfd", "ptrace", "process_vm_readv", "process_vm_writev"], NOTIFY),
@@ -105,6 +118,8 @@ def _rules(*, has_files: bool, has_network: bool) -> list[Rule]:
         Rule(["sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "prlimit64"], denied,
              argument=0, allowed=own),
         Rule(["setpriority", "ioprio_set"], denied, argument=1, allowed=own),
+        Rule(["fcntl"], NOTIFY, argument=1, values=_SETS_OWNER),
+        Rule(["ioctl"], NOTIFY, argument=1, values=_CONTROLS),
         # Memory and queues that other processes know by a number; torch's and multiprocessing's have paths.
         Rule(["shmget", "shmat", "shmctl", "msgget", "semget", "mq_open"], missing),
         *([] if has_files else [Rule(

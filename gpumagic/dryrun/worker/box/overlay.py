@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import re
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ _NEW_NETWORK = 0x40000000
 _NEW_NAMES = 0x04000000 | 0x08000000
 """Of the host, and of System V's shared memory."""
 _DUMPABLE = 4
+_CAPABILITIES, _OVER_FILES = 0x20080522, 0b11111
+"""The version of the call's arguments; to change owners, to read and write whatever their modes, and the like."""
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
 _DETACH = 2
 _NO_FILES = frozenset({
@@ -66,12 +69,17 @@ def _places() -> list[str]:
 
 
 def _mounted() -> Iterator[str]:
+    for path, kind in _mounts():
+        inside = not path.startswith(_SYSTEM) or path == "/dev/shm"  # noqa: S108
+        if path != "/" and inside and kind not in _NO_FILES and Path(path).is_dir():
+            yield path
+
+
+def _mounts() -> Iterator[tuple[str, str]]:
+    """Give what is mounted where, and its kind."""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
         fields, _, kind = line.partition(" - ")
-        path = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields.split()[4])
-        inside = not path.startswith(_SYSTEM) or path == "/dev/shm"  # noqa: S108
-        if path != "/" and inside and kind.split()[0] not in _NO_FILES and Path(path).is_dir():
-            yield path
+        yield re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields.split()[4]), kind.split()[0]
 
 
 def _take_namespaces() -> bool:
@@ -97,6 +105,16 @@ def _take_namespaces() -> bool:
     return has_network
 
 
+def drop_capabilities() -> None:
+    """Give up the administrator's rights but those over files, which decide what can be read.
+
+    Who has fewer than another process cannot look into it, its files through /proc included.
+    """
+    header, kept = struct.pack("=Ii", _CAPABILITIES, 0), struct.pack("=III", _OVER_FILES, _OVER_FILES, 0)
+    with contextlib.suppress(OSError):
+        _call("capset", header, kept + bytes(12))
+
+
 def _cover(places: list[tuple[str, int]]) -> None:
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE
     _mount(_STAGE, 0, "tmpfs", f"size={room}")
@@ -106,9 +124,13 @@ def _cover(places: list[tuple[str, int]]) -> None:
             _lay_over(path, lower, f"{_STAGE}/{number}")
     finally:
         _call("umount2", _STAGE.encode(), _DETACH)
-    for path in _SYSTEM:  # their settings are the machine's
+    for path in _SYSTEM:
         with contextlib.suppress(OSError):
             _mount(path, _BIND | _RECURSIVE, source=path)
+    with contextlib.suppress(OSError):
+        _mount("/dev/pts", 0, "devpts", "newinstance,ptmxmode=0666")  # terminals of our own, none of anybody's
+    for path in [path for path, _ in _mounts() if path.startswith(_SYSTEM) and path != "/dev/shm"]:  # noqa: S108
+        with contextlib.suppress(OSError):  # their settings are the machine's
             _mount(path, _REMOUNT | _BIND | _READ_ONLY)
 
 

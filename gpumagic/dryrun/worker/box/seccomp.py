@@ -42,7 +42,7 @@ def refuse(error: int) -> int:
 
 NUMBERS: Mapping[str, tuple[int | None, int | None]] = {
     # Other machines
-    "socket": (41, 198), "connect": (42, 203),
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "sendto": (44, 206),
     # Programs
     "execve": (59, 221), "execveat": (322, 281),
     # Other processes
@@ -52,6 +52,7 @@ NUMBERS: Mapping[str, tuple[int | None, int | None]] = {
     "process_mrelease": (448, 448), "kcmp": (312, 272), "move_pages": (279, 239), "migrate_pages": (256, 238),
     "setpriority": (141, 140), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118), "sched_setattr": (314, 274), "prlimit64": (302, 261), "ioprio_set": (251, 30),
+    "fcntl": (72, 25), "ioctl": (16, 29),
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "semget": (64, 190),
     "mq_open": (240, 180),
     # Files: what neither an overlay nor Landlock minds
@@ -86,6 +87,7 @@ class Rule(NamedTuple):
         argument: the one that decides, by its place; None: each such call gets the answer.
         allowed: values of it (32 bits) with which the call is made.
         flags: instead, bits of it of which one is enough for the answer.
+        values: instead, values of it with which the call gets the answer.
     """
 
     calls: Sequence[str]
@@ -93,6 +95,7 @@ class Rule(NamedTuple):
     argument: int | None = None
     allowed: Sequence[int] = ()
     flags: int = 0
+    values: Sequence[int] = ()
 
 
 class Refused(NamedTuple):
@@ -202,6 +205,9 @@ def _block(rule: Rule) -> list[tuple[int, int, int, int]]:
     load = (_LOAD, 0, 0, _ARGUMENTS + 8 * rule.argument)
     if rule.flags:
         return [load, (_ANY_BIT, 0, 1, rule.flags), (_RETURN, 0, 0, rule.answer), (_RETURN, 0, 0, ALLOW)]
-    count = len(rule.allowed)
-    tests = [(_EQUAL, count - place, 0, value & 0xFFFFFFFF) for place, value in enumerate(rule.allowed)]
-    return [load, *tests, (_RETURN, 0, 0, rule.answer), (_RETURN, 0, 0, ALLOW)]
+    values, otherwise, on_match = rule.allowed, rule.answer, ALLOW
+    if rule.values:
+        values, otherwise, on_match = rule.values, ALLOW, rule.answer
+    count = len(values)
+    tests = [(_EQUAL, count - place, 0, value & 0xFFFFFFFF) for place, value in enumerate(values)]
+    return [load, *tests, (_RETURN, 0, 0, otherwise), (_RETURN, 0, 0, on_match)]

@@ -23,7 +23,14 @@ _PATIENCE = 5
 _NAMES_PORT = 53
 _NAME_CACHE = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 """How C asks for a name, also for this host's own: a server of DNS, and before it the machine's cache (nscd)."""
+SETS_FLAGS = (0x40086602, 0x40046602, 0x401C5820)
+"""`FS_IOC_SETFLAGS`, in 64 and 32 bits, and `FS_IOC_FSSETXATTR`."""
+_SIGNAL = frozenset({
+    "kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal", "fcntl", "ioctl",
+})  # fmt: skip
 NOT_DONE = "which a dry run does not do"
+_LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
+"""Tables of sockets, and the state of one that waits for anybody."""
 _PAGE = 4096
 """What follows in memory may not be there."""
 ASKS_THE_MACHINE = frozenset({"file", "uname", "lscpu"})
@@ -79,39 +86,47 @@ class Watch:
     def _answer(self, call: Refused) -> int | None:
         """Return the error of a call, None where it is made; what the user should hear of is noted."""
         if call.name in {"execve", "execveat"}:
-            program = _text_of(call.pid, call.arguments[call.name == "execveat"])
-            name = os.path.basename(program)  # noqa: PTH119  # it may be no path at all
-            if name in ASKS_THE_MACHINE or _COMPILERS.fullmatch(name):
-                return None
-            self.effects[f"starts a program{f' ({name})' if name else ''}"] = None
-            return errno.EPERM
-        if call.name == "connect":
-            family, host, port = _address_of(call.pid, call.arguments[1])
-            if family == socket.AF_NETLINK or is_listening(port, f"/proc/{call.pid}/net"):
-                return None
-            if port != _NAMES_PORT:
-                effect = f"opens a connection{f' to {host}:{port}' if host else ''}"
-                self.effects[effect] = None
-                self._refused[effect] += 1
-                if self._refused[effect] > _PATIENCE:
-                    self.waits_for = effect
-            return errno.ECONNREFUSED
-        if call.name == "socket":
+            return self._start(_text_of(call.pid, call.arguments[call.name == "execveat"]))
+        if call.name in {"connect", "sendto"}:
+            return self._reach(call)
+        if call.name in {"socket", "socketpair"}:
             if tuple(call.arguments[:2]) != _NAME_CACHE:
                 self.effects["opens a connection"] = None
             return errno.EAFNOSUPPORT
-        signals = call.name in {"kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal"}
-        self.effects["signals another process" if signals else "looks into another process"] = None
+        if call.name == "ioctl" and call.arguments[1] & 0xFFFFFFFF in SETS_FLAGS:
+            self.effects["changes the flags of a file"] = None
+        else:
+            self.effects["signals another process" if call.name in _SIGNAL else "looks into another process"] = None
         return errno.EPERM
+
+    def _start(self, program: str) -> int | None:
+        name = os.path.basename(program)  # noqa: PTH119  # it may be no path at all
+        if name in ASKS_THE_MACHINE or _COMPILERS.fullmatch(name):
+            return None
+        self.effects[f"starts a program{f' ({name})' if name else ''}"] = None
+        return errno.EPERM
+
+    def _reach(self, call: Refused) -> int | None:
+        is_connection = call.name == "connect"
+        family, host, port = _address_of(call.pid, call.arguments[1 if is_connection else 4])
+        if family == socket.AF_NETLINK or is_listening(port, f"/proc/{call.pid}/net"):
+            return None
+        if port != _NAMES_PORT:
+            effect = f"{'opens a connection' if is_connection else 'sends data'}{f' to {host}:{port}' if host else ''}"
+            self.effects[effect] = None
+            self._refused[effect] += 1
+            if self._refused[effect] > _PATIENCE:
+                self.waits_for = effect
+        return errno.ECONNREFUSED
 
 
 def is_listening(port: int, network: str = "/proc/self/net") -> bool:
-    """Return whether somebody listens at a port of TCP in the network of a process."""
-    for name in "tcp", "tcp6":
+    """Return whether somebody listens at a port in the network of a process."""
+    for name, listens in _LISTENS.items():
         with contextlib.suppress(OSError):
             for line in Path(network, name).read_text(encoding="ascii").splitlines()[1:]:
                 _, local, _, state = line.split()[:4]
-                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                if state == listens and int(local.rpartition(":")[2], 16) == port:
                     return True
     return False
 
