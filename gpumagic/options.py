@@ -14,7 +14,7 @@ from functools import cache
 from typing import NoReturn, TypeVar
 
 from gpumagic.errors import OptionError, nearest
-from gpumagic.memory.presets import GPUS
+from gpumagic.memory.presets import GPUS, USUAL, typed
 
 _T = TypeVar("_T")
 ENGINE_TIMEOUT = 10.0
@@ -354,8 +354,10 @@ def _dryrun() -> Parser:
         type=_typed(device_memory),
         help="for a device with this much memory, such as 16GiB",
     )
-    *others, last = (name.replace(" ", "-") for name in GPUS)
-    parser.add_argument("--gpu", metavar="NAME", help=f"for a {', '.join(others)} or {last}")
+    usual = ", ".join(typed(USUAL))
+    parser.add_argument(
+        "--gpu", nargs="+", metavar=("NAME", "WORD"), help=f"for a {usual} or one of {len(GPUS)} in all: --gpu list"
+    )
     parser.add_argument(
         "--run", action="store_true", help="then run the cell if it fits; else fail, so that Run All stops"
     )

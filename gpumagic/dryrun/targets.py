@@ -66,6 +66,11 @@ class Target:
         """The devices' torch names."""
         return [f"{self.backend}:{index}" for index in range(len(self.capacities))]
 
+    @property
+    def is_amd(self) -> bool:
+        """Whether ROCm would run the cell, and all that is known of the GPU here is its size."""
+        return self.gpu is not None and GPUS[self.gpu].name.startswith("AMD")
+
     def tells_segments(self) -> bool:
         """Return whether it is known where everything lies that is in use."""
         return all(each is not None for each, held in zip(self.segments, self.allocated, strict=True) if held)

@@ -12,6 +12,7 @@ from gpumagic.report.units import count, size, size_range
 
 MOST_PLACES = 2
 """Lines that a sentence names."""
+_ROCM = ("what ROCm takes for itself: of this GPU only the size is known here, and CUDA on an A100 stands in",)
 
 
 def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -> DryRunReport:
@@ -34,12 +35,12 @@ def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -
         fits=_together([each.fits for each in devices]),
         capacity=device.capacity,
         complete=complete,
-        certain=complete and not outcome.get("varies") and not outcome.get("lacks"),
+        certain=complete and not outcome.get("varies") and not outcome.get("lacks") and not target.is_amd,
         passes=tuple(Passes(*each) for each in outcome["passes"]),
         modules=dict(found.get("modules", ())),
         timeline=tuple(DryRunPoint(target.names[index], *point) for index, *point in outcome["timeline"]),
         assumed=(*outcome["assumed"], *parts.assumed),
-        unknown=tuple(dict.fromkeys((*outcome["unknown"], *parts.notes, *target.unknown))),
+        unknown=tuple(dict.fromkeys((*outcome["unknown"], *parts.notes, *target.unknown, *_ROCM * target.is_amd))),
         engine=chosen.name, gpu=target.gpu, overhead=target.extra, scenario=outcome.get("most"), runs=outcome["runs"],
         flat=tuple((place, number) for place, number in outcome.get("flat", ())),
         function=at["function"] or None, operator_bytes=at["nbytes"],

@@ -19,8 +19,8 @@ time, where CUDA lets small pieces share.
 
 To start reading: `build.py` says which libraries are exchanged and compiles `native/`; `answers.py` is what the
 generated functions write. `native/fake.h` lists what the libraries share; `runtime.c` and its neighbours are libcudart,
-`driver.c` is libcuda, each other file is the library of its name. `gpus.py` has the GPUs that can be stood in for,
-`log.py` reads what the runtime saw, `__main__.py` is the command.
+`driver.c` is libcuda, each other file is the library of its name. `memory/presets.py` has the GPUs that can be
+stood in for, `log.py` reads what the runtime saw, `__main__.py` is the command.
 """
 
 from __future__ import annotations

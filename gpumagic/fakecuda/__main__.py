@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from gpumagic import fakecuda
 from gpumagic.errors import GpuMagicError
+from gpumagic.memory.presets import USUAL, typed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +46,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="A command that runs Python runs the one whose torch this is: python -m gpumagic.fakecuda of the same "
         "environment.",
     )
+    usual = ", ".join(typed(USUAL))
     parser.add_argument(
-        "--gpu", action="append", metavar="NAME", help=f"one of {', '.join(fakecuda.GPUS)} (A100); again for a second"
+        "--gpu",
+        action="append",
+        metavar="NAME",
+        help=f"{usual} (A100) or another: --gpu list; again for a second",
     )
     parser.add_argument("--devices", type=int, metavar="N", help="how many of it")
     parser.add_argument("--capacity", metavar="SIZE", help="the memory of each, such as 8GiB")

@@ -81,9 +81,9 @@ def _values(action: Action, offers: Offers) -> Collection[str]:
 
 
 def _gpus() -> Collection[str]:
-    from gpumagic.memory.presets import GPUS
+    from gpumagic.memory.presets import GPUS, typed
 
-    return [name.replace(" ", "-") for name in GPUS]
+    return typed(GPUS)
 
 
 def numbers(namespace: Mapping[str, object], cell: str) -> Collection[str]:

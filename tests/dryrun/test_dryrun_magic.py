@@ -89,10 +89,17 @@ def test_fit_finds_the_largest_that_fits(run, bare_shell) -> None:
 
 
 def test_a_gpu_that_is_not_here_has_its_own_memory(run) -> None:
-    report = run("--gpu rtx3090", "x = torch.ones(2**30, device='cuda')").result
+    report = run("--gpu RTX 3090", "x = torch.ones(2**30, device='cuda')").result
     assert (report.device, report.gpu, report.fits) == ("cuda:0", "RTX 3090", True)
-    assert str(report).startswith("Fits: 4.0 of 23.7 GiB on cuda:0 (RTX 3090)")
-    assert run("--gpu T4", "x = torch.ones(2**32, device='cuda')").result.fits is False
+    assert str(report).startswith("Fits: 4.0 of 23.6 GiB on cuda:0 (RTX 3090)")
+    assert run("--gpu rtx3090", "x = torch.ones(2**33, device='cuda')").result.fits is False
+
+
+def test_of_an_amd_gpu_the_size_counts_and_nothing_is_certain(run) -> None:
+    report = run("--gpu mi300x", "x = torch.ones(2**35, device='cuda')").result
+    assert (report.gpu, report.fits, report.certain) == ("MI300X", True, False)
+    assert any("ROCm" in sentence for sentence in report.unknown)
+    assert run("--gpu H200", "x = torch.ones(2**35, device='cuda')").result.certain
 
 
 @pytest.mark.parametrize(
@@ -104,6 +111,8 @@ def test_a_gpu_that_is_not_here_has_its_own_memory(run) -> None:
         ("%%dryrun --fit nothing\nn = 1", "--fit nothing: the cell has no int called nothing; it has n"),
         ("%%dryrun --fit model\nmodel(1)", "--fit model: model is a Linear, not an int"),
         ("%%dryrun --gpu T5\n1", "'T5' is not a GPU that is known here; did you mean T4?"),
+        ("%%dryrun --gpu 24GB\n1", "'24GB' is a size: L4, A10G, RTX-3090, RTX-4090, "),
+        ("%%dryrun --gpu list\n1", "there are "),
         (
             "%%dryrun --gpu T4\ny = model(1)",
             "the cell uses tensors on simgpu:0, and this dry run has cuda:0: make them in the cell, or give a ",
@@ -134,8 +143,10 @@ def test_completion_offers_ints_and_gpus(run, bare_shell) -> None:
     offers = Offers(numbers=lambda: numbers(names, "epochs = 3\nlr = 0.1"))
     assert complete("%%dryrun --fit ", offers) == ("", ["batch_size", "epochs"])
     assert complete("%%oomguard --shrink b", offers) == ("b", ["batch_size"])
-    assert all(name.replace(" ", "-") in parser("dryrun").format_help() for name in GPUS)
-    assert complete("%%dryrun --gpu R", offers) == ("R", ["RTX-3090", "RTX-4090"])
+    assert complete("%%dryrun --gpu RTX-309", offers) == ("RTX-309", ["RTX-3090", "RTX-3090-Ti"])
+    assert len(complete("%%dryrun --gpu ", offers)[1]) == len(GPUS)
+    usage = " ".join(parser("dryrun").format_help().split())
+    assert f"H200, B200 or one of {len(GPUS)} in all: --gpu list" in usage
     assert complete("%%dryrun --", offers)[1] == ["--help", "--fit", "--capacity", "--gpu", "--run", "--out"]
 
 

@@ -41,9 +41,6 @@ static void set(struct fake_device *device, const char *key, const char *value) 
   else if (!strcmp(key, "shared_per_multiprocessor")) device->shared_per_multiprocessor = number;
   else if (!strcmp(key, "shared_per_block_optin")) device->shared_per_block_optin = number;
   else if (!strcmp(key, "l2_cache")) device->l2_cache = number;
-  else if (!strcmp(key, "clock_rate")) device->clock_rate = number;
-  else if (!strcmp(key, "memory_clock_rate")) device->memory_clock_rate = number;
-  else if (!strcmp(key, "memory_bus_width")) device->memory_bus_width = number;
   else if (!strcmp(key, "uuid"))
     for (int i = 0; i < 16 && sscanf(value + 2 * i, "%2hhx", &device->uuid[i]) == 1; i++) {}
   else fprintf(stderr, "fakecuda: GPUMAGIC_FAKECUDA has an unknown setting: %s\n", key);
@@ -185,15 +182,15 @@ int fake_attribute(int ordinal, int attribute) {
   case 10: return 32;                           /* warp */
   case 11: return 2147483647;                   /* pitch */
   case 12: return 65536;                        /* registers a block */
-  case 13: return device->clock_rate;
+  case 13: return 1500000;                      /* kHz; no allocation depends on it, nor on the memory's below */
   case 14: return 512;                          /* texture alignment */
   case 15: return 1;                            /* overlap */
   case 16: return device->multiprocessors;
   case 19: return 1;                            /* maps host memory */
   case 31: return 1;                            /* concurrent kernels */
   case 33: return 16 + (int)(device - physical); /* PCI bus */
-  case 36: return device->memory_clock_rate;
-  case 37: return device->memory_bus_width;
+  case 36: return 1215000;                      /* kHz */
+  case 37: return 5120;                         /* bits */
   case 38: return (int)device->l2_cache;
   case 39: return device->threads_per_multiprocessor;
   case 40: return 3;                            /* copy engines */

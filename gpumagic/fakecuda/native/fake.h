@@ -57,7 +57,6 @@ struct fake_device {
   int64_t shared_per_multiprocessor;
   int64_t shared_per_block_optin;
   int64_t l2_cache;
-  int clock_rate, memory_clock_rate, memory_bus_width;
   /* State */
   int64_t used, peak;
   _Atomic int context; /* whether anything was asked that creates a context */

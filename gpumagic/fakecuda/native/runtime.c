@@ -119,7 +119,7 @@ static void fill(struct cudaDeviceProp *prop, int ordinal) {
   prop->canMapHostMemory = prop->concurrentKernels = prop->unifiedAddressing = prop->managedMemory = 1;
   prop->pciBusID = fake_attribute(ordinal, 33);
   prop->asyncEngineCount = 3;
-  prop->memoryBusWidth = device->memory_bus_width;
+  prop->memoryBusWidth = fake_attribute(ordinal, 37);
   prop->l2CacheSize = (int)device->l2_cache;
   prop->maxThreadsPerMultiProcessor = device->threads_per_multiprocessor;
   prop->streamPrioritiesSupported = prop->globalL1CacheSupported = prop->localL1CacheSupported = 1;
@@ -130,8 +130,8 @@ static void fill(struct cudaDeviceProp *prop, int ordinal) {
   prop->reservedSharedMemPerBlock = fake_attribute(ordinal, 111);
   prop->hostRegisterSupported = prop->memoryPoolsSupported = 1;
 #if FAKE_CUDA_VERSION < 13000
-  prop->clockRate = device->clock_rate;
-  prop->memoryClockRate = device->memory_clock_rate;
+  prop->clockRate = fake_attribute(ordinal, 13);
+  prop->memoryClockRate = fake_attribute(ordinal, 36);
   prop->deviceOverlap = 1;
 #endif
 }

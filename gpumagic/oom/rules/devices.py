@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpumagic.memory.devices import Device
-from gpumagic.memory.presets import GPUS
+from gpumagic.memory.presets import GPUS, USUAL
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import backend, propose
@@ -52,7 +52,7 @@ def larger(facts: Facts) -> Iterator[Advice]:
     if facts.need is None or not facts.need.missing or facts.capacity is None:
         return
     needed = facts.need.needed
-    room = {name: gpu.capacity for name, gpu in GPUS.items() if gpu.capacity >= needed + CONTEXT}
+    room = {name: GPUS[name].capacity for name in USUAL if GPUS[name].capacity >= needed + CONTEXT}
     best = min(room, key=lambda name: room[name], default=None) if facts.capacity >= SMALL else None
     example = f", such as {'an' if best[0] in 'AHLR' else 'a'} {best} ({size(room[best])})" if best else ""
     yield propose(
