@@ -204,6 +204,8 @@ FOREIGN = {
     "torch.get_default_device", "_parse_visible_devices",
     # of Python, CUDA and its samples
     "__hash__", "deviceQuery", "CUBLAS_WORKSPACE_CONFIG",
+    # of Linux
+    "F_SETOWN", "F_SETOWN_EX", "FIOSETOWN", "SIOCSPGRP", "FS_IOC_SETFLAGS", "FS_IOC_FSSETXATTR",
 }  # fmt: skip
 """Names in backquotes that are no names of this package's code, each of something else that exists."""
 
