@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -11,13 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.memory import allocator, devices, workspaces
-from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.memory.workspaces import CLEAR_WORKSPACES
 from gpumagic.oom import advice, failing_code, followed, ownership
 from gpumagic.oom.failure import Failure, GuardState
-from gpumagic.oom.recognition import OomEvent
-from gpumagic.oom.report import WORKSPACE, Action, Advice, Need, OomReport
+from gpumagic.oom.report import WORKSPACE, Action, Need, OomReport
 from gpumagic.oom.rules import limits, training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, KeptGraph, Loader, Ownership
 from gpumagic.oom.trials import Trials
@@ -34,9 +31,6 @@ if TYPE_CHECKING:
 
 FUSED_ATTENTION = ("cuda", "xpu", "mps")
 """Backends whose `scaled_dot_product_attention` has kernels that never make the matrix of all scores."""
-
-NOT_IN_USE = AllocatorStats(0, 0, 0)
-"""The figures of a backend that was not in use yet."""
 
 
 def conclude(
@@ -59,15 +53,19 @@ def conclude(
         seconds: how long dry runs of the advice may take.
     """
     notes = list(failure.notes)
-    facts = _bare_facts(failure)
+    facts = replace(failure.facts, after=allocator.all_device_stats().get(failure.facts.device or ""))
     try:
-        facts = _facts(failure, state)
+        facts = _with_notebook(facts, state)
     except Exception as fault:  # a partial report is better than the loss of it
         notes.append(f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}")
     tried = _trials(facts, state, 0.0 if recovered else seconds)
     with tried.until_interrupted():
         facts = replace(facts, need=_need(facts, tried))
         advised = () if recovered else advice.advise(facts, tried)
+    since = ""
+    if facts.need is not None and state.shell is not None and not recovered:
+        now = followed.LastFailure(facts.source or "", facts.device or "", facts.need, advised)
+        since = followed.compare(state.shell, now)
     before, at_failure, after = facts.before, facts.at_failure, facts.after
     return OomReport(
         kind=facts.kind,
@@ -80,12 +78,12 @@ def conclude(
         reserved_before=before.reserved if before else None,
         reserved_at_failure=at_failure.reserved if at_failure else None,
         reserved_after=after.reserved if after else None,
-        line=facts.scene.line,
-        code=facts.scene.code,
+        line=facts.line,
+        code=facts.code,
         verdict=verdict.sentence(facts),
         cause=verdict.cause(facts),
         need=facts.need,
-        since="" if recovered else _since(facts, state, advised),
+        since=since,
         untried=tried.reason if facts.need is None else "",
         holders=facts.holders,
         advice=advised,
@@ -101,7 +99,7 @@ def conclude(
 def _trials(facts: Facts, state: GuardState, seconds: float) -> Trials:
     """Return what tries advice, which it does only where it has the text of the cell and the device is known."""
     found = Trials(facts, state.namespace, seconds)
-    if facts.scene.source is None or state.shell is None:
+    if facts.source is None or state.shell is None:
         found.reason = "only a cell of a notebook can be tried"
     elif facts.memory != "device" or facts.device is None or facts.kind == "size bug":
         found.reason = "a dry run knows only of the devices' memory"
@@ -117,88 +115,61 @@ def _need(facts: Facts, tried: Trials) -> Need | None:
     return found
 
 
-def _since(facts: Facts, state: GuardState, advised: tuple[Advice, ...]) -> str:
-    if facts.need is None or state.shell is None:
-        return ""
-    now = followed.LastFailure(facts.scene.source or "", facts.device or "", facts.need, advised)
-    return followed.compare(state.shell, now)
-
-
 def _untried(facts: Facts, tried: Trials) -> Iterator[str]:
     yield from dict.fromkeys(tried.exhausted)
     if tried.reason and facts.need is not None:
         yield f"Not all advice was tried: {tried.reason}."
 
 
-def _facts(failure: Failure, state: GuardState) -> Facts:
-    facts = _bare_facts(failure)
-    device, work = failure.device, failure.work
+def _with_notebook(facts: Facts, state: GuardState) -> Facts:
+    """Return the facts with what lives in the notebook now, and what of it the cell uses."""
+    import torch
+
+    device, namespace, bound, shell = facts.device, state.namespace, state.bound, state.shell
+    facts = replace(
+        facts,
+        fused_attention=Device.parse(device or "").backend in FUSED_ATTENTION,
+        tries_algorithms=torch.backends.cudnn.benchmark,
+    )
     if device is None:
         return facts
-    namespace, bound = state.namespace, state.bound
-    owned = ownership.by_names(namespace, device, state.shell)
-    used = names_used(facts.cell.reads, namespace) if facts.cell is not None else set(namespace)
-    bound_first = facts.cell.bound_first if facts.cell is not None else frozenset()
-    read_first = names_used(facts.cell.reads - bound_first, namespace) if facts.cell is not None else set()
+    owned = ownership.by_names(namespace, device, shell)
+    used, read_first, bound_first = set(namespace), set[str](), frozenset[str]()
+    if facts.cell is not None:
+        bound_first = facts.cell.bound_first
+        used, read_first = (names_used(each, namespace) for each in (facts.cell.reads, facts.cell.reads - bound_first))
     unchanged = {name for name, value in namespace.items() if bound.is_still(name, value)}
     removable = (unchanged | ownership.outputs(owned)) - used - bound_first
     free_elsewhere, others = other_devices(device)
     kept = workspaces.workspace_bytes().get(device, 0)
     unnamed = facts.after.allocated - kept - sum(part.nbytes for part in owned) if facts.after is not None else 0
+    # What the cell leaves behind with memory or a graph, and makes anew when it runs again.
+    large = {name for part in owned if part.nbytes >= LARGE for name in part.names} | set(facts.graph_names)
+    # Adams that failed in their first step; the cell does not make them anew.
+    half_made = [
+        each.name for each in facts.optimizers_there
+        if facts.stage == "step" and 0 < each.state < 2 * each.nbytes and each.kind in training.ADAMS and not each.local
+    ]  # fmt: skip
+    cells = shell.user_ns.get("In") if shell is not None else None
+    history = [each for each in cells if isinstance(each, str)] if isinstance(cells, list) else []
     return replace(
         facts,
         holders=ownership.rows(owned, device, kept),
         leftovers=tuple(part for part in owned if part.names <= removable),
-        graphs=kept_graphs(device, unchanged - used, bound_first, namespace, state.shell) if unnamed >= LARGE else None,
+        graphs=kept_graphs(device, unchanged - used, bound_first, namespace, shell) if unnamed >= LARGE else None,
         stale={name: ownership.released(owned, [name]) for name in (unchanged & bound_first) - read_first},
-        models=tuple(model for model in work.models if model.local or model.name in used),
-        optimizers=tuple(each for each in work.optimizers if each.local or each.name in used),
+        models=tuple(each for each in facts.models_there if each.local or each.name in used),
+        optimizers=tuple(each for each in facts.optimizers_there if each.local or each.name in used),
         brought=_brought(owned, (used & unchanged) - bound_first, namespace),
         kept=_brought(owned, set(namespace), namespace),
-        residue=tuple(name for name in _residue(facts, owned, read_first) if name in namespace),
-        half_made=_half_made(facts, namespace),
+        residue=tuple(sorted((bound_first - read_first) & large & namespace.keys())),
+        half_made=tuple(name for name in half_made if name in namespace and name not in bound_first),
         device_names=names_of_device(device, used, namespace),
         loaders=find_loaders(used, namespace),
-        trainer=failing_code.find_trainer(
-            used | (bound_first & namespace.keys()), namespace, facts.text, _history(state.shell)
-        ),
+        trainer=failing_code.find_trainer(used | (bound_first & namespace.keys()), namespace, facts.text, history),
         batches=_batches(facts, used, namespace),
         free_elsewhere=free_elsewhere,
         other_processes=others,
-    )
-
-
-def _history(shell: InteractiveShell | None) -> list[str]:
-    """Return the texts of the cells so far, by their numbers."""
-    cells = shell.user_ns.get("In") if shell is not None else None
-    return [each for each in cells if isinstance(each, str)] if isinstance(cells, list) else []
-
-
-def _bare_facts(failure: Failure) -> Facts:
-    """Return the facts that do not depend on the notebook's variables."""
-    import torch
-
-    event, device = failure.event, failure.device or ""
-    source = failure.scene.source
-    return Facts(
-        kind=event.kind,
-        memory=event.memory,
-        device=failure.device,
-        requested=event.numbers.requested,
-        capacity=failure.capacity,
-        free=failure.free,
-        unallocated=_unallocated(failure),
-        before=failure.before.get(device) or (NOT_IN_USE if device in failure.at_failure else None),
-        at_failure=failure.at_failure.get(device),
-        after=allocator.all_device_stats().get(device),
-        from_allocator=event.from_allocator,
-        segments_can_expand=_segments_can_expand(event),
-        scene=failure.scene,
-        cell=cell_code.read_cell(source) if source else None,
-        work=failure.work,
-        fused_attention=Device.parse(failure.device or "").backend in FUSED_ATTENTION,
-        tries_algorithms=torch.backends.cudnn.benchmark,
-        private_pools=event.numbers.private_pools or 0,
     )
 
 
@@ -206,13 +177,13 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
     """Return the batch sizes of the cell, and of the function in another cell that failed."""
     if facts.cell is None:
         return ()
-    text = facts.work.text
+    text = facts.failing
     other = cell_code.read_text(text).batches if text is not None and text.cell else ()
     found = _written_or_bound(facts.cell, used, namespace)
     if not found:
         of_objects = [
             BatchSize(code, int(value))
-            for code, value in facts.work.numbers.items()
+            for code, value in facts.numbers.items()
             if "." in code and is_batch_name(code.rpartition(".")[2]) and type(value) is int and value > 1
             and code.partition(".")[0] not in facts.cell.bound_first
         ]  # fmt: skip
@@ -221,21 +192,6 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
         found = of_objects or loaders if "DataLoader" in facts.cell.attributes else loaders or of_objects
     elsewhere = (BatchSize(each.name, each.value, each.line, cell=text.cell) for each in other if text is not None)
     return (*found, *elsewhere)
-
-
-def _residue(facts: Facts, owned: Sequence[Ownership], read_first: set[str]) -> tuple[str, ...]:
-    """Return the variables with memory or a graph that the cell binds anew when it runs again."""
-    made = facts.cell.bound_first - read_first if facts.cell is not None else frozenset[str]()
-    large = {name for part in owned if part.nbytes >= LARGE for name in part.names}
-    return tuple(sorted(made & (large | set(facts.scene.graph_names))))
-
-
-def _half_made(facts: Facts, namespace: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the optimizers that failed in their first step; the cell does not make them anew."""
-    remade = facts.cell.bound_first if facts.cell is not None else frozenset()
-    found = [each for each in facts.work.optimizers if facts.stage == "step" and 0 < each.state < 2 * each.nbytes]
-    adams = [each.name for each in found if each.kind in training.ADAMS and not each.local]
-    return tuple(name for name in adams if name in namespace and name not in remade)
 
 
 def _brought(owned: Sequence[Ownership], names: set[str], namespace: Mapping[str, object]) -> tuple[Brought, ...]:
@@ -247,28 +203,16 @@ def _brought(owned: Sequence[Ownership], names: set[str], namespace: Mapping[str
     return tuple(totals.values())
 
 
-def _unallocated(failure: Failure) -> int | None:
-    figures = failure.at_failure.get(failure.device or "")
-    measured = figures.reserved - figures.allocated if figures is not None else None
-    return failure.event.numbers.unallocated if failure.event.numbers.unallocated is not None else measured
-
-
-def _segments_can_expand(event: OomEvent) -> bool:
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    hinted = "expandable_segments" in event.text or "max_split_size_mb" in event.text
-    return event.from_allocator and hinted and "expandable_segments:True" not in settings
-
-
 def _notes(failure: Failure, pinned: int | None) -> list[str]:
     event, notes = failure.event, []
     if pinned is not None:
         notes.append(f"Kept for %debug: the failed frames hold at least {size(pinned)} of it.")
     if event.raised != event.message:
         notes.append(f"It was raised as {event.raised}")
-    if event.memory == "device" and event.device is None and failure.device is not None:
-        notes.append(f"The error does not name the device; {failure.device} is the fullest of its kind in use.")
-    if failure.scene.inside is not None:
-        notes.append(f"It failed inside {failure.scene.inside}")
+    if event.memory == "device" and event.device is None and failure.facts.device is not None:
+        notes.append(f"The error does not name the device; {failure.facts.device} is the fullest of its kind in use.")
+    if failure.facts.inside is not None:
+        notes.append(f"It failed inside {failure.facts.inside}")
     return notes
 
 

@@ -18,7 +18,7 @@ from gpumagic.heap.branches import attributes_of, class_attribute, dict_of, mro_
 from gpumagic.oom import ownership
 from gpumagic.oom.report import Instant, Shape
 from gpumagic.oom.rules.facts import Collection as Collected
-from gpumagic.oom.rules.facts import Scene, TensorFact, Trainer, Work
+from gpumagic.oom.rules.facts import Facts, TensorFact, Trainer
 from gpumagic.source import cell_code, frames
 from gpumagic.source import text as texts
 from gpumagic.source.cell_code import CellCode
@@ -29,42 +29,42 @@ FrameLine = tuple[FrameType, int]
 """A frame and the line it stood on."""
 
 
-def read_scene(error: BaseException, namespace: Mapping[str, object], outside: Collection[int] = ()) -> Scene:
-    """Return where the error happened, and what the variables of its frames confirm.
+def read_frames(
+    facts: Facts, error: BaseException, namespace: Mapping[str, object], shell: object | None, outside: Collection[int]
+) -> Facts:
+    """Return the facts with where the error happened, what its frames worked with, and what is on the device.
 
-    Frames over `namespace` are the user's; `outside` are the ids of exceptions that were being handled before.
+    Args:
+        facts: with the device that failed.
+        error: the error, with its frames.
+        namespace: the notebook's variables; frames over it are the user's.
+        shell: the shell, if any.
+        outside: the ids of exceptions that were being handled before.
     """
     stack = list(frames.frames_in(error, outside))
+    facts = replace(facts, functions=frozenset(frame.f_code.co_name for frame, _ in stack))
     users = [each for each in stack if is_user_code(each[0])]
     own = [each for each in stack if each[0].f_globals is namespace] or users
-    if not own:
-        return Scene(functions=_functions(stack))
+    if own:
+        facts = _with_place(facts, own, users)
+    return _with_values(facts, stack, users, namespace, shell) if users else facts
+
+
+def _with_place(facts: Facts, own: list[FrameLine], users: list[FrameLine]) -> Facts:
     filename = own[0][0].f_code.co_filename
     frame, line = [each for each in own if each[0].f_code.co_filename == filename][-1]
     text = "".join(linecache.getlines(filename, frame.f_globals)) if not Path(filename).exists() else ""
-    cell = cell_code.read_cell(text) if text else None
-    return Scene(
-        line=line,
-        code=frames.code_at(frame, line),
-        source=text or None,
-        functions=_functions(stack),
-        inside=_inside(users[-1:], frame),
+    cell, inside = cell_code.read_cell(text) if text else None, None
+    if users and users[-1][0].f_code.co_filename != filename:
+        deepest, its_line = users[-1]
+        code = frames.code_at(deepest, its_line)
+        inside = f"{deepest.f_code.co_name}(), line {its_line}" + (f": {code}" if code else "")
+    return replace(
+        facts, line=line, code=frames.code_at(frame, line), source=text or None, cell=cell, inside=inside,
         calls_backward=any("backward" in frame.f_code.co_names for frame, _ in own),
         autocast=any("autocast" in frame.f_code.co_names for frame, _ in own),
         graph_names=_graph_names(cell, own),
-    )
-
-
-def _functions(stack: list[FrameLine]) -> frozenset[str]:
-    return frozenset(frame.f_code.co_name for frame, _ in stack)
-
-
-def _inside(deepest: list[FrameLine], shown: FrameType) -> str | None:
-    if not deepest or deepest[0][0].f_code.co_filename == shown.f_code.co_filename:
-        return None
-    frame, line = deepest[0]
-    code = frames.code_at(frame, line)
-    return f"{frame.f_code.co_name}(), line {line}" + (f": {code}" if code else "")
+    )  # fmt: skip
 
 
 def _graph_names(cell: CellCode | None, own: list[FrameLine]) -> tuple[str, ...]:
@@ -94,34 +94,34 @@ FIRST = 8
 FUNCTIONAL = str(Path("torch", "nn", "functional.py"))
 
 
-def read_failing_code(
-    error: BaseException, namespace: Mapping[str, object], device: str, shell: object | None, outside: Collection[int]
-) -> Work:
-    """Return what the user's own frames of an error worked with, and the models and optimizers on the device."""
-    stack = list(frames.frames_in(error, outside))
-    own = [each for each in stack if is_user_code(each[0])]
-    if not own:
-        return Work()
+def _with_values(
+    facts: Facts, stack: list[FrameLine], own: list[FrameLine], namespace: Mapping[str, object], shell: object | None
+) -> Facts:
     frame, line = own[-1]
+    device = facts.device or "cpu"
     text = _text(own[0][0], frame, line, shell)
     outer = _text(own[0][0], *own[0], shell)
     values = {**dict(_values(outer, own[0][0])), **dict(_values(text, frame))}
     named = list(_named(own, namespace))
-    function, operands = _functional(stack)
-    return Work(
-        text=text,
+    # The deepest function of torch.nn.functional with its tensors
+    inside = next((each for each, _ in reversed(stack) if each.f_code.co_filename.endswith(FUNCTIONAL)), None)
+    criteria = (*((each[0], each[1]) for each in named), *values.items())
+    return replace(
+        facts,
+        failing=text,
         tensors=_tensor_facts(values),
         numbers={code: value for code, value in values.items() if type(value) in (int, float)},
         collections=_collections(values, device),
         sums=frozenset(
-            name for name, value in (*((each[0], each[1]) for each in named), *values.items()) if _adds_up(value)
+            name for name, value in criteria
+            if ownership.kind_of(value) == "module" and attributes_of(value).get("reduction") == "sum"
         ),
         moving=_moving(stack),
-        function=function,
-        operands=operands,
-        models=ownership.find_models(named, device),
-        optimizers=ownership.find_optimizers(named, device),
-    )
+        function=inside.f_code.co_name if inside is not None else "",
+        operands=_tensor_facts(inside.f_locals) if inside is not None else {},
+        models_there=ownership.find_models(named, device),
+        optimizers_there=ownership.find_optimizers(named, device),
+    )  # fmt: skip
 
 
 def _text(outermost: FrameType, frame: FrameType, line: int, shell: object | None) -> CellText | None:
@@ -186,11 +186,6 @@ def _is_of_the_notebook(value: object) -> bool:
     return dict_of(type(value)).get("__module__") == "__main__" and ownership.kind_of(value) != "module"
 
 
-def _adds_up(value: object) -> bool:
-    """Return whether a value is a criterion such as ``nn.MSELoss(reduction="sum")``."""
-    return ownership.kind_of(value) == "module" and attributes_of(value).get("reduction") == "sum"
-
-
 def _moving(stack: list[FrameLine]) -> int:
     """Return the bytes of the module that `Module.to` or its like was moving."""
     import torch
@@ -225,15 +220,6 @@ def _key(node: ast.expr, variables: Mapping[str, object]) -> Any:
     return key if type(key) in (str, int) else None
 
 
-def _functional(stack: list[FrameLine]) -> tuple[str, dict[str, TensorFact]]:
-    """Return the deepest function of `torch.nn.functional` on the stack with its tensors."""
-    inside = [frame for frame, _ in stack if frame.f_code.co_filename.endswith(FUNCTIONAL)]
-    if not inside:
-        return "", {}
-    frame = inside[-1]
-    return frame.f_code.co_name, _tensor_facts(frame.f_locals)
-
-
 def _fact(value: object) -> TensorFact | None:
     import torch
 
@@ -261,10 +247,10 @@ SIGNS = {
 }  # fmt: skip
 
 
-def find_operation(error: BaseException, work: Work, outside: Collection[int] = ()) -> Instant:
+def find_operation(error: BaseException, facts: Facts, outside: Collection[int] = ()) -> Instant:
     """Return the operation that failed and its tensors: torch's own function, else what the user's line says."""
-    if work.function:
-        return Instant(work.function, _shapes(work.operands, work))
+    if facts.function:
+        return Instant(facts.function, _shapes(facts.operands, facts))
     steps = [
         step
         for each in frames.related_exceptions(error, outside)
@@ -276,7 +262,7 @@ def find_operation(error: BaseException, work: Work, outside: Collection[int] = 
         return Instant()
     if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Return) and node.value is not None:
         node = node.value  # Python 3.10 does not say which part of the statement
-    return Instant(_operator(node), _shapes({ast.unparse(each) for each in _operands(node)}, work))
+    return Instant(_operator(node), _shapes({ast.unparse(each) for each in _operands(node)}, facts))
 
 
 def _operator(node: ast.AST) -> str:
@@ -295,9 +281,9 @@ def _operands(node: ast.AST) -> list[ast.AST]:
     return list(ast.iter_child_nodes(node))
 
 
-def _shapes(codes: Iterable[str], work: Work) -> tuple[Shape, ...]:
-    facts = {**work.tensors, **work.operands}
-    return tuple(Shape(code, facts[code].shape, facts[code].dtype) for code in sorted(codes) if code in facts)
+def _shapes(codes: Iterable[str], facts: Facts) -> tuple[Shape, ...]:
+    known = {**facts.tensors, **facts.operands}
+    return tuple(Shape(code, known[code].shape, known[code].dtype) for code in sorted(codes) if code in known)
 
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")

@@ -11,6 +11,7 @@ if the guarded code fails. It has run on torch's CUDA build over `fakecuda`, not
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -24,12 +25,14 @@ from gpumagic.memory.devices import Device
 from gpumagic.oom import failing_code, ownership, recognition
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import Instant, Share
-from gpumagic.oom.rules.facts import Scene, Work
+from gpumagic.oom.rules.facts import Facts
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 Figures = Mapping[str, AllocatorStats]
+NOT_IN_USE = AllocatorStats(0, 0, 0)
+"""The figures of a backend that was not in use yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,9 @@ class Failure:
     """What is known of a failure while its frames are whole; it holds none of them."""
 
     event: OomEvent
-    device: str | None
-    scene: Scene
-    work: Work
-    before: Figures
+    facts: Facts
+    """Those that the exception and its frames tell."""
     at_failure: Figures
-    capacity: int | None
-    free: int | None
     notes: tuple[str, ...] = ()
 
 
@@ -83,24 +82,46 @@ def examine(error: Exception, state: GuardState, observed: Mapping[str, Refusal]
     event = _recognise(error, capacities, state.outside)
     if event is None:
         return None
-    device = _device(event, capacities)
-    scene, work, notes = Scene(), Work(), []
+    facts, notes = Facts(event.kind, device=_device(event, capacities)), []
     try:
-        scene = failing_code.read_scene(error, state.namespace, state.outside)
-        work = failing_code.read_failing_code(error, state.namespace, device or "cpu", state.shell, state.outside)
+        facts = failing_code.read_frames(facts, error, state.namespace, state.shell, state.outside)
     except Exception as fault:  # our own failure must not cost the user the release
         notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
-    if event.kind == "cuda runtime" and _pins(scene):
+    if event.kind == "cuda runtime" and _pins(facts):
         event = replace(event, kind=recognition.PINNED, certainty="probable", memory="host", device=None, backend=None)
-        device = _device(event, capacities)
-    capacity, free = _capacity(event, capacities.get(device) if device else None)
-    refusal = (observed or {}).get(device or "")
-    if refusal is not None and device is not None and _is_of(event, refusal):
+        facts = replace(facts, device=_device(event, capacities))
+    device = facts.device or ""
+    refusal = (observed or {}).get(device)
+    if refusal is not None and _is_of(event, refusal):
         event = replace(event, numbers=replace(event.numbers, requested=refusal.requested, exact=True))
         at_failure[device] = refusal.figures
     elif device in at_failure:
         at_failure[device] = _at_the_instant(event, at_failure[device])
-    return Failure(event, device, scene, work, state.before, at_failure, capacity, free, tuple(notes))
+    figures, numbers = at_failure.get(device), event.numbers
+    now = host.available_memory() if event.memory == "host" else capacities.get(device)
+    facts = replace(
+        facts,
+        kind=event.kind,
+        memory=event.memory,
+        requested=numbers.requested,
+        capacity=now[1] if now is not None else numbers.capacity,
+        free=numbers.free if numbers.free is not None or now is None else now[0],
+        unallocated=figures.reserved - figures.allocated
+        if numbers.unallocated is None and figures is not None
+        else numbers.unallocated,
+        private_pools=numbers.private_pools or 0,
+        before=state.before.get(device) or (NOT_IN_USE if figures is not None else None),
+        at_failure=figures,
+        from_allocator=event.from_allocator,
+        segments_can_expand=_segments_can_expand(event),
+    )
+    return Failure(event, facts, at_failure, tuple(notes))
+
+
+def _segments_can_expand(event: OomEvent) -> bool:
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    hinted = "expandable_segments" in event.text or "max_split_size_mb" in event.text
+    return event.from_allocator and hinted and "expandable_segments:True" not in settings
 
 
 def instant(error: Exception, failure: Failure, state: GuardState, observed: tuple[Share, ...] = ()) -> Instant:
@@ -109,21 +130,22 @@ def instant(error: Exception, failure: Failure, state: GuardState, observed: tup
     `observed` is what the `OomObserver` found there before anything was unwound, and is preferred.
     """
     found = Instant()
-    if failure.device is None or "torch" not in sys.modules:
+    device = failure.facts.device
+    if device is None or "torch" not in sys.modules:
         return found
     with contextlib.suppress(Exception):  # our own failure must not cost the user the release
-        found = failing_code.find_operation(error, failure.work, state.outside)
-        figures = failure.at_failure.get(failure.device)
-        shares = observed or ownership.find_shares(state.namespace, state.bound, failure.device, state.shell, figures)
+        found = failing_code.find_operation(error, failure.facts, state.outside)
+        figures = failure.facts.at_failure
+        shares = observed or ownership.find_shares(state.namespace, state.bound, device, state.shell, figures)
         found = replace(found, shares=shares)
     return found
 
 
 def pinned(error: BaseException, failure: Failure, state: GuardState) -> int | None:
     """Return the bytes that the frames of an error that is to be kept hold; None where that is unknown."""
-    if failure.device is None or "torch" not in sys.modules:
+    if failure.facts.device is None or "torch" not in sys.modules:
         return None
-    return ownership.in_frames(error, state.namespace, failure.device, state.outside)
+    return ownership.in_frames(error, state.namespace, failure.facts.device, state.outside)
 
 
 def _capacities(figures: Figures) -> dict[str, tuple[int, int] | None]:
@@ -141,10 +163,10 @@ def _recognise(
     return recognition.recognise(error, free, outside)
 
 
-def _pins(scene: Scene) -> bool:
+def _pins(facts: Facts) -> bool:
     """Return whether the code that failed takes pinned memory of the host, as a copy back that does not wait does."""
-    return not {"pin_memory", "_pin_memory_loop"}.isdisjoint(scene.functions) or bool(
-        re.search(r"pin_memory|non_blocking", scene.code or "")
+    return not {"pin_memory", "_pin_memory_loop"}.isdisjoint(facts.functions) or bool(
+        re.search(r"pin_memory|non_blocking", facts.code or "")
     )
 
 
@@ -185,15 +207,6 @@ def _device(event: OomEvent, capacities: Mapping[str, tuple[int, int] | None]) -
         if event.backend in (None, Device.parse(device).backend)
     }
     return min(free, key=lambda device: free[device], default=None)
-
-
-def _capacity(event: OomEvent, now: tuple[int, int] | None) -> tuple[int | None, int | None]:
-    """Return (capacity, free when it failed), the driver's capacity before the text's, the text's free before now's."""
-    if event.memory == "host":
-        now = host.available_memory()
-    capacity = now[1] if now is not None else event.numbers.capacity
-    free = event.numbers.free if event.numbers.free is not None else (now[0] if now is not None else None)
-    return capacity, free
 
 
 MAX_SAMPLES = 4

@@ -276,7 +276,7 @@ class OomGuard(contextlib.ContextDecorator):
             return None
         found = failure.examine(error, self._state, self._refusals)
         if found is not None:
-            self._instant = failure.instant(error, found, self._state, self._samples.get(found.device or "", ()))
+            self._instant = failure.instant(error, found, self._state, self._samples.get(found.facts.device or "", ()))
         return found
 
     def _shares(self, device: str) -> object:

@@ -1,8 +1,8 @@
 """Runs a cell or a function again after it ran out of memory: smaller, or elsewhere.
 
-What comes next a generator says, which is sent whether each run fitted, in truth or in a dry run. Before each further
-run the guard releases what the previous one pinned, `oom.rollback` restores the notebook, and one printed line says
-what comes next and what cannot be undone. The cell is left as its last run left it.
+An int is halved down to 1, past what dry runs rule out; then, with its first value, comes another device. Before each
+further run the guard releases what the previous one pinned, `oom.rollback` restores the notebook, and one printed line
+says what comes next and what cannot be undone. The cell is left as its last run left it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import functools
 import inspect
 import time
-from collections.abc import Callable, Generator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -49,38 +49,6 @@ class Plan:
         """Raise `DeviceNotFound` where the device does not exist."""
         if self.fallback not in (None, "auto"):
             devices.resolve(self.fallback)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One run."""
-
-    size: int | None
-    """The value of the int that varies."""
-    device: str | None = None
-    """Where to run, if elsewhere."""
-
-
-def steps(plan: Plan, size: int | None, failed: Callable[[], str | None]) -> Generator[Step, bool, None]:
-    """Yield the runs, each sent whether it fitted: first the cell as it is, then as the plan says.
-
-    `failed` returns the device that ran out last.
-    """
-    fits = yield Step(size)
-    if not fits and size is not None:
-        fits = yield from _halved(size)
-    device = None if fits or plan.fallback is None else _elsewhere(plan.fallback, failed())
-    if device is not None:
-        yield Step(size, device)
-
-
-def _halved(size: int) -> Generator[Step, bool, bool]:
-    """Yield half of a size that did not fit, and half of that, down to 1, until one fits; return whether one did."""
-    while size > 1:
-        size //= 2
-        if (yield Step(size)):
-            return True
-    return False
 
 
 def _elsewhere(name: str, failed: str | None) -> str | None:
@@ -130,6 +98,8 @@ class Rerun:
         self._on = on or functools.partial(DeviceRun, namespace=namespace)
         self._setting: settings.Setting | None = None
         self._tries: list[Try] = []
+        self._size: int | None = None
+        self._device: str | None = None
         self._elsewhere: DeviceRun | None = None
         self._fits = False
 
@@ -139,16 +109,14 @@ class Rerun:
         if self._plan.shrink:
             self._setting = self._find(source, self._plan.shrink, self._namespace, "--shrink")
         self._rollback = Rollback(self._namespace, source, self._shell)
-        value = self._setting.value if self._setting is not None else None
-        self._steps = steps(self._plan, value, self._failed_device)
-        self._step = next(self._steps)
+        self._size = self._setting.value if self._setting is not None else None
         return self._start()
 
     def guard(self) -> Guard:
         """Return the guard, with the other device inside it where the run is sent to one."""
-        if self._step.device is None:
+        if self._device is None:
             return self._guard
-        self._elsewhere = self._on(self._step.device)
+        self._elsewhere = self._on(self._device)
         return NestedGuard(self._guard, self._elsewhere)
 
     def next(self, outcome: BodyOutcome) -> str | None:
@@ -157,15 +125,33 @@ class Rerun:
         if not self._fits and self._guard.failure is None:
             return None  # another error, or Ctrl-C
         self._tries.append(self._result())
-        try:
-            step = self._steps.send(self._fits)
-        except StopIteration:
+        if self._fits or self._device is not None:
             return None
-        self._put_back(outcome)
-        step, skipped = self._first_that_may_fit(step)
-        self._say(self._announcement(step, skipped))
-        self._step, self._fits = step, False
+        is_halved = self._size is not None and self._size > 1
+        if not is_halved and self._plan.fallback is not None:
+            self._device = _elsewhere(self._plan.fallback, self._failed_device())
+        if not is_halved and self._device is None:
+            return None
+        error, outcome.error_in_exec, outcome.result = outcome.error_in_exec, None, None
+        self._guard.release_failure(error)
+        del error
+        lost = self._rollback.undo()
+        release.reclaim()
+        self._tries[-1] = replace(self._tries[-1], lost=lost)
+        self._say(self._announcement(self._halve() if is_halved else []))
+        self._fits = False
         return self._start()
+
+    def _halve(self) -> list[int]:
+        """Halve the size until a dry run does not rule it out, and return those that are passed over."""
+        assert self._setting is not None
+        assert self._size is not None
+        ask, skipped = self._ask(self._source, self._setting), list[int]()
+        self._size //= 2
+        while self._size > 1 and ask.fits(self._size) is False:
+            skipped.append(self._size)
+            self._size //= 2
+        return skipped
 
     def end(self) -> None:
         """Restore the setting, unless the code passed with another value."""
@@ -190,90 +176,60 @@ class Rerun:
     def _start(self) -> str:
         """Set the value for the coming run, and return the code to run."""
         self._started = time.perf_counter()
-        size = self._step.size
-        if self._setting is None or size is None or size == self._setting.value:
+        if self._device is not None and self._setting is not None:
+            self._size = self._setting.value
+            self._setting.restore()
+        if self._setting is None or self._size is None or self._size == self._setting.value:
             return self._source
-        changed = self._setting.apply(size)
+        changed = self._setting.apply(self._size)
         return self._source if changed is None else changed
-
-    def _first_that_may_fit(self, step: Step) -> tuple[Step, list[int]]:
-        """Return the step, or while halving the first that a dry run does not rule out."""
-        skipped: list[int] = []
-        if not self._plan.shrink or self._setting is None or step.device is not None:
-            return step, skipped
-        ask = self._ask(self._source, self._setting)
-        while step.size is not None and 1 < step.size < self._setting.value and ask.fits(step.size) is False:
-            skipped.append(step.size)
-            step = self._steps.send(False)
-        return step, skipped
-
-    def _put_back(self, outcome: BodyOutcome) -> None:
-        error, outcome.error_in_exec, outcome.result = outcome.error_in_exec, None, None
-        self._guard.release_failure(error)
-        del error
-        lost = self._rollback.undo()
-        release.reclaim()
-        self._tries[-1] = replace(self._tries[-1], lost=lost)
 
     def _new_place(self) -> str:
         """Return how to write the value with which the code passed, where that is not the original."""
-        size, setting = self._step.size, self._setting
-        if not self._fits or setting is None or size is None or size == setting.value:
-            return ""
-        return setting.place(size)
+        size, setting = self._size, self._setting
+        return "" if not self._fits or setting is None or size in (None, setting.value) else setting.place(size or 1)
 
     def _failed_device(self) -> str | None:
-        return self._guard.failure.device if self._guard.failure is not None else None
+        return self._guard.failure.facts.device if self._guard.failure is not None else None
 
     def _result(self) -> Try:
         """Return the record of the run that ended."""
         ran = Try(
-            len(self._tries) + 1, self._step.size, self._step.device, fits=self._fits,
+            len(self._tries) + 1, self._size, self._device, fits=self._fits,
             seconds=time.perf_counter() - self._started, allocated=_in_use(self._failed_device()),
         )  # fmt: skip
         failure = self._guard.failure
         if self._fits or failure is None:
             return ran
-        there = failure.at_failure.get(failure.device or "")
-        in_use = there.allocated if there is not None else None
-        return replace(
-            ran, allocated=in_use, requested=failure.event.numbers.requested, line=failure.scene.line
-        )  # fmt: skip
+        facts = failure.facts
+        in_use = facts.at_failure.allocated if facts.at_failure is not None else None
+        return replace(ran, allocated=in_use, requested=facts.requested, line=facts.line)
 
-    def _announcement(self, step: Step, skipped: list[int]) -> str:
+    def _announcement(self, skipped: list[int]) -> str:
         last = self._tries[-1]
         what = f"{self._plan.shrink} = {last.size}" if last.size is not None else "the cell"
         where = f" in line {last.line}" if last.line is not None else ""
         became = "fits" if last.fits else f"ran out of memory{where}"
         undone = f" Cannot be undone: {', '.join(last.lost)}." if last.lost else ""
         no = f" By dry runs {' and '.join(map(str, skipped))} would not fit." if skipped else ""
-        return f"%%oomguard: {what} {became}; now {self._described(step)}.{undone}{no}"
+        return f"%%oomguard: {what} {became}; now {self._described()}.{undone}{no}"
 
-    def _described(self, step: Step) -> str:
-        if step.device is None:
-            return f"{self._plan.shrink} = {step.size}"
-        names = _names_read(self._source) if self._source else self._namespace.keys()
+    def _described(self) -> str:
+        if self._device is None:
+            return f"{self._plan.shrink} = {self._size}"
+        cell = cell_code.read_cell(self._source)  # what it reads before it rebinds it
+        names = (cell.reads - cell.bound_first if cell is not None else ()) if self._source else self._namespace.keys()
         used = {name: value for name, value in list(self._namespace.items()) if name in names}
-        stay = log.tensors_elsewhere(used, step.device)
+        stay = log.tensors_elsewhere(used, self._device)
         staying = ", ".join(f"{each.name} ({each.device}, {size(each.nbytes)})" for each in stay)
-        line = _line_that_names(self._failed_device(), self._source)
+        quoted = [each for each in ast.walk(ast.parse(self._source)) if isinstance(each, ast.Constant)]
+        # A default device does not change the name of one that stands in quotes.
+        line = min((each.lineno for each in quoted if each.value == self._failed_device()), default=None)
         return (
-            f"on {step.device}"
+            f"on {self._device}"
             + (f"; what it uses stays where it is: {staying}" if staying else "")
             + (f"; line {line} names {self._failed_device()}, and means it there too" if line is not None else "")
         )
-
-
-def _names_read(source: str) -> frozenset[str]:
-    """Return the variables that code reads before it rebinds them."""
-    cell = cell_code.read_cell(source)
-    return cell.reads - cell.bound_first if cell is not None else frozenset()
-
-
-def _line_that_names(device: str | None, source: str) -> int | None:
-    """Return the first line with a device's name in quotes, which a default device does not change."""
-    nodes = ast.walk(ast.parse(source))
-    return min((node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value == device), default=None)
 
 
 def _in_use(device: str | None) -> int | None:

@@ -77,7 +77,7 @@ class Trials:
         self.exhausted: list[str] = []
         self.took = 0.0
         self._device, self._namespace, self._seconds = facts.device or "", namespace, seconds
-        self._source, self._residue, self._half_made = facts.scene.source or "", facts.residue, facts.half_made
+        self._source, self._residue, self._half_made = facts.source or "", facts.residue, facts.half_made
         self._texts = {text.cell: text.source for text in facts.texts if text.cell}
         held = facts.before.allocated if facts.before is not None else 0
         self._unused = max(0, held - sum(each.nbytes for each in facts.brought))

@@ -9,7 +9,7 @@ import torch
 
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom.rules import devices, expressions, limits, training, verdict
-from gpumagic.oom.rules.facts import Facts, Loader, Scene, TensorFact, Work
+from gpumagic.oom.rules.facts import Facts, Loader, TensorFact
 from gpumagic.source import cell_code, text
 
 MIB, GIB = 2**20, 2**30
@@ -28,7 +28,7 @@ def one(rule, facts):
 def failing(source, tensors, **changes):
     """Return facts of a cell of one line that failed, with these tensors at work."""
     at = text.parse(source, line=1)
-    return replace(SHORTAGE, cell=cell_code.read_cell(source), work=Work(text=at, tensors=tensors), **changes)
+    return replace(SHORTAGE, cell=cell_code.read_cell(source), failing=at, tensors=tensors, **changes)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,8 @@ def test_the_loss_in_parts_is_the_loss(trains) -> None:
     source = "loss = F.cross_entropy(hidden @ table, labels)"
     facts = failing(source, {"hidden": TensorFact((24, 8), "float64", hidden.nbytes, "cuda:0")})
     facts = replace(
-        facts, scene=Scene(line=1, calls_backward=trains),
-        work=replace(facts.work, function="cross_entropy",
-                     operands={"input": TensorFact((24, 1200), "float64", 24 * 1200 * 8, "cuda:0")}),
+        facts, line=1, calls_backward=trains,
+        function="cross_entropy", operands={"input": TensorFact((24, 1200), "float64", 24 * 1200 * 8, "cuda:0")},
     )  # fmt: skip
     advice = one(training.in_parts, facts)
     assert ("checkpoint" in advice.edit) is trains
@@ -97,11 +96,9 @@ def test_a_cap_on_the_process_is_lifted_not_worked_around() -> None:
 
 
 def test_cudnn_is_named_only_where_its_trials_are_on_and_a_convolution_failed() -> None:
-    conv = Scene(functions=frozenset({"forward", "_conv_forward"}))
-    assert one(limits.benchmark, replace(SHORTAGE, scene=conv, tries_algorithms=True)).first.endswith(
-        "benchmark = False"
-    )
-    assert not list(limits.benchmark(replace(SHORTAGE, scene=conv)))
+    conv = replace(SHORTAGE, functions=frozenset({"forward", "_conv_forward"}))
+    assert one(limits.benchmark, replace(conv, tries_algorithms=True)).first.endswith("benchmark = False")
+    assert not list(limits.benchmark(conv))
     assert not list(limits.benchmark(replace(SHORTAGE, tries_algorithms=True)))
 
 
@@ -124,7 +121,7 @@ def test_pools_of_cuda_graphs_are_named_only_if_they_hold_the_request() -> None:
 def test_several_devices_take_parts_of_the_batch_or_of_a_model_that_is_too_large_alone() -> None:
     facts = replace(SHORTAGE, cell=cell_code.read_cell("net(x).backward()"), free_elsewhere={"cuda:1": GIB})
     assert "each batch among 2 devices" in one(devices.divided, facts).title
-    stepping = replace(facts, scene=Scene(functions=frozenset({"_multi_tensor_adamw"})))
+    stepping = replace(facts, functions=frozenset({"_multi_tensor_adamw"}))
     assert "fully_shard" in one(devices.divided, stepping).title
     assert "LoRA" in one(devices.offload, stepping).title
     assert not list(devices.divided(replace(facts, free_elsewhere={})))
@@ -157,6 +154,6 @@ def test_an_array_of_float64_is_halved_where_numpy_was_refused() -> None:
 
 
 def test_a_smaller_batch_is_denied_where_the_step_failed() -> None:
-    facts = replace(SHORTAGE, scene=Scene(functions=frozenset({"_single_tensor_adam"})), loaders=(Loader("l", 8),))
+    facts = replace(SHORTAGE, functions=frozenset({"_single_tensor_adam"}), loaders=(Loader("l", 8),))
     assert any("A smaller batch cannot help" in each for each in verdict.sentences(facts))
     assert not any("A smaller batch" in each for each in verdict.sentences(SHORTAGE))

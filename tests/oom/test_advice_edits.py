@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import advice as advising
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.facts import BatchSize, Collection, Facts, Model, Scene, TensorFact, Work
+from gpumagic.oom.rules.facts import BatchSize, Collection, Facts, Model, TensorFact
 from gpumagic.oom.trials import Trials
 from gpumagic.source import cell_code, text
 from gpumagic.source.text import Change
@@ -140,14 +140,14 @@ def facts(source: str, line: int, *, trains: bool) -> Facts:
     model = Model("net", GIB, GIB, training=trains, checkpoints=None, gradients=GIB, blocks="net",
                   sequential=True)  # fmt: skip
     at = text.parse(source, line=line)
-    scene = Scene(line=line, source=source, functions=frozenset({"forward"}),
-                  calls_backward=trains, graph_names=("loss", "x"))  # fmt: skip
     return Facts(
         "cuda allocator", device="cuda:0", requested=2 * GIB, capacity=8 * GIB, free=GIB, before=FIGURES,
-        at_failure=FIGURES, after=AllocatorStats(GIB, GIB, GIB), from_allocator=True, scene=scene, cell=cell,
+        at_failure=FIGURES, after=AllocatorStats(GIB, GIB, GIB), from_allocator=True, cell=cell,
+        line=line, source=source, functions=frozenset({"forward"}), calls_backward=trains, graph_names=("loss", "x"),
         models=(model,), free_elsewhere={"cuda:1": 80 * GIB},
         batches=tuple(BatchSize(each.name, each.value, each.line) for each in cell.batches),
-        work=Work(at, {"x": TENSOR, "y": TENSOR, "total": replace(TENSOR, graph=True)}, {}, LISTS, models=(model,)),
+        failing=at, tensors={"x": TENSOR, "y": TENSOR, "total": replace(TENSOR, graph=True)}, collections=LISTS,
+        models_there=(model,),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import advice as advising
 from gpumagic.oom.report import Need
 from gpumagic.oom.rules import batch, collected, devices, kept, limits, parts, training, verdict
-from gpumagic.oom.rules.facts import BatchSize, Brought, Collection, Facts, Model, Ownership, Scene, TensorFact, Work
+from gpumagic.oom.rules.facts import BatchSize, Brought, Collection, Facts, Model, Ownership, TensorFact
 from gpumagic.oom.trials import Trials
 from gpumagic.source import cell_code  # fmt: skip
 
@@ -28,13 +28,16 @@ SHORTAGE = Facts(
 TRAINING = replace(
     SHORTAGE,
     cell=cell_code.read_cell("loss = net(x)\nloss.backward()"),
-    scene=Scene(line=1, functions=frozenset({"forward", "_call_impl"})),
+    line=1,
+    functions=frozenset({"forward", "_call_impl"}),
     models=(Model("net", GIB, GIB, training=True, checkpoints=None),),
 )
 EVALUATING = replace(
     SHORTAGE,
     cell=cell_code.read_cell("net.eval()\nfor x in data: out = net(x)"),
-    scene=Scene(line=2, functions=frozenset({"forward"}), graph_names=("out",)),
+    line=2,
+    functions=frozenset({"forward"}),
+    graph_names=("out",),
     models=(Model("net", GIB, GIB, training=False, checkpoints=None),),
 )
 
@@ -131,39 +134,40 @@ def test_an_old_value_about_to_be_replaced_is_deleted_first() -> None:
     assert (advice.edit, advice.frees, advice.covers) == ("del x", GIB, None)
 
 
-SUM = Work(tensors={"total": TensorFact((), "float32", 4, "cuda:0", graph=True)})
-METER = Work(
+SUM = replace(SHORTAGE, tensors={"total": TensorFact((), "float32", 4, "cuda:0", graph=True)})
+METER = replace(
+    SHORTAGE,
     tensors={"loss": TensorFact((), "float32", 4, "cuda:0", graph=True)},
     collections={"meter": Collection(9, 36, graphs=9, is_of_numbers=True, place="meter.values")},
 )
-LIST = Work(collections={"outs": Collection(9, GIB, graphs=9)})
+LIST = replace(SHORTAGE, collections={"outs": Collection(9, GIB, graphs=9)})
 
 
 @pytest.mark.parametrize(
-    ("line", "work", "edit"),
+    ("line", "facts", "edit"),
     [
         ("total += loss", SUM, "total += loss.item()"),
         ("total += a * b", SUM, "total += (a * b).item()"),
         ("outs.append(m.out)", LIST, "outs.append(m.out.detach())"),
         ("outs[i] = m.out", LIST, "outs[i] = m.out.detach()"),
-        ("outs.append(loss)", Work(collections={"outs": Collection(9, 36, graphs=9, is_of_numbers=True)}),
+        ("outs.append(loss)", replace(SHORTAGE, collections={"outs": Collection(9, 36, graphs=9, is_of_numbers=True)}),
          "outs.append(loss.item())"),
         ("meter.update(loss, 64)", METER, "meter.update(loss.item(), 64)"),
     ],
 )  # fmt: skip
-def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, work, edit) -> None:
+def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, facts, edit) -> None:
     cell = cell_code.read_cell(f"for x in y:\n    {line}\n    print(x)")
-    advice = one(collected.graphs, replace(SHORTAGE, cell=cell, work=work))
+    advice = one(collected.graphs, replace(facts, cell=cell))
     assert advice.edit == edit
     assert advice.apply(cell.text.source).splitlines()[1] == f"    {edit}"
-    assert not list(collected.graphs(replace(SHORTAGE, cell=cell, work=Work()))), "no live object has a graph"
+    assert not list(collected.graphs(replace(SHORTAGE, cell=cell))), "no live object has a graph"
 
 
 @pytest.mark.parametrize("line", ["y = total.add(loss)", "y = meter.call(loss, 64)", "print(total)"])
 def test_what_only_computes_collects_nothing(line) -> None:
     cell = cell_code.read_cell(f"for x in y:\n    {line}")
-    work = replace(METER, tensors={**METER.tensors, **SUM.tensors})
-    assert not list(collected.graphs(replace(SHORTAGE, cell=cell, work=work)))
+    facts = replace(METER, cell=cell, tensors={**METER.tensors, **SUM.tensors})
+    assert not list(collected.graphs(facts))
 
 
 def test_evaluation_with_a_graph_is_put_in_inference_mode() -> None:
@@ -175,9 +179,9 @@ def test_evaluation_with_a_graph_is_put_in_inference_mode() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        replace(EVALUATING, scene=replace(EVALUATING.scene, graph_names=())),
-        replace(EVALUATING, scene=replace(EVALUATING.scene, calls_backward=True)),
-        replace(EVALUATING, scene=replace(EVALUATING.scene, functions=frozenset({"decorate_context"}))),
+        replace(EVALUATING, graph_names=()),
+        replace(EVALUATING, calls_backward=True),
+        replace(EVALUATING, functions=frozenset({"decorate_context"})),
         replace(EVALUATING, models=TRAINING.models),
         replace(EVALUATING, cell=cell_code.read_cell("with torch.no_grad(): out = net(x)")),
         replace(EVALUATING, cell=cell_code.read_cell("net(x).sum().backward()")),
@@ -200,15 +204,13 @@ def test_inference_mode_is_not_advised_where_a_graph_is_needed_or_already_off(fa
     ],
 )  # fmt: skip
 def test_a_batch_is_lowered_where_it_is_written(cell, found, edit) -> None:
-    running = Scene(functions=frozenset({"forward"}))
-    advice = half(batch.smaller, replace(SHORTAGE, cell=cell_code.read_cell(cell), batches=(found,), scene=running))
+    running = frozenset({"forward"})
+    advice = half(batch.smaller, replace(SHORTAGE, cell=cell_code.read_cell(cell), batches=(found,), functions=running))
     assert (advice.edit, advice.frees, advice.covers) == (edit, None, None)
 
 
 def test_a_batch_is_not_blamed_for_what_does_not_depend_on_it() -> None:
-    stepping = replace(
-        SHORTAGE, batches=(BatchSize("bs", 64),), scene=Scene(functions=frozenset({"_multi_tensor_adamw"}))
-    )
+    stepping = replace(SHORTAGE, batches=(BatchSize("bs", 64),), functions=frozenset({"_multi_tensor_adamw"}))
     assert not list(batch.smaller(stepping))
 
 
@@ -225,7 +227,7 @@ def test_mixed_precision_is_advised_to_float32_models_only_and_once() -> None:
     half = Model("net", GIB, 0, training=True, checkpoints=None)
     assert not list(training.mixed(replace(TRAINING, models=(half,))))
     assert not list(training.mixed(replace(TRAINING, cell=cell_code.read_cell("with torch.autocast('cuda'): net(x)"))))
-    assert not list(training.mixed(replace(TRAINING, scene=Scene(functions=frozenset({"step"})))))
+    assert not list(training.mixed(replace(TRAINING, functions=frozenset({"step"}))))
 
 
 def test_checkpointing_is_advised_where_activations_came_free() -> None:
@@ -242,7 +244,7 @@ def test_checkpointing_is_advised_where_activations_came_free() -> None:
     "facts",
     [
         replace(TRAINING, models=(replace(TRAINING.models[0], checkpoints=True),)),
-        replace(TRAINING, scene=Scene(functions=frozenset({"forward", "checkpoint"}))),
+        replace(TRAINING, functions=frozenset({"forward", "checkpoint"})),
         EVALUATING,
     ],
 )
@@ -275,7 +277,7 @@ def test_emptying_the_cache_is_denied_only_where_the_allocator_did_it() -> None:
 
 
 def test_the_foreach_form_of_adam_is_named_by_the_function_that_failed() -> None:
-    facts = replace(TRAINING, scene=Scene(functions=frozenset({"_multi_tensor_adamw"})))
+    facts = replace(TRAINING, functions=frozenset({"_multi_tensor_adamw"}))
     advice = one(training.one_by_one, facts)
     assert advice.edit == "fused=True"
     assert one(training.one_by_one, replace(facts, device="mps:0")).edit == "foreach=False"
@@ -286,7 +288,7 @@ def test_without_dry_runs_what_costs_nothing_comes_first() -> None:
     facts = replace(
         SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 500 * MIB),), stale={"x": 600 * MIB},
         batches=(BatchSize("bs", 8),), free_elsewhere={"cuda:1": 20 * GIB},
-        scene=Scene(functions=frozenset({"forward"})),
+        functions=frozenset({"forward"}),
     )  # fmt: skip
     found = advise(facts)
     assert [advice.edit for advice in found] == ["del a", "del x", "%%ondevice cuda:1", "bs = 4"]
@@ -309,13 +311,13 @@ def test_nothing_is_advised_on_no_facts() -> None:
 def test_vmap_maps_over_some_rows_at_a_time(cell, edited) -> None:
     there = {"w": TensorFact((7, 3), "float32", 84, "cuda:0"), "x": TensorFact((64, 3), "float32", 768, "cuda:0")}
     facts = replace(
-        SHORTAGE, cell=cell_code.read_cell(cell), scene=Scene(line=1, functions=frozenset({"vmap_impl"})),
-        work=Work(tensors=there),
+        SHORTAGE, cell=cell_code.read_cell(cell), line=1, functions=frozenset({"vmap_impl"}),
+        tensors=there,
     )  # fmt: skip
     found = list(parts.mapped(facts))
     assert [each.now for each in found] == ([] if edited is None else [64])
     assert [each.make(16).apply(cell) for each in found] == ([] if edited is None else [edited])
-    assert not list(parts.mapped(replace(facts, scene=Scene(line=1))))
+    assert not list(parts.mapped(replace(facts, functions=frozenset())))
 
 
 @pytest.mark.parametrize(
@@ -325,6 +327,6 @@ def test_the_channels_of_one_image_are_no_batch(made, rows) -> None:
     shape = tuple(map(int, made[6:-1].split(",")))
     facts = replace(
         TRAINING, cell=cell_code.read_cell(f"x = torch.{made}\nnet(x).sum().backward()"),
-        work=Work(tensors={"x": TensorFact(shape, "float32", 4, "cuda:0")}),
+        tensors={"x": TensorFact(shape, "float32", 4, "cuda:0")},
     )  # fmt: skip
     assert [choice.now for choice in batch.unnamed(facts)] == ([] if rows is None else [rows])

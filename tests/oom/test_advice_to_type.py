@@ -13,7 +13,7 @@ import torch
 from gpumagic.oom import failing_code
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import batch, kept, parts, training
-from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Model, Optimizer, Scene, TensorFact, Work
+from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Model, Optimizer, TensorFact
 from gpumagic.oom.rules.proposal import Choice
 from gpumagic.source import cell_code
 from gpumagic.source import text as texts
@@ -27,11 +27,11 @@ def facts(code: str, line: int, **more) -> Facts:
         Model(name, 8 * MIB, 8 * MIB, training=True, checkpoints=None, sequential=True) for name in ("net", "other")
     )
     optimizer = Optimizer("opt", "SGD", 8 * MIB, models=frozenset({"net"}))
-    work = Work(texts.parse(code, "", line), models=(net, other), optimizers=(optimizer,), **more)
-    scene = Scene(line=line, source=code, functions=frozenset({"forward", "_call_impl"}), calls_backward=True)
     return Facts(
-        "cuda allocator", device="cpu", requested=64 * MIB, scene=scene, cell=cell_code.read_cell(code), work=work,
-        models=work.models, optimizers=work.optimizers,
+        "cuda allocator", device="cpu", requested=64 * MIB, line=line, source=code, calls_backward=True,
+        functions=frozenset({"forward", "_call_impl"}), cell=cell_code.read_cell(code),
+        failing=texts.parse(code, "", line), models=(net, other), models_there=(net, other), optimizers=(optimizer,),
+        optimizers_there=(optimizer,), **more,
     )  # fmt: skip
 
 
@@ -74,11 +74,11 @@ def test_a_criterion_of_an_earlier_cell_says_itself_whether_it_adds_up(reduction
     names: dict[str, object] = {"criterion": torch.nn.MSELoss(reduction=reduction), "torch": torch}
     with pytest.raises(ZeroDivisionError) as failed:
         exec("1 / 0", names)
-    work = failing_code.read_failing_code(failed.value, names, "cpu", None, ())
-    assert work.sums == ({"criterion"} if reduction == "sum" else set())
+    sums = failing_code.read_frames(Facts("host allocator", device="cpu"), failed.value, names, None, ()).sums
+    assert sums == ({"criterion"} if reduction == "sum" else set())
     loop = LOOPS["split"].replace("net(x).square().mean()", f"criterion({CRITERION})")
     code = f"batch_size = 8\n{loop}"
-    found = replace(facts(code, 4, sums=work.sums), batches=(BatchSize("batch_size", 8, 1),))
+    found = replace(facts(code, 4, sums=sums), batches=(BatchSize("batch_size", 8, 1),))
     advice = only(batch.smaller(found)).finish(2)
     assert ("loss / 4" in advice.edit) is (reduction == "mean")
     made = f"criterion = torch.nn.MSELoss(reduction={reduction!r})\n"
@@ -221,9 +221,7 @@ def test_copies_of_a_model_go_to_the_host_once() -> None:
 def test_what_helps_an_optimizers_step_comes_in_the_order_of_what_it_changes() -> None:
     code = "opt = torch.optim.AdamW(net.parameters(), lr=1e-3)\nopt.step()"
     adam = Optimizer("opt", "AdamW", 8 * MIB, state=4 * MIB, models=frozenset({"net"}))
-    found = replace(
-        facts(code, 2), device="cuda:0", optimizers=(adam,), scene=Scene(line=2, functions=frozenset({"_init_group"}))
-    )
+    found = replace(facts(code, 2), device="cuda:0", optimizers=(adam,), line=2, functions=frozenset({"_init_group"}))
     titles = [each.title for each in training.leaner(found)]
     assert titles == [
         "Use AdamW with 8-bit state (bitsandbytes)", "Replace AdamW by Adafactor",

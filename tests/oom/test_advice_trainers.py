@@ -8,12 +8,10 @@ import pytest
 
 from gpumagic.oom.failing_code import find_trainer
 from gpumagic.oom.rules import batch, loops
-from gpumagic.oom.rules.facts import BatchSize, Facts, Scene
+from gpumagic.oom.rules.facts import BatchSize, Facts
 from gpumagic.source import cell_code
 
-SHORTAGE = Facts(
-    kind="cuda allocator", device="cuda:0", scene=Scene(line=1, functions=frozenset({"_inner_training_loop"}))
-)
+SHORTAGE = Facts(kind="cuda allocator", device="cuda:0", line=1, functions=frozenset({"_inner_training_loop"}))
 ARGUMENTS = type("TrainingArguments", (), {"__module__": "transformers.training_args"})
 TRAINER = type("Trainer", (), {"__module__": "transformers.trainer"})
 FITS = type("Trainer", (), {"__module__": "lightning.pytorch.trainer.trainer"})
@@ -83,7 +81,7 @@ def test_what_trains_and_what_evaluates_are_told_apart() -> None:
         "Use AdamW with 8-bit state (bitsandbytes)",
         "Replace AdamW by Adafactor",
     ]
-    evaluating = replace(training, scene=Scene(functions=frozenset({"evaluation_loop"})))
+    evaluating = replace(training, functions=frozenset({"evaluation_loop"}))
     assert titles(evaluating) == ["Move predictions to the host's memory after each batch"]
     (choice,) = loops.batch(evaluating)
     assert (choice.name, choice.now, choice.finish) == ("per_device_eval_batch_size", 8, None)
@@ -93,7 +91,7 @@ def test_lightnings_trainer_accumulates_what_a_loaders_batch_no_longer_holds() -
     cell = "trainer = L.Trainer(max_epochs=1)\ntrainer.fit(net, DataLoader(data, batch_size=48))"
     known = facts(
         cell, [], {"trainer": FITS()}, batches=(BatchSize("batch_size", 48, 2),),
-        scene=Scene(line=2, functions=frozenset({"_fit_impl", "forward"})),
+        line=2, functions=frozenset({"_fit_impl", "forward"}),
     )  # fmt: skip
     (choice,) = batch.smaller(known)
     assert choice.finish(20).apply(cell) == (

@@ -17,7 +17,7 @@ from gpumagic.oom import advice as advising
 from gpumagic.oom import trials
 from gpumagic.oom.report import Advice, EditTrial, Need
 from gpumagic.oom.rules import collected, kept, limits, parts, verdict
-from gpumagic.oom.rules.facts import Collection, Facts, Model, Scene, TensorFact, Work
+from gpumagic.oom.rules.facts import Collection, Facts, Model, TensorFact
 from gpumagic.source import cell_code, text
 
 MIB, GIB = 2**20, 2**30
@@ -29,9 +29,8 @@ PIECES = Facts(
 )  # fmt: skip
 
 
-def of_cell(facts: Facts, code: str, line: int, **work: object) -> Facts:
-    work = {"text": text.parse(code, line=line), **work}
-    return replace(facts, cell=cell_code.read_cell(code), scene=replace(facts.scene, line=line), work=Work(**work))
+def of_cell(facts: Facts, code: str, line: int, **more: object) -> Facts:
+    return replace(facts, cell=cell_code.read_cell(code), line=line, failing=text.parse(code, line=line), **more)
 
 
 def test_a_cell_larger_than_the_card_is_not_fragmented() -> None:
@@ -187,7 +186,7 @@ def test_an_evaluation_is_run_without_graphs_before_its_results_are_detached() -
     facts = of_cell(PIECES, code, 4)
     facts = replace(
         facts, models=(Model("net", GIB, GIB, training=True, checkpoints=None),),
-        scene=Scene(line=4, functions=frozenset({"validate", "forward"}), graph_names=("outs",)),
+        line=4, functions=frozenset({"validate", "forward"}), graph_names=("outs",),
     )  # fmt: skip
     assert next(kept.evaluates(facts)).evidence.startswith("validate() is by its name an evaluation")
 

@@ -179,7 +179,7 @@ def test_a_fault_of_our_own_costs_neither_the_release_nor_the_error(monkeypatch)
     def broken(*_):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("gpumagic.oom.failing_code.read_scene", broken)
+    monkeypatch.setattr("gpumagic.oom.failing_code.read_frames", broken)
     monkeypatch.setattr("gpumagic.oom.ownership.by_names", broken)
     with gpumagic.oomguard(keep_going=True) as guard:
         fail()

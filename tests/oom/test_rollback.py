@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import weakref
@@ -13,8 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.oom.rerun import Plan, Step, steps
+from gpumagic.notebook import guards
+from gpumagic.oom.guard import OomGuard
+from gpumagic.oom.rerun import Plan, Rerun
 from gpumagic.oom.rollback import Rollback
+from gpumagic.source import settings
 
 
 def run(source, namespace):
@@ -157,23 +159,35 @@ def test_a_value_made_anew_at_the_address_of_the_old_one_is_not_taken_for_it(two
     assert sorted(run(source, namespace)) == ["the new value of box", "the new value of x"]
 
 
-def tried(size: int, limit: int, plan: Plan) -> list[Step]:
-    """Return the runs of a cell that fits up to a limit."""
-    planned = steps(plan, size, lambda: None)
-    runs: list[Step] = []
-    with contextlib.suppress(StopIteration):
-        run = next(planned)
-        while True:
-            runs.append(run)
-            assert run.size is not None
-            run = planned.send(run.size <= limit)
+class NoDryRun:
+    """Dry runs that cannot tell."""
+
+    def fits(self, value: int) -> None:
+        del value
+
+
+def tried(size: int, limit: int) -> list[int]:
+    """Return the values with which code runs that fits up to a limit."""
+    runs: list[int] = []
+
+    def work(n: int) -> None:
+        runs.append(n)
+        if n > limit:
+            raise MemoryError
+
+    arguments: dict[str, object] = {"n": size}
+    rerun = Rerun(
+        Plan(shrink="n"), OomGuard(namespace={}), arguments, say=lambda _: None, ask=lambda *_: NoDryRun(),
+        find=lambda _, *wanted: settings.find_in_arguments(*wanted),
+    )  # fmt: skip
+    rerun.begin("")
+    guards.run_guarded(rerun, lambda _: work(**arguments), "")
     return runs
 
 
 @given(st.integers(1, 2**20), st.integers(0, 2**21))
 def test_halving_stops_at_the_first_that_fits(size: int, limit: int) -> None:
-    runs = [run.size for run in tried(size, limit, Plan(shrink="n"))]
+    runs = tried(size, limit)
     assert runs == [size >> each for each in range(len(runs))]
-    assert all(each > limit for each in runs[:-1] if each is not None)
-    assert runs[-1] is not None
+    assert all(each > limit for each in runs[:-1])
     assert runs[-1] <= limit or runs[-1] == 1

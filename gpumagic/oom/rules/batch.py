@@ -77,7 +77,7 @@ def at_work(facts: Facts) -> BatchSize | None:
         loop = loop_around(text, statement.lineno)
         names = names_in(statement.iter if isinstance(statement, ast.For) else statement)
         names |= names_in(loop.iter) if isinstance(loop, ast.For) else set()
-    at_work = [*(facts.work.tensors.get(name) for name in names), *facts.work.operands.values()]
+    at_work = [*(facts.tensors.get(name) for name in names), *facts.operands.values()]
     is_as_long = any(each is not None and each.shape[:1] == (found.value,) for each in at_work)
     return found if found.name.partition(".")[0] in names or is_as_long else None
 
@@ -95,7 +95,7 @@ def unnamed(facts: Facts) -> Iterator[Choice]:
         return
     if not facts.trains and facts.stage != "forward":
         return  # no model's batch
-    at_work = {each.shape[0] for each in (*facts.work.tensors.values(), *facts.work.operands.values()) if each.shape}
+    at_work = {each.shape[0] for each in (*facts.tensors.values(), *facts.operands.values()) if each.shape}
     written = [(rows, literal) for node in text.nodes() for rows, literal in _rows(node) if rows in at_work]
     times = Counter(rows for rows, _ in written)
     now = max(times, key=lambda rows: (times[rows], rows), default=1)
@@ -200,7 +200,7 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
     names = _divisible(facts, region)
     if not names:
         return
-    rows = facts.work.tensors[names[0]].shape[0]
+    rows = facts.tensors[names[0]].shape[0]
     doublings = min(MOST_DOUBLINGS, rows.bit_length() - 1)
 
     def divided(left: int) -> Advice:
@@ -223,7 +223,7 @@ def evaluate(facts: Facts) -> Iterator[Choice]:
     for text, statement in failed(facts):
         for call in called_models(facts, statement):
             argument = text.code(call.args[0]) if len(call.args) == 1 else ""
-            fact = facts.work.tensors.get(argument)
+            fact = facts.tensors.get(argument)
             if text.code(call.func) in sequential and fact is not None and fact.shape and fact.shape[0] > 1:
                 whole = fact.shape[0]
                 yield Choice("rows", whole, functools.partial(_in_parts, text, call, argument, whole), whole // 2)
@@ -252,7 +252,7 @@ def _divisible(facts: Facts, region: Region) -> list[str]:
     """Return the tensors that the region reads and that have the data's length, the first one it reads first."""
     if not any(any(called_models(facts, each)) for each in region.forward):
         return []
-    found = {node.id: facts.work.tensors[node.id] for node in read_tensors(region) if node.id in facts.work.tensors}
+    found = {node.id: facts.tensors[node.id] for node in read_tensors(region) if node.id in facts.tensors}
     length = next((fact.shape[0] for fact in found.values() if fact.shape), 0)
     data = {name: fact for name, fact in found.items() if fact.shape and fact.shape[0] == length}
     if length < 2 or any(fact.requires_grad or fact.graph for fact in data.values()):
@@ -279,13 +279,13 @@ _DEPTH = re.compile(r"^((n|num|number)_?(of_)?((hidden|encoder|decoder)_)?(layer
 
 def shallower(facts: Facts) -> Iterator[Choice]:
     """Make fewer layers: parameters grow with them in proportion."""
-    for text, name, literal in _depths(facts) if facts.stage == "move" and facts.work.moving else ():
+    for text, name, literal in _depths(facts) if facts.stage == "move" and facts.moving else ():
 
         def made(fewer: int, text: CellText = text, name: str = name, literal: ast.expr = literal) -> Advice:
             return propose(
                 f"Make the model smaller: {name} from {text.code(literal)} to {fewer}", text=text,
                 changes=[text.replace(literal, str(fewer))],
-                evidence=f"its parameters take {size(facts.work.moving)}",
+                evidence=f"its parameters take {size(facts.moving)}",
                 cost="a smaller model; training it takes its size again for gradients, and twice for Adam",
             )  # fmt: skip
 

@@ -25,7 +25,7 @@ def growing(facts: Facts) -> str:
 
 def _with_graphs(facts: Facts, target: str) -> str:
     """Return what is known of the graphs that a variable of a loop collects; empty where it collects none."""
-    held, total = facts.work.collections.get(target), facts.work.tensors.get(target)
+    held, total = facts.collections.get(target), facts.tensors.get(target)
     if held is not None and held.graphs:
         return f"{held.place or target} holds {count(held.graphs, 'tensor')} with a graph, one more in every pass"
     return f"{target} has a graph that grows in every pass of the loop" if total is not None and total.graph else ""
@@ -37,9 +37,9 @@ def graphs(facts: Facts) -> Iterator[Advice]:
         evidence = _with_graphs(facts, target)
         if not evidence:
             continue
-        held, total = facts.work.collections.get(target), facts.work.tensors.get(target)
+        held, total = facts.collections.get(target), facts.tensors.get(target)
         is_number = held.is_of_numbers if held is not None and held.graphs else total is not None and not total.shape
-        known = [facts.work.tensors.get(text.code(value)) for value in values]
+        known = [facts.tensors.get(text.code(value)) for value in values]
         for value, fact in zip(values, known, strict=True):
             if values[1:] and (fact is None or not fact.graph):
                 continue
@@ -54,9 +54,9 @@ def results(facts: Facts) -> Iterator[Advice]:
     """Collect results in the host's memory."""
     added = [(text, target, values) for text, target, values in _additions(facts) if values]
     known = {target for _, target, _ in added}
-    others = [each for each in facts.work.collections if each not in known and _is_there(facts, each)]
+    others = [each for each in facts.collections if each not in known and _is_there(facts, each)]
     for text, target, values in (*added, *((text, target, _NOTHING) for text in facts.texts for target in others)):
-        held = facts.work.collections.get(target)
+        held = facts.collections.get(target)
         if held is None or held.graphs or held.nbytes < LARGE:
             continue
         place, joined = held.place or target, list(_joined(text, _root(target)))
@@ -154,14 +154,14 @@ def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
             if isinstance(node, ast.Call) and id(node) not in alone:
                 continue  # what returns something does not only keep
             target = text.code(owner) if owner is not None else ""
-            held = facts.work.collections.get(target)
+            held = facts.collections.get(target)
             if held is not None and (held.place or held.record):
                 parts = [part for value in values for part in _parts(value)]
-                known = [(part, facts.work.tensors.get(text.code(part))) for part in parts]
+                known = [(part, facts.tensors.get(text.code(part))) for part in parts]
                 values = [part for part, fact in known if fact is not None and fact.device == facts.device]
             elif isinstance(node, ast.Call) and called_name(node) not in _ADD:
                 continue
-            if values and (isinstance(owner, ast.Name) or held is not None or target in facts.work.tensors):
+            if values and (isinstance(owner, ast.Name) or held is not None or target in facts.tensors):
                 yield text, target, values
 
 

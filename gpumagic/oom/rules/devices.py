@@ -75,7 +75,7 @@ def divided(facts: Facts) -> Iterator[Advice]:
 
 def offload(facts: Facts) -> Iterator[Advice]:
     """Name what makes a model usable that does not fit: fewer trained weights, or weights on the CPU."""
-    name = facts.work.models[0].name if facts.work.models else "model"
+    name = facts.models_there[0].name if facts.models_there else "model"
     if facts.stage not in ("move", "step") or facts.memory != "device":
         return
     if facts.stage == "step" or facts.trains:

@@ -85,7 +85,7 @@ def rewritten(facts: Facts) -> Iterator[Advice]:
 
 
 def _holds(facts: Facts, text: CellText, rewrite: Rewrite, found: Mapping[str, ast.expr]) -> bool:
-    shapes = {name: facts.work.tensors.get(text.code(found[name])) for name in rewrite.dimensions}
+    shapes = {name: facts.tensors.get(text.code(found[name])) for name in rewrite.dimensions}
     is_so = all(fact is not None and len(fact.shape) == rewrite.dimensions[name] for name, fact in shapes.items())
     is_split = "Q" in found and text.code(found["Q"]) == "q_part"  # by this very advice
     return is_so and not is_split and (facts.fused_attention or not rewrite.fused)
@@ -95,7 +95,7 @@ def expand(facts: Facts) -> Iterator[Advice]:
     """Repeat without copies what has one element in the repeated dimension."""
     for text, node in calls(filter(None, [facts.failing]), "repeat"):
         owner = text.code(node.func).removesuffix(".repeat")
-        arguments = _expanded(text, node, facts.work.tensors.get(owner))
+        arguments = _expanded(text, node, facts.tensors.get(owner))
         if arguments:
             yield propose(
                 f"Expand {owner} instead of repeating it", text=text,
@@ -127,7 +127,7 @@ def update_in_place(facts: Facts) -> Iterator[Advice]:
     if text is None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return
     name = text.code(statement.targets[0])
-    fact = facts.work.tensors.get(name)
+    fact = facts.tensors.get(name)
     if fact is None or fact.requires_grad or fact.graph or not facts.asked_for(fact.nbytes) or _is_shared(facts, name):
         return
     lines = _steps(facts, text, name, statement.value)
@@ -163,9 +163,9 @@ def _fits_in_place(facts: Facts, text: CellText, name: str, other: ast.expr) -> 
     """Return whether an operand leaves the shape and type as they are: a number, or a tensor of the same."""
     if isinstance(other, ast.Constant):
         return isinstance(other.value, int | float)
-    fact, own = facts.work.tensors.get(text.code(other)), facts.work.tensors[name]
+    fact, own = facts.tensors.get(text.code(other)), facts.tensors[name]
     if fact is None:
-        return text.code(other) in facts.work.numbers
+        return text.code(other) in facts.numbers
     return text.code(other) != name and fact.dtype == own.dtype and fact.shape in (own.shape, own.shape[1:], (1,), ())
 
 

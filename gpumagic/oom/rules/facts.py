@@ -1,4 +1,4 @@
-"""The facts that advice is derived from: one frozen record of a failure, filled by the probes.
+"""The facts that advice is derived from: one frozen record of a failure, filled before and after the release.
 
 It holds no tensor, no frame and no exception. A rule reads it and nothing else, so every rule can be tested
 with a record written by hand.
@@ -107,28 +107,6 @@ class Optimizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What the code was working with when it failed, read from live frames."""
-
-    text: CellText | None = None
-    """The text of the deepest code of the user's own, with the line that ran."""
-    tensors: Mapping[str, TensorFact] = field(default_factory=dict)
-    """By what that code calls them, attributes such as ``"self.weight"`` included."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    collections: Mapping[str, Collection] = field(default_factory=dict)
-    function: str = ""
-    """The function of `torch.nn.functional` that ran, if one did."""
-    operands: Mapping[str, TensorFact] = field(default_factory=dict)
-    """Its arguments that are tensors."""
-    models: tuple[Model, ...] = ()
-    optimizers: tuple[Optimizer, ...] = ()
-    sums: frozenset[str] = frozenset()
-    """What that code calls the criteria that add up losses, and do not take their mean."""
-    moving: int = 0
-    """Bytes of floating-point parameters in the module that was being moved."""
-
-
-@dataclass(frozen=True, slots=True)
 class Ownership:
     """Storages that the same set of names reaches."""
 
@@ -195,26 +173,6 @@ class KeptGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """What the frames of a failure tell, read before they are emptied."""
-
-    line: int | None = None
-    code: str | None = None
-    source: str | None = None
-    """The cell's text; None where the code is a file, of which the guarded block is only a part."""
-    functions: frozenset[str] = frozenset()
-    """Names of the functions on the failing stack, the user's and the libraries'."""
-    inside: str | None = None
-    """The deepest line of the user's own, where that is in another cell or a function's file."""
-    calls_backward: bool = False
-    """Whether a function of the user's on the failing stack calls `backward`."""
-    autocast: bool = False
-    """Whether one of them mentions `autocast`."""
-    graph_names: tuple[str, ...] = ()
-    """Variables of the failing frames that carry an autograd graph."""
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """Everything known of one failure."""
 
@@ -233,7 +191,34 @@ class Facts:
     from_allocator: bool = False
     segments_can_expand: bool = False
     """True where the allocator knows expandable segments and does not use them."""
-    scene: Scene = field(default_factory=Scene)
+    line: int | None = None
+    code: str | None = None
+    source: str | None = None
+    """The cell's text; None where the code is a file, of which the guarded block is only a part."""
+    functions: frozenset[str] = frozenset()
+    """Names of the functions on the failing stack, the user's and the libraries'."""
+    inside: str | None = None
+    """The deepest line of the user's own, where that is in another cell or a function's file."""
+    calls_backward: bool = False
+    """Whether a function of the user's on the failing stack calls `backward`."""
+    autocast: bool = False
+    """Whether one of them mentions `autocast`."""
+    graph_names: tuple[str, ...] = ()
+    """Variables of the failing frames that carry an autograd graph."""
+    failing: CellText | None = None
+    """The text of the deepest code of the user's own, with the line that ran, the cell's or another's."""
+    tensors: Mapping[str, TensorFact] = field(default_factory=dict)
+    """By what that code calls them, attributes such as ``"self.weight"`` included."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    collections: Mapping[str, Collection] = field(default_factory=dict)
+    function: str = ""
+    """The function of `torch.nn.functional` that ran, if one did."""
+    operands: Mapping[str, TensorFact] = field(default_factory=dict)
+    """Its arguments that are tensors."""
+    sums: frozenset[str] = frozenset()
+    """What that code calls the criteria that add up losses, and do not take their mean."""
+    moving: int = 0
+    """Bytes of floating-point parameters in the module that was being moved."""
     cell: CellCode | None = None
     holders: tuple[Holder, ...] = ()
     leftovers: tuple[Ownership, ...] = ()
@@ -243,12 +228,16 @@ class Facts:
     stale: Mapping[str, int] = field(default_factory=dict)
     """``{name: bytes}`` of old values that were alive while the cell made their successors."""
     models: tuple[Model, ...] = ()
+    """Those that the cell uses, or a function of it that was running."""
+    models_there: tuple[Model, ...] = ()
+    """All on the device, largest first."""
     batches: tuple[BatchSize, ...] = ()
     free_elsewhere: Mapping[str, int] = field(default_factory=dict)
     """Free bytes of the other devices of the same type."""
     other_processes: int | None = None
-    work: Work = field(default_factory=Work)
     optimizers: tuple[Optimizer, ...] = ()
+    """Those that the cell uses, or a function of it that was running."""
+    optimizers_there: tuple[Optimizer, ...] = ()
     device_names: tuple[str, ...] = ()
     """Variables that the cell uses and that name the device."""
     brought: tuple[Brought, ...] = ()
@@ -278,18 +267,13 @@ class Facts:
     @property
     def texts(self) -> tuple[CellText, ...]:
         """The texts that an edit may change: the cell's, then that of the function in another cell that failed."""
-        found = [each for each in (self.text, self.work.text) if each is not None]
+        found = [each for each in (self.text, self.failing) if each is not None]
         return tuple(found[1:] if len(found) == 2 and found[0].cell == found[1].cell else found)
-
-    @property
-    def failing(self) -> CellText | None:
-        """The text with the line that ran, the cell's or another's."""
-        return self.work.text
 
     @property
     def stage(self) -> str:
         """What was going on: ``"step"``, ``"backward"``, ``"load"``, ``"move"``, ``"forward"`` or ``"other"``."""
-        functions = self.scene.functions
+        functions = self.functions
         if any(name.startswith(_STEPS) for name in functions):
             return "step"
         for stage, marks in _STAGES.items():
@@ -300,8 +284,8 @@ class Facts:
     @property
     def trains(self) -> bool:
         """Whether the cell, or a function of the user's on the failing stack, calls `backward`, or a trainer does."""
-        by_itself = (self.cell is not None and self.cell.trains) or self.scene.calls_backward
-        return by_itself or bool(self.scene.functions & _TRAINERS)
+        by_itself = (self.cell is not None and self.cell.trains) or self.calls_backward
+        return by_itself or bool(self.functions & _TRAINERS)
 
     @property
     def transient(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Ownership
-from gpumagic.oom.rules.proposal import called_models, calls, find, loop_around, prepare, propose
+from gpumagic.oom.rules.proposal import Remedy, called_models, calls, find, loop_around, prepare, propose
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, keyword, names_in
 
@@ -65,8 +65,8 @@ def last_turn(facts: Facts) -> Iterator[Advice]:
     loop = loop_around(text, text.line) if text is not None else None
     if text is None or loop is None:
         return
-    here = {name for name, fact in facts.work.tensors.items() if fact.device == facts.device and fact.nbytes >= LARGE}
-    names = [name for name in _remade(loop, text) if name in here and not facts.work.tensors[name].requires_grad]
+    here = {name for name, fact in facts.tensors.items() if fact.device == facts.device and fact.nbytes >= LARGE}
+    names = [name for name in _remade(loop, text) if name in here and not facts.tensors[name].requires_grad]
     if names:
         yield propose(
             f"Delete {', '.join(names)} at the end of each pass", text=text,
@@ -143,7 +143,7 @@ def gradients(facts: Facts) -> Iterator[Advice]:
 def _late(facts: Facts, text: CellText) -> ast.Expr | None:
     """Return the statement of the step where the only `zero_grad` is between the line that failed and `backward`."""
     found = {name: [call.lineno for _, call in calls([text], name)] for name in ("zero_grad", "backward", "step")}
-    line = text.line or facts.scene.line
+    line = text.line or facts.line
     if line is None or any(len(each) != 1 for each in found.values()):
         return None
     in_order = line < found["zero_grad"][0] < found["backward"][0] < found["step"][0]
@@ -194,19 +194,19 @@ def earlier_graph(facts: Facts) -> Iterator[Advice]:
 
 def evaluates(facts: Facts) -> Iterator[Advice]:
     """Evaluate without recording a graph."""
-    if facts.cell is None or facts.trains or facts.cell.switches_grad_off or not facts.scene.graph_names:
+    if facts.cell is None or facts.trains or facts.cell.switches_grad_off or not facts.graph_names:
         return
-    wanted = [fact for fact in facts.work.tensors.values() if fact.requires_grad and not fact.graph]
+    wanted = [fact for fact in facts.tensors.values() if fact.requires_grad and not fact.graph]
     if facts.cell.attributes & _DIFFERENTIATES or wanted:  # the gradient of an input that is optimized or explained
         return
     off = {"no_grad", "inference_mode", "decorate_context", "backward"}
     said = [f"{model.name} is in eval mode" for model in facts.models if not model.training]
     said += [f"{name}() is by its name an evaluation" for name in _evaluations(facts)]
-    if facts.scene.functions & off or not said:
+    if facts.functions & off or not said:
         return
     yield propose(
         "Evaluate without an autograd graph",
-        evidence=f"{said[0]} and nothing calls backward, yet {facts.scene.graph_names[0]} "
+        evidence=f"{said[0]} and nothing calls backward, yet {facts.graph_names[0]} "
         "has a graph", cost="its results cannot be part of a backward pass", text=facts.text, changes=_ungraphed(facts),
     )  # fmt: skip
 
@@ -214,7 +214,7 @@ def evaluates(facts: Facts) -> Iterator[Advice]:
 def _evaluations(facts: Facts) -> list[str]:
     """Return the functions of the user's that were running and by their names evaluate."""
     made = [node.name for text in facts.texts for node in text.nodes() if isinstance(node, ast.FunctionDef)]
-    return [name for name in made if name in facts.scene.functions and _EVALUATION.search(name)]
+    return [name for name in made if name in facts.functions and _EVALUATION.search(name)]
 
 
 def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
@@ -246,7 +246,7 @@ def _is_without_graph(text: CellText, call: ast.Call) -> bool:
 
 
 def _is_watching(facts: Facts, name: str) -> bool:
-    fact = facts.work.tensors.get(name)
+    fact = facts.tensors.get(name)
     return fact is None or fact.requires_grad or fact.graph
 
 
@@ -259,23 +259,22 @@ def _without_graph(text: CellText, statement: ast.stmt, call: ast.Call) -> Seque
     return (*before, text.replace(call, name)) if before else ()
 
 
-def retained(facts: Facts) -> Iterator[Advice]:
-    """Let backward free the graph, where one call of it is all there is."""
-    for text in facts.texts:
-        backwards = [call for _, call in calls([text], "backward")]
-        flag = keyword(backwards[0], "retain_graph") if len(backwards) == 1 else None
-        owner = text.code(backwards[0].func).removesuffix(".backward") if flag is not None else ""
-        if flag is not None and text.code(flag.value) == "True" and owner in facts.scene.graph_names:
-            yield propose(
-                f"Let {owner}.backward free its graph", text=text, changes=[text.replace(flag.value, "False")],
-                evidence=f"retain_graph=True kept the graph of {owner} while the next was made",
-                cost="none: backward is called once",
-            )  # fmt: skip
+def _owner(text: CellText, call: ast.Call) -> str:
+    return text.code(call.func).removesuffix(".backward")
+
+
+retained = Remedy(
+    lambda _, *call: f"Let {_owner(*call[:2])}.backward free its graph", lambda facts: facts.graph_names,
+    lambda _, *call: f"retain_graph=True kept the graph of {_owner(*call[:2])} while the next was made",
+    "none: backward is called once", argument="retain_graph=False", calls=("backward",),
+    of=lambda facts, text, call, given: given == "True" and _owner(text, call) in facts.graph_names
+    and len(list(calls([text], "backward"))) == 1,
+)  # fmt: skip
 
 
 def _ungraphed(facts: Facts) -> Sequence[Change]:
     """Return the changes that put what made a graph, up to the failed statement, under `inference_mode`."""
-    text, line = facts.text, facts.scene.line
+    text, line = facts.text, facts.line
     if text is None or line is None:
         return ()
     place = next((i for i, each in enumerate(text.tree.body) if each.lineno <= line <= (each.end_lineno or 0)), None)
@@ -284,7 +283,7 @@ def _ungraphed(facts: Facts) -> Sequence[Change]:
     failed = text.tree.body[place]
     if isinstance(failed, ast.FunctionDef | ast.AsyncFunctionDef):
         return text.insert(failed, "@torch.inference_mode()")
-    made = [i for i, each in enumerate(text.tree.body[:place]) if _makes(each, facts.scene.graph_names)]
+    made = [i for i, each in enumerate(text.tree.body[:place]) if _makes(each, facts.graph_names)]
     return text.wrap(text.tree.body[min([*made, place]) : place + 1], INFERENCE)
 
 

@@ -12,7 +12,7 @@ from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import collected
 from gpumagic.oom.rules.batch import remake
 from gpumagic.oom.rules.facts import Facts, TensorFact
-from gpumagic.oom.rules.proposal import backend, bracketed, calls, failed, propose
+from gpumagic.oom.rules.proposal import Remedy, backend, bracketed, calls, failed, propose
 from gpumagic.report.units import count, shape, size
 from gpumagic.source.text import called_name, keyword
 
@@ -37,11 +37,10 @@ def outer(facts: Facts) -> Outer | None:
         for node in ast.walk(statement):
             pair: list[tuple[ast.expr, TensorFact | None]] = []
             if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult):
-                pair = [(each, facts.work.tensors.get(text.code(each))) for each in (node.left, node.right)]
-            elif isinstance(node, ast.Call) and len(node.args) == 2 and facts.work.function in LOSSES:
+                pair = [(each, facts.tensors.get(text.code(each))) for each in (node.left, node.right)]
+            elif isinstance(node, ast.Call) and len(node.args) == 2 and facts.function in LOSSES:
                 pair = [
-                    (each, facts.work.operands.get(name))
-                    for each, name in zip(node.args, ("input", "target"), strict=True)
+                    (each, facts.operands.get(name)) for each, name in zip(node.args, ("input", "target"), strict=True)
                 ]
             for one, other in (pair, pair[::-1]) if pair else ():
                 found = _outer(*one, *other)
@@ -71,52 +70,39 @@ def squeeze(facts: Facts) -> Iterator[Advice]:
         )  # fmt: skip
 
 
-def size_bug(facts: Facts) -> Iterator[Advice]:
-    """Look at the sizes: a request above 1 EB is a negative or overflowed number."""
-    if facts.kind == "size bug":
-        where = f"line {facts.scene.line}" if facts.scene.line is not None else "the failing line"
-        yield propose("Print the sizes this line passes; one is negative or overflowed", evidence=where)
-
-
-def fraction(facts: Facts) -> Iterator[Advice]:
-    """Lift the cap that this process has set itself."""
-    where = "" if facts.device in (None, "cuda:0") else f', "{facts.device}"'
-    if facts.kind == "memory fraction":
-        yield propose(
-            "Lift the cap on this process's memory", cost="none, unless others share the device",
-            first=f"torch.cuda.set_per_process_memory_fraction(1.0{where})",
-            evidence="the allocator refused before it asked the driver",
-        )  # fmt: skip
-
-
-def benchmark(facts: Facts) -> Iterator[Advice]:
-    """Do not let cuDNN try algorithms with large workspaces."""
-    if facts.tries_algorithms and facts.scene.functions & {"_conv_forward", "conv2d", "conv3d"}:
-        yield propose(
-            "Do not let cuDNN try every algorithm", first="torch.backends.cudnn.benchmark = False",
-            evidence="cudnn.benchmark is on and it failed in a convolution; trials take workspace",
-            cost="convolutions may take longer",
-        )  # fmt: skip
-
-
-def large_blocks(facts: Facts) -> Iterator[Advice]:
-    """Let an Intel GPU hand out more than 4 GB at once."""
-    if facts.kind == "xpu block limit":
-        yield propose(
-            "Allow blocks of more than 4 GB", cost="a restart of the kernel",
-            edit="UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1",
-            evidence="the driver refuses single blocks beyond 4 GB unless the environment says so at the start",
-        )  # fmt: skip
-
-
-def watermark(facts: Facts) -> Iterator[Advice]:
-    """Say what the cap of MPS is, and that lifting it can stall the machine."""
-    if facts.kind == "mps allocator":
-        yield propose(
-            "Lift MPS's cap on its share of the machine's memory",
-            edit="PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0", cost="a restart of the kernel; the machine may stall",
-            evidence=f"the cap is {size(facts.capacity)}, a share of the memory that the CPU uses too",
-        )  # fmt: skip
+size_bug = Remedy(
+    "Print the sizes this line passes; one is negative or overflowed", lambda facts: facts.kind == "size bug",
+    lambda facts, *_: f"line {facts.line}" if facts.line is not None else "the failing line", cost="",
+)  # fmt: skip
+fraction = Remedy(
+    "Lift the cap on this process's memory", lambda facts: facts.kind == "memory fraction",
+    "the allocator refused before it asked the driver", "none, unless others share the device",
+    first=lambda facts, *_: "torch.cuda.set_per_process_memory_fraction(1.0"
+    + ("" if facts.device in (None, "cuda:0") else f', "{facts.device}"') + ")",
+)  # fmt: skip
+benchmark = Remedy(
+    "Do not let cuDNN try every algorithm",
+    lambda facts: facts.tries_algorithms and facts.functions & {"_conv_forward", "conv2d", "conv3d"},
+    "cudnn.benchmark is on and it failed in a convolution; trials take workspace", "convolutions may take longer",
+    first="torch.backends.cudnn.benchmark = False",
+)  # fmt: skip
+large_blocks = Remedy(
+    "Allow blocks of more than 4 GB", lambda facts: facts.kind == "xpu block limit",
+    "the driver refuses single blocks beyond 4 GB unless the environment says so at the start",
+    "a restart of the kernel", edit="UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1",
+)  # fmt: skip
+watermark = Remedy(
+    "Lift MPS's cap on its share of the machine's memory", lambda facts: facts.kind == "mps allocator",
+    lambda facts, *_: f"the cap is {size(facts.capacity)}, a share of the memory that the CPU uses too",
+    "a restart of the kernel; the machine may stall", edit="PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
+)  # fmt: skip
+private_pools = Remedy(
+    "Forget the captured CUDA graphs", lambda facts: facts.requested is not None
+    and facts.private_pools >= facts.requested,
+    lambda facts, *_: f"{size(facts.private_pools)} is in pools of CUDA graphs, which nothing else may use",
+    'compiled functions compile again; mode="reduce-overhead" makes such pools',
+    first="torch._dynamo.reset()", frees=lambda facts: facts.private_pools,
+)  # fmt: skip
 
 
 A_FAIR_SHARE = 8
@@ -137,17 +123,12 @@ def is_fragmented(facts: Facts) -> bool:
     return facts.unallocated >= max(facts.requested, (facts.capacity or 0) // A_FAIR_SHARE)
 
 
-def expandable_segments(facts: Facts) -> Iterator[Advice]:
-    """Let the allocator grow its segments, where fragmentation alone is the cause."""
-    if facts.segments_can_expand and is_fragmented(facts):
-        yield propose(
-            "Let the allocator's segments grow: set this before the kernel starts",
-            edit="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            evidence=f"{size(facts.unallocated)} was reserved but unallocated, {size(facts.requested)} requested",
-            cost="a restart of the kernel; not with CUDA IPC",
-        )  # fmt: skip
-
-
+expandable_segments = Remedy(
+    "Let the allocator's segments grow: set this before the kernel starts",
+    lambda facts: facts.segments_can_expand and is_fragmented(facts),
+    lambda facts, *_: f"{size(facts.unallocated)} was reserved but unallocated, {size(facts.requested)} requested",
+    "a restart of the kernel; not with CUDA IPC", edit="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+)  # fmt: skip
 _OUT = {
     "module": "{name}.cpu()", "tensor": "{name} = {name}.cpu()", "list": "{name} = [each.cpu() for each in {name}]",
 }  # fmt: skip
@@ -176,23 +157,13 @@ def compact(facts: Facts) -> Iterator[Advice]:
     )  # fmt: skip
 
 
-def private_pools(facts: Facts) -> Iterator[Advice]:
-    """Let go of the pools that CUDA graphs keep."""
-    if facts.requested is not None and facts.private_pools >= facts.requested:
-        yield propose(
-            "Forget the captured CUDA graphs", frees=facts.private_pools, first="torch._dynamo.reset()",
-            evidence=f"{size(facts.private_pools)} is in pools of CUDA graphs, which nothing else may use",
-            cost='compiled functions compile again; mode="reduce-overhead" makes such pools',
-        )  # fmt: skip
-
-
 _IN_WORKERS = ("dataloader killed", "dataloader bus error", "shared memory")
 _WITHOUT = {"num_workers": "0", "persistent_workers": "False", "prefetch_factor": "None"}
 
 
 def workers(facts: Facts) -> Iterator[Advice]:
     """Load batches in the kernel's own process, where workers ran out."""
-    if facts.kind not in _IN_WORKERS and not (facts.kind == "python" and "_process_data" in facts.scene.functions):
+    if facts.kind not in _IN_WORKERS and not (facts.kind == "python" and "_process_data" in facts.functions):
         return
     edit: dict[str, Any] = {}
     number = 0
@@ -214,66 +185,31 @@ def workers(facts: Facts) -> Iterator[Advice]:
         )  # fmt: skip
 
 
-def unpinned(facts: Facts) -> Iterator[Advice]:
-    """Do not pin the host's memory where pinning it is what failed."""
-    by_loader = {"pin_memory", "_pin_memory_loop"} & facts.scene.functions
-    for text, call in calls(facts.texts) if by_loader or facts.kind == PINNED else ():
-        flag = keyword(call, "pin_memory")
-        if flag is not None and text.code(flag.value) == "True":
-            yield propose(
-                f"Do not pin the {'batches' if by_loader else 'memory'}", text=text,
-                changes=[text.replace(flag.value, "False")], cost="slower copies",
-                evidence="it failed while pinning, and pinned memory cannot be swapped",
-            )  # fmt: skip
-            return
-
-
+_PINNING = frozenset({"pin_memory", "_pin_memory_loop"})
+unpinned = Remedy(
+    lambda facts, *_: f"Do not pin the {'batches' if facts.functions & _PINNING else 'memory'}",
+    lambda facts: facts.functions & _PINNING or facts.kind == PINNED,
+    "it failed while pinning, and pinned memory cannot be swapped", "slower copies",
+    argument="pin_memory=False", of=lambda *known: known[-1] == "True",
+)  # fmt: skip
+mapped = Remedy(
+    "Map the checkpoint's file instead of reading it", lambda facts: facts.stage == "load" and facts.memory == "host",
+    "mmap=True reads each tensor when it is used", "the file must stay where it is", argument="mmap=True",
+    of=lambda _, text, call, given: text.code(call.func) == "torch.load" and not given,
+)  # fmt: skip
+on_the_host = Remedy(
+    "Load the checkpoint into the host's memory", lambda facts: facts.stage == "load" and facts.memory == "device",
+    lambda *known: f"map_location={known[-1]} puts the tensors beside the model's own" if known[-1]
+    else "torch.load was putting the tensors where they were saved",
+    "its tensors are on the CPU until they are copied or moved", argument='map_location="cpu"',
+    of=lambda _, text, call, given: text.code(call.func) in ("torch.load", "load") and "cpu" not in given,
+)  # fmt: skip
 _WIDE_BY_DEFAULT = ("zeros", "ones", "empty", "full")
-_MAKERS = (*_WIDE_BY_DEFAULT, "rand", "randn", "random", "standard_normal")
-
-
-def half_as_wide(facts: Facts) -> Iterator[Advice]:
-    """Make an array of float32 where numpy's float64 is what does not fit."""
-    if facts.kind not in ("numpy", "host allocator"):
-        return
-    for text, statement in failed(facts):
-        for node in ast.walk(statement):
-            if not isinstance(node, ast.Call) or called_name(node) not in _MAKERS:
-                continue
-            owner, flag = text.code(node.func).partition(".")[0], keyword(node, "dtype")
-            is_default = owner in ("np", "numpy") and called_name(node) in _WIDE_BY_DEFAULT
-            if "64" in text.code(flag.value) if flag else is_default:
-                narrow = f"{owner}.float32"
-                change = text.replace(flag.value, narrow) if flag else text.add_argument(node, f"dtype={narrow}")
-                yield propose(
-                    "Make the array float32", text=text, changes=[change],
-                    evidence=f"float64 takes {size(facts.requested)}", cost="seven digits instead of sixteen",
-                )  # fmt: skip
-                return
-
-
-def mapped(facts: Facts) -> Iterator[Advice]:
-    """Read a checkpoint from its file as it is needed."""
-    for text, call in calls(facts.texts, "load") if facts.stage == "load" and facts.memory == "host" else ():
-        if text.code(call.func) == "torch.load" and keyword(call, "mmap") is None:
-            yield propose(
-                "Map the checkpoint's file instead of reading it", cost="the file must stay where it is", text=text,
-                changes=[text.add_argument(call, "mmap=True")], evidence="mmap=True reads each tensor when it is used",
-            )  # fmt: skip
-            return
-
-
-def on_the_host(facts: Facts) -> Iterator[Advice]:
-    """Load a checkpoint into the host's memory, from where it is copied into the model piece by piece."""
-    for text, call in calls(facts.texts, "load") if facts.stage == "load" and facts.memory == "device" else ():
-        where = keyword(call, "map_location")
-        if text.code(call.func) not in ("torch.load", "load") or (where and "cpu" in text.code(where.value)):
-            continue
-        change = text.replace(where.value, '"cpu"') if where else text.add_argument(call, 'map_location="cpu"')
-        yield propose(
-            "Load the checkpoint into the host's memory", text=text, changes=[change],
-            cost="its tensors are on the CPU until they are copied or moved",
-            evidence=f"map_location={text.code(where.value)} puts the tensors beside the model's own" if where
-            else "torch.load was putting the tensors where they were saved",
-        )  # fmt: skip
-        return
+half_as_wide = Remedy(
+    "Make the array float32", lambda facts: facts.kind in ("numpy", "host allocator"),
+    lambda facts, *_: f"float64 takes {size(facts.requested)}", "seven digits instead of sixteen",
+    argument=lambda _, text, call: f"dtype={text.code(call.func).partition('.')[0]}.float32",
+    calls=(*_WIDE_BY_DEFAULT, "rand", "randn", "random", "standard_normal"), in_line=True,
+    of=lambda _, text, call, given: "64" in given if given
+    else text.code(call.func).startswith(("np.", "numpy.")) and called_name(call) in _WIDE_BY_DEFAULT,
+)  # fmt: skip

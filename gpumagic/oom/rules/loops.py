@@ -136,7 +136,7 @@ def told(trainer: Trainer, arguments: dict[str, str]) -> dict[str, Any]:
 
 
 def _evaluates(facts: Facts) -> bool:
-    return bool(facts.scene.functions & EVALUATES)
+    return bool(facts.functions & EVALUATES)
 
 
 def _where(trainer: Trainer) -> str:
@@ -184,7 +184,7 @@ def accumulating(facts: Facts, found: BatchSize, steps: int) -> dict[str, Any]:
         before = number(facts.trainer, ACCUMULATE, 1)
         return told(facts.trainer, {ACCUMULATE: str(before * steps)}) if before is not None else {}
     for text in facts.texts:
-        training = _training(text, text.line or facts.scene.line)
+        training = _training(text, text.line or facts.line)
         if training is not None:
             counted = _counted(facts, training, found, steps)
             changes = _changes(facts, training, *counted, steps) if counted is not None else []
@@ -285,4 +285,4 @@ def _adds_up(facts: Facts, text: CellText, node: ast.AST) -> bool:
     """Return whether an expression takes a sum: by name, by an argument, or with a criterion that was made to."""
     if isinstance(node, ast.Constant):
         return node.value == "sum"
-    return isinstance(node, ast.Call) and (called_name(node) == "sum" or text.code(node.func) in facts.work.sums)
+    return isinstance(node, ast.Call) and (called_name(node) == "sum" or text.code(node.func) in facts.sums)

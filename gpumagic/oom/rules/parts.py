@@ -36,9 +36,9 @@ def smaller(facts: Facts) -> Iterator[Choice]:
     """Make the parts smaller in which a loop goes through its data."""
     batches = {each.name for each in facts.batches}
     for text in facts.texts if facts.memory == "device" else ():
-        for found in _parts_in(text, text.line or facts.scene.line):
+        for found in _parts_in(text, text.line or facts.line):
             name = found.number.id if isinstance(found.number, ast.Name) else ""
-            value = found.number.value if isinstance(found.number, ast.Constant) else facts.work.numbers.get(name)
+            value = found.number.value if isinstance(found.number, ast.Constant) else facts.numbers.get(name)
             if type(value) is int and value > (0 if found.is_count else 1) and name not in batches:
                 yield _choice(facts, text, found, name, value)
                 return
@@ -137,7 +137,7 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
         method = _summed(expression)
         inner = expression.func.value if method and isinstance(expression, ast.Call) else expression  # type: ignore[attr-defined]
         rows = _rows_of(facts, joined.text, inner) if inner is not None else None
-        fact = facts.work.tensors.get(rows.name) if rows is not None else None
+        fact = facts.tensors.get(rows.name) if rows is not None else None
         if text is None or rows is None or fact is None or not (method or rows.reduces):
             continue
         if fact.shape[0] <= LEAST_ROWS or facts.requested is None or facts.requested < 2 * fact.nbytes:
@@ -152,7 +152,7 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
 
 def mapped(facts: Facts) -> Iterator[Choice]:
     """Have `vmap` map over some of the rows at a time."""
-    for text, call in calls(facts.texts) if facts.scene.functions & _VMAP else ():
+    for text, call in calls(facts.texts) if facts.functions & _VMAP else ():
         made = call.func
         if not isinstance(made, ast.Call) or called_name(made) != "vmap" or keyword(made, "chunk_size") is not None:
             continue
@@ -160,7 +160,7 @@ def mapped(facts: Facts) -> Iterator[Choice]:
         dims = in_dims.value.elts if in_dims is not None and isinstance(in_dims.value, ast.Tuple) else []
         told = [each for each, dim in zip(call.args, dims, strict=False) if text.code(dim) == "0"]
         names = [text.code(each) for each in (told if dims else call.args)]
-        rows = next((facts.work.tensors[name].shape[0] for name in names if name in facts.work.tensors), 0)
+        rows = next((facts.tensors[name].shape[0] for name in names if name in facts.tensors), 0)
         if rows > 1:
             yield Choice("chunk_size", rows, functools.partial(_in_chunks, text, made, rows), rows // 2)
             return
@@ -175,7 +175,7 @@ def _in_chunks(text: CellText, call: ast.Call, rows: int, number: int) -> Advice
 
 
 def _advice(facts: Facts, joined: Joined, rows: Rows, method: str, number: int) -> Advice:
-    text, fact = facts.failing, facts.work.tensors[rows.name]
+    text, fact = facts.failing, facts.tensors[rows.name]
     assert text is not None
     changes = [joined.text.replace(each, "part") for each in rows.uses]
     part = apply_changes(changes, joined.text.source)
@@ -206,7 +206,7 @@ def _summed(node: ast.expr | None) -> str:
 def _rows_of(facts: Facts, text: CellText, node: ast.expr) -> Rows | None:
     """Return what the rows of an expression are made of, where each depends on one row only."""
     if isinstance(node, ast.Name):
-        fact = facts.work.tensors.get(node.id)
+        fact = facts.tensors.get(node.id)
         return Rows(node.id, (node,)) if fact is not None and fact.shape and fact.device == facts.device else None
     if isinstance(node, ast.Subscript):
         index = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
@@ -223,7 +223,7 @@ def _rows_of(facts: Facts, text: CellText, node: ast.expr) -> Rows | None:
 def _of_operands(facts: Facts, text: CellText, node: ast.BinOp) -> Rows | None:
     if isinstance(node.op, ast.MatMult):
         left = _rows_of(facts, text, node.left)
-        is_matrix = left is not None and len(facts.work.tensors[left.name].shape) == 2
+        is_matrix = left is not None and len(facts.tensors[left.name].shape) == 2
         return left if is_matrix else None
     if _is_number(facts, text, node.right):
         return _rows_of(facts, text, node.left)
@@ -236,7 +236,7 @@ def _of_operands(facts: Facts, text: CellText, node: ast.BinOp) -> Rows | None:
 
 
 def _is_number(facts: Facts, text: CellText, node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) or text.code(node) in facts.work.numbers
+    return isinstance(node, ast.Constant) or text.code(node) in facts.numbers
 
 
 def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:

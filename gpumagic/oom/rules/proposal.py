@@ -14,7 +14,7 @@ from typing import Any
 from gpumagic.memory.devices import Device
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.source.text import CellText, Change, called_name
+from gpumagic.source.text import CellText, Change, called_name, keyword
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Region:
 def find(facts: Facts) -> Region | None:
     """Return the forward pass that failed, or whose backward failed, where a text shows it."""
     for text in reversed(facts.texts):
-        lines = [text.line, facts.scene.line] if text.cell == "" else [text.line]
+        lines = [text.line, facts.line] if text.cell == "" else [text.line]
         for line in filter(None, lines):
             found = _around(facts, text, line)
             if found is not None:
@@ -195,6 +195,63 @@ def prepare(facts: Facts, name: str, code: str) -> dict[str, Any]:
         if made:
             return {"text": text, "changes": text.insert_after(made[-1], code)}
     return {"first": code}
+
+
+Said = str | Callable[..., str]
+"""A text, or what makes it: of the facts, the text, the call that is edited, and the argument's code as it is."""
+
+
+@dataclass(frozen=True)  # without slots, for the defaults that are functions
+class Remedy:
+    """A rule as data: one setting, or one keyword argument of a call with another value."""
+
+    title: Said
+    when: Callable[[Facts], object]
+    why: Said
+    cost: str = "none"
+    first: Said = ""
+    """Code to run before the cell."""
+    edit: str | None = None
+    """What to set where no code can, such as an environment variable."""
+    frees: Callable[[Facts], int] = lambda _: 0
+    argument: Said = ""
+    """The keyword argument to give to a call, ``"pin_memory=False"``; without one no call is edited."""
+    calls: tuple[str, ...] = ()
+    """What the functions may be called; any without."""
+    of: Callable[..., object] = lambda *known: not known[-1]
+    """Whether it is for this call; by default where the argument is not given."""
+    in_line: bool = False
+    """Whether only the statement that failed is searched for calls."""
+
+    def __call__(self, facts: Facts) -> Iterator[Advice]:
+        """Yield the suggestion where its facts hold; for the first of the calls."""
+        if not self.when(facts):
+            return
+        if not self.argument:
+            yield self._proposed((facts,), text=None)
+            return
+        statements = failed(facts) if self.in_line else ((text, text.tree) for text in facts.texts)
+        for text, call in ((text, node) for text, part in statements for node in ast.walk(part)):
+            if not isinstance(call, ast.Call) or (self.calls and called_name(call) not in self.calls):
+                continue
+            argument = _said(self.argument, facts, text, call)
+            name, _, value = argument.partition("=")
+            given = keyword(call, name)
+            known = (facts, text, call, text.code(given.value) if given is not None else "")
+            if self.of(*known):
+                change = text.replace(given.value, value) if given is not None else text.add_argument(call, argument)
+                yield self._proposed(known, text=text, changes=[change])
+                return
+
+    def _proposed(self, known: tuple[Any, ...], **more: Any) -> Advice:
+        more |= {"edit": self.edit} if self.edit else {}
+        title, why, first = (_said(each, *known) for each in (self.title, self.why, self.first))
+        frees = self.frees(known[0]) or None
+        return propose(title, evidence=why, cost=self.cost, first=first or None, frees=frees, **more)
+
+
+def _said(said: Said, *known: Any) -> str:
+    return said if isinstance(said, str) else said(*known)
 
 
 def backend(facts: Facts) -> str:

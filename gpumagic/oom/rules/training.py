@@ -11,9 +11,9 @@ from typing import Any
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
 from gpumagic.oom.rules.patterns import joined_in, match
-from gpumagic.oom.rules.proposal import backend, calls, failed, find, prepare, propose, substituted
+from gpumagic.oom.rules.proposal import Remedy, backend, calls, find, prepare, propose, substituted
 from gpumagic.report.units import LARGE, size
-from gpumagic.source.text import CellText, Change, called_name, keyword
+from gpumagic.source.text import CellText, keyword
 
 ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
 SHARED = ("lr", "weight_decay")
@@ -22,7 +22,7 @@ SHARED = ("lr", "weight_decay")
 
 def one_by_one(facts: Facts) -> Iterator[Advice]:
     """Update one parameter at a time, or fused, when the batched form of Adam ran out."""
-    batched = sorted(name for name in facts.scene.functions if name.startswith("_multi_tensor_adam"))
+    batched = sorted(name for name in facts.functions if name.startswith("_multi_tensor_adam"))
     if not batched:
         return
     adams = [each for each in facts.optimizers if each.kind in ADAMS and not each.fused]
@@ -73,7 +73,7 @@ def leaner(facts: Facts) -> Iterator[Advice]:
 
 def _half_parameters(facts: Facts, found: Optimizer) -> Iterator[Advice]:
     """Keep parameters in bfloat16, and with them gradients and what an optimizer has not made yet."""
-    full = [each for each in facts.work.models if each.name in found.models and 2 * each.float32_nbytes > each.nbytes]
+    full = [each for each in facts.models_there if each.name in found.models and 2 * each.float32_nbytes > each.nbytes]
     is_kept = found.state and facts.stage != "step"  # what a first step has half made is cleared
     if not full or is_kept or full[0].local:
         return
@@ -123,7 +123,7 @@ def _constructed(facts: Facts, found: Optimizer, other: Leaner) -> dict[str, Any
         given = ", ".join(filter(None, (*map(text.code, call.args), second, *shared)))
         changes = [text.replace(call, f"{constructor}({given})")]
         return {"text": text, "changes": changes, "first": first} if len(call.args) == 1 else {}
-    models = [each for each in facts.work.models if each.nbytes == found.nbytes and not each.local]
+    models = [each for each in facts.models_there if each.nbytes == found.nbytes and not each.local]
     if len(models) != 1 or found.local:
         return {}
     given = ", ".join(filter(None, (f"{models[0].name}.parameters()", second)))
@@ -137,7 +137,7 @@ def _autocast(facts: Facts) -> str:
 def mixed(facts: Facts) -> Iterator[Advice]:
     """Run the forward pass in bfloat16 where the model is float32 and nothing else says so."""
     full = [model for model in facts.models if 2 * model.float32_nbytes > model.nbytes]
-    is_on = facts.cell is None or facts.cell.autocasts or facts.scene.autocast
+    is_on = facts.cell is None or facts.cell.autocasts or facts.autocast
     if is_on or not full or facts.stage not in ("forward", "backward"):
         return
     region = find(facts)
@@ -150,46 +150,36 @@ def mixed(facts: Facts) -> Iterator[Advice]:
     )  # fmt: skip
 
 
-def smaller_parameters(facts: Facts) -> Iterator[Advice]:
-    """Move a model to the device in half the bytes."""
-    if facts.stage == "move" and facts.work.moving:
-        for text, call in _moves(facts):
-            yield propose(
-                "Keep the model's parameters in bfloat16", text=text, changes=[_narrowed(text, call, "bfloat16")],
-                first="\n".join(f"{model.name}.cpu()" for model in facts.models if not model.local) or None,
-                evidence=f"the model being moved has {size(facts.work.moving)} of float32 parameters",
-                cost="enough for inference; training in it loses precision; its inputs must be bfloat16 too",
-            )  # fmt: skip
-            return
+_MOVES = ("to", "cuda", "tensor", "as_tensor")
 
 
-def single(facts: Facts) -> Iterator[Advice]:
-    """Move numpy's float64 to the device as float32."""
-    wide = {
-        name: fact for name, fact in facts.work.tensors.items() if (fact.dtype, fact.device) == ("float64", "cpu")
-    }  # fmt: skip
-    for text, call in _moves(facts):
-        name = next((each.id for each in ast.walk(call) if isinstance(each, ast.Name) and each.id in wide), None)
-        if name is not None:
-            yield propose(
-                f"Keep {name} in float32 on the device", text=text, changes=[_narrowed(text, call, "float32")],
-                evidence=f"{name} is float64, numpy's default, {size(wide[name].nbytes)}",
-                cost="seven digits instead of sixteen; models are float32 anyway",
-            )  # fmt: skip
-            return
+def _says_no_dtype(text: CellText, call: ast.Call) -> bool:
+    return not re.search("dtype|float|half", text.code(call))
 
 
-def _moves(facts: Facts) -> Iterator[tuple[CellText, ast.Call]]:
-    """Yield the calls in the failed statement that move something and say no dtype."""
-    for text, statement in failed(facts):
-        for node in ast.walk(statement):
-            is_move = isinstance(node, ast.Call) and called_name(node) in ("to", "cuda", "tensor", "as_tensor")
-            if is_move and isinstance(node, ast.Call) and not re.search("dtype|float|half", text.code(node)):
-                yield text, node
+smaller_parameters = Remedy(
+    "Keep the model's parameters in bfloat16", lambda facts: facts.stage == "move" and facts.moving,
+    lambda facts, *_: f"the model being moved has {size(facts.moving)} of float32 parameters",
+    "enough for inference; training in it loses precision; its inputs must be bfloat16 too",
+    first=lambda facts, *_: "\n".join(f"{model.name}.cpu()" for model in facts.models if not model.local),
+    argument="dtype=torch.bfloat16", calls=_MOVES, in_line=True,
+    of=lambda _, text, call, *__: _says_no_dtype(text, call),
+)  # fmt: skip
 
 
-def _narrowed(text: CellText, call: ast.Call, dtype: str) -> Change:
-    return text.add_argument(call, f"dtype=torch.{dtype}")
+def _wide(facts: Facts, call: ast.Call) -> str:
+    """Return what a call moves of float64 on the host, if anything."""
+    wide = {name for name, fact in facts.tensors.items() if (fact.dtype, fact.device) == ("float64", "cpu")}
+    return next((each.id for each in ast.walk(call) if isinstance(each, ast.Name) and each.id in wide), "")
+
+
+single = Remedy(
+    lambda facts, _, call, *__: f"Keep {_wide(facts, call)} in float32 on the device", lambda facts: facts.tensors,
+    lambda facts, _, call, *__: f"{_wide(facts, call)} is float64, numpy's default, "
+    f"{size(facts.tensors[_wide(facts, call)].nbytes)}",
+    "seven digits instead of sixteen; models are float32 anyway", argument="dtype=torch.float32", calls=_MOVES,
+    in_line=True, of=lambda facts, text, call, _: _wide(facts, call) and _says_no_dtype(text, call),
+)  # fmt: skip
 
 
 _WRAP = """\
@@ -201,7 +191,7 @@ for b in {blocks}:
 
 def checkpoint(facts: Facts) -> Iterator[Advice]:
     """Recompute activations in backward, where a training cell spends its memory on them."""
-    if not facts.trains or facts.stage not in ("forward", "backward") or "checkpoint" in facts.scene.functions:
+    if not facts.trains or facts.stage not in ("forward", "backward") or "checkpoint" in facts.functions:
         return
     models = [model for model in facts.models if model.training and not model.checkpoints]
     edit = next(filter(None, (_switch(facts, model) for model in models)), None)
@@ -255,7 +245,7 @@ def _loss_in_parts(facts: Facts, text: CellText, node: ast.AST, indent: str) -> 
     logits, labels = loss["LOGITS"], text.code(loss["LABELS"])
     product = match("HIDDEN @ TABLE", logits)
     hidden = product["HIDDEN"] if product else logits.args[0] if isinstance(logits, ast.Call) and logits.args else None
-    fact = facts.work.tensors.get(hidden.id) if isinstance(hidden, ast.Name) else None
+    fact = facts.tensors.get(hidden.id) if isinstance(hidden, ast.Name) else None
     if hidden is None or fact is None or len(fact.shape) != 2 or not isinstance(loss["LABELS"], ast.Name):
         return ""
     step = f'{text.code(node.func)}({substituted(text, logits, hidden, "h_part")}, y_part, reduction="sum")'
