@@ -5,44 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from gpumagic.memory.view import timeline_blocks
-from gpumagic.oom.report import WORKSPACE, Advice, EditTrial, OomReport, Try
+from gpumagic.oom.report import WORKSPACE, Advice, EditTrial, OomReport, Share, Try
 from gpumagic.report.base import Holder
-from gpumagic.report.document import (
-    Block,
-    Cell,
-    Column,
-    Document,
-    Fold,
-    Heading,
-    Listing,
-    Paragraph,
-    Segment,
-    Table,
-    document_of,
-)
+from gpumagic.report.columns import Column, Table
+from gpumagic.report.document import Block, Cell, Document, Fold, Heading, Listing, Paragraph, Segment, document_of
 from gpumagic.report.units import LARGE, NOT_AVAILABLE, count, duration, shape, size, size_of
 
 
 def tries_table(tries: Sequence[Try], name: str) -> Table:
     """Return the runs of a cell, in order; `name` is the int that varied, "" for none."""
-    lost = any(each.lost for each in tries)
-    columns = [
-        Column("Run", "right"), *([Column(name, "right")] if name else []), Column("Ended"),
-        Column("Allocated", "right"), Column("Time", "right", priority=1),
-        *([Column("Could not be undone", shrinks=True)] if lost else []),
-    ]  # fmt: skip
-    rows: list[list[Cell | str]] = [
-        [
-            str(each.number),
-            *([str(each.size)] if name else []),
-            _ending(each),
-            "" if each.allocated is None else size(each.allocated),
-            duration(each.seconds),
-            *([", ".join(each.lost)] if lost else []),
-        ]
-        for each in tries
-    ]
-    return Table(columns, rows, caption="Runs of the cell")
+    columns: tuple[Column[Try], ...] = (
+        Column("Run", lambda each: str(each.number), "right"),
+        Column(name, lambda each: str(each.size), "right", when=lambda _: name),
+        Column("Ended", _ending),
+        Column("Allocated", lambda each: "" if each.allocated is None else size(each.allocated), "right",
+               when=lambda _: True),
+        Column("Time", lambda each: duration(each.seconds), "right", priority=1),
+        Column("Could not be undone", lambda each: ", ".join(each.lost), shrinks=True),
+    )  # fmt: skip
+    return Table.of(tries, columns, "Runs of the cell")
 
 
 def _ending(each: Try) -> str:
@@ -138,33 +119,32 @@ def _freed(report: OomReport) -> int | None:
     return report.allocated_at_failure - report.allocated_after
 
 
+Stage = tuple[str, int | None, int | None]
+"""When it was, what was allocated and what was reserved."""
+
+
 def _memory(report: OomReport) -> Table:
-    stages = (
+    stages: tuple[Stage, ...] = (
         ("Before the cell", report.allocated_before, report.reserved_before),
         ("At the failure", report.allocated_at_failure, report.reserved_at_failure),
         ("Now", report.allocated_after, report.reserved_after),
     )
-    columns = [
-        Column(report.device or "Memory"),
-        Column("Allocated" + (f" of {size(report.capacity)}" if report.capacity else ""), "right"),
-        Column("Cached", "right", priority=1),
-    ]
-    rows: list[list[Cell | str]] = [
-        [stage, _bar(allocated, reserved, report.capacity), _cached(allocated, reserved)]
-        for stage, allocated, reserved in stages
-    ]
-    return Table(columns, rows, caption="Memory before, at the failure and now")
+    of = f" of {size(report.capacity)}" if report.capacity else ""
+    columns: tuple[Column[Stage], ...] = (
+        Column(report.device or "Memory", lambda stage: stage[0]),
+        Column(f"Allocated{of}", lambda stage: _allocated(stage, report.capacity), "right"),
+        Column("Cached", lambda stage: NOT_AVAILABLE if None in stage else size((stage[2] or 0) - (stage[1] or 0)),
+               "right", priority=1),
+    )  # fmt: skip
+    return Table.of(stages, columns, "Memory before, at the failure and now")
 
 
-def _bar(allocated: int | None, reserved: int | None, capacity: int | None) -> Cell:
+def _allocated(stage: Stage, capacity: int | None) -> Cell:
+    _, allocated, reserved = stage
     if allocated is None or not capacity:
         return Cell(size(allocated))
     cached = max(0, (reserved or allocated) - allocated)
     return Cell(size(allocated), (Segment(allocated / capacity), Segment(cached / capacity, "second")))
-
-
-def _cached(allocated: int | None, reserved: int | None) -> str:
-    return NOT_AVAILABLE if allocated is None or reserved is None else size(reserved - allocated)
 
 
 def _operation(report: OomReport) -> str:
@@ -183,18 +163,14 @@ def _shares(report: OomReport) -> Iterator[Block]:
     if not shown:
         return
     whole = sum(share.nbytes for share in shown)
-    columns = [Column("At the failure"), Column("Names", priority=1, shrinks=True), Column("Size", "right")]
-    rows: list[list[Cell | str]] = [
-        [
-            share.what,
-            ", ".join(share.names),
-            Cell(size(share.nbytes), (Segment(share.nbytes / whole, part=share.what),)),
-        ]
-        for share in shown
-    ]
+    columns: tuple[Column[Share], ...] = (
+        Column("At the failure", lambda share: share.what),
+        Column("Names", lambda share: ", ".join(share.names), priority=1, shrinks=True, when=lambda _: True),
+        Column("Size", lambda share: size(share.nbytes), "right", bar=lambda share: {share.what: share.nbytes}),
+    )
     largest = max(shown, key=lambda share: share.nbytes)
     caption = f"At the failure: {largest.what.partition(' (')[0]} {size_of(largest.nbytes, whole)}"
-    yield Fold(caption, [Table(columns, rows, caption="What occupied the device at the failure")])
+    yield Fold(caption, [Table.of(shown, columns, "What occupied the device at the failure", whole=whole)])
 
 
 def _actions(report: OomReport) -> Iterator[Block]:
@@ -210,18 +186,15 @@ def _holders(report: OomReport) -> Iterator[Block]:
     shown = [f"{holder.name} {size(holder.nbytes)}" for holder in large[:NAMED_HOLDERS]]
     rest = report.holders[len(shown) :]
     shown += [f"{count(len(rest), 'name')} {size(sum(holder.nbytes for holder in rest))}"] if rest else []
-    table = _holder_table(report.holders[:SHOWN_HOLDERS], report.allocated_after)
+    whole = report.allocated_after or sum(holder.nbytes for holder in report.holders) or 1
+    columns: tuple[Column[Holder], ...] = (
+        Column("Held by", lambda holder: holder.name, shrinks=True),
+        Column("What", lambda holder: holder.kind, priority=1),
+        Column("Frees" if any(holder.kind == WORKSPACE for holder in report.holders[:SHOWN_HOLDERS])
+               else "Freed by del", lambda holder: size(holder.nbytes), "right", bar=lambda holder: holder.nbytes),
+    )  # fmt: skip
+    table = Table.of(report.holders[:SHOWN_HOLDERS], columns, "Names that hold memory on the device", whole=whole)
     yield Fold(f"Held now: {', '.join(shown)}", [table])
-
-
-def _holder_table(holders: tuple[Holder, ...], allocated: int | None) -> Table:
-    whole = allocated or sum(holder.nbytes for holder in holders) or 1
-    worth = "Frees" if any(holder.kind == WORKSPACE for holder in holders) else "Freed by del"
-    columns = [Column("Held by", shrinks=True), Column("What", priority=1), Column(worth, "right")]
-    rows: list[list[Cell | str]] = [
-        [holder.name, holder.kind, Cell(size(holder.nbytes), (Segment(holder.nbytes / whole),))] for holder in holders
-    ]
-    return Table(columns, rows, caption="Names that hold memory on the device")
 
 
 def _advice(report: OomReport) -> Iterator[Block]:
