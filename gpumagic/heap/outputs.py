@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic import _compat
 from gpumagic.heap import cycles, holders, release
+from gpumagic.heap.branches import Reader
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.heap.holders import Held
 from gpumagic.heap.paths import Names
+from gpumagic.heap.readers import reader_of
 from gpumagic.heap.storages import StorageTable, undisturbed
 from gpumagic.source.frames import related_exceptions, traceback_steps
 
@@ -200,10 +202,14 @@ def _kept_by_modules(
     wanted: set[int], keys_of: Callable[[Any], Iterable[int]], namespace: Mapping[str, object], shell: object | None
 ) -> tuple[dict[int, Held], bool]:
     """Return which installed module keeps the tensors with some of these keys, by the key, and whether it read all."""
-    graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_MODULES)
+    roots = list(holders.module_roots(namespace, installed=True))
+    excluded = holders.excluded_objects(namespace, shell)
+    if wanted.isdisjoint(key for each in _tensors_below(roots, excluded) for key in keys_of(each)):
+        return {}, True
+    graph = HeapGraph(excluded, MAX_STEPS_OF_MODULES)
     found: dict[int, Held] = {}
     try:
-        paths_to = graph.explore(holders.module_roots(namespace, installed=True))
+        paths_to = graph.explore(roots)
         names = Names(paths_to)
         for each, tensor in graph.tensors.items():
             for key in wanted.intersection(keys_of(tensor)):
@@ -212,6 +218,30 @@ def _kept_by_modules(
         return found, not graph.gave_up
     finally:
         graph.release()
+
+
+def _tensors_below(roots: Iterable[tuple[str, object]], excluded: Iterable[object]) -> Iterator[Any]:
+    """Yield the tensors that the gc finds below some roots: all that an exploration would, and more.
+
+    The gc follows references in C, which takes a fifth of the time; it does not tell by which names.
+    """
+    seen = cycles.module_dict_ids() | set(map(id, excluded))
+    readers: dict[type, Reader | None] = {}
+    waiting: list[Any] = [value for _, value in roots]
+    while waiting:
+        seen.update(map(id, waiting))
+        met = gc.get_referents(*waiting)
+        for each in waiting:
+            reader = readers.get(type(each))
+            if reader is not None and reader.is_beyond_gc:
+                met += [child for branch in reader.read(each, reader) for _, child in branch.children]
+        unseen = dict(zip(map(id, met), met, strict=True))
+        waiting = [unseen[address] for address in unseen.keys() - seen]
+        readers.update((kind, reader_of(kind)) for kind in set(map(type, waiting)) - readers.keys())
+        waiting = [each for each in waiting if readers[type(each)] is not None]
+        kinds = {kind for kind in set(map(type, waiting)) if (reader := readers[kind]) is not None and reader.is_tensor}
+        if kinds:
+            yield from (each for each in waiting if type(each) in kinds)
 
 
 def _only_session_refers_to(tensors: list[Any], known: set[int]) -> bool:

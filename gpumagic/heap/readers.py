@@ -66,11 +66,15 @@ def _reader_by_base(kind: type) -> Reader | None:
             container = base if base in _CONTAINERS else None
             fields = None if kind is container else fields_of(kind)
             is_indexed = kind is container or not _is_overridden(kind, "__getitem__", "__iter__", "values")
-            return Reader(read, fields, container, has_own_class=has_own_class, is_indexed=is_indexed)
+            is_module = base is types.ModuleType
+            return Reader(
+                read, fields, container, has_own_class=has_own_class, is_indexed=is_indexed, is_beyond_gc=is_module
+            )
     if is_node(kind):
         return Reader(read_node, fields_of(kind))
     if read_foreign := foreign.read_by_base(kind):
-        return Reader(read_foreign, fields_of(kind), is_indexed=not _is_overridden(kind, "__getitem__"))
+        is_indexed = not _is_overridden(kind, "__getitem__")
+        return Reader(read_foreign, fields_of(kind), is_indexed=is_indexed, is_beyond_gc=kind is not types.CellType)
     is_plain = kind is types.SimpleNamespace
     fields = fields_of(kind) if is_plain or is_heap_type(kind) else None
     if not is_plain and foreign.shows_more(kind):

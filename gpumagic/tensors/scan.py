@@ -280,7 +280,7 @@ class TensorScan:
         found = holders.unnamed_holders(self._graph, self._namespace, self._shell, others)
         if self._looks_into_libraries:
             releasable = [each for each in self._tensors if id(each) in found and found[id(each)].releasable]
-            ours = (self._tensors, self._graph.tensors, self._saved)
+            ours = (self._tensors, self._graph.tensors, self._graph.objects, self._saved)
             kept, is_whole = outputs.kept_elsewhere(releasable, found, self._namespace, self._shell, ours)
             releasable.clear()
             found.update(kept)
