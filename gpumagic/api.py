@@ -176,6 +176,7 @@ def dry_run(
     device: str | None = None,
     capacity: int | str | None = None,
     gpu: str | None = None,
+    ranks: int | str | None = None,
     fit: str | None = None,
     time_limit: float = 60.0,
     snapshot: str | PathLike[str] | None = None,
@@ -191,8 +192,11 @@ def dry_run(
         device: the device asked about, such as ``"cuda:1"``; the first accelerator by default.
         capacity: what a device is to have, in bytes or as ``"16GiB"``; what is free and this process's own without.
         gpu: a GPU that need not be here, such as ``"T4"``: it has that one's properties and memory.
+        ranks: how many GPUs each run the code, in a process that torchrun has started: 64, or ``"8x8"`` for machines
+            times GPUs of each. Ranks that may differ are run, and the report is of the fullest; see ``report.ranks``.
         fit: an int that the code writes, or that it reads from the namespace, of which to find the largest value with
-            which it fits: ``report.largest``. The rest of the report is of the run with that value.
+            which it fits: ``report.largest``; ``"ranks"`` for the fewest of those: ``report.fewest``. The rest of the
+            report is of the run with that value.
         time_limit: seconds after which a dry run is stopped; a search for the largest value may take four times that.
         snapshot: a file for the snapshot of torch's CUDA allocator with each block's history and stack, which
             https://pytorch.org/memory_viz opens; it takes torch's CUDA build.
@@ -205,12 +209,12 @@ def dry_run(
     """
     from gpumagic.dryrun import fitting, run, targets
     from gpumagic.dryrun.script import script_of
-    from gpumagic.options import parse_size
+    from gpumagic.options import number_of_ranks, parse_size
 
     if namespace is None:
         namespace = sys._getframe(1).f_globals
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
-    target = targets.choose(device, size, gpu)
+    target = targets.choose(device, size, gpu, None if ranks is None else number_of_ranks(ranks))
     if fit is not None:
         if snapshot is not None:
             raise OptionError("a snapshot is of one dry run: leave fit out")

@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 from gpumagic.errors import OptionError, nearest
 from gpumagic.memory.presets import GPUS, USUAL, typed
@@ -43,6 +43,34 @@ def device_memory(text: str) -> int:
     if nbytes < 1024**2:
         raise OptionError(f"{text!r} is {nbytes} bytes; write a unit, such as 16GiB")
     return nbytes
+
+
+class Ranks(NamedTuple):
+    """The processes of one training, each on a GPU of its own.
+
+    Attributes:
+        world: how many there are.
+        per_node: how many a machine has.
+    """
+
+    world: int
+    per_node: int
+
+
+PER_NODE, MOST_PER_NODE = 8, 16
+
+
+def number_of_ranks(text: str | int) -> Ranks:
+    """Return how many ranks ``"64"`` or ``"8x8"``, machines times GPUs, means, or raise `OptionError`."""
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)", str(text), re.ASCII)
+    nodes, number = (1, 0) if found is None else (int(found[1] or 1), int(found[2]))
+    per_node = number if found is not None and found[1] else min(number, PER_NODE)
+    if number < 1 or nodes < 1 or per_node > MOST_PER_NODE:
+        raise OptionError(
+            f"{text!r} is no number of ranks; write how many, 64, or machines times GPUs of each (at most "
+            f"{MOST_PER_NODE}), 8x8"
+        )
+    return Ranks(nodes * number, per_node)
 
 
 def positive_int(text: str) -> int:
@@ -342,6 +370,7 @@ def _dryrun() -> Parser:
         "    %%dryrun                         the peak, its line, and what it is made of\n"
         "    %%dryrun --fit batch_size        the largest batch that fits\n"
         "    %%dryrun --gpu T4                on a GPU that is not here\n"
+        "    %%dryrun --gpu H100 --ranks 64   as torchrun would start it on each of 64\n"
         "    %%dryrun --run                   then run the cell, if it fits\n"
         "    %%dryrun -o r                    keep the report: r.peak, r.plot()",
     )
@@ -357,6 +386,12 @@ def _dryrun() -> Parser:
     usual = ", ".join(typed(USUAL))
     parser.add_argument(
         "--gpu", nargs="+", metavar=("NAME", "WORD"), help=f"for a {usual} or one of {len(GPUS)} in all: --gpu list"
+    )
+    parser.add_argument(
+        "--ranks",
+        metavar="N",
+        type=_typed(number_of_ranks),
+        help="the cell is what each of N GPUs runs, 64 or 8x8 (machines x GPUs); --fit ranks finds the fewest",
     )
     parser.add_argument(
         "--run", action="store_true", help="then run the cell if it fits; else fail, so that Run All stops"

@@ -36,7 +36,8 @@ def dry_run_cell(shell: InteractiveShell, options: Namespace, body: str | None) 
     if body is None:
         body = _below_its_line(shell)
     script = script_of(body, _lines_above(shell, body))
-    target = targets.choose(None, options.capacity, None if options.gpu is None else " ".join(options.gpu))
+    gpu = None if options.gpu is None else " ".join(options.gpu)
+    target = targets.choose(None, options.capacity, gpu, options.ranks)
     if options.fit is not None:
         return fitting.largest(script, options.fit, shell.user_ns, target, run.TIME_LIMIT)
     return run.dry_run(script, shell.user_ns, target)

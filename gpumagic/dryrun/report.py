@@ -58,6 +58,20 @@ class DeviceNeed(NamedTuple):
     capacity: int | None
     """What this process can have there."""
     fits: bool | None
+    retries: int = 0
+    """How often the allocator had to give its cache back before it could serve a request, which is slow."""
+
+
+class RankNeed(NamedTuple):
+    """What one rank of many takes of its device, in bytes."""
+
+    rank: int
+    device: str
+    peak: int
+    reserved: int
+    retries: int
+    """As of `DeviceNeed`."""
+    fits: bool | None
 
 
 class Passes(NamedTuple):
@@ -167,6 +181,12 @@ class DryRunReport(Report[DryRunRow]):
     """How the cell would fail for another reason than memory."""
     devices: tuple[DeviceNeed, ...] = ()
     lines: tuple[DryRunRow, ...] = ()
+    world: int | None = None
+    """How many ranks there are, where the cell was run as what each of many GPUs runs."""
+    rank: int | None = None
+    """The one that this report is of: the fullest."""
+    ranks: tuple[RankNeed, ...] = ()
+    """The ranks that were run."""
     search: Search | None = None
     """How the largest value was found."""
     operators: int = 0

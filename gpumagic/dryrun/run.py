@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpumagic.dryrun import payload, scenarios, targets, verdict
+from gpumagic.dryrun import payload, ranks, scenarios, targets, verdict
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Engine, Target
 from gpumagic.errors import DryRunUnavailable, OptionError
 from gpumagic.memory import workspaces
 from gpumagic.memory.devices import Device
+from gpumagic.options import number_of_ranks
 from gpumagic.source.frames import is_library
 from gpumagic.source.settings import sizes_in
 
@@ -41,7 +42,7 @@ def dry_run(
     only: scenarios.Course | None = None,
     snapshot: str | os.PathLike[str] | None = None,
 ) -> DryRunReport:
-    """Return what running the code would need.
+    """Return what running the code would need, of ranks the one that needs most.
 
     Args:
         what: the code.
@@ -56,9 +57,40 @@ def dry_run(
         DryRunUnavailable: this torch or system cannot.
         OptionError: the code uses tensors on a device that is none of them, or there is no snapshot to be had.
     """
+
+    def one(rank: ranks.Rank | None, course: scenarios.Course | None) -> tuple[DryRunReport, dict[str, Any]]:
+        return _dry_run(what, namespace, target, values or {}, time_limit, course, snapshot, rank)
+
+    if target.ranks is None:
+        report, outcome = one(None, only)
+        if "ranks" not in outcome:
+            return report
+        target = targets.of_ranks(target, number_of_ranks(outcome["ranks"]))
+    assert target.ranks is not None
+    return ranks.fullest(one, target.ranks, only)
+
+
+def _dry_run(
+    what: Script,
+    namespace: Mapping[str, Any],
+    target: Target,
+    values: Mapping[str, object],
+    time_limit: float,
+    only: scenarios.Course | None,
+    snapshot: str | os.PathLike[str] | None,
+    rank: ranks.Rank | None,
+) -> tuple[DryRunReport, dict[str, Any]]:
+    """Return the report, and what the worker told."""
+    if rank is not None:
+        target = replace(target, chosen=rank[0] % rank[2])
     chosen = targets.engine_for(target)
     target = chosen.target
     if chosen.name == targets.FAKE:
+        if rank is not None:
+            raise DryRunUnavailable(
+                "ranks are dry-run on torch's own CUDA and NCCL: that takes a CUDA build of torch, which needs no GPU, "
+                "and a C compiler"
+            )
         _check_torch()
         if snapshot is not None:
             raise OptionError(
@@ -70,13 +102,13 @@ def dry_run(
     )  # fmt: skip
     with contextlib.closing(sent) as parts:
         _check_devices(parts, target)
-        request = _request(what, parts, chosen, dict(values or {}), time_limit)
-        outcome = scenarios.run({**request, "snapshot": snapshot is not None}, only)
+        request = _request(what, parts, chosen, dict(values), time_limit)
+        outcome = scenarios.run({**request, "snapshot": snapshot is not None, "rank": rank}, only)
         if "ended" in outcome:
-            return verdict.report_of_nothing(chosen, outcome["ended"])
+            return verdict.report_of_nothing(chosen, outcome["ended"]), outcome
         if snapshot is not None and outcome["snapshot"] is not None:
             Path(snapshot).write_bytes(base64.b64decode(outcome["snapshot"]))
-        return replace(verdict.report_of(outcome, chosen, parts), sizes=sizes_in(what.source or ""))
+        return replace(verdict.report_of(outcome, chosen, parts), sizes=sizes_in(what.source or "")), outcome
 
 
 def _check_devices(parts: payload.Payload, target: Target) -> None:
@@ -133,5 +165,5 @@ def _request(
 
 def _workspaces(target: Target) -> list[list[tuple[int, int]]]:
     """Return where torch keeps workspaces for cuBLAS, and their bytes, for each device; none on an imagined one."""
-    found = [] if target.is_imagined else workspaces.find_workspaces()
+    found = [] if target.is_imagined or target.ranks is not None else workspaces.find_workspaces()
     return [[(each.address, each.nbytes) for each in found if each.device == name] for name in target.names]

@@ -17,6 +17,7 @@ from gpumagic.memory import allocator, devices, presets, segments
 from gpumagic.memory.devices import Device
 from gpumagic.memory.presets import GPU, GPUS, like, settings
 from gpumagic.memory.segments import Segment
+from gpumagic.options import Ranks
 
 MIB = 1 << 20
 CONTEXT = (250 * MIB, 700 * MIB)
@@ -60,6 +61,8 @@ class Target:
     """Whether this machine has devices of the backend, so that the notebook's tensors may be on them."""
     gpu: str | None = None
     """The GPU that was asked for: a name of `presets.GPUS`."""
+    ranks: Ranks | None = None
+    """The processes of which each dry run is one; the devices are those of its machine."""
 
     @property
     def names(self) -> list[str]:
@@ -76,13 +79,14 @@ class Target:
         return all(each is not None for each, held in zip(self.segments, self.allocated, strict=True) if held)
 
 
-def choose(device: str | None, capacity: int | None, gpu: str | None = None) -> Target:
+def choose(device: str | None, capacity: int | None, gpu: str | None = None, ranks: Ranks | None = None) -> Target:
     """Return what a dry run is for.
 
     Args:
         device: a device of this machine; where ``capacity`` or ``gpu`` is given, also one that it does not have.
         capacity: bytes that torch may have of the imagined device; what is free and this process's own without.
         gpu: the imagined device by its name, such as ``"T4"``; its memory counts where no capacity is given.
+        ranks: the processes of which each has such a device, and nothing on it yet.
 
     Raises:
         DeviceNotFound: the device is not here, and neither a capacity nor a GPU is given.
@@ -107,7 +111,7 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None) -> 
     figures = [allocator.device_stats(name) if name in here else None for name in names]
     simulated = backend == "simgpu"
     initialised = any(figures)
-    return Target(
+    target = Target(
         backend, chosen,
         capacities=[_capacity(name, capacity, here) for name in names],
         allocated=[0 if each is None else each.allocated for each in figures],
@@ -120,6 +124,16 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None) -> 
         ],
         unknown=(_EXPANDABLE,) if segments.may_be_expandable() and not simulated else (),
         is_imagined=capacity is not None, is_here=any(each.startswith(f"{backend}:") for each in here), gpu=gpu,
+    )  # fmt: skip
+    return target if ranks is None else of_ranks(target, ranks)
+
+
+def of_ranks(target: Target, ranks: Ranks) -> Target:
+    """Return the machine of some ranks: as many devices as it has of them, all like the one that was asked about."""
+    number, extra = min(ranks), target.extra if target.is_imagined else _extra(has_context=False)
+    return replace(
+        target, chosen=0, capacities=[target.capacities[target.chosen]] * number, allocated=[0] * number,
+        pinned=[0] * number, segments=[None] * number, extra=extra, is_here=False, ranks=ranks,
     )  # fmt: skip
 
 
@@ -228,6 +242,7 @@ def _gpu(index: int, target: Target) -> GPU:
 
     if target.gpu is not None:
         return GPUS[target.gpu]
+    index = 0 if target.ranks is not None else index
     if target.is_imagined or not torch.cuda.is_initialized() or index >= torch.cuda.device_count():
         return GPUS["A100"]
     return like(index)

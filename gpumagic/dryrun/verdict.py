@@ -70,7 +70,10 @@ def _device(
     name: str, found: dict[str, Any], capacity: int | None, extra: tuple[int, int], *, decided: bool
 ) -> DeviceNeed:
     fits = _fits(found, capacity, extra, decided=decided)
-    return DeviceNeed(name, found["before"], found["peak"], found["after"], found["reserved"], capacity, fits)
+    return DeviceNeed(
+        name, found["before"], found["peak"], found["after"], found["reserved"], capacity, fits,
+        found.get("retries", 0),
+    )  # fmt: skip
 
 
 def _fits(found: dict[str, Any], capacity: int | None, extra: tuple[int, int], *, decided: bool) -> bool | None:

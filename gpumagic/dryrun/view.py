@@ -69,6 +69,8 @@ def _headline(report: DryRunReport) -> str:
 
 def _answer(report: DryRunReport) -> str:
     place, peak = _place(report), report.peak.get(report.device or "", 0)
+    if report.fits and report.world is not None:
+        return _on_each(report)
     if report.fits:
         return f"Fits: {_needs(report)} on {place}" if peak else f"Fits: it allocates nothing on {place}"
     if report.fits is False:
@@ -79,6 +81,18 @@ def _answer(report: DryRunReport) -> str:
     if report.capacity is None:
         return f"Needs {size(peak)} on {place}, whose memory is not known"
     return _open(report)
+
+
+def _on_each(report: DryRunReport) -> str:
+    """Return the answer for a cell that fits as what each of many GPUs runs."""
+    others = [each.rank for each in report.ranks if each.rank != report.rank]
+    alike = len({(each.peak, each.reserved) for each in report.ranks}) == 1
+    which = f"the fullest of {len(report.ranks)} that were run"
+    if not others:
+        which = "the one that was run"
+    elif alike:
+        which = f"as on {'ranks' if len(others) > 1 else 'rank'} {', '.join(map(str, others))}"
+    return f"Fits on each of {report.world:,} {report.gpu or 'GPUs'}: {_needs(report)} on rank {report.rank}, {which}"
 
 
 def _remedy(report: DryRunReport) -> str:
@@ -119,7 +133,8 @@ def _needs(report: DryRunReport) -> str:
 
 
 def _place(report: DryRunReport) -> str:
-    return f"{report.device} ({report.gpu})" if report.gpu else f"{report.device}"
+    place = f"{report.device}" if report.world is None else f"rank {report.rank} of {report.world:,}"
+    return f"{place} ({report.gpu})" if report.gpu else place
 
 
 def _neighbour(search: Search, largest: int | None) -> Iterator[Block]:

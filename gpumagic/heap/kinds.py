@@ -20,12 +20,13 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.heap import storages
 from gpumagic.heap.branches import Fields, attributes, attributes_of, class_attribute, fields_of
 from gpumagic.heap.modules import modules_in, registered
-from gpumagic.heap.storages import undisturbed
+from gpumagic.heap.storages import local_of, undisturbed
 from gpumagic.memory.timeline import KeptStorage, KeptStorages
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def find_kept(namespace: Mapping[str, object], most: int | None = MOST_TENSORS) 
 def _note(found: dict[int, KeptStorage], part: str, tensors: Iterable[Any]) -> None:
     import torch
 
-    for each in tensors:
+    for each in map(local_of, tensors):
         if type(each) not in (torch.Tensor, torch.nn.Parameter) or each.device.type in ("cpu", "meta"):
             continue
         if each.layout is torch.strided:
@@ -153,18 +154,19 @@ _AT_ONCE = 64
 
 def leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that can have a gradient of their own; call it `undisturbed`."""
-    import torch
-
-    plain = (torch.Tensor, torch.nn.Parameter)
-    return [each for each in tensors if type(each) in plain and each.requires_grad and each.is_leaf]
+    return [each for each in tensors if _shows_its_graph(each) and each.requires_grad and each.is_leaf]
 
 
 def non_leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that an operation made which autograd recorded; call it `undisturbed`."""
+    return [each for each in tensors if _shows_its_graph(each) and each.requires_grad and not each.is_leaf]
+
+
+def _shows_its_graph(tensor: Any) -> bool:
+    """Return whether a tensor is torch's own, so that it can be asked for its graph and runs no code of the user's."""
     import torch
 
-    plain = (torch.Tensor, torch.nn.Parameter)
-    return [each for each in tensors if type(each) in plain and each.requires_grad and not each.is_leaf]
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) or local_of(tensor) is not tensor
 
 
 def peek_gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]] | None:
@@ -173,16 +175,20 @@ def peek_gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tens
 
     if not leaves:
         return []
+    plain = [(i, leaf) for i, leaf in enumerate(leaves) if local_of(leaf) is leaf]
     found: list[torch.Tensor] = []
     try:
         with torch._C._DisableTorchDispatch():
-            for start in range(0, len(leaves), _AT_ONCE):
-                part = leaves[start : start + _AT_ONCE]
+            for start in range(0, len(plain), _AT_ONCE):
+                part = [leaf for _, leaf in plain[start : start + _AT_ONCE]]
                 # Not a list: torch calls Python to learn what it is, and crashes where Ctrl-C comes there.
                 found += torch._C._jit_interpret_graph(_peek_graph(len(part)), tuple(part))
     except Exception:  # a torch without this interpreter; only the gradients that Python has seen are listed then
         return None
-    return [(i, alias) for i, alias in enumerate(found) if alias is not leaves[i]]
+    aliases = [(i, alias) for (i, leaf), alias in zip(plain, found, strict=True) if alias is not leaf]
+    # The gradient of a DTensor is an object of Python's already, which reading it does not make.
+    others = [(i, leaf.grad) for i, leaf in enumerate(leaves) if local_of(leaf) is not leaf]
+    return sorted([*aliases, *((i, gradient) for i, gradient in others if gradient is not None)], key=itemgetter(0))
 
 
 def gradients_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -84,6 +84,16 @@ COMPONENTS = {
 }
 """The methods that return what a sparse tensor consists of, by its layout."""
 
+_LOCAL = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
+"""Where tensors of `torch.distributed`, which have no storage, keep the one that this process has of them."""
+
+
+def local_of(tensor: Any) -> Any:
+    """Return what this process has of a `DTensor`; any other tensor as it is."""
+    while (name := type(tensor).__name__) in _LOCAL and type(tensor).__module__.startswith("torch.distributed."):
+        tensor = object.__getattribute__(tensor, _LOCAL[name])
+    return tensor
+
 
 class View(NamedTuple):
     """One tensor's view of a storage."""
@@ -154,13 +164,14 @@ class StorageTable:
         requires_grad_of = self._requires_grad
         storages, wholes, plain, parameter = self.storages, self._wholes, self._plain, self._parameter
         for tensor in tensors:  # the common case is inlined here, as calls are most of its cost
-            address = 0
+            address, whole = 0, None
             try:
-                storage = untyped_storage(tensor)
-                key, nbytes = storage._cdata, storage.nbytes()
-                whole = wholes.get((size(tensor), dtype(tensor), device(tensor), nbytes))
-                if whole is not None and key not in storages and type(tensor) in plain and is_contiguous(tensor):
-                    address = address_of(tensor)
+                if type(tensor) in plain:
+                    storage = untyped_storage(tensor)
+                    key, nbytes = storage._cdata, storage.nbytes()
+                    whole = wholes.get((size(tensor), dtype(tensor), device(tensor), nbytes))
+                    if whole is not None and key not in storages and is_contiguous(tensor):
+                        address = address_of(tensor)
             except Exception:
                 whole = None
             if whole is None or not address:
@@ -177,7 +188,8 @@ class StorageTable:
         """Add one live tensor; the caller keeps it alive for as long as its `id` is used."""
         try:
             storage, parts = self.find(tensor)
-            view = self._view(storage, tensor)
+            local = local_of(tensor)
+            view = self._view(storage, local)
             requires_grad = self._requires_grad(tensor)
             from_graph = requires_grad and not self._is_leaf(tensor)
         except Exception as error:  # a subclass that computes its own metadata, and fails
@@ -187,6 +199,11 @@ class StorageTable:
             self.joined.append(parts)
         storage.views.append((id(tensor), view))
         storage.is_parameter |= issubclass(type(tensor), self._parameter)
+        if local_of(tensor) is not tensor:
+            storage.views.insert(0, storage.views.pop())  # its name is the one that people know
+            storage.is_parameter |= isinstance(tensor, self._parameter)
+            if self._shape(tensor) != view.shape:
+                storage.note = f"a part of {list(self._shape(tensor))}"
         storage.requires_grad |= requires_grad
         storage.from_graph |= from_graph
         return storage
@@ -206,6 +223,7 @@ class StorageTable:
 
     def find(self, tensor: torch.Tensor | torch.UntypedStorage) -> tuple[Storage, list[Storage]]:
         """Return the entry of a tensor's storage, or of a storage; for a sparse tensor those of all its parts too."""
+        tensor = local_of(tensor)
         try:
             storage = tensor if type(tensor) is self._storage_type else self._base.untyped_storage(tensor)
             key = storage._cdata

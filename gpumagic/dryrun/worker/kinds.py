@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
@@ -18,7 +19,7 @@ from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.dryrun.worker.guesses import THREAD, Key
 from gpumagic.dryrun.worker.storages import key_of
 from gpumagic.heap.kinds import Graphs
-from gpumagic.heap.storages import COMPONENTS
+from gpumagic.heap.storages import COMPONENTS, local_of
 from gpumagic.memory.ledger import Ledger, Place
 from gpumagic.source.text import span_at
 
@@ -57,8 +58,9 @@ class Kinds:
                 self._before_forward(each)
             elif issubclass(kind, torch.optim.Optimizer):
                 self._after_step(each)
-            elif kind is torch.Tensor and each.grad_fn is not None:
-                roots.append(each.grad_fn)
+            elif kind is torch.Tensor:
+                with contextlib.suppress(RuntimeError):  # a view of what was changed in place since, as FSDP has
+                    roots += [each.grad_fn] if each.grad_fn is not None else []
         graph = Graphs().walk(*roots)
         for each in graph.tensors if graph is not None else ():
             self._mark(each, "parameters" if isinstance(each, torch.nn.Parameter) else "activations")
@@ -114,7 +116,7 @@ class Kinds:
 
 
 def with_storages(tensor: object) -> Iterator[torch.Tensor]:
-    """Yield a tensor if it has a storage, and what a sparse one consists of.
+    """Yield a tensor if it has a storage, what a sparse one consists of, and what this process has of a DTensor.
 
     One that stands for another inside `vmap` or `grad`, or for one of a lazy module to come, has none.
     """
@@ -122,6 +124,8 @@ def with_storages(tensor: object) -> Iterator[torch.Tensor]:
         return
     if torch.nn.parameter.is_lazy(tensor):
         return
+    tensor = local_of(tensor)
+    assert isinstance(tensor, torch.Tensor)
     if tensor.layout is torch.strided:
         yield tensor
     for name in COMPONENTS.get(str(tensor.layout), ()):

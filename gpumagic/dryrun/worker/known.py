@@ -140,6 +140,9 @@ class Known:
         traits = _traits(op)
         if traits.is_view:
             return
+        if op.namespace == "c10d":
+            self._share(traits.name, args)
+            return
         results = [each for each in tensors_in(made) if self._is_here(each)]
         if traits.name == _FROM_HOST:
             for each in results:
@@ -159,6 +162,17 @@ class Known:
                 self.forget(self._key_of(each))
             for each in self._written(traits, args, kwargs):
                 self.forget(self._key_of(each))
+
+    def _share(self, name: str, args: tuple[Any, ...]) -> None:
+        """Note what a collective did, of which all ranks are taken to send the same; sums of that are not known."""
+        if name.endswith("::broadcast_"):
+            return
+        given = next(filter(self._is_here, tensors_in(args[1])), None) if "allgather" in name else None
+        value = None if given is None else self.of(given)
+        for each in filter(self._is_here, tensors_in(args[0])):
+            is_whole = value is not None and value.numel() and not each.numel() % value.numel()
+            made = value.flatten().repeat(each.numel() // value.numel()) if is_whole and value is not None else None
+            self.write(each, None if made is None else made.view(each.shape))
 
     def needs(
         self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import re
 import shutil
 import socket
 import sys
@@ -154,6 +155,12 @@ _QUIET = frozenset({"matplotlib", "config", "load_ext", "reload_ext", "autoreloa
 _BODY = frozenset({"time", "capture"})
 
 
+_TRAINS = re.compile(
+    r"\s*(?:\w+=\S*\s+)*(?:\S*/)?(torchrun|python[\d.]*|accelerate|deepspeed|mpirun|srun)\b(?!.*(?:pip|--version))"
+)
+"""Commands that start a program which may use a device."""
+
+
 class Magics:
     """The shell, as far as a cell in a dry run may use it.
 
@@ -180,7 +187,13 @@ class Magics:
         exec(compile(body, "<magic>", "exec"), self.user_ns)  # noqa: S102  # the user's own cell
 
     def system(self, command: str, *_: object) -> None:
-        """Run no command."""
+        """Run no command; say so of one that may train."""
+        program = _TRAINS.match(command)
+        if program is not None:
+            raise CannotDryRun(
+                f"{program[1]} is not looked into: put what the script does into a cell, and write --ranks N where "
+                f"it runs on N GPUs"
+            )
         self._note(f"runs the command {command!r}")
 
     def getoutput(self, command: str, *_: object, **__: object) -> list[str]:

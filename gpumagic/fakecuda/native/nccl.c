@@ -1,7 +1,8 @@
 /* libnccl: communicators within this process.
  *
  * A broadcast between devices of one process moves its contents, and so does a collective of a single rank. Sums have
- * no values here, and nothing passes between processes. NCCL copies with kernels, so the log of copies has none of it.
+ * no values here, and nothing passes between processes: of a small all-gather the other ranks are taken to have sent
+ * the same, as they do where they compare what they are about to do. NCCL copies with kernels, so the log of copies has none of it.
  */
 #include "fake.h"
 
@@ -13,11 +14,13 @@
 #endif
 
 #define MOST_WAITING 4096
+#define MIRRORED ((size_t)1 << 20) /* bytes of all ranks together */
 
 struct communicator {
   int rank, ranks, device;
   uint64_t clique; /* equal for those that were made together */
   uint64_t broadcasts;
+  int is_part; /* of how many ranks is not known */
 };
 
 struct broadcast {
@@ -70,7 +73,10 @@ FAKE_API int ncclCommInitRankScalable(struct communicator **made, int ranks, int
 /* Which other ranks take the same part cannot be known here: as if all did. */
 FAKE_API int ncclCommSplit(struct communicator *whole, int part, int key, struct communicator **made, void *config) {
   *made = NULL;
-  return part < 0 ? OK : make(made, whole->ranks, whole->rank, whole->device, new_clique());
+  if (part < 0) return OK;
+  make(made, whole->ranks, whole->rank, whole->device, new_clique());
+  (*made)->is_part = 1;
+  return OK;
 }
 
 static int discard(struct communicator *communicator) { return free(communicator), OK; }
@@ -153,7 +159,13 @@ FAKE_API int ncclReduceScatter(const void *source, void *target, size_t count, i
 }
 FAKE_API int ncclAllGather(const void *source, void *target, size_t count, int type,
                            struct communicator *communicator) {
-  return alone(communicator, target, source, count, type);
+  size_t nbytes = count * element_size(type);
+  if (communicator->is_part || nbytes * communicator->ranks > MIRRORED) return alone(communicator, target, source, count, type);
+  for (int rank = 0; rank < communicator->ranks; rank++) {
+    int error = fake_move_bytes((char *)target + rank * nbytes, source, nbytes);
+    if (error) return error;
+  }
+  return OK;
 }
 FAKE_API int ncclAlltoAll(const void *source, void *target, size_t count, int type,
                           struct communicator *communicator) {

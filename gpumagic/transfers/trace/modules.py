@@ -17,6 +17,7 @@ import torch
 from gpumagic.heap import branches
 from gpumagic.heap.modules import registered
 from gpumagic.heap.running_module import RunningModule
+from gpumagic.heap.storages import local_of
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.ledger import REST, Ledger
 from gpumagic.memory.parts import OF_MODULES
@@ -125,6 +126,7 @@ class ModuleLog(RunningModule):
 
 
 def _address(tensor: Any, owner: Owner) -> Iterator[tuple[int, Owner]]:
+    tensor = local_of(tensor)
     if issubclass(type(tensor), torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
         try:
             address = tensor.untyped_storage().data_ptr()

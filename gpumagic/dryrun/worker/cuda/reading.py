@@ -14,13 +14,17 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumagic.dryrun.worker import cell
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.known import Known
+from gpumagic.heap.running_module import tensors_in
 
-_UNSEEN = (*cell.COMPILERS, "torch.serialization")
+_AMONG_RANKS = ("torch.distributed.utils", "torch.distributed.tensor._random")
+"""Where DDP compares what the ranks have, and DTensors share a seed: it lies in the device's memory as it is."""
+_UNSEEN = (*cell.COMPILERS, "torch.serialization", *_AMONG_RANKS)
 """What copies to the host and looks at no value: a file of weights has its size whatever they are."""
 _COPY = torch.ops.aten.copy_.default
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -147,6 +151,8 @@ class Reading:
             host.copy_(value)
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
+        if torch.distributed.is_initialized() and cell.runs_in(*_AMONG_RANKS):
+            return memory_of(tensor).view(tensor.dtype)[tensor.storage_offset()].item()
         if self._contents is None and (tensor.requires_grad or self._guesses.expects(tensor.dtype)):
             # Of a loss, nothing that the host put there; of the others it matters once something is decided by them.
             return self._guesses.scalar(tensor.dtype, may_be_known=not tensor.requires_grad)
@@ -235,9 +241,12 @@ class Following(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each.__module__.startswith("torch.distributed.") for each in types):
+            return NotImplemented  # what a DTensor makes of it comes here in its turn
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        self._known.follow(func, args, kwargs, made)
+        if not any(isinstance(each, FakeTensor) for each in tensors_in(made)):  # by which DTensors learn of shapes
+            self._known.follow(func, args, kwargs, made)
         return made
 
 

@@ -18,7 +18,7 @@ import torch
 
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.worker import cell, deferred_fills, sandbox
+from gpumagic.dryrun.worker import cell, deferred_fills, ranks, sandbox
 from gpumagic.dryrun.worker.cuda.history import History, Trace
 from gpumagic.dryrun.worker.cuda.layout import Layout
 from gpumagic.dryrun.worker.cuda.reading import (
@@ -79,6 +79,7 @@ class CudaRun:
         self._kept: list[torch.Tensor] = []
         self._before: list[Block] = []
         self._allocated: list[int] = []
+        self._objects: ranks.Objects | None = None
 
     def run(self) -> None:
         """Run the cell and send the outcome, as plain data."""
@@ -90,6 +91,7 @@ class CudaRun:
             if capacity is None:
                 fakecuda.set_memory(device, limit=UNLIMITED)
         self._arrange()
+        self._take_part()
         try:
             namespace = self._namespace = self._unpack()
         except torch.OutOfMemoryError:
@@ -122,6 +124,25 @@ class CudaRun:
         if not made.has_files:
             sandbox.refuse_compiler()
         sandbox.load_in_this_process(self.notes.assume)
+
+    def _take_part(self) -> None:
+        """Be the rank that is asked for, or none."""
+        rank, sources = self.request["rank"], self.request["sources"]
+
+        def launch(function: Callable[..., Any], args: tuple[Any, ...], number: int) -> Any:
+            if rank is None and number > 1:
+                self._send({"ended": f"it starts {number} processes", "ranks": number})
+            return function(*args)
+
+        def mentions(word: str) -> bool:
+            return any(word in text for text in sources.values())
+
+        if rank is None:
+            ranks.be_no_rank()
+        else:
+            number, world, per_node, said = rank
+            self._objects = ranks.be(number, world, per_node, said, mentions)
+        ranks.take_launches(launch, has_accelerate=mentions("notebook_launcher"))
 
     def _unpack(self) -> dict[str, Any]:
         layouts = {
@@ -194,6 +215,7 @@ class CudaRun:
             pass
         except BaseException as error:
             failed: dict[str, Any] = cell.failure(error, filename)
+            failed["waits_for"] = error.rank if isinstance(error, ranks.WaitsFor) else None
             failed["is_memory"] = any(
                 isinstance(each, torch.OutOfMemoryError) for each in frames.related_exceptions(error)
             )  # libraries wrap it, torch.compile too
@@ -238,6 +260,7 @@ class CudaRun:
             **self._guesses.told(), "answers": self._recorded and self._recorded.answers,
             "models": self._models.as_data(), "lacks": bool(libraries), "versions": _versions(),
             "snapshot": self._packed_snapshot() if self.request["snapshot"] else None,
+            "rank": None if self._objects is None else {"said": self._objects.said, "stages": ranks.stages()},
             "modules": max(devices, key=lambda each: each["peak"])["modules"] if devices else [],
         }  # fmt: skip
 
@@ -274,6 +297,7 @@ class CudaRun:
         return {
             "peak": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device),
             "before": self._allocated[device], "after": torch.cuda.memory_allocated(device),
+            "retries": stats["num_alloc_retries"],
             "traffic": [stats.get(f"{each}.all.allocated", 0) for each in ("allocation", "allocated_bytes")],
         }  # fmt: skip
 

@@ -1,0 +1,338 @@
+"""One rank of many: the process is what torchrun would have started, and the others are taken to do what it does.
+
+torch's own ProcessGroupNCCL runs over the fake NCCL, so buckets, gathered parameters, streams and the rest are torch's.
+What passes through the host is answered here: a store in which every other rank has said what is waited for, and the
+collectives of objects. Groups on the CPU have torch's own backend that communicates with nobody.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime as dt
+import gc
+import importlib
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from gpumagic.dryrun.parts import CannotDryRun
+
+_ON_CPU = frozenset({"gloo", "mpi", "ucc"})
+
+
+class Alone(dist.Store):
+    """A store in which every other rank has said what is waited for.
+
+    Args:
+        world: how many ranks there are.
+    """
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self._world = world
+        self._kept: dict[str, bytes] = {}
+        self._counts: dict[str, int] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Keep a value."""
+        self._kept[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key: str) -> bytes:
+        """Return what was set here, or zeros, such as NCCL's identifier of a communicator is here."""
+        return self._kept.get(key, bytes(128))
+
+    def add(self, key: str, amount: int) -> int:
+        """Count as if all others had counted."""
+        self._counts[key] = self._counts.get(key, 0) + amount
+        return max(self._counts[key], self._world)
+
+    def compare_set(self, key: str, _: object, desired: bytes | str) -> bytes:
+        """Set what was not set yet."""
+        if key not in self._kept:
+            self.set(key, desired)
+        return self._kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all was set here."""
+        return all(each in self._kept for each in keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a value."""
+        return self._kept.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """Return how many values are kept."""
+        return len(self._kept)
+
+    def wait(self, *_: object) -> None:
+        """Wait for nobody."""
+
+    def set_timeout(self, _: object) -> None:
+        """Do nothing: nothing is waited for."""
+
+    @property
+    def timeout(self) -> dt.timedelta:
+        """Some time."""
+        return dt.timedelta(seconds=300)
+
+    def clone(self) -> Alone:
+        """Return this one."""
+        return self
+
+    def has_extended_api(self) -> bool:
+        """Return that appending and the like are not here."""
+        return False
+
+
+class WaitsFor(CannotDryRun):
+    """The rank waits for an object of another one, which has to be run first.
+
+    Args:
+        rank: that one.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"it waits for what rank {rank} sends")
+        self.rank = rank
+
+
+class Objects:
+    """The collectives of objects, in place of those of `torch.distributed`, which read lengths from a device.
+
+    Args:
+        rank: this one.
+        said: what ranks that were run before have sent: pickled objects by what they were for, in their order.
+    """
+
+    def __init__(self, rank: int, said: dict[str, list[str]]) -> None:
+        self._rank = rank
+        self._heard = {key: iter(values) for key, values in said.items()}
+        self.said: dict[str, list[str]] = {}
+        """What this rank sends."""
+
+    def install(self) -> None:
+        """Answer for the rest of the process."""
+        for name in vars(Objects):
+            if "object" in name:
+                setattr(c10d, name, getattr(self, name))
+                setattr(dist, name, getattr(self, name))
+
+    def _say(self, key: str, value: object) -> None:
+        self.said.setdefault(key, []).append(base64.b64encode(pickle.dumps(value)).decode())
+
+    def _hear(self, key: str, source: int) -> Any:
+        heard = next(self._heard.get(key, iter(())), None)
+        if heard is None:
+            raise WaitsFor(source)
+        return pickle.loads(base64.b64decode(heard))  # noqa: S301  # from a run of the same cell
+
+    def _share(self, what: str, value: object, group: Any, source: int) -> Any:
+        """Send a value to a group, or return what its source has sent to that."""
+        among = dist.get_process_group_ranks(group or dist.group.WORLD)
+        key = f"{what} {source} {among[0]} {among[-1]} {len(among)}"
+        if source != self._rank:
+            return self._hear(key, source)
+        self._say(key, value)
+        return value
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        """Take all others to have sent the same."""
+        if dist.get_rank(group) >= 0:
+            object_list[:] = [pickle.loads(pickle.dumps(obj)) for _ in range(dist.get_world_size(group))]  # noqa: S301
+
+    def gather_object(
+        self, obj: Any, object_gather_list: list[Any] | None = None, dst: int | None = None, group: Any = None,
+        group_dst: int | None = None,
+    ) -> None:  # fmt: skip
+        """Take all others to have sent the same."""
+        if object_gather_list is not None and _global(group, dst, group_dst) == self._rank:
+            self.all_gather_object(object_gather_list, obj, group)
+
+    def broadcast_object_list(
+        self, object_list: list[Any], src: int | None = None, group: Any = None, device: object = None,
+        group_src: int | None = None,
+    ) -> None:  # fmt: skip
+        """Send, or take what the run of the source has sent."""
+        object_list[:] = self._share("broadcast", object_list, group, _global(group, src, group_src))
+
+    def scatter_object_list(
+        self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None,
+        src: int | None = None, group: Any = None, group_src: int | None = None,
+    ) -> None:  # fmt: skip
+        """Send, or take what the run of the source has sent."""
+        sent = self._share("scatter", scatter_object_input_list, group, _global(group, src, group_src))
+        scatter_object_output_list[0] = sent[dist.get_rank(group)]
+
+    def send_object_list(
+        self, object_list: list[Any], dst: int | None = None, group: Any = None, device: object = None,
+        group_dst: int | None = None, use_batch: bool = False,
+    ) -> None:  # fmt: skip
+        """Keep what is sent for the run of the rank that it is for."""
+        self._say(f"{self._rank} to {_global(group, dst, group_dst)}", object_list)
+
+    def recv_object_list(
+        self, object_list: list[Any], src: int | None = None, group: Any = None, device: object = None,
+        group_src: int | None = None, use_batch: bool = False,
+    ) -> int:  # fmt: skip
+        """Take what the run of another rank has sent."""
+        source = _global(group, src, group_src)
+        object_list[:] = self._hear(f"{source} to {self._rank}", source)
+        return source
+
+
+def _global(group: Any, rank: int | None, in_group: int | None) -> int:
+    return rank or 0 if in_group is None else dist.get_global_rank(group or dist.group.WORLD, in_group)
+
+
+def be(rank: int, world: int, per_node: int, said: dict[str, list[str]], mentions: Callable[[str], bool]) -> Objects:
+    """Let this process be one rank, for the rest of it.
+
+    Args:
+        rank: which.
+        world: how many there are.
+        per_node: how many of them a machine has.
+        said: see `Objects`.
+        mentions: tells whether the notebook's code has a word.
+    """
+    node, local = divmod(rank, per_node)
+    os.environ.update({
+        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "GROUP_RANK": str(node),
+        "LOCAL_WORLD_SIZE": str(min(per_node, world)), "GROUP_WORLD_SIZE": str(-(-world // per_node)),
+        "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(world), "ROLE_NAME": "default",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    })  # fmt: skip
+    import torch.testing._internal.distributed.fake_pg  # which registers the backend
+
+    store = Alone(world)
+
+    def rendezvous(_: object, own: int = -1, number: int = -1, **__: object) -> Iterator[Any]:
+        yield store, rank if own < 0 else own, world if number < 0 else number
+
+    def without_device(*args: Any, device_id: object = None, **kwargs: Any) -> Any:  # noqa: ARG001
+        return helper(*args, **kwargs)  # else groups are split off, and NCCL is not told of how many they are
+
+    def backends(config: Any) -> dict[str, str]:
+        return {device: "fake" if each in _ON_CPU else each for device, each in backends_of(config).items()}
+
+    helper, backends_of = c10d._new_process_group_helper, c10d.BackendConfig.get_device_backend_map
+    c10d.rendezvous, c10d._new_process_group_helper = rendezvous, without_device
+    c10d.BackendConfig.get_device_backend_map = backends
+    dist.TCPStore = dist.FileStore = lambda *_, **__: store
+    dist.monitored_barrier = c10d.monitored_barrier = lambda *_, **__: None
+    if mentions("pipelining"):
+        _vote_alone()
+    if mentions("ZeroRedundancyOptimizer"):
+        importlib.import_module("torch.distributed.optim")  # TorchScript reads torch's functions, as they are now
+    parallel = torch.nn.parallel.DistributedDataParallel
+    parallel._pre_forward = _released(parallel._pre_forward)
+    objects = Objects(rank, said)
+    objects.install()
+    return objects
+
+
+_ROUND = 0.2
+"""Seconds; NCCL's watchdog goes round every 0.1 s, and lets go of the buffers of what is finished."""
+_ROUNDS = 3
+
+
+def _released(pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return DDP's function before a forward pass that waits for first buckets to be let go of, as they are by then.
+
+    DDP makes new ones after its first backward pass. A step without kernels is over before the watchdog looks.
+    """
+    passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def before(module: Any, *args: Any, **kwargs: Any) -> Any:
+        passes[module] = passes.get(module, -1) + 1
+        if 0 < passes[module] <= _ROUNDS and not getattr(module, "_has_rebuilt_buckets", True):
+            threading.Event().wait(_ROUND)  # a dry run's `time.sleep` does not
+        return pre_forward(module, *args, **kwargs)
+
+    return before
+
+
+def _vote_alone() -> None:
+    """Let a pipeline's stages agree with each other on whether shapes are known; they vote by reading from a device."""
+    stage = importlib.import_module("torch.distributed.pipelining.stage")
+    base = stage.PipelineStage
+
+    def vote(self: Any, has_backward: bool, received_acc: object = None) -> torch.Tensor:  # noqa: ARG001
+        self._vote = torch.tensor([0 if stage.InferenceMode.needs_dynamic(self._user_meta, has_backward) else 1])
+        return self._vote
+
+    if hasattr(base, "_warmup_forward_vote"):
+        base._warmup_forward_vote, base._warmup_backward_result = vote, lambda self, **_: self._vote
+
+
+def be_no_rank() -> None:
+    """Let a process that is no rank say so where it would wait for others, for the rest of it."""
+    if not dist.is_available():
+        return
+    join, store = c10d.rendezvous, dist.TCPStore
+
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
+        _refuse_others(world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "0")))
+        yield from join(url, rank, world_size, **kwargs)
+
+    def tcp_store(host: str, port: int, world_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        _refuse_others(world_size or 0)
+        return store(host, port, world_size, *args, **kwargs)
+
+    c10d.rendezvous, dist.TCPStore = rendezvous, tcp_store
+
+
+def _refuse_others(world: int) -> None:
+    if world != 1:
+        raise CannotDryRun(
+            f"it waits for {f'{world - 1} other processes' if world else 'other processes'}: write "
+            f"--ranks {world or 'N'}, for one on each of {world or 'N'} GPUs, to dry-run one of them"
+        )
+
+
+Launch = Callable[[Callable[..., Any], tuple[Any, ...], int], Any]
+
+
+def take_launches(launch: Launch, *, has_accelerate: bool) -> None:
+    """Let functions that start ranks call one that gets what each is to run, its arguments, and how many there are.
+
+    Args:
+        launch: that one.
+        has_accelerate: whether the cell may use accelerate's.
+    """
+
+    def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: object, **__: object) -> Any:
+        return launch(fn, (int(os.environ.get("RANK", "0")), *args), nprocs)
+
+    def notebook_launcher(function: Any, args: Any = (), num_processes: int | None = None, *_: Any, **__: Any) -> Any:
+        return launch(function, tuple(args), num_processes or torch.cuda.device_count())
+
+    module = sys.modules["torch.multiprocessing.spawn"]
+    for name in "spawn", "start_processes":
+        setattr(module, name, spawn)
+        setattr(torch.multiprocessing, name, spawn)
+    if has_accelerate:
+        with contextlib.suppress(ImportError):
+            accelerate: Any = importlib.import_module("accelerate")
+            accelerate.notebook_launcher = accelerate.launchers.notebook_launcher = notebook_launcher
+
+
+def stages() -> list[int]:
+    """Return the ranks of this one's pipeline, a stage each; none where there is no pipeline."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    found = (
+        []
+        if module is None
+        else [each for each in gc.get_objects() if issubclass(type(each), module._PipelineStageBase)]
+    )
+    return dist.get_process_group_ranks(found[0].group or dist.group.WORLD) if found else []

@@ -1,0 +1,212 @@
+"""Cells that are what each of many GPUs runs, as people write them; the model is small and does not divide evenly."""
+
+from __future__ import annotations
+
+START = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("nccl")
+local = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(local)
+device = torch.device("cuda", local)
+"""
+BLOCKS = """
+from torch import nn
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+class Net(nn.Module):
+    def __init__(self, width=258, layers=3):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(width) for _ in range(layers)])
+        self.head = nn.Linear(width, 1001)
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+"""
+TRAIN = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(3):
+    x = torch.randn(16, 37, 258, device=device)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+MESH = """
+from torch.distributed.device_mesh import init_device_mesh
+"""
+
+
+def _training(prepare: str, train: str = TRAIN) -> str:
+    return START + BLOCKS + prepare.strip("\n") + "\n" + train
+
+
+_DDP = """
+from torch.nn.parallel import DistributedDataParallel as DDP
+model = DDP(Net().to(device), device_ids=[local]{})
+"""
+_FSDP = """
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, CPUOffloadPolicy
+model = Net().to(device)
+for layer in model.layers:
+    fully_shard(layer{0})
+fully_shard(model{0})
+"""
+_FSDP1 = """
+import functools
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+model = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({{Block}}), device_id=local{})
+"""
+_TENSOR_PARALLEL = """
+from torch.distributed.tensor.parallel import parallelize_module, ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor import Shard, Replicate
+model = Net(256).to(device)
+for layer in model.layers:
+    parallelize_module(layer, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+"""
+_TRAIN_256 = TRAIN.replace("258", "256").replace("lr=1e-3", "foreach=False")  # of tensors and DTensors
+
+CELLS = {
+    "DDP": _training(_DDP.format("")),
+    "DDP with its gradients in the buckets": _training(_DDP.format(", gradient_as_bucket_view=True, bucket_cap_mb=2")),
+    "DDP with a static graph": _training(_DDP.format(", static_graph=True, broadcast_buffers=False")),
+    "DDP that finds unused parameters": _training(_DDP.format(", find_unused_parameters=True")),
+    "DDP with two passes a step": _training(
+        _DDP.format(""),
+        """
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+for step in range(2):
+    with model.no_sync():
+        model(torch.randn(16, 37, 258, device=device)).mean().backward()
+    model(torch.randn(16, 37, 258, device=device)).mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    ),
+    "DDP with ZeroRedundancyOptimizer": _training(
+        _DDP.format(""),
+        TRAIN.replace(
+            "torch.optim.AdamW(model.parameters(), lr=1e-3)",
+            "ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)",
+        ).replace("\noptimizer =", "\nfrom torch.distributed.optim import ZeroRedundancyOptimizer\noptimizer =", 1),
+    ),
+    "DDP bound to its device": _training(_DDP.format("")).replace(
+        'init_process_group("nccl")',
+        'init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))',
+    ),
+    "FSDP2": _training(_FSDP.format("")),
+    "FSDP2 in bfloat16": _training(
+        _FSDP.format(", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
+    ),
+    "FSDP2 that keeps gathered parameters": _training(_FSDP.format(", reshard_after_forward=False")),
+    "FSDP2 with checkpointing": _training(
+        "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper\n"
+        + _FSDP.format("").replace(
+            "for layer in model.layers:\n",
+            "model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))\nfor layer in model.layers:\n",
+        )
+    ),
+    "FSDP2 with clipping": _training(
+        _FSDP.format(""),
+        TRAIN.replace(
+            "    optimizer.step()", "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()"
+        ),
+    ),
+    "FSDP2 made on the meta device": _training(
+        _FSDP.format("").replace("Net().to(device)", 'None\nwith torch.device("meta"):\n    model = Net()')
+        + 'model.to_empty(device="cuda")\nfor each in model.parameters():\n    nn.init.normal_(each)\n'
+    ),
+    "FSDP2 with shards on the host": _training(
+        _FSDP.format(", offload_policy=CPUOffloadPolicy(pin_memory=False)").replace("Net().to(device)", "Net()")
+    ),
+    "HSDP": _training(
+        MESH
+        + 'mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))\n'
+        + _FSDP.format(", mesh=mesh")
+    ),
+    "FSDP": _training(_FSDP1.format("")),
+    "FSDP with original parameters in bfloat16": _training(
+        _FSDP1.format(", use_orig_params=True, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)")
+    ),
+    "FSDP that shards gradients alone": _training(_FSDP1.format(", sharding_strategy=ShardingStrategy.SHARD_GRAD_OP")),
+    "FSDP in hybrid shards": _training(
+        MESH
+        + 'mesh = init_device_mesh("cuda", (2, 2))\n'
+        + _FSDP1.format(", sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh")
+    ),
+    "tensor parallel": _training(MESH + 'tensor = init_device_mesh("cuda", (4,))\n' + _TENSOR_PARALLEL, _TRAIN_256),
+    "tensor parallel times FSDP2": _training(
+        MESH
+        + 'mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("data", "tensor"))\ntensor = mesh["tensor"]\n'
+        + _TENSOR_PARALLEL
+        + "from torch.distributed.fsdp import fully_shard\nfor layer in model.layers:\n"
+        '    fully_shard(layer, mesh=mesh["data"])\nfully_shard(model, mesh=mesh["data"])\n',
+        _TRAIN_256,
+    ),
+    "sequence parallel": _training(
+        MESH
+        + 'tensor = init_device_mesh("cuda", (4,))\n'
+        + _TENSOR_PARALLEL.replace(
+            '{"up": ColwiseParallel(), "down": RowwiseParallel()}',
+            '{"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), '
+            '"down": RowwiseParallel(output_layouts=Shard(1))}',
+        ),
+        _TRAIN_256.replace("16, 37", "16, 40").replace("(16, 40", "(16, 10"),
+    ),
+    "collectives by hand": START
+    + """
+mine = torch.randn(1000 + dist.get_rank(), 64, device=device)
+number = torch.tensor([len(mine)], device=device)
+numbers = [torch.zeros_like(number) for _ in range(dist.get_world_size())]
+dist.all_gather(numbers, number)
+others = torch.empty(dist.get_world_size() * 1000, 64, device=device)
+dist.all_gather_into_tensor(others, mine[:1000].contiguous())
+dist.all_reduce(others)
+part = torch.empty(1000, 64, device=device)
+dist.reduce_scatter_tensor(part, others)
+dist.barrier()
+names = [None] * dist.get_world_size()
+dist.all_gather_object(names, {"rank": dist.get_rank()})
+plan = [{"steps": 3}] if dist.get_rank() == 0 else [None]
+dist.broadcast_object_list(plan, src=0)
+kept = [torch.randn(100, 100, device=device) for _ in range(plan[0]["steps"] * len(names))]
+""",
+}
+
+PIPELINE = (
+    START
+    + BLOCKS
+    + """
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+rank, world = dist.get_rank(), dist.get_world_size()
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(258) for _ in range(1 + rank % 2)])
+        self.head = nn.Linear(258, 1001) if rank == world - 1 else nn.Identity()
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+model = Part().to(device)
+stage = PipelineStage(model, rank, world, device)
+schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=lambda made, wanted: (made - wanted).square().mean())
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(2):
+    if rank == 0:
+        schedule.step(torch.randn(32, 37, 258, device=device))
+    elif rank == world - 1:
+        schedule.step(target=torch.randn(32, 37, 1001, device=device))
+    else:
+        schedule.step()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+"""Its stages exchange the shapes of what they send."""

@@ -1,0 +1,155 @@
+"""The dry run of one rank of many, against the same code run as that rank outside of a dry run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_cells import CELLS, PIPELINE, START
+
+import gpumagic
+from gpumagic import fakecuda
+from gpumagic.errors import DryRunUnavailable, OptionError
+
+WORLD, PER_NODE = 4, 2
+UNEVEN = ("FSDP2", "HSDP", "DDP with ZeroRedundancyOptimizer", "collectives by hand")
+"""Of these the last rank is measured, too."""
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[str, int], Any]:
+    """Return the bytes allocated and reserved by cell and rank, or how it failed."""
+    work = [(name, rank) for name in CELLS for rank in (0, WORLD - 1)[: 1 + (name in UNEVEN)]]
+    sent = json.dumps([(CELLS[name], rank, WORLD, PER_NODE) for name, rank in work])
+    told = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("one_rank.py"))], input=sent, capture_output=True, text=True,
+        check=True, env={**os.environ, **fakecuda.environment("H100", devices=PER_NODE)},
+    )  # fmt: skip
+    return dict(zip(work, map(json.loads, told.stdout.splitlines()), strict=True))
+
+
+def dry_run(code: str, ranks: int | str | None = f"{WORLD // PER_NODE}x{PER_NODE}", **options: Any) -> Any:
+    return gpumagic.dry_run(code, {}, gpu="H100", ranks=ranks, **options)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_rank_takes_what_it_takes_outside_of_a_dry_run_to_the_byte(
+    name: str, measured: dict[tuple[str, int], Any]
+) -> None:
+    report = dry_run(CELLS[name])
+    assert report.error is None
+    told = {(name, each.rank): [each.peak, each.reserved] for each in report.ranks}
+    assert {key: told.get(key) for key in measured if key[0] == name} == {
+        key: figures for key, figures in measured.items() if key[0] == name
+    }
+    assert report.fits
+    assert report.certain
+
+
+def test_the_answer_is_of_the_fullest_rank_where_shards_are_uneven() -> None:
+    report = dry_run(CELLS["FSDP2"])
+    first, last = report.ranks
+    assert (first.rank, last.rank) == (0, 3)
+    assert first.peak > last.peak
+    assert report.verdict == "Fits on each of 4 H100: 92.8 MiB of 79.2 GiB on rank 0, the fullest of 2 that were run"
+    assert report.rank == 0
+    assert report.world == WORLD
+    assert report.peak["cuda:0"] == first.peak
+
+
+def test_ranks_that_need_the_same_are_told_as_one() -> None:
+    assert dry_run(CELLS["DDP"]).verdict.endswith("on rank 0, as on rank 3")
+
+
+def test_a_rank_that_needs_more_is_the_one_that_is_told() -> None:
+    code = START + "x = torch.zeros((dist.get_rank() + 1) << 20, device=device)\n"
+    report = dry_run(code)
+    assert report.rank == WORLD - 1
+    assert report.peak == {"cuda:0": 0, "cuda:1": 16 << 20}
+    assert report.line == 7  # with its history, though only figures were asked of it at first
+
+
+def test_a_rank_that_does_not_fit_is_named() -> None:
+    report = dry_run(START + "x = torch.zeros(1 << 30, device=device)\n", capacity="1GiB")
+    assert report.fits is False
+    assert report.verdict.startswith("Does not fit: needs 4.0 GiB, 3.0 GiB more than rank 0 of 4 (H100) has; line 7")
+
+
+def test_each_stage_of_a_pipeline_is_run_and_learns_from_its_neighbours_what_they_send() -> None:
+    report = dry_run(PIPELINE)
+    assert report.error is None
+    assert [each.rank for each in report.ranks] == [0, 1, 2, 3]
+    peaks = [each.peak for each in report.ranks]
+    assert peaks[0] < peaks[1]  # it has a layer less
+    assert report.rank == peaks.index(max(peaks))
+
+
+def test_the_environment_is_that_of_a_rank_of_a_machine() -> None:
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"]
+    code = f"assert [int(os.environ[each]) for each in {names}] in ([0, 64, 0, 8, 0, 8], [63, 64, 7, 8, 7, 8])"
+    report = dry_run(START + code, "8x8")
+    assert report.error is None
+    assert [(each.rank, each.device) for each in report.ranks] == [(0, "cuda:0"), (63, "cuda:7")]
+
+
+def test_number_of_ranks_is_refused_that_is_none() -> None:
+    for text in ("0", "eight", "8x", "2x17", -1):
+        with pytest.raises(OptionError, match="is no number of ranks"):
+            dry_run("pass", text)
+
+
+@pytest.mark.parametrize("how", ["init_process_group('nccl')", "TCPStore('localhost', 29500, 8, True)"])
+def test_a_cell_that_joins_others_is_told_what_to_type(how: str) -> None:
+    code = (
+        "import os\nos.environ.update(WORLD_SIZE='8', RANK='0', MASTER_ADDR='localhost', MASTER_PORT='29500')\n"
+        f"import torch.distributed as dist\ndist.{how}"
+    )
+    report = dry_run(code, None)
+    assert report.fits is None
+    assert "it waits for 7 other processes: write --ranks 8" in report.verdict
+    assert report.seconds < 5
+
+
+def test_a_wait_for_a_rank_that_never_sends_ends_with_its_line() -> None:
+    code = START + "got = [None]\nif dist.get_rank() == 0:\n    dist.recv_object_list(got, src=3)\n"
+    report = dry_run(code)
+    assert report.fits is None
+    assert "stopped on line 9: it waits for what rank 3 sends" in report.verdict
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "import torch.multiprocessing as mp\nmp.spawn(train, (7,), nprocs=4)",
+        "from torch.multiprocessing.spawn import spawn\nspawn(train, args=(7,), nprocs=4)",
+    ],
+)
+def test_what_starts_ranks_means_that_many(launch: str) -> None:
+    code = (
+        "import os, torch, torch.distributed as dist\n"
+        "def train(rank, number):\n"
+        "    os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='29500')\n"
+        "    dist.init_process_group('nccl', rank=rank, world_size=4)\n"
+        "    x = torch.zeros(number << 18, device=f'cuda:{rank}')\n"
+    )
+    report = dry_run(code + launch, None)
+    assert report.world == 4
+    assert [each.peak for each in report.ranks] == [7 << 20, 7 << 20]
+
+
+@pytest.mark.parametrize("command", ["torchrun --nproc_per_node 8 train.py", "accelerate launch train.py"])
+def test_a_program_that_trains_is_not_looked_into(command: str) -> None:
+    report = dry_run(f"!{command}", None)
+    assert report.fits is None
+    assert "is not looked into" in report.verdict
+
+
+def test_ranks_need_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUMAGIC_DRYRUN_ENGINE", "fake")
+    with pytest.raises(DryRunUnavailable, match="takes a CUDA build of torch, which needs no GPU, and a C compiler"):
+        dry_run("pass")
