@@ -202,8 +202,8 @@ FOREIGN = {
     "DataParallel", "setReduceConfig", "num_splits_heuristic", "is_gradient_checkpointing", "named_modules",
     "execution_count", "run_cell", "check_complete", "enable_grad", "set_default_tensor_type",
     "torch.get_default_device", "_parse_visible_devices",
-    # of Python, CUDA and its samples
-    "__hash__", "deviceQuery", "CUBLAS_WORKSPACE_CONFIG",
+    # of Python and CUDA
+    "__hash__", "CUBLAS_WORKSPACE_CONFIG",
     # of Linux
     "F_SETOWN", "F_SETOWN_EX", "FIOSETOWN", "SIOCSPGRP", "FS_IOC_SETFLAGS", "FS_IOC_FSSETXATTR",
 }  # fmt: skip

@@ -1,9 +1,9 @@
 """The largest value of a setting with which a cell fits, found by dry runs.
 
-The answer was run and fits, and 2 % more, or the next integer, was run and does not. Where to look next is read off a
-line through the peaks of two runs; that line is a guess, and only runs are believed. Where the cell reads values that
-decide and are not known, the runs on the way are of the course that needed most at first, and only the last two of
-all. Runs on the way tell figures alone.
+The answer was run and fits, and 2 % more, or the next integer, was run and does not (25 % where the host's memory is
+what does not do). Where to look next is read off a line through the peaks of two runs; that line is a guess, and only
+runs are believed. Where the cell reads values that decide and are not known, the runs on the way are of the course that
+needed most at first, and only the last two of all. Runs on the way tell figures alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ PRECISION = 0.02
 MOST_RUNS = 16
 LIMITS = 4
 """How many times the limit of one dry run a search may take."""
+_ROUGHLY = 1.25
+"""How near the answer is where the host's memory bounds it, which is another at each time: such runs are long."""
 _FURTHER = 16
 """How many times the last value is tried where the peak has not grown yet."""
 
@@ -97,7 +99,8 @@ def search(
                 runs[value] = in_scenario(value, runs[now].scenario or scenarios.USUAL)
                 if runs[now].scenario is None and runs[value].scenario is None:
                     sure.add(value)  # nothing is decided by values: there is one scenario
-            reason = _obstacle(runs[value], f"with {name} = {value:,} ", is_first=len(runs) == 1)
+            if not runs[value].exceeds_host or value == 1:  # else a smaller one may take less
+                reason = _obstacle(runs[value], f"with {name} = {value:,} ", is_first=len(runs) == 1)
             value = _next(runs) or next((each for each in _bracket(runs) if each in runs.keys() - sure), None)
             if value is not None and len(runs) == MOST_RUNS:
                 reason = f"{MOST_RUNS} dry runs did not find it"
@@ -134,7 +137,7 @@ def _next(runs: Mapping[int, DryRunReport]) -> int | None:
     if high is None:
         is_flat = len({_peak(runs[each]) for each in sorted(runs)[-3:]}) == 1 and len(runs) > 2
         return None if is_flat else min(max(guess or _FURTHER * low, _more(low)), _FURTHER * low)
-    if high <= _more(low):
+    if high <= _more(low) or (runs[high].exceeds_host and high <= _ROUGHLY * low):
         return None
     if guess is not None and guess < 1:
         return low + 1
@@ -173,7 +176,10 @@ def _crossing(runs: Mapping[int, DryRunReport], low: int, high: int | None) -> i
     """
     below = [value for value in sorted(runs, reverse=True) if value <= low]
     above = [value for value in sorted(runs) if high is not None and value >= high]
-    one, *other = [*below[:1], *above[:1], *below[1:2], *above[1:2]][:2]
+    known = [value for value in (*below[:1], *above[:1], *below[1:2], *above[1:2]) if not runs[value].exceeds_host]
+    if not known:
+        return None
+    one, *other = known[:2]
     report = runs[one]
     device = report.device or ""
     here = report.peak.get(device, 0)

@@ -179,6 +179,8 @@ class DryRunReport(Report[DryRunRow]):
     """What the cell will do to files, programs and the network; the dry run did none of it."""
     error: str | None = None
     """How the cell would fail for another reason than memory."""
+    exceeds_host: bool = False
+    """Whether the host's memory did not do: it was refused, or the dry run took more than half of what was free."""
     devices: tuple[DeviceNeed, ...] = ()
     lines: tuple[DryRunRow, ...] = ()
     world: int | None = None

@@ -105,7 +105,7 @@ def _dry_run(
         request = _request(what, parts, chosen, dict(values), time_limit)
         outcome = scenarios.run({**request, "snapshot": snapshot is not None, "rank": rank}, only)
         if "ended" in outcome:
-            return verdict.report_of_nothing(chosen, outcome["ended"]), outcome
+            return verdict.report_of_nothing(chosen, outcome), outcome
         if snapshot is not None and outcome["snapshot"] is not None:
             Path(snapshot).write_bytes(base64.b64decode(outcome["snapshot"]))
         return replace(verdict.report_of(outcome, chosen, parts), sizes=sizes_in(what.source or "")), outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from gpumagic.report.units import count, size, size_range
 
 MOST_PLACES = 2
 """Lines that a sentence names."""
+_HOST = re.compile(r"(_Array)?MemoryError:|.*DefaultCPUAllocator: ", re.DOTALL)
+"""How Python, numpy and torch say that the host's memory does not do."""
 _ROCM = ("what ROCm takes for itself: of this GPU only the size is known here, and CUDA on an A100 stands in",)
 
 
@@ -47,6 +50,7 @@ def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -
         failure_line=None if failure is None else failure["line"],
         open_on=tuple((line, code) for line, code in outcome.get("open_on", ())),
         effects=tuple(outcome["effects"]), error=None if error is None else failure_sentence(error),
+        exceeds_host=error is not None and _HOST.match(f"{error['kind']}: {error['text']}") is not None,
         devices=devices,
         lines=tuple(
             DryRunRow(target.names[each["device"]], each["line"], each["code"], each["peak"], each["after"])
@@ -57,12 +61,13 @@ def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -
     )  # fmt: skip
 
 
-def report_of_nothing(chosen: Engine, sentence: str) -> DryRunReport:
-    """Return the report where there is no outcome, with the sentence that says why."""
+def report_of_nothing(chosen: Engine, outcome: dict[str, Any]) -> DryRunReport:
+    """Return the report of a run that gave no figures, with the sentence that says why."""
     target = chosen.target
     return DryRunReport(
         device=target.names[target.chosen], peak={}, reserved={}, line=None, code=None, operator=None, breakdown={},
-        fits=None, capacity=target.capacities[target.chosen], gpu=target.gpu, error=sentence, engine=chosen.name,
+        fits=None, capacity=target.capacities[target.chosen], gpu=target.gpu, engine=chosen.name,
+        error=outcome["ended"], exceeds_host=outcome.get("exceeds_host", False),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ its own, that of its control group, mostly far below the machine's memory.
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
@@ -31,6 +32,12 @@ def nearly_exhausted() -> tuple[int, int] | None:
     """Return (available, total) where so little is left that the system may end this process, else None."""
     now = available_memory()
     return now if now is not None and now[0] * NEARLY_EXHAUSTED < now[1] else None
+
+
+def private_memory(process: int) -> int:
+    """Return the bytes of RAM that a process has besides files and shared memory; 0 where it cannot be asked."""
+    _, resident, shared, *_ = map(int, _read(f"proc/{process}/statm").split() or (0, 0, 0))
+    return (resident - shared) * mmap.PAGESIZE
 
 
 def _machine_memory() -> tuple[int, int] | None:

@@ -196,3 +196,34 @@ def test_ctrl_c_ends_a_search_and_its_line_of_progress(capsys) -> None:
         fitting.search(interrupted, "batch", 8)
     assert progress._line is None
     assert capsys.readouterr() == ("", "")
+
+
+STOPPED = "it takes more than 4.0 GiB of the host's memory, half of what is free"
+
+
+def within_the_host(most: int, each: int) -> Callable[[int], DryRunReport]:
+    """Return a dry run that is stopped beyond a value, and below it needs so many bytes for each."""
+
+    def dry_run(value: int) -> DryRunReport:
+        if value <= most:
+            return report(value * each)
+        return report(0, fits=None, complete=False, error=STOPPED, exceeds_host=True, failure_line=None)
+
+    return dry_run
+
+
+@pytest.mark.parametrize("now", [4, 5000])
+def test_a_run_that_is_stopped_for_the_hosts_memory_bounds_the_search(now) -> None:
+    found = fitting.search(within_the_host(700, MIB // 8), "n", now)
+    assert 560 <= found.largest <= 700 < found.search.smallest_failing.value <= 1.25 * found.largest
+    assert f"may not: {STOPPED}." in str(found)
+
+
+def test_where_no_value_is_small_enough_for_the_host_that_is_the_answer() -> None:
+    found = fitting.search(within_the_host(0, MIB), "n", 100)
+    assert found.verdict == f"No largest n found: with n = 1 {STOPPED}"
+
+
+def test_a_value_below_what_the_host_holds_that_does_not_fit_is_found_as_ever() -> None:
+    found = fitting.search(within_the_host(4000, MIB), "n", 100_000)
+    assert found.largest == 1024

@@ -25,9 +25,13 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from gpumagic.dryrun.worker.box.watch import NOT_DONE, Watch
+from gpumagic.memory import host
+from gpumagic.report.units import size
 
 _TO_TELL = 20
 """Seconds that a run has to send its outcome after its time is up."""
+_LOOKS = 0.05
+"""Seconds between looks at what the runs take of the host's memory: some 200 MiB can be written in that time."""
 _LONGEST_ANSWER = 1 << 30
 """Bytes; what claims to be longer is none."""
 _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -51,6 +55,8 @@ def run_each(
     running: dict[Connection, tuple[int, _Fork]] = {}
     answers: dict[int, bytes] = {}
     ended: list[int] = []
+    free = host.available_memory()
+    most = None if free is None else free[0] // 2
     for number in range(len(requests)):
         while number not in answers:
             while coming and len(running) < _cores():
@@ -61,19 +67,27 @@ def run_each(
             until = min(fork.until for _, fork in running.values())
             watches = [fork.watch for _, fork in running.values() if fork.watch.fileno() >= 0]
             waited_for: list[Any] = [*running, *watches, *([] if notebook is None else [notebook])]
-            ready: list[Any] = connection.wait(waited_for, max(0.0, until - time.monotonic()))
+            seconds = max(0.0, until - time.monotonic())
+            ready: list[Any] = connection.wait(waited_for, seconds if most is None else min(seconds, _LOOKS))
             if notebook in ready:
                 _end_all(fork for _, fork in running.values())
             for watch in watches:
                 if watch in ready:
                     watch.hear()
+            too_large = None if most is None else _largest_of([fork for _, fork in running.values()], most)
             for each, (which, fork) in list(running.items()):
-                if each in ready or time.monotonic() >= fork.until or fork.watch.waits_for:
+                if each in ready or time.monotonic() >= fork.until or fork.watch.waits_for or fork is too_large:
                     del running[each]
-                    answers[which] = fork.end(ended, has_answer=each in ready)
+                    answers[which] = fork.end(ended, has_answer=each in ready, most=most if fork is too_large else None)
         yield answers.pop(number)
     for pid in ended:
         os.waitpid(pid, 0)
+
+
+def _largest_of(running: Sequence[_Fork], most: int) -> _Fork | None:
+    """Return the process that takes most of the host's memory, if all together take more than a number of bytes."""
+    taken = [fork.taken() for fork in running]
+    return running[taken.index(max(taken))] if sum(taken) > most else None
 
 
 def _end_all(forks: Iterable[_Fork]) -> NoReturn:
@@ -97,6 +111,7 @@ class _Fork:
         last_words: where a crash is told.
         watch: what the kernel refuses it.
         until: when it is given up.
+        inherited: bytes of this process's memory that it began with.
     """
 
     request: dict[str, Any]
@@ -105,6 +120,7 @@ class _Fork:
     last_words: int
     watch: Watch
     until: float
+    inherited: int
 
     @classmethod
     def start(cls, request: dict[str, Any], serve: Serve, private: Iterable[int]) -> _Fork:
@@ -123,15 +139,27 @@ class _Fork:
         os.set_blocking(reading, False)
         answers = Connection(receiving, writable=False)
         until = time.monotonic() + request["time_limit"] + _TO_TELL
-        return cls(request, pid, answers, reading, Watch(ours), until)
+        return cls(request, pid, answers, reading, Watch(ours), until, host.private_memory(os.getpid()))
 
-    def end(self, ended: list[int], *, has_answer: bool) -> bytes:
-        """End the process and return its answer; one that answered joins those to be waited for."""
-        outcome = _ended(
-            f"it {self.watch.waits_for} again and again, {NOT_DONE}"
-            if self.watch.waits_for
-            else f"the dry run took more than {self.request['time_limit']:g} s and was stopped"
-        )
+    def taken(self) -> int:
+        """Return the bytes of the host's memory that the process took."""
+        return max(0, host.private_memory(self.pid) - self.inherited)
+
+    def end(self, ended: list[int], *, has_answer: bool, most: int | None = None) -> bytes:
+        """End the process and return its answer; one that answered joins those to be waited for.
+
+        Args:
+            ended: processes that have an answer.
+            has_answer: whether it sent one.
+            most: bytes of the host's memory, if it is ended because it takes more.
+        """
+        if most is not None:
+            sentence = f"it takes more than {size(most)} of the host's memory, half of what is free"
+            outcome = _ended(sentence, exceeds_host=True)
+        elif self.watch.waits_for:
+            outcome = _ended(f"it {self.watch.waits_for} again and again, {NOT_DONE}")
+        else:
+            outcome = _ended(f"the dry run took more than {self.request['time_limit']:g} s and was stopped")
         try:
             if has_answer:
                 outcome = self.answers.recv_bytes(_LONGEST_ANSWER)
@@ -226,5 +254,5 @@ def _crash(status: int, words: str, filename: str) -> str:
     return f"the dry run crashed its process{where} {how}, as the cell might: nothing is known of its memory"
 
 
-def _ended(sentence: str) -> bytes:
-    return json.dumps({"ended": sentence}).encode()
+def _ended(sentence: str, *, exceeds_host: bool = False) -> bytes:
+    return json.dumps({"ended": sentence, "exceeds_host": exceeds_host}).encode()
