@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.dryrun import scenarios
+from gpumagic.dryrun import scenarios, targets
 from gpumagic.dryrun.report import DryRunReport, Search, Trial
 from gpumagic.dryrun.verdict import shortcoming
+from gpumagic.options import PER_NODE, Ranks, number_of_ranks
 from gpumagic.report import progress
 from gpumagic.report.units import count
 from gpumagic.source import settings
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from gpumagic.dryrun.script import Script
     from gpumagic.dryrun.targets import Target
 
+RANKS = "ranks"
+"""What `--fit` asks for in place of a name, to find the fewest GPUs."""
 PRECISION = 0.02
 MOST_RUNS = 16
 LIMITS = 4
@@ -40,7 +43,7 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
 
     Args:
         script: the cell.
-        name: an int that the cell writes, or that the notebook has.
+        name: an int that the cell writes, or that the notebook has; `RANKS` for the fewest GPUs.
         namespace: the notebook's variables.
         target: the devices.
         time_limit: seconds for each dry run; four times as many for the search.
@@ -50,6 +53,12 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
     """
     from gpumagic.dryrun import run
 
+    if name == RANKS:
+        return _fewest(
+            lambda ranks: run.dry_run(script, namespace, targets.of_ranks(target, ranks), time_limit=time_limit),
+            number_of_ranks(PER_NODE) if target.ranks is None else target.ranks,
+            LIMITS * time_limit,
+        )
     names = dict(namespace)
     if script.source is None:
         setting = settings.find_in_arguments(name, names, "fit")
@@ -62,6 +71,41 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
         return run.dry_run(changed, namespace, target, values=values, time_limit=time_limit, only=only)
 
     return search(dry_run, name, setting.value, dry_run, LIMITS * time_limit)
+
+
+def _fewest(dry_run: Callable[[Ranks], DryRunReport], now: Ranks, seconds: float) -> DryRunReport:
+    """Return the dry run on the fewest GPUs, whole machines beyond one, with which each rank fits.
+
+    Args:
+        dry_run: dry-runs on some.
+        now: where to begin.
+        seconds: after which no further run is begun.
+    """
+    deadline = time.monotonic() + seconds
+    runs: dict[int, DryRunReport] = {}
+    value, reason = now.world, ""
+    with progress.counted(MOST_RUNS, "dry run") as tell:
+        while value not in runs and not reason:
+            tell(f"{value:,} GPUs")
+            runs[value] = dry_run(Ranks(value, min(now.per_node, value)))
+            fitting = [each for each, report in runs.items() if report.fits]
+            failing = [each for each, report in runs.items() if not report.fits]
+            low, high = max(failing, default=0), min(fitting, default=None)
+            reason = _obstacle(runs[value], f"on {value:,} GPUs ", is_first=len(runs) == 1)
+            if high is None:
+                value *= 2
+                smaller = len(failing) > 1 and _peak(runs[low]) > (1 - PRECISION) * _peak(runs[sorted(failing)[-2]])
+                reason = reason or (f"more GPUs hardly help, up to {low:,}" if smaller else "")
+            else:
+                value = (low + high) // 2
+                value -= value % now.per_node if value > now.per_node else 0
+                value = high if value <= low else value
+            if value not in runs and time.monotonic() > deadline:
+                reason = reason or f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
+    best = min((each for each, report in runs.items() if report.fits), default=None)
+    trials = [Trial(each, _peak(report), report.fits, shortcoming(report)) for each, report in sorted(runs.items())]
+    shown = runs[max(runs) if best is None else best]
+    return replace(shown, fewest=None if reason else best, search=Search(RANKS, now.world, tuple(trials), reason))
 
 
 def search(

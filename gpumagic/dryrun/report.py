@@ -112,6 +112,11 @@ class Search:
         """The trial with the smallest value that was not shown to fit."""
         return next((each for each in self.trials if not each.fits), None)
 
+    @property
+    def largest_failing(self) -> Trial | None:
+        """The one with the largest."""
+        return next((each for each in reversed(self.trials) if not each.fits), None)
+
 
 @dataclass(frozen=True, repr=False)
 class DryRunReport(Report[DryRunRow]):
@@ -148,6 +153,8 @@ class DryRunReport(Report[DryRunRow]):
     """How often each loop of the cell was run, and was to be."""
     largest: int | None = None
     """The largest value of the setting that was asked about with which the cell was run and fits."""
+    fewest: int | None = None
+    """The smallest number of GPUs that was asked for with which each rank was run and fits."""
     modules: dict[str, dict[str, int]] = field(default_factory=dict)
     """Bytes at the peak by the path of the module they belong to, and by what they are."""
     timeline: tuple[DryRunPoint, ...] = ()

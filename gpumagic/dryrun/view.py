@@ -59,8 +59,13 @@ def _headline(report: DryRunReport) -> str:
     search = report.search
     if search is None:
         return _answer(report)
+    if report.fewest is not None:
+        on_each = f"{_needs(report)} on rank {report.rank}, the fullest"
+        return f"Fits from {report.fewest:,} {report.gpu or 'GPUs'} on: {on_each}"
     if report.largest is not None:
         return f"{search.name} up to {report.largest:,} fits: {_needs(report)} on {_place(report)}"
+    if search.name == "ranks":
+        return f"No number of GPUs found: {search.reason}"
     if not search.reason:
         answer = _answer(report)
         return f"With {search.name} = 1 it {answer[:1].lower()}{answer[1:]}"
@@ -139,8 +144,9 @@ def _place(report: DryRunReport) -> str:
 
 def _neighbour(search: Search, largest: int | None) -> Iterator[Block]:
     """Say what shows that it is the largest, and every value that was run."""
-    failing = search.smallest_failing
-    if largest is not None and failing is not None:
+    is_ranks = search.name == "ranks"
+    failing = search.largest_failing if is_ranks else search.smallest_failing
+    if (largest is not None or is_ranks) and failing is not None:
         does = "does not" if failing.fits is False else "may not"
         yield Paragraph(f"{failing.value:,} {does}: {failing.reason}.")
     rows = [[f"{each.value:,}", size(each.peak), "yes" if each.fits else each.reason] for each in search.trials]

@@ -71,6 +71,21 @@ for layer in model.layers:
 """
 _TRAIN_256 = TRAIN.replace("258", "256").replace("lr=1e-3", "foreach=False")  # of tensors and DTensors
 
+_ACCELERATE = """
+import torch
+from accelerate import Accelerator{}
+accelerator = Accelerator({})
+model = torch.nn.Sequential(torch.nn.Linear(258, 1023), torch.nn.ReLU(), torch.nn.Linear(1023, 258))
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.DataLoader(torch.randn(256, 258), batch_size=8)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+for x in data:
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+_PLUGIN = ", FullyShardedDataParallelPlugin as Plugin", "fsdp_plugin=Plugin(fsdp_version=2)"
+
 CELLS = {
     "DDP": _training(_DDP.format("")),
     "DDP with its gradients in the buckets": _training(_DDP.format(", gradient_as_bucket_view=True, bucket_cap_mb=2")),
@@ -159,6 +174,8 @@ for step in range(2):
         ),
         _TRAIN_256.replace("16, 37", "16, 40").replace("(16, 40", "(16, 10"),
     ),
+    "accelerate": _ACCELERATE.format("", ""),
+    "accelerate with FSDP2": _ACCELERATE.format(*_PLUGIN),
     "collectives by hand": START
     + """
 mine = torch.randn(1000 + dist.get_rank(), 64, device=device)
@@ -210,3 +227,9 @@ for step in range(2):
 """
 )
 """Its stages exchange the shapes of what they send."""
+
+LAUNCHED = (
+    "from accelerate import notebook_launcher\ndef train():"
+    + CELLS["accelerate"].replace("\n", "\n    ")
+    + "\nnotebook_launcher(train, num_processes=4)\n"
+)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_cells import CELLS, PIPELINE, START
+from rank_cells import CELLS, LAUNCHED, PIPELINE, START
 
 import gpumagic
 from gpumagic import fakecuda
@@ -41,6 +41,8 @@ def dry_run(code: str, ranks: int | str | None = f"{WORLD // PER_NODE}x{PER_NODE
 def test_a_rank_takes_what_it_takes_outside_of_a_dry_run_to_the_byte(
     name: str, measured: dict[tuple[str, int], Any]
 ) -> None:
+    if name.startswith("accelerate"):
+        pytest.importorskip("accelerate")
     report = dry_run(CELLS[name])
     assert report.error is None
     told = {(name, each.rank): [each.peak, each.reserved] for each in report.ranks}
@@ -142,6 +144,13 @@ def test_what_starts_ranks_means_that_many(launch: str) -> None:
     assert [each.peak for each in report.ranks] == [7 << 20, 7 << 20]
 
 
+def test_a_function_that_accelerate_launches_is_what_each_rank_runs() -> None:
+    pytest.importorskip("accelerate")
+    assert [each.peak for each in dry_run(LAUNCHED, None).ranks] == [
+        each.peak for each in dry_run(CELLS["accelerate"], 4).ranks
+    ]
+
+
 @pytest.mark.parametrize("command", ["torchrun --nproc_per_node 8 train.py", "accelerate launch train.py"])
 def test_a_program_that_trains_is_not_looked_into(command: str) -> None:
     report = dry_run(f"!{command}", None)
@@ -153,3 +162,31 @@ def test_ranks_need_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUMAGIC_DRYRUN_ENGINE", "fake")
     with pytest.raises(DryRunUnavailable, match="takes a CUDA build of torch, which needs no GPU, and a C compiler"):
         dry_run("pass")
+
+
+LARGE = (
+    START
+    + "from torch.distributed.fsdp import fully_shard\n"
+    + "with device:\n    model = torch.nn.ModuleList([torch.nn.Linear(2048, 2048) for _ in range(12)])\n"
+    + "for each in model:\n    fully_shard(each)\n"
+    + "optimizer = torch.optim.AdamW(model.parameters())\nfor each in model.parameters():\n"
+    + "    each.grad = torch.zeros_like(each)\noptimizer.step()\n"
+)
+
+
+def test_the_fewest_gpus_are_found_with_which_a_training_fits() -> None:
+    code = LARGE.replace("with device:\n    model", "if True:\n    model")  # on the host at first
+    report = dry_run(code, None, fit="ranks", capacity="400MiB")
+    assert report.fewest is not None
+    tried = {each.value: each.fits for each in report.search.trials}
+    assert tried[report.fewest]
+    assert tried[report.fewest - 1] is False
+    assert report.verdict.startswith(f"Fits from {report.fewest} H100 on: ")
+    assert report.world == report.fewest
+
+
+def test_a_batch_is_as_large_as_fits_on_the_fullest_rank() -> None:
+    code = START + "batch_size = 8\nx = torch.zeros(batch_size * (1 + dist.get_rank() % 2) << 20, device=device)\n"
+    report = dry_run(code, 4, fit="batch_size", capacity="1GiB")
+    assert report.largest == 128
+    assert report.rank == 3

@@ -193,16 +193,34 @@ def _global(group: Any, rank: int | None, in_group: int | None) -> int:
     return rank or 0 if in_group is None else dist.get_global_rank(group or dist.group.WORLD, in_group)
 
 
-def be(rank: int, world: int, per_node: int, said: dict[str, list[str]], mentions: Callable[[str], bool]) -> Objects:
-    """Let this process be one rank, for the rest of it.
+def take_part(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> Objects | None:
+    """Let this process be the rank that a request asks for, or none, for the rest of it.
 
     Args:
-        rank: which.
-        world: how many there are.
-        per_node: how many of them a machine has.
-        said: see `Objects`.
-        mentions: tells whether the notebook's code has a word.
+        request: what `dryrun.run` sends.
+        send: sends the outcome and ends the process, where the cell starts ranks and this is none.
     """
+    if not dist.is_available():
+        return None
+
+    def launch(function: Callable[..., Any], args: tuple[Any, ...], number: int) -> Any:
+        if request["rank"] is None and number > 1:
+            send({"ended": f"it starts {number} processes", "ranks": number})
+        return function(*args)
+
+    def mentions(word: str) -> bool:
+        return any(word in text for text in request["sources"].values())
+
+    _take_launches(launch, has_accelerate=mentions("notebook_launcher"))
+    if request["rank"] is None:
+        _be_no_rank()
+        return None
+    return _be(*request["rank"], mentions=mentions)
+
+
+def _be(
+    rank: int, world: int, per_node: int, said: dict[str, list[str]], *, mentions: Callable[[str], bool]
+) -> Objects:
     node, local = divmod(rank, per_node)
     os.environ.update({
         "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "GROUP_RANK": str(node),
@@ -275,10 +293,8 @@ def _vote_alone() -> None:
         base._warmup_forward_vote, base._warmup_backward_result = vote, lambda self, **_: self._vote
 
 
-def be_no_rank() -> None:
+def _be_no_rank() -> None:
     """Let a process that is no rank say so where it would wait for others, for the rest of it."""
-    if not dist.is_available():
-        return
     join, store = c10d.rendezvous, dist.TCPStore
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
@@ -303,13 +319,8 @@ def _refuse_others(world: int) -> None:
 Launch = Callable[[Callable[..., Any], tuple[Any, ...], int], Any]
 
 
-def take_launches(launch: Launch, *, has_accelerate: bool) -> None:
-    """Let functions that start ranks call one that gets what each is to run, its arguments, and how many there are.
-
-    Args:
-        launch: that one.
-        has_accelerate: whether the cell may use accelerate's.
-    """
+def _take_launches(launch: Launch, *, has_accelerate: bool) -> None:
+    """Let functions that start ranks call one that gets what each is to run, its arguments, and how many there are."""
 
     def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: object, **__: object) -> Any:
         return launch(fn, (int(os.environ.get("RANK", "0")), *args), nprocs)

@@ -91,7 +91,7 @@ class CudaRun:
             if capacity is None:
                 fakecuda.set_memory(device, limit=UNLIMITED)
         self._arrange()
-        self._take_part()
+        self._objects = ranks.take_part(self.request, self._send)
         try:
             namespace = self._namespace = self._unpack()
         except torch.OutOfMemoryError:
@@ -124,25 +124,6 @@ class CudaRun:
         if not made.has_files:
             sandbox.refuse_compiler()
         sandbox.load_in_this_process(self.notes.assume)
-
-    def _take_part(self) -> None:
-        """Be the rank that is asked for, or none."""
-        rank, sources = self.request["rank"], self.request["sources"]
-
-        def launch(function: Callable[..., Any], args: tuple[Any, ...], number: int) -> Any:
-            if rank is None and number > 1:
-                self._send({"ended": f"it starts {number} processes", "ranks": number})
-            return function(*args)
-
-        def mentions(word: str) -> bool:
-            return any(word in text for text in sources.values())
-
-        if rank is None:
-            ranks.be_no_rank()
-        else:
-            number, world, per_node, said = rank
-            self._objects = ranks.be(number, world, per_node, said, mentions)
-        ranks.take_launches(launch, has_accelerate=mentions("notebook_launcher"))
 
     def _unpack(self) -> dict[str, Any]:
         layouts = {

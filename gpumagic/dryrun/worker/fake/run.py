@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.worker import cell, deferred_fills, sandbox
+from gpumagic.dryrun.worker import cell, deferred_fills, ranks, sandbox
 from gpumagic.dryrun.worker.deferred_fills import DeferredFills
 from gpumagic.dryrun.worker.fake import backend
 from gpumagic.dryrun.worker.fake.accounts import FakeAccount, FakeLedger
@@ -78,6 +78,7 @@ class FakeRun:
     def run(self) -> None:
         """Run the cell and send the outcome, as plain data."""
         sandbox.block(self.notes, self.request["watcher"])  # before modules of the user's are imported
+        ranks.take_part(self.request, self._send)
         scopes = self._unpack()
         self._guesses.fill_blanks(parts.blanks)
         for device, nbytes in enumerate(self.request["base"]):
