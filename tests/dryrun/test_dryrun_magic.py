@@ -147,7 +147,7 @@ def test_completion_offers_ints_and_gpus(run, bare_shell) -> None:
     assert len(complete("%%dryrun --gpu ", offers)[1]) == len(GPUS)
     usage = " ".join(parser("dryrun").format_help().split())
     assert f"H200, B200 or one of {len(GPUS)} in all: --gpu list" in usage
-    assert complete("%%dryrun --", offers)[1] == ["--help", "--fit", "--capacity", "--gpu", "--run", "--out"]
+    assert complete("%%dryrun --", offers)[1] == ["--help", "--fit", "--capacity", "--gpu", "--ranks", "--run", "--out"]
 
 
 def test_a_cell_that_is_run_is_ipythons_own(run, bare_shell) -> None:

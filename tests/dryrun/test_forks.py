@@ -43,6 +43,12 @@ def test_a_run_that_takes_more_than_half_of_what_is_free_is_stopped(monkeypatch)
     assert small["kept"] == 4
 
 
+def test_runs_that_take_too_much_together_are_run_one_after_the_other(monkeypatch) -> None:
+    monkeypatch.setattr(host, "available_memory", lambda: (256 * MIB, 1024 * MIB))
+    monkeypatch.setattr(forks, "_cores", lambda: 3)
+    assert [each.get("kept") for each in answers(96 * MIB, 88 * MIB, 80 * MIB)] == [12, 11, 10]
+
+
 def test_where_more_is_free_the_same_run_answers(monkeypatch) -> None:
     monkeypatch.setattr(host, "available_memory", lambda: (1024 * MIB, 1024 * MIB))
     assert answers(400 * MIB)[0]["kept"] == 50

@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import fcntl
 import json
+import math
 import os
 import re
 import resource
@@ -57,31 +58,43 @@ def run_each(
     ended: list[int] = []
     free = host.available_memory()
     most = None if free is None else free[0] // 2
+    at_once = _cores()
     for number in range(len(requests)):
         while number not in answers:
-            while coming and len(running) < _cores():
+            while coming and len(running) < at_once:
                 which, request = coming.pop()
                 others = [each.fileno() for each in running]
                 fork = _Fork.start(request, serve, [*private, *others])
                 running[fork.answers] = which, fork
-            until = min(fork.until for _, fork in running.values())
-            watches = [fork.watch for _, fork in running.values() if fork.watch.fileno() >= 0]
-            waited_for: list[Any] = [*running, *watches, *([] if notebook is None else [notebook])]
-            seconds = max(0.0, until - time.monotonic())
-            ready: list[Any] = connection.wait(waited_for, seconds if most is None else min(seconds, _LOOKS))
-            if notebook in ready:
-                _end_all(fork for _, fork in running.values())
-            for watch in watches:
-                if watch in ready:
-                    watch.hear()
+            ready = _wait([fork for _, fork in running.values()], notebook, math.inf if most is None else _LOOKS)
             too_large = None if most is None else _largest_of([fork for _, fork in running.values()], most)
             for each, (which, fork) in list(running.items()):
                 if each in ready or time.monotonic() >= fork.until or fork.watch.waits_for or fork is too_large:
+                    has_others = len(running) > 1
                     del running[each]
-                    answers[which] = fork.end(ended, has_answer=each in ready, most=most if fork is too_large else None)
+                    outcome = fork.end(ended, has_answer=each in ready, most=most if fork is too_large else None)
+                    if fork is too_large and has_others and each not in ready:
+                        at_once = 1  # it is run again, alone: it may not take so much
+                        coming.append((which, fork.request))
+                    else:
+                        answers[which] = outcome
         yield answers.pop(number)
     for pid in ended:
         os.waitpid(pid, 0)
+
+
+def _wait(running: Sequence[_Fork], notebook: int | None, seconds: float) -> list[Any]:
+    """Return whose answers have come, after so many seconds at most; hear what the kernel refused meanwhile."""
+    seconds = min(seconds, max(0.0, min(fork.until for fork in running) - time.monotonic()))
+    watches = [fork.watch for fork in running if fork.watch.fileno() >= 0]
+    waited_for: list[Any] = [*(fork.answers for fork in running), *watches, *([] if notebook is None else [notebook])]
+    ready: list[Any] = connection.wait(waited_for, seconds)
+    if notebook in ready:
+        _end_all(running)
+    for watch in watches:
+        if watch in ready:
+            watch.hear()
+    return ready
 
 
 def _largest_of(running: Sequence[_Fork], most: int) -> _Fork | None:
