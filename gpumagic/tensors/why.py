@@ -27,7 +27,7 @@ from gpumagic.tensors.report import COLLECT, RELEASE, TensorReport, TensorRow, r
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_GRADIENT = ".grad"
+_GRADIENT, _GRAPH = ".grad", ".grad_fn"
 _MAX_SUGGESTIONS = 3
 
 
@@ -60,9 +60,16 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
             frees, collects = row.nbytes, False
             if not leaves:
                 on_device = [each for each in report if each.device == row.device]
-                is_known = all(way.command is not None for way in ways) and not graph.gave_up
                 cuts = [cut.reference for _, cut in found if cut is not None]
-                frees, collects = _freed(cuts, on_device, graph, dict(hidden)) if is_known else (None, False)
+                freed, collects = _freed(cuts, on_device, graph, dict(hidden))
+                if row not in freed:
+                    through_graphs = list(_ways_through_graphs(row, graph, dict(hidden)))
+                    ways += [way for way, _ in through_graphs]
+                    cuts += [cut.reference for _, cut in through_graphs if cut is not None]
+                    freed, collects = _freed(cuts, on_device, graph, dict(hidden))
+                    through_graphs.clear()
+                is_known = all(way.command is not None for way in ways) and not graph.gave_up
+                frees, collects = (sum(each.nbytes or 0 for each in freed), collects) if is_known else (None, False)
             paths.clear()
             hidden.clear()
             others.clear()
@@ -189,6 +196,35 @@ def _way(
     return WayRow(spelled[0], expression, tuple(zip(texts, kinds, strict=True)), command), cut
 
 
+def _ways_through_graphs(
+    row: TensorRow, graph: HeapGraph, hidden: Collection[str]
+) -> Iterator[tuple[WayRow, Step | None]]:
+    """Yield the ways to a storage that lead through an autograd graph which saved it; a root goes as a whole."""
+    for steps in list(graph.paths_to(map(id, _saved_by(row, graph)))):
+        way, _ = _way(steps, graph, hidden, through_owner=False)
+        if way.root in hidden:
+            command: str | None = RELEASE
+        else:
+            command = None if parse_tree(way.root) is None else f"del {way.root}"
+        tensor: Any = steps[-1].value
+        steps_told = (*way.steps, (_GRAPH, name_of_type(type(tensor.grad_fn))))
+        yield WayRow(way.root, way.expression + _GRAPH, steps_told, command), steps[0] if command else None
+
+
+def _saved_by(row: TensorRow, graph: HeapGraph) -> Iterator[Any]:
+    """Yield the tensors whose autograd graphs keep a storage."""
+    import torch
+
+    table, graphs, wanted = StorageTable(), Graphs(), set(row.numbers)
+    for each in non_leaves([each for each in graph.tensors.values() if type(each) is not torch.UntypedStorage]):
+        kept = graphs.walk(each.grad_fn)
+        if kept is not None and wanted.intersection(
+            number for saved in kept.tensors for number in table.numbers(saved)
+        ):
+            yield each
+    graphs.release()
+
+
 def _with_shared_commands(found: Sequence[tuple[WayRow, Step | None]], paths: Sequence[Sequence[Step]]) -> list[WayRow]:
     """Return the ways; of those that lead through one reference that goes, all have the command of the first."""
     commands: dict[int, str | None] = {}
@@ -207,8 +243,8 @@ def _with_shared_commands(found: Sequence[tuple[WayRow, Step | None]], paths: Se
 
 def _freed(
     exact: Sequence[Path], report: Sequence[TensorRow], graph: HeapGraph, hidden: Collection[str]
-) -> tuple[int, bool]:
-    """Return the bytes that are freed together once these references are gone, and whether the gc has to run for it."""
+) -> tuple[list[TensorRow], bool]:
+    """Return what is freed together once these references are gone, and whether the gc has to run for it."""
     states = {state for each in exact if (state := _state(each)) is not None}
 
     def is_cut(reference: Path) -> bool:
@@ -222,7 +258,7 @@ def _freed(
     if collects and rows:  # which frees what other cycles keep as well
         others = [row for row in scan.name_cycles(report) if gone.isdisjoint(row.numbers)]
         rows += [row for row in others if release_command(row) == COLLECT]
-    return sum(row.nbytes or 0 for row in rows), collects and bool(rows)
+    return rows, collects and bool(rows)
 
 
 def _state(reference: Path) -> tuple[int | None, object] | None:
@@ -299,7 +335,8 @@ def is_class(value: object) -> bool:
 
 
 def _notes(row: TensorRow, report: TensorReport, ways: Sequence[WayRow], graph: HeapGraph) -> Iterator[str]:
-    if ways and any(each.kind == "activation" for each in report):
+    followed = any(way.expression.endswith(_GRAPH) for way in ways)
+    if ways and not followed and any(each.kind == "activation" for each in report):
         yield "an autograd graph that saved it for backward keeps it too; those are not followed here"
     if graph.gave_up and not (row.holder or "").startswith(cycles.CYCLE):  # to which all references are known
         yield f"only the first {graph_module.MAX_STEPS_OF_ALL:,} references were followed; there may be more holders"

@@ -243,11 +243,17 @@ def test_a_closure_and_a_generator_are_ways_too() -> None:
     assert commands(why(found[7,], namespace)) == {"gen": "del gen"}
 
 
-def test_where_graphs_live_it_is_said_that_they_may_keep_it_too() -> None:
+def test_an_autograd_graph_is_a_holder_with_the_line_that_frees_it() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
-    namespace = {"x": torch.ones(3)}
-    namespace["loss"] = (weight * namespace["x"]).sum()
-    assert any("autograd graph" in note for note in why("x", namespace).notes)
+    namespace = {"x": torch.ones(3), "weight": weight}
+    del weight
+    namespace["history"] = [(namespace["weight"] * namespace["x"]).sum() for _ in range(3)]
+    report = why("x", namespace)
+    assert [way.expression for way in report.ways] == ["x", "history[0].grad_fn"]
+    assert report.lines() == ("del x; del history",)
+    x = weakref.ref(namespace["x"])
+    exec(report.lines()[0], namespace)
+    assert x() is None
 
 
 def test_the_frames_of_a_large_program_do_not_hide_the_notebook_s_own_holders(monkeypatch) -> None:
