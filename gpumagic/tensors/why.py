@@ -247,9 +247,14 @@ def _freed(
     """Return what is freed together once these references are gone, and whether the gc has to run for it."""
     states = {state for each in exact if (state := _state(each)) is not None}
 
+    def is_hidden(reference: Path) -> bool:
+        return reference.parent is None and reference.key in hidden
+
+    releases = any(map(is_hidden, exact))  # all of them at once
+
     def is_cut(reference: Path) -> bool:
-        is_hidden = reference.parent is None and reference.key in hidden
-        return is_hidden or _state(reference) in states or any(reference is each for each in exact)
+        is_released = releases and is_hidden(reference)
+        return is_released or _state(reference) in states or any(reference is each for each in exact)
 
     left, collects = graph.freed_without(is_cut)
     gone = set(_numbers([each for key, each in graph.tensors.items() if key in left]))

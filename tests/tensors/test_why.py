@@ -256,6 +256,13 @@ def test_an_autograd_graph_is_a_holder_with_the_line_that_frees_it() -> None:
     assert x() is None
 
 
+def test_what_only_the_last_error_keeps_is_not_promised_of_a_line_that_leaves_it(bare_shell) -> None:
+    bare_shell.run_cell("import torch\nx = torch.ones(100)\ndef fails():\n    own = torch.ones(300)\n    1 / 0")
+    bare_shell.run_cell("fails()")
+    report = why("x", bare_shell.user_ns, bare_shell)
+    assert (report.lines(), report.frees) == (("del x",), 400)
+
+
 def test_the_frames_of_a_large_program_do_not_hide_the_notebook_s_own_holders(monkeypatch) -> None:
     """What is found there has steps of its own, after those of variables and outputs."""
     kept = torch.ones(3)
