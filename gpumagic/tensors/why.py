@@ -78,7 +78,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
         graph.release()
     if not ways and row.holder is None:
         (row,) = scan.name_cycles([row])
-    return WhyReport(row, tuple(ways), tuple(_notes(row, report, ways, graph)), frees, collects)
+    return WhyReport(row, tuple(ways), tuple(_notes(row, ways, graph)), frees, collects)
 
 
 def _find_row(text: str, report: Iterable[TensorRow], also: Sequence[int]) -> TensorRow:
@@ -339,10 +339,7 @@ def is_class(value: object) -> bool:
     return issubclass(type(value), type) and is_heap_type(value)  # type: ignore[arg-type]
 
 
-def _notes(row: TensorRow, report: TensorReport, ways: Sequence[WayRow], graph: HeapGraph) -> Iterator[str]:
-    followed = any(way.expression.endswith(_GRAPH) for way in ways)
-    if ways and not followed and any(each.kind == "activation" for each in report):
-        yield "an autograd graph that saved it for backward keeps it too; those are not followed here"
+def _notes(row: TensorRow, ways: Sequence[WayRow], graph: HeapGraph) -> Iterator[str]:
     if graph.gave_up and not (row.holder or "").startswith(cycles.CYCLE):  # to which all references are known
         yield f"only the first {graph_module.MAX_STEPS_OF_ALL:,} references were followed; there may be more holders"
     if not ways and row.holder is not None:
