@@ -19,6 +19,7 @@ def answer(code, environment):
     exec(code, names)
     return names["answer"]
 
+exec(sys.argv[1], {})
 for line in sys.stdin:
     asked = json.loads(line)
     read, write = os.pipe()
@@ -40,12 +41,13 @@ class Forks:
     """A process that has imported torch and not touched CUDA; each piece of code runs in a fork of it.
 
     Args:
+        first: code that it runs before the first fork, such as further imports.
         environment: what differs from this process's, of what is read when torch is imported.
     """
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, first: str = "", **environment: str) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", SERVER, first], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, **environment},
         )  # fmt: skip
 

@@ -59,7 +59,9 @@ class _Record(ctypes.Structure):
 
 
 class _Kernel(ctypes.Structure):
-    _fields_ = (("function", ctypes.c_void_p), ("name", ctypes.c_char_p), ("count", ctypes.c_int64))
+    _fields_ = (
+        ("function", ctypes.c_void_p), ("name", ctypes.c_char_p), ("count", ctypes.c_int64), ("binary", ctypes.c_void_p)
+    )  # fmt: skip
 
 
 class _UnknownSize(ctypes.Structure):

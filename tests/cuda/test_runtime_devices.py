@@ -197,3 +197,13 @@ def test_a_device_that_is_not_there_is_torchs_own_error() -> None:
     for function in ("cudaDeviceGetAttribute", "cuDeviceGetAttribute"):
         assert getattr(ctypes.CDLL(None), function)(ctypes.byref(value), 16, 99) == 101  # invalid device
     ctypes.CDLL(None).cudaGetLastError()
+
+
+@pytest.mark.parametrize("gpu", ["L4", "RTX 4090", "H100"])
+def test_kernels_of_cub_run_on_a_gpu_whose_architecture_torch_has_no_code_of_its_own_for(gpu: str) -> None:
+    """As a GPU does, each runs the newest code for its major version; CUB refuses what it was not compiled for."""
+    forks = Forks(**fakecuda.environment(gpu))
+    try:
+        assert forks.run("answer = list(torch.cumsum(torch.ones(1, 128, device='cuda'), 1).shape)") == [1, 128]
+    finally:
+        forks.close()

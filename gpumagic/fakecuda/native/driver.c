@@ -115,7 +115,7 @@ FAKE_API int cuLibraryUnload(void *library) { return cuModuleUnload(library); }
 FAKE_API int cuModuleGetFunction(void **function, void *module, const char *name) {
   *function = strdup(name);
   if (!*function) return OUT_OF_MEMORY;
-  fake_name_kernel(*function, *function);
+  fake_name_kernel(*function, *function, NULL);
   return OK;
 }
 FAKE_API int cuLibraryGetKernel(void **function, void *library, const char *name) {

@@ -108,7 +108,8 @@ int fake_set_bytes(void *target, int value, size_t nbytes);
 void fake_count_sync(uint64_t stream);
 
 /* launches.c */
-void fake_name_kernel(const void *function, const char *name);
+void fake_name_kernel(const void *function, const char *name, const void *binary);
+int fake_kernel_architecture(const void *function, const struct fake_device *device); /* such as 86 */
 void fake_count_launch(const void *function);
 void fake_launch(const void *function, void *stream); /* count it, or leave it to the graph that is being captured */
 int fake_reads_count(void); /* whether what is read now is how many elements the last kernel found */

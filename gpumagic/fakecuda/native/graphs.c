@@ -13,7 +13,7 @@ FAKE_API int cudaGraphLaunch(struct graph *made, void *stream);
 
 __attribute__((constructor)) static void watch_launches(void) {
   fake_capture_launch = capture_launch;
-  fake_name_kernel((void *)cudaGraphLaunch, "a CUDA graph");
+  fake_name_kernel((void *)cudaGraphLaunch, "a CUDA graph", NULL);
 }
 
 FAKE_API int cudaGraphCreate(struct graph **graph, unsigned flags) {

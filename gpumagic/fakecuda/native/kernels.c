@@ -8,7 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-FAKE_API void **__cudaRegisterFatBinary(void *binary) { return calloc(1, sizeof(void *)); }
+FAKE_API void **__cudaRegisterFatBinary(void *binary) {
+  void **handle = calloc(1, sizeof *handle);
+  if (handle) *handle = binary;
+  return handle;
+}
 FAKE_API void __cudaRegisterFatBinaryEnd(void **handle) {}
 FAKE_API void __cudaUnregisterFatBinary(void **handle) { free(handle); }
 FAKE_API char __cudaInitModule(void **handle) { return 1; }
@@ -17,7 +21,7 @@ FAKE_API void __cudaRegisterVar(void **handle, char *host, char *address, const 
 
 FAKE_API void __cudaRegisterFunction(void **handle, const char *function, char *stub, const char *name, int threads,
                                      void *tid, void *bid, void *block, void *grid, int *size) {
-  fake_name_kernel(function, name);
+  fake_name_kernel(function, name, handle ? *handle : NULL);
 }
 
 static _Thread_local struct {
@@ -84,7 +88,8 @@ FAKE_API int cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const 
   memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock = 1024;
   attributes->numRegs = 32;
-  attributes->ptxVersion = attributes->binaryVersion = 10 * device->major + device->minor;
+  /* CUB refuses an architecture that it was not compiled for: on an L4 torch runs what it has for 8.6. */
+  attributes->ptxVersion = attributes->binaryVersion = fake_kernel_architecture(function, device);
   attributes->maxDynamicSharedSizeBytes = 49152;
   return OK;
 }

@@ -5,10 +5,28 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* The binary that nvcc wraps a kernel in, as far as it is read here: for each architecture, a header and the code. */
+struct wrapper {
+  uint32_t magic, version;
+  const struct binary *binary;
+};
+struct binary {
+  uint32_t magic;
+  uint16_t version, header_size;
+  uint64_t size;
+};
+struct image {
+  uint16_t kind, version;
+  uint32_t header_size;
+  uint64_t size;
+  uint32_t unused[3], architecture;
+};
+
 struct kernel {
   const void *function;
   const char *name;
   int64_t count;
+  const struct wrapper *binary;
 };
 
 static struct kernel *kernels; /* open addressing by the function's address; torch registers some 20,000 */
@@ -43,11 +61,34 @@ static struct kernel *entry(const void *function) {
   return found;
 }
 
-void fake_name_kernel(const void *function, const char *name) {
+void fake_name_kernel(const void *function, const char *name, const void *binary) {
   fake_lock();
   struct kernel *found = entry(function);
-  if (found) found->name = name;
+  if (found) {
+    found->name = name;
+    found->binary = binary;
+  }
   fake_unlock();
+}
+
+int fake_kernel_architecture(const void *function, const struct fake_device *device) {
+  enum { WRAPPER = 0x466243b1, BINARY = 0xba55ed50 };
+  fake_lock();
+  struct kernel *kernel = entry(function);
+  const struct wrapper *wrapper = kernel ? kernel->binary : NULL;
+  fake_unlock();
+  int wanted = 10 * device->major + device->minor, found = 0, least = 0;
+  if (!wrapper || wrapper->magic != WRAPPER || !wrapper->binary || wrapper->binary->magic != BINARY) return wanted;
+  const char *at = (const char *)wrapper->binary + wrapper->binary->header_size, *end = at + wrapper->binary->size;
+  while (at + sizeof(struct image) <= end) {
+    const struct image *image = (const struct image *)at;
+    int architecture = (int)image->architecture;
+    if (architecture / 10 == device->major && architecture <= wanted && architecture > found) found = architecture;
+    if (!least || architecture < least) least = architecture;
+    if (!image->header_size) break;
+    at += image->header_size + image->size;
+  }
+  return found ? found : least ? least : wanted; /* a GPU that this torch was not built for, such as V100, is let work */
 }
 
 void fake_count_launch(const void *function) {

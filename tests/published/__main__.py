@@ -1,0 +1,21 @@
+"""Published figures of real GPUs, run again over the fake CUDA runtime.
+
+    python -m tests.published              all rows that this environment's versions can have; RESULTS.md is written
+    python -m tests.published WORD ...     those whose name has each word
+    python -m tests.published --check      nothing is written
+
+It ends with 1 where a row is further off than `measured.csv` has it.
+What models of the time need an older transformers has been measured in an environment that has it, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from published.results import main  # the path first
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
