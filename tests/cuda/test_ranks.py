@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rank_cells import CELLS, LAUNCHED, PIPELINE, START
+from torchtitan_cell import CELL, RESERVED
 
 import gpumagic
 from gpumagic import fakecuda
@@ -190,3 +191,11 @@ def test_a_batch_is_as_large_as_fits_on_the_fullest_rank() -> None:
     report = dry_run(code, 4, fit="batch_size", capacity="1GiB")
     assert report.largest == 128
     assert report.rank == 3
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("number", RESERVED)
+def test_a_training_takes_what_was_measured_on_real_gpus(number: int) -> None:
+    report = dry_run(CELL, number, capacity="95GiB", time_limit=300)
+    assert report.fits
+    assert report.ranks[0].reserved / 2**30 == pytest.approx(RESERVED[number], rel=0.005)
