@@ -48,6 +48,10 @@ def view_dry_run(report: DryRunReport) -> Document:
         blocks += _neighbour(report.search, report.largest)
     if report.fits and report.failure_line is not None:
         blocks.append(Paragraph(f"Line {report.failure_line} runs out of memory, and the cell goes on."))
+    retries = sum(each.retries for each in report.devices)
+    if report.fits and retries:
+        gives = f"The allocator gives its cache back {count(retries, 'time')} to serve a request, which is slow"
+        blocks.append(Paragraph(f"{gives}: it is close to the limit."))
     if report.peak.get(report.device or ""):
         blocks += _peak(report)
         blocks += _timeline(report)
@@ -229,6 +233,11 @@ def _details(report: DryRunReport) -> Iterator[Block]:
         tree = tree_blocks(report.modules, kinds, "What each module takes at the peak")
         if named:
             yield Fold(f"By module: {named}", list(tree))
+    if len(report.ranks) > 1:
+        ranks = [[f"{each.rank:,}", size(each.peak), size(each.reserved), f"{each.retries}"] for each in report.ranks]
+        columns = [Column(name, "right") for name in ("Rank", "Peak", "Reserved", "Retries")]
+        named = _named((f"rank {each.rank:,}", each.peak) for each in report.ranks)
+        yield Fold(f"By rank: {named}", [Table(columns, ranks, caption="The ranks that were run")])
     devices = [each for each in report.devices if each.peak]
     if len(devices) > 1:
         rows = [[each.device, *map(size, each[1:4]), size(each.capacity)] for each in devices]

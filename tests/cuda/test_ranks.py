@@ -60,6 +60,7 @@ def test_the_answer_is_of_the_fullest_rank_where_shards_are_uneven() -> None:
     assert (first.rank, last.rank) == (0, 3)
     assert first.peak > last.peak
     assert report.verdict == "Fits on each of 4 H100: 92.8 MiB of 79.2 GiB on rank 0, the fullest of 2 that were run"
+    assert "By rank: rank 0 92.8 MiB, rank 3 92.7 MiB" in str(report)
     assert report.rank == 0
     assert report.world == WORLD
     assert report.peak["cuda:0"] == first.peak
@@ -81,6 +82,17 @@ def test_a_rank_that_does_not_fit_is_named() -> None:
     report = dry_run(START + "x = torch.zeros(1 << 30, device=device)\n", capacity="1GiB")
     assert report.fits is False
     assert report.verdict.startswith("Does not fit: needs 4.0 GiB, 3.0 GiB more than rank 0 of 4 (H100) has; line 7")
+
+
+def test_a_rank_that_only_fits_because_the_cache_is_given_back_is_warned_of() -> None:
+    code = (
+        START
+        + "for each in (100, 200, 300):\n    x = torch.zeros(each << 20, dtype=torch.uint8, device=device)\n    del x"
+    )
+    report = dry_run(code, capacity="400MiB")
+    assert report.fits
+    assert report.ranks[0].retries == 1
+    assert "The allocator gives its cache back 1 time to serve a request" in str(report)
 
 
 def test_each_stage_of_a_pipeline_is_run_and_learns_from_its_neighbours_what_they_send() -> None:
