@@ -22,10 +22,15 @@ UNEVEN = ("FSDP2", "HSDP", "DDP with ZeroRedundancyOptimizer", "collectives by h
 """Of these the last rank is measured, too."""
 
 
+USUAL = ("DDP", "FSDP2", "HSDP", "FSDP", "tensor parallel times FSDP2", "accelerate", "collectives by hand")
+KINDS = [pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) for name in CELLS]
+
+
 @pytest.fixture(scope="module")
-def measured() -> dict[tuple[str, int], Any]:
-    """Return the bytes allocated and reserved by cell and rank, or how it failed."""
-    work = [(name, rank) for name in CELLS for rank in (0, WORLD - 1)[: 1 + (name in UNEVEN)]]
+def measured(request: pytest.FixtureRequest) -> dict[tuple[str, int], Any]:
+    """Return the bytes allocated and reserved by cell and rank, or how it failed, of the cells that are tried."""
+    tried = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    work = [(name, rank) for name in CELLS if name in tried for rank in (0, WORLD - 1)[: 1 + (name in UNEVEN)]]
     sent = json.dumps([(CELLS[name], rank, WORLD, PER_NODE) for name, rank in work])
     told = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("one_rank.py"))], input=sent, capture_output=True, text=True,
@@ -38,7 +43,7 @@ def dry_run(code: str, ranks: int | str | None = f"{WORLD // PER_NODE}x{PER_NODE
     return gpumagic.dry_run(code, {}, gpu="H100", ranks=ranks, **options)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_rank_takes_what_it_takes_outside_of_a_dry_run_to_the_byte(
     name: str, measured: dict[tuple[str, int], Any]
 ) -> None:
