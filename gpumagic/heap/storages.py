@@ -21,6 +21,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
+from gpumagic.heap.branches import dict_of, name_of_type
+
 if TYPE_CHECKING:
     import torch
 
@@ -90,9 +92,13 @@ _LOCAL = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
 
 def local_of(tensor: Any) -> Any:
     """Return what this process has of a `DTensor`; any other tensor as it is."""
-    while (name := type(tensor).__name__) in _LOCAL and type(tensor).__module__.startswith("torch.distributed."):
+    while (name := name_of_type(type(tensor))) in _LOCAL and _is_of_distributed(type(tensor)):
         tensor = object.__getattribute__(tensor, _LOCAL[name])
     return tensor
+
+
+def _is_of_distributed(kind: type) -> bool:
+    return str(dict_of(kind).get("__module__")).startswith("torch.distributed.")
 
 
 class View(NamedTuple):
