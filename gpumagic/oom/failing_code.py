@@ -158,7 +158,8 @@ def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collected]
     """Return the collections of tensors on the device among some values, and those that the notebook's objects have."""
     found = {code: _collected(value, device) for code, value in values.items()}
     for code, value in values.items():
-        if found[code] is None and _is_of_the_notebook(value):
+        is_of_the_notebook = dict_of(type(value)).get("__module__") == "__main__"
+        if found[code] is None and is_of_the_notebook and ownership.kind_of(value) != "module":
             kept = ((_collected(each, device), f"{code}.{name}") for name, each in attributes_of(value).items())
             largest = max(((each, place) for each, place in kept if each), key=lambda one: one[0].nbytes, default=None)
             found[code] = largest and replace(largest[0], place=largest[1])
@@ -179,11 +180,6 @@ def _collected(value: Any, device: str) -> Collected | None:
         not any(fact.shape for fact in facts), by_key=type(value) is dict,
         record="" if not records else "tuple" if type(records[0]) is tuple else "_make",
     )  # fmt: skip
-
-
-def _is_of_the_notebook(value: object) -> bool:
-    """Return whether a value is an object of a class that a cell has made, and no module."""
-    return dict_of(type(value)).get("__module__") == "__main__" and ownership.kind_of(value) != "module"
 
 
 def _moving(stack: list[FrameLine]) -> int:
@@ -225,7 +221,9 @@ def _fact(value: object) -> TensorFact | None:
 
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
     if not issubclass(type(value), torch.Tensor):
-        return _array_fact(value)
+        array: Any = value
+        is_array = (type(value).__module__, type(value).__name__) == ("numpy", "ndarray")
+        return TensorFact(array.shape, str(array.dtype), array.nbytes, "cpu") if is_array else None
     tensor: Any = value
     with torch._C.DisableTorchFunction():
         return TensorFact(
@@ -233,12 +231,6 @@ def _fact(value: object) -> TensorFact | None:
             nbytes=tensor.numel() * tensor.element_size(), device=str(tensor.device),
             requires_grad=tensor.requires_grad, graph=tensor.grad_fn is not None,
         )  # fmt: skip
-
-
-def _array_fact(value: Any) -> TensorFact | None:
-    if (type(value).__module__, type(value).__name__) != ("numpy", "ndarray"):
-        return None
-    return TensorFact(shape=value.shape, dtype=str(value.dtype), nbytes=value.nbytes, device="cpu")
 
 
 SIGNS = {
@@ -262,15 +254,10 @@ def find_operation(error: BaseException, facts: Facts, outside: Collection[int] 
         return Instant()
     if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Return) and node.value is not None:
         node = node.value  # Python 3.10 does not say which part of the statement
-    return Instant(_operator(node), _shapes({ast.unparse(each) for each in _operands(node)}, facts))
-
-
-def _operator(node: ast.AST) -> str:
-    if isinstance(node, ast.Call):
-        return ast.unparse(node.func)
+    operator = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     if isinstance(node, ast.BinOp | ast.AugAssign):
-        return SIGNS.get(type(node.op), "")
-    return ""
+        operator = SIGNS.get(type(node.op), "")
+    return Instant(operator, _shapes({ast.unparse(each) for each in _operands(node)}, facts))
 
 
 def _operands(node: ast.AST) -> list[ast.AST]:

@@ -135,7 +135,16 @@ def find_shares(
     parts: dict[str, list[TensorRow]] = {}
     for row in sorted(rows, key=lambda each: -(each.nbytes or 0)):
         parts.setdefault(_part(row, namespace, bound), []).append(row)
-    found = [Share(what, sum(row.nbytes or 0 for row in those), _names(those)) for what, those in parts.items()]
+    found = [
+        Share(
+            what,
+            sum(row.nbytes or 0 for row in those),
+            tuple(
+                dict.fromkeys(root_of(row.name) if row.name else str(row.variable) for row in those if row.is_reached())
+            )[:NAMES],
+        )
+        for what, those in parts.items()
+    ]
     kept = sum(row.workspaces or 0 for row in report.by_device if row.device == device)
     found += [Share("cuBLAS workspaces", kept)] if kept else []
     if figures is not None:
@@ -156,11 +165,6 @@ def _part(row: TensorRow, namespace: Mapping[str, object], bound: Identities) ->
     if row.holder is not None and row.holder.startswith("Out["):
         return "outputs"
     return "variables of failed functions"
-
-
-def _names(rows: Iterable[TensorRow]) -> tuple[str, ...]:
-    reached = [row for row in rows if row.is_reached()]
-    return tuple(dict.fromkeys(root_of(row.name) if row.name else str(row.variable) for row in reached))[:NAMES]
 
 
 Named = Iterable[tuple[str, object, bool]]
@@ -227,38 +231,32 @@ def _nbytes(tensors: Iterable[Any], dtype: object = None) -> int:
 def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Model:
     import torch
 
+    with undisturbed():
+        gradients = gradients_of(parameters)
     return Model(
         name=name,
         nbytes=_nbytes(parameters),
         float32_nbytes=_nbytes(parameters, torch.float32),
         training=bool(branches.attributes_of(module).get("training")),
         checkpoints=_checkpoints(module),
-        gradients=_nbytes(_gradients_of(parameters)),
+        gradients=_nbytes(gradients),
         blocks=_blocks(name, module),
         sequential=issubclass(type(module), torch.nn.Sequential),
         local=local,
     )
 
 
-def _gradients_of(parameters: list[Any]) -> list[Any]:
-    with undisturbed():
-        return gradients_of(parameters)
-
-
 def _checkpoints(module: Any) -> bool | None:
     """Return whether a module recomputes activations; None where neither a switch nor a wrapped forward tells."""
     inside = [branches.attributes_of(each) for _, each in modules.modules_in(module)]
-    if any(_is_wrapped(each.get("forward")) for each in inside):
+    forwards = [each.get("forward") for each in inside]
+    if any(type(each) is functools.partial and getattr(each.func, "__name__", "") == "checkpoint" for each in forwards):
         return True
     # transformers' own switch lies in each module that can checkpoint; `is_gradient_checkpointing` reads them so
     switches = [each["gradient_checkpointing"] for each in inside if type(each.get("gradient_checkpointing")) is bool]
     if switches:
         return any(switches)
     return False if branches.class_attribute(type(module), "gradient_checkpointing_enable") is not None else None
-
-
-def _is_wrapped(forward: object) -> bool:
-    return type(forward) is functools.partial and getattr(forward.func, "__name__", "") == "checkpoint"
 
 
 def _blocks(name: str, module: Any) -> str | None:
@@ -285,6 +283,8 @@ def _code(name: str, path: str) -> str:
 
 
 def _optimizer(name: str, optimizer: Any, parameters: list[Any], *, local: bool) -> Optimizer:
+    import torch
+
     own = {id(each) for each in parameters}
     stored = branches.attributes_of(optimizer)
     kept, defaults = stored.get("state"), stored.get("defaults")
@@ -295,16 +295,11 @@ def _optimizer(name: str, optimizer: Any, parameters: list[Any], *, local: bool)
         name=name,
         kind=branches.name_of_type(type(optimizer)),
         nbytes=_nbytes(parameters),
-        state=_nbytes(value for state in states for value in _state_tensors(state)),
+        state=_nbytes(
+            value for state in states for value in dict.values(state)
+            if issubclass(type(value), torch.Tensor) and torch._C.TensorBase.numel(value) > 1
+        ),
         foreach=dict.get(defaults, "foreach"),
         fused=dict.get(defaults, "fused"),
         local=local,
-    )
-
-
-def _state_tensors(state: dict[str, Any]) -> Iterator[Any]:
-    import torch
-
-    for value in dict.values(state):
-        if issubclass(type(value), torch.Tensor) and torch._C.TensorBase.numel(value) > 1:
-            yield value
+    )  # fmt: skip

@@ -142,8 +142,11 @@ class Rollback:
         self._tensors = WrittenTensors(reached)
         for name, value in mine.items():
             self._keep(name, value, any(map(is_on_accelerator, reached.get(name, ()))))
-        self._steps = {name: _steps(value) for name, value in mine.items() if _is_optimizer(value)}
-        self._contents = {name: _entries(value) for name, value in mine.items() if _is_container(value)}
+        torch: Any = sys.modules.get("torch")
+        optimizers = torch.optim.Optimizer if torch is not None else ()
+        self._steps = {name: _steps(value) for name, value in mine.items() if issubclass(type(value), optimizers)}
+        containers = {name: value for name, value in mine.items() if type(value) in (list, dict, set)}
+        self._contents = {name: _entries(value) for name, value in containers.items() if len(value) <= MAX_LENGTH}  # type: ignore[arg-type]
         self._random = list(random_states(mine))
 
     def undo(self) -> tuple[str, ...]:
@@ -231,21 +234,12 @@ def _bound_names(source: str) -> tuple[frozenset[str], frozenset[str]]:
     return cell.bound_first, frozenset(node.id for node in names if not isinstance(node.ctx, ast.Load))
 
 
-def _is_optimizer(value: object) -> bool:
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and issubclass(type(value), torch.optim.Optimizer)
-
-
 def _steps(optimizer: Any) -> int:
     """Return how many steps an optimizer has taken, from the versions of its counters: no device is read."""
     kept = branches.attributes_of(optimizer).get("state")
     states = [state for state in dict.values(kept) if isinstance(state, dict)] if isinstance(kept, dict) else []
     counters = [state["step"] for state in states if "step" in state]
     return max((each if type(each) is int else version(each) for each in counters), default=0)
-
-
-def _is_container(value: object) -> bool:
-    return type(value) in (list, dict, set) and len(value) <= MAX_LENGTH  # type: ignore[arg-type]
 
 
 def _entries(value: Any) -> Entries:

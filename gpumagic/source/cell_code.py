@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import cast
 
 from gpumagic.source import text as texts
 from gpumagic.source.text import CellText
@@ -75,7 +76,11 @@ def read_text(text: CellText) -> CellCode:
         bound_first=_names_bound_first(tree),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
         | frozenset(node.id for node in names),
-        batches=tuple(_batches(nodes)),
+        batches=tuple(
+            BatchLiteral(name, number.value, number.lineno)
+            for name, number in ints_named(tree)
+            if is_batch_name(name) and number.value > 1
+        ),
         text=text,
     )
 
@@ -141,10 +146,17 @@ def _names_bound_first(tree: ast.Module) -> frozenset[str]:
     return frozenset(visitor.bound)
 
 
-def _batches(nodes: list[ast.AST]) -> Iterator[BatchLiteral]:
-    for name, value in (pair for node in nodes for pair in values_named(node)):
-        if is_batch_name(name) and isinstance(value, ast.Constant) and type(value.value) is int and value.value > 1:
-            yield BatchLiteral(name, value.value, value.lineno)
+class Int(ast.Constant):
+    """A constant that is an int; only for types."""
+
+    value: int
+
+
+def ints_named(tree: ast.AST) -> Iterator[tuple[str, Int]]:
+    """Yield every positive int that code writes under a name: a batch size, a number of layers, the length of parts."""
+    for name, value in (pair for node in ast.walk(tree) for pair in values_named(node)):
+        if isinstance(value, ast.Constant) and type(value.value) is int and value.value > 0:
+            yield name, cast("Int", value)
 
 
 def values_named(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:

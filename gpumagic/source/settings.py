@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Protocol
 
 from gpumagic.errors import OptionError, nearest
-from gpumagic.source.cell_code import values_named
+from gpumagic.source.cell_code import Int, ints_named
 from gpumagic.source.frames import names_looked_up
 from gpumagic.source.text import CellText, apply_changes, names_in
 
@@ -69,13 +69,13 @@ class Setting(Protocol):
 class WrittenSetting:
     """A number in the cell's text; several of one name change in proportion."""
 
-    def __init__(self, text: CellText, name: str, found: list[tuple[ast.Constant, int]]) -> None:
-        self.name, self.value = name, max(number for _, number in found)
+    def __init__(self, text: CellText, name: str, found: list[Int]) -> None:
+        self.name, self.value = name, max(node.value for node in found)
         self._text, self._found = text, found
 
     def apply(self, value: int) -> str:
         """Return the cell's text with the number changed."""
-        changes = [self._text.replace(node, str(self._scaled(number, value))) for node, number in self._found]
+        changes = [self._text.replace(node, str(self._scaled(node.value, value))) for node in self._found]
         return apply_changes(changes, self._text.source)
 
     def restore(self) -> None:
@@ -83,9 +83,7 @@ class WrittenSetting:
 
     def place(self, value: int) -> str:
         """Return the lines and their new numbers."""
-        return "; ".join(
-            f"line {node.lineno}: {self.name} = {self._scaled(number, value)}" for node, number in self._found
-        )
+        return "; ".join(f"line {node.lineno}: {self.name} = {self._scaled(node.value, value)}" for node in self._found)
 
     def with_value(self, value: int) -> tuple[str | None, dict[str, object]]:
         """Return the cell's text with the number changed."""
@@ -126,7 +124,7 @@ def find_in_cell(source: str, name: str, namespace: MutableMapping[str, object],
         OptionError: there is no such int, or the cell does not use it.
     """
     tree = ast.parse(source)
-    found = [(node, number) for written, node, number in _literals(tree) if written == name]
+    found = [node for written, node in ints_named(tree) if written == name]
     if found:
         return WrittenSetting(CellText(source, tree=tree), name, found)
     value = namespace.get(name)
@@ -156,7 +154,7 @@ def find_in_arguments(name: str, arguments: MutableMapping[str, object], option:
 def names_in_text(source: str) -> set[str]:
     """Return the names under which code writes ints that can be changed; none of code that is not Python yet."""
     try:
-        return {name for name, *_ in _literals(ast.parse(source))}
+        return {name for name, _ in ints_named(ast.parse(source))}
     except (SyntaxError, ValueError, RecursionError):
         return set()
 
@@ -170,17 +168,9 @@ def sizes_in(source: str) -> tuple[str, ...]:
         tree = ast.parse(source)
     except SyntaxError:
         return ()
-    written = (pair for node in ast.walk(tree) if isinstance(node, ast.Assign) for pair in values_named(node))
-    numbers = (name for name, value in written if isinstance(value, ast.Constant) and type(value.value) is int)
+    assignments = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    numbers = (name for node in assignments for name, _ in ints_named(node))
     return tuple(dict.fromkeys(name for name in numbers if _SIZES.search(name)))
-
-
-def _literals(tree: ast.AST) -> Iterator[tuple[str, ast.Constant, int]]:
-    """Yield every positive int that the code writes under a name."""
-    for node in ast.walk(tree):
-        for name, value in values_named(node):
-            if isinstance(value, ast.Constant) and type(value.value) is int and value.value > 0:
-                yield name, value, value.value
 
 
 def _no_such_int(option: str, name: str, tree: ast.AST, namespace: Mapping[str, object]) -> str:
@@ -188,7 +178,7 @@ def _no_such_int(option: str, name: str, tree: ast.AST, namespace: Mapping[str, 
         kind = type(namespace[name]).__name__
         return f"{option} {name}: {name} is a {kind}, not an int; name the number that its size goes with"
     used = names_used(names_in(tree), namespace)
-    there = {written for written, *_ in _literals(tree)} | {each for each in used if type(namespace[each]) is int}
+    there = {written for written, _ in ints_named(tree)} | {each for each in used if type(namespace[each]) is int}
     near = nearest(name, there)
     hint = f"did you mean {near}?" if near else f"it has {', '.join(sorted(there))}" if there else "it has none"
     return f"{option} {name}: the cell has no int called {name}; {hint}"

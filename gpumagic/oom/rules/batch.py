@@ -23,7 +23,7 @@ from gpumagic.oom.rules.proposal import (
     read_tensors,
 )
 from gpumagic.report.units import count, size
-from gpumagic.source.cell_code import values_named
+from gpumagic.source.cell_code import ints_named
 from gpumagic.source.text import CellText, Change, called_name, names_in
 
 
@@ -137,24 +137,13 @@ def _edit(facts: Facts, found: BatchSize, value: int) -> dict[str, Any]:
         loader = next((each for each in facts.loaders if each.name == found.name), Loader(found.name, found.value))
         return {"first": remake(loader, batch_size=value)}
     for text in facts.texts:
-        changes = list(_changes(text, found, value))
+        written = [
+            number for name, number in ints_named(text.tree) if name == found.name and number.value == found.value
+        ]
+        changes = [text.replace(number, str(value)) for number in written] if text.cell == found.cell else []
         if changes:
             return {"text": text, "changes": changes}
     return {"first": f"{found.name} = {value}"}
-
-
-def _changes(text: CellText, found: BatchSize, value: int) -> Iterator[Change]:
-    if text.cell != found.cell:
-        return
-    for node in text.nodes():
-        for literal in literals(node, found.name):
-            if literal.value == found.value:
-                yield text.replace(literal, str(value))
-
-
-def literals(node: ast.AST, name: str) -> Iterator[ast.Constant]:
-    """Yield the number that an argument, a default or an assignment of this name gives."""
-    yield from (value for written, value in values_named(node) if written == name and isinstance(value, ast.Constant))
 
 
 def remake(loader: Loader, **changed: object) -> str:
@@ -279,9 +268,12 @@ _DEPTH = re.compile(r"^((n|num|number)_?(of_)?((hidden|encoder|decoder)_)?(layer
 
 def shallower(facts: Facts) -> Iterator[Choice]:
     """Make fewer layers: parameters grow with them in proportion."""
-    for text, name, literal in _depths(facts) if facts.stage == "move" and facts.moving else ():
+    sources = facts.texts if facts.stage == "move" and facts.moving else ()
+    for source, name, literal in ((each, *named) for each in sources for named in ints_named(each.tree)):
+        if not _DEPTH.match(name) or literal.value < 2:
+            continue
 
-        def made(fewer: int, text: CellText = text, name: str = name, literal: ast.expr = literal) -> Advice:
+        def made(fewer: int, text: CellText = source, name: str = name, literal: ast.expr = literal) -> Advice:
             return propose(
                 f"Make the model smaller: {name} from {text.code(literal)} to {fewer}", text=text,
                 changes=[text.replace(literal, str(fewer))],
@@ -289,15 +281,5 @@ def shallower(facts: Facts) -> Iterator[Choice]:
                 cost="a smaller model; training it takes its size again for gradients, and twice for Adam",
             )  # fmt: skip
 
-        layers = int(text.code(literal))
-        yield Choice(name, layers, made, layers // 2, is_rounded=False)
+        yield Choice(name, literal.value, made, literal.value // 2, is_rounded=False)
         return
-
-
-def _depths(facts: Facts) -> Iterator[tuple[CellText, str, ast.expr]]:
-    for text in facts.texts:
-        for node in text.nodes():
-            for name, value in values_named(node):
-                number = text.code(value)
-                if _DEPTH.match(name) and number.isdecimal() and int(number) > 1:
-                    yield text, name, value

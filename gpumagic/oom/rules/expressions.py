@@ -128,10 +128,15 @@ def update_in_place(facts: Facts) -> Iterator[Advice]:
         return
     name = text.code(statement.targets[0])
     fact = facts.tensors.get(name)
-    if fact is None or fact.requires_grad or fact.graph or not facts.asked_for(fact.nbytes) or _is_shared(facts, name):
+    if fact is None or fact.requires_grad or fact.graph or not facts.asked_for(fact.nbytes):
         return
+    if any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders):
+        return
+    # A function's argument may be somebody else's tensor.
+    functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef)]
+    is_in_function = text.cell != "" or any(each is statement for one in functions for each in ast.walk(one))
     lines = _steps(facts, text, name, statement.value)
-    if not lines or "float" not in fact.dtype or not text.stands_alone(statement) or _is_in_function(text, statement):
+    if not lines or "float" not in fact.dtype or not text.stands_alone(statement) or is_in_function:
         return
     margin = f"\n{' ' * statement.col_offset}"
     yield propose(
@@ -167,13 +172,3 @@ def _fits_in_place(facts: Facts, text: CellText, name: str, other: ast.expr) -> 
     if fact is None:
         return text.code(other) in facts.numbers
     return text.code(other) != name and fact.dtype == own.dtype and fact.shape in (own.shape, own.shape[1:], (1,), ())
-
-
-def _is_shared(facts: Facts, name: str) -> bool:
-    return any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders)
-
-
-def _is_in_function(text: CellText, statement: ast.stmt) -> bool:
-    """Return whether the statement is a function's, whose argument may be somebody else's tensor."""
-    functions = [node for node in text.nodes() if isinstance(node, ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef)]
-    return text.cell != "" or any(each is statement for function in functions for each in ast.walk(function))

@@ -20,8 +20,9 @@ def leftovers(facts: Facts) -> Iterator[Advice]:
     others = [claim for claim in large if claim not in models]
     if others:
         names = sorted({name for claim in others for name in claim.names})
+        word = "name" if any(map(str.isidentifier, names)) else "output"
         yield propose(
-            f"Delete {count(len(names), _word(names))} that earlier cells left",
+            f"Delete {count(len(names), word)} that earlier cells left",
             frees=sum(claim.nbytes for claim in others), first=_deletion(others),
             evidence=f"{_listed(others)}; neither this cell nor what it calls uses {_them(names)}",
             cost=f"run {'their cells' if names[1:] else 'its cell'} again when you need {_them(names)}",
@@ -38,10 +39,6 @@ def leftovers(facts: Facts) -> Iterator[Advice]:
 
 def _them(names: list[str]) -> str:
     return "them" if names[1:] else "it"
-
-
-def _word(names: list[str]) -> str:
-    return "name" if any(map(str.isidentifier, names)) else "output"
 
 
 def _listed(claims: list[Ownership]) -> str:
@@ -201,7 +198,12 @@ def evaluates(facts: Facts) -> Iterator[Advice]:
         return
     off = {"no_grad", "inference_mode", "decorate_context", "backward"}
     said = [f"{model.name} is in eval mode" for model in facts.models if not model.training]
-    said += [f"{name}() is by its name an evaluation" for name in _evaluations(facts)]
+    functions = [node.name for text in facts.texts for node in text.nodes() if isinstance(node, ast.FunctionDef)]
+    said += [
+        f"{name}() is by its name an evaluation"
+        for name in functions
+        if name in facts.functions and _EVALUATION.search(name)
+    ]
     if facts.functions & off or not said:
         return
     yield propose(
@@ -209,12 +211,6 @@ def evaluates(facts: Facts) -> Iterator[Advice]:
         evidence=f"{said[0]} and nothing calls backward, yet {facts.graph_names[0]} "
         "has a graph", cost="its results cannot be part of a backward pass", text=facts.text, changes=_ungraphed(facts),
     )  # fmt: skip
-
-
-def _evaluations(facts: Facts) -> list[str]:
-    """Return the functions of the user's that were running and by their names evaluate."""
-    made = [node.name for text in facts.texts for node in text.nodes() if isinstance(node, ast.FunctionDef)]
-    return [name for name in made if name in facts.functions and _EVALUATION.search(name)]
 
 
 def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
@@ -226,8 +222,11 @@ def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
     for statement in region.forward:
         for call in called_models(facts, statement):
             model = region.text.code(call.func)
-            inputs = set[str]().union(*map(names_in, call.args))
-            if model in updated or _is_without_graph(region.text, call) or any(_is_watching(facts, x) for x in inputs):
+            inputs = [facts.tensors.get(name) for name in set[str]().union(*map(names_in, call.args))]
+            blocks = [node for node in region.text.nodes() if isinstance(node, ast.With)]
+            around = [block for block in blocks if block.lineno < call.lineno <= (block.end_lineno or 0)]
+            is_off = any(called_name(item.context_expr) in _SWITCHES for block in around for item in block.items)
+            if model in updated or is_off or any(fact is None or fact.requires_grad or fact.graph for fact in inputs):
                 continue
             changes = _without_graph(region.text, statement, call)
             if changes:
@@ -237,17 +236,6 @@ def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
                     cost=f"none, as long as {model} is not trained here",
                 )  # fmt: skip
                 return
-
-
-def _is_without_graph(text: CellText, call: ast.Call) -> bool:
-    blocks = [node for node in text.nodes() if isinstance(node, ast.With)]
-    around = [block for block in blocks if block.lineno < call.lineno <= (block.end_lineno or 0)]
-    return any(called_name(item.context_expr) in _SWITCHES for block in around for item in block.items)
-
-
-def _is_watching(facts: Facts, name: str) -> bool:
-    fact = facts.tensors.get(name)
-    return fact is None or fact.requires_grad or fact.graph
 
 
 def _without_graph(text: CellText, statement: ast.stmt, call: ast.Call) -> Sequence[Change]:
@@ -283,9 +271,9 @@ def _ungraphed(facts: Facts) -> Sequence[Change]:
     failed = text.tree.body[place]
     if isinstance(failed, ast.FunctionDef | ast.AsyncFunctionDef):
         return text.insert(failed, "@torch.inference_mode()")
-    made = [i for i, each in enumerate(text.tree.body[:place]) if _makes(each, facts.graph_names)]
+    names = set(facts.graph_names)
+    made = [
+        i for i, each in enumerate(text.tree.body[:place])
+        if isinstance(each, ast.Assign) and any(names_in(target) & names for target in each.targets)
+    ]  # fmt: skip
     return text.wrap(text.tree.body[min([*made, place]) : place + 1], INFERENCE)
-
-
-def _makes(statement: ast.stmt, names: Sequence[str]) -> bool:
-    return isinstance(statement, ast.Assign) and any(names_in(each) & set(names) for each in statement.targets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gpumagic.oom.report import Advice
@@ -50,21 +51,6 @@ OPTIMIZERS = (
 )  # fmt: skip
 
 
-def predictions(facts: Facts) -> Iterator[Advice]:
-    """Keep predictions on the host."""
-    yield from _switched(facts, PREDICTIONS)
-
-
-def switches(facts: Facts) -> Iterator[Advice]:
-    """Spend time or precision."""
-    yield from _switched(facts, SWITCHES)
-
-
-def optimizers(facts: Facts) -> Iterator[Advice]:
-    """Use an optimizer with less state."""
-    yield from _switched(facts, OPTIMIZERS)
-
-
 def _switched(facts: Facts, known: tuple[Switch, ...]) -> Iterator[Advice]:
     trainer = facts.trainer
     if trainer is None or facts.memory != "device":
@@ -77,6 +63,11 @@ def _switched(facts: Facts, known: tuple[Switch, ...]) -> Iterator[Advice]:
                 each.title, cost=each.cost, evidence=f"{_where(trainer)} does not say {name}",
                 **told(trainer, {name: value}),
             )  # fmt: skip
+
+
+predictions = partial(_switched, known=PREDICTIONS)
+switches = partial(_switched, known=SWITCHES)
+optimizers = partial(_switched, known=OPTIMIZERS)
 
 
 def batch(facts: Facts) -> Iterator[Choice]:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.batch import MOST_DOUBLINGS, literals
+from gpumagic.oom.rules.batch import MOST_DOUBLINGS
 from gpumagic.oom.rules.expressions import UNARY
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.patterns import Joined, joined_in
 from gpumagic.oom.rules.proposal import Choice, calls, failed, propose
 from gpumagic.report.units import count, size
+from gpumagic.source.cell_code import ints_named
 from gpumagic.source.text import CellText, apply_changes, called_name, keyword
 
 
@@ -45,7 +46,7 @@ def smaller(facts: Facts) -> Iterator[Choice]:
 
 
 def _choice(facts: Facts, text: CellText, found: Parts, name: str, now: int) -> Choice:
-    written = [found.number] if not name else [each for node in text.nodes() for each in literals(node, name)]
+    written = [found.number] if not name else [each for written, each in ints_named(text.tree) if written == name]
     written += _slices(text, found.call, now) if found.is_step and not name else []
     most = 1 << MOST_DOUBLINGS
 

@@ -127,9 +127,6 @@ def _inlined(text: CellText, value: ast.expr, before: Sequence[ast.stmt]) -> tup
         uses = [node for node in text.nodes() if isinstance(node, ast.Name) and node.id == target.id]
         reads = sum(isinstance(node.ctx, ast.Load) for node in uses)
         if 2 * reads == len(uses) and len(re.findall(rf"\b{target.id}\b", code)) == 1:
-            code, used = _put(code, target.id, text.code(each.value)), [*used, each]
+            put = f"({text.code(each.value)})".replace("\\", r"\\")  # no escapes of a template
+            code, used = re.sub(rf"\b{target.id}\b", put, code), [*used, each]
     return code, used
-
-
-def _put(code: str, name: str, value: str) -> str:
-    return re.sub(rf"\b{name}\b", lambda _: f"({value})", code)

@@ -191,7 +191,8 @@ def cleared(first: str | None, residue: Sequence[str], half_made: Sequence[str] 
 def prepare(facts: Facts, name: str, code: str) -> dict[str, Any]:
     """Return how to run code on a variable before it is used: in the cell where that makes it anew, else before it."""
     for text in facts.texts:
-        made = [node for node in text.nodes() if isinstance(node, ast.Assign) and _binds(node, name)]
+        assignments = [node for node in text.nodes() if isinstance(node, ast.Assign)]
+        made = [each for each in assignments if any(getattr(target, "id", None) == name for target in each.targets)]
         if made:
             return {"text": text, "changes": text.insert_after(made[-1], code)}
     return {"first": code}
@@ -257,7 +258,3 @@ def _said(said: Said, *known: Any) -> str:
 def backend(facts: Facts) -> str:
     """Return the backend's name: ``"cuda"`` for ``"cuda:1"``."""
     return Device.parse(facts.device or "cuda").backend
-
-
-def _binds(node: ast.Assign, name: str) -> bool:
-    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
