@@ -24,6 +24,8 @@ REPORT_NAME = "_gpumagic_report"
 OUT_OF_MEMORY = "out of memory"
 _INTERRUPT_TIMEOUT = 10.0
 """Seconds that engines have to end their cells after an interrupt."""
+_CHECK_INTERVAL = 0.5
+"""Seconds after which a wait for engines looks for an interrupt."""
 
 
 def prepare(magic: str, options: Namespace, body: str | None, timeout: float, device: str | None = None) -> EngineCell:
@@ -109,7 +111,10 @@ class EngineCell:
         outputs = _async_result(self.connection.client, sent)
         with outputs.stream_output():  # labelled as `%%px` labels outputs
             try:
-                wait([*sent.values(), *(future.output for future in sent.values())])
+                awaited = [*sent.values(), *(future.output for future in sent.values())]
+                # A signal that comes just before a lock is waited for is not seen until that wait ends.
+                while wait(awaited, timeout=_CHECK_INTERVAL).not_done:
+                    pass
             except KeyboardInterrupt:
                 interrupted = True
                 self._interrupt(sent)

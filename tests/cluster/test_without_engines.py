@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import subprocess
-import time
 from dataclasses import replace
 
 import every_report
@@ -176,12 +175,9 @@ def test_gpus_of_several_hosts_have_theirs_before_them() -> None:
     ]
 
 
-def test_a_thousand_engines_of_eight_gpus_merge_and_render_in_reasonable_time() -> None:
-    """Some 0.6 s for both; the limit leaves room for a busy machine."""
-    started = time.perf_counter()
+def test_a_thousand_engines_of_eight_gpus_merge_and_render() -> None:
     merged = cluster(1000)
     text, page = to_text(merged, 80), to_html(merged)
-    assert time.perf_counter() - started < 10
     assert text.startswith("8,000 GPUs: ")
     assert len(page) < 1_000_000
 

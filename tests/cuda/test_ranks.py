@@ -132,7 +132,7 @@ def test_a_cell_that_joins_others_is_told_what_to_type(how: str) -> None:
     report = dry_run(code, None)
     assert report.fits is None
     assert "it waits for 7 other processes: write --ranks 8" in report.verdict
-    assert report.seconds < 5
+    assert report.seconds < 60, "where torch waits for five minutes"
 
 
 def test_a_wait_for_a_rank_that_never_sends_ends_with_its_line() -> None:

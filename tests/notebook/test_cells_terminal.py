@@ -36,7 +36,7 @@ def spawn(home, *options, **extra):
     arguments = ["-m", "IPython", *options, "--no-banner", "--no-confirm-exit", "--ext=probe_magics"]
     child = pexpect.spawn(
         sys.executable, [*arguments, "--HistoryManager.enabled=False"], env=environment(home, **extra),
-        encoding="utf-8", timeout=15, dimensions=(50, 200),
+        encoding="utf-8", timeout=60, dimensions=(50, 200),
     )  # fmt: skip
     child.delaybeforesend = None
     return child
