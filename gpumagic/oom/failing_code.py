@@ -75,17 +75,10 @@ def _graph_names(cell: CellCode | None, own: list[FrameLine]) -> tuple[str, ...]
     for frame, _ in own:
         variables = frame.f_locals
         for name in sorted(named) if variables is frame.f_globals else frame.f_code.co_varnames:
-            if has_graph(variables.get(name)):
+            fact = _fact(variables.get(name))
+            if fact is not None and fact.graph:
                 found[name] = True
     return tuple(found)
-
-
-def has_graph(value: object) -> bool:
-    """Return whether the value is a tensor that an autograd graph made."""
-    import torch
-
-    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
-    return issubclass(type(value), torch.Tensor) and value.grad_fn is not None  # type: ignore[attr-defined]
 
 
 FIRST = 8

@@ -203,9 +203,10 @@ def _advice(report: OomReport) -> Iterator[Block]:
         return
     first, *others = advice
     yield from _how(first)
+    tried = [each for each in advice if each.trial is not None]  # no dry run tells of another machine
     if report.untried:
         yield Paragraph(f"None of it was tried: {report.untried}.", muted=True)
-    elif _nothing_fits(report):
+    elif report.need is not None and report.need.fits is False and all(each.covers is False for each in tried):
         yield Paragraph(f"Nothing that was tried fits on {report.device}.")
     for number, each in enumerate(others[: SHOWN_ADVICE - 1], 2):
         yield Fold(f"{number}. {each.title}{_worth(each)}", list(_how(each)))
@@ -213,13 +214,6 @@ def _advice(report: OomReport) -> Iterator[Block]:
     if rest:
         blocks = [block for number, each in rest for block in (Paragraph(f"{number}. {each.title}"), *_how(each))]
         yield Fold(f"and {len(rest)} more: " + "; ".join(each.title for _, each in rest), blocks)
-
-
-def _nothing_fits(report: OomReport) -> bool:
-    tried = [each.trial for each in report.advice if each.trial is not None]
-    return (
-        bool(tried) and report.need is not None and not report.need.fits and all(each.fits is False for each in tried)
-    )
 
 
 def _how(advice: Advice) -> Iterator[Block]:

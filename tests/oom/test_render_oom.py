@@ -137,3 +137,11 @@ NET = Holder("net", DEVICE, 4 * MIB, "module")
 
 def test_what_nothing_names_is_to_be_looked_for() -> None:
     assert codes(holders=(NET,)) == ["%devices --leaks"]
+
+
+def test_that_nothing_fits_is_said_where_only_another_machine_is_left() -> None:
+    larger = Advice("Use a larger GPU, such as a T4 (14.6 GiB)", None, None)
+    left = replace(REPORT, advice=(larger,))
+    assert "Nothing that was tried fits on cuda:0." in to_text(left, width=80, unicode=True)
+    unknown = replace(left, need=None, untried="dry runs of advice are turned off")
+    assert "Nothing that was tried" not in to_text(unknown, width=80, unicode=True)
