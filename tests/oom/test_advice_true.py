@@ -273,6 +273,12 @@ def test_the_cell_of_the_tour_has_a_first_suggestion_that_fits(report_of) -> Non
     assert report.advice[0].covers
 
 
+def test_what_a_dict_is_made_of_is_collected_in_the_hosts_memory() -> None:
+    code = "feats = {k: net(v.to(device)) for k, v in shots.items()}"
+    (advice,) = collected.listed(of_cell(PIECES, code, 1))
+    assert advice.edit == "feats = {k: net(v.to(device)).cpu() for k, v in shots.items()}"
+
+
 def test_a_dry_run_refuses_operands_of_different_types_as_a_device_does() -> None:
     simgpu.enable(devices=2, memory="4GiB")
     code = "net = torch.nn.Linear(64, 64).to('simgpu:0').bfloat16()\nnet(torch.ones(8, 64, device='simgpu:0'))"

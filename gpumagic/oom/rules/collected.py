@@ -78,17 +78,19 @@ def results(facts: Facts) -> Iterator[Advice]:
 
 
 def listed(facts: Facts) -> Iterator[Advice]:
-    """Collect what a list makes of each of its passes in the host's memory."""
+    """Collect what a list or dict makes of each of its passes in the host's memory."""
     for text, statement in failed(facts):
         for node in ast.walk(statement):
-            if not isinstance(node, ast.ListComp) or not isinstance(node.elt, ast.Call):
+            part = (
+                node.elt if isinstance(node, ast.ListComp) else node.value if isinstance(node, ast.DictComp) else None
+            )
+            if not isinstance(part, ast.Call) or called_name(part) in _LEAVES or "nn" in names_in(part.func):
                 continue
-            if called_name(node.elt) in _LEAVES or "nn" in names_in(node.elt.func):
-                continue
+            made = "list" if isinstance(node, ast.ListComp) else "dict"
             yield propose(
-                "Collect what the list is made of in the host's memory", text=text,
-                changes=[text.append(node.elt, ".cpu()")], evidence="the list keeps every part on the device",
-                cost="a copy in each pass; what uses the list finds it on the CPU",
+                f"Collect what the {made} is made of in the host's memory", text=text,
+                changes=[text.append(part, ".cpu()")], evidence=f"the {made} keeps every part on the device",
+                cost=f"a copy in each pass; what uses the {made} finds it on the CPU",
             )  # fmt: skip
             return
 
