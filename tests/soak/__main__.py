@@ -2,6 +2,7 @@
 
     python -m tests.soak --minutes 30
     python -m tests.soak --minutes 30 --python /path/to/another/environment/bin/python
+    python -m tests.soak --minutes 30 --only dryrun oom
     python -m tests.soak --seed 5 --session 12          one session again
 
 A session is a kernel and some stories; a story is a few cells of one corpus on empty devices. A cell may be disturbed:

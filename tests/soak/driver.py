@@ -142,10 +142,10 @@ class SoakKernel(Kernel):
 class Session:
     """One kernel and its stories."""
 
-    def __init__(self, seed: int, number: int, python: str, told: Told) -> None:
+    def __init__(self, seed: int, number: int, python: str, told: Told, kinds: tuple[str, ...] = ()) -> None:
         self._rng = random.Random(f"{seed}/{number}")
         self._name = f"seed {seed}, session {number}"
-        self._python, self._told = python, told
+        self._python, self._told, self._kinds = python, told, kinds
         self._steps: list[str] = []
         self._disturbed = ""
 
@@ -160,7 +160,7 @@ class Session:
                 for number in range(STORIES):
                     if time.monotonic() > deadline:
                         break
-                    self._tell(stories.draw(self._rng, self._backend), number)
+                    self._tell(stories.draw(self._rng, self._backend, self._kinds), number)
                 kernel.one("%unload_ext gpumagic\n%load_ext gpumagic")
             except Found as found:
                 if self._was_ended_by_ipykernel(found):
@@ -359,6 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long; the last story is finished")
     parser.add_argument("--python", default=sys.executable, help="the Python whose kernels are run")
+    parser.add_argument("--only", nargs="*", default=(), help="kinds of stories: ondevice, oom, dryrun, looking, all")
     parser.add_argument("--seed", type=int, default=None, help="what the choices depend on; today's time")
     parser.add_argument("--session", type=int, default=None, help="only this session of the seed")
     options = parser.parse_args(arguments)
@@ -366,7 +367,7 @@ def main(arguments: list[str] | None = None) -> int:
     told, deadline = Told(), time.monotonic() + 60 * options.minutes
     number = options.session or 0
     while time.monotonic() < deadline:
-        Session(seed, number, options.python, told).run(deadline)
+        Session(seed, number, options.python, told, tuple(options.only)).run(deadline)
         told.counts["sessions"] += 1
         print(f"seed {seed}, session {number}: {told}", flush=True)
         number += 1

@@ -37,10 +37,10 @@ _STARTED = (
 _KEEPS = ("", "", "-q", "-o kept")
 
 
-def draw(rng: random.Random, backend: str) -> Story:
-    """Return a random story for a backend."""
-    makers = [_on_device, _on_device, _out_of_memory, _dry_run, _looking, _under_all]
-    return rng.choice(makers)(rng, backend)
+def draw(rng: random.Random, backend: str, kinds: tuple[str, ...] = ()) -> Story:
+    """Return a random story for a backend, of these kinds only where any are given."""
+    makers = {"ondevice": _on_device, "oom": _out_of_memory, "dryrun": _dry_run, "looking": _looking, "all": _under_all}
+    return makers[rng.choice(kinds or ("ondevice", *makers))](rng, backend)
 
 
 def _on_device(rng: random.Random, backend: str) -> Story:
