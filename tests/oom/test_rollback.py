@@ -185,7 +185,7 @@ def tried(size: int, limit: int) -> list[int]:
     return runs
 
 
-@given(st.integers(1, 2**20), st.integers(0, 2**21))
+@given(st.integers(1, 2**10), st.integers(0, 2**11))
 def test_halving_stops_at_the_first_that_fits(size: int, limit: int) -> None:
     runs = tried(size, limit)
     assert runs == [size >> each for each in range(len(runs))]
