@@ -1,6 +1,6 @@
-"""Gradients and autocast after Ctrl-C: what it has torn open is closed, what the cell has set stays set.
+"""Gradients, inference mode, autocast after Ctrl-C: what it has torn open is closed, what the cell has set stays set.
 
-`no_grad`, `enable_grad`, `set_grad_enabled`, `autocast` and an optimizer's `step` restore their mode in Python code. A
+`no_grad`, `enable_grad`, `set_grad_enabled`, `inference_mode`, `autocast` and a `step` restore their mode in Python. A
 Ctrl-C that comes before they have done so leaves it, and nothing in the rest of the session has gradients ("element 0
 of tensors does not require grad"), or all of it computes in half precision, with weights cast before their last update.
 Torch does not repair that. A guarded cell does, where it is certain that such a block was torn open: the interrupt came
@@ -63,6 +63,7 @@ def repair(at_start: Modes, error: BaseException | None) -> None:
     for each in frames.related_exceptions(error):
         if isinstance(each, KeyboardInterrupt):
             switching = list(_switching_frames(each))
+            _end_inference(switching)
             _repair_gradients(switching, at_start.gradients)
             _repair_autocast(switching, at_start)
 
@@ -74,6 +75,13 @@ def _switching_frames(interrupt: KeyboardInterrupt) -> Iterator[FrameType]:
         stack.pop()  # a signal's handler that is written in Python, such as asyncio's
     while stack and frames.is_in(stack[-1], _SWITCHING):
         yield stack.pop()
+
+
+def _end_inference(switching: list[FrameType]) -> None:
+    """End torn blocks of `inference_mode`, which otherwise end once their traceback is forgotten; twice is as once."""
+    for block in map(_attributes, switching):
+        if "_inference_mode_context" in block:
+            block["_inference_mode_context"].__exit__(None, None, None)
 
 
 def _repair_gradients(switching: list[FrameType], at_start: bool) -> None:

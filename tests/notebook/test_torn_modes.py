@@ -53,6 +53,23 @@ def test_a_torn_block_or_step_leaves_gradients_on(shell, magic) -> None:
     assert [where for where, enabled in after.items() if not enabled] == []
 
 
+@pytest.mark.parametrize("magic", MAGICS)
+@pytest.mark.parametrize("code", ["with torch.inference_mode():\n    pass", "torch.inference_mode()(len)('ab')"])
+def test_a_torn_block_of_inference_mode_ends(shell, magic, code) -> None:
+    shell.run_cell("import torch")
+    left_on, tried = [], 0
+    for line in count():
+        interrupt = Interrupt(SWITCHING, line)
+        interrupt.run(shell, f"{magic}\narm()\n{code}")
+        if not interrupt.where:
+            break
+        tried += 1
+        if torch.is_inference_mode_enabled():
+            left_on.append(interrupt.where)
+    assert tried > 5
+    assert left_on == []
+
+
 def test_what_the_cell_itself_has_set_stays(shell) -> None:
     shell.run_cell("import torch")
     after = gradients_after(shell, MAGICS[0], "torch._C._set_grad_enabled(False)\nwith torch.no_grad(): pass")
