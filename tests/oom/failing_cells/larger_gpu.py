@@ -6,4 +6,4 @@
 # %%
 names = ["red", "green", "blue", "depth", "mask"]
 # %%
-planes = {name: torch.randn(4 << 20, device="simgpu:0") for name in names}
+red, green, blue, depth, mask = (torch.randn(4 << 20, device="simgpu:0") for name in names)
