@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,17 @@ def test_the_demo_runs_the_tour_and_says_what_it_showed_and_where(tmp_path: Path
     assert_only_cells_marked_so_failed(tour)
     (check,) = (cell for cell in tour.cells if "check" in cell.metadata.get("tags", ()))
     assert check.outputs[0]["text"].startswith("Not yet: 8 copies"), "the exercise is open as it stands"
+    assert_what_the_report_says_is_what_is_run_next(tour)
+
+
+def assert_what_the_report_says_is_what_is_run_next(tour: nbformat.NotebookNode) -> None:
+    code = [cell for cell in tour.cells if cell.cell_type == "code"]
+    failed = next(number for number, cell in enumerate(code) if cell.source.startswith("%%oomguard"))
+    report = "\n".join(output["data"].get("text/plain", "") for output in code[failed].outputs if "data" in output)
+    first, line = re.findall(r"^ *(?:first|\d+) \| (.*)$", report, re.MULTILINE)[:2]
+    assert code[failed + 1].source == first
+    assert line in code[failed + 2].source
+    assert len(code[failed + 2].source.splitlines()) == len(code[failed].source.splitlines())
 
 
 @pytest.mark.deep  # each a kernel that imports torch; the tour, which has all magics, runs in either stage

@@ -260,15 +260,15 @@ def report_of(bare_shell):
     simgpu.enable(devices=2, memory="4GiB")  # as the other tests have them
 
 
-TOUR = """
+CHUNKS = """
 def fill(device):
     free, total = torch.accelerator.get_memory_info(device)
     return [torch.ones(total // 32, device=device) for _ in range(9)]
 chunks = fill(0)"""
 
 
-def test_the_cell_of_the_tour_has_a_first_suggestion_that_fits(report_of) -> None:
-    report = report_of(TOUR)
+def test_a_list_that_fills_the_device_has_a_first_suggestion_that_fits(report_of) -> None:
+    report = report_of(CHUNKS)
     assert report.advice[0].title == "Collect what the list is made of in the host's memory"
     assert report.advice[0].covers
 
@@ -291,7 +291,7 @@ def test_ctrl_c_between_two_dry_runs_leaves_the_report(report_of, monkeypatch) -
         yield from ()
 
     monkeypatch.setattr(advising, "TIERS", ((interrupting, collected.listed), (), (), (), (), ()))
-    report = report_of(TOUR)
+    report = report_of(CHUNKS)
     assert report.need is not None
     assert [each.covers for each in report.advice] == [None]
     assert any("Not all advice was tried: interrupted" in note for note in report.notes)
