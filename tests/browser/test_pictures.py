@@ -44,6 +44,9 @@ for xb, yb in zip(x.split(batch_size), y.split(batch_size)):
     opt.step()""",
 }
 
+SHOWN = ("gpuinfo", "ondevice", "devices", "dryrun", "oomguard")
+"""In this order they are the README's moving picture."""
+
 
 @pytest.mark.skipif(not FOLDER, reason="pictures are taken where GPUMAGIC_PICTURES names a folder")
 @pytest.mark.parametrize("theme", ["Light", "Dark"])
@@ -58,3 +61,15 @@ def test_a_picture_of_each_magic(notebook_page, server, theme) -> None:
         page.cell(0).locator(".cm-content").click()  # away from the cell, so that no frame marks it
         page.cell(index).screenshot(path=f"{FOLDER}/{name}-{theme.lower()}.png")
     server.set_theme("JupyterLab Light")
+    animate([f"{FOLDER}/{name}-{theme.lower()}.png" for name in SHOWN], f"{FOLDER}/magics-{theme.lower()}.png")
+
+
+def animate(pictures: list[str], path: str) -> None:
+    """Write the pictures as one that moves: each for four seconds, in the colour of the page where it is smaller."""
+    image = pytest.importorskip("PIL.Image")
+    frames = [image.open(picture).convert("RGB") for picture in pictures]
+    size = max(frame.width for frame in frames), max(frame.height for frame in frames)
+    pages = [image.new("RGB", size, frame.getpixel((0, 0))) for frame in frames]
+    for page, frame in zip(pages, frames, strict=True):
+        page.paste(frame)
+    pages[0].save(path, save_all=True, append_images=pages[1:], duration=4000, loop=0, optimize=True)

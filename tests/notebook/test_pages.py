@@ -26,6 +26,17 @@ def test_what_a_page_shows_is_what_its_cells_show(page: str) -> None:
     assert done.returncode == 0, f"python tests/pages.py {page} brings it up to date:\n{done.stdout}{done.stderr}"
 
 
+def test_the_readme_says_of_the_published_figures_what_their_table_says() -> None:
+    table = (ROOT / "tests" / "published" / "RESULTS.md").read_text(encoding="utf-8")
+    (rows,) = re.findall(r"^(\d+) rows;", table, re.MULTILINE)
+    statuses = re.findall(r"^\| (?:exact|within|explained|open) \| (\d+) \|", table, re.MULTILINE)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    checked = readme.partition("**What was checked.**")[2].partition("\n\n")[0]
+    said = re.findall(r"\b\d+\b", checked.replace("1 %", "one per cent"))
+    assert said == [rows, *statuses]
+    assert sum(map(int, statuses)) == int(rows)
+
+
 def test_each_question_of_the_table_is_a_section_with_its_answer() -> None:
     asked = QUESTIONS.partition("## ")[0].count("](#")
     sections = QUESTIONS.split("\n## ")[1:]
