@@ -7,11 +7,13 @@ statement that shares its line with another say, yields no edit.
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import itertools
 import linecache
 import re
 import textwrap
+import threading
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from typing import Any
 from gpumagic import _compat
 
 INDENT = "    "
+_ONE_PARSES = threading.RLock()
 _SKIPPED = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
 
 
@@ -223,11 +226,18 @@ def parse(source: str, cell: str = "", line: int | None = None) -> CellText | No
 
 
 def parse_tree(source: str) -> ast.Module | None:
-    """Return the syntax tree of some code, or None if it cannot be parsed."""
-    try:
-        return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+    """Return the syntax tree of some code, or None if it cannot be parsed.
+
+    Before Python 3.11.8 and 3.12.2, parsing can fail with a `SystemError` while another thread parses (gh-106905).
+    """
+    with _ONE_PARSES:
+        for _ in range(3):  # the other thread may be another library's
+            with contextlib.suppress(SystemError):
+                try:
+                    return ast.parse(source)
+                except (SyntaxError, ValueError, RecursionError, MemoryError):
+                    return None
+    return None
 
 
 def parse_lines(lines: Mapping[int, str]) -> ast.Module | None:

@@ -144,8 +144,15 @@ def _address_of(pid: int, pointer: int) -> tuple[int, str, int]:
 
 
 def _text_of(pid: int, pointer: int) -> str:
-    """Return a C string of another process; nothing where it cannot be read."""
-    return _bytes_of(pid, pointer, _PAGE - pointer % _PAGE).partition(b"\0")[0].decode(errors="replace")
+    """Return the text at an address, as long as a path can be; by pages, for the one after its last may be missing."""
+    text = b""
+    while b"\0" not in text and len(text) < _PAGE:  # PATH_MAX is a page
+        start = pointer + len(text)
+        page = _bytes_of(pid, start, _PAGE - start % _PAGE)
+        if not page:
+            break
+        text += page
+    return text.partition(b"\0")[0].decode(errors="replace")
 
 
 def _bytes_of(pid: int, pointer: int, count: int) -> bytes:
