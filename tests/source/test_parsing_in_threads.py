@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 import threading
 
@@ -11,10 +12,17 @@ from gpumagic.source import text
 CODE = "\n".join(f"x{n} = [f(y, {n}) for y in range({n}) if y > {n}]" for n in range(300))
 
 
+def in_python(_phase: str, _info: dict[str, int]) -> None:
+    """Do nothing, in Python."""
+    sum(range(20))
+
+
 def test_threads_that_parse_at_once_all_get_their_tree() -> None:
     """Before 3.11.8 and 3.12.2 Python itself fails here; `with ondevice(...)` in two threads met it."""
-    trees, interval = [], sys.getswitchinterval()
+    trees, interval, thresholds = [], sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
+    gc.set_threshold(50)
+    gc.callbacks.append(in_python)  # while nodes are made, so that threads take turns there
     try:
         threads = [
             threading.Thread(target=lambda: trees.extend(text.parse_tree(CODE) for _ in range(10))) for _ in range(3)
@@ -24,6 +32,8 @@ def test_threads_that_parse_at_once_all_get_their_tree() -> None:
         for thread in threads:
             thread.join()
     finally:
+        gc.callbacks.remove(in_python)
+        gc.set_threshold(*thresholds)
         sys.setswitchinterval(interval)
     assert len(trees) == 30
     assert all(tree is not None for tree in trees)
