@@ -73,11 +73,14 @@ def assert_begins_as_committed(notebook: nbformat.NotebookNode, path: Path) -> N
 
 
 def first_sentences(notebook: nbformat.NotebookNode) -> list[tuple[str, list[str]]]:
-    """Return what each cell that runs magics displays, as far as the first line that is wrapped goes."""
+    """Return what each cell that runs magics displays, as far as its first line goes, with what is wrapped of it.
+
+    What engines print (`[stdout:2] ...`) is left out, for it comes in any order.
+    """
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and "%" in cell.source]
     said = [[output["data"].get("text/plain", "") for output in cell.outputs if "data" in output] for cell in cells]
     return [
-        (cell.source, [comparable(re.split(r"\n(?! )", text)[0]) for text in texts if text])
+        (cell.source, [comparable(re.split(r"\n(?! )", text)[0]) for text in texts if text and text[0] != "["])
         for cell, texts in zip(cells, said, strict=True)
     ]
 
