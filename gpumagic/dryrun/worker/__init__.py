@@ -1,12 +1,13 @@
 """What runs in the worker: a device that exists for torch and has no memory, and the cell that is run on it.
 
-Start with `process.py`, then `cuda/run.py` or `fake/run.py`.
+Start with `process.py`, then `run.py`.
 
     process.py       the warm process, of which each dry run is a fork; `forks.py` starts and ends those
-    cuda/            torch's own CUDA over the fake runtime: one dry run from unpacking the notebook to the outcome
+    run.py           one dry run from unpacking the notebook to the outcome
+    cuda/            what of that is done on torch's own CUDA over the fake runtime
     fake/            the same on fake tensors
-    cell.py          the cell's code and what it raised
-    fake/accounts.py the ledger of blocks (memory/ledger.py) over an allocator that is only computed
+    cell.py          the cell's running line
+    modules.py       tells parameters, gradients, optimizer state and activations, by module; the models of a cell
     storages.py      storages of torch's with a size, a device and no bytes
     known.py         the few small values that are known all the same
     guesses.py       what the host is told of the others, a scenario at a time, and what is decided by it
@@ -14,7 +15,5 @@ Start with `process.py`, then `cuda/run.py` or `fake/run.py`.
     sandbox.py       data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
     overlay.py       files of the process's own
     deferred_fills.py  large random fills on the host, drawn only where the host looks
-    kinds.py         tells parameters, gradients, optimizer state and activations, and the cell's running line
-    models.py        the models that a cell makes; `modules.py` tells by module, whichever pass asks
     passes.py        how many passes of each loop were run
 """

@@ -1,24 +1,16 @@
-"""The cell in the process of its dry run: the notebook unpacked, the code run as IPython would, how it failed."""
+"""Where a cell stands while it is dry-run, and what is to be said of it."""
 
 from __future__ import annotations
 
-import ast
-import io
-import pickle
-import random
-import re
-import signal
 import sys
-import time
-import traceback
-import types
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
-import torch
-
-from gpumagic.dryrun import parts
+from gpumagic.dryrun.worker.guesses import THREAD, Key
+from gpumagic.memory.ledger import Place
+from gpumagic.source.text import span_at
 
 
 @dataclass
@@ -41,137 +33,96 @@ class Notes:
         """Note what is not known."""
         self.unknown.setdefault(text)
 
-    def out_of_time(self, seconds: float) -> None:
-        """Note that the cell was stopped."""
-        self.not_known(f"what the cell needs later: it was run for {seconds:g} s and not to its end")
+
+_NOWHERE = Place()
 
 
-class Clock:
-    """Ends a run when its time is up, and until then looks now and then at what it has allocated.
+class Lines:
+    """Finds the cell's running line from anywhere below it.
 
     Args:
-        seconds: its time.
-        look: returns how often each loop was run, and the peak and the allocated bytes of all devices.
-        end: called with the running frame when the time is up.
+        filename: that of the cell's code.
+        sources: the text of the cell and of the notebook's other files, by file name.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        look: Callable[[], tuple[list[int], int, int]],
-        end: Callable[[types.FrameType | None], None],
-    ) -> None:
-        self._until = time.monotonic() + seconds
-        self._look = look
-        self._end = end
-        self._seen: list[tuple[list[int], int, int]] = []
+    def __init__(self, filename: str, sources: dict[str, str]) -> None:
+        self._cell = filename
+        self._lines = {name: text.splitlines() for name, text in sources.items()}
+        self._places: dict[tuple[Any, ...], Place] = {}
+        self._expressions: dict[tuple[CodeType, int], str] = {}
 
-    def start(self) -> None:
-        """Begin to look."""
-        signal.signal(signal.SIGALRM, self._ring)
-        signal.siginterrupt(signal.SIGALRM, False)  # C code that waits for something goes on
-        signal.setitimer(signal.ITIMER_REAL, _TICK, _TICK)
+    def where(self) -> Place:
+        """Return the cell's innermost running line, and the notebook's function it is in where that is another's."""
+        frame, inner = self._running()
+        if frame is None:
+            frame, inner = inner, None
+        if frame is None:
+            return _NOWHERE
+        key = frame.f_code, frame.f_lineno, inner and inner.f_code, inner and inner.f_lineno
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = self._place(_location(frame), _location(inner) if inner else None)
+        return place
 
-    def _ring(self, _: int, frame: types.FrameType | None) -> None:
-        if time.monotonic() >= self._until:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            self._end(frame)
-            return
-        self._seen.append(self._look())
+    def reading(self) -> Key | None:
+        """Return the cell's running line, and the notebook's innermost expression; None while kernels are measured."""
+        if runs_in(*COMPILERS):
+            return None
+        frame, inner = self._running()
+        inner = inner or frame
+        if inner is None:
+            return THREAD
+        at = (inner.f_code, inner.f_lasti)
+        if at not in self._expressions:
+            self._expressions[at] = self._text(inner)
+        return (frame or inner).f_lineno, self._expressions[at]
 
-    def flat_from(self) -> list[int | None]:
-        """Return for each loop the pass after which none took more memory; None where that was not seen.
+    def _running(self) -> tuple[FrameType | None, FrameType | None]:
+        """Return the cell's innermost frame, and the innermost one of the notebook's other code that it has called."""
+        inner: FrameType | None = None
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name == self._cell:
+                break
+            if inner is None and name in self._lines:
+                inner = frame
+            frame = frame.f_back
+        return frame, inner
 
-        Neither the peak may have grown since, nor what was found allocated, which is beneath it, in the later half.
-        """
-        now, peak, _ = self._look()
-        later = [(runs, allocated) for runs, highest, allocated in self._seen if highest == peak]
-        half = len(later) // 2
-        if not half or max(each[1] for each in later[half:]) > max(each[1] for each in later[:half]):
-            return [None] * len(now)
-        first = [*later[0][0], *[0] * (len(now) - len(later[0][0]))]
-        return [begun + 1 if run >= _OFTEN * (begun + 1) else None for begun, run in zip(first, now, strict=True)]
+    def _text(self, frame: FrameType) -> str:
+        """Return what a frame's instruction was compiled from; all of its line where Python does not say (3.10)."""
+        lines = self._lines.get(frame.f_code.co_filename, [])
+        line = lines[frame.f_lineno - 1] if 0 < frame.f_lineno <= len(lines) else ""
+        span = span_at(frame.f_code, frame.f_lasti)
+        if span is not None and span[0] == span[1] == frame.f_lineno:
+            line = line.encode()[span[2] : span[3]].decode()
+        return line.strip()
 
+    def of(self, frames: Iterable[tuple[str, str, int]]) -> Place:
+        """Return the same from the file, function and line of each frame, the innermost first."""
+        innermost: tuple[str, str, int] | None = None
+        for frame in frames:
+            if frame[0] == self._cell:
+                return self._place(frame, innermost)
+            if innermost is None and frame[0] in self._lines:
+                innermost = frame
+        return Place() if innermost is None else self._place(innermost, None)
 
-_TICK = 0.05
-"""Seconds between two looks."""
-_OFTEN = 4
-"""How many times as many passes must have been run as those that are said to have needed all."""
-
-
-def unpack(data: bytes, scopes: list[dict[str, Any]]) -> None:
-    """Put what the notebook sent into the scopes it is of."""
-    reading = _Unpickler(io.BytesIO(data), scopes)
-    try:
-        while True:
-            index, name, value = reading.load()
-            scopes[index][name] = value
-    except EOFError:
-        pass
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: io.BytesIO, scopes: list[dict[str, Any]]) -> None:
-        super().__init__(data)
-        self._scopes = scopes
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._scopes[pid[1]]
-
-
-def compiled(
-    source: str, filename: str, change: Callable[[ast.Module], ast.Module] = lambda tree: tree
-) -> types.CodeType:
-    """Return the cell's code, its syntax tree changed first."""
-    tree = change(ast.parse(source, filename))
-    code = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-    assert isinstance(code, types.CodeType)
-    return code
+    def _place(self, frame: tuple[str, str, int], inner: tuple[str, str, int] | None) -> Place:
+        filename, _, line = frame
+        lines = self._lines.get(filename, [])
+        code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+        return Place(line, code, "" if inner is None else f"{inner[1]}, line {inner[2]}")
 
 
-def execute(code: types.CodeType | None, namespace: dict[str, Any]) -> None:
-    """Run the cell, or where there is no code, the callable that was sent."""
-    if code is None:
-        namespace["__dry_run__"]()
-    elif code.co_flags & 0x80:
-        import asyncio
-
-        asyncio.run(eval(code, namespace))  # noqa: S307  # the user's own cell
-    else:
-        exec(code, namespace)  # noqa: S102  # the user's own cell
-
-
-def failure(error: BaseException, filename: str, line: int | None = None) -> dict[str, Any]:
-    """Return how the cell failed; ``line`` is what is known where no frame of the cell is in the traceback."""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename == filename:
-            line = frame.lineno
-    refused = isinstance(error, parts.CannotDryRun)
-    text = next(iter(str(error).strip().splitlines()), "")
-    without_shape = re.match(r"(\S+): attempted to run this operator with Meta tensors", text)
-    if without_shape is not None:  # torch's own words for an operator that is not answered by shape
-        refused, text = True, f"what {without_shape[1]} returns depends on values"
-    return {"kind": type(error).__name__, "text": text, "line": line, "refused": refused}
-
-
-def prepare(request: dict[str, Any], namespace: dict[str, Any], shell: object) -> None:
-    """Let the cell find what it would in the notebook: its variables, a shell, the state of the random generators."""
-    namespace.update({**request["values"], "__name__": "__main__"})
-    namespace.setdefault("display", lambda *_, **__: None)
-    namespace["get_ipython"] = lambda: shell
-    _seed(request)
-
-
-def _seed(request: dict[str, Any]) -> None:
-    random.setstate(request["random"])
-    torch.random.default_generator.set_state(torch.frombuffer(bytearray(request["torch_random"]), dtype=torch.uint8))
-    if request["numpy_random"] is not None and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(request["numpy_random"])
+def _location(frame: FrameType) -> tuple[str, str, int]:
+    return frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
 
 
 def runs_in(*prefixes: str) -> bool:
     """Return whether a module whose name begins like this is running, in this thread."""
-    frame: types.FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(prefixes):
             return True

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 
-from gpumagic.dryrun.worker.kinds import leaves_of
+from gpumagic.dryrun.worker.modules import leaves_of
 from gpumagic.heap.running_module import tensors_in
 
 LEAST = 1 << 20

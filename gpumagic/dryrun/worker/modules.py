@@ -1,70 +1,243 @@
-"""Tells which module a block belongs to: whose forward or backward asked for it, or whose parameter it goes with."""
+"""Tells what the blocks of a run are and whose, by watching what torch does; and which models the cell leaves behind.
+
+A block is a parameter, a gradient, an optimizer's state, an activation; it belongs to the module whose forward or
+backward asked for it, or whose parameter it goes with.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gpumagic.dryrun.worker.kinds import with_storages
+from gpumagic.dryrun.worker.cuda.history import History
+from gpumagic.heap.kinds import Graphs
 from gpumagic.heap.running_module import RunningModule
+from gpumagic.heap.storages import COMPONENTS, local_of
+from gpumagic.memory.ledger import Ledger
 
-
-class History(Protocol):
-    """What is told."""
-
-    module: int | None
-    """Whose are the blocks that are asked for from now on."""
-
-    def own(self, key: int, module: int) -> None:
-        """Say whose a storage is that is in use."""
+CALLED = "__dry_run__"
+RETURNED = "the model"
+"""What a model is called that a function returns."""
 
 
 class Modules(RunningModule):
-    """The modules of one run, by number.
+    """Marks blocks in the ledger while the cell runs.
 
     Args:
-        history: what is told.
-        key_of: tells the storage of a tensor, if it is on the device of the dry run; else 0.
+        ledger: where.
+        key_of: what the ledger calls a tensor's storage; 0 for one that is not on the device of the dry run.
     """
 
-    def __init__(self, history: History, key_of: Callable[[torch.Tensor], int]) -> None:
-        super().__init__(lambda number: setattr(history, "module", number))
-        self._history = history
+    def __init__(self, ledger: Ledger | History, key_of: Callable[[torch.Tensor], int]) -> None:
+        super().__init__(lambda number: setattr(ledger, "module", number))
+        self._ledger = ledger
         self._key_of = key_of
         self._owners: dict[int, int] = {}
+        self._leaves: dict[torch.Tensor, int] = {}
+        """The parameters and whose they are, once the cell has ended: until then nothing keeps one alive."""
+
+    def watch(self, namespace: Mapping[str, Any]) -> None:
+        """Follow modules, optimizers and backward passes for the rest of the process."""
+        super().watch(namespace)
+        register_optimizer_step_post_hook(self._after_step)
+        for name in ("backward", "grad"):
+            setattr(torch.autograd, name, self._around(getattr(torch.autograd, name)))
 
     def look_around(self, namespace: Mapping[str, Any]) -> list[str]:
-        """Say whose the parameters, gradients and optimizers' state are; return the modules' names by number."""
+        """Mark at the end what no hook saw, and what graphs still keep; return the modules' names by number."""
         self.name_all(namespace)
-        for module, _ in self.numbered():
+        for module, number in self.numbered():
             self.entered(module)
-        of_leaf = {
-            leaf: number for module, number in self.numbered() for leaf in module._parameters.values()
-            if leaf is not None
-        }  # fmt: skip
-        for leaf, number in of_leaf.items():
-            if leaf.grad is not None:
-                self._own(leaf.grad, number)
+            self._leaves |= {leaf: number for leaf in module._parameters.values() if leaf is not None}
+        roots = []
         for each in gc.get_objects():
-            if issubclass(type(each), torch.optim.Optimizer):
-                for leaf, state in each.state.items():
-                    for value in state.values() if isinstance(state, dict) and leaf in of_leaf else ():
-                        self._own(value, of_leaf[leaf])
+            kind = type(each)
+            if issubclass(kind, nn.Parameter):
+                self._leaf(each)
+            elif issubclass(kind, nn.Module):
+                self._tensors_of(each)
+            elif issubclass(kind, torch.optim.Optimizer):
+                self._after_step(each)
+            elif kind is torch.Tensor:
+                with contextlib.suppress(RuntimeError):  # a view of what was changed in place since, as FSDP has
+                    roots += [each.grad_fn] if each.grad_fn is not None else []
+        graph = Graphs().walk(*roots)
+        for each in graph.tensors if graph is not None else ():
+            self._mark(each, "parameters" if isinstance(each, nn.Parameter) else "activations")
         return self.names
 
-    def entered(self, module: torch.nn.Module) -> None:
-        """Say whose its parameters and buffers are."""
+    def entered(self, module: nn.Module) -> None:
+        """Say what its parameters and buffers are, and whose."""
         number = self.number(module)
-        for kind in "_parameters", "_buffers":
-            for each in (vars(module).get(kind) or {}).values():
-                self._own(each, number)
+        for each in self._tensors_of(module):
+            self._own(each, number)
+
+    def _tensors_of(self, module: nn.Module) -> list[torch.Tensor]:
+        """Mark and return a module's own parameters and buffers."""
+        found = []
+        for kind in "parameters", "buffers":
+            for each in (vars(module).get(f"_{kind}") or {}).values():
+                self._mark(each, kind)
+                found.append(each)
+        return found
+
+    def _mark(self, tensor: object, kind: str) -> None:
+        for key in self._keys(tensor):
+            self._ledger.mark(key, kind)
 
     def _own(self, tensor: object, number: int) -> None:
-        for each in with_storages(tensor):
-            key = self._key_of(each)
-            if key and self._owners.get(key) != number:
+        for key in self._keys(tensor):
+            if self._owners.get(key) != number:
                 self._owners[key] = number
-                self._history.own(key, number)
+                self._ledger.own(key, number)
+
+    def _keys(self, tensor: object) -> list[int]:
+        with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
+            return [key for each in with_storages(tensor) if (key := self._key_of(each))]
+
+    def _leaf(self, leaf: torch.Tensor) -> None:
+        if isinstance(leaf, nn.Parameter):
+            self._mark(leaf, "parameters")
+        if leaf.is_leaf and leaf.grad is not None:
+            self._mark(leaf.grad, "gradients")
+            if leaf in self._leaves:
+                self._own(leaf.grad, self._leaves[leaf])
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for leaf, state in optimizer.state.items():
+            for value in state.values() if isinstance(state, dict) else ():
+                self._mark(value, "optimizer state")
+                if leaf in self._leaves:
+                    self._own(value, self._leaves[leaf])
+        for group in optimizer.param_groups:
+            for leaf in group["params"]:
+                self._mark(leaf, "parameters")
+                self._leaf(leaf)
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            leaves = list(leaves_of(args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))))
+            for leaf in leaves:
+                self._leaf(leaf)
+            self._ledger.mark_activations()
+            self._ledger.in_backward += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._ledger.in_backward -= 1
+                for leaf in leaves:
+                    self._leaf(leaf)
+
+        return watched
+
+
+def with_storages(tensor: object) -> Iterator[torch.Tensor]:
+    """Yield a tensor if it has a storage, what a sparse one consists of, and what this process has of a DTensor.
+
+    One that stands for another inside `vmap` or `grad`, or for one of a lazy module to come, has none.
+    """
+    if not isinstance(tensor, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return
+    if is_lazy(tensor):
+        return
+    tensor = local_of(tensor)
+    assert isinstance(tensor, torch.Tensor)
+    if tensor.layout is torch.strided:
+        yield tensor
+    for name in COMPONENTS.get(str(tensor.layout), ()):
+        yield getattr(tensor, name)()
+
+
+def leaves_of(roots: Any) -> Iterator[torch.Tensor]:
+    """Yield the leaves that a backward pass from these tensors reaches."""
+    tensors = roots if isinstance(roots, list | tuple) else [roots]
+    todo = [each.grad_fn for each in tensors if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+
+
+class Models:
+    """Finds the models of a run.
+
+    Args:
+        namespace: where the cell runs; a function that it calls in place of code is seen to return.
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+        self._returned: list[dict[str, Any]] = []
+        if CALLED in namespace:
+            function = namespace[CALLED]
+
+            def called() -> object:
+                made = function()
+                if isinstance(made, nn.Module):
+                    self._returned.append(_described(RETURNED, made))
+                return made
+
+            namespace[CALLED] = called
+
+    def as_data(self) -> list[dict[str, Any]]:
+        """Return the models as plain data: those with tensors that are part of no other one."""
+        named: dict[int, tuple[str, nn.Module]] = {}
+        for name, value in self._namespace.items():
+            if isinstance(value, nn.Module) and not name.startswith("_"):
+                named.setdefault(id(value), (name, value))
+        inner = {id(each) for _, module in named.values() for each in module.modules() if each is not module}
+        found = [_described(name, module) for key, (name, module) in named.items() if key not in inner]
+        return [each for each in (*self._returned, *found) if each["groups"]]
+
+
+def _described(name: str, module: nn.Module) -> dict[str, Any]:
+    """Return what a model is and how often each kind of tensor is in it; shared ones count once."""
+    linear = _quantizable(module)
+    groups: Counter[tuple[Any, ...]] = Counter()
+    for role, tensors in (("parameter", module.parameters()), ("buffer", module.buffers())):
+        for each in tensors:
+            if not is_lazy(each):  # else its module has not run, so it has no shape
+                dtype, device = str(each.dtype).removeprefix("torch."), str(each.device)
+                is_linear = id(each) in linear
+                groups[role, dtype, each.itemsize, tuple(each.shape), each.requires_grad, device, is_linear] += 1
+    return {"name": name, "kind": type(module).__name__, "groups": [[*key, times] for key, times in groups.items()]}
+
+
+def _quantizable(module: nn.Module) -> set[int]:
+    """Return the weights that bitsandbytes makes smaller: those of linear layers, but for the last, the output."""
+    head = _output(module)
+    taken = {
+        id(each.weight)
+        for each in module.modules()
+        if isinstance(each, nn.Linear) and each is not head and isinstance(each.weight, torch.Tensor)
+    }
+    shared = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    return taken - shared
+
+
+def _output(module: nn.Module) -> Any:
+    """Return the layer that transformers leaves as it is when it loads a model in int8 or int4."""
+    outputs: Any = module
+    with contextlib.suppress(Exception):  # a `__getattr__` of the user's may raise anything
+        head = outputs.get_output_embeddings()
+        if head is not None:
+            return head
+    with contextlib.suppress(Exception):
+        return outputs.lm_head
+    return None

@@ -1,12 +1,12 @@
 """A dry run on fake tensors, where torch has no CUDA: every operator on the device is answered by shape.
 
-run.py           one dry run, from unpacking the notebook to the outcome
-allocator.py     where an allocator would put each block, and when it would give up
+run.py           one dry run
+allocator.py     where an allocator would put each block, and when it would give up; the ledger of that
 backend.py       makes torch believe in the device; `names.py` lets it go by the name of CUDA's
 operators.py     answers every operator on the device by shape; `calls.py` is one operator's call
 plans.py         what an operator returned for operands of some metadata, kept
-scratch.py       what CUDA's kernels allocate besides their results; `attention.py` those of attention, and which
-contents.py      asks for the few small values that are known
+scratch.py       what CUDA's kernels allocate besides their results, and which of attention's are run
+contents.py      asks for the few small values that are known, and sizes results by them
 autocast.py      the device's autocast
 collectives.py   copies of one tensor to many devices, and back
 """

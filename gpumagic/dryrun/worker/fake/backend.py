@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.worker.fake.accounts import FakeLedger
+from gpumagic.dryrun.worker.fake.allocator import FakeLedger
 
 OURS = "dryrun"
 """The device's name where CUDA's is taken by torch's own."""

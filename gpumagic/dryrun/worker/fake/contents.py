@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gpumagic.dryrun.worker.fake.calls import Call
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.known import LARGEST, Known
 from gpumagic.dryrun.worker.storages import Storages, key_of
@@ -58,3 +59,37 @@ class Contents:
         """Return how many elements a mask selects."""
         value = self.known.of(mask)
         return self.guesses.selected(mask.numel()) if value is None else int(value.count_nonzero())
+
+    # ---- Results that are as large as values say
+
+    def indices(self, call: Call, here: torch.device) -> list[torch.Tensor | None]:
+        """Return the indices as the device's kernel gets them: on the device, masks turned into positions."""
+        moved: list[torch.Tensor | None] = []
+        for index in next(value for argument, value in call.named() if argument.name == "indices"):
+            if index is None or index.dtype not in {torch.bool, torch.uint8}:
+                moved.append(index if index is None else index.to(here))
+                continue
+            count = self.selected(index)
+            moved += [torch.empty(count, dtype=torch.int64, device=here) for _ in range(index.dim())]
+        return moved
+
+    def positions(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what `nonzero` returns."""
+        value = self.known.of(tensor)
+        if value is not None:
+            return value.nonzero().to(tensor.device)
+        count = self.selected(tensor)
+        # CUDA's and the CPU's kernels both lay the positions out by dimension.
+        return torch.empty(tensor.dim(), count, dtype=torch.int64, device=tensor.device).t()
+
+    def masked(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return what `masked_select` returns."""
+        whole = torch.broadcast_tensors(mask, tensor)[0]
+        return torch.empty(self.selected(whole), dtype=tensor.dtype, device=tensor.device)
+
+    def unique(self, tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+        """Return what `unique` returns."""
+        found = max(1, self.guesses.selected(tensor.numel())) if tensor.numel() else 0
+        flat = torch.empty(found, dtype=tensor.dtype, device=tensor.device)
+        index = torch.empty(tensor.shape, dtype=torch.int64, device=tensor.device)
+        return flat, index, torch.empty(found, dtype=torch.int64, device=tensor.device)

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake import collectives
-from gpumagic.dryrun.worker.fake.attention import attention
 from gpumagic.dryrun.worker.fake.backend import OURS, DeviceModule, Event, Stream, current_stream, stream
+from gpumagic.dryrun.worker.fake.scratch import attention
 from gpumagic.memory.devices import Device
 
 _REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")

@@ -3,7 +3,7 @@
 torch decides above this what an operator is made of, by the same code as for a real out-of-tree device, since the
 tensors are plain ones of that device. What arrives here are the kernels. Views are made by the CPU's own kernels,
 which only touch sizes; everything else runs on meta tensors, and its results are given storages of their own.
-Operators whose results are as large as values say (masks, positions, distinct values) are `Selections`.
+Operators whose results are as large as values say (masks, positions, distinct values) are in `contents.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.worker.fake.accounts import FakeLedger
+from gpumagic.dryrun.worker.fake.allocator import FakeLedger
 from gpumagic.dryrun.worker.fake.backend import DeviceModule
 from gpumagic.dryrun.worker.fake.calls import Call
 from gpumagic.dryrun.worker.fake.contents import Contents
@@ -66,7 +66,6 @@ class Operators:
         self._storages = storages
         self._ledger = ledger
         self._contents = contents
-        self._selections = Selections(contents)
         self._name = torch._C._get_privateuse1_backend_name()
         self._special: dict[str, Callable[..., Any]] = {
             "aten::empty.memory_format": self._empty,
@@ -82,9 +81,9 @@ class Operators:
             "aten::_thnn_fused_gru_cell": gru_cell,
             "aten::_thnn_fused_gru_cell_backward": gru_cell_backward,
             "aten::_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
-            "aten::nonzero": self._selections.positions,
-            "aten::masked_select": self._selections.masked,
-            "aten::_unique2": self._selections.unique,
+            "aten::nonzero": contents.positions,
+            "aten::masked_select": contents.masked,
+            "aten::_unique2": contents.unique,
             "aten::_amp_foreach_non_finite_check_and_unscale_": lambda *_: assume(_FINITE),
             "aten::convolution_overrideable": self._renamed(aten.convolution.default),
             "aten::convolution_backward_overrideable": self._convolution_backward,
@@ -235,7 +234,7 @@ class Operators:
         """Whether another call of the same metadata does the same."""
         fills = self._is_cuda and call.fills_by_mask()
         if call.is_indexing and not fills:
-            indices = self._selections.indices(call, torch.device(self._name, call.device))
+            indices = self._contents.indices(call, torch.device(self._name, call.device))
             is_like_others = call.set("indices", indices)
         device = call.device if call.device is not None else self._device(call.asked_for)
         if fills:
@@ -282,49 +281,6 @@ def taken_apart() -> list[Operator]:
             names.add(name.removeprefix("aten::"))
     split = (name.partition(".") for name in sorted(names))
     return [Operator(getattr(getattr(aten, base), overload or "default")) for base, _, overload in split]
-
-
-class Selections:
-    """Sizes such results by what is known of the values, or assumed.
-
-    Args:
-        contents: knows small values, and says what is assumed for the others.
-    """
-
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
-
-    def indices(self, call: Call, here: torch.device) -> list[torch.Tensor | None]:
-        """Return the indices as the device's kernel gets them: on the device, masks turned into positions."""
-        moved: list[torch.Tensor | None] = []
-        for index in next(value for argument, value in call.named() if argument.name == "indices"):
-            if index is None or index.dtype not in {torch.bool, torch.uint8}:
-                moved.append(index if index is None else index.to(here))
-                continue
-            count = self._contents.selected(index)
-            moved += [torch.empty(count, dtype=torch.int64, device=here) for _ in range(index.dim())]
-        return moved
-
-    def positions(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what `nonzero` returns."""
-        value = self._contents.known.of(tensor)
-        if value is not None:
-            return value.nonzero().to(tensor.device)
-        count = self._contents.selected(tensor)
-        # CUDA's and the CPU's kernels both lay the positions out by dimension.
-        return torch.empty(tensor.dim(), count, dtype=torch.int64, device=tensor.device).t()
-
-    def masked(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return what `masked_select` returns."""
-        whole = torch.broadcast_tensors(mask, tensor)[0]
-        return torch.empty(self._contents.selected(whole), dtype=tensor.dtype, device=tensor.device)
-
-    def unique(self, tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
-        """Return what `unique` returns."""
-        found = max(1, self._contents.guesses.selected(tensor.numel())) if tensor.numel() else 0
-        flat = torch.empty(found, dtype=tensor.dtype, device=tensor.device)
-        index = torch.empty(tensor.shape, dtype=torch.int64, device=tensor.device)
-        return flat, index, torch.empty(found, dtype=torch.int64, device=tensor.device)
 
 
 def gru_cell(_input_gates: Any, _hidden_gates: Any, hx: Any, *_: Any) -> tuple[Any, ...]:

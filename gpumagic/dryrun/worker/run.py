@@ -1,0 +1,280 @@
+"""One dry run, in a process of its own: what both engines do from unpacking the notebook to the outcome."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import builtins
+import io
+import pickle
+import random
+import re
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from gpumagic.dryrun import parts
+from gpumagic.dryrun.worker import deferred_fills
+from gpumagic.dryrun.worker.cell import Lines, Notes
+from gpumagic.dryrun.worker.cuda.history import History
+from gpumagic.dryrun.worker.deferred_fills import DeferredFills
+from gpumagic.dryrun.worker.guesses import Guesses
+from gpumagic.dryrun.worker.modules import Models, Modules
+from gpumagic.dryrun.worker.noted import Numbers
+from gpumagic.dryrun.worker.passes import File, Passes
+from gpumagic.dryrun.worker.sandbox import Magics
+from gpumagic.memory import ledger
+from gpumagic.memory.ledger import Ledger, Peak
+
+Outcome = dict[str, Any]
+
+
+class Run:
+    """The devices and all that watches them; an engine fills in what it does another way.
+
+    Args:
+        request: what `dryrun.run` sends: see there.
+        send: sends the outcome and ends the process.
+    """
+
+    def __init__(self, request: dict[str, Any], send: Callable[[Outcome], None]) -> None:
+        self.request = request
+        self.send = send
+        self.notes = Notes()
+        self.lines = Lines(request["filename"], request["sources"])
+        self.passes = Passes(request["filename"], request["sources"])
+        self.guesses = Guesses(request, self.notes.assume, self.lines.reading)
+        self.is_brief = request["is_brief"]  # only the figures are wanted, not the history
+        self.kept: list[torch.Tensor] = []
+        """What the notebook holds besides what was sent."""
+        self.clock = Clock(request["time_limit"], self._look, self.out_of_time)
+        self.names: list[str] = []
+        self.namespace: dict[str, Any] = {}
+
+    def unpack(self, coming: Callable[[parts.StoragePart], AbstractContextManager[object]]) -> None:
+        """Put what the notebook sent into the scopes it is of, of which the first is the cell's.
+
+        Args:
+            coming: returns what a storage on a device is made in.
+        """
+        parts.coming, parts.find_code = coming, self.passes.find_code
+        scopes: list[dict[str, Any]] = [{"__builtins__": builtins} for _ in range(self.request["scopes"])]
+        reading = _Unpickler(io.BytesIO(self.request["data"]), scopes)
+        while True:
+            try:
+                index, name, value = reading.load()
+            except EOFError:
+                break
+            scopes[index][name] = value
+        self.namespace = scopes[0]
+
+    def execute(self, watched: Ledger | History, key_of: Callable[[torch.Tensor], int]) -> None:
+        """Run the cell and send the outcome, as plain data.
+
+        Args:
+            watched: is told what the blocks are.
+            key_of: what it calls a tensor's storage; 0 for one that is not on the device of the dry run.
+        """
+        self.fills = DeferredFills(self.guesses.fill, draws=not self.request["guess"])
+        self.fills.install()
+        self.guesses.leave = self.fills.leave
+        Numbers(self.guesses).install()
+        self.notes.effects.clear()
+        self._prepare()
+        self.models = Models(self.namespace)
+        self.modules = Modules(watched, key_of)
+        if not self.is_brief:
+            self.modules.watch(self.namespace)
+        source, filename = self.request["source"], self.request["filename"]
+        self.clock.start()
+        self.begin()
+        try:
+            code = None if source is None else compiled(source, filename, self.passes.change)
+            with self.following():
+                if code is None:
+                    self.namespace["__dry_run__"]()
+                elif code.co_flags & 0x80:  # it awaits something
+                    asyncio.run(eval(code, self.namespace))  # noqa: S307  # the user's own cell
+                else:
+                    exec(code, self.namespace)  # noqa: S102  # the user's own cell
+        except SystemExit:
+            pass
+        except BaseException as error:
+            self.send(self.failed(error))
+        self.send(self.outcome(None, ()))
+
+    def _prepare(self) -> None:
+        """Let the cell find what it would in the notebook: variables, a shell, the random generators' state."""
+        request, namespace = self.request, self.namespace
+        shell = Magics(namespace, self.notes.effect)
+        namespace.update({**request["values"], "__name__": "__main__"})
+        namespace.setdefault("display", lambda *_, **__: None)
+        namespace["get_ipython"] = lambda: shell
+        random.setstate(request["random"])
+        state = torch.frombuffer(bytearray(request["torch_random"]), dtype=torch.uint8)
+        torch.random.default_generator.set_state(state)
+        if request["numpy_random"] is not None and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(request["numpy_random"])
+
+    def failed(self, error: BaseException) -> Outcome:
+        """Return the outcome of a cell that raised."""
+        return self.outcome(self.failure(error), lines_of(traceback.extract_tb(error.__traceback__)))
+
+    def _look(self) -> tuple[list[int], int, int]:
+        return (self.passes.runs(), *self.allocated())
+
+    def out_of_time(self, frame: types.FrameType | None) -> None:
+        """Tell how far it came."""
+        self.stop(lines_of(traceback.extract_stack(frame)))
+
+    def stop(self, running: list[File]) -> None:
+        """Send what is known so far."""
+        seconds = self.request["time_limit"]
+        self.notes.not_known(f"what the cell needs later: it was run for {seconds:g} s and not to its end")
+        flat = self.passes.flat(self.clock.flat_from())
+        self.send({**self.outcome(None, running), "is_open": True, "flat": flat})
+
+    def outcome(self, error: dict[str, Any] | None, running: Iterable[File]) -> Outcome:
+        """Return all that is told.
+
+        Args:
+            error: how the cell failed.
+            running: the lines that run, or ran when it failed.
+        """
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if self.fills.draws_others:
+            self.notes.assume(deferred_fills.OTHERS)
+        book, devices, others = self.account(error)
+        for device, told in enumerate(devices):
+            account = book.accounts[device] if book.accounts else None
+            told["at"] = ledger.point(Peak() if account is None else account.peak)
+            if account is not None:
+                told["failure"] = None if account.failure is None else ledger.point(account.failure)
+            told["breakdown"] = {} if account is None else book.breakdown(device)
+            told["modules"] = [] if account is None or self.is_brief else book.by_module(device, self.names)
+        return {
+            "devices": devices, "lines": ledger.line_rows(book), "timeline": ledger.timeline(book), "error": error,
+            "operators": book.operators, "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
+            "effects": list(self.notes.effects), "passes": self.passes.counts(running), "is_open": False,
+            **self.guesses.told(), "models": self.models.as_data(), "versions": {"torch": torch.__version__}, **others,
+        }  # fmt: skip
+
+    # ---- What an engine does
+
+    def begin(self) -> None:
+        """Begin with the cell."""
+
+    def following(self) -> AbstractContextManager[object]:
+        """Return what the cell is run in."""
+        return nullcontext()
+
+    def failure(self, error: BaseException) -> dict[str, Any]:
+        """Return how the cell failed."""
+        return failure(error, self.request["filename"])
+
+    def allocated(self) -> tuple[int, int]:
+        """Return the peak and the allocated bytes of all devices."""
+        raise NotImplementedError
+
+    def account(self, error: dict[str, Any] | None) -> tuple[Ledger, list[dict[str, Any]], Outcome]:
+        """Return the book of blocks, without devices where there is none, each device's figures, and what else is told.
+
+        Args:
+            error: how the cell failed.
+        """
+        raise NotImplementedError
+
+
+class Clock:
+    """Ends a run when its time is up, and until then looks now and then at what it has allocated.
+
+    Args:
+        seconds: its time.
+        look: returns how often each loop was run, and the peak and the allocated bytes of all devices.
+        end: called with the running frame when the time is up.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        look: Callable[[], tuple[list[int], int, int]],
+        end: Callable[[types.FrameType | None], None],
+    ) -> None:
+        self._until = time.monotonic() + seconds
+        self._look = look
+        self._end = end
+        self._seen: list[tuple[list[int], int, int]] = []
+
+    def start(self) -> None:
+        """Begin to look."""
+        signal.signal(signal.SIGALRM, self._ring)
+        signal.siginterrupt(signal.SIGALRM, False)  # C code that waits for something goes on
+        signal.setitimer(signal.ITIMER_REAL, _TICK, _TICK)
+
+    def _ring(self, _: int, frame: types.FrameType | None) -> None:
+        if time.monotonic() >= self._until:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._end(frame)
+            return
+        self._seen.append(self._look())
+
+    def flat_from(self) -> list[int | None]:
+        """Return for each loop the pass after which none took more memory; None where that was not seen.
+
+        Neither the peak may have grown since, nor what was found allocated, which is beneath it, in the later half.
+        """
+        now, peak, _ = self._look()
+        later = [(runs, allocated) for runs, highest, allocated in self._seen if highest == peak]
+        half = len(later) // 2
+        if not half or max(each[1] for each in later[half:]) > max(each[1] for each in later[:half]):
+            return [None] * len(now)
+        first = [*later[0][0], *[0] * (len(now) - len(later[0][0]))]
+        return [begun + 1 if run >= _OFTEN * (begun + 1) else None for begun, run in zip(first, now, strict=True)]
+
+
+_TICK = 0.05
+"""Seconds between two looks."""
+_OFTEN = 4
+"""How many times as many passes must have been run as those that are said to have needed all."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: io.BytesIO, scopes: list[dict[str, Any]]) -> None:
+        super().__init__(data)
+        self._scopes = scopes
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._scopes[pid[1]]
+
+
+def compiled(source: str, filename: str, change: Callable[[ast.Module], ast.Module]) -> types.CodeType:
+    """Return the cell's code, its syntax tree changed first."""
+    tree = change(ast.parse(source, filename))
+    code = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    assert isinstance(code, types.CodeType)
+    return code
+
+
+def lines_of(stack: traceback.StackSummary) -> list[File]:
+    """Return the file and line of each frame."""
+    return [(each.filename, each.lineno or 0) for each in stack]
+
+
+def failure(error: BaseException, filename: str, line: int | None = None) -> dict[str, Any]:
+    """Return how the cell failed; ``line`` is what is known where no frame of the cell is in the traceback."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == filename:
+            line = frame.lineno
+    refused = isinstance(error, parts.CannotDryRun)
+    text = next(iter(str(error).strip().splitlines()), "")
+    without_shape = re.match(r"(\S+): attempted to run this operator with Meta tensors", text)
+    if without_shape is not None:  # torch's own words for an operator that is not answered by shape
+        refused, text = True, f"what {without_shape[1]} returns depends on values"
+    return {"kind": type(error).__name__, "text": text, "line": line, "refused": refused}
