@@ -4,8 +4,8 @@ In that process torch knows the device, its tensors are plain ones, its optimize
 torch's own; only the kernels are answered by shape. The CPU is real, so data loaders, shuffling and `.tolist()` do
 what they do. Nothing of the notebook changes.
 
-    script.py      what runs; `targets.py` says on which devices, `engine.py` what answers
-    run.py         the request to the worker
+    script.py      what runs; `targets.py` says on which devices, and what answers
+    run.py         the request to the worker, of one rank or of those of many that may differ
     scenarios.py   the same with other values in place of those that are not known
     verdict.py     what the answer means
     fitting.py     the largest value of a setting with which a cell fits
@@ -14,7 +14,7 @@ what they do. Nothing of the notebook changes.
     client.py      the parent's end of the worker process
     worker/        what runs in that process
     report.py      the records; `view.py` shows them, `chrome.py` writes trace events
-    models.py      the models of a cell, and what they take in other types; `models_view.py` shows that
+    models.py      the models of a cell, and what they take in other types
 """
 
 from __future__ import annotations

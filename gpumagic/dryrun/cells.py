@@ -33,9 +33,18 @@ def dry_run_cell(shell: InteractiveShell, options: Namespace, body: str | None) 
         OptionError: there is no body, or what it needs is not there.
         GpuMagicError: as `gpumagic.dry_run`.
     """
+    from gpumagic.notebook.cells import running_cell
+
+    info = running_cell(shell)
+    cell = "" if info is None else info.raw_cell
     if body is None:
-        body = _below_its_line(shell)
-    script = script_of(body, _lines_above(shell, body))
+        line = re.search(r"(?m)^[ \t]*%%dryrun(?!\S).*$", cell)
+        if line is None or not cell[line.end() :].strip():
+            raise OptionError("a dry run needs the whole cell: write %%dryrun on its first line")
+        body = cell[line.end() + 1 :]
+    text, whole = body.rstrip(), cell.rstrip()
+    above = whole.removesuffix(text).count("\n") if whole.endswith(text) else 0
+    script = script_of(body, above)  # the report counts lines as the cell does
     gpu = None if options.gpu is None else " ".join(options.gpu)
     target = targets.choose(None, options.capacity, gpu, options.ranks)
     if options.fit is not None:
@@ -57,29 +66,6 @@ def show_and_check(report: DryRunReport) -> None:
         raise GpuMagicError(f"not run: {why[:1].lower()}{why[1:]}")
 
 
-def _below_its_line(shell: InteractiveShell) -> str:
-    cell = _running_text(shell)
-    found = re.search(r"(?m)^[ \t]*%%dryrun(?!\S).*$", cell)
-    if found is None or not cell[found.end() :].strip():
-        raise OptionError("a dry run needs the whole cell: write %%dryrun on its first line")
-    return cell[found.end() + 1 :]
-
-
-def _running_text(shell: InteractiveShell) -> str:
-    from gpumagic.notebook.cells import running_cell
-
-    info = running_cell(shell)
-    return "" if info is None else info.raw_cell
-
-
-def _lines_above(shell: InteractiveShell, body: str) -> int:
-    """Return how many lines of the running cell stand above the body, so that the report counts as the cell does."""
-    cell, text = _running_text(shell).rstrip(), body.rstrip()
-    if not cell.endswith(text):
-        return 0
-    return cell[: len(cell) - len(text)].count("\n")
-
-
 SECONDS = 30.0
 """How long all dry runs of one question may take."""
 
@@ -90,21 +76,21 @@ class OtherValues:
     """Dry-runs code with one number changed.
 
     Args:
-        knob: the number.
-        imagine: returns the code, or a callable, and the variables that a value comes with.
+        setting: the number.
+        with_value: returns the code, or a callable, and the variables that a value comes with.
         namespace: the names that the code sees.
         seconds: how long the first dry run may take, and how long all others together.
     """
 
     def __init__(
         self,
-        knob: Setting,
-        imagine: Callable[[int], tuple[What, Mapping[str, object]]],
+        setting: Setting,
+        with_value: Callable[[int], tuple[What, Mapping[str, object]]],
         namespace: Mapping[str, Any],
         seconds: float = SECONDS,
     ) -> None:
-        self.knob = knob
-        self._imagine, self._namespace, self._seconds = imagine, namespace, seconds
+        self.setting = setting
+        self._with_value, self._namespace, self._seconds = with_value, namespace, seconds
         self._until: float | None = None
 
     def dry_run(self, value: int, only: Any = None) -> DryRunReport:
@@ -116,7 +102,7 @@ class OtherValues:
         left = self._seconds if self._until is None else self._until - time.monotonic()
         if left <= 0:
             raise DryRunUnavailable(f"the dry runs took more than {self._seconds:g} s")
-        what, values = self._imagine(value)
+        what, values = self._with_value(value)
         report = run.dry_run(
             script_of(what), self._namespace, targets.choose(None, None), values=values, time_limit=left, only=only
         )
@@ -137,23 +123,14 @@ class OtherValues:
         Raises:
             GpuMagicError: it cannot be dry-run, or there is no time left.
         """
-        return fitting.search(self.dry_run, self.knob.name, self.knob.value, self.dry_run)
+        return fitting.search(self.dry_run, self.setting.name, self.setting.value, self.dry_run)
 
 
-def with_other_values(
-    source: str, knob: Setting, namespace: Mapping[str, Any], seconds: float = SECONDS
-) -> OtherValues:
-    """Return the question for a cell's text.
+def with_other_values(source: str, setting: Setting, namespace: Mapping[str, Any]) -> OtherValues:
+    """Return the question for a cell's text and a number in it, or in the notebook."""
 
-    Args:
-        source: the text.
-        knob: the number in it, or in the notebook.
-        namespace: the notebook's.
-        seconds: as for `OtherValues`.
-    """
-
-    def imagine(value: int) -> tuple[What, Mapping[str, object]]:
-        text, values = knob.with_value(value)
+    def with_value(value: int) -> tuple[What, Mapping[str, object]]:
+        text, values = setting.with_value(value)
         return source if text is None else text, values
 
-    return OtherValues(knob, imagine, namespace, seconds)
+    return OtherValues(setting, with_value, namespace)

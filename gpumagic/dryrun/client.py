@@ -31,7 +31,11 @@ class Worker:
             raise DryRunUnavailable("a dry run needs a system that can fork; on Windows, use it in WSL")
         import socket
 
-        ours, theirs = socket.socketpair()
+        # An environment in which torch finds no device of this machine: none at all, or fake CUDA devices.
+        ours = {name: value for name, value in os.environ.items() if name not in {"GPUMAGIC_SIMGPU", *_HIDDEN}}
+        devices = fakecuda.environment() if engine == "cuda" else dict.fromkeys(_HIDDEN, "")
+        settings = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "MPLBACKEND": "Agg", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        here, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
             code = (
@@ -39,10 +43,10 @@ class Worker:
                 f"from gpumagic.dryrun.worker.process import main; main({descriptor})"
             )
             self._process = subprocess.Popen(  # noqa: S603  # our own Python and our own code
-                [sys.executable, "-c", code], pass_fds=[descriptor], env=_environment(engine),
+                [sys.executable, "-c", code], pass_fds=[descriptor], env={**ours, **devices, **settings},
                 start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
-        self._connection: Connection = Connection(ours.detach())
+        self._connection: Connection = Connection(here.detach())
         self._owner = os.getpid()
 
     @property
@@ -58,7 +62,7 @@ class Worker:
         """Return the outcome of a dry run for each variant; ``{"ended": sentence}`` where it gave none."""
         try:
             self._connection.send_bytes(pickle.dumps((request, variants), protocol=5))
-            return [self._outcome(int(request["time_limit"]) + _STARTING) for _ in variants]
+            return [json.loads(self._receive(int(request["time_limit"]) + _STARTING)) for _ in variants]
         except TimeoutError:
             self.close()
             return [{"ended": "the dry run's worker gave no answer and was stopped"}] * len(variants)
@@ -69,12 +73,6 @@ class Worker:
             self.close()
             raise
 
-    def _outcome(self, seconds: int) -> dict[str, Any]:
-        if not self._wait(seconds):
-            raise TimeoutError
-        answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
-        return answer
-
     def close(self) -> None:
         """End the process."""
         self._connection.close()
@@ -83,15 +81,16 @@ class Worker:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _wait(self, seconds: int) -> bool:
-        if self._connection.poll(1.0):
-            return True
-        with progress.elapsed("dry run") as tick:
-            for _ in range(seconds):
-                tick()
-                if self._connection.poll(1.0):
-                    return True
-        return False
+    def _receive(self, seconds: int) -> bytes:
+        if not self._connection.poll(1.0):
+            with progress.elapsed("dry run") as tick:
+                for _ in range(seconds):
+                    tick()
+                    if self._connection.poll(1.0):
+                        break
+                else:
+                    raise TimeoutError
+        return self._connection.recv_bytes()
 
 
 _workers: dict[str, Worker] = {}
@@ -126,12 +125,3 @@ def close() -> None:
     while _workers:
         _workers.popitem()[1].close()
     atexit.unregister(close)
-
-
-def _environment(engine: str) -> dict[str, str]:
-    """Return an environment in which torch finds no device of this machine: none at all, or fake CUDA devices."""
-    hidden = {"GPUMAGIC_SIMGPU", *_HIDDEN}
-    ours = {name: value for name, value in os.environ.items() if name not in hidden}
-    devices = fakecuda.environment() if engine == "cuda" else dict.fromkeys(_HIDDEN, "")
-    return {**ours, **devices, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "MPLBACKEND": "Agg",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip

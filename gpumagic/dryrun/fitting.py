@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.dryrun import scenarios, targets
-from gpumagic.dryrun.report import DryRunReport, Search, Trial
+from gpumagic.dryrun.report import DryRunReport, Search, Trial, peak_of, reserved_of
 from gpumagic.dryrun.verdict import shortcoming
 from gpumagic.options import PER_NODE, Ranks, number_of_ranks
 from gpumagic.report import progress
@@ -94,7 +94,7 @@ def _fewest(dry_run: Callable[[Ranks], DryRunReport], now: Ranks, seconds: float
             reason = _obstacle(runs[value], f"on {value:,} GPUs ", is_first=len(runs) == 1)
             if high is None:
                 value *= 2
-                smaller = len(failing) > 1 and _peak(runs[low]) > (1 - PRECISION) * _peak(runs[sorted(failing)[-2]])
+                smaller = len(failing) > 1 and peak_of(runs[low]) > (1 - PRECISION) * peak_of(runs[sorted(failing)[-2]])
                 reason = reason or (f"more GPUs hardly help, up to {low:,}" if smaller else "")
             else:
                 value = (low + high) // 2
@@ -103,9 +103,8 @@ def _fewest(dry_run: Callable[[Ranks], DryRunReport], now: Ranks, seconds: float
             if value not in runs and time.monotonic() > deadline:
                 reason = reason or f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
     best = min((each for each, report in runs.items() if report.fits), default=None)
-    trials = [Trial(each, _peak(report), report.fits, shortcoming(report)) for each, report in sorted(runs.items())]
     shown = runs[max(runs) if best is None else best]
-    return replace(shown, fewest=None if reason else best, search=Search(RANKS, now.world, tuple(trials), reason))
+    return replace(shown, fewest=None if reason else best, search=_search(RANKS, now.world, runs, reason))
 
 
 def search(
@@ -153,11 +152,17 @@ def search(
     low, high = _bracket(runs)
     found = low or None
     if reason or high is None:
-        found, reason = None, reason or _flat(runs, name)
+        first = next(value for value in sorted(runs) if peak_of(runs[value]) == peak_of(runs[max(runs)]))
+        beyond = "" if first == min(runs) else f"beyond {first:,} "
+        found, reason = None, reason or f"{beyond}{name} changes nothing, up to {max(runs):,}"
     best = found or (1 if high == 1 else now)
     shown = runs[best] if best in whole else dry_run(best)
-    trials = [Trial(each, _peak(report), report.fits, shortcoming(report)) for each, report in sorted(runs.items())]
-    return replace(shown, largest=found, search=Search(name, now, tuple(trials), reason))
+    return replace(shown, largest=found, search=_search(name, now, runs, reason))
+
+
+def _search(name: str, now: int, runs: Mapping[int, DryRunReport], reason: str) -> Search:
+    trials = [Trial(each, peak_of(report), report.fits, shortcoming(report)) for each, report in sorted(runs.items())]
+    return Search(name, now, tuple(trials), reason)
 
 
 def _obstacle(report: DryRunReport, where: str, *, is_first: bool) -> str:
@@ -167,19 +172,12 @@ def _obstacle(report: DryRunReport, where: str, *, is_first: bool) -> str:
     return "" if report.capacity is not None else f"the memory of {report.device} is not known: give it with --capacity"
 
 
-def _flat(runs: Mapping[int, DryRunReport], name: str) -> str:
-    """Return the sentence for a cell whose peak ends to grow before it is too large."""
-    first = next(value for value in sorted(runs) if _peak(runs[value]) == _peak(runs[max(runs)]))
-    beyond = "" if first == min(runs) else f"beyond {first:,} "
-    return f"{beyond}{name} changes nothing, up to {max(runs):,}"
-
-
 def _next(runs: Mapping[int, DryRunReport]) -> int | None:
     """Return the value to try next; None where the answer is known, or where the value changes nothing."""
     low, high = _bracket(runs)
     guess = _crossing(runs, low, high)
     if high is None:
-        is_flat = len({_peak(runs[each]) for each in sorted(runs)[-3:]}) == 1 and len(runs) > 2
+        is_flat = len({peak_of(runs[each]) for each in sorted(runs)[-3:]}) == 1 and len(runs) > 2
         return None if is_flat else min(max(guess or _FURTHER * low, _more(low)), _FURTHER * low)
     if high <= _more(low) or (runs[high].exceeds_host and high <= _ROUGHLY * low):
         return None
@@ -187,19 +185,14 @@ def _next(runs: Mapping[int, DryRunReport]) -> int | None:
         return low + 1
     if 2 * high > 3 * low and len(runs) > 4 and len(runs) % 2:  # a curve, which a line nears from one side only
         return max(low + 1, math.isqrt(low * high) if low else high // 4)
-    for value in (guess, _scaled(runs[high], high)):
+    # A smaller value that what the allocator reserved would let fit, if it went with the value: where blocks fall into
+    # segments badly, the line of what is allocated leads too high.
+    reserved = reserved_of(runs[high])
+    scaled = int(high * _room(runs[high]) / reserved) if reserved else None
+    for value in (guess, scaled):
         if value is not None and low <= value < high and _more(_more(low)) < high:
             return min(max(value, _more(low)), high - (_more(high) - high))
     return (low + high) // 2
-
-
-def _scaled(report: DryRunReport, value: int) -> int | None:
-    """Return a smaller value that what the allocator reserved would let fit, if it went with the value.
-
-    Where blocks fall into segments badly, the line of what is allocated leads too high.
-    """
-    reserved = report.reserved.get(report.device or "", 0)
-    return int(value * _room(report) / reserved) if reserved else None
 
 
 def _more(value: int) -> int:
@@ -234,7 +227,3 @@ def _crossing(runs: Mapping[int, DryRunReport], low: int, high: int | None) -> i
 
 def _room(report: DryRunReport) -> int:
     return (report.capacity or 0) - report.overhead[1]
-
-
-def _peak(report: DryRunReport) -> int:
-    return report.peak.get(report.device or "", 0)

@@ -105,7 +105,6 @@ class DtypeReport(Report[DtypeRow]):
     """What models take in each type of weights; activations and a cache of keys and values are not in it."""
 
     row_type: ClassVar[type[Any]] = DtypeRow
-    view_module: ClassVar[str] = "models_view"
 
     models: tuple[str, ...]
     """``"model (LlamaForCausalLM)"`` of each."""
@@ -123,14 +122,14 @@ class DtypeReport(Report[DtypeRow]):
 
 def models_of(told: Iterable[dict[str, Any]], capacity: int | None) -> tuple[Model, ...]:
     """Return the models of a worker's outcome."""
-    return tuple(
-        Model(each["name"], each["kind"], tuple(_group(group) for group in each["groups"]), capacity) for each in told
-    )
-
-
-def _group(told: list[Any]) -> TensorGroup:
-    role, dtype, itemsize, shape, requires_grad, device, is_linear, times = told
-    return TensorGroup(role, dtype, itemsize, tuple(shape), requires_grad, device, is_linear, times)
+    models = []
+    for each in told:
+        groups = [
+            TensorGroup(role, dtype, itemsize, tuple(shape), *others)
+            for role, dtype, itemsize, shape, *others in each["groups"]
+        ]
+        models.append(Model(each["name"], each["kind"], tuple(groups), capacity))
+    return tuple(models)
 
 
 def table(

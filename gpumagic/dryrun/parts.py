@@ -90,11 +90,6 @@ class StoragePart:
     made: Any = None
 
 
-def make_cell() -> types.CellType:
-    """Return an empty cell of a closure."""
-    return types.CellType()
-
-
 def fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
     """Put the contents, if there are any, into a cell."""
     if contents:
@@ -174,24 +169,10 @@ def make_sharing(kind: Any) -> Any:
     return made
 
 
-def fill_sharing(made: Any, state: dict[str, Any]) -> None:
-    """Give them back."""
-    made.__dict__.update(state)
-
-
 def make_function(code: bytes, scope: dict[str, Any], name: str, closure: Any) -> types.FunctionType:
     """Return a function of the notebook's."""
     found = find_code(marshal.loads(code))  # noqa: S302  # from the same Python, over a pipe of ours
     return types.FunctionType(found, scope, name, None, closure)
-
-
-def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
-    """Give a function its defaults and attributes."""
-    for name, value in state.items():
-        if name == "__dict__":
-            function.__dict__.update(value)
-        else:
-            setattr(function, name, value)
 
 
 def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
@@ -201,10 +182,13 @@ def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, A
     return made
 
 
-def fill_class(made: type, attributes: dict[str, Any]) -> None:
-    """Give a class its methods and attributes."""
+def fill_attributes(made: Any, attributes: dict[str, Any]) -> None:
+    """Give a function its defaults and attributes, a class its methods and attributes."""
     for name, value in attributes.items():
-        setattr(made, name, value)
+        if name == "__dict__":
+            made.__dict__.update(value)
+        else:
+            setattr(made, name, value)
 
 
 def make_enum(base: type, name: str, members: dict[str, Any], module: str) -> Any:
@@ -242,7 +226,7 @@ def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
     if grad is not None and not isinstance(grad, Absent):
         tensor.grad = grad
     if GRAPH in state:
-        state[GRAPH] = [_whole(part) for part in state[GRAPH]]
+        state[GRAPH] = [make_tensor(part, "uint8", ((part.nbytes,), (1,), 0), False, False) for part in state[GRAPH]]
     tensor.__dict__.update(state)
 
 
@@ -268,23 +252,14 @@ def fill_sparse(made: Any, state: dict[str, Any]) -> None:
         fill_tensor(made, state)
 
 
-def _whole(part: StoragePart) -> Any:
-    import torch
-
-    storage = _storage(part)
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def _storage(part: StoragePart) -> Any:
     import torch
 
     if part.made is None:
-        if part.contents is not None:
-            flat = (
-                torch.frombuffer(bytearray(part.contents), dtype=torch.uint8)
-                if part.contents
-                else torch.empty(0, dtype=torch.uint8)
-            )
+        if part.contents == b"":
+            flat = torch.empty(0, dtype=torch.uint8)
+        elif part.contents is not None:
+            flat = torch.frombuffer(bytearray(part.contents), dtype=torch.uint8)
         elif part.device == "cpu":
             memory = mapped(part.slot, part.nbytes) if part.slot is not None else _blank(part.nbytes, part.is_whole)
             flat = torch.frombuffer(memory, dtype=torch.uint8)
@@ -296,8 +271,6 @@ def _storage(part: StoragePart) -> Any:
 
 
 def _blank(nbytes: int, is_whole: bool) -> Any:
-    import mmap
-
     memory = mmap.mmap(-1, max(nbytes, 1))
     if not is_whole:
         blanks.append(memory)
@@ -317,13 +290,9 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._file: int | None = None
-        self._path = ""
-        self._used = 0
-
-    @property
-    def path(self) -> str:
+        self.path = ""
         """Where the worker finds it; empty while there is nothing on it."""
-        return self._path
+        self._used = 0
 
     def put(self, address: int, nbytes: int) -> Slot | None:
         """Return where a copy of memory lies; None where there is no room for it.
@@ -343,24 +312,24 @@ class SharedMemory:
         except OSError:  # no room there either
             return None
         offset, self._used = self._used, -(-(self._used + nbytes) // _PAGE) * _PAGE
-        return self._path, offset
+        return self.path, offset
 
     def close(self) -> None:
         """Let go of it; what the worker has mapped stays until it ends."""
         if self._file is not None:
             os.close(self._file)
-            if not self._path.startswith("/proc/"):
+            if not self.path.startswith("/proc/"):
                 with contextlib.suppress(OSError):
-                    os.unlink(self._path)  # noqa: PTH108  # next to `os.close`
+                    os.unlink(self.path)  # noqa: PTH108  # next to `os.close`
             self._file = None
 
     def _open(self) -> int:
         if self._file is None:
             if hasattr(os, "memfd_create"):
                 self._file = os.memfd_create("gpumagic", os.MFD_CLOEXEC)
-                self._path = f"/proc/{os.getpid()}/fd/{self._file}"
+                self.path = f"/proc/{os.getpid()}/fd/{self._file}"
             else:
-                self._file, self._path = tempfile.mkstemp(prefix="gpumagic-")
+                self._file, self.path = tempfile.mkstemp(prefix="gpumagic-")
         return self._file
 
 

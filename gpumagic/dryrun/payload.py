@@ -146,12 +146,8 @@ class _Packing:
         self.files.add(code.co_filename)
         self.todo += [(scope, name) for name in names_looked_up(code)]
 
-    def scope_of(self, scope: Mapping[str, Any]) -> int:
-        for index, known in enumerate(self.scopes):
-            if known is scope:
-                return index
-        self.scopes.append(scope)
-        return len(self.scopes) - 1
+    def number_of(self, scope: Mapping[str, Any]) -> int | None:
+        return next((index for index, known in enumerate(self.scopes) if known is scope), None)
 
     def payload(self) -> Payload:
         totals: dict[str, int] = {}
@@ -173,17 +169,20 @@ def _undisturbed(obj: Any, reduced: Any) -> Any:
     return (*reduced, *[None] * (5 - len(reduced)), parts.fill_object)
 
 
+def _state(tensor: Any) -> dict[str, Any]:
+    """Return a tensor's attributes, and its gradient as one of them."""
+    grad = {"grad": tensor.grad} if tensor.is_leaf and tensor.grad is not None else {}
+    return {**vars(tensor), **grad}
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, packing: _Packing) -> None:
         super().__init__(packing.buffer, protocol=5)
         self._packing = packing
 
     def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, dict):
-            for index, scope in enumerate(self._packing.scopes):
-                if obj is scope:
-                    return "scope", index
-        return None
+        found = self._packing.number_of(obj) if isinstance(obj, dict) else None
+        return None if found is None else ("scope", found)
 
     def reducer_override(self, obj: Any) -> Any:  # noqa: PLR0911  # one way a kind of object
         torch = sys.modules.get("torch")
@@ -203,14 +202,9 @@ class _Pickler(pickle.Pickler):
         if type(obj).__module__ == "dataclasses" and type(obj).__name__.startswith("_"):
             return next((name for name, each in vars(dataclasses).items() if each is obj), NotImplemented)
         numpy = sys.modules.get("numpy")
-        if (
-            numpy is not None
-            and type(obj) is numpy.ndarray
-            and obj.nbytes > KEPT_CONTENTS
-            and obj.dtype.kind in "iubfc"
-        ):
-            return self._array(numpy, obj)
-        return self._plain(obj)
+        is_array = numpy is not None and type(obj) is numpy.ndarray
+        is_large = is_array and obj.nbytes > KEPT_CONTENTS and obj.dtype.kind in "iubfc"
+        return self._array(numpy, obj) if is_large else self._plain(obj)
 
     def _array(self, numpy: Any, array: Any) -> Any:
         slot = None
@@ -226,7 +220,7 @@ class _Pickler(pickle.Pickler):
         """Return the object's own way of being pickled; what has none is left out and said."""
         shared = shared_state(obj)
         if shared is not None:
-            return parts.make_sharing, (type(obj),), shared, None, None, parts.fill_sharing
+            return parts.make_sharing, (type(obj),), shared, None, None, parts.fill_object
         dispatch = copyreg.dispatch_table.get(type(obj))
         try:
             reduced = dispatch(obj) if dispatch else obj.__reduce_ex__(4)
@@ -252,9 +246,7 @@ class _Pickler(pickle.Pickler):
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
         storage = self._storage(tensor.untyped_storage(), is_whole)
         geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
-        state: dict[str, Any] = dict(vars(tensor))
-        if tensor.is_leaf and tensor.grad is not None:
-            state["grad"] = tensor.grad
+        state = _state(tensor)
         if not tensor.is_leaf:
             kept = [self._storage(each, is_whole=False) for each in self._packing.graphs.storages(tensor)]
             state |= {parts.GRAPH: kept} if kept else {}
@@ -267,9 +259,7 @@ class _Pickler(pickle.Pickler):
         layout = str(tensor.layout)
         components = [getattr(tensor.detach(), name)() for name in COMPONENTS[layout]]
         is_coalesced = layout == "torch.sparse_coo" and tensor.is_coalesced()
-        state = {"requires_grad": tensor.is_leaf and tensor.requires_grad, **vars(tensor)}
-        if tensor.is_leaf and tensor.grad is not None:
-            state["grad"] = tensor.grad
+        state = {"requires_grad": tensor.is_leaf and tensor.requires_grad, **_state(tensor)}
         arguments = (layout, components, tuple(tensor.shape), is_coalesced)
         self._packing.held += [state, arguments]
         return parts.make_sparse, arguments, state, None, None, parts.fill_sparse
@@ -290,17 +280,20 @@ class _Pickler(pickle.Pickler):
         return self._packing.storages[key]
 
     def _function(self, function: types.FunctionType) -> Any:
-        scope = self._packing.scope_of(function.__globals__)
+        scope = self._packing.number_of(function.__globals__)
+        if scope is None:
+            scope = len(self._packing.scopes)
+            self._packing.scopes.append(function.__globals__)
         self._packing.uses(scope, function.__code__)
         state = {
             name: getattr(function, name)
             for name in ("__defaults__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", "__dict__")
         }
         arguments = (
-            marshal.dumps(function.__code__), self._packing.scopes[scope], function.__name__, function.__closure__
+            marshal.dumps(function.__code__), function.__globals__, function.__name__, function.__closure__
         )  # fmt: skip
         self._packing.held += [state, arguments]
-        return parts.make_function, arguments, state, None, None, parts.fill_function
+        return parts.make_function, arguments, state, None, None, parts.fill_attributes
 
     def _class(self, made: type) -> Any:
         if isinstance(made, enum.EnumMeta):
@@ -315,4 +308,4 @@ class _Pickler(pickle.Pickler):
             body = {name: value for name, value in body.items() if name not in names}
         arguments = (type(made), made.__name__, made.__bases__, early)
         self._packing.held += [body, arguments]
-        return parts.make_class, arguments, body, None, None, parts.fill_class
+        return parts.make_class, arguments, body, None, None, parts.fill_attributes

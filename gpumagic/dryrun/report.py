@@ -241,3 +241,13 @@ class DryRunReport(Report[DryRunRow]):
             GpuMagicError: matplotlib is not installed, or there is nothing to draw.
         """
         return to_figure(self)
+
+
+def peak_of(report: DryRunReport) -> int:
+    """Return the peak of the device that decides."""
+    return report.peak.get(report.device or "", 0)
+
+
+def reserved_of(report: DryRunReport) -> int:
+    """Return what its allocator holds at most."""
+    return report.reserved.get(report.device or "", 0)

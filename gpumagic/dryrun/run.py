@@ -1,4 +1,4 @@
-"""A dry run from the parent's side: what to send to the worker, and which engine answers."""
+"""A dry run from the parent's side: what to send to the worker, which engine answers, which of many ranks are run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import linecache
 import os
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpumagic.dryrun import payload, ranks, scenarios, targets, verdict
-from gpumagic.dryrun.report import DryRunReport
+from gpumagic.dryrun import payload, scenarios, targets, verdict
+from gpumagic.dryrun.report import DryRunReport, RankNeed, peak_of, reserved_of
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Engine, Target
 from gpumagic.errors import DryRunUnavailable, OptionError
 from gpumagic.memory import workspaces
 from gpumagic.memory.devices import Device
-from gpumagic.options import number_of_ranks
+from gpumagic.options import Ranks, number_of_ranks
 from gpumagic.source.frames import is_library
 from gpumagic.source.settings import sizes_in
 
@@ -30,6 +30,9 @@ _PRELOADED = frozenset({
     "lightning", "pytorch_lightning", "torchmetrics", "safetensors",
 })  # fmt: skip
 """Packages of which the worker imports once what the notebook has imported."""
+Rank = tuple[int, int, int, dict[str, list[str]]]
+"""Which, of how many, how many a machine has, and what ranks that were run before have sent to it."""
+Run = Callable[[Rank, scenarios.Course | None], tuple[DryRunReport, dict[str, Any]]]
 
 
 def dry_run(
@@ -58,7 +61,7 @@ def dry_run(
         OptionError: the code uses tensors on a device that is none of them, or there is no snapshot to be had.
     """
 
-    def one(rank: ranks.Rank | None, course: scenarios.Course | None) -> tuple[DryRunReport, dict[str, Any]]:
+    def one(rank: Rank | None, course: scenarios.Course | None) -> tuple[DryRunReport, dict[str, Any]]:
         return _dry_run(what, namespace, target, values or {}, time_limit, course, snapshot, rank)
 
     if target.ranks is None:
@@ -67,7 +70,48 @@ def dry_run(
             return report
         target = targets.of_ranks(target, number_of_ranks(outcome["ranks"]))
     assert target.ranks is not None
-    return ranks.fullest(one, target.ranks, only)
+    return _fullest(one, target.ranks, only)
+
+
+def _fullest(run: Run, ranks: Ranks, only: scenarios.Course | None) -> DryRunReport:
+    """Return the dry run of the rank that needs most, with the figures of all that were run.
+
+    Those are the first, the last, each stage of a pipeline; the others do what these do.
+
+    Args:
+        run: dry-runs a rank, in one scenario only for its figures alone; returns what the worker told, too.
+        ranks: how many there are.
+        only: the one scenario of which the figures are wanted; all that each rank needs without.
+    """
+    said: dict[str, list[str]] = {}
+    reports: dict[int, DryRunReport] = {}
+    waited: set[int] = set()
+    coming, course = [ranks.world - 1, 0], only  # the last one is next
+    while coming:
+        number = coming.pop()
+        if number in reports:
+            continue
+        reports[number], outcome = run((number, *ranks, said), course)
+        told = outcome.get("rank") or {"said": {}, "stages": []}
+        is_new, said = not told["said"].items() <= said.items(), {**said, **told["said"]}
+        source = (outcome.get("error") or {}).get("waits_for")
+        if source is not None and (is_new or source not in waited):
+            waited.add(source)
+            coming += [number, source]
+            del reports[number]
+            continue
+        if not reports[number].fits:
+            break
+        coming[:0] = reversed([each for each in told["stages"] if each not in coming])
+        if reports[number].certain and not reports[number].scenario:
+            course = course or scenarios.USUAL  # nothing is decided by values: the figures of others are enough
+    most = max(reports, key=lambda each: (not reports[each].fits, peak_of(reports[each]), -each))
+    report = reports[most] if only or most == 0 or not course else run((most, *ranks, said), None)[0]
+    needs = []
+    for number, each in sorted(reports.items()):
+        retries = next((device.retries for device in each.devices if device.device == each.device), 0)
+        needs.append(RankNeed(number, each.device or "", peak_of(each), reserved_of(each), retries, each.fits))
+    return replace(report, rank=most, world=ranks.world, ranks=tuple(needs))
 
 
 def _dry_run(
@@ -78,9 +122,11 @@ def _dry_run(
     time_limit: float,
     only: scenarios.Course | None,
     snapshot: str | os.PathLike[str] | None,
-    rank: ranks.Rank | None,
+    rank: Rank | None,
 ) -> tuple[DryRunReport, dict[str, Any]]:
     """Return the report, and what the worker told."""
+    import torch
+
     if rank is not None:
         target = replace(target, chosen=rank[0] % rank[2])
     chosen = targets.engine_for(target)
@@ -91,7 +137,11 @@ def _dry_run(
                 "ranks are dry-run on torch's own CUDA and NCCL: that takes a CUDA build of torch, which needs no GPU, "
                 "and a C compiler"
             )
-        _check_torch()
+        if not hasattr(torch._C, "_acc"):
+            raise DryRunUnavailable(
+                f"a dry run needs a torch that takes backends written in Python (2.10 or newer), and this is "
+                f"{torch.__version__}"
+            )
         if snapshot is not None:
             raise OptionError(
                 "a snapshot is of torch's CUDA allocator: it takes a CUDA build of torch and a C compiler"
@@ -101,7 +151,12 @@ def _dry_run(
         with_graphs=target.tells_segments(), only_used=not target.is_here,
     )  # fmt: skip
     with contextlib.closing(sent) as parts:
-        _check_devices(parts, target)
+        for device in parts.device_bytes:
+            if Device.parse(device).backend not in {target.backend, "cpu", "meta"}:
+                raise OptionError(
+                    f"the cell uses tensors on {device}, and this dry run has {target.names[target.chosen]}: make them "
+                    f"in the cell, or give a --capacity without naming another device"
+                )
         request = _request(what, parts, chosen, dict(values), time_limit)
         outcome = scenarios.run({**request, "snapshot": snapshot is not None, "rank": rank}, only)
         if "ended" in outcome:
@@ -109,27 +164,6 @@ def _dry_run(
         if snapshot is not None and outcome["snapshot"] is not None:
             Path(snapshot).write_bytes(base64.b64decode(outcome["snapshot"]))
         return replace(verdict.report_of(outcome, chosen, parts), sizes=sizes_in(what.source or "")), outcome
-
-
-def _check_devices(parts: payload.Payload, target: Target) -> None:
-    """Refuse tensors on a backend of which the devices are not."""
-    known = {target.backend, "cpu", "meta"}
-    for device in parts.device_bytes:
-        if Device.parse(device).backend not in known:
-            raise OptionError(
-                f"the cell uses tensors on {device}, and this dry run has {target.names[target.chosen]}: make them in "
-                f"the cell, or give a --capacity without naming another device"
-            )
-
-
-def _check_torch() -> None:
-    import torch
-
-    if not hasattr(torch._C, "_acc"):
-        raise DryRunUnavailable(
-            f"a dry run needs a torch that takes backends written in Python (2.10 or newer), and this is "
-            f"{torch.__version__}"
-        )
 
 
 def _request(
@@ -142,12 +176,15 @@ def _request(
         max(0, held - parts.device_bytes.get(name, 0)) if segments is None else 0
         for name, held, segments in zip(target.names, target.allocated, target.segments, strict=True)
     ]
+    # Where torch keeps workspaces for cuBLAS: on an imagined device nowhere.
+    found = [] if target.is_imagined or target.ranks is not None else workspaces.find_workspaces()
     numpy = sys.modules.get("numpy")
     sources = {name: "".join(linecache.getlines(name)) for name in parts.files if not is_library("", name)}
     if what.source is not None:
         sources[what.filename] = what.source
     return {
-        "engine": chosen.name, "is_brief": False, "gpus": chosen.gpus, "workspaces": _workspaces(target),
+        "engine": chosen.name, "is_brief": False, "gpus": chosen.gpus,
+        "workspaces": [[(each.address, each.nbytes) for each in found if each.device == name] for name in target.names],
         "source": what.source, "filename": what.filename, "data": parts.data, "shared": parts.shared.path,
         "scopes": parts.scopes,
         "sources": {name: text for name, text in sources.items() if text}, "values": values,
@@ -161,9 +198,3 @@ def _request(
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),
         "numpy_random": None if numpy is None else numpy.random.get_state(),
     }  # fmt: skip
-
-
-def _workspaces(target: Target) -> list[list[tuple[int, int]]]:
-    """Return where torch keeps workspaces for cuBLAS, and their bytes, for each device; none on an imagined one."""
-    found = [] if target.is_imagined or target.ranks is not None else workspaces.find_workspaces()
-    return [[(each.address, each.nbytes) for each in found if each.device == name] for name in target.names]

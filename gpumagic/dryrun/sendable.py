@@ -1,8 +1,5 @@
 """What of a notebook is sent and how: by name, by its parts, through shared memory, or as a word for it.
 
-On Linux it is memory without a name, which is gone with the process that holds it, however that ends; elsewhere a
-temporary file, which the parent removes. The worker maps it privately, so that what a cell writes stays there.
-
 A tensor that leads to a graph is sent without it, and backward through it cannot be dry-run; but the storages that
 its nodes saved are sent along, and live in the dry run for as long as the tensor does. Only where they lie in the
 allocator's segments is known: what they leave behind is gaps, and how large those are decides what fits.
@@ -10,7 +7,6 @@ allocator's segments is known: what they leave behind is gaps, and how large tho
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import os
@@ -31,7 +27,7 @@ def _cell(cell: types.CellType) -> Any:
         contents: tuple[Any, ...] = (cell.cell_contents,)
     except ValueError:
         contents = ()
-    return parts.make_cell, (), contents, None, None, parts.fill_cell
+    return types.CellType, (), contents, None, None, parts.fill_cell
 
 
 def _file(file: Any) -> Any:
@@ -55,17 +51,10 @@ def _stream(stream: Any) -> Any:
 
 def _loader_iterator(iterator: Any) -> Any:
     """Leave out what it has of its own: a generator or its processes."""
-    gone = {"_sampler_iter", "_dataset_fetcher"}
-    kept = {name for name in _loader_names() if name in vars(iterator)} - gone
-    return parts.make_loader_iterator, ({name: vars(iterator)[name] for name in kept},)
-
-
-@functools.cache
-def _loader_names() -> frozenset[str]:
-    """Return what `_BaseDataLoaderIter.__init__` sets."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    return frozenset(_BaseDataLoaderIter.__init__.__code__.co_names)
+    usual = {*_BaseDataLoaderIter.__init__.__code__.co_names} - {"_sampler_iter", "_dataset_fetcher"}
+    return parts.make_loader_iterator, ({name: value for name, value in vars(iterator).items() if name in usual},)
 
 
 def _weak(reference: weakref.ReferenceType[Any]) -> Any:
@@ -120,13 +109,13 @@ _BY_BASE: dict[str, Callable[[Any], Any]] = {
 def special(obj: Any) -> Any:
     """Return how an object is sent that goes in another way than pickle's; None for others."""
     kind = type(obj)
-    way = SPECIAL.get(kind)
-    if way is None and kind not in _PLAIN:
+    reduce = SPECIAL.get(kind)
+    if reduce is None and kind not in _PLAIN:
         names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
-        way = next((_BY_BASE[name] for name in names if name in _BY_BASE), None)
-        if way is None:
+        reduce = next((_BY_BASE[name] for name in names if name in _BY_BASE), None)
+        if reduce is None:
             _PLAIN.add(kind)
-    return None if way is None else way(obj)
+    return None if reduce is None else reduce(obj)
 
 
 _PLAIN: weakref.WeakSet[type] = weakref.WeakSet()
@@ -166,23 +155,20 @@ def holders(namespace: Mapping[str, Any]) -> list[str]:
     torch = sys.modules.get("torch")
     if torch is None:
         return []
-    kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
-    return [name for name, value in list(namespace.items()) if _holds(value, kinds)]
+    found = []
+    for name, value in list(namespace.items()):
+        within = list(value.values()) if type(value) is dict else value
+        if any(_holds(torch, each) for each in (within[:1000] if type(within) in {list, tuple} else [value])):
+            found.append(name)
+    return found
 
 
-def _holds(value: Any, kinds: tuple[Any, ...]) -> bool:
-    if type(value) is dict:
-        value = list(value.values())
-    each_of = value[:1000] if type(value) in {list, tuple} else [value]
-    return any(issubclass(type(each), kinds) and not _is_of_the_host(each, kinds[0]) for each in each_of)
-
-
-def _is_of_the_host(value: Any, tensor: Any) -> bool:
-    """Return whether it is a tensor on the CPU, which keeps nothing of a device's alive."""
-    if not issubclass(type(value), tensor):
-        return False
-    with undisturbed():
-        return bool(plain(value, "device").type == "cpu")
+def _holds(torch: Any, value: Any) -> bool:
+    """Return whether it may keep something of a device's alive, which a tensor on the CPU does not."""
+    if issubclass(type(value), torch.Tensor):
+        with undisturbed():
+            return bool(plain(value, "device").type != "cpu")
+    return issubclass(type(value), (torch.nn.Module, torch.optim.Optimizer))
 
 
 def described(obj: Any) -> str:

@@ -15,7 +15,7 @@ from gpumagic import fakecuda
 from gpumagic.errors import DryRunUnavailable, FakecudaUnavailable, OptionError
 from gpumagic.memory import allocator, devices, presets, segments
 from gpumagic.memory.devices import Device
-from gpumagic.memory.presets import GPU, GPUS, like, settings
+from gpumagic.memory.presets import GPUS, like, settings
 from gpumagic.memory.segments import Segment
 from gpumagic.options import Ranks
 
@@ -101,7 +101,7 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None, ran
         if not here and capacity is None:
             raise OptionError("there is no GPU here; name one, --gpu T4, or give a size, --capacity 16GiB")
         device = here[0] if here else "cuda:0"
-    elif capacity is None or device in here or not _is_imaginable(device):
+    elif capacity is None or device in here or not re.fullmatch(r"(cuda|xpu|mps)(:\d+)?", device):
         device = devices.resolve(device)
     backend, chosen = Device.parse(device)
     if backend in devices.BUILTIN_DEVICES:
@@ -142,10 +142,6 @@ def _extra(*, has_context: bool) -> tuple[int, int]:
         return WORKSPACES
     most = EAGER if os.environ.get("CUDA_MODULE_LOADING") == "EAGER" else CONTEXT[1]
     return CONTEXT[0] + WORKSPACES[0], most + WORKSPACES[1]
-
-
-def _is_imaginable(device: str) -> bool:
-    return re.fullmatch(r"(cuda|xpu|mps)(:\d+)?", device) is not None
 
 
 def _capacity(name: str, capacity: int | None, here: list[str]) -> int | None:
@@ -189,11 +185,11 @@ class Engine:
 
 def engine_for(target: Target) -> Engine:
     """Return the engine for some devices; where the better one cannot be had, the target says why."""
-    if target.backend != "cuda" or not _is_cuda_build() or os.environ.get(VARIABLE) == FAKE:
+    import torch
+
+    if target.backend != "cuda" or torch.version.cuda is None or os.environ.get(VARIABLE) == FAKE:
         return Engine(FAKE, target)
     if not _can_override():
-        import torch
-
         raise DryRunUnavailable(f"a dry run needs torch 2.9 or newer, and this is {torch.__version__}")
     reason = _unavailable()
     if reason is not None:
@@ -202,12 +198,6 @@ def engine_for(target: Target) -> Engine:
     target = replace(target, extra=extra, unknown=())
     parts = [_device(index, target) for index in range(len(target.names))]
     return Engine(CUDA, target, "|".join(["peer=0", *parts]))
-
-
-def _is_cuda_build() -> bool:
-    import torch
-
-    return torch.version.cuda is not None
 
 
 def _can_override() -> bool:
@@ -229,20 +219,14 @@ def _unavailable() -> str | None:
 
 def _device(index: int, target: Target) -> str:
     """Return the settings of a device: what this process cannot have of it is held by others."""
-    gpu, room = _gpu(index, target), target.capacities[index]
+    import torch
+
+    number = 0 if target.ranks is not None else index
+    is_here = not target.is_imagined and torch.cuda.is_initialized() and number < torch.cuda.device_count()
+    gpu = GPUS[target.gpu] if target.gpu is not None else like(number) if is_here else GPUS["A100"]
+    room = target.capacities[index]
     if room is None:
         return settings(gpu, index, 0)
     if room > gpu.capacity or target.is_imagined:
         gpu = replace(gpu, capacity=room)
     return settings(gpu, index, max(0, gpu.capacity - room) + target.extra[1])
-
-
-def _gpu(index: int, target: Target) -> GPU:
-    import torch
-
-    if target.gpu is not None:
-        return GPUS[target.gpu]
-    index = 0 if target.ranks is not None else index
-    if target.is_imagined or not torch.cuda.is_initialized() or index >= torch.cuda.device_count():
-        return GPUS["A100"]
-    return like(index)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpumagic.dryrun import models, payload
-from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow, Passes
+from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow, Passes, peak_of
 from gpumagic.dryrun.targets import Engine
 from gpumagic.report.units import count, size, size_range
 
@@ -29,13 +29,14 @@ def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -
     deciding = min(range(len(devices)), key=lambda each: _room(devices[each], target.names[target.chosen]))
     device, found = devices[deciding], outcome["devices"][deciding]
     at, failure = found["at"], found["failure"]
+    fits = {each.fits for each in devices}
     return DryRunReport(
         device=device.device,
         peak={each.device: each.peak for each in devices},
         reserved={each.device: each.reserved for each in devices},
         line=at["line"], code=at["code"] or None, operator=at["operator"] or None,
         breakdown=dict(sorted(found["breakdown"].items(), key=lambda item: -item[1])),
-        fits=_together([each.fits for each in devices]),
+        fits=False if False in fits else None not in fits or None,
         capacity=device.capacity,
         complete=complete,
         certain=complete and not outcome.get("varies") and not outcome.get("lacks") and not target.is_amd,
@@ -49,7 +50,7 @@ def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -
         function=at["function"] or None, operator_bytes=at["nbytes"],
         failure_line=None if failure is None else failure["line"],
         open_on=tuple((line, code) for line, code in outcome.get("open_on", ())),
-        effects=tuple(outcome["effects"]), error=None if error is None else failure_sentence(error),
+        effects=tuple(outcome["effects"]), error=None if error is None else _failure_sentence(error),
         exceeds_host=error is not None and _HOST.match(f"{error['kind']}: {error['text']}") is not None,
         devices=devices,
         lines=tuple(
@@ -74,20 +75,14 @@ def report_of_nothing(chosen: Engine, outcome: dict[str, Any]) -> DryRunReport:
 def _device(
     name: str, found: dict[str, Any], capacity: int | None, extra: tuple[int, int], *, decided: bool
 ) -> DeviceNeed:
-    fits = _fits(found, capacity, extra, decided=decided)
-    return DeviceNeed(
-        name, found["before"], found["peak"], found["after"], found["reserved"], capacity, fits,
-        found.get("retries", 0),
-    )  # fmt: skip
-
-
-def _fits(found: dict[str, Any], capacity: int | None, extra: tuple[int, int], *, decided: bool) -> bool | None:
     """Judge one device: a clear no, a clear yes only of a run that was seen to its end, and between them None."""
-    if capacity is None:
-        return None
-    if not found["failed"]:
-        return True if decided else None
-    return False if extra[0] == extra[1] or found["peak"] + extra[0] > capacity else None
+    fits = True if decided else None
+    if found["failed"]:
+        fits = False if extra[0] == extra[1] or found["peak"] + extra[0] > (capacity or 0) else None
+    return DeviceNeed(
+        name, found["before"], found["peak"], found["after"], found["reserved"], capacity,
+        None if capacity is None else fits, found.get("retries", 0),
+    )  # fmt: skip
 
 
 def _room(device: DeviceNeed, chosen: str) -> tuple[int, float, bool]:
@@ -97,13 +92,7 @@ def _room(device: DeviceNeed, chosen: str) -> tuple[int, float, bool]:
     return verdict, share, device.device != chosen
 
 
-def _together(fits: list[bool | None]) -> bool | None:
-    if False in fits:
-        return False
-    return None if None in fits else True
-
-
-def failure_sentence(error: dict[str, Any]) -> str:
+def _failure_sentence(error: dict[str, Any]) -> str:
     """Return how the dry run ended, where not at the cell's end."""
     where = f" on line {error['line']}" if error["line"] is not None else ""
     if error["refused"]:
@@ -126,7 +115,7 @@ def shortcoming(report: DryRunReport) -> str:
         on = _places(report.open_on)
         return f"it depends on {on}" if report.complete else f"with other values of {on} it did not run to the end"
     if report.complete:
-        return f"it needs {size(report.peak.get(report.device or '', 0))}, and {overhead(report)}"
+        return f"it needs {size(peak_of(report))}, and {overhead(report)}"
     return next(
         (passes_sentence(each) for each in report.passes if each.run != each.asked), "it did not run to the end"
     )

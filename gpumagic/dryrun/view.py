@@ -1,19 +1,31 @@
-"""The view of a dry run: whether it fits first, then what makes up the peak and how it comes about."""
+"""The views of a dry run: whether it fits first, then what makes up the peak and how it comes about; and by dtype."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.dryrun.report import DryRunPoint, DryRunReport, Search
+from gpumagic.dryrun.models import DtypeReport, DtypeRow
+from gpumagic.dryrun.report import (
+    DeviceNeed,
+    DryRunPoint,
+    DryRunReport,
+    DryRunRow,
+    RankNeed,
+    Search,
+    Trial,
+    peak_of,
+    reserved_of,
+)
 from gpumagic.dryrun.verdict import overhead, passes_sentence, shortcoming
 from gpumagic.errors import GpuMagicError
+from gpumagic.report import document as doc
+from gpumagic.report.columns import Column, Table
 from gpumagic.report.document import (
     Block,
     Cell,
-    Column,
     Document,
     Fold,
     Heading,
@@ -21,7 +33,6 @@ from gpumagic.report.document import (
     Paragraph,
     Segment,
     Sparkline,
-    Table,
     document_of,
     stacking_order,
 )
@@ -52,11 +63,10 @@ def view_dry_run(report: DryRunReport) -> Document:
     if report.fits and retries:
         gives = f"The allocator gives its cache back {count(retries, 'time')} to serve a request, which is slow"
         blocks.append(Paragraph(f"{gives}: it is close to the limit."))
-    if report.peak.get(report.device or ""):
+    if peak_of(report):
         blocks += _peak(report)
         blocks += _timeline(report)
-    blocks += _details(report)
-    return Document(tuple(blocks))
+    return Document((*blocks, *_details(report)))
 
 
 def _headline(report: DryRunReport) -> str:
@@ -77,7 +87,7 @@ def _headline(report: DryRunReport) -> str:
 
 
 def _answer(report: DryRunReport) -> str:
-    place, peak = _place(report), report.peak.get(report.device or "", 0)
+    place, peak = _place(report), peak_of(report)
     if report.fits and report.world is not None:
         return _on_each(report)
     if report.fits:
@@ -138,7 +148,7 @@ def _shortage(report: DryRunReport, peak: int) -> str:
 
 def _needs(report: DryRunReport) -> str:
     """Return the peak and what there is, in one unit where that is no loss."""
-    return size_of(report.peak.get(report.device or "", 0), report.capacity)
+    return size_of(peak_of(report), report.capacity)
 
 
 def _place(report: DryRunReport) -> str:
@@ -153,10 +163,14 @@ def _neighbour(search: Search, largest: int | None) -> Iterator[Block]:
     if (largest is not None or is_ranks) and failing is not None:
         does = "does not" if failing.fits is False else "may not"
         yield Paragraph(f"{failing.value:,} {does}: {failing.reason}.")
-    rows = [[f"{each.value:,}", size(each.peak), "yes" if each.fits else each.reason] for each in search.trials]
-    columns = [Column(search.name, "right"), Column("Peak", "right"), Column("Fits", shrinks=True)]
-    tried = f"{count(len(rows), 'dry run')}, with {search.name} from {rows[0][0]} to {rows[-1][0]}; now {search.now:,}"
-    yield Fold(tried, [Table(columns, rows, caption="What was run")])
+    columns: tuple[Column[Trial], ...] = (
+        Column(search.name, lambda row: f"{row.value:,}", "right"),
+        Column("Peak", lambda row: size(row.peak), "right"),
+        Column("Fits", lambda row: "yes" if row.fits else row.reason, shrinks=True),
+    )
+    first, last = search.trials[0].value, search.trials[-1].value
+    tried = f"{count(len(search.trials), 'dry run')}, with {search.name} from {first:,} to {last:,}; now {search.now:,}"
+    yield Fold(tried, [Table.of(search.trials, columns, "What was run")])
 
 
 def _peak(report: DryRunReport) -> Iterator[Block]:
@@ -165,27 +179,26 @@ def _peak(report: DryRunReport) -> Iterator[Block]:
     lines = {report.failure_line: (failing, "runs out of memory")} if failing and report.failure_line else {}
     if report.line is not None and report.code is not None:
         inside = f" in {report.function}" if report.function else ""
-        is_large = report.operator_bytes > WORTH_SAYING * report.peak[report.device or ""]
+        is_large = report.operator_bytes > WORTH_SAYING * peak_of(report)
         adds = f": {report.operator} adds {size(report.operator_bytes)}" if report.operator and is_large else ""
         first = f"{lines[report.line][1]}; " if report.line in lines else ""
         lines[report.line] = report.code, f"{first}peak{inside}{adds}"
     if lines:
         yield Listing([(number, code, note) for number, (code, note) in sorted(lines.items()) if number is not None])
-    peak = report.peak[report.device or ""]
+    peak, reserved = peak_of(report), reserved_of(report)
     rows: list[list[Cell | str]] = [
         [part, Cell(size(nbytes), (Segment(nbytes / peak, part=part),))] for part, nbytes in report.breakdown.items()
     ]
-    reserved = report.reserved.get(report.device or "", 0)
     if reserved > peak:
         rows.append([Cell("reserved with cache", muted=True), Cell(size(reserved), muted=True)])
     if report.overhead[1]:
         rows.append([Cell("CUDA itself (estimate)", muted=True), Cell(size_range(*report.overhead), muted=True)])
-    yield Table([Column("At the peak"), Column("Size", "right")], rows, caption="What makes up the peak")
+    yield doc.Table([doc.Column("At the peak"), doc.Column("Size", "right")], rows, "What makes up the peak")
 
 
 def _timeline(report: DryRunReport) -> Iterator[Block]:
     """Yield the memory over the cell's operators, by what it is."""
-    points, peak = _points(report, report.device), report.peak[report.device or ""]
+    points, peak = [each for each in report.timeline if each.device == report.device], peak_of(report)
     if len(points) < ENOUGH:
         return
     columns = _columns(points)
@@ -199,10 +212,6 @@ def _timeline(report: DryRunReport) -> Iterator[Block]:
     said = f"Memory on {report.device} over {count(report.operators, 'operator')}, coloured by final use"
     yield Paragraph(said, muted=True)
     yield Sparkline(heights, mark, f"peak {size(peak)}{line}", f"{said}, peak {size(peak)}{line}", bands)
-
-
-def _points(report: DryRunReport, device: str | None) -> list[DryRunPoint]:
-    return [point for point in report.timeline if point.device == device]
 
 
 def _columns(points: Sequence[DryRunPoint]) -> list[DryRunPoint]:
@@ -223,7 +232,8 @@ def _details(report: DryRunReport) -> Iterator[Block]:
     lines = [row for row in report.lines if row.device == report.device]
     if len(lines) > 1:
         named = _named((f"line {row.line}", row.peak) for row in lines)
-        yield Fold(f"By line: {named}", [_lines(report)])
+        table = Table.of(lines, _LINES, "What each line of the cell takes", whole=peak_of(report))
+        yield Fold(f"By line: {named}", [table])
     if report.modules:
         families: Counter[str] = Counter()
         for path, parts in report.modules.items():
@@ -234,19 +244,35 @@ def _details(report: DryRunReport) -> Iterator[Block]:
         if named:
             yield Fold(f"By module: {named}", list(tree))
     if len(report.ranks) > 1:
-        ranks = [[f"{each.rank:,}", size(each.peak), size(each.reserved), f"{each.retries}"] for each in report.ranks]
-        columns = [Column(name, "right") for name in ("Rank", "Peak", "Reserved", "Retries")]
         named = _named((f"rank {each.rank:,}", each.peak) for each in report.ranks)
-        yield Fold(f"By rank: {named}", [Table(columns, ranks, caption="The ranks that were run")])
+        yield Fold(f"By rank: {named}", [Table.of(report.ranks, _RANKS, "The ranks that were run")])
     devices = [each for each in report.devices if each.peak]
     if len(devices) > 1:
-        rows = [[each.device, *map(size, each[1:4]), size(each.capacity)] for each in devices]
-        titles = ("Before", "Peak", "After", "Capacity")
-        columns = [Column("Device"), *(Column(name, "right") for name in titles)]
         others = ", ".join(f"{size(each.peak)} on {each.device}" for each in devices if each.device != report.device)
-        yield Fold(f"Other devices: {others}", [Table(columns, rows, caption="Each device")])
+        yield Fold(f"Other devices: {others}", [Table.of(devices, _DEVICES, "Each device")])
     if report.operators:
         yield Fold(_how(report), list(_small_print(report)))
+
+
+_LINES: tuple[Column[DryRunRow], ...] = (
+    Column("Line", lambda row: str(row.line), "right"),
+    Column("Code", lambda row: row.code, shrinks=True, code=True),
+    Column("Peak", lambda row: size(row.peak), "right", bar=lambda row: row.peak),
+    Column("After", lambda row: size(row.after), "right"),
+)
+_RANKS: tuple[Column[RankNeed], ...] = (
+    Column("Rank", lambda row: f"{row.rank:,}", "right"),
+    Column("Peak", lambda row: size(row.peak), "right"),
+    Column("Reserved", lambda row: size(row.reserved), "right"),
+    Column("Retries", lambda row: str(row.retries), "right"),
+)
+_DEVICES: tuple[Column[DeviceNeed], ...] = (
+    Column("Device", lambda row: row.device),
+    Column("Before", lambda row: size(row.before), "right"),
+    Column("Peak", lambda row: size(row.peak), "right"),
+    Column("After", lambda row: size(row.after), "right"),
+    Column("Capacity", lambda row: size(row.capacity), "right"),
+)
 
 
 def _named(sizes: Iterable[tuple[str, int]]) -> str:
@@ -256,26 +282,12 @@ def _named(sizes: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in largest[:MOST_NAMED]) + more
 
 
-def _lines(report: DryRunReport) -> Table:
-    peak = report.peak.get(report.device or "") or 1
-    rows: list[list[Cell | str]] = [
-        [str(row.line), row.code, Cell(size(row.peak), (Segment(row.peak / peak),)), size(row.after)]
-        for row in report.lines if row.device == report.device
-    ]  # fmt: skip
-    columns = [
-        Column("Line", "right"), Column("Code", shrinks=True, code=True), Column("Peak", "right"),
-        Column("After", "right"),
-    ]  # fmt: skip
-    return Table(columns, rows, caption="What each line of the cell takes")
-
-
 def _how(report: DryRunReport) -> str:
     on = "torch's CUDA allocator" if report.engine == "cuda" else "fake tensors"
-    said = [f"How: a dry run on {on}, {duration(report.seconds)}"]
-    said += [count(report.runs, "run")] if report.runs > 1 else []
+    said = [count(report.runs, "run")] if report.runs > 1 else []
     said += [count(len(report.assumed), "assumption")] if report.assumed else []
     said += [f"{len(report.unknown)} unknown"] if report.unknown else []
-    return ": ".join([said[0], ", ".join(said[1:])]) if len(said) > 1 else said[0]
+    return f"How: a dry run on {on}, {duration(report.seconds)}{': ' if said else ''}{', '.join(said)}"
 
 
 def _small_print(report: DryRunReport) -> Iterator[Block]:
@@ -307,7 +319,8 @@ def plot_dry_run(report: DryRunReport) -> Figure:
     capacities = {each.device: each.capacity for each in report.devices} or {report.device or "": report.capacity}
     figure = new_figure(0.5 + 3 * len(devices))
     for axes, device in zip(figure.subplots(len(devices), squeeze=False, sharex=True)[:, 0], devices, strict=True):
-        _lay_out_operators(axes, _points(report, device), capacities.get(device))
+        points = [each for each in report.timeline if each.device == device]
+        _lay_out_operators(axes, points, capacities.get(device))
         axes.set(title=label(device))
     axes.set(xlabel="Operators of the cell")
     return figure
@@ -329,3 +342,51 @@ def _lay_out_operators(axes: Any, points: Sequence[DryRunPoint], capacity: int |
     line = points[place].line
     mark_point(axes, steps[place], floor[place], "peak before the cell" if line is None else f"peak, line {line}")
     finish_memory(axes, unit, most, capacity)
+
+
+# ---- By dtype
+
+_DTYPE_PARTS = {"weights": "parameters", "buffers": "buffers", "gradients": "gradients", "optimizer": "optimizer state"}
+_SHOWN = {"bfloat16": "bfloat16, float16"}
+"""They take the same."""
+_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD with momentum", "sgd": "SGD"}
+
+
+@document_of.register(DtypeReport)
+def view_by_dtype(report: DtypeReport) -> Document:
+    """Return how much of the device each type of weights leaves, what makes it up, and what is not in it."""
+    what = f"{' and '.join(report.models)}, {count(report.parameters, 'parameter')}"
+    what += f", trained with {_OPTIMIZERS.get(report.optimizer, report.optimizer)}" if report.training else ""
+    widest = next((row for row in report.rows if row.left is not None and row.left >= 0), None)
+    if report.capacity is not None and widest is not None and widest.left is not None:
+        what += f": in {widest.dtype}, {size(widest.left)} of {size(report.capacity)} is left"
+    elif report.capacity is not None:
+        least = min(row.total for row in report.rows if row.total is not None)
+        what += f": {size(report.capacity)} is too little, it takes {size(least)} at least"
+    notes = ". ".join(f"{each[:1].upper()}{each[1:]}" for each in report.notes)
+    table = Table.of(report.rows, list(_dtype_columns(report)), "What each type of weights takes")
+    return Document((Heading(what), table, Paragraph(f"{notes}.", muted=True)))
+
+
+def _dtype_columns(report: DtypeReport) -> Iterator[Column[DtypeRow]]:
+    dash = Cell("-", muted=True)
+
+    def part_of(name: str) -> Callable[[DtypeRow], Cell | str]:
+        return lambda row: dash if getattr(row, name) is None else size(getattr(row, name))
+
+    def left(row: DtypeRow) -> Cell | str:
+        if row.left is None:
+            return dash
+        return size(row.left) if row.left >= 0 else f"{size(-row.left)} short"
+
+    parts = [part for part in _DTYPE_PARTS if any(getattr(row, part) for row in report.rows)]
+    yield Column("Weights in", lambda row: _SHOWN.get(row.dtype, row.dtype))
+    for name in parts:
+        yield Column(name.replace("optimizer", "state").capitalize(), part_of(name), "right")
+    yield Column(
+        "Total",
+        lambda row: Cell("-", muted=True, title="not trained") if row.total is None else size(row.total),
+        "right",
+        bar=lambda row: None if row.total is None else {_DTYPE_PARTS[each]: getattr(row, each) or 0 for each in parts},
+    )
+    yield Column("Left", left, "right", when=lambda _: report.capacity is not None)

@@ -80,11 +80,13 @@ def test_nothing_of_it_stays_where_the_worker_is_killed(notebook, monkeypatch) -
     gpumagic.dry_run("1", notebook)
     before = descriptors()
 
-    def killed(worker: client.Worker, _: int) -> bool:
-        os.kill(worker.pid, signal.SIGKILL)
-        return True
+    receive = client.Worker._receive
 
-    monkeypatch.setattr(client.Worker, "_wait", killed)
+    def killed(worker: client.Worker, seconds: int) -> bytes:
+        os.kill(worker.pid, signal.SIGKILL)
+        return receive(worker, seconds)
+
+    monkeypatch.setattr(client.Worker, "_receive", killed)
     assert gpumagic.dry_run("y = x + 1", notebook).fits is None
     assert descriptors() <= before
 
