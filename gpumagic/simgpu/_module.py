@@ -1,21 +1,22 @@
-"""`torch.simgpu`: the names of `torch.cuda` for the simulated GPUs, and their registration with torch."""
+"""`torch.simgpu`: the names of `torch.cuda` for the simulated GPUs, and their registration with torch.
+
+`DeviceModule` has those names for any out-of-tree device: a dry run's on fake tensors is one, too.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import ModuleType
+from typing import Any, ClassVar, TypeAlias
+
+import torch
 
 from gpumagic.errors import SimgpuUnavailable
 from gpumagic.simgpu import _build
 
-if TYPE_CHECKING:
-    import torch
-
-    DeviceLike: TypeAlias = torch.device | str | int | None
+DeviceLike: TypeAlias = torch.device | str | int | None
 
 BACKEND = "simgpu"
 native: ModuleType
@@ -29,8 +30,6 @@ def register() -> None:
         SimgpuUnavailable: as `_build.load`, or another backend is there already.
     """
     global native  # noqa: PLW0603  there is one for the life of the process
-    import torch
-
     taken = torch._C._get_privateuse1_backend_name()
     if taken not in {"privateuseone", BACKEND}:
         raise SimgpuUnavailable(
@@ -40,159 +39,198 @@ def register() -> None:
     native = _build.load()
     native.start()
     torch.utils.rename_privateuse1_backend(BACKEND)
-    torch._register_device_module(BACKEND, sys.modules[__name__])
+    torch._register_device_module(BACKEND, _Simgpu(BACKEND))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
-def is_available() -> bool:
-    """Return whether there is a device."""
-    return bool(native.device_count())
+class DeviceModule(ModuleType):
+    """What `torch.cuda` has, for the devices of a backend, which tells how many there are, their figures and so on.
+
+    Args:
+        backend: the devices' type.
+    """
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(f"torch.{backend}")
+        self.device = type("device", (_Current,), {"module": self})
+        self.device_of = type("device_of", (_CurrentOf,), {"module": self})
+
+    # ---- What a backend tells
+
+    def device_count(self) -> int:
+        """Return the number of devices."""
+        raise NotImplementedError
+
+    def is_initialized(self) -> bool:
+        """Return whether any device has been used."""
+        raise NotImplementedError
+
+    def current_device(self) -> int:
+        """Return the index of the current device."""
+        raise NotImplementedError
+
+    def exchange_device(self, index: int) -> int:
+        """Make a device the current one of this thread, none if it is negative; return which was."""
+        raise NotImplementedError
+
+    def figures(self, index: int) -> dict[str, int]:
+        """Return what a device's allocator has, under names of `torch.cuda.memory_stats`."""
+        raise NotImplementedError
+
+    def generator(self, device: DeviceLike = None) -> torch.Generator:
+        """Return a device's generator of random numbers."""
+        raise NotImplementedError
+
+    def get_device_properties(self, device: DeviceLike = None) -> Any:
+        """Return name, memory and the like of a device."""
+        raise NotImplementedError
+
+    # ---- Devices
+
+    @property
+    def _initialized(self) -> bool:
+        return self.is_initialized()  # torch.utils.checkpoint saves the generators' states only where this is true
+
+    def is_available(self) -> bool:
+        """Return whether there is a device."""
+        return bool(self.device_count())
+
+    def init(self) -> None:
+        """Do nothing: a device needs no initialisation."""
+
+    _lazy_init = init
+
+    def _is_in_bad_fork(self) -> bool:
+        return False  # a forked child has a copy of the cards that works
+
+    def set_device(self, device: DeviceLike) -> None:
+        """Make a device the current one of this thread."""
+        self.exchange_device(self.index(device))
+
+    def index(self, device: DeviceLike = None) -> int:
+        """Return the index that a device, a number, a name or None means."""
+        if isinstance(device, int):
+            return device
+        found = None if device is None else _named(str(device)).index
+        return self.current_device() if found is None else int(found)
+
+    def synchronize(self, device: DeviceLike = None) -> None:
+        """Do nothing: work is done when the call returns."""
+
+    def get_device_name(self, device: DeviceLike = None) -> str:
+        """Return the name of a device."""
+        return str(self.get_device_properties(device).name)
+
+    def get_device_capability(self, device: DeviceLike = None) -> tuple[int, int]:
+        """Return a compute capability, for code that asks: that of a card which knows bfloat16."""
+        properties = self.get_device_properties(device)
+        return properties.major, properties.minor
+
+    def is_bf16_supported(self) -> bool:
+        """Return True: every kernel here knows bfloat16."""
+        return True
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Return the types that autocast may use."""
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    # ---- Memory
+
+    def memory_allocated(self, device: DeviceLike = None) -> int:
+        """Return the bytes in live storages, each rounded up to 512."""
+        return self.figures(self.index(device))["allocated_bytes.all.current"]
+
+    def max_memory_allocated(self, device: DeviceLike = None) -> int:
+        """Return the highest `memory_allocated` since `reset_peak_memory_stats`."""
+        return self.figures(self.index(device))["allocated_bytes.all.peak"]
+
+    def memory_reserved(self, device: DeviceLike = None) -> int:
+        """Return the bytes that the allocator holds of the device, in use or cached."""
+        return self.figures(self.index(device))["reserved_bytes.all.current"]
+
+    def max_memory_reserved(self, device: DeviceLike = None) -> int:
+        """Return the highest `memory_reserved` since `reset_peak_memory_stats`."""
+        return self.figures(self.index(device))["reserved_bytes.all.peak"]
+
+    def mem_get_info(self, device: DeviceLike = None) -> tuple[int, int]:
+        """Return the device's free and total bytes."""
+        total = int(self.get_device_properties(device).total_memory)
+        return total - self.memory_reserved(device), total
+
+    # ---- Random numbers
+
+    @property
+    def default_generators(self) -> tuple[torch.Generator, ...]:
+        """Each device's generator."""
+        return tuple(self.generator(index) for index in range(self.device_count()))
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the current device's generator."""
+        self.generator().manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed every device's generator; torch.manual_seed calls this."""
+        for each in self.default_generators:
+            each.manual_seed(seed)
+
+    def seed(self) -> None:
+        """Seed the current device's generator at random."""
+        self.generator().seed()
+
+    def seed_all(self) -> None:
+        """Seed every device's generator with one random number."""
+        self.seed()
+        self.manual_seed_all(self.initial_seed())
+
+    def initial_seed(self) -> int:
+        """Return the seed of the current device's generator."""
+        return int(self.generator().initial_seed())
+
+    def get_rng_state(self, device: DeviceLike = None) -> torch.Tensor:
+        """Return the state of a device's generator, a tensor of bytes on the CPU."""
+        return self.generator(device).get_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device: DeviceLike = None) -> None:
+        """Set the state of a device's generator."""
+        self.generator(device).set_state(new_state)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        """Return the state of every device's generator."""
+        return [each.get_state() for each in self.default_generators]
+
+    def set_rng_state_all(self, new_states: list[torch.Tensor]) -> None:
+        """Set the state of every device's generator."""
+        for index, state in enumerate(new_states):
+            self.set_rng_state(state, index)
 
 
-def is_initialized() -> bool:
-    """Return whether any device has been allocated on."""
-    return any(native.used(index) for index in range(device_count()))
-
-
-def init() -> None:
-    """Do nothing: a device needs no initialisation."""
-
-
-def device_count() -> int:
-    """Return the number of devices."""
-    return int(native.device_count())
-
-
-def current_device() -> int:
-    """Return the index of the current device."""
-    return int(native.current_device())
-
-
-def set_device(device: DeviceLike) -> None:
-    """Make a device the current one of this thread."""
-    native.set_device(_index(device))
-
-
-class device:  # noqa: N801  torch.cuda's name
+class _Current:
     """Make a device the current one inside a `with`; `None` or a negative index changes nothing."""
 
+    module: ClassVar[DeviceModule]
+
     def __init__(self, device: DeviceLike) -> None:
-        self.idx = _index(device) if device is not None else -1
+        self.idx = self.module.index(device) if device is not None else -1
         self.prev_idx = -1
 
     def __enter__(self) -> None:
-        self.prev_idx = native.exchange_device(self.idx)
+        self.prev_idx = self.module.exchange_device(self.idx)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        native.exchange_device(self.prev_idx)
+    def __exit__(self, *error: object) -> None:
+        self.module.exchange_device(self.prev_idx)
 
 
-class device_of(device):  # noqa: N801  torch.cuda's name
+class _CurrentOf(_Current):
     """Make a tensor's device the current one inside a `with`; a tensor elsewhere changes nothing."""
 
     def __init__(self, obj: torch.Tensor) -> None:
-        super().__init__(obj.get_device() if obj.device.type == BACKEND else None)
+        is_here = self.module.__name__ == f"torch.{obj.device.type}"
+        super().__init__(obj.get_device() if is_here else None)
 
 
-def synchronize(device: DeviceLike = None) -> None:
-    """Check the device; its work is done already."""
-    native.check_ordinal(_index(device))
-
-
-def current_stream(device: DeviceLike = None) -> torch.Stream:
-    """Return the one stream of a device."""
-    import torch
-
-    if not hasattr(torch, "accelerator"):  # it came with torch 2.6
-        return torch.Stream(device=f"{BACKEND}:{_index(device)}")
-    return torch.accelerator.current_stream(_index(device))
-
-
-default_stream = current_stream
-
-
-def __getattr__(name: str) -> object:
-    # torch's own stream and event classes work for every accelerator.
-    if name in {"Stream", "Event", "Generator"}:
-        import torch
-
-        return getattr(torch, name)
-    if name == "_initialized":  # torch.utils.checkpoint saves the generators' states only where this is true
-        return is_initialized()
-    if name == "default_generators":
-        return tuple(native.default_generator(index) for index in range(device_count()))
-    raise AttributeError(f"module 'torch.{BACKEND}' has no attribute {name!r}")
-
-
-# ---- Memory
-
-
-def memory_allocated(device: DeviceLike = None) -> int:
-    """Return the bytes in live storages, each rounded up to 512."""
-    return _stat(device, "allocated_bytes.all.current")
-
-
-def max_memory_allocated(device: DeviceLike = None) -> int:
-    """Return the highest `memory_allocated` since `reset_peak_memory_stats`."""
-    return _stat(device, "allocated_bytes.all.peak")
-
-
-def memory_reserved(device: DeviceLike = None) -> int:
-    """Return the bytes that the allocator holds of the device, in use or cached."""
-    return _stat(device, "reserved_bytes.all.current")
-
-
-def max_memory_reserved(device: DeviceLike = None) -> int:
-    """Return the highest `memory_reserved` since `reset_peak_memory_stats`."""
-    return _stat(device, "reserved_bytes.all.peak")
-
-
-def memory_stats(device: DeviceLike = None) -> OrderedDict[str, int]:
-    """Return the allocator's figures under torch.cuda's names, sorted."""
-    return OrderedDict(sorted(native.memory_stats(_index(device)).items()))
-
-
-def memory_snapshot() -> list[dict[str, Any]]:
-    """Return every segment with its blocks, as torch.cuda does; a block in use has the address its tensors give."""
-    segments: list[dict[str, Any]] = native.memory_snapshot()
-    return segments
-
-
-def record_history(is_on: bool) -> None:
-    """Keep what the allocators hand out and take back from now on, the last million of each; or end that."""
-    native.record_history(is_on)
-
-
-def history(device: DeviceLike = None) -> list[tuple[int, int, float]]:
-    """Return what has been recorded: address, bytes (negative where they were given back), monotonic seconds."""
-    found: list[tuple[int, int, float]] = native.history(_index(device))
-    return found
-
-
-def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
-    """Return the device's free and total bytes."""
-    total = native.capacity(_index(device))
-    return total - memory_reserved(device), total
-
-
-def reset_peak_memory_stats(device: DeviceLike = None) -> None:
-    """Start the peaks again from the present figures."""
-    native.reset_peaks(_index(device))
-
-
-def reset_accumulated_memory_stats(device: DeviceLike = None) -> None:
-    """Start the running totals again from zero."""
-    native.reset_accumulated(_index(device))
-
-
-def empty_cache() -> None:
-    """Give every segment without a live block back to its device."""
-    native.empty_cache()
-
-
-# ---- What a device is
+@cache
+def _named(device: str) -> torch.device:
+    return torch.device(device)
 
 
 @dataclass(frozen=True)
@@ -207,119 +245,82 @@ class DeviceProperties:
     multi_processor_count: int = 1
 
 
-def get_device_name(device: DeviceLike = None) -> str:
-    """Return the name of a device."""
-    return get_device_properties(device).name
+class _Simgpu(DeviceModule):
+    """`torch.simgpu`."""
 
+    Stream, Event, Generator = torch.Stream, torch.Event, torch.Generator  # which work for every accelerator
 
-def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
-    """Return name, memory and UUID of a device."""
-    index = _index(device)
-    return DeviceProperties("Simulated GPU", native.capacity(index), f"00000000-0000-0000-0000-{index:012x}")
+    def device_count(self) -> int:
+        return int(native.device_count())
 
+    def is_initialized(self) -> bool:
+        return any(native.used(index) for index in range(self.device_count()))
 
-def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
-    """Return a compute capability, for code that asks: that of a card which knows bfloat16."""
-    properties = get_device_properties(device)
-    return properties.major, properties.minor
+    def current_device(self) -> int:
+        return int(native.current_device())
 
+    def exchange_device(self, index: int) -> int:
+        return int(native.exchange_device(index))
 
-def is_bf16_supported() -> bool:
-    """Return True: the CPU kernels know bfloat16."""
-    return True
+    def set_device(self, device: DeviceLike) -> None:
+        native.set_device(self.index(device))
 
+    def index(self, device: DeviceLike = None) -> int:
+        if not isinstance(device, int | None) and _named(str(device)).type != BACKEND:
+            raise ValueError(f"Expected a {BACKEND} device, but got: {device}")
+        return super().index(device)
 
-def get_amp_supported_dtype() -> list[torch.dtype]:
-    """Return the types that autocast may use."""
-    import torch
+    def synchronize(self, device: DeviceLike = None) -> None:
+        """Check the device; its work is done already."""
+        native.check_ordinal(self.index(device))
 
-    return [torch.float16, torch.bfloat16, torch.float32]
+    def current_stream(self, device: DeviceLike = None) -> torch.Stream:
+        """Return the one stream of a device."""
+        if not hasattr(torch, "accelerator"):  # it came with torch 2.6
+            return torch.Stream(device=f"{BACKEND}:{self.index(device)}")
+        return torch.accelerator.current_stream(self.index(device))
 
+    default_stream = current_stream
 
-# ---- Random numbers
+    def figures(self, index: int) -> dict[str, int]:
+        found: dict[str, int] = native.memory_stats(index)
+        return found
 
+    def memory_stats(self, device: DeviceLike = None) -> OrderedDict[str, int]:
+        """Return the allocator's figures under torch.cuda's names, sorted."""
+        return OrderedDict(sorted(self.figures(self.index(device)).items()))
 
-def manual_seed(seed: int) -> None:
-    """Seed the current device's generator."""
-    _generator(None).manual_seed(seed)
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        """Return every segment with its blocks, as torch.cuda does; a block in use has the address its tensors give."""
+        segments: list[dict[str, Any]] = native.memory_snapshot()
+        return segments
 
+    def record_history(self, is_on: bool) -> None:
+        """Keep what the allocators hand out and take back from now on, the last million of each; or end that."""
+        native.record_history(is_on)
 
-def manual_seed_all(seed: int) -> None:
-    """Seed every device's generator; torch.manual_seed calls this."""
-    for index in range(device_count()):
-        _generator(index).manual_seed(seed)
+    def history(self, device: DeviceLike = None) -> list[tuple[int, int, float]]:
+        """Return what has been recorded: address, bytes (negative where they were given back), monotonic seconds."""
+        found: list[tuple[int, int, float]] = native.history(self.index(device))
+        return found
 
+    def reset_peak_memory_stats(self, device: DeviceLike = None) -> None:
+        """Start the peaks again from the present figures."""
+        native.reset_peaks(self.index(device))
 
-def seed() -> None:
-    """Seed the current device's generator at random."""
-    _generator(None).seed()
+    def reset_accumulated_memory_stats(self, device: DeviceLike = None) -> None:
+        """Start the running totals again from zero."""
+        native.reset_accumulated(self.index(device))
 
+    def empty_cache(self) -> None:
+        """Give every segment without a live block back to its device."""
+        native.empty_cache()
 
-def seed_all() -> None:
-    """Seed every device's generator with one random number."""
-    seed()
-    manual_seed_all(initial_seed())
+    def get_device_properties(self, device: DeviceLike = None) -> DeviceProperties:
+        """Return name, memory and UUID of a device."""
+        index = self.index(device)
+        return DeviceProperties("Simulated GPU", native.capacity(index), f"00000000-0000-0000-0000-{index:012x}")
 
-
-def initial_seed() -> int:
-    """Return the seed of the current device's generator."""
-    return int(_generator(None).initial_seed())
-
-
-def get_rng_state(device: DeviceLike = BACKEND) -> torch.Tensor:
-    """Return the state of a device's generator, a tensor of bytes on the CPU."""
-    return _generator(device).get_state()
-
-
-def set_rng_state(new_state: torch.Tensor, device: DeviceLike = BACKEND) -> None:
-    """Set the state of a device's generator."""
-    _generator(device).set_state(new_state)
-
-
-def get_rng_state_all() -> list[torch.Tensor]:
-    """Return the state of every device's generator."""
-    return [get_rng_state(index) for index in range(device_count())]
-
-
-def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
-    """Set the state of every device's generator."""
-    for index, state in enumerate(new_states):
-        set_rng_state(state, index)
-
-
-# ---- What torch asks of a device module
-
-
-def _is_in_bad_fork() -> bool:
-    return False  # a forked child has a copy of the cards that works
-
-
-def _lazy_init() -> None:
-    pass
-
-
-def _generator(device: DeviceLike) -> torch.Generator:
-    generator: torch.Generator = native.default_generator(_index(device))
-    return generator
-
-
-def _stat(device: DeviceLike, name: str) -> int:
-    return int(native.memory_stats(_index(device))[name])
-
-
-def _index(device: DeviceLike) -> int:
-    if isinstance(device, int):
-        return device
-    if device is None:
-        return current_device()
-    named = _named(str(device))
-    if named.type != BACKEND:
-        raise ValueError(f"Expected a {BACKEND} device, but got: {device}")
-    return current_device() if named.index is None else int(named.index)
-
-
-@cache
-def _named(device: str) -> Any:
-    import torch
-
-    return torch.device(device)
+    def generator(self, device: DeviceLike = None) -> torch.Generator:
+        found: torch.Generator = native.default_generator(self.index(device))
+        return found

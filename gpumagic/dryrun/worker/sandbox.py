@@ -31,7 +31,7 @@ from gpumagic.dryrun.worker.box.watch import ASKS_THE_MACHINE, NOT_DONE, is_list
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.worker.box import Box
-    from gpumagic.dryrun.worker.fake.backend import DeviceModule
+    from gpumagic.simgpu._module import DeviceModule
 
 
 _OF_ANY_ACCELERATOR = (

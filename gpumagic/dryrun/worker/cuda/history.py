@@ -24,7 +24,7 @@ Trace = list[dict[str, Any]]
 
 
 class History:
-    """Takes marks while the cell runs; `Kinds` writes to it as to a ledger.
+    """Takes marks while the cell runs; `Modules` writes to it as to a ledger.
 
     Args:
         where: tells where the cell stands.

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake import collectives
-from gpumagic.dryrun.worker.fake.backend import OURS, DeviceModule, Event, Stream, current_stream, stream
+from gpumagic.dryrun.worker.fake.backend import OURS, Event, FakeModule, Stream, current_stream, stream
 from gpumagic.dryrun.worker.fake.scratch import attention
 from gpumagic.memory.devices import Device
 
@@ -140,7 +140,7 @@ class Names(TorchFunctionMode):
             return torch.device(OURS, wanted)
         return torch.device(OURS) if wanted is None else self.ours(torch.device(wanted))
 
-    def install(self, module: DeviceModule) -> None:
+    def install(self, module: FakeModule) -> None:
         """Make the names hold for the rest of the process."""
         _share(getattr(torch, self._known), module)
         torch.__future__.set_swap_module_params_on_conversion(True)  # a module keeps its parameters' identity on CUDA
@@ -207,7 +207,7 @@ def _is_here(value: Any) -> bool:
         return bool(value.device.type == OURS)
 
 
-def _share(theirs: ModuleType, module: DeviceModule) -> None:
+def _share(theirs: ModuleType, module: FakeModule) -> None:
     """Give `torch.cuda` the device of the dry run's functions and streams; graphs are refused."""
     for name in _SHARED:
         for home in (theirs, getattr(theirs, "random", theirs), getattr(theirs, "memory", theirs)):

@@ -18,7 +18,7 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake.allocator import FakeLedger
-from gpumagic.dryrun.worker.fake.backend import DeviceModule
+from gpumagic.dryrun.worker.fake.backend import FakeModule
 from gpumagic.dryrun.worker.fake.calls import Call
 from gpumagic.dryrun.worker.fake.contents import Contents
 from gpumagic.dryrun.worker.fake.plans import Operands, Operator, Plan
@@ -58,7 +58,7 @@ class Operators:
     """
 
     def __init__(
-        self, module: DeviceModule, storages: Storages, ledger: FakeLedger, contents: Contents,
+        self, module: FakeModule, storages: Storages, ledger: FakeLedger, contents: Contents,
         assume: Callable[[str], None], is_cuda: bool,
     ) -> None:  # fmt: skip
         self._module = module
