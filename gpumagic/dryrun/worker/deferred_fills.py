@@ -101,18 +101,38 @@ class DeferredFills:
                 setattr(torch.nn.init, name, self._filling(getattr(torch.nn.init, name), is_method=False))
         for name in _LOOKS:
             setattr(torch.Tensor, name, self._looking(getattr(torch.Tensor, name)))
-        torch.UntypedStorage.from_file = self._mapping(torch.UntypedStorage.from_file)
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers casts in threads, where no mode follows
-        torch.nn.Module._apply = self._sweeping(torch.nn.Module._apply)
+        from_file, apply = torch.UntypedStorage.from_file, torch.nn.Module._apply
+
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            made = from_file(*args, **kwargs)
+            if made.nbytes() >= LEAST:
+                self._add(made, None, range(made.data_ptr(), made.data_ptr() + made.nbytes()))
+            return made
+
+        def applied(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """Take a module to a device: then what it held before is gone."""
+            was_applying, self._is_applying = self._is_applying, True
+            try:
+                made = apply(module, *args, **kwargs)
+            finally:
+                self._is_applying = was_applying
+            if self._storages:
+                self._sweep(1 + len(module._parameters) if module._parameters else len(self._by_age))
+                if not self._storages:
+                    self._mode.end()
+            return made
+
+        torch.UntypedStorage.from_file = staticmethod(mapped)
+        torch.nn.Module._apply = applied
         torch.autograd._engine_run_backward = self._without_mode(torch.autograd._engine_run_backward)
 
     def _without_mode(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return torch's backward pass without the mode, if it comes to a device: under one it adds none in place."""
 
         def backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._storages or not any(each.device.type != "cpu" for each in (*roots, *leaves_of(roots))):
-                return run(roots, *args, **kwargs)
-            with self._mode.paused():
+            is_off = self._storages and any(each.device.type != "cpu" for each in (*roots, *leaves_of(roots)))
+            with self._mode.paused() if is_off else contextlib.nullcontext():
                 return run(roots, *args, **kwargs)
 
         return backward
@@ -180,32 +200,6 @@ class DeferredFills:
 
         return looked
 
-    def _mapping(self, from_file: Callable[..., Any]) -> Any:
-        def mapped(*args: Any, **kwargs: Any) -> Any:
-            made = from_file(*args, **kwargs)
-            if made.nbytes() >= LEAST:
-                self._add(made, None, range(made.data_ptr(), made.data_ptr() + made.nbytes()))
-            return made
-
-        return staticmethod(mapped)
-
-    def _sweeping(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method that takes a module to a device: then what it held before is gone."""
-
-        def applied(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            was_applying, self._is_applying = self._is_applying, True
-            try:
-                made = apply(module, *args, **kwargs)
-            finally:
-                self._is_applying = was_applying
-            if self._storages:
-                self._sweep(1 + len(module._parameters) if module._parameters else len(self._by_age))
-                if not self._storages:
-                    self._mode.end()
-            return made
-
-        return applied
-
     # ---- The storages
 
     def _of(self, tensor: torch.Tensor) -> _Storage | None:
@@ -218,15 +212,13 @@ class DeferredFills:
             return next((each for each in self._files if each.span is not None and at in each.span), None)
         return found
 
-    def _leave(self, tensor: torch.Tensor, fill: _Fill | None) -> torch.Tensor:
+    def _leave(self, tensor: torch.Tensor, fill: _Fill | None) -> None:
         """Note that a tensor's storage is not written."""
         storage = tensor.untyped_storage()
-        known = self._storages.get(storage._cdata)
-        if known is None:
-            self._add(storage, fill)
+        if storage._cdata in self._storages:
+            self._storages[storage._cdata].fill = fill
         else:
-            known.fill = fill
-        return tensor
+            self._add(storage, fill)
 
     def _add(self, storage: torch.UntypedStorage, fill: _Fill | None, span: range | None = None) -> None:
         self._sweep(2)
@@ -281,7 +273,11 @@ class DeferredFills:
         if name == "_to_copy" and torch.device(kwargs.get("device") or "cpu").type != "cpu":
             return op(_blank(args[0], kwargs.get("dtype")), *args[1:], **kwargs)
         made = _by_shape(op, name, args, kwargs)
-        return self._run(op, args, kwargs, met) if made is None else self._leave_all(made, met)
+        if made is not None:
+            return self._leave_all(made, met)
+        for each in met:
+            self._draw(each)
+        return op(*args, **kwargs)
 
     def _write(self, op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[torch.Tensor]) -> Any:
         """Run an operator in place where it writes to little, such as a row, or to another device."""
@@ -294,7 +290,9 @@ class DeferredFills:
         if all(any(each is one for one in targets) for each in met):
             self._leave_all(targets, met)
             return op(*args, **kwargs)
-        return self._run(op, args, kwargs, met)
+        for each in met:
+            self._draw(each)
+        return op(*args, **kwargs)
 
     def _leave_all(self, made: Any, met: list[torch.Tensor]) -> Any:
         known = self._of(met[0])
@@ -302,11 +300,6 @@ class DeferredFills:
         for each in tensors_in(made):
             self._leave(each, fill)
         return made
-
-    def _run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[torch.Tensor]) -> Any:
-        for each in met:
-            self._draw(each)
-        return op(*args, **kwargs)
 
 
 class _Mode(TorchDispatchMode):
@@ -364,15 +357,10 @@ class _Mode(TorchDispatchMode):
 
 def _draw(whole: torch.Tensor, fill: _Fill) -> None:
     shaped = whole.view(fill.shape) if fill.shape.numel() == whole.numel() else whole
-    if fill.state is None:
+    with contextlib.nullcontext() if fill.state is None else torch.random.fork_rng([]):
+        if fill.state is not None:
+            torch.set_rng_state(fill.state)
         fill.method(shaped, *fill.args, **fill.kwargs)
-        return
-    now = torch.get_rng_state()
-    torch.set_rng_state(fill.state)
-    try:
-        fill.method(shaped, *fill.args, **fill.kwargs)
-    finally:
-        torch.set_rng_state(now)
 
 
 def _drop(tensor: torch.Tensor) -> None:
@@ -412,8 +400,4 @@ def _by_shape(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     found = list(tensors_in(made))
     if not found or any(each.nbytes < LEAST or not each.is_floating_point() for each in found):
         return None
-    return tree_map_only(torch.Tensor, _blank_on_host, made)
-
-
-def _blank_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return _blank(tensor, device="cpu")
+    return tree_map_only(torch.Tensor, lambda each: _blank(each, device="cpu"), made)

@@ -67,7 +67,8 @@ def run_each(
                 fork = _Fork.start(request, serve, [*private, *others])
                 running[fork.answers] = which, fork
             ready = _wait([fork for _, fork in running.values()], notebook, math.inf if most is None else _LOOKS)
-            too_large = None if most is None else _largest_of([fork for _, fork in running.values()], most)
+            taken = {fork: fork.taken() for _, fork in running.values()} if most is not None else {}
+            too_large = max(taken, key=lambda fork: taken[fork]) if sum(taken.values()) > (most or 0) else None
             for each, (which, fork) in list(running.items()):
                 if each in ready or time.monotonic() >= fork.until or fork.watch.waits_for or fork is too_large:
                     has_others = len(running) > 1
@@ -89,33 +90,22 @@ def _wait(running: Sequence[_Fork], notebook: int | None, seconds: float) -> lis
     watches = [fork.watch for fork in running if fork.watch.fileno() >= 0]
     waited_for: list[Any] = [*(fork.answers for fork in running), *watches, *([] if notebook is None else [notebook])]
     ready: list[Any] = connection.wait(waited_for, seconds)
-    if notebook in ready:
-        _end_all(running)
+    if notebook in ready:  # it has ended: nobody asks any more
+        for fork in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(fork.pid, signal.SIGKILL)
+        os._exit(0)
     for watch in watches:
         if watch in ready:
             watch.hear()
     return ready
 
 
-def _largest_of(running: Sequence[_Fork], most: int) -> _Fork | None:
-    """Return the process that takes most of the host's memory, if all together take more than a number of bytes."""
-    taken = [fork.taken() for fork in running]
-    return running[taken.index(max(taken))] if sum(taken) > most else None
-
-
-def _end_all(forks: Iterable[_Fork]) -> NoReturn:
-    """End with the notebook: nobody asks any more."""
-    for each in forks:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(each.pid, signal.SIGKILL)
-    os._exit(0)
-
-
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Fork:
     """A process of a dry run.
 
@@ -185,7 +175,10 @@ class _Fork:
             outcome = self._with_effects(outcome)
         else:
             _, status = os.waitpid(self.pid, 0)
-            outcome = _ended(_crash(status, self._read_last_words(), self.request["filename"]))
+            words = b""
+            with contextlib.suppress(BlockingIOError):
+                words = os.read(self.last_words, 1 << 16)
+            outcome = _ended(_crash(status, words.decode(errors="replace"), self.request["filename"]))
         self.answers.close()
         self.watch.close()
         os.close(self.last_words)
@@ -200,11 +193,6 @@ class _Fork:
             record["error"] |= {"refused": True, "text": f"it {next(iter(self.watch.effects))}, {NOT_DONE}"}
         record["effects"] = list(dict.fromkeys([*record.get("effects", ()), *self.watch.effects]))
         return json.dumps(record).encode()
-
-    def _read_last_words(self) -> str:
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self.last_words, 1 << 16).decode(errors="replace")
-        return ""
 
 
 def _out_of_reach(descriptor: int) -> int:

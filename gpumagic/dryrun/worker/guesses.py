@@ -43,20 +43,6 @@ THREAD: Key = (None, "a thread")
 """What reads is a thread in which no line of the notebook runs."""
 
 
-def _falling(turn: int) -> float:
-    """Return a number that stays positive however often it is read."""
-    return float((turn + 2) ** -4)
-
-
-def _rising(turn: int) -> float:
-    """Return a number that passes 100 after some reads, and of which `math.exp` has room."""
-    return 700.0 * (turn + 1) / (turn + 50)
-
-
-def _changing(turn: int) -> float:
-    return (600.0 if turn % 2 else -600.0) * (turn + 1) / (turn + 600)
-
-
 MOST_FILLED = 64 << 20
 """Bytes of what of the host was not sent that are filled with something."""
 MOST_FETCHED = 16 << 20
@@ -67,9 +53,9 @@ FILLING = (0x3F, 0x47, 0xBF)
 """Bytes that make a fraction around one, a large one and a negative one in every format."""
 NUMBERS: dict[str, Callable[[int], float]] = {
     "be 1": lambda _: 1.0,
-    "fall, from 0.06": _falling,
-    "rise, from 14": _rising,
-    "change its sign, from -1": _changing,
+    "fall, from 0.06": lambda turn: float((turn + 2) ** -4),  # it stays positive however often it is read
+    "rise, from 14": lambda turn: 700.0 * (turn + 1) / (turn + 50),  # past 100, and `math.exp` has room for it
+    "change its sign, from -1": lambda turn: (600.0 if turn % 2 else -600.0) * (turn + 1) / (turn + 600),
     "be 1000000": lambda _: 1e6,
     "be 3000000": lambda _: 3e6,
 }
@@ -179,7 +165,9 @@ class Guesses:
 
     def is_noted(self, dtype: torch.dtype) -> bool:
         """Return whether numbers of a type are handed out noted."""
-        return "float" in self._kinds if dtype.is_floating_point else "int" in self._kinds and _is_whole(dtype)
+        if dtype.is_floating_point:
+            return "float" in self._kinds
+        return "int" in self._kinds and not dtype.is_complex and str(dtype) != "torch.bool"
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[_Reading]:
@@ -339,7 +327,3 @@ class Guesses:
             return
         line, code = key
         self._assume(f"what {code} reads {what}" if line is None else f"line {line}: `{code}` {what}")
-
-
-def _is_whole(dtype: torch.dtype) -> bool:
-    return not dtype.is_complex and str(dtype) != "torch.bool"

@@ -145,8 +145,7 @@ class Known:
             return
         results = [each for each in tensors_in(made) if self._is_here(each)]
         if traits.name == _FROM_HOST:
-            for each in results:
-                self._read_in(each)
+            self._read_in(results)
             return
         if traits.name == _LEAVES_FINITE:
             return  # gradients are taken to be finite
@@ -207,10 +206,11 @@ class Known:
                 kept.pop(key, None)
         return False
 
-    def _read_in(self, tensor: torch.Tensor) -> None:
-        """Note that what lies in a tensor's memory is what the host put there."""
-        if self._nbytes_of(tensor) <= LARGEST and (key := self._key_of(tensor)):
-            self._kept[key] = self._memory_of(tensor)
+    def _read_in(self, tensors: list[torch.Tensor]) -> None:
+        """Note that what lies in the memory of some tensors is what the host put there."""
+        for each in tensors:
+            if self._nbytes_of(each) <= LARGEST and (key := self._key_of(each)):
+                self._kept[key] = self._memory_of(each)
 
     def _repeat(
         self, op: Any, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]

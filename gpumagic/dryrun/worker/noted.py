@@ -40,21 +40,8 @@ _AVERAGES = ("mean", "fmean", "average", "sum", "median", "std", "var", "stdev",
 _FILLS = ("fill", "full", "setitem", "scalar_tensor")
 """What puts a number on a device, from where it may be read again."""
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-_ARITHMETIC = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "divmod",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod", "and", "or", "xor", "lshift",
+               "rshift")  # fmt: skip
 _PLAIN = (int, float, complex)
 
 
@@ -134,7 +121,9 @@ class Noted(Read):
     def __index__(self) -> int:
         if type(self.number) is not int:
             raise TypeError("'float' object cannot be interpreted as an integer")
-        return self.number if _is_formatting() else int(self.lose("index" if _is_indexing() else "size"))
+        if _is_formatting():
+            return int(self.number)
+        return int(self.lose("index" if _opcode()[0].startswith("BINARY_SUBSCR") else "size"))
 
     def __trunc__(self) -> Any:
         return self._like(int(self.number))
@@ -206,16 +195,12 @@ class Noted(Read):
         return made
 
 
-def _give_operators() -> None:
-    for name in (*_ARITHMETIC, "divmod"):
-        function = divmod if name == "divmod" else getattr(operator, f"__{name}__")
-        setattr(Noted, f"__{name}__", functools.partialmethod(Noted._combined, function))
-        setattr(Noted, f"__r{name}__", functools.partialmethod(Noted._combined, function, is_right=True))
-    for name in _COMPARISONS:
-        setattr(Noted, f"__{name}__", functools.partialmethod(Noted._compared, getattr(operator, name)))
-
-
-_give_operators()
+for _name in _ARITHMETIC:
+    _function = divmod if _name == "divmod" else getattr(operator, f"__{_name}__")
+    setattr(Noted, f"__{_name}__", functools.partialmethod(Noted._combined, _function))
+    setattr(Noted, f"__r{_name}__", functools.partialmethod(Noted._combined, _function, is_right=True))
+for _name in _COMPARISONS:
+    setattr(Noted, f"__{_name}__", functools.partialmethod(Noted._compared, getattr(operator, _name)))
 
 
 def _plain(value: Any, met: list[Noted]) -> Any:
@@ -246,10 +231,6 @@ def _is_formatting() -> bool:
     """Return whether text is made by ``%``, which asks for a plain number."""
     name, argument = _opcode()
     return name == "BINARY_MODULO" or (name == "BINARY_OP" and argument in {"%", "%="})
-
-
-def _is_indexing() -> bool:
-    return _opcode()[0].startswith("BINARY_SUBSCR")
 
 
 class Numbers:

@@ -201,17 +201,13 @@ class _Counting(ast.NodeTransformer):
             node.func = _call(_NUMBER, node.func, node.func)
         return node
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self._inside(node)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        return self._inside(node)
-
-    def _inside(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
         outer, self._function = self._function, node.name
         self.generic_visit(node)
         self._function = outer
         return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815  # ast.NodeVisitor's name
 
     def _number(self, node: ast.For | ast.While) -> int:
         where = f"line {node.lineno}"

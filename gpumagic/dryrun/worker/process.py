@@ -102,8 +102,12 @@ def _devices_that_nobody_asks_for(count: int) -> Iterator[None]:
 
 
 def _serve(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
-    """Run the dry run in this process."""
-    _be_silent()
+    """Run the dry run in this process, which says nothing."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115, PTH123
     with contextlib.suppress(OSError):
         os.chdir(request["folder"])
     parts.hold(request["shared"])
@@ -117,11 +121,3 @@ def _serve(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> N
         from gpumagic.dryrun.worker.fake.run import FakeRun
 
         FakeRun(request, send).run()
-
-
-def _be_silent() -> None:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nowhere, stream)
-    for name in ("stdin", "stdout", "stderr"):
-        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115, PTH123

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -51,93 +51,18 @@ def arrange(module: DeviceModule, assume: Callable[[str], None]) -> None:
     refuse_compiler()
     load_in_this_process(assume)
     torch.Tensor.pin_memory = lambda tensor, *_: tensor
-    torch.load = _loading(torch.load)
-    for name in _OF_ANY_ACCELERATOR:
-        if hasattr(torch.accelerator, name):
-            setattr(torch.accelerator, name, getattr(module, name))
-
-
-def refuse_compiler() -> None:
-    """Refuse `torch.compile`, which starts programs and writes files."""
-    torch.compile = torch.nn.Module.compile = _refuse_compiler
-
-
-def load_in_this_process(assume: Callable[[str], None]) -> None:
-    """Let data loaders start no worker processes."""
-    DataLoader._get_iterator = _in_this_process(DataLoader._get_iterator, assume)
-
-
-def _refuse_compiler(*_: object, **__: object) -> NoReturn:
-    raise CannotDryRun("it uses torch.compile, whose kernels' memory is not known")
-
-
-def _refuse_input(*_: object) -> NoReturn:
-    raise CannotDryRun("it asks for input")
-
-
-def _in_this_process(make: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
-    """Return a data loader's way to iterate without worker processes, which a dry run does not start."""
-
-    def iterate(loader: Any) -> Any:
-        workers = loader.num_workers
-        if workers:
-            assume("data loaders are run without worker processes")
-        changed = {name: vars(loader).get(name) for name in _OF_WORKERS}
-        vars(loader).update(_OF_WORKERS)
-        try:
-            if workers and isinstance(loader.dataset, IterableDataset):
-                return _Parts(make, loader, workers if loader.worker_init_fn is None else 1)
-            return make(loader)
-        finally:
-            vars(loader).update(changed)
-
-    return iterate
-
-
-_OF_WORKERS = {
-    "num_workers": 0, "prefetch_factor": None, "pin_memory": False, "timeout": 0,
-    "_DataLoader__multiprocessing_context": None,
-}  # fmt: skip
-"""The attributes of a data loader that start processes or threads, as they are where none are."""
-
-
-class _Parts:
-    """The batches of an `IterableDataset`, which may ask which worker it is, one worker after the other."""
-
-    def __init__(self, make: Callable[..., Any], loader: Any, workers: int) -> None:
-        self._make, self._loader, self._workers = make, loader, workers
-        self._batches = self._all()
-
-    def _all(self) -> Iterator[Any]:
-        module = torch.utils.data._utils.worker
-        for number in range(self._workers):
-            info = module.WorkerInfo(id=number, num_workers=self._workers, seed=number, dataset=self._loader.dataset)
-            module._worker_info = info
-            try:
-                changed = {name: vars(self._loader).get(name) for name in _OF_WORKERS}
-                vars(self._loader).update(_OF_WORKERS)
-                batches = self._make(self._loader)
-                vars(self._loader).update(changed)
-                yield from batches
-            finally:
-                module._worker_info = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-
-def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.load` by way of the CPU: torch would fill the device's storages from the file itself."""
+    load = torch.load
 
     def through_the_host(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load by way of the CPU: torch would fill the device's storages from the file itself."""
         if not isinstance(map_location, str | torch.device) or torch.device(map_location).type == "cpu":
             return load(f, map_location, *args, **kwargs)
         return _moved(load(f, "cpu", *args, **kwargs), map_location)
 
-    return through_the_host
+    torch.load = through_the_host
+    for name in _OF_ANY_ACCELERATOR:
+        if hasattr(torch.accelerator, name):
+            setattr(torch.accelerator, name, getattr(module, name))
 
 
 def _moved(value: Any, device: Any) -> Any:
@@ -148,6 +73,65 @@ def _moved(value: Any, device: Any) -> Any:
             value[key] = _moved(each, device)
         return value
     return type(value)(_moved(each, device) for each in value) if type(value) in {list, tuple} else value
+
+
+def refuse_compiler() -> None:
+    """Refuse `torch.compile`, which starts programs and writes files."""
+    torch.compile = torch.nn.Module.compile = _refusal("it uses torch.compile, whose kernels' memory is not known")
+
+
+def _refusal(sentence: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise CannotDryRun(sentence)
+
+    return refuse
+
+
+def load_in_this_process(assume: Callable[[str], None]) -> None:
+    """Let data loaders start no worker processes."""
+    make = DataLoader._get_iterator
+
+    def iterate(loader: Any) -> Any:
+        workers = loader.num_workers
+        if workers:
+            assume("data loaders are run without worker processes")
+        if workers and isinstance(loader.dataset, IterableDataset):
+            return _worker_by_worker(make, loader, workers if loader.worker_init_fn is None else 1)
+        with _without_workers(loader):
+            return make(loader)
+
+    DataLoader._get_iterator = iterate
+
+
+_OF_WORKERS = {
+    "num_workers": 0, "prefetch_factor": None, "pin_memory": False, "timeout": 0,
+    "_DataLoader__multiprocessing_context": None,
+}  # fmt: skip
+"""The attributes of a data loader that start processes or threads, as they are where none are."""
+
+
+@contextmanager
+def _without_workers(loader: Any) -> Iterator[None]:
+    before = {name: vars(loader).get(name) for name in _OF_WORKERS}
+    vars(loader).update(_OF_WORKERS)
+    try:
+        yield
+    finally:
+        vars(loader).update(before)
+
+
+def _worker_by_worker(make: Callable[..., Any], loader: Any, workers: int) -> Iterator[Any]:
+    """Yield the batches of an `IterableDataset`, which may ask which worker it is."""
+    module = torch.utils.data._utils.worker
+    for number in range(workers):
+        info = module.WorkerInfo(id=number, num_workers=workers, seed=number, dataset=loader.dataset)
+        module._worker_info = info
+        try:
+            with _without_workers(loader):
+                batches = make(loader)
+            yield from batches
+        finally:
+            module._worker_info = None
 
 
 _QUIET = frozenset({"matplotlib", "config", "load_ext", "reload_ext", "autoreload", "pip", "conda", "precision",
@@ -238,32 +222,30 @@ def block(notes: cell.Notes, watcher: socket.socket | None = None) -> Box:
             socket.send_fds(watcher, [b"."], [made.listener])
             os.close(made.listener)
         watcher.close()
-    is_private = made.has_files
-    if is_private:
-        sys.dont_write_bytecode = True
-        torch.save = _saving(torch.save, note)
-        sys.addaudithook(_telling(note))
-    else:
-        _write_nowhere(note)
-    refused = _NEVER if is_private else _NEVER | _FILES
+    (_write_privately if made.has_files else _write_nowhere)(note)
+    refused = _NEVER if made.has_files else _NEVER | _FILES
     sys.addaudithook(_refusing(note, refused, reaches_itself=made.has_network))
-    _no_waiting()
-    builtins.input = _refuse_input
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(min(float(seconds), 0.0))  # it takes no memory; what is no duration is an error
+    builtins.input = _refusal("it asks for input")
     return made
 
 
-def _write_nowhere(note: Callable[[str], None]) -> None:
-    _open_nowhere(note)
-    for module, names in _SKIPPED.items():
-        for name in names:
-            if hasattr(module, name):
-                setattr(module, name, _skipped(f"{module.__name__}.{name}", note))
-    _save_nowhere(note)
-    sys.addaudithook(_read_only(note))
+def _write_privately(note: Callable[[str], None]) -> None:
+    """Tell what is done to the files of the process's own."""
+    sys.dont_write_bytecode = True
+    save = torch.save
 
-
-def _telling(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], None]:
-    """Return a hook that tells what is done to the files of the process's own."""
+    def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        """Tell of what C++ writes, and of large contents leave as much room as they take."""
+        if isinstance(f, str | os.PathLike):
+            note(f"writes the file {f!s}")
+        whole = obj.state_dict() if isinstance(obj, torch.nn.Module) else obj
+        large = sum(each.nbytes for each in tree_leaves(whole) if isinstance(each, torch.Tensor)) > _LARGE
+        is_skipped = large and hasattr(torch.serialization, "skip_data")
+        # What goes to a file is nothing that the cell decides by, so no mode follows it.
+        with _disable_current_modes(), torch.serialization.skip_data() if is_skipped else nullcontext():
+            save(obj, f, *args, **kwargs)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         path = args[0] if args and isinstance(args[0], str | os.PathLike) else None
@@ -280,31 +262,12 @@ def _telling(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], No
         if told and not cell.runs_in("torch._inductor.", "triton."):
             note(told)
 
-    return hook
+    torch.save = saved
+    sys.addaudithook(hook)
 
 
-def _saving(save: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., None]:
-    """Return `torch.save` that tells of what C++ writes, and of large contents leaves as much room as they take."""
-
-    def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike):
-            note(f"writes the file {f!s}")
-        large = sum(each.nbytes for each in _tensors(obj)) > _LARGE
-        is_skipped = large and hasattr(torch.serialization, "skip_data")
-        # What goes to a file is nothing that the cell decides by, so no mode follows it.
-        with _disable_current_modes(), torch.serialization.skip_data() if is_skipped else nullcontext():
-            save(obj, f, *args, **kwargs)
-
-    return saved
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.nn.Module):
-        value = value.state_dict()
-    yield from (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
-
-
-def _open_nowhere(note: Callable[[str], None]) -> None:
+def _write_nowhere(note: Callable[[str], None]) -> None:
+    """Let no file be written, where the process has none of its own."""
     real = io.open
 
     def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -313,28 +276,8 @@ def _open_nowhere(note: Callable[[str], None]) -> None:
         note(f"writes the file {os.fspath(file)!s}")
         return real(os.devnull, mode.replace("x", "w"), *args, **kwargs)
 
-    builtins.open = io.open = open_
-
-
-def _save_nowhere(note: Callable[[str], None]) -> None:
-    """Keep torch's own writer from opening a file: it is C++, which no hook of Python's sees."""
-    import torch
-
     def save(_: object, f: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001  # torch.save's own
         note(f"writes the file {f!s}" if isinstance(f, str | os.PathLike) else "writes with torch.save")
-
-    torch.save = save
-
-
-def _skipped(name: str, note: Callable[[str], None]) -> Callable[..., None]:
-    def skip(*args: Any, **_: Any) -> None:
-        note(f"calls {name}({', '.join(str(each) for each in args[:2])})")
-
-    return skip
-
-
-def _read_only(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], None]:
-    """Return a hook that refuses what would write a file."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[2], int) and args[2] & _WRITES and args[0] != os.devnull:
@@ -344,7 +287,20 @@ def _read_only(note: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], 
             note(f"opens the database {args[0]!s}")
             raise CannotDryRun(f"it opens the database {args[0]!s}, which a dry run does not do here")
 
-    return hook
+    builtins.open = io.open = open_
+    for module, names in _SKIPPED.items():
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, _skipped(f"{module.__name__}.{name}", note))
+    torch.save = save  # torch's own writer is C++, which no hook of Python's sees
+    sys.addaudithook(hook)
+
+
+def _skipped(name: str, note: Callable[[str], None]) -> Callable[..., None]:
+    def skip(*args: Any, **_: Any) -> None:
+        note(f"calls {name}({', '.join(str(each) for each in args[:2])})")
+
+    return skip
 
 
 def _refusing(
@@ -388,9 +344,3 @@ def _program(event: str, args: tuple[Any, ...]) -> str:
         first = each if isinstance(each, str | bytes | os.PathLike) else next(iter(each), "")
         return os.path.basename(os.fsdecode(first).split(" ")[0])  # noqa: PTH119  # of bytes, too
     return ""
-
-
-def _no_waiting() -> None:
-    """Let nobody sleep: it takes no memory."""
-    sleep = time.sleep
-    time.sleep = lambda seconds: sleep(min(float(seconds), 0.0))  # what is no duration is an error as ever

@@ -55,7 +55,7 @@ class History:
     @module.setter
     def module(self, number: int | None) -> None:
         self._module = number
-        self._note(lambda replay: replay.set_module(number))
+        self._note(lambda replay: setattr(replay.ledger, "module", number))
 
     def own(self, key: int, module: int) -> None:
         """Say whose the block at an address is."""
@@ -136,9 +136,6 @@ class _Replay:
         if key not in self._origins:
             self._origins[key] = self._place_of(frames), operator_of(frames)
         return self._origins[key]
-
-    def set_module(self, number: int | None) -> None:
-        self.ledger.module = number
 
     def in_backward(self, depth: int, place: Place) -> None:
         self.ledger.in_backward, self._backward = depth, place

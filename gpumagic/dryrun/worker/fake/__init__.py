@@ -8,5 +8,4 @@ plans.py         what an operator returned for operands of some metadata, kept
 scratch.py       what CUDA's kernels allocate besides their results, and which of attention's are run
 contents.py      asks for the few small values that are known, and sizes results by them
 autocast.py      the device's autocast
-collectives.py   copies of one tensor to many devices, and back
 """

@@ -6,6 +6,7 @@ out-of-tree device has to apply them itself.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +65,8 @@ class Autocast:
         rest = torch.library.Library("_", "IMPL")
         rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         listed = torch.library.Library("aten", "IMPL")
-        policies = ((LOWER, self._in_lower), (FLOAT32, self._in_float32), (FLOAT32_RESULT, self._to_float32),
+        in_float32 = functools.partial(self._in, torch.float32)
+        policies = ((LOWER, self._in_lower), (FLOAT32, in_float32), (FLOAT32_RESULT, self._to_float32),
                     (WIDEST, self._in_widest))  # fmt: skip
         for names, policy in policies:
             for name in names:
@@ -93,11 +95,10 @@ class Autocast:
         library.impl(op, kernel, "AutocastPrivateUse1")
 
     def _in_lower(self, op: Any, args: Any, kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype(self._type)
-        return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
+        return self._in(torch.get_autocast_dtype(self._type), op, args, kwargs)
 
-    def _in_float32(self, op: Any, args: Any, kwargs: Any) -> Any:
-        return op(*self._cast(args, torch.float32), **self._cast(kwargs, torch.float32))
+    def _in(self, dtype: torch.dtype, op: Any, args: Any, kwargs: Any) -> Any:
+        return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
 
     def _to_float32(self, op: Any, args: Any, kwargs: Any) -> Any:
         names = [argument.name for argument in op._schema.arguments]
@@ -107,11 +108,9 @@ class Autocast:
         return op(**given)
 
     def _in_widest(self, op: Any, args: Any, kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype(self._type)
         flat = [each for value in (*args, *kwargs.values()) for each in (value if isinstance(value, list) else [value])]
-        if any(self._is_eligible(each) and each.dtype == torch.float32 for each in flat):
-            dtype = torch.float32
-        return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
+        is_wide = any(self._is_eligible(each) and each.dtype == torch.float32 for each in flat)
+        return self._in(torch.float32 if is_wide else torch.get_autocast_dtype(self._type), op, args, kwargs)
 
     def _with_dtype(self, wider: Any) -> Callable[..., Any]:
         def kernel(tensor: torch.Tensor, p: Any = 2, *rest: Any) -> Any:
@@ -135,7 +134,9 @@ class Autocast:
             return {name: self._cast(each, dtype) for name, each in value.items()}
         if not self._is_eligible(value) or value.dtype == dtype:
             return value
-        return self._cached(value, dtype) if _is_weight(value, dtype) else value.to(dtype)
+        is_lower = dtype != torch.float32 and value.dtype == torch.float32
+        is_weight = is_lower and value.requires_grad and value.is_leaf and not value._is_view()
+        return self._cached(value, dtype) if is_weight else value.to(dtype)
 
     def _cached(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a weight in lower precision, made once until the outermost autocast ends."""
@@ -146,11 +147,6 @@ class Autocast:
         if torch.is_autocast_cache_enabled():
             self._cache[id(weight)] = weakref.ref(weight), made
         return made
-
-
-def _is_weight(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    is_lower = dtype != torch.float32 and tensor.dtype == torch.float32
-    return is_lower and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
 
 
 def _op(name: str) -> Any:

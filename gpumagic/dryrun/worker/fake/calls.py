@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 
 from gpumagic.dryrun.worker.storages import span
 
+META = DispatchKeySet(DispatchKey.Meta)
 _TAKE_HOST_INDICES = frozenset({
     "aten::index.Tensor", "aten::index.Tensor_out", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put",
     "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put", "aten::_unsafe_masked_index",
@@ -32,8 +34,11 @@ class Call:
 
     def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> None:
         self.op = op
+        # torch made a tensor of a Python number, and that arrives here as the number again.
         self.args = [
-            _as_tensor(value) if _is_number(value) and _wants_tensor(argument) else value
+            torch.tensor(value, device="cpu")
+            if str(argument.type) == "Tensor" and isinstance(value, int | float | complex)
+            else value
             for argument, value in zip(op._schema.arguments, args, strict=False)
         ]
         self.kwargs = kwargs
@@ -42,6 +47,8 @@ class Call:
         self._by_twin: dict[int, torch.Tensor] = {}
         self._owners: dict[int, torch.Tensor] = {}
         self.asked_for: torch.device | None = None
+        self.target: torch.Tensor
+        """What a call that is settled returns."""
         self.is_indexing = op._name in _TAKE_HOST_INDICES
         self.device = self._common_device()
 
@@ -89,7 +96,7 @@ class Call:
                 (targets if argument.is_write else shapes).append(value.shape)
         if len(targets) != 1:
             return False
-        self._target = next(value for argument, value in self.named() if argument.is_write)
+        self.target = next(value for argument, value in self.named() if argument.is_write)
         # In-place operators read what they write to.
         return len(self.op._schema.returns) == 1 and _broadcast(shapes or targets, targets[0])
 
@@ -102,23 +109,16 @@ class Call:
         is_one = len(masks) == 1 and masks[0].dtype in {torch.bool, torch.uint8}
         return is_one and not given.get("accumulate") and given["values"].dim() == 0
 
-    def result(self) -> torch.Tensor:
-        """Return what a call that is settled returns."""
-        return self._target
-
     def written(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (tensor, stand-in) of every argument that the operator writes to."""
         for argument, tensor in self.tensors():
             if argument.is_write and id(tensor) in self._twins:
                 yield self._twins[id(tensor)]
 
-    def meta_args(self) -> list[Any]:
-        """Return the positional arguments with stand-ins."""
-        return [self._meta(value) for value in self.args]
-
-    def meta_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments with stand-ins."""
-        return {name: self._meta(value) for name, value in self.kwargs.items() if name != "generator"}
+    def on_meta(self) -> Any:
+        """Return what torch's meta kernel returns for stand-ins."""
+        kwargs = {name: self._meta(value) for name, value in self.kwargs.items() if name != "generator"}
+        return self.op.redispatch(META, *(self._meta(value) for value in self.args), **kwargs)
 
     def original(self, twin: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor that a stand-in stands for."""
@@ -162,7 +162,12 @@ class Call:
         known = self._twins.get(id(tensor))
         if known is not None:
             return known[1]
-        twin = _like(tensor)
+        size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        if offset:
+            whole = torch.empty(offset + span(size, stride), dtype=tensor.dtype, device="meta")
+            twin = whole.as_strided(size, stride, offset)
+        else:
+            twin = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
         self._twins[id(tensor)] = (tensor, twin)
         self._by_twin[id(twin)] = tensor
         self._owners[twin.untyped_storage()._cdata] = tensor
@@ -182,24 +187,3 @@ def _broadcast(shapes: list[Any], target: Any) -> bool:
             if extent != 1:
                 reached[-place] = extent
     return reached == list(target)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | complex)
-
-
-def _wants_tensor(argument: Any) -> bool:
-    return str(argument.type) == "Tensor"
-
-
-def _as_tensor(number: complex) -> torch.Tensor:
-    """Return the tensor that torch made of a Python number, and that arrives here as the number again."""
-    return torch.tensor(number, device="cpu")
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-    if not offset:
-        return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
-    whole = torch.empty(offset + span(size, stride), dtype=tensor.dtype, device="meta")
-    return whole.as_strided(size, stride, offset)

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.worker.fake import collectives
+from gpumagic.dryrun.worker.fake import backend
 from gpumagic.dryrun.worker.fake.backend import OURS, Event, FakeModule, Stream, current_stream, stream
 from gpumagic.dryrun.worker.fake.scratch import attention
 from gpumagic.memory.devices import Device
@@ -72,24 +72,24 @@ class Names(TorchFunctionMode):
     def __init__(self, known: str) -> None:
         super().__init__()
         self._known = known
-        self._ways: dict[Any, Any] = {}
+        self._handlers: dict[Any, Any] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        way = self._ways.get(func, "")
-        if way == "":
-            way = self._ways[func] = self._way(func)
-        if way is not None:
-            told = way(func, args, kwargs or {})
-            if told is not NotImplemented:
-                return told
+        if func not in self._handlers:
+            self._handlers[func] = self._handler(func)
+        handler = self._handlers[func]
+        if handler is not None:
+            made = handler(func, args, kwargs or {})
+            if made is not NotImplemented:
+                return made
         args = tuple([self.ours(each) if type(each) in _NAMING else each for each in args])
         if not kwargs:
             return func(*args)
         return func(*args, **{name: self.ours(value) for name, value in kwargs.items()})
 
-    def _way(self, func: Any) -> Callable[..., Any] | None:  # noqa: PLR0911  # one way a kind of function
+    def _handler(self, func: Any) -> Callable[..., Any] | None:  # noqa: PLR0911  # one way a kind of function
         """Return how a function of torch's is called that needs more than names; it may leave that to the others."""
         name = getattr(func, "__name__", "")
         if func is torch.device:  # what the code makes and compares keeps the name that it gave
@@ -109,7 +109,12 @@ class Names(TorchFunctionMode):
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(args[0], torch.Tensor):
             return NotImplemented
-        return torch.Tensor.to(args[0], self._named(args[1:]), *args[2:], **kwargs)
+        wanted = args[1] if len(args) > 1 else None
+        if wanted is None or isinstance(wanted, int):
+            device = torch.device(OURS) if wanted is None else torch.device(OURS, wanted)
+        else:
+            device = self.ours(torch.device(wanted))
+        return torch.Tensor.to(args[0], device, *args[2:], **kwargs)
 
     def _refuse_recurrent(self, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
         if args and _is_here(args[0]):
@@ -131,41 +136,31 @@ class Names(TorchFunctionMode):
             return torch.device(self._known, value.index)
         return value
 
-    def _our_type(self, value: Any) -> Any:
-        return OURS if value == self._known else value
-
-    def _named(self, arguments: tuple[Any, ...]) -> torch.device:
-        wanted = arguments[0] if arguments else None
-        if isinstance(wanted, int):
-            return torch.device(OURS, wanted)
-        return torch.device(OURS) if wanted is None else self.ours(torch.device(wanted))
-
     def install(self, module: FakeModule) -> None:
         """Make the names hold for the rest of the process."""
         _share(getattr(torch, self._known), module)
         torch.__future__.set_swap_module_params_on_conversion(True)  # a module keeps its parameters' identity on CUDA
         autocast = torch.amp.autocast_mode.autocast
-        autocast.__init__ = _renaming(autocast.__init__, self._known)
+        begin = autocast.__init__
+
+        def renamed(made: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            begin(made, OURS if Device.parse(device_type).backend == self._known else device_type, *args, **kwargs)
+
+        autocast.__init__ = renamed
         torch.set_default_device = functools.partial(_first, torch.set_default_device, self.ours)
         for name in ("get_autocast_dtype", "is_autocast_enabled", "set_autocast_dtype",
                      "set_autocast_enabled"):  # fmt: skip
             real = getattr(torch, name)
-            setattr(torch, name, functools.partial(_first, real, self._our_type))
+            setattr(torch, name, functools.partial(_first, real, lambda each: OURS if each == self._known else each))
         Generators.known = self._known
         torch.Generator = Generators
-        torch.Tensor.record_stream = _record_nothing
+        torch.Tensor.record_stream = lambda _tensor, _stream: None  # no stream uses a tensor later here
         if self._known == "cuda":  # torch's own functions call it past a mode
             functional = torch.nn.functional
             functional.scaled_dot_product_attention = _attending(functional.scaled_dot_product_attention)
-        self._follow_backward()
-        self.__enter__()
-
-    def _follow_backward(self) -> None:
-        """Hold in what runs again within a backward pass too, a checkpointed part of a model, and in hooks.
-
-        A mode is off while it handles `Tensor.backward` or an operator, and what torch calls from there starts with
-        the modes that are on then.
-        """
+        # A mode is off while it handles `Tensor.backward` or an operator, and what torch calls from there starts with
+        # the modes that are on then. It has to hold there too: in what runs again within a backward pass, a
+        # checkpointed part of a model, and in hooks.
         torch.autograd._engine_run_backward = self._under(torch.autograd._engine_run_backward)
         hooks = torch.autograd.graph.saved_tensors_hooks
         make = hooks.__init__
@@ -176,6 +171,7 @@ class Names(TorchFunctionMode):
         hooks.__init__ = hook
         threads: Any = threading.Thread  # a mode is one thread's
         threads._bootstrap_inner = self._under(threads._bootstrap_inner)
+        self.__enter__()
 
     def _under(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def under(*args: Any, **kwargs: Any) -> Any:
@@ -217,9 +213,9 @@ def _share(theirs: ModuleType, module: FakeModule) -> None:
         if hasattr(theirs, name):
             setattr(theirs, name, type(name, (_Refused,), {"__module__": theirs.__name__}))
     for name in _AMONG_DEVICES:
-        setattr(torch._C, f"_{name}", getattr(collectives, name))
+        setattr(torch._C, f"_{name}", getattr(backend, name))
     nccl: Any = importlib.import_module("torch.cuda.nccl")
-    nccl.is_available, nccl.reduce = collectives.is_nccls, collectives.add_up
+    nccl.is_available, nccl.reduce = backend.is_nccls, backend.add_up
     for name, value in _STREAMS.items():
         if hasattr(theirs, name):
             setattr(theirs, name, value)
@@ -227,22 +223,11 @@ def _share(theirs: ModuleType, module: FakeModule) -> None:
         setattr(theirs, name, value)
 
 
-def _record_nothing(_tensor: object, _stream: object) -> None:
-    """Stand in for `record_stream`: no stream uses a tensor later here."""
-
-
 class _Refused:
     """What a dry run does not have; libraries may name it in their annotations."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise CannotDryRun(f"it uses {type(self).__module__}.{type(self).__name__}, which is not part of a dry run")
-
-
-def _renaming(init: Callable[..., None], known: str) -> Callable[..., None]:
-    def renamed(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        init(self, OURS if Device.parse(device_type).backend == known else device_type, *args, **kwargs)
-
-    return renamed
 
 
 def _first(real: Callable[..., Any], change: Callable[[Any], Any], *args: Any) -> Any:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
 
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake.allocator import FakeLedger
@@ -27,7 +26,6 @@ from gpumagic.dryrun.worker.storages import CPU, Form, Storages, key_of
 
 aten = torch.ops.aten
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-META = DispatchKeySet(DispatchKey.Meta)
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"})
 """Matrix products, whose operands are of one dtype."""
@@ -75,7 +73,7 @@ class Operators:
             "aten::_local_scalar_dense": contents.scalar,
             "aten::equal": contents.equal,
             "aten::resize_": self._resize,
-            "aten::set_": self._set_nothing,
+            "aten::set_": lambda tensor: self._resize(tensor, (0,)),
             "aten::record_stream": lambda *_: None,
             "aten::_fused_sdp_choice": (lambda *_, **__: 0) if is_cuda else attention,  # `names` has chosen
             "aten::_thnn_fused_gru_cell": gru_cell,
@@ -90,8 +88,6 @@ class Operators:
         }
         self._convolving_back = self._renamed(aten.convolution_backward.default)
         self._forms: dict[tuple[Any, ...], Form] = {}
-        for view in VIEWS:
-            self._special[f"aten::{view}"] = self._viewing
         self._everything = torch.library.Library("_", "IMPL")
         self._each = torch.library.Library("aten", "IMPL")
         self._one_at_a_time = threading.RLock()  # of the cell's threads
@@ -120,7 +116,7 @@ class Operators:
     def _kernel(self, operator: Operator) -> Callable[..., Any]:
         """Return the kernel of an operator, which is registered then."""
         special = self._special.get(operator.op._name) or functools.partial(self._by_shape, operator)
-        if special == self._viewing:
+        if operator.name in VIEWS:
             special = functools.partial(operator.op.redispatch, CPU)
         kernel = functools.partial(self._answer, operator.name, special)
         if operator.op.namespace == "aten":
@@ -141,9 +137,6 @@ class Operators:
                 self.is_running = False
                 if self.give_up_after is not None:
                     self.give_up_after()
-
-    def _viewing(self) -> None:
-        """Stand for the kernels in `VIEWS`."""
 
     # ---- Making tensors
 
@@ -175,12 +168,8 @@ class Operators:
         return self._storages.make(form)
 
     def _resize(self, tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
-        shape = torch.empty(size, dtype=tensor.dtype, device="meta")
-        self._fit(tensor, shape)
+        self._fit(tensor, torch.empty(size, dtype=tensor.dtype, device="meta"))
         return tensor
-
-    def _set_nothing(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._resize(tensor, (0,))
 
     def _fit(self, tensor: torch.Tensor, shape: torch.Tensor) -> None:
         """Give a tensor another size, and a larger storage if it needs one."""
@@ -197,12 +186,12 @@ class Operators:
     # ---- Copies
 
     def _copy_from(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if target.device.type == self._name:
-            self._contents.copy(source, target)
-            if source.device.type == "cpu":
-                self._ledger.came_from_host(key_of(target))
+        if target.device.type != self._name:
+            self._contents.fetch(source, target)
             return target
-        self._contents.fetch(source, target)
+        self._contents.copy(source, target)
+        if source.device.type == "cpu":
+            self._ledger.came_from_host(key_of(target))
         return target
 
     def _copy_from_and_resize(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -240,9 +229,9 @@ class Operators:
         if fills:
             returned = args[0]
         elif call.is_settled():
-            returned = call.result()
+            returned = call.target
         else:
-            returned = op.redispatch(META, *call.meta_args(), **call.meta_kwargs())
+            returned = call.on_meta()
             for tensor, twin in call.written():
                 if twin.shape != tensor.shape or twin.stride() != tensor.stride():
                     self._fit(tensor, twin)
