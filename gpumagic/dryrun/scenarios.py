@@ -85,7 +85,9 @@ class _Runs:
         for noting in _NOTING[at:]:
             self.request["noting"] = noting
             outcome = self._with_room({})
-            if "ended" in outcome or not outcome["noted"] or not _is_refused(outcome["error"]):
+            error = outcome.get("error") or {"kind": "", "text": ""}
+            is_refused = error["kind"] == "TypeError" or "Noted" in error["text"] or "INTERNAL ASSERT" in error["text"]
+            if not (is_refused and outcome["noted"]):  # else it may come from a number that is none: `worker.noted`
                 break
         self.request["follows"] = outcome.get("follows", False)
         if text and self.request["follows"]:
@@ -101,7 +103,9 @@ class _Runs:
         """
         plain = [number for number, each in enumerate(variants) if not each.get("follows", self.request["follows"])]
         outcomes = dict(zip(plain, self._send([variants[each] for each in plain]), strict=True))
-        again = [number for number in range(len(variants)) if outcomes.get(number, _AGAIN).get("starts_again")]
+        again = [
+            number for number in range(len(variants)) if number not in outcomes or outcomes[number].get("starts_again")
+        ]
         follow = [{**variants[each], "follows": True, "is_brief": True, "answers": None} for each in again]
         for number, variant, outcome in zip(again, follow, self._send(follow), strict=True):
             outcomes[number] = {**outcome, "follows": True}
@@ -146,16 +150,6 @@ class _Runs:
         return client.ask(self.request, variants)
 
 
-_AGAIN: Outcome = {"starts_again": True}
-
-
-def _is_refused(error: dict[str, Any] | None) -> bool:
-    """Return whether an error may come from a number that is none: see `worker.noted`."""
-    return error is not None and (
-        error["kind"] == "TypeError" or "Noted" in error["text"] or "INTERNAL ASSERT" in error["text"]
-    )
-
-
 @dataclass(frozen=True)
 class _Scenario:
     """A scenario that was run.
@@ -181,18 +175,14 @@ class _Scenario:
         return "ended" in self.outcome or self.outcome["error"] is None
 
     @property
-    def _devices(self) -> list[dict[str, Any]]:
-        devices: list[dict[str, Any]] = self.outcome.get("followed") or self.outcome.get("devices") or []
-        return devices
+    def figures(self) -> list[Any]:
+        """All that is counted of its memory: the same in two runs that did the same."""
+        devices = self.outcome.get("followed") or self.outcome.get("devices") or []
+        return [[device[name] for name in ("peak", "reserved", "after", "traffic")] for device in devices]
 
     @property
     def peak(self) -> int:
-        return max((device["peak"] for device in self._devices), default=0)
-
-    @property
-    def figures(self) -> list[Any]:
-        """All that is counted of its memory: the same in two runs that did the same."""
-        return [[device[name] for name in ("peak", "reserved", "after", "traffic")] for device in self._devices]
+        return max((device[0] for device in self.figures), default=0)
 
 
 class _Scenarios:
@@ -213,7 +203,8 @@ class _Scenarios:
         """Return the outcome of the scenario that needs most, with what depends on the values."""
         kinds = self._kinds()
         sizes = [self._course(LARGE)] if kinds & {"number", "size", "contents"} else []
-        self._run([self._other_way(), *sizes])
+        unseen = [(place, not outcome) for place, outcome in self._outcomes().items()]
+        self._run([self._course(1, opposite=unseen), *sizes])
         if not self._agree():
             if self._first.outcome["most_turns"] > 1 or self._kinds() - {"truth", "comparison"}:
                 tried = {each.course["guess"] for each in self._all}
@@ -226,9 +217,7 @@ class _Scenarios:
         counted = [each for each in conclusive if each.course["guess"] != LARGE or not grows] or conclusive
         if all(each.fits is None for each in counted):
             return self._first.outcome
-        most = max(
-            counted, key=lambda each: (each.fits is not None, each.fits is False, each.peak, each is self._first)
-        )
+        most = max(counted, key=lambda run: (run.fits is not None, run.fits is False, run.peak, run is self._first))
         outcome = self._first.outcome
         if most is not self._first and (most.fits is not False or self._first.fits is not False):
             outcome = self._runs.whole(most.course, most.outcome)
@@ -243,10 +232,6 @@ class _Scenarios:
         self, guess: int, others: Mapping[Key, int] | None = None, opposite: Sequence[tuple[Key, bool]] = ()
     ) -> Course:
         return {**self._first.course, "guess": guess, "others": list((others or {}).items()), "opposite": opposite}
-
-    def _other_way(self) -> Course:
-        """Return the course in which each comparison has the outcome that was not seen in the first run."""
-        return self._course(1, opposite=[(place, not outcome) for place, outcome in self._outcomes().items()])
 
     def _outcomes(self) -> dict[Key, bool]:
         """Return the outcome of each comparison that had only one, in the first run that came there."""
@@ -312,7 +297,7 @@ class _Scenarios:
         error: dict[str, Any] = self._first.outcome["error"]
         told = [each.outcome["error"] for each in self._all if "error" in each.outcome]
         if any((each["line"], each["kind"]) != (error["line"], error["kind"]) for each in told):
-            error["depends"] = _named(self._read_keys(self._all))
+            error["depends"] = _named(_sorted({key for key, _ in self._reads(self._all)}))
         return self._first.outcome
 
     def _judged(self, outcome: Outcome, most: _Scenario, conclusive: list[_Scenario], grows: bool) -> Outcome:
@@ -339,7 +324,7 @@ class _Scenarios:
 
     def _reason(self, base: _Scenario, other: _Scenario) -> tuple[str, list[Key]]:
         """Return what the verdict depends on where two scenarios differ, and the expressions that read it."""
-        keys = self._read_keys([base, other])
+        keys = _sorted({key for key, _ in self._reads([base, other])})
         what = "what the cell needs depends on"
         why = f"it needs {size(base.peak)} or {size(other.peak)}"
         if other.fits is None:
@@ -353,9 +338,6 @@ class _Scenarios:
         on += ["what large tensors and arrays on the CPU hold"] * len(hosts)
         sentence = f"{what} {' and '.join(on)}{f', read in {named}' if named else ''}: {why}"
         return sentence, [key for key in keys if key != HOST]
-
-    def _read_keys(self, scenarios: Iterable[_Scenario]) -> list[Key]:
-        return _sorted({key for key, _ in self._reads(scenarios)})
 
 
 def _parts(keys: Sequence[Key]) -> list[set[Key]]:

@@ -75,11 +75,14 @@ def environment(
         OptionError: an argument cannot be read.
         FakecudaUnavailable: torch is no CUDA build, or there is no C compiler.
     """
+    from dataclasses import replace
+
     from gpumagic.fakecuda import build
     from gpumagic.memory.presets import settings
 
-    chosen = [_sized(gpu, capacity) for gpu in _chosen(gpus, devices)]
-    held = _bytes(others)
+    chosen, held = _chosen(gpus, devices), _bytes(others)
+    if capacity is not None:
+        chosen = [replace(gpu, capacity=_bytes(capacity)) for gpu in chosen]
     parts = [f"peer={int(peer_access)}", *(settings(gpu, number, held) for number, gpu in enumerate(chosen))]
     folder = build.libraries()
     made = sorted(str(path) for path in folder.glob("*.so*") if not path.is_symlink())
@@ -103,12 +106,6 @@ def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[
     if len(found) not in {1, count}:
         raise OptionError(f"{count} devices cannot be made of {len(found)} GPUs; name one, or one for each")
     return found * count if len(found) == 1 else found
-
-
-def _sized(gpu: GPU, capacity: str | int | None) -> GPU:
-    from dataclasses import replace
-
-    return gpu if capacity is None else replace(gpu, capacity=_bytes(capacity))
 
 
 def _bytes(size: str | int) -> int:

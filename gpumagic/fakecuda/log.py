@@ -7,7 +7,7 @@ import functools
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _HOST = -1
 
@@ -65,7 +65,7 @@ class _Kernel(ctypes.Structure):
 
 
 class _UnknownSize(ctypes.Structure):
-    _fields_ = (("what", ctypes.c_char_p), ("times", ctypes.c_int64))
+    _fields_ = (("name", ctypes.c_char_p), ("count", ctypes.c_int64))
 
 
 def is_enabled() -> bool:
@@ -75,13 +75,7 @@ def is_enabled() -> bool:
 
 def copies() -> list[Copy]:
     """Return every copy since `reset`, oldest first; none where the process does not run over the fake runtime."""
-    if not is_enabled():
-        return []
-    library = _library()
-    room = library.fakecuda_copies(None, 0)
-    records = (_Record * room)()
-    count = min(library.fakecuda_copies(records, room), room)
-    return [_copy(record) for record in records[:count]]
+    return [_copy(record) for record in _records("fakecuda_copies", _Record)]
 
 
 def launches() -> Counter[str]:
@@ -90,14 +84,7 @@ def launches() -> Counter[str]:
     These are torch's own kernels, and those of Triton and of `torch.cuda.jiterator`. What cuBLAS, cuDNN and the other
     libraries would launch is not among them. A kernel in a CUDA graph counts when the graph is launched.
     """
-    counted: Counter[str] = Counter()
-    if is_enabled():
-        library = _library()
-        kernels = (_Kernel * library.fakecuda_launches(None, 0))()
-        found = min(library.fakecuda_launches(kernels, len(kernels)), len(kernels))
-        for kernel in kernels[:found]:
-            counted[(kernel.name or b"?").decode()] += kernel.count
-    return counted
+    return _counted("fakecuda_launches", _Kernel)
 
 
 def unknown_sizes() -> Counter[str]:
@@ -106,13 +93,23 @@ def unknown_sizes() -> Counter[str]:
     The answer was 0: the workspaces of cuDNN, cuSOLVER, cuSPARSE and cuFFT and the reserve space of an RNN are missing
     from what torch has allocated here. `{"cudnn graph": 3}` is three plans of convolutions or attention.
     """
+    return _counted("fakecuda_unknown_sizes", _UnknownSize)
+
+
+def _records(function: str, kind: type[ctypes.Structure]) -> list[Any]:
+    """Return the records that a function of the runtime writes."""
+    if not is_enabled():
+        return []
+    write = getattr(_library(), function)
+    room = write(None, 0)
+    records: Any = (kind * room)()
+    return list(records[: min(write(records, room), room)])
+
+
+def _counted(function: str, kind: type[ctypes.Structure]) -> Counter[str]:
     counted: Counter[str] = Counter()
-    if is_enabled():
-        library = _library()
-        sizes = (_UnknownSize * library.fakecuda_unknown_sizes(None, 0))()
-        found = min(library.fakecuda_unknown_sizes(sizes, len(sizes)), len(sizes))
-        for size in sizes[:found]:
-            counted[(size.what or b"?").decode()] += size.times
+    for record in _records(function, kind):
+        counted[(record.name or b"?").decode()] += record.count
     return counted
 
 
@@ -182,18 +179,12 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _copy(record: _Record) -> Copy:
-    source, target = _device(record.source), _device(record.target)
-    return Copy(_direction(source, target), source, target, record.nbytes, bool(record.pinned), record.stream)
-
-
-def _device(ordinal: int) -> str:
-    return "cpu" if ordinal == _HOST else f"cuda:{ordinal}"
-
-
-def _direction(source: str, target: str) -> str:
+def _copy(record: Any) -> Copy:
+    source, target = ("cpu" if each == _HOST else f"cuda:{each}" for each in (record.source, record.target))
     if source == target:
-        return "within a device" if source != "cpu" else "within the host"
-    if source == "cpu":
-        return "host-to-device"
-    return "device-to-host" if target == "cpu" else "device-to-device"
+        direction = "within a device" if source != "cpu" else "within the host"
+    elif source == "cpu":
+        direction = "host-to-device"
+    else:
+        direction = "device-to-host" if target == "cpu" else "device-to-device"
+    return Copy(direction, source, target, record.nbytes, bool(record.pinned), record.stream)

@@ -50,7 +50,14 @@ def enable(devices: int = DEFAULT_DEVICES, memory: str | int = DEFAULT_MEMORY) -
             or the devices exist with another shape and hold tensors.
     """
     global _shape  # noqa: PLW0603  torch has one slot for an out-of-tree backend, for the life of the process
-    wanted = _Shape(_device_count(devices), _capacity(memory))
+    from gpumagic.options import parse_size
+
+    if not 1 <= devices <= _MOST_DEVICES:
+        raise OptionError(f"{devices} is not a number of simulated GPUs; write 1 to {_MOST_DEVICES}")
+    size = memory if isinstance(memory, int) else parse_size(memory)
+    if size <= 0:
+        raise OptionError(f"{memory!r} is not a GPU's memory; write a size such as 4GiB")
+    wanted = _Shape(devices, size)
     if wanted == _shape:
         return
     from gpumagic.simgpu import _module
@@ -75,8 +82,16 @@ def enable_from_environment() -> bool:
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return False
+    from gpumagic.options import positive_int
+
+    count, times, memory = text.lower().partition("x")
     try:
-        enable(*_count_and_memory(text))
+        if times:
+            enable(positive_int(count.strip()), memory)
+        elif text.isdecimal():
+            enable(int(text))
+        else:
+            enable(1, text)
     except OptionError:
         raise OptionError(
             f"{VARIABLE}={text!r} is not a number of GPUs and their memory; write {VARIABLE}=2x4GiB"
@@ -110,27 +125,3 @@ def reset_copies() -> None:
         from gpumagic.simgpu import _module
 
         _module.native.reset_copies()
-
-
-def _count_and_memory(text: str) -> tuple[int, str]:
-    from gpumagic.options import positive_int
-
-    count, times, memory = text.lower().partition("x")
-    if times:
-        return positive_int(count.strip()), memory
-    return (int(text), DEFAULT_MEMORY) if text.isdecimal() else (1, text)
-
-
-def _device_count(devices: int) -> int:
-    if not 1 <= devices <= _MOST_DEVICES:
-        raise OptionError(f"{devices} is not a number of simulated GPUs; write 1 to {_MOST_DEVICES}")
-    return devices
-
-
-def _capacity(memory: str | int) -> int:
-    from gpumagic.options import parse_size
-
-    size = memory if isinstance(memory, int) else parse_size(memory)
-    if size <= 0:
-        raise OptionError(f"{memory!r} is not a GPU's memory; write a size such as 4GiB")
-    return size

@@ -341,9 +341,7 @@ def _take_launches(launch: Launch, *, has_accelerate: bool) -> None:
 def stages() -> list[int]:
     """Return the ranks of this one's pipeline, a stage each; none where there is no pipeline."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
-    found = (
-        []
-        if module is None
-        else [each for each in gc.get_objects() if issubclass(type(each), module._PipelineStageBase)]
-    )
-    return dist.get_process_group_ranks(found[0].group or dist.group.WORLD) if found else []
+    if module is None:
+        return []
+    stage: Any = next((each for each in gc.get_objects() if issubclass(type(each), module._PipelineStageBase)), None)
+    return [] if stage is None else dist.get_process_group_ranks(stage.group or dist.group.WORLD)

@@ -88,16 +88,13 @@ class Layout:
         return self._on(stream)
 
     def _on(self, stream: int) -> contextlib.AbstractContextManager[object]:
-        if not stream:
-            return contextlib.nullcontext()
-        on: contextlib.AbstractContextManager[object] = torch.cuda.stream(
-            parts.make_stream(f"cuda:{self._device}", stream, 0)
-        )
+        on: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if stream:
+            on = torch.cuda.stream(parts.make_stream(f"cuda:{self._device}", stream, 0))
         return on
 
     def _take(self, size: int, stream: Any) -> int:
-        address: int = torch.cuda.caching_allocator_alloc(size, self._device, stream)
-        return address
+        return int(torch.cuda.caching_allocator_alloc(size, self._device, stream))
 
     @staticmethod
     def _give_back(address: int) -> None:
