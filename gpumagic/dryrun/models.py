@@ -146,8 +146,7 @@ def table(
         raise OptionError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     tensors = [each for model in models for each in model.tensors]
     copies = OPTIMIZERS[optimizer] if training else None
-    rows = [_cast(tensors, dtype, copies, capacity) for dtype in _ITEMSIZE]
-    rows += [_quantized(tensors, dtype, weight, training, capacity) for dtype, weight in _QUANTIZED.items()]
+    rows = [_row(tensors, dtype, copies, capacity) for dtype in (*_ITEMSIZE, *_QUANTIZED)]
     return DtypeReport(
         models=tuple(f"{each.name} ({each.kind})" for each in models),
         parameters=sum(each.parameters for each in models), training=training, optimizer=optimizer, capacity=capacity,
@@ -155,52 +154,42 @@ def table(
     )  # fmt: skip
 
 
-def _cast(tensors: Sequence[TensorGroup], dtype: str, copies: int | None, capacity: int | None) -> DtypeRow:
-    """Return the row of a type that a model is cast to; buffers and whole numbers stay as they are."""
-    itemsize = _ITEMSIZE[dtype]
-    weights = _sum(tensors, lambda each: rounded(each.numel * (itemsize if each.is_floating else each.itemsize)))
+def _row(tensors: Sequence[TensorGroup], dtype: str, copies: int | None, capacity: int | None) -> DtypeRow:
+    """Return the row of a type of weights.
+
+    Args:
+        tensors: of the models.
+        dtype: float32 or bfloat16, to which a model is cast: buffers and whole numbers stay as they are. Or what
+            bitsandbytes makes of linear layers, the rest in 16 bits, which is not trained.
+        copies: tensors of the optimizer's for each trained one; None where nothing is trained.
+        capacity: bytes of the device.
+    """
+    itemsize, is_cast = _ITEMSIZE.get(dtype, 2), dtype in _ITEMSIZE
+
+    def weight(each: TensorGroup) -> int:
+        if each.is_linear and not is_cast:
+            return _QUANTIZED[dtype](each)
+        return rounded(each.numel * (itemsize if each.is_floating else each.itemsize))
+
+    weights = _sum(tensors, weight)
+    buffers = sum(each.count * rounded(each.numel * each.itemsize) for each in tensors if each.role == "buffer")
     trained = _sum((each for each in tensors if each.requires_grad), lambda each: rounded(each.numel * itemsize))
-    gradients, state = (None, None) if copies is None else (trained, copies * trained)
-    buffers = _buffers(tensors)
-    total = weights + buffers + (gradients or 0) + (state or 0)
-    return DtypeRow(dtype, weights, buffers, gradients, state, total, None if capacity is None else capacity - total)
-
-
-def _quantized(
-    tensors: Sequence[TensorGroup], dtype: str, weight: Callable[[TensorGroup], int], training: bool,
-    capacity: int | None,
-) -> DtypeRow:  # fmt: skip
-    """Return the row of a type that bitsandbytes makes of linear layers, the rest in 16 bits; it is not trained."""
-    weights = _sum(
-        tensors,
-        lambda each: weight(each) if each.is_linear
-        else rounded(each.numel * (2 if each.is_floating else each.itemsize)),
-    )  # fmt: skip
-    buffers = _buffers(tensors)
-    total = None if training else weights + buffers
+    gradients, state = (trained, copies * trained) if is_cast and copies is not None else (None, None)
+    total = weights + buffers + (gradients or 0) + (state or 0) if is_cast or copies is None else None
     left = None if capacity is None or total is None else capacity - total
-    return DtypeRow(dtype, weights, buffers, None, None, total, left)
+    return DtypeRow(dtype, weights, buffers, gradients, state, total, left)
 
 
-def _int8(each: TensorGroup) -> int:
-    """A byte a weight, and a float32 for each row."""
-    return rounded(each.numel) + rounded(4 * each.shape[0])
-
-
-def _int4(each: TensorGroup) -> int:
-    """Half a byte a weight, a float32 for each 64 of them, and the 16 numbers that they stand for."""
-    return rounded(-(-each.numel // 2)) + rounded(4 * -(-each.numel // 64)) + rounded(4 * 16)
-
-
-_QUANTIZED = {"int8": _int8, "int4": _int4}
+_QUANTIZED: dict[str, Callable[[TensorGroup], int]] = {
+    # A byte a weight, and a float32 for each row.
+    "int8": lambda each: rounded(each.numel) + rounded(4 * each.shape[0]),
+    # Half a byte a weight, a float32 for each 64 of them, and the 16 numbers that they stand for.
+    "int4": lambda each: rounded(-(-each.numel // 2)) + rounded(4 * -(-each.numel // 64)) + rounded(4 * 16),
+}
 
 
 def _sum(tensors: Iterable[TensorGroup], nbytes: Callable[[TensorGroup], int]) -> int:
     return sum(each.count * nbytes(each) for each in tensors if each.role == "parameter")
-
-
-def _buffers(tensors: Sequence[TensorGroup]) -> int:
-    return sum(each.count * rounded(each.numel * each.itemsize) for each in tensors if each.role == "buffer")
 
 
 def _notes(training: bool) -> Iterable[str]:

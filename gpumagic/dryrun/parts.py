@@ -222,6 +222,8 @@ def make_tensor(
 
 def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
     """Give a tensor its gradient and the attributes that the user set."""
+    if isinstance(tensor, Absent):
+        return
     grad = state.pop("grad", None)
     if grad is not None and not isinstance(grad, Absent):
         tensor.grad = grad
@@ -230,26 +232,23 @@ def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
     tensor.__dict__.update(state)
 
 
-def make_sparse(layout: str, components: list[Any], shape: tuple[int, ...], is_coalesced: bool) -> Any:
+def make_sparse(
+    layout: str, components: list[Any], shape: tuple[int, ...], is_coalesced: bool, requires_grad: bool
+) -> Any:
     """Return a sparse tensor over its components."""
     import torch
 
     try:
         if layout == "torch.sparse_coo":
-            return torch.ops.aten._sparse_coo_tensor_unsafe(*components, shape, is_coalesced=is_coalesced)
-        kind, of = getattr(torch, layout.removeprefix("torch.")), components[-1]
-        return torch.sparse_compressed_tensor(
-            *components, shape, dtype=of.dtype, device=of.device, layout=kind, check_invariants=False
-        )
+            made = torch.ops.aten._sparse_coo_tensor_unsafe(*components, shape, is_coalesced=is_coalesced)
+        else:
+            kind, of = getattr(torch, layout.removeprefix("torch.")), components[-1]
+            made = torch.sparse_compressed_tensor(
+                *components, shape, dtype=of.dtype, device=of.device, layout=kind, check_invariants=False
+            )
     except (RuntimeError, NotImplementedError):  # fake tensors have none
         return Absent("a sparse tensor")
-
-
-def fill_sparse(made: Any, state: dict[str, Any]) -> None:
-    """Let a sparse tensor require gradients, and give it its own."""
-    if not isinstance(made, Absent):
-        made.requires_grad_(state.pop("requires_grad"))
-        fill_tensor(made, state)
+    return made.requires_grad_(requires_grad)
 
 
 def _storage(part: StoragePart) -> Any:

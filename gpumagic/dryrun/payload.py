@@ -104,62 +104,6 @@ def pack(
         bad.add(failed)
 
 
-class _Packing:
-    def __init__(self, namespace: Mapping[str, Any], graphs: OldGraphs, backend: str) -> None:
-        self.graphs = graphs
-        self.backends = {backend, "cpu", "meta"}
-        self.gives_up: set[str] = set()
-        self.is_needed = True
-        self.buffer = io.BytesIO()
-        self.scopes: list[Mapping[str, Any]] = [namespace]
-        self.todo: list[tuple[int, str]] = []
-        self.done: set[tuple[int, str]] = set()
-        self.storages: dict[int, parts.StoragePart] = {}
-        self.held: list[Any] = []  # what ids in the pickler's memo stand for must live as long as it does
-        self.notes: list[str] = []
-        self.files: set[str] = set()
-        self.shared = parts.SharedMemory()
-        self.zeroed = False
-
-    def fill(self, names: list[str], extra: object, bad: set[str]) -> str | None:
-        """Write everything; return the name that could not be written."""
-        pickler = _Pickler(self)  # gone with this call: in a cycle with this, it would keep tensors until a collection
-        self.todo += [(0, name) for name in names]
-        if extra is not None:
-            pickler.dump((0, "__dry_run__", extra))
-        while self.todo:
-            scope, name = self.todo.pop()
-            self.is_needed = scope != 0 or name not in self.gives_up
-            if (scope, name) in self.done or name in _NOT_SENT or name not in self.scopes[scope]:
-                continue
-            self.done.add((scope, name))
-            value = self.scopes[scope][name]
-            label = f"{scope}.{name}"
-            try:
-                pickler.dump((scope, name, parts.Absent(f"`{name}`") if label in bad else value))
-            except Exception:
-                return label
-        return None
-
-    def uses(self, scope: int, code: types.CodeType) -> None:
-        """Note the names that code looks up in its globals."""
-        self.files.add(code.co_filename)
-        self.todo += [(scope, name) for name in names_looked_up(code)]
-
-    def number_of(self, scope: Mapping[str, Any]) -> int | None:
-        return next((index for index, known in enumerate(self.scopes) if known is scope), None)
-
-    def payload(self) -> Payload:
-        totals: dict[str, int] = {}
-        for part in self.storages.values():
-            if part.nbytes:
-                totals[part.device] = totals.get(part.device, 0) + rounded(part.nbytes)
-        limit = f"{parts.ROOM >> 20} MiB"
-        zeros = f"of large tensors and arrays on the CPU, those beyond {limit} in all are assumed to be zeros"
-        assumed = [zeros] if self.zeroed else []
-        return Payload(self.buffer.getvalue(), len(self.scopes), totals, self.notes, assumed, self.files, self.shared)
-
-
 def _undisturbed(obj: Any, reduced: Any) -> Any:
     """Let an object be made anew without a question to its `__getattr__`, which may need attributes to answer."""
     defined = {name for kind in type(obj).__mro__ for name in vars(kind)}
@@ -175,13 +119,58 @@ def _state(tensor: Any) -> dict[str, Any]:
     return {**vars(tensor), **grad}
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, packing: _Packing) -> None:
-        super().__init__(packing.buffer, protocol=5)
-        self._packing = packing
+class _Packing(pickle.Pickler):
+    def __init__(self, namespace: Mapping[str, Any], graphs: OldGraphs, backend: str) -> None:
+        self.buffer = io.BytesIO()
+        super().__init__(self.buffer, protocol=5)
+        self.graphs = graphs
+        self.backends = {backend, "cpu", "meta"}
+        self.gives_up: set[str] = set()
+        self.is_needed = True
+        self.scopes: list[Mapping[str, Any]] = [namespace]
+        self.todo: list[tuple[int, str]] = []
+        self.done: set[tuple[int, str]] = set()
+        self.storages: dict[int, parts.StoragePart] = {}
+        self.held: list[Any] = []  # what ids in the memo stand for must live as long as it does
+        self.notes: list[str] = []
+        self.files: set[str] = set()
+        self.shared = parts.SharedMemory()
+        self.zeroed = False
+
+    def fill(self, names: list[str], extra: object, bad: set[str]) -> str | None:
+        """Write everything; return the name that could not be written."""
+        self.todo += [(0, name) for name in names]
+        if extra is not None:
+            self.dump((0, "__dry_run__", extra))
+        while self.todo:
+            scope, name = self.todo.pop()
+            self.is_needed = scope != 0 or name not in self.gives_up
+            if (scope, name) in self.done or name in _NOT_SENT or name not in self.scopes[scope]:
+                continue
+            self.done.add((scope, name))
+            value = self.scopes[scope][name]
+            label = f"{scope}.{name}"
+            try:
+                self.dump((scope, name, parts.Absent(f"`{name}`") if label in bad else value))
+            except Exception:
+                return label
+        return None
+
+    def number_of(self, scope: Mapping[str, Any]) -> int | None:
+        return next((index for index, known in enumerate(self.scopes) if known is scope), None)
+
+    def payload(self) -> Payload:
+        totals: dict[str, int] = {}
+        for part in self.storages.values():
+            if part.nbytes:
+                totals[part.device] = totals.get(part.device, 0) + rounded(part.nbytes)
+        limit = f"{parts.ROOM >> 20} MiB"
+        zeros = f"of large tensors and arrays on the CPU, those beyond {limit} in all are assumed to be zeros"
+        assumed = [zeros] if self.zeroed else []
+        return Payload(self.buffer.getvalue(), len(self.scopes), totals, self.notes, assumed, self.files, self.shared)
 
     def persistent_id(self, obj: Any) -> Any:
-        found = self._packing.number_of(obj) if isinstance(obj, dict) else None
+        found = self.number_of(obj) if isinstance(obj, dict) else None
         return None if found is None else ("scope", found)
 
     def reducer_override(self, obj: Any) -> Any:  # noqa: PLR0911  # one way a kind of object
@@ -210,10 +199,10 @@ class _Pickler(pickle.Pickler):
         slot = None
         if array.nbytes <= parts.ROOM:
             whole = numpy.ascontiguousarray(array)
-            slot = self._packing.shared.put(whole.ctypes.data, whole.nbytes)
+            slot = self.shared.put(whole.ctypes.data, whole.nbytes)
         if slot is None and array.dtype.kind in "iub" and array.nbytes <= KEPT_INTEGERS:
             return self._plain(array)
-        self._packing.zeroed |= slot is None
+        self.zeroed |= slot is None
         return parts.make_array, (array.dtype.str, array.shape, array.nbytes, slot)
 
     def _plain(self, obj: Any) -> Any:
@@ -226,14 +215,14 @@ class _Pickler(pickle.Pickler):
             reduced = dispatch(obj) if dispatch else obj.__reduce_ex__(4)
         except Exception:
             return parts.Absent, (described(obj),)
-        self._packing.held.append(reduced)
+        self.held.append(reduced)
         return _undisturbed(obj, reduced)
 
     def _tensor(self, torch: Any, tensor: Any) -> Any:
         kind = type(tensor)
         if torch.nn.parameter.is_lazy(tensor):  # of a lazy module that has not run: no storage, and few methods
             return kind, (tensor.requires_grad, str(tensor.device), tensor.dtype), dict(vars(tensor)) or None
-        if tensor.device.type not in self._packing.backends and not self._packing.is_needed:
+        if tensor.device.type not in self.backends and not self.is_needed:
             raise pickle.PicklingError("a tensor on another device, which the cell gives up")
         if kind in {torch.Tensor, torch.nn.Parameter} and str(tensor.layout) in COMPONENTS:
             return self._sparse(tensor)
@@ -242,49 +231,50 @@ class _Pickler(pickle.Pickler):
         if torch._is_functional_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
             return parts.Absent, ("a lazily conjugated or functional tensor",)
         if not tensor.is_leaf:
-            self._packing.notes.append(self._packing.graphs.note())
+            self.notes.append(self.graphs.note())
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
         storage = self._storage(tensor.untyped_storage(), is_whole)
         geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
         state = _state(tensor)
         if not tensor.is_leaf:
-            kept = [self._storage(each, is_whole=False) for each in self._packing.graphs.storages(tensor)]
+            kept = [self._storage(each, is_whole=False) for each in self.graphs.storages(tensor)]
             state |= {parts.GRAPH: kept} if kept else {}
         dtype = str(tensor.dtype).removeprefix("torch.")
         arguments = (storage, dtype, geometry, tensor.requires_grad, kind is torch.nn.Parameter)
-        self._packing.held += [state, arguments]
+        self.held += [state, arguments]
         return parts.make_tensor, arguments, state or None, None, None, parts.fill_tensor if state else None
 
     def _sparse(self, tensor: Any) -> Any:
         layout = str(tensor.layout)
         components = [getattr(tensor.detach(), name)() for name in COMPONENTS[layout]]
         is_coalesced = layout == "torch.sparse_coo" and tensor.is_coalesced()
-        state = {"requires_grad": tensor.is_leaf and tensor.requires_grad, **_state(tensor)}
-        arguments = (layout, components, tuple(tensor.shape), is_coalesced)
-        self._packing.held += [state, arguments]
-        return parts.make_sparse, arguments, state, None, None, parts.fill_sparse
+        state = _state(tensor)
+        arguments = (layout, components, tuple(tensor.shape), is_coalesced, tensor.is_leaf and tensor.requires_grad)
+        self.held += [state, arguments]
+        return parts.make_sparse, arguments, state, None, None, parts.fill_tensor
 
     def _storage(self, storage: Any, is_whole: bool) -> parts.StoragePart:
         key = storage._cdata
-        if key not in self._packing.storages:
+        if key not in self.storages:
             device, nbytes = str(storage.device), storage.nbytes()
             contents = slot = None
             if device == "cpu" and nbytes > KEPT_CONTENTS:
-                slot = self._packing.shared.put(storage.data_ptr(), nbytes)
+                slot = self.shared.put(storage.data_ptr(), nbytes)
             if device == "cpu" and slot is None and nbytes <= (KEPT_INTEGERS if is_whole else KEPT_CONTENTS):
                 contents = ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
-            self._packing.zeroed |= device == "cpu" and contents is None and slot is None
+            self.zeroed |= device == "cpu" and contents is None and slot is None
             address = storage.data_ptr()
-            self._packing.storages[key] = parts.StoragePart(device, nbytes, contents, address, slot, is_whole)
-            self._packing.held.append(storage)
-        return self._packing.storages[key]
+            self.storages[key] = parts.StoragePart(device, nbytes, contents, address, slot, is_whole)
+            self.held.append(storage)
+        return self.storages[key]
 
     def _function(self, function: types.FunctionType) -> Any:
-        scope = self._packing.number_of(function.__globals__)
+        scope = self.number_of(function.__globals__)
         if scope is None:
-            scope = len(self._packing.scopes)
-            self._packing.scopes.append(function.__globals__)
-        self._packing.uses(scope, function.__code__)
+            scope = len(self.scopes)
+            self.scopes.append(function.__globals__)
+        self.files.add(function.__code__.co_filename)
+        self.todo += [(scope, name) for name in names_looked_up(function.__code__)]
         state = {
             name: getattr(function, name)
             for name in ("__defaults__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", "__dict__")
@@ -292,7 +282,7 @@ class _Pickler(pickle.Pickler):
         arguments = (
             marshal.dumps(function.__code__), function.__globals__, function.__name__, function.__closure__
         )  # fmt: skip
-        self._packing.held += [state, arguments]
+        self.held += [state, arguments]
         return parts.make_function, arguments, state, None, None, parts.fill_attributes
 
     def _class(self, made: type) -> Any:
@@ -307,5 +297,5 @@ class _Pickler(pickle.Pickler):
             names = (slots,) if isinstance(slots, str) else tuple(slots)
             body = {name: value for name, value in body.items() if name not in names}
         arguments = (type(made), made.__name__, made.__bases__, early)
-        self._packing.held += [body, arguments]
+        self.held += [body, arguments]
         return parts.make_class, arguments, body, None, None, parts.fill_attributes

@@ -16,7 +16,7 @@ from typing import Any
 from gpumagic.dryrun import payload, scenarios, targets, verdict
 from gpumagic.dryrun.report import DryRunReport, RankNeed, peak_of, reserved_of
 from gpumagic.dryrun.script import Script
-from gpumagic.dryrun.targets import Engine, Target
+from gpumagic.dryrun.targets import Target
 from gpumagic.errors import DryRunUnavailable, OptionError
 from gpumagic.memory import workspaces
 from gpumagic.memory.devices import Device
@@ -129,9 +129,8 @@ def _dry_run(
 
     if rank is not None:
         target = replace(target, chosen=rank[0] % rank[2])
-    chosen = targets.engine_for(target)
-    target = chosen.target
-    if chosen.name == targets.FAKE:
+    target = targets.with_engine(target)
+    if target.engine == targets.FAKE:
         if rank is not None:
             raise DryRunUnavailable(
                 "ranks are dry-run on torch's own CUDA and NCCL: that takes a CUDA build of torch, which needs no GPU, "
@@ -157,21 +156,20 @@ def _dry_run(
                     f"the cell uses tensors on {device}, and this dry run has {target.names[target.chosen]}: make them "
                     f"in the cell, or give a --capacity without naming another device"
                 )
-        request = _request(what, parts, chosen, dict(values), time_limit)
+        request = _request(what, parts, target, dict(values), time_limit)
         outcome = scenarios.run({**request, "snapshot": snapshot is not None, "rank": rank}, only)
         if "ended" in outcome:
-            return verdict.report_of_nothing(chosen, outcome), outcome
+            return verdict.report_of_nothing(target, outcome), outcome
         if snapshot is not None and outcome["snapshot"] is not None:
             Path(snapshot).write_bytes(base64.b64decode(outcome["snapshot"]))
-        return replace(verdict.report_of(outcome, chosen, parts), sizes=sizes_in(what.source or "")), outcome
+        return replace(verdict.report_of(outcome, target, parts), sizes=sizes_in(what.source or "")), outcome
 
 
 def _request(
-    what: Script, parts: payload.Payload, chosen: Engine, values: dict[str, object], time_limit: float
+    what: Script, parts: payload.Payload, target: Target, values: dict[str, object], time_limit: float
 ) -> dict[str, Any]:
     import torch
 
-    target = chosen.target
     base = [
         max(0, held - parts.device_bytes.get(name, 0)) if segments is None else 0
         for name, held, segments in zip(target.names, target.allocated, target.segments, strict=True)
@@ -183,7 +181,7 @@ def _request(
     if what.source is not None:
         sources[what.filename] = what.source
     return {
-        "engine": chosen.name, "is_brief": False, "gpus": chosen.gpus,
+        "engine": target.engine, "is_brief": False, "gpus": target.gpus,
         "workspaces": [[(each.address, each.nbytes) for each in found if each.device == name] for name in target.names],
         "source": what.source, "filename": what.filename, "data": parts.data, "shared": parts.shared.path,
         "scopes": parts.scopes,

@@ -63,6 +63,10 @@ class Target:
     """The GPU that was asked for: a name of `presets.GPUS`."""
     ranks: Ranks | None = None
     """The processes of which each dry run is one; the devices are those of its machine."""
+    engine: str = "fake"
+    """What answers for the devices, `CUDA` or `FAKE`; what it does not model is in the figures then."""
+    gpus: str = ""
+    """The devices as the fake runtime reads them."""
 
     @property
     def names(self) -> list[str]:
@@ -168,36 +172,21 @@ VARIABLE = "GPUMAGIC_DRYRUN_ENGINE"
 """An environment variable: ``fake`` keeps to fake tensors where torch's own CUDA could be had, for comparisons."""
 
 
-@dataclass(frozen=True)
-class Engine:
-    """Where a dry run takes place.
-
-    Attributes:
-        name: `CUDA` or `FAKE`.
-        target: the devices, with what this engine does not model.
-        gpus: the devices as the fake runtime reads them.
-    """
-
-    name: str
-    target: Target
-    gpus: str = ""
-
-
-def engine_for(target: Target) -> Engine:
-    """Return the engine for some devices; where the better one cannot be had, the target says why."""
+def with_engine(target: Target) -> Target:
+    """Return some devices with the engine that answers for them; where the better one cannot be had, it says why."""
     import torch
 
     if target.backend != "cuda" or torch.version.cuda is None or os.environ.get(VARIABLE) == FAKE:
-        return Engine(FAKE, target)
+        return target
     if not _can_override():
         raise DryRunUnavailable(f"a dry run needs torch 2.9 or newer, and this is {torch.__version__}")
     reason = _unavailable()
     if reason is not None:
-        return Engine(FAKE, replace(target, unknown=(*target.unknown, reason)))
+        return replace(target, unknown=(*target.unknown, reason))
     extra = (max(0, target.extra[0] - WORKSPACES[0]), max(0, target.extra[1] - WORKSPACES[1]))
     target = replace(target, extra=extra, unknown=())
     parts = [_device(index, target) for index in range(len(target.names))]
-    return Engine(CUDA, target, "|".join(["peer=0", *parts]))
+    return replace(target, engine=CUDA, gpus="|".join(["peer=0", *parts]))
 
 
 def _can_override() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpumagic.dryrun import models, payload
 from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow, Passes, peak_of
-from gpumagic.dryrun.targets import Engine
+from gpumagic.dryrun.targets import Target
 from gpumagic.report.units import count, size, size_range
 
 MOST_PLACES = 2
@@ -18,9 +18,9 @@ _HOST = re.compile(r"(_Array)?MemoryError:|.*DefaultCPUAllocator: ", re.DOTALL)
 _ROCM = ("what ROCm takes for itself: of this GPU only the size is known here, and CUDA on an A100 stands in",)
 
 
-def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -> DryRunReport:
+def report_of(outcome: dict[str, Any], target: Target, parts: payload.Payload) -> DryRunReport:
     """Return the report of a worker's outcome."""
-    target, error = chosen.target, outcome["error"]
+    error = outcome["error"]
     complete = error is None and not outcome["is_open"]
     devices = tuple(
         _device(name, found, capacity, target.extra, decided=complete and not outcome.get("depends"))
@@ -45,7 +45,7 @@ def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -
         timeline=tuple(DryRunPoint(target.names[index], *point) for index, *point in outcome["timeline"]),
         assumed=(*outcome["assumed"], *parts.assumed),
         unknown=tuple(dict.fromkeys((*outcome["unknown"], *parts.notes, *target.unknown, *_ROCM * target.is_amd))),
-        engine=chosen.name, gpu=target.gpu, overhead=target.extra, scenario=outcome.get("most"), runs=outcome["runs"],
+        engine=target.engine, gpu=target.gpu, overhead=target.extra, scenario=outcome.get("most"), runs=outcome["runs"],
         flat=tuple((place, number) for place, number in outcome.get("flat", ())),
         function=at["function"] or None, operator_bytes=at["nbytes"],
         failure_line=None if failure is None else failure["line"],
@@ -62,12 +62,11 @@ def report_of(outcome: dict[str, Any], chosen: Engine, parts: payload.Payload) -
     )  # fmt: skip
 
 
-def report_of_nothing(chosen: Engine, outcome: dict[str, Any]) -> DryRunReport:
+def report_of_nothing(target: Target, outcome: dict[str, Any]) -> DryRunReport:
     """Return the report of a run that gave no figures, with the sentence that says why."""
-    target = chosen.target
     return DryRunReport(
         device=target.names[target.chosen], peak={}, reserved={}, line=None, code=None, operator=None, breakdown={},
-        fits=None, capacity=target.capacities[target.chosen], gpu=target.gpu, engine=chosen.name,
+        fits=None, capacity=target.capacities[target.chosen], gpu=target.gpu, engine=target.engine,
         error=outcome["ended"], exceeds_host=outcome.get("exceeds_host", False),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ import ast
 import asyncio
 import builtins
 import io
+import math
 import pickle
 import random
 import re
@@ -54,7 +55,9 @@ class Run:
         self.is_brief = request["is_brief"]  # only the figures are wanted, not the history
         self.kept: list[torch.Tensor] = []
         """What the notebook holds besides what was sent."""
-        self.clock = Clock(request["time_limit"], self._look, self.out_of_time)
+        self._until = math.inf
+        self._seen: list[tuple[list[int], int, int]] = []
+        """Now and then: the passes of each loop, the peak and the allocated bytes of all devices."""
         self.names: list[str] = []
         self.namespace: dict[str, Any] = {}
 
@@ -93,7 +96,10 @@ class Run:
         if not self.is_brief:
             self.modules.watch(self.namespace)
         source, filename = self.request["source"], self.request["filename"]
-        self.clock.start()
+        self._until = time.monotonic() + self.request["time_limit"]
+        signal.signal(signal.SIGALRM, self._ring)
+        signal.siginterrupt(signal.SIGALRM, False)  # C code that waits for something goes on
+        signal.setitimer(signal.ITIMER_REAL, _TICK, _TICK)
         self.begin()
         try:
             code = None if source is None else compiled(source, filename, self.passes.change)
@@ -127,8 +133,25 @@ class Run:
         """Return the outcome of a cell that raised."""
         return self.outcome(self.failure(error), lines_of(traceback.extract_tb(error.__traceback__)))
 
-    def _look(self) -> tuple[list[int], int, int]:
-        return (self.passes.runs(), *self.allocated())
+    def _ring(self, _: int, frame: types.FrameType | None) -> None:
+        if time.monotonic() >= self._until:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self.out_of_time(frame)
+        else:
+            self._seen.append((self.passes.runs(), *self.allocated()))
+
+    def _flat_from(self) -> list[int | None]:
+        """Return for each loop the pass after which none took more memory; None where that was not seen.
+
+        Neither the peak may have grown since, nor what was found allocated, which is beneath it, in the later half.
+        """
+        now, peak = self.passes.runs(), self.allocated()[0]
+        later = [(runs, allocated) for runs, highest, allocated in self._seen if highest == peak]
+        half = len(later) // 2
+        if not half or max(each[1] for each in later[half:]) > max(each[1] for each in later[:half]):
+            return [None] * len(now)
+        first = [*later[0][0], *[0] * (len(now) - len(later[0][0]))]
+        return [begun + 1 if run >= _OFTEN * (begun + 1) else None for begun, run in zip(first, now, strict=True)]
 
     def out_of_time(self, frame: types.FrameType | None) -> None:
         """Tell how far it came."""
@@ -138,7 +161,7 @@ class Run:
         """Send what is known so far."""
         seconds = self.request["time_limit"]
         self.notes.not_known(f"what the cell needs later: it was run for {seconds:g} s and not to its end")
-        flat = self.passes.flat(self.clock.flat_from())
+        flat = self.passes.flat(self._flat_from())
         self.send({**self.outcome(None, running), "is_open": True, "flat": flat})
 
     def outcome(self, error: dict[str, Any] | None, running: Iterable[File]) -> Outcome:
@@ -190,53 +213,6 @@ class Run:
             error: how the cell failed.
         """
         raise NotImplementedError
-
-
-class Clock:
-    """Ends a run when its time is up, and until then looks now and then at what it has allocated.
-
-    Args:
-        seconds: its time.
-        look: returns how often each loop was run, and the peak and the allocated bytes of all devices.
-        end: called with the running frame when the time is up.
-    """
-
-    def __init__(
-        self,
-        seconds: float,
-        look: Callable[[], tuple[list[int], int, int]],
-        end: Callable[[types.FrameType | None], None],
-    ) -> None:
-        self._until = time.monotonic() + seconds
-        self._look = look
-        self._end = end
-        self._seen: list[tuple[list[int], int, int]] = []
-
-    def start(self) -> None:
-        """Begin to look."""
-        signal.signal(signal.SIGALRM, self._ring)
-        signal.siginterrupt(signal.SIGALRM, False)  # C code that waits for something goes on
-        signal.setitimer(signal.ITIMER_REAL, _TICK, _TICK)
-
-    def _ring(self, _: int, frame: types.FrameType | None) -> None:
-        if time.monotonic() >= self._until:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            self._end(frame)
-            return
-        self._seen.append(self._look())
-
-    def flat_from(self) -> list[int | None]:
-        """Return for each loop the pass after which none took more memory; None where that was not seen.
-
-        Neither the peak may have grown since, nor what was found allocated, which is beneath it, in the later half.
-        """
-        now, peak, _ = self._look()
-        later = [(runs, allocated) for runs, highest, allocated in self._seen if highest == peak]
-        half = len(later) // 2
-        if not half or max(each[1] for each in later[half:]) > max(each[1] for each in later[:half]):
-            return [None] * len(now)
-        first = [*later[0][0], *[0] * (len(now) - len(later[0][0]))]
-        return [begun + 1 if run >= _OFTEN * (begun + 1) else None for begun, run in zip(first, now, strict=True)]
 
 
 _TICK = 0.05
