@@ -1,22 +1,26 @@
-"""`%devices --leaks`, `--free` and `--why` as documents."""
+"""`%devices --leaks`, `--free`, `--why` and `--diff` as documents."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table, Tree, document_of
-from gpumagic.report.units import count, size
+from gpumagic.report.base import grouped
+from gpumagic.report.columns import Column, Table
+from gpumagic.report.document import Block, Cell, Document, Heading, Paragraph, Tree, document_of
+from gpumagic.report.units import count, few, more, size
 from gpumagic.tensors.leaks_report import FreedReport, FreedRow, WhyReport
-from gpumagic.tensors.report import LeakReport, LeakRow, TensorRow
+from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow, Growth, LeakReport, LeakRow, TensorRow
 from gpumagic.tensors.view import (
-    STORAGE_COLUMNS,
+    SIZE,
     Line,
     fold,
     graph_pattern,
     holder_text,
+    more_storages,
     shape_text,
-    size_cell,
-    storage_cells,
+    storage_columns,
 )
 
 _SEVERAL = 4
@@ -37,36 +41,33 @@ def _leaks(report: LeakReport) -> list[Block]:
     sums = ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in _sums(report.leaks).items())
     summary = f"No variable reaches {count(len(report.leaks), 'storage')}: {sums}"
     first, *others = _commands(report.leaks)
-    return [Heading(first.text), Paragraph(summary, muted=True), *_largest(report), *others]
+    wholes = _sums(report.leaks)
+    held = Table.of(
+        fold(report.leaks), LEAK_COLUMNS, "Held tensors", limit=report.limit, rest=more_storages,
+        whole=lambda line: wholes[line.row.device],
+    )  # fmt: skip
+    return [Heading(first.text), Paragraph(summary, muted=True), held, *others]
 
 
 def _sums(rows: Sequence[LeakRow]) -> dict[str, int]:
-    sums: dict[str, int] = {}
+    sums: Counter[str] = Counter()
     for row in rows:
-        sums[row.device] = sums.get(row.device, 0) + (row.nbytes or 0)
-    return dict(sorted(sums.items(), key=lambda each: -each[1]))
+        sums[row.device] += row.nbytes or 0
+    return dict(sums.most_common())
 
 
-def _largest(report: LeakReport) -> Iterator[Block]:
-    lines = fold(report.leaks)
-    shown = lines if report.limit is None else lines[: report.limit]
-    wholes = _sums(report.leaks)
-    columns = [Column("No.", "right"), Column("Held by", shrinks=True, cut="middle"), *STORAGE_COLUMNS]
-    yield Table(columns, [_cells(line, wholes[line.row.device]) for line in shown], caption="Held tensors")
-    rest = lines[len(shown) :]
-    if rest:
-        storages = sum(len(line.members) for line in rest)
-        nbytes = sum(line.nbytes for line in rest)
-        yield Paragraph(f"and {count(storages, 'more storage', 'more storages')}, {size(nbytes)}", muted=True)
-
-
-def _cells(line: Line[LeakRow], whole: int) -> list[Cell]:
+def _held_by(line: Line[LeakRow]) -> Cell:
     row = line.row
     times = f" × {len(line.members):,}" if len(line.members) > 1 else ""
     by = (line.name.strip("()") if times and row.holder else row.place) or row.holder or "unknown"
-    held_by = Cell(f"{by}{times}", muted=row.holder is None)
-    nbytes = size_cell(None if row.nbytes is None else line.nbytes, whole, row.kind)
-    return [Cell(str(row.number)), held_by, *storage_cells(row, nbytes)]
+    return Cell(f"{by}{times}", muted=row.holder is None)
+
+
+LEAK_COLUMNS: tuple[Column[Line[Any]], ...] = (
+    Column("No.", lambda line: str(line.row.number), "right"),
+    Column("Held by", _held_by, shrinks=True, cut="middle"),
+    *storage_columns(SIZE),
+)
 
 
 def _commands(rows: Sequence[LeakRow]) -> Iterator[Paragraph]:
@@ -101,8 +102,7 @@ def promises(rows: Sequence[LeakRow]) -> list[tuple[str, list[LeakRow]]]:
 
 def _holders(rows: Sequence[LeakRow]) -> str:
     names = list(dict.fromkeys(graph_pattern(row.holder) or "C++ or what was not followed" for row in rows))
-    rest = len(names) - _SEVERAL
-    return ", ".join(names[:_SEVERAL]) + (f" and {rest} more" if rest > 0 else "")
+    return few(names, _SEVERAL)
 
 
 def _release(report: FreedReport) -> Iterator[Block]:
@@ -114,20 +114,20 @@ def _release(report: FreedReport) -> Iterator[Block]:
         yield Heading(f"Freed {came_back}")
         yield Paragraph(f"Cleared: {', '.join(report.released)}")
     if changed:
-        yield _freed(changed)
+        yield Table.of(changed, FREED_COLUMNS, "Allocated before and after, by the allocator's own figures")
     if report.left.leaks:
         sums = ", ".join(f"{device} {size(nbytes)}" for device, nbytes in _sums(report.left.leaks).items())
         yield Paragraph(f"Still held: {sums}")
         yield from _commands(report.left.leaks)
 
 
-def _freed(rows: Sequence[FreedRow]) -> Table:
-    columns = [Column("Device"), *(Column(title, "right") for title in ("Freed", "Storages", "Allocated", "Now"))]
-    cells = [
-        [row.device, size(row.freed), f"{row.storages:,}", size(row.allocated_before), size(row.allocated_after)]
-        for row in rows
-    ]
-    return Table(columns, cells, caption="Allocated before and after, by the allocator's own figures")
+FREED_COLUMNS: tuple[Column[FreedRow], ...] = (
+    Column("Device", lambda row: row.device),
+    Column("Freed", lambda row: size(row.freed), "right"),
+    Column("Storages", lambda row: f"{row.storages:,}", "right"),
+    Column("Allocated", lambda row: size(row.allocated_before), "right"),
+    Column("Now", lambda row: size(row.allocated_after), "right"),
+)
 
 
 _MAX_PATHS = 8
@@ -138,8 +138,8 @@ def view_why(report: WhyReport) -> Document:
     """Return the document of one tensor's holders."""
     blocks: list[Block] = [Heading(_remedy(report)), Paragraph(_tensor(report.tensor), muted=True)]
     blocks += [Tree(way.steps) for way in report.ways[:_MAX_PATHS]]
-    if len(report.ways) > _MAX_PATHS:
-        blocks.append(Paragraph(f"and {count(len(report.ways) - _MAX_PATHS, 'more holder')}", muted=True))
+    if rest := more(len(report.ways) - _MAX_PATHS, "holder"):
+        blocks.append(Paragraph(rest, muted=True))
     if others := dict.fromkeys(way.root for way in report.ways if way.command is None):
         blocks.append(Paragraph(f"{'It also' if report.lines() else 'It'} has to go from {', '.join(others)}"))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
@@ -160,3 +160,90 @@ def _remedy(report: WhyReport) -> str:
     more = report.frees is not None and report.frees != report.tensor.nbytes
     total = f" ({size(report.frees)} with all that goes with it)" if more else ""
     return f"{kept}. To free it: {', then '.join(commands)}{total}"
+
+
+MAX_GROWING = 3
+_WORDS = {"came": "new", "went": "freed", "resized": "resized", "lost its name": "unnamed"}
+
+
+@document_of.register(DiffReport)
+def view_diff(report: DiffReport) -> Document:
+    """Return the document of the difference between two reports."""
+    growth = [Heading(_growth(each)) for each in report.growing[:MAX_GROWING]]
+    blocks: list[Block] = [*growth, Paragraph(_heading(report))] if growth else [Heading(_heading(report))]
+    if report.changes:
+        blocks += [*_changes(report), Table.of(report.by_device, CHANGED_DEVICES, "Each device")]
+    blocks += [Paragraph(note, muted=True) for note in report.notes]
+    return Document(tuple(blocks))
+
+
+def _growth(found: Growth) -> str:
+    """Say what a variable has more of each time, and what to do about graphs that it keeps."""
+    what = []
+    if found.graphs > 0:
+        what.append(f"{count(found.graphs, 'autograd graph')} of {size(found.graph_nbytes)}")
+    if found.nbytes > found.graph_nbytes:
+        what.append(f"{count(max(1, found.storages), 'tensor')} of {size(found.nbytes - found.graph_nbytes)}")
+    grown = f"{found.name} grows by {' and '.join(what) or size(found.nbytes)} each time ({found.times} times in a row)"
+    return f"{grown}: keep .item() or .detach() of what is collected" if found.graphs > 0 else grown
+
+
+def _heading(report: DiffReport) -> str:
+    if not report.since:
+        return "Nothing to compare with yet"
+    rows = grouped((row.change, row) for row in report)
+    parts = []
+    if "came" in rows:
+        parts.append(f"{_signed(_sum(rows['came']))} in {count(len(rows['came']), 'new storage')}")
+    if "went" in rows:
+        parts.append(f"{_signed(_sum(rows['went']))} in {len(rows['went']):,} freed")
+    if "resized" in rows:
+        parts.append(f"{_signed(_sum(rows['resized']))} by resizing")
+    if "lost its name" in rows:
+        parts.append(f"{len(rows['lost its name']):,} without a name now")
+    return f"{', '.join(parts) or 'No change'} since {report.since}"
+
+
+def _sum(rows: Sequence[DiffRow]) -> int:
+    return sum(row.nbytes or 0 for row in rows)
+
+
+def _changes(report: DiffReport) -> Iterator[Block]:
+    lines = fold(report.changes)
+    yield Table.of(
+        lines, CHANGE_COLUMNS, "The largest changes", limit=report.limit, whole=max(map(_weight, lines), default=0),
+        rest=lambda left: f"and {count(len(left), 'smaller change')}" if left else "",
+    )  # fmt: skip
+    for line in lines[: report.limit]:
+        if line.row.change == "lost its name":
+            yield Paragraph(f"{line.name}: kept by {line.row.holder or 'no variable'} now", muted=True)
+
+
+def _changed(line: Line[DiffRow]) -> str:
+    if line.row.nbytes is None:
+        return size(None)
+    return size(_weight(line)) if line.row.change == "lost its name" else _signed(line.nbytes)
+
+
+def _weight(line: Line[DiffRow]) -> int:
+    return abs(line.nbytes) or sum(row.size or 0 for row in line.members if row.change == "lost its name")
+
+
+def _signed(nbytes: int | None) -> str:
+    return f"+{size(nbytes)}" if nbytes is not None and nbytes > 0 else size(nbytes)
+
+
+CHANGE_COLUMNS: tuple[Column[Line[Any]], ...] = (
+    Column("Change", lambda line: _WORDS[line.row.change]),
+    Column("Name", lambda line: Cell(line.text, muted=line.row.name is None), shrinks=True, cut="middle"),
+    *storage_columns(
+        Column("Size", _changed, "right", bar=lambda line: -_weight(line) if line.nbytes < 0 else _weight(line))
+    ),
+)
+CHANGED_DEVICES: tuple[Column[DeviceChange], ...] = (
+    Column("Device", lambda row: row.device),
+    Column("New", lambda row: _signed(row.came), "right"),
+    Column("Freed", lambda row: _signed(-row.went), "right"),
+    Column("Net", lambda row: _signed(row.net), "right"),
+    Column("Allocator", lambda row: _signed(row.allocated), "right", when=lambda row: row.allocated is not None),
+)

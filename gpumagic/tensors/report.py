@@ -161,18 +161,32 @@ class TensorReport(Report[TensorRow]):
         found = [
             row for row in _changes(earlier, self) if is_on(row.device, earlier.only) and is_on(row.device, self.only)
         ]
-        found.sort(key=lambda row: (-abs(row.nbytes or 0), -(row.size or 0), *_by_name(row), row.device))
+        found.sort(
+            key=lambda row: (-abs(row.nbytes or 0), -(row.size or 0), row.name is None, row.name or "", row.device)
+        )
         return DiffReport(tuple(found), tuple(_device_changes(found, earlier, self)), called, self.limit)
 
     def leaks(self) -> LeakReport:
         """Return what no variable reaches, with what keeps each tensor and the line that frees it."""
-        return LeakReport(tuple(_leak_row(row) for row in self.tensors if not row.is_reached()), self.limit, self.notes)
+        leaks = (
+            LeakRow(
+                row.numbers[0] if row.numbers else 0, row.device, row.nbytes, row.shape, row.dtype, row.kind,
+                row.holder, row.place, release_command(row), row.views,
+            )
+            for row in self.tensors if not row.is_reached()
+        )  # fmt: skip
+        return LeakReport(tuple(leaks), self.limit, self.notes)
 
     def narrowed(self, only: Sequence[str]) -> TensorReport:
         """Return the report of some devices: ``"cuda:1"``, or ``"cuda"`` for all of a backend; empty for all."""
         return replace(
             self,
-            tensors=tuple(sorted((row for row in self.tensors if is_on(row.device, only)), key=_by_size)),
+            tensors=tuple(
+                sorted(
+                    (row for row in self.tensors if is_on(row.device, only)),
+                    key=lambda row: (-(row.nbytes or 0), row.name is None, row.name or "", row.device),
+                )
+            ),
             by_device=tuple(row for row in self.by_device if is_on(row.device, only)),
             only=tuple(only),
         )
@@ -181,14 +195,6 @@ class TensorReport(Report[TensorRow]):
 def is_on(device: str, only: Sequence[str]) -> bool:
     """Tell whether a device is among those named, where ``"cuda"`` means all of a backend and no name means all."""
     return not only or any(device == each or device.startswith(f"{each}:") for each in only)
-
-
-def _by_name(row: TensorRow | DiffRow) -> tuple[bool, str]:
-    return row.name is None, row.name or ""
-
-
-def _by_size(row: TensorRow) -> tuple[object, ...]:
-    return -(row.nbytes or 0), row.name is None, row.name or "", row.device
 
 
 _ROOT = re.compile(r"(?:\[\*)*(globals\(\)\[.*?\](?=[.\[\]]|$)|[^.\[\]]*)", re.DOTALL)
@@ -258,7 +264,7 @@ class DiffReport(Report[DiffRow]):
     """What came and what went between two reports of the live tensors, one row per storage, largest change first."""
 
     row_type: ClassVar[type[Any]] = DiffRow
-    view_module: ClassVar[str] = "diff_view"
+    view_module: ClassVar[str] = "leaks_view"
 
     changes: tuple[DiffRow, ...]
     by_device: tuple[DeviceChange, ...] = ()
@@ -354,13 +360,6 @@ class LeakReport(Report[LeakRow]):
 RELEASE = "%devices --free"
 COLLECT = "import gc; gc.collect()"
 COLLECT_AND_RELEASE = f"{COLLECT}\n{RELEASE}"
-
-
-def _leak_row(row: TensorRow) -> LeakRow:
-    return LeakRow(
-        row.numbers[0] if row.numbers else 0, row.device, row.nbytes, row.shape, row.dtype, row.kind,
-        row.holder, row.place, release_command(row), row.views,
-    )  # fmt: skip
 
 
 def release_command(row: TensorRow) -> str | None:

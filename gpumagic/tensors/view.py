@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from gpumagic.memory.parts import PART_OF_KIND, SHORT_KINDS
 from gpumagic.memory.workspaces import CLEAR_WORKSPACES
-from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
-from gpumagic.report.units import LARGE, count, shape, size
+from gpumagic.report.base import grouped
+from gpumagic.report.columns import Column, Table
+from gpumagic.report.document import Block, Cell, Document, Heading, Paragraph, Segment, document_of
+from gpumagic.report.units import LARGE, count, few, shape, size
 from gpumagic.tensors.report import (
     DeviceMemoryRow,
     DiffRow,
@@ -30,22 +32,21 @@ Row = TypeVar("Row", TensorRow, LeakRow, DiffRow)
 
 _FEW_ROWS = 3
 """Up to this many rows under names such as ``batch[0]`` keep lines of their own."""
-_ROLES: tuple[Literal["main", "second", "other"], ...] = ("main", "second", "other")
 
 
 @document_of.register(TensorReport)
 def view_tensors(report: TensorReport) -> Document:
     """Return the document of a tensor report."""
-    blocks: list[Block] = [Heading(_headline(report)), *_sums(report)]
-    if report.group_by is not None:
-        blocks += _totals(report, GROUP_KEYS[report.group_by], report.group_by.capitalize())
-    elif report.tensors:
-        blocks += _largest(report)
-    if report.by_device:
-        blocks += [*_devices(report.by_device), *_workspaces(report.by_device)]
-    blocks += [
-        Paragraph(_graph(row)) for row in report.graphs if row.nbytes >= LARGE and _graph(row) != _headline(report)
-    ]
+    first, amount = _headline(report), _amount(report)
+    blocks: list[Block] = [Heading(first), *([] if first == amount else [Paragraph(amount, muted=True)])]
+    if report.tensors:
+        blocks += _largest(report) if report.group_by is None else [_totals(report, report.group_by)]
+    devices = [row for row in report.by_device if row.tensors or row.allocated or row.cached or row.other_processes]
+    if devices:
+        blocks.append(Table.of(devices, DEVICE_COLUMNS, "Each device"))
+    if kept := ", ".join(f"{size(row.workspaces)} on {row.device}" for row in report.by_device if row.workspaces):
+        blocks.append(Paragraph(f"Workspaces are cuBLAS's, {kept}: {CLEAR_WORKSPACES} frees them"))
+    blocks += [Paragraph(_graph(row)) for row in report.graphs if row.nbytes >= LARGE and _graph(row) != first]
     blocks += [
         Paragraph(f"Unattributed on {row.device}: {size(row.nbytes)} in {count(row.blocks, 'block')} from {row.line}")
         for row in report.sources[:5]
@@ -67,7 +68,8 @@ def _graph(row: GraphRow) -> str:
 
 def _headline(report: TensorReport) -> str:
     """Return what keeps most memory for nothing and how to free it, or how much there is."""
-    graph, leak = _largest_graph(report), _largest_leak(report)
+    graph = next((row for row in report.graphs if _is_worth_it(row.nbytes, report)), None)
+    leak = _largest_leak(report)
     if graph is not None and graph.nbytes >= (leak.frees if leak else 0):
         return _graph(graph)
     if leak is not None:
@@ -85,36 +87,22 @@ class Freeable(NamedTuple):
     command: str
 
 
-def _largest_graph(report: TensorReport) -> GraphRow | None:
-    return next((row for row in report.graphs if _is_worth_it(row.nbytes, report)), None)
-
-
 def _largest_leak(report: TensorReport) -> Freeable | None:
     """Return the holder whose line frees most; graphs have a sentence of their own."""
     sums: Counter[tuple[str, str, str]] = Counter()
     for row in report.tensors:
         command = None if row.is_reached() or row.in_graph else release_command(row)
         if command is not None and row.nbytes:
-            sums[_holder(row), row.device, command] += row.nbytes
+            holder = row.holder or "Python"
+            sums[f"The {holder}" if holder.startswith("last ") else holder, row.device, command] += row.nbytes
     for (holder, device, command), nbytes in sums.most_common(1):
         if _is_worth_it(nbytes, report):
             return Freeable(holder, device, nbytes, command)
     return None
 
 
-def _holder(row: TensorRow) -> str:
-    holder = row.holder or "Python"
-    return f"The {holder}" if holder.startswith("last ") else holder
-
-
 def _is_worth_it(nbytes: int, report: TensorReport) -> bool:
     return nbytes >= max(LARGE, LARGE_SHARE * sum(row.in_rows for row in report.by_device))
-
-
-def _sums(report: TensorReport) -> list[Block]:
-    """Return how much there is, where the first line says something else."""
-    amount = _amount(report)
-    return [] if _headline(report) == amount else [Paragraph(amount, muted=True)]
 
 
 def _amount(report: TensorReport) -> str:
@@ -126,47 +114,22 @@ def _amount(report: TensorReport) -> str:
     return f"{count(tensors, 'tensor')} in {count(storages, 'storage')}: {shares}"
 
 
-def _largest(report: TensorReport) -> list[Block]:
+def _largest(report: TensorReport) -> Iterator[Block]:
     lines = fold(report.tensors)
-    shown = lines if report.limit is None else lines[: report.limit]
     wholes = {row.device: row.in_rows for row in report.by_device}
-    columns = [Column("Name", shrinks=True, cut="middle", least=20), *STORAGE_COLUMNS]
-    rows = [_cells(line, wholes.get(line.row.device, 0)) for line in shown]
-    return [Table(columns, rows, caption="The largest storages"), *_rest(report, shown), *_notes(shown)]
-
-
-def _rest(report: TensorReport, shown: Sequence[Line[TensorRow]]) -> list[Block]:
-    number = sum(row.storages for row in report.by_device) - sum(len(line.members) for line in shown)
-    if number <= 0:
-        return []
-    nbytes = sum(row.in_rows for row in report.by_device) - sum(line.nbytes for line in shown)
-    return [Paragraph(f"and {count(number, 'more storage', 'more storages')}, {size(nbytes)}", muted=True)]
-
-
-def _cells(line: Line[TensorRow], whole: int) -> list[Cell]:
-    row = line.row
-    name = Cell(line.text, muted=row.name is None, title=", ".join(row.names))
-    return [name, *storage_cells(row, size_cell(None if row.nbytes is None else line.nbytes, whole, row.kind))]
-
-
-def _notes(lines: Sequence[Line[TensorRow]]) -> list[Block]:
-    about: dict[str, list[str]] = {}
-    for line in lines:
-        if line.row.note is not None:
-            about.setdefault(_note(line.row), []).append(line.text)
-    return [Paragraph(f"{_some(names)}: {note}", muted=True) for note, names in about.items()]
+    yield Table.of(
+        lines, NAMED_COLUMNS, "The largest storages", limit=report.limit, rest=more_storages,
+        whole=lambda line: wholes.get(line.row.device, 0),
+    )  # fmt: skip
+    about = grouped((_note(line.row), line.text) for line in lines[: report.limit] if line.row.note is not None)
+    for note, names in about.items():
+        yield Paragraph(f"{few(list(dict.fromkeys(names)), 3)}: {note}", muted=True)
 
 
 def _note(row: TensorRow) -> str:
     if row.nbytes and row.viewed_nbytes is not None and 2 * row.viewed_nbytes <= row.nbytes:
         return f"a {size(row.viewed_nbytes)} view keeps a {size(row.nbytes)} storage alive; .clone() it"
     return row.note or ""
-
-
-def _some(names: Sequence[str]) -> str:
-    names = list(dict.fromkeys(names))
-    rest = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 GROUP_KEYS: dict[str, Callable[[TensorRow], str]] = {
@@ -176,29 +139,32 @@ GROUP_KEYS: dict[str, Callable[[TensorRow], str]] = {
 }
 
 
-def _totals(report: TensorReport, key: Callable[[TensorRow], str], title: str) -> list[Block]:
-    alike: dict[str, list[TensorRow]] = {}
-    for row in report.tensors:
-        alike.setdefault(key(row), []).append(row)
-    sizes = {name: _sum(rows) for name, rows in alike.items()}
-    whole = sum(nbytes or 0 for nbytes in sizes.values())
-    columns = [Column(title, shrinks=True), *(Column(name, "right") for name in ("Size", "Tensors", "Storages"))]
-    ordered = sorted(alike, key=lambda name: (-(sizes[name] or 0), name))
-    shown = ordered if report.limit is None else ordered[: report.limit]
-    rows = [
-        (
-            name,
-            size_cell(sizes[name], whole, name),
-            f"{sum(row.views + 1 for row in alike[name]):,}",
-            f"{len(alike[name]):,}",
-        )
-        for name in shown
-    ]
-    blocks: list[Block] = [Table(columns, rows, caption=f"Live tensors by {title.lower()}")]
-    if rest := ordered[len(shown) :]:
-        nbytes = size(sum(sizes[name] or 0 for name in rest))
-        blocks.append(Paragraph(f"and {len(rest):,} more, {nbytes}", muted=True))
-    return blocks
+class Total(NamedTuple):
+    """What is alike by the key that totals were asked by."""
+
+    name: str
+    nbytes: int | None
+    tensors: int
+    storages: int
+
+
+def _totals(report: TensorReport, by: str) -> Table:
+    alike = grouped((GROUP_KEYS[by](row), row) for row in report.tensors)
+    totals = [Total(name, _sum(rows), sum(row.views + 1 for row in rows), len(rows)) for name, rows in alike.items()]
+    columns: tuple[Column[Total], ...] = (
+        Column(by.capitalize(), lambda each: each.name, shrinks=True),
+        Column(
+            "Size", lambda each: size(each.nbytes), "right",
+            bar=lambda each: {PART_OF_KIND.get(each.name, ""): each.nbytes or 0},
+        ),
+        Column("Tensors", lambda each: f"{each.tensors:,}", "right"),
+        Column("Storages", lambda each: f"{each.storages:,}", "right"),
+    )  # fmt: skip
+    return Table.of(
+        sorted(totals, key=lambda each: (-(each.nbytes or 0), each.name)), columns, f"Live tensors by {by}",
+        limit=report.limit, whole=sum(each.nbytes or 0 for each in totals),
+        rest=lambda left: f"and {len(left):,} more, {size(sum(each.nbytes or 0 for each in left))}" if left else "",
+    )  # fmt: skip
 
 
 def _sum(rows: Sequence[TensorRow]) -> int | None:
@@ -206,49 +172,37 @@ def _sum(rows: Sequence[TensorRow]) -> int | None:
     return sum(known) if known else None
 
 
-_LEAST = {"Storages": 3, "Tensors": 2, "Cached": 1, "Others": 1}
-"""What a narrow terminal drops, the highest first: the rest is the sum that has to add up."""
-
-
-def _devices(rows: Iterable[DeviceMemoryRow]) -> list[Block]:
-    rows = [row for row in rows if row.tensors or row.allocated or row.cached or row.other_processes]
-    if not rows:
-        return []
-    columns = [Column("Device"), *(Column(title, "right", _LEAST.get(title, 0)) for title in _titles(rows))]
-    return [Table(columns, [_figures(row, _titles(rows)) for row in rows], caption="Each device")]
-
-
-def _workspaces(rows: Iterable[DeviceMemoryRow]) -> list[Block]:
-    kept = ", ".join(f"{size(row.workspaces)} on {row.device}" for row in rows if row.workspaces)
-    return [Paragraph(f"Workspaces are cuBLAS's, {kept}: {CLEAR_WORKSPACES} frees them")] if kept else []
-
-
-def _titles(rows: Sequence[DeviceMemoryRow]) -> list[str]:
-    titles = ["Tensors", "Storages", "Named", "No variable"]
-    titles += ["In graphs"] if any(row.graph for row in rows) else []
-    titles += ["Workspaces"] if any(row.workspaces for row in rows) else []
-    titles += ["Unattributed", "Allocated", "Cached"] if any(row.allocated is not None for row in rows) else []
-    return titles + (["Others"] if any(row.other_processes is not None for row in rows) else [])
-
-
-def _figures(row: DeviceMemoryRow, titles: Sequence[str]) -> list[Cell | str]:
+def _allocated(row: DeviceMemoryRow) -> Cell:
+    """Return what is allocated, with a bar of what has a name, what no variable reaches, and what else it is."""
     reserved = (row.allocated or 0) + (row.cached or 0)
     rest = (row.graph or 0) + (row.workspaces or 0) + (row.unexplained or 0)
-    parts = zip((row.named, row.held, rest), _ROLES, strict=True)
-    bar = tuple(Segment(part / reserved, role) for part, role in parts) if reserved else ()
-    cells: dict[str, Cell | str] = {
-        "Tensors": f"{row.tensors:,}",
-        "Storages": f"{row.storages:,}",
-        "Named": size(row.named),
-        "No variable": size(row.held),
-        "In graphs": size(row.graph),
-        "Workspaces": size(row.workspaces),
-        "Unattributed": size(row.unexplained),
-        "Allocated": Cell(size(row.allocated), bar),
-        "Cached": size(row.cached),
-        "Others": size(row.other_processes),
-    }
-    return [row.device, *(cells[title] for title in titles)]
+    if not reserved:
+        return Cell(size(row.allocated))
+    bar = Segment(row.named / reserved), Segment(row.held / reserved, "second"), Segment(rest / reserved, "other")
+    return Cell(size(row.allocated), bar)
+
+
+def _counts(row: DeviceMemoryRow) -> bool:
+    """Return whether a device has a counting allocator."""
+    return row.allocated is not None
+
+
+DEVICE_COLUMNS: tuple[Column[DeviceMemoryRow], ...] = (
+    Column("Device", lambda row: row.device),
+    Column("Tensors", lambda row: f"{row.tensors:,}", "right", 2),
+    Column("Storages", lambda row: f"{row.storages:,}", "right", 3),
+    Column("Named", lambda row: size(row.named), "right"),
+    Column("No variable", lambda row: size(row.held), "right"),
+    Column("In graphs", lambda row: size(row.graph), "right", when=lambda row: row.graph),
+    Column("Workspaces", lambda row: size(row.workspaces), "right", when=lambda row: row.workspaces),
+    Column("Unattributed", lambda row: size(row.unexplained), "right", when=_counts),
+    Column("Allocated", _allocated, "right", when=_counts),
+    Column("Cached", lambda row: size(row.cached), "right", 1, when=_counts),
+    Column(
+        "Others", lambda row: size(row.other_processes), "right", 1, when=lambda row: row.other_processes is not None
+    ),
+)
+"""A narrow terminal drops those of the highest number first: the rest is the sum that has to add up."""
 
 
 @dataclass(slots=True)
@@ -310,31 +264,43 @@ def holder_text(holder: str | None) -> str:
     return "(no name)" if holder is None else f"({holder})"
 
 
-STORAGE_COLUMNS = (
-    Column("Device"),
-    Column("Size", "right"),
-    Column("Shape", shrinks=True),
-    Column("Dtype", priority=2),
-    Column("Kind", priority=1),
-)
-"""What every table of storages has, after the columns that identify a storage."""
+def more_storages(lines: Sequence[Line[Any]]) -> str:
+    """Return what is not listed of the storages."""
+    storages = sum(len(line.members) for line in lines)
+    more = f"and {count(storages, 'more storage')}, {size(sum(line.nbytes for line in lines))}"
+    return more if lines else ""
 
 
-def storage_cells(row: TensorRow | LeakRow | DiffRow, size_: Cell) -> list[Cell]:
-    """Return the cells of a row under `STORAGE_COLUMNS`."""
-    return [Cell(row.device), size_, Cell(shape_text(row.shape)), Cell(row.dtype), kind_cell(row.kind)]
+def storage_columns(nbytes: Column[Line[Any]]) -> tuple[Column[Line[Any]], ...]:
+    """Return what every table of storages has after what identifies one; ``nbytes`` is its column of sizes."""
+    return (
+        Column("Device", lambda line: line.row.device),
+        nbytes,
+        Column("Shape", lambda line: shape_text(line.row.shape), shrinks=True),
+        Column("Dtype", lambda line: line.row.dtype, priority=2),
+        Column("Kind", _kind, priority=1),
+    )
 
 
-def size_cell(nbytes: int | None, whole: int, kind: str = "") -> Cell:
-    """Return a size with a bar: its share of the whole, in the colour of its kind."""
-    return Cell(size(nbytes), bar=(Segment((nbytes or 0) / whole if whole else 0.0, part=PART_OF_KIND.get(kind, "")),))
+def _kind(line: Line[Any]) -> Cell:
+    kind = line.row.kind
+    return Cell(SHORT_KINDS.get(kind, kind), muted=kind == "plain", title=kind)
+
+
+SIZE = Column[Line[Any]](
+    "Size", lambda line: size(None if line.row.nbytes is None else line.nbytes), "right",
+    bar=lambda line: {PART_OF_KIND.get(line.row.kind, ""): line.nbytes},
+)  # fmt: skip
+"""Bytes with a bar in the colour of what they are for."""
+NAMED_COLUMNS: tuple[Column[Line[Any]], ...] = (
+    Column(
+        "Name", lambda line: Cell(line.text, muted=line.row.name is None, title=", ".join(line.row.names)),
+        shrinks=True, cut="middle", least=20,
+    ),
+    *storage_columns(SIZE),
+)  # fmt: skip
 
 
 def shape_text(sizes: tuple[int, ...]) -> str:
     """Return a shape as torch prints it, ``?`` for a size that torch knows only by a symbol."""
     return shape(sizes).replace("-1", "?")
-
-
-def kind_cell(kind: str) -> Cell:
-    """Return what a tensor is for, abbreviated."""
-    return Cell(SHORT_KINDS.get(kind, kind), muted=kind == "plain", title=kind)

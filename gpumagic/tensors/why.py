@@ -19,6 +19,7 @@ from gpumagic.heap.kinds import Graphs, gradients_of, non_leaves
 from gpumagic.heap.paths import Path, Spelling
 from gpumagic.heap.readers import reader_of
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
+from gpumagic.report.units import few
 from gpumagic.source.text import parse_tree
 from gpumagic.tensors import scan
 from gpumagic.tensors.leaks_report import WayRow, WhyReport
@@ -116,9 +117,7 @@ def _why_not(text: str, report: Iterable[TensorRow]) -> str:
         return f"no live tensor has the number {text}; %devices --leaks shows the numbers of those without a name"
     below = [row.name or str(row.place) for row in _rows_below(_unquoted(text), report)]
     if below:
-        rest = len(below) - _MAX_SUGGESTIONS
-        more = f" and {rest} more" if rest > 0 else ""
-        return f"{text!r} is no tensor but leads to {', '.join(below[:_MAX_SUGGESTIONS])}{more}; name one of them"
+        return f"{text!r} is no tensor but leads to {few(below, _MAX_SUGGESTIONS)}; name one of them"
     known = {
         _unquoted(name): name for row in report for name in (*row.names, row.holder, row.place) if name is not None
     }

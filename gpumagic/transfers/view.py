@@ -8,7 +8,7 @@ from gpumagic.memory.view import drawable_devices, timeline_blocks
 from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
 from gpumagic.report.columns import Column, Table
-from gpumagic.report.units import NOT_AVAILABLE, count, duration, size
+from gpumagic.report.units import NOT_AVAILABLE, count, duration, few, size
 from gpumagic.transfers.report import Suggestion, TransferReport, TransferRow
 from gpumagic.transfers.trace.view import line_blocks, module_blocks
 
@@ -85,9 +85,7 @@ def _summary(report: TransferReport) -> str:
 def _routes(moves: Sequence[TransferRow]) -> str:
     routes = grouped((f"{row.source} → {row.target}", row.nbytes) for row in moves)
     largest = sorted(routes, key=lambda route: -sum(routes[route]))
-    rest = len(largest) - SHOWN_ROUTES
-    shown = [f"{route} {size(sum(routes[route]))}" for route in largest[:SHOWN_ROUTES]]
-    return ", ".join(shown) + (f" and {count(rest, 'more route')}" if rest > 0 else "")
+    return few([f"{route} {size(sum(routes[route]))}" for route in largest], SHOWN_ROUTES, "route")
 
 
 def _lines(report: TransferReport) -> Iterator[doc.Block]:
@@ -193,9 +191,7 @@ def _sentences(report: TransferReport) -> Iterator[str]:
     told = {row.name for row in report.moves}
     elsewhere = [each for each in report.elsewhere if each.name not in told]
     if elsewhere and report.explanation is None and (report.advice or not _used_instead(report)):
-        names = (f"{each.name} ({each.device}, {size(each.nbytes)})" for each in elsewhere[:SHOWN_NAMES])
-        rest = len(elsewhere) - SHOWN_NAMES
-        more = f" and {count(rest, 'more name')}" if rest > 0 else ""
-        yield f"Used, but on another device: {', '.join(names)}{more}."
+        used = [f"{each.name} ({each.device}, {size(each.nbytes)})" for each in elsewhere]
+        yield f"Used, but on another device: {few(used, SHOWN_NAMES, 'name')}."
     rest_of_advice = [each for each in report.advice if each.line is None or each.line not in dict(report.lines)]
     yield from (f"→ {each}" for each in rest_of_advice if each is not report.advice[0])
