@@ -4,6 +4,10 @@ Tensors become shape, dtype, strides, device and storage identity; those on the 
 in `SharedMemory`, and what has no room there is assumed to be zeros.
 Functions and classes of the notebook go by value, with the names they use; others by reference, as in pickle. What
 cannot be sent becomes an `Absent`, which says so if the cell touches it. Nothing here changes what it looks at.
+
+A tensor that leads to a graph is sent without it, and backward through it cannot be dry-run; but the storages that
+its nodes saved are sent along, and live in the dry run for as long as the tensor does. Only where they lie in the
+allocator's segments is known: what they leave behind is gaps, and how large those are decides what fits.
 """
 
 from __future__ import annotations
@@ -18,14 +22,13 @@ import marshal
 import pickle
 import sys
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.sendable import (  # fmt: skip
     IS_HEAP_TYPE,
     PICKLES_ITSELF,
-    OldGraphs,
     builtin_class,
     described,
     holders,
@@ -33,6 +36,7 @@ from gpumagic.dryrun.sendable import (  # fmt: skip
     shared_state,
     special,
 )
+from gpumagic.heap.kinds import Graphs
 from gpumagic.heap.storages import COMPONENTS
 from gpumagic.memory.allocator import rounded
 from gpumagic.source.frames import names_looked_up
@@ -91,7 +95,7 @@ def pack(
     """
     bad: set[str] = set()
     while True:
-        packing = _Packing(namespace, OldGraphs(with_graphs), backend)
+        packing = _Packing(namespace, backend, Graphs() if with_graphs else None)
         try:
             packing.gives_up = set() if needed is None else {*names, *namespace} - set(needed)
             failed = packing.fill([*names, *(() if only_used else holders(namespace))], extra, bad)
@@ -120,7 +124,7 @@ def _state(tensor: Any) -> dict[str, Any]:
 
 
 class _Packing(pickle.Pickler):
-    def __init__(self, namespace: Mapping[str, Any], graphs: OldGraphs, backend: str) -> None:
+    def __init__(self, namespace: Mapping[str, Any], backend: str, graphs: Graphs | None) -> None:
         self.buffer = io.BytesIO()
         super().__init__(self.buffer, protocol=5)
         self.graphs = graphs
@@ -231,18 +235,28 @@ class _Packing(pickle.Pickler):
         if torch._is_functional_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
             return parts.Absent, ("a lazily conjugated or functional tensor",)
         if not tensor.is_leaf:
-            self.notes.append(self.graphs.note())
+            kept = "" if self.graphs is None else " as long as the tensor"
+            why = f"dry-run without that graph, whose memory stays in use{kept}"
+            self.notes.append(f"a tensor with a graph from an earlier cell is {why}")
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
         storage = self._storage(tensor.untyped_storage(), is_whole)
         geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
         state = _state(tensor)
         if not tensor.is_leaf:
-            kept = [self._storage(each, is_whole=False) for each in self.graphs.storages(tensor)]
-            state |= {parts.GRAPH: kept} if kept else {}
+            saved = [self._storage(each, is_whole=False) for each in self._saved(torch, tensor)]
+            state |= {parts.GRAPH: saved} if saved else {}
         dtype = str(tensor.dtype).removeprefix("torch.")
         arguments = (storage, dtype, geometry, tensor.requires_grad, kind is torch.nn.Parameter)
         self.held += [state, arguments]
         return parts.make_tensor, arguments, state or None, None, None, parts.fill_tensor if state else None
+
+    def _saved(self, torch: Any, tensor: Any) -> Iterator[Any]:
+        """Yield the storages on the tensor's device that its graph keeps; a node that several share is read once."""
+        graph = None if self.graphs is None or tensor.device.type == "cpu" else self.graphs.walk(tensor.grad_fn)
+        for each in graph.tensors if graph is not None else ():
+            is_plain = each.layout == torch.strided and not torch._is_functional_tensor(each)
+            if each.device == tensor.device and is_plain:
+                yield each.untyped_storage()
 
     def _sparse(self, tensor: Any) -> Any:
         layout = str(tensor.layout)

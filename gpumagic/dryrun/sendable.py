@@ -1,9 +1,4 @@
-"""What of a notebook is sent and how: by name, by its parts, through shared memory, or as a word for it.
-
-A tensor that leads to a graph is sent without it, and backward through it cannot be dry-run; but the storages that
-its nodes saved are sent along, and live in the dry run for as long as the tensor does. Only where they lie in the
-allocator's segments is known: what they leave behind is gaps, and how large those are decides what fits.
-"""
+"""What of a notebook is sent and how: by name, by its parts, through shared memory, or as a word for it."""
 
 from __future__ import annotations
 
@@ -14,11 +9,10 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpumagic.dryrun import parts
-from gpumagic.heap.kinds import Graphs
 from gpumagic.heap.storages import plain, undisturbed
 
 
@@ -176,34 +170,3 @@ def described(obj: Any) -> str:
     kind = type(obj)
     article = "an" if kind.__name__[:1].lower() in "aeiou" else "a"
     return f"{article} {kind.__module__}.{kind.__qualname__}"
-
-
-class OldGraphs:
-    """Finds what the graphs keep; a node that several share is read once.
-
-    Args:
-        are_sent: whether anything is to be found.
-    """
-
-    def __init__(self, are_sent: bool) -> None:
-        self._graphs = Graphs() if are_sent else None
-
-    def storages(self, tensor: Any) -> Iterator[Any]:
-        """Yield the storages on the tensor's device that its graph keeps."""
-        import torch
-
-        if self._graphs is None or tensor.device.type == "cpu":
-            return
-        graph = self._graphs.walk(tensor.grad_fn)
-        for saved in graph.tensors if graph is not None else ():
-            if (
-                saved.device == tensor.device
-                and saved.layout == torch.strided
-                and not torch._is_functional_tensor(saved)
-            ):
-                yield saved.untyped_storage()
-
-    def note(self) -> str:
-        """Return what to say of a tensor that leads to a graph."""
-        kept = "whose memory stays in use" + ("" if self._graphs is None else " as long as the tensor")
-        return f"a tensor with a graph from an earlier cell is dry-run without that graph, {kept}"

@@ -51,7 +51,7 @@ class Target:
     """Bytes that the allocator cannot give back now: live blocks, and what lies between them."""
     extra: tuple[int, int]
     cuts_to_size: bool
-    """Whether the allocator is simgpu's; see `stage.allocator`."""
+    """Whether the allocator is simgpu's; see `worker.fake.allocator`."""
     segments: list[list[Segment] | None]
     """Where blocks lie in the allocator's cache; None where that cannot be known, as on an imagined device."""
     unknown: tuple[str, ...] = ()

@@ -14,7 +14,6 @@ import ctypes
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +34,8 @@ DRAWN = 160_000_000
 """Numbers, about a second of them, that are drawn all the same and given up again: what the cell draws later, such as
 the lengths of its sentences, is then what it would draw."""
 OTHERS = "random numbers that the cell draws on the host after its large weights are others than its own"
+_SWEPT = 64
+"""Storages from which on those that are gone are looked for, and again whenever there are twice as many."""
 _PAGE = 4096
 _DONTNEED = 4
 
@@ -82,7 +83,7 @@ class DeferredFills:
         self._draws = draws
         self._storages: dict[int, _Storage] = {}
         self._files: list[_Storage] = []
-        self._by_age: deque[int] = deque()
+        self._most = _SWEPT
         self._mode = _Mode(self._follow)
         self._room = ROOM
         self._left_to_draw = DRAWN
@@ -118,7 +119,7 @@ class DeferredFills:
             finally:
                 self._is_applying = was_applying
             if self._storages:
-                self._sweep(1 + len(module._parameters) if module._parameters else len(self._by_age))
+                self._sweep()
                 if not self._storages:
                     self._mode.end()
             return made
@@ -221,24 +222,19 @@ class DeferredFills:
             self._add(storage, fill)
 
     def _add(self, storage: torch.UntypedStorage, fill: _Fill | None, span: range | None = None) -> None:
-        self._sweep(2)
+        if len(self._storages) >= self._most:
+            self._sweep()
         if not self._storages:
             self._mode.begin()
         added = self._storages[storage._cdata] = _Storage(StorageWeakRef(storage), fill, span)
-        self._by_age.append(storage._cdata)
         if span is not None:
             self._files.append(added)
 
-    def _sweep(self, most: int) -> None:
-        """Forget the storages that are gone, among so many of the oldest."""
-        for _ in range(min(most, len(self._by_age))):
-            key = self._by_age.popleft()
-            if not self._storages[key].ref.expired():
-                self._by_age.append(key)
-            else:
-                gone = self._storages.pop(key)
-                if gone.span is not None:
-                    self._files.remove(gone)
+    def _sweep(self) -> None:
+        """Forget the storages that are gone; until then no other one can have the number of one of them."""
+        self._storages = {key: each for key, each in self._storages.items() if not each.ref.expired()}
+        self._files = [each for each in self._storages.values() if each.span is not None]
+        self._most = max(_SWEPT, 2 * len(self._storages))
 
     def _draw(self, tensor: torch.Tensor) -> None:
         """Write what is in a tensor's storage, if it is unwritten: the host looks at it."""
@@ -255,7 +251,6 @@ class DeferredFills:
         self._room -= storage.nbytes()
         if known.fill is not None and (self._draws or known.fill.state is not None):
             self._undisturbed(_draw, whole, known.fill)
-        self._by_age.remove(storage._cdata)
         del self._storages[storage._cdata]
 
     # ---- Operators on them

@@ -135,7 +135,7 @@ class _Fork:
             ours.close()
             for descriptor in (receiving, reading, *private):
                 os.close(descriptor)
-            _be({**request, "watcher": theirs}, serve, _out_of_reach(sending), _out_of_reach(writing))
+            _run_child({**request, "watcher": theirs}, serve, _out_of_reach(sending), _out_of_reach(writing))
         theirs.close()
         os.close(sending)
         os.close(writing)
@@ -205,7 +205,7 @@ def _out_of_reach(descriptor: int) -> int:
     return descriptor
 
 
-def _be(request: dict[str, Any], serve: Serve, sending: int, last_words: int) -> NoReturn:
+def _run_child(request: dict[str, Any], serve: Serve, sending: int, last_words: int) -> NoReturn:
     """Be the process that runs a request."""
     leave = os._exit
     try:

@@ -248,7 +248,13 @@ class Numbers:
         tensor: Any = torch.Tensor
         for name in ("item", "tolist"):
             setattr(tensor, name, self._reading(getattr(tensor, name)))
-        tensor.__repr__ = self._showing(tensor.__repr__)
+        show = tensor.__repr__
+
+        def shown(tensor: torch.Tensor, **how: Any) -> str:
+            with self._guesses.ignoring():
+                return str(show(tensor, **how))
+
+        tensor.__repr__ = shown
         setattr(builtins, "__dry_run_number__", self._converting)  # noqa: B010
         for owner in (builtins, math, statistics, sys.modules.get("numpy")):
             for name in ("min", "max") if owner is builtins else (*_MATH, *_AVERAGES):
@@ -273,13 +279,6 @@ class Numbers:
             return _wrapped(value, reading.key, guesses, reading.may_be_known) if reading.key else value
 
         return noted
-
-    def _showing(self, show: Callable[..., str]) -> Callable[..., str]:
-        def shown(tensor: torch.Tensor, **how: Any) -> str:
-            with self._guesses.ignoring():
-                return show(tensor, **how)
-
-        return shown
 
     def _converting(self, kind: Any) -> Any:
         """Return what the notebook's code calls for `float(x)` and `int(x)`."""

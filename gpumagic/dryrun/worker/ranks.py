@@ -213,12 +213,12 @@ def take_part(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -
 
     _take_launches(launch, has_accelerate=mentions("notebook_launcher"))
     if request["rank"] is None:
-        _be_no_rank()
+        _become_none()
         return None
-    return _be(*request["rank"], mentions=mentions)
+    return _become(*request["rank"], mentions=mentions)
 
 
-def _be(
+def _become(
     rank: int, world: int, per_node: int, said: dict[str, list[str]], *, mentions: Callable[[str], bool]
 ) -> Objects:
     node, local = divmod(rank, per_node)
@@ -293,7 +293,7 @@ def _vote_alone() -> None:
         base._warmup_forward_vote, base._warmup_backward_result = vote, lambda self, **_: self._vote
 
 
-def _be_no_rank() -> None:
+def _become_none() -> None:
     """Let a process that is no rank say so where it would wait for others, for the rest of it."""
     join, store = c10d.rendezvous, dist.TCPStore
 

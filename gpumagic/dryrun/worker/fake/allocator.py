@@ -161,7 +161,7 @@ class FakeAccount(Account):
     """One device: its allocator, and what is in use."""
 
     allocator: Allocator
-    lying: dict[int, Block] = field(default_factory=dict)
+    preexisting: dict[int, Block] = field(default_factory=dict)
     """Blocks that were in use before, by the address that storages there tell, until a storage claims them."""
 
     def lay_out(self, segments: Iterable[Segment]) -> None:
@@ -171,8 +171,8 @@ class FakeAccount(Account):
             blocks = self.allocator.lay_out(
                 segment.address, pool, [(each.size, each.is_free) for each in segment.blocks]
             )
-            lying = zip(segment.blocks, blocks, strict=True)
-            self.lying |= {told.address: block for told, block in lying if told.is_owned}
+            preexisting = zip(segment.blocks, blocks, strict=True)
+            self.preexisting |= {told.address: block for told, block in preexisting if told.is_owned}
 
 
 @dataclass
@@ -202,7 +202,7 @@ class FakeLedger(Ledger):
         failed = account.allocator.failed
         if not self.unpacking:
             self.place = self.where()
-        claimed = account.lying.pop(self.address, None) if self.unpacking else None
+        claimed = account.preexisting.pop(self.address, None) if self.unpacking else None
         block = self._given[key] = claimed or account.allocator.take(nbytes)
         life = self.begin(key, device, block.size)
         if self.operator in _MAKE_ROOM:
@@ -218,9 +218,9 @@ class FakeLedger(Ledger):
 
     def hold(self, device: int) -> None:
         """Account for what was in use before and no storage has claimed: nothing of the cell's can end it."""
-        lying = self.accounts[device].lying
-        nbytes = sum(block.size for block in lying.values())
-        lying.clear()
+        preexisting = self.accounts[device].preexisting
+        nbytes = sum(block.size for block in preexisting.values())
+        preexisting.clear()
         if nbytes:
             self.keep(device, nbytes)
 

@@ -44,8 +44,10 @@ class Call:
         self.kwargs = kwargs
         self._type = device_type
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._by_twin: dict[int, torch.Tensor] = {}
-        self._owners: dict[int, torch.Tensor] = {}
+        self.by_twin: dict[int, torch.Tensor] = {}
+        """What each stand-in stands for, by its identity."""
+        self.owners: dict[int, torch.Tensor] = {}
+        """The same by the stand-in's storage."""
         self.asked_for: torch.device | None = None
         self.target: torch.Tensor
         """What a call that is settled returns."""
@@ -77,10 +79,6 @@ class Call:
             for each in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(each, torch.Tensor):
                     yield argument, each
-
-    def is_here(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on the device of the dry run."""
-        return str(tensor.device.type) == self._type
 
     def is_settled(self) -> bool:
         """Return whether it writes element by element to a tensor that has the right size already.
@@ -120,14 +118,6 @@ class Call:
         kwargs = {name: self._meta(value) for name, value in self.kwargs.items() if name != "generator"}
         return self.op.redispatch(META, *(self._meta(value) for value in self.args), **kwargs)
 
-    def original(self, twin: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor that a stand-in stands for."""
-        return self._by_twin.get(id(twin))
-
-    def owner(self, storage: int) -> torch.Tensor | None:
-        """Return the tensor whose stand-in has this storage."""
-        return self._owners.get(storage)
-
     def _common_device(self) -> int | None:
         found: torch.device | None = None
         for _, value in self.named():
@@ -151,7 +141,7 @@ class Call:
 
     def _meta(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if self.is_here(value):
+            if value.device.type == self._type:
                 return self._twin(value)
             return torch.empty((), dtype=value.dtype, device="meta") if value.dim() == 0 else value
         if isinstance(value, list | tuple):
@@ -169,8 +159,8 @@ class Call:
         else:
             twin = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
         self._twins[id(tensor)] = (tensor, twin)
-        self._by_twin[id(twin)] = tensor
-        self._owners[twin.untyped_storage()._cdata] = tensor
+        self.by_twin[id(twin)] = tensor
+        self.owners[twin.untyped_storage()._cdata] = tensor
         return twin
 
 

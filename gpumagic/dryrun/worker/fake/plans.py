@@ -160,11 +160,11 @@ class Plan:
             return type(value)(self._recipe(call, tensors, each, device) for each in value)
         if not isinstance(value, torch.Tensor):
             return Fixed(value)
-        known = call.original(value) if value.is_meta else value
+        known = call.by_twin.get(id(value)) if value.is_meta else value
         if known is not None:
             return Given(tensors[id(known)])
         storage = value.untyped_storage()
-        owner = call.owner(storage._cdata)
+        owner = call.owners.get(storage._cdata)
         if owner is not None:
             return View(tensors[id(owner)], value)
         if storage._cdata in self._made:
