@@ -282,15 +282,18 @@ class Numbers:
 
     def _converting(self, kind: Any) -> Any:
         """Return what the notebook's code calls for `float(x)` and `int(x)`."""
-        return functools.partial(self._convert, kind) if kind is int or kind is float else kind
 
-    def _convert(self, kind: Any, *args: Any) -> Any:
-        value = args[0] if len(args) == 1 else None
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cpu:
-            value = value.item()
-        elif type(value) is str:
-            value = self._guesses.read_back(value)
-        return value._like(kind(value.number)) if type(value) is Noted else kind(*args if value is None else [value])
+        def convert(*args: Any) -> Any:
+            value = args[0] if len(args) == 1 else None
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cpu:
+                value = value.item()
+            elif type(value) is str:
+                value = self._guesses.read_back(value)
+            return (
+                value._like(kind(value.number)) if type(value) is Noted else kind(*args if value is None else [value])
+            )
+
+        return convert if kind is int or kind is float else kind
 
 
 def _wrapped(value: Any, key: Key, guesses: Guesses, may_be_known: bool) -> Any:

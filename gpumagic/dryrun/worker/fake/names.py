@@ -12,7 +12,6 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,14 +30,6 @@ _STREAMS: dict[str, Any] = {
     "default_stream": current_stream,
 }  # fmt: skip
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-_SHARED = (
-    "is_available", "is_initialized", "is_bf16_supported", "init", "_lazy_init", "_is_in_bad_fork", "device_count",
-    "current_device", "set_device", "synchronize", "empty_cache", "memory_allocated", "max_memory_allocated",
-    "memory_reserved", "max_memory_reserved", "mem_get_info", "reset_peak_memory_stats", "reset_max_memory_allocated",
-    "reset_accumulated_memory_stats", "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed",
-    "get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all", "get_device_capability",
-    "get_device_name", "get_device_properties", "get_amp_supported_dtype", "device",
-)  # fmt: skip
 
 
 class DeviceGenerator(torch.Generator):
@@ -203,12 +194,13 @@ def _is_here(value: Any) -> bool:
         return bool(value.device.type == OURS)
 
 
-def _share(theirs: ModuleType, module: FakeModule) -> None:
+def _share(theirs: Any, module: FakeModule) -> None:
     """Give `torch.cuda` the device of the dry run's functions and streams; graphs are refused."""
-    for name in _SHARED:
+    for name in dir(FakeModule):
         for home in (theirs, getattr(theirs, "random", theirs), getattr(theirs, "memory", theirs)):
-            if hasattr(home, name):
+            if hasattr(home, name) and not name.startswith("__"):
                 setattr(home, name, getattr(module, name))
+    theirs.device = module.device
     for name in _REFUSED:
         if hasattr(theirs, name):
             setattr(theirs, name, type(name, (_Refused,), {"__module__": theirs.__name__}))
