@@ -19,6 +19,7 @@ from gpumagic.memory.presets import GPUS, like, settings
 from gpumagic.memory.segments import Segment
 from gpumagic.options import Ranks
 
+CUDA, FAKE = "cuda", "fake"
 MIB = 1 << 20
 CONTEXT = (250 * MIB, 700 * MIB)
 """What a CUDA context takes of the device, least and most: an estimate, it differs by card and driver.
@@ -63,7 +64,7 @@ class Target:
     """The GPU that was asked for: a name of `presets.GPUS`."""
     ranks: Ranks | None = None
     """The processes of which each dry run is one; the devices are those of its machine."""
-    engine: str = "fake"
+    engine: str = FAKE
     """What answers for the devices, `CUDA` or `FAKE`; what it does not model is in the figures then."""
     gpus: str = ""
     """The devices as the fake runtime reads them."""
@@ -167,7 +168,6 @@ def _between(name: str) -> int:
 
 # ---- The engine
 
-CUDA, FAKE = "cuda", "fake"
 VARIABLE = "GPUMAGIC_DRYRUN_ENGINE"
 """An environment variable: ``fake`` keeps to fake tensors where torch's own CUDA could be had, for comparisons."""
 

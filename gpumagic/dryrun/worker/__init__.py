@@ -6,14 +6,14 @@ Start with `process.py`, then `run.py`.
     run.py           one dry run from unpacking the notebook to the outcome
     cuda/            what of that is done on torch's own CUDA over the fake runtime
     fake/            the same on fake tensors
-    cell.py          the cell's running line
+    cell.py          the cell's running line, and what is to be said of it
     modules.py       tells parameters, gradients, optimizer state and activations, by module; the models of a cell
-    storages.py      storages of torch's with a size, a device and no bytes
     known.py         the few small values that are known all the same
     guesses.py       what the host is told of the others, a scenario at a time, and what is decided by it
     noted.py         numbers that note what is decided by them
     sandbox.py       data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
-    overlay.py       files of the process's own
-    deferred_fills.py  large random fills on the host, drawn only where the host looks
+    box/             what the machine's kernel keeps in; files of the process's own
+    ranks.py         one rank of many
+    deferred_fills.py large random fills on the host, drawn only where the host looks
     passes.py        how many passes of each loop were run
 """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from gpumagic.dryrun.worker.storages import span
+from gpumagic.dryrun.worker.fake.storages import span
 
 META = DispatchKeySet(DispatchKey.Meta)
 _TAKE_HOST_INDICES = frozenset({

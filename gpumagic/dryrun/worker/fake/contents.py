@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun.worker.fake.calls import Call
+from gpumagic.dryrun.worker.fake.storages import Storages, key_of
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.known import LARGEST, Known
-from gpumagic.dryrun.worker.storages import Storages, key_of
 
 
 class Contents:

@@ -22,7 +22,7 @@ from gpumagic.dryrun.worker.fake.calls import Call
 from gpumagic.dryrun.worker.fake.contents import Contents
 from gpumagic.dryrun.worker.fake.plans import Operands, Operator, Plan
 from gpumagic.dryrun.worker.fake.scratch import scratch
-from gpumagic.dryrun.worker.storages import CPU, Form, Storages, key_of
+from gpumagic.dryrun.worker.fake.storages import CPU, Form, Storages, key_of
 
 aten = torch.ops.aten
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

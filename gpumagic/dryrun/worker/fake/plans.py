@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun.worker.fake.calls import Call
+from gpumagic.dryrun.worker.fake.storages import SPACING, Form, Storages, as_view
 from gpumagic.dryrun.worker.known import Known
-from gpumagic.dryrun.worker.storages import SPACING, Form, Storages, as_view
 
 Key = tuple[Any, ...]
 MOST = 20_000

@@ -19,8 +19,8 @@ from gpumagic.dryrun.worker.fake.contents import Contents
 from gpumagic.dryrun.worker.fake.names import Names
 from gpumagic.dryrun.worker.fake.operators import Operators
 from gpumagic.dryrun.worker.fake.scratch import without_rule
+from gpumagic.dryrun.worker.fake.storages import Storages, key_of
 from gpumagic.dryrun.worker.run import Outcome, Run, failure, lines_of
-from gpumagic.dryrun.worker.storages import Storages, key_of
 from gpumagic.memory.ledger import Place
 
 IN_TREE = frozenset({"cuda", "xpu", "mps"})
