@@ -105,10 +105,12 @@ class EngineCell:
             KeyboardInterrupt: after the engines were interrupted.
         """
         __tracebackhide__ = True
+        from ipyparallel import AsyncResult
+
         started = time.perf_counter()
         sent = {engine: self._send(engine, line) for engine, line in self.lines.items()}
         interrupted = False
-        outputs = _async_result(self.connection.client, sent)
+        outputs = AsyncResult(self.connection.client, list(sent.values()), fname="", targets=list(sent))
         with outputs.stream_output():  # labelled as `%%px` labels outputs
             try:
                 awaited = [*sent.values(), *(future.output for future in sent.values())]
@@ -181,12 +183,6 @@ def _with_outcome(answer: EngineAnswer, result: object) -> EngineAnswer:
     if name in {"KeyboardInterrupt", "TaskAborted"}:
         return replace(answer, state="interrupted")
     return replace(answer, state="raised", detail=f"{name}: {value}")
-
-
-def _async_result(client: Any, sent: Mapping[int, Any]) -> Any:
-    from ipyparallel import AsyncResult
-
-    return AsyncResult(client, list(sent.values()), fname="", targets=list(sent))
 
 
 def _raise_as_px(futures: Sequence[Any], name: str, *, shown: bool) -> NoReturn:

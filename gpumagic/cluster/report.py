@@ -78,7 +78,11 @@ class ClusterReport(Report[PlacedRow]):
 
     @property
     def rows(self) -> tuple[PlacedRow, ...]:
-        return tuple(placed for answer in self.engines for placed in _placed_rows(answer))
+        return tuple(
+            PlacedRow(answer.origin.host, answer.engine, answer.origin.rank, answer.state, row)
+            for answer in self.engines
+            for row in (answer.report.rows if answer.report is not None else ()) or (None,)
+        )
 
     @property
     def is_worth_showing(self) -> bool:
@@ -109,13 +113,6 @@ class ClusterReport(Report[PlacedRow]):
             for placed in self.rows
         ]
         return frame({**places, **columns}, cells)
-
-
-def _placed_rows(answer: EngineAnswer) -> Iterable[PlacedRow]:
-    origin = answer.origin
-    found = answer.report.rows if answer.report is not None else ()
-    for row in found or (None,):
-        yield PlacedRow(origin.host, answer.engine, origin.rank, answer.state, row)
 
 
 def merge(reports: Mapping[Any, object] | Sequence[object]) -> ClusterReport:

@@ -173,11 +173,8 @@ class _Records(pickle.Unpickler):
             return super().find_class(module, name)
         if module.startswith("gpumagic.") and "." not in name:
             found = super().find_class(module, name)
-            if isinstance(found, type) and _is_record(found):
-                return found
+            if isinstance(found, type):
+                is_named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
+                if dataclasses.is_dataclass(found) or is_named_tuple or issubclass(found, Enum):
+                    return found
         raise pickle.UnpicklingError(f"{module}.{name} is no record of gpumagic's")
-
-
-def _is_record(kind: type) -> bool:
-    is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    return dataclasses.is_dataclass(kind) or is_named_tuple or issubclass(kind, Enum)

@@ -13,14 +13,6 @@ from gpumagic.report.document import Column
 from gpumagic.report.units import percent, rate, size
 
 
-def _celsius(degrees: float) -> str:
-    return f"{degrees:.0f} C"
-
-
-def _power(now: float, most: float | None) -> str:
-    return f"{now:.0f}{'' if most is None else f'/{most:.0f}'} W"
-
-
 def _clock(now: int, most: int | None) -> str:
     return f"{now} MHz" if most is None else f"{now} / {most} MHz"
 
@@ -90,18 +82,14 @@ class GpuRow:
     )  # fmt: skip
     """Percent of the last sample period in which any kernel ran; 100 does not mean full."""
     temperature: float | None = figure(
-        "Temperature", _celsius, column=Column("Temp", "right", 5), to=float,
+        "Temperature", lambda degrees: f"{degrees:.0f} C", column=Column("Temp", "right", 5), to=float,
         read=(*call("TemperatureV", figures.CORE_SENSOR), *call("Temperature", figures.CORE_SENSOR)),
     )  # fmt: skip
     """Degrees Celsius."""
     power: float | None = figure(
-        "Power",
-        _power,
-        read=call("PowerUsage"),
-        to=figures.watts,
-        most="power_limit",
-        column=Column("Power", "right", 6),
-    )
+        "Power", lambda now, most: f"{now:.0f}{'' if most is None else f'/{most:.0f}'} W", read=call("PowerUsage"),
+        to=figures.watts, most="power_limit", column=Column("Power", "right", 6),
+    )  # fmt: skip
     """Watts."""
     power_limit: float | None = figure("", read=call("EnforcedPowerLimit"), to=figures.watts)
     """Watts."""

@@ -61,23 +61,19 @@ def forget_outputs(shell: InteractiveShell, values: Collection[int]) -> None:
     for number in [number for number, value in dict.items(outputs) if id(value) in values]:
         dict.pop(outputs, number)
     for namespace in (shell.user_ns, shell.user_ns_hidden):
-        _forget_in(namespace, values, shell.user_ns_hidden)
+        for name, value in list(namespace.items()):
+            if id(value) not in values or not _is_output_name(name) or shell.user_ns_hidden.get(name) is not value:
+                continue
+            if name in _LAST:
+                namespace[name] = _NOTHING
+            else:
+                del namespace[name]
     for name in _LAST:
         if id(getattr(shell.displayhook, name, None)) in values:
             setattr(shell.displayhook, name, _NOTHING)
     result = shell.last_execution_result
     if result is not None and id(result.result) in values:
         result.result = None
-
-
-def _forget_in(namespace: dict[str, Any], values: Collection[int], hidden: Mapping[str, object]) -> None:
-    for name, value in list(namespace.items()):
-        if id(value) not in values or not _is_output_name(name) or hidden.get(name) is not value:
-            continue
-        if name in _LAST:
-            namespace[name] = _NOTHING
-        else:
-            del namespace[name]
 
 
 def _is_output_name(name: object) -> bool:

@@ -177,11 +177,10 @@ class Names:
 
     def best(self, tensor_id: int) -> str | None:
         """Return the best name of a tensor that does not lead through an optimizer's state."""
-        paths = [path for path in self._paths.get(tensor_id, ()) if not _through_state(path)]
-        for path in sorted(paths, key=Path.quality):
-            if (name := self.code(path)) is not None:
-                return name
-        return None
+        paths = self._paths.get(tensor_id, ())
+        named = [path for path in paths if all(step.style != "state" for step in path.steps())]
+        found = (self.code(path) for path in sorted(named, key=Path.quality))
+        return next((name for name in found if name is not None), None)
 
     def described(self, tensor_id: int) -> tuple[str, str, str] | None:
         """Return the variable that a tensor is inside of, what holds it there, and the path; None if it has none.
@@ -213,10 +212,6 @@ def _few(paths: list[Path]) -> list[Path]:
     kept = paths[:MAX_PATHS]
     roots = {path.root() for path in kept}
     return kept + [path for root, path in reversed(first.items()) if root not in roots]
-
-
-def _through_state(path: Path) -> bool:
-    return any(step.style == "state" for step in path.steps())
 
 
 def is_typeable(name: str) -> bool:

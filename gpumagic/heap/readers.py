@@ -49,7 +49,7 @@ def reader_of(kind: type) -> Reader | None:
     import torch
 
     if kind in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
-        return Reader(_nothing, is_tensor=True)
+        return Reader(lambda _value, _reader: iter(()), is_tensor=True)
     if issubclass(kind, torch.Tensor):
         return Reader(_tensor_subclass, fields_of(kind), is_tensor=True)
     if kind in calls.EXACTLY:
@@ -118,10 +118,6 @@ def _bases() -> Iterator[tuple[type, Read]]:
     yield BaseException, calls.read_exception
     yield type, _class
     yield types.ModuleType, _module_of_variables
-
-
-def _nothing(_value: object, _reader: Reader) -> Iterator[Branch]:
-    return iter(())
 
 
 def read_node(value: object, reader: Reader) -> Iterator[Branch]:

@@ -70,7 +70,11 @@ def reclaim() -> None:
 def _collect() -> None:
     gc.collect()
     allocator.empty_caches()
-    _empty_host_cache()
+    # Pinned host memory is cached apart: only some versions of torch can return it, and only backends that pin have it.
+    accelerator: Any = getattr(sys.modules.get("torch"), "accelerator", None)
+    in_use = accelerator is not None and any(map(allocator.is_initialised, ("cuda", "xpu")))
+    if in_use and hasattr(accelerator, "empty_host_cache"):
+        accelerator.empty_host_cache()
 
 
 def clear_frame(frame: FrameType) -> None:
@@ -106,11 +110,3 @@ def _forget_in_shell(shell: InteractiveShell, tracebacks: set[int]) -> None:
 def _is_in_use(debugger: object) -> bool:
     running = (each for each in frames.stack(sys._getframe()) if each.f_code.co_name == "interaction")
     return any(each.f_locals.get("self") is debugger for each in running)
-
-
-def _empty_host_cache() -> None:
-    """Return cached pinned host memory, where this torch can and a backend that pins is in use."""
-    accelerator: Any = getattr(sys.modules.get("torch"), "accelerator", None)
-    in_use = accelerator is not None and any(map(allocator.is_initialised, ("cuda", "xpu")))
-    if in_use and hasattr(accelerator, "empty_host_cache"):
-        accelerator.empty_host_cache()

@@ -57,7 +57,9 @@ def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
         segments = sorted(_segment(each) for each in mine)
     except (KeyError, TypeError, ValueError):
         return None
-    return segments if _match(segments, figures) else None
+    blocks = [block for segment in segments for block in segment.blocks]
+    reserved, allocated = sum(each.size for each in blocks), sum(each.size for each in blocks if each.is_owned)
+    return segments if (reserved, allocated) == (figures.reserved, figures.allocated) else None
 
 
 class AllocatedBlock(NamedTuple):
@@ -140,9 +142,3 @@ def _blocks(recorded: Mapping[str, Any], is_private: bool) -> Iterable[MemoryBlo
             each.get("address", address), each["size"], state == _CACHED and not is_private, state == _IN_USE
         )  # fmt: skip
         address += each["size"]
-
-
-def _match(segments: Iterable[Segment], figures: AllocatorStats) -> bool:
-    blocks = [block for segment in segments for block in segment.blocks]
-    reserved, allocated = sum(each.size for each in blocks), sum(each.size for each in blocks if each.is_owned)
-    return (reserved, allocated) == (figures.reserved, figures.allocated)

@@ -315,16 +315,15 @@ class TimelineLog:
         if not touched:
             return None
         lines = code()
+        arrivals = {
+            device: [(self._born.get((each.device, each.address)), each.part, each.nbytes) for each in storages]
+            for device, storages in (grown or {}).items()
+        }
         courses = tuple(
-            _device_timeline(
-                device, track, lines, (parts or {}).get(device, {}), self._arrivals((grown or {}).get(device, ()))
-            )
+            _device_timeline(device, track, lines, (parts or {}).get(device, {}), arrivals.get(device, ()))
             for device, track in touched.items()
         )
         return MemoryTimeline(courses, self._seconds, self._samples, self._is_every_operator)
-
-    def _arrivals(self, grown: Iterable[KeptStorage]) -> list[_Arrival]:
-        return [(self._born.get((each.device, each.address)), each.part, each.nbytes) for each in grown]
 
     def end(self) -> None:
         """Stop the clock: what follows is not part of the cell."""

@@ -28,16 +28,12 @@ def _parts(blocks: Iterable[Block]) -> Iterator[str]:
         if is_fold:
             yield from (_details(each) for each in group if isinstance(each, Fold))
         else:
-            yield _fenced(render_text(Document(tuple(group)), WIDTH, unicode=True))
+            text = render_text(Document(tuple(group)), WIDTH, unicode=True)
+            ticks = "`" * max(3, *(len(run) + 1 for run in re.findall(r"`+", text)), 0)  # more than any that is in it
+            yield f"{ticks}text\n{text}\n{ticks}"
 
 
 def _details(fold: Fold) -> str:
     summary = escape(printable(fold.summary), quote=False).replace("@", "@\N{ZERO WIDTH SPACE}")
     inner = "\n\n".join(_parts(fold.blocks))
     return f"<details><summary>{summary}</summary>\n\n{inner}\n\n</details>"
-
-
-def _fenced(text: str) -> str:
-    """Return text between more backticks than stand anywhere in it."""
-    ticks = "`" * max(3, max((len(run) for run in re.findall(r"`+", text)), default=0) + 1)
-    return f"{ticks}text\n{text}\n{ticks}"

@@ -26,14 +26,9 @@ def names_used(reads: Iterable[str], namespace: Mapping[str, object]) -> set[str
         name = waiting.pop()
         if name not in used and name in namespace:
             used.add(name)
-            waiting += _names_behind(namespace[name], namespace)
+            own = [each for each in _functions_of(namespace[name]) if each.__globals__ is namespace]
+            waiting += [each for function in own for each in names_looked_up(function.__code__)]
     return used
-
-
-def _names_behind(value: object, namespace: Mapping[str, object]) -> Iterator[str]:
-    for function in _functions_of(value):
-        if function.__globals__ is namespace:
-            yield from names_looked_up(function.__code__)
 
 
 def _functions_of(value: object) -> Iterator[FunctionType]:

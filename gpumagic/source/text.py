@@ -101,11 +101,13 @@ class CellText:
         arguments: list[ast.expr] = [*call.args, *(keyword.value for keyword in call.keywords)]
         if arguments:
             last = max(arguments, key=lambda each: (each.end_lineno or 0, each.end_col_offset or 0))
-            if not self._is_bracketed(last, call):
+            behind = self.source[self._span(last)[1] : self._span(call)[1]]
+            if re.fullmatch(r"[\s,]*\)", behind):  # else a comment stands there, or a bracket around the argument
                 return self.append(last, f", {argument}")
         assert call.end_lineno is not None
         assert call.end_col_offset is not None
-        comma = ", " if arguments and not self._has_trailing_comma(call) else ""
+        has_comma = self.code(call).rstrip(") \t\n").endswith(",")
+        comma = ", " if arguments and not has_comma else ""
         column = self._column(call.end_lineno, call.end_col_offset) - 1
         return Change(call.end_lineno, column, "", comma + argument, self.cell)
 
@@ -194,17 +196,6 @@ class CellText:
                 starts.append(token.start[0])
                 fresh = False
         return starts
-
-    def _is_bracketed(self, last: ast.expr, call: ast.Call) -> bool:
-        """Return whether something other than blanks, one comma or a comment stands behind the last argument."""
-        return not re.fullmatch(r"[\s,]*\)", self._behind(last, call))
-
-    def _has_trailing_comma(self, call: ast.Call) -> bool:
-        return self.code(call).rstrip(") \t\n").endswith(",")
-
-    def _behind(self, last: ast.expr, call: ast.Call) -> str:
-        whole, inner = self._span(call), self._span(last)
-        return self.source[inner[1] : whole[1]]
 
     def _span(self, node: ast.expr) -> tuple[int, int]:
         lines = self.source.split("\n")
@@ -305,10 +296,11 @@ def failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
     span = span_at(frame.f_code, step.tb_lasti)
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
     if span is not None:
-        exact = [node for node in nodes if _span_of(node) == span]
-        if exact:
-            return exact[0]
-    around = [node for node in nodes if isinstance(node, ast.stmt) and _covers(node, step.tb_lineno)]
+        for node in nodes:
+            if (node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0) == span:
+                return node
+    statements = (node for node in nodes if isinstance(node, ast.stmt))
+    around = [node for node in statements if node.lineno <= step.tb_lineno <= (node.end_lineno or node.lineno)]
     return _evaluated_head(max(around, key=lambda node: node.lineno)) if around else None
 
 
@@ -331,14 +323,6 @@ def span_at(code: CodeType, instruction: int) -> Span | None:
     """Return the code that an instruction was compiled from; None where Python does not say, as before 3.11."""
     position: Any = next(itertools.islice(_compat.instruction_positions(code), max(instruction, 0) // 2, None), None)
     return None if instruction < 0 or position is None or None in position else position
-
-
-def _span_of(node: ast.expr | ast.stmt) -> Span:
-    return node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0
-
-
-def _covers(node: ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def _evaluated_head(statement: ast.stmt) -> ast.expr | ast.stmt:

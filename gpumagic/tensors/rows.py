@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -48,9 +49,6 @@ class _Block:
     def only_graphs_keep(self) -> bool:
         return bool(self.roots) and not self.names and self.held is None
 
-    def is_lone(self) -> bool:
-        return len(self.storages) == 1 and len(self.storages[0].views) == 1
-
     def tensors(self) -> list[int]:
         found = [tensor for storage in self.storages for tensor, _ in storage.views]
         return found + [handle for storage in self.storages for handle in storage.handles]
@@ -95,18 +93,22 @@ class RowBuilder:
         """Return a row for each block."""
         if self._found.graph_of:
             return [self._shared_row(block) for block in self._blocks]
-        return [self._lone_row(block) if block.is_lone() else self._shared_row(block) for block in self._blocks]
+        return [
+            self._lone_row(block)
+            if len(block.storages) == 1 and len(block.storages[0].views) == 1
+            else self._shared_row(block)
+            for block in self._blocks
+        ]
 
     def graphs(self) -> tuple[GraphRow, ...]:
         """Return, most first, what the graphs of one variable's tensors keep and nothing else does."""
-        totals: dict[tuple[str, str], int] = {}
+        totals: Counter[tuple[str, str]] = Counter()
         for block in self._blocks:
             if block.only_graphs_keep() and block.nbytes:
                 reaching = {root_of(name) for root in block.roots for name in self._found.names.of(root)}
                 outer = self._outer(block.roots)
                 if len(reaching) == 1 and self._only_names_keep(outer) and not self._found.detaching.any_is_node(outer):
-                    key = reaching.pop(), block.storages[0].device
-                    totals[key] = totals.get(key, 0) + block.nbytes
+                    totals[reaching.pop(), block.storages[0].device] += block.nbytes
         having: dict[str, list[str]] = {}
         for root in self._found.graph_of if totals else ():
             for name in self._found.names.of(root)[:1]:
@@ -168,7 +170,10 @@ class RowBuilder:
         in_graph = held is None and bool(block.roots) and not names
         frees = None
         if in_graph:
-            held, frees = self._graph_holder(self._outer(block.roots))
+            outer = self._outer(block.roots)
+            if (key := tuple(outer)) not in self._keepers:
+                self._keepers[key] = self._keeper(outer)
+            held, frees = self._keepers[key]
         note = first.note if len(storages) == 1 else next((each.note for each in storages if each.note), None)
         return TensorRow(
             device=first.device,
@@ -217,14 +222,8 @@ class RowBuilder:
         kept = self._kept(storage for root in roots for storage in self._found.graph_of[root])
         return sum(each.nbytes or 0 for each in kept if each is not block and each.only_graphs_keep())
 
-    def _graph_holder(self, outer: Sequence[int]) -> tuple[Held, str | None]:
-        """Return whose graphs keep a block, and the line that releases it."""
-        key = tuple(outer)
-        if key not in self._keepers:
-            self._keepers[key] = self._keeper(outer)
-        return self._keepers[key]
-
     def _keeper(self, outer: Sequence[int]) -> tuple[Held, str | None]:
+        """Return whose graphs keep a block, and the line that releases it."""
         named = [names[0] for root in outer if (names := self._found.names.of(root))]
         others = [self._held[root] for root in outer if root in self._held]
         if not named and not others:

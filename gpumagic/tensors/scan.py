@@ -23,6 +23,7 @@ from gpumagic.memory import devices as memory_devices
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.report import base
+from gpumagic.report.base import grouped
 from gpumagic.report.units import LARGE
 from gpumagic.tensors.detaching import DetachCommands
 from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, SourceRow, TensorReport, TensorRow
@@ -167,7 +168,7 @@ class TensorScan:
         for each in self._bare:
             if names.paths(id(each)):
                 self._table.add_storage(each)
-        gradients = _by_leaf(gradient_of)
+        gradients = grouped((leaf, storage) for storage, owners in gradient_of.items() for leaf in owners)
         graph_of = {root: frozenset(self._storages(tensors, gradients)) for root, tensors in saved_for.items()}
         commands = DetachCommands(self._namespace, names)
         findings = Findings(names, kinds_of(self._owners), gradient_of, graph_of, commands)
@@ -286,23 +287,12 @@ class TensorScan:
             found.update(kept)
             if not is_whole:
                 self.notes.append("installed modules were only looked at in part: they may keep some of it too")
-        found.update(self._inside_variables())
-        return found
-
-    def _inside_variables(self) -> Iterator[tuple[int, Held]]:
-        """Yield what variables reach and no expression does."""
         for key in (*map(id, self._tensors), *map(id, self._bare), *self._nodes):
+            # What variables reach and no expression does.
             if not self._names.of(key) and (told := self._names.described(key)) is not None:
                 variable, holder, place = told
-                yield key, Held(holder, place, releasable=False, variable=variable)
-
-
-def _by_leaf(gradient_of: Mapping[Storage, list[int]]) -> dict[int, list[Storage]]:
-    found: dict[int, list[Storage]] = {}
-    for storage, owners in gradient_of.items():
-        for leaf in owners:
-            found.setdefault(leaf, []).append(storage)
-    return found
+                found[key] = Held(holder, place, releasable=False, variable=variable)
+        return found
 
 
 def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from gpumagic.report.base import grouped
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source import cell_code
 from gpumagic.source.cell_code import LoopCode
@@ -54,25 +55,18 @@ def _is_repeated(row: TransferRow) -> bool:
 
 def _hoisted(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestion]:
     """Yield one suggestion for all that a line copies again as often."""
-    alike: dict[tuple[int | None, str, int, int], list[TransferRow]] = {}
-    for row in moves:
-        if _is_repeated(row):
-            alike.setdefault((row.line, row.target, row.count, row.repeats), []).append(row)
-    for rows in alike.values():
-        yield _hoist(rows, code)
-
-
-def _hoist(rows: Sequence[TransferRow], code: LoopCode) -> Suggestion:
-    line, target, times, repeats = rows[0].line, rows[0].target, rows[0].count, rows[0].repeats
-    whole = sum(row.nbytes for row in rows)
-    saves = sum(row.nbytes // row.count * row.repeats for row in rows)
-    names = ", ".join(dict.fromkeys(row.name for row in rows if row.name)) or "it"
-    if repeats < times - 1:
-        problem = f"{size(saves)} of {size(whole)} copied to {target} by line {line} had been copied before"
-        return Suggestion(line, problem, "keep the copies of the first time", saves)
-    where = "before the loop" if line in code.loops else "once and keep the copy"
-    problem = f"{size(whole)} copied to {target} {times:,} times by line {line}"
-    return Suggestion(line, problem, f"move {names} {where}", saves)
+    alike = grouped(((row.line, row.target, row.count, row.repeats), row) for row in moves if _is_repeated(row))
+    for (line, target, times, repeats), rows in alike.items():
+        whole = sum(row.nbytes for row in rows)
+        saves = sum(row.nbytes // row.count * row.repeats for row in rows)
+        names = ", ".join(dict.fromkeys(row.name for row in rows if row.name)) or "it"
+        if repeats < times - 1:
+            problem = f"{size(saves)} of {size(whole)} copied to {target} by line {line} had been copied before"
+            yield Suggestion(line, problem, "keep the copies of the first time", saves)
+            continue
+        where = "before the loop" if line in code.loops else "once and keep the copy"
+        problem = f"{size(whole)} copied to {target} {times:,} times by line {line}"
+        yield Suggestion(line, problem, f"move {names} {where}", saves)
 
 
 def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCode) -> Iterator[Suggestion]:

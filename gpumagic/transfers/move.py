@@ -204,14 +204,14 @@ class _Moved:
             start, source = time.perf_counter(), str(group[0].device)
             # A tensor that a graph made stays in the graph, as with `x = x.to(...)`.
             with torch.set_grad_enabled(group[0].grad_fn is not None):
-                nbytes = self._copy_storage(group) if _fills_storage(group) else self._copy_tensor(group[0])
+                if _fills_storage(group):
+                    nbytes = self._copy_storage(group)
+                else:
+                    self.copies[id(group[0])] = group[0].to(self._device)
+                    nbytes = _nbytes(group[0])
             if nbytes:
                 count, total, seconds = self._sums.get((name, source), (0, 0, 0.0))
                 self._sums[name, source] = count + 1, total + nbytes, seconds + time.perf_counter() - start
-
-    def _copy_tensor(self, tensor: Any) -> int:
-        self.copies[id(tensor)] = tensor.to(self._device)
-        return _nbytes(tensor)
 
     def _copy_storage(self, tensors: list[Any]) -> int:
         """Copy the storage of some tensors, and lay them out in it as they are."""

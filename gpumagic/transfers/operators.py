@@ -65,6 +65,8 @@ _is_registered = False
 _has_overridden = False
 _kernels: deque[object] = deque(maxlen=1000)
 """The latest kernels, also those that are no longer registered: another thread may be about to call one."""
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+"""What torch makes of the numbers of Python."""
 
 
 def watch(run: object) -> None:
@@ -159,7 +161,7 @@ def _copying(kernel: Function) -> Function:
     def copy_(keyset: DispatchKeySet, target: Any, source: Any, non_blocking: bool = False) -> Any:
         __tracebackhide__ = True
         if not isinstance(source, torch.Tensor):  # a number, which the dispatcher hands to Python as such
-            source = torch.scalar_tensor(source, dtype=_dtype_of_number(source), device="cpu")
+            source = torch.scalar_tensor(source, dtype=_DTYPES[type(source)], device="cpu")
         if target.device == source.device:
             return kernel(keyset, target, source, non_blocking)
         with _counting() as recorder:
@@ -222,11 +224,6 @@ def _counting() -> Iterator[Recorder | None]:
         if tracing is not None:
             torch._C._set_tracing_state(tracing)
         eval_frame.set_eval_frame(compiling)
-
-
-def _dtype_of_number(number: object) -> torch.dtype:
-    kinds = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-    return kinds[type(number)]
 
 
 def _bytes_of_size(operator: str, tensor: torch.Tensor, options: tuple[Any, ...]) -> int:

@@ -34,7 +34,13 @@ def watch(run: object) -> None:
     _open.append(run)
     if shell is not None and _SHOW not in vars(shell):
         _shells.append(shell)
-        vars(shell)[_SHOW] = _without_own_frames(shell.showtraceback)
+        show = shell.showtraceback
+
+        def showtraceback(*args: Any, **kwargs: Any) -> Any:
+            drop_own_frames(sys.exc_info()[1])
+            return show(*args, **kwargs)
+
+        vars(shell)[_SHOW] = showtraceback
 
 
 def unwatch(run: object) -> None:
@@ -43,11 +49,3 @@ def unwatch(run: object) -> None:
     while _shells and not _open:
         vars(_shells[-1]).pop(_SHOW, None)
         _shells.pop()
-
-
-def _without_own_frames(show: Any) -> Any:
-    def showtraceback(*args: Any, **kwargs: Any) -> Any:
-        drop_own_frames(sys.exc_info()[1])
-        return show(*args, **kwargs)
-
-    return showtraceback
