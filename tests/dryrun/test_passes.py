@@ -7,7 +7,6 @@ import traceback
 import pytest
 import torch
 
-from gpumagic.dryrun.worker import run as worker_run
 from gpumagic.dryrun.worker.passes import Passes
 
 
@@ -17,7 +16,7 @@ def run(source: str, names: dict[str, object] | None = None) -> tuple[list[tuple
     names = {} if names is None else names
     running = []
     try:
-        exec(worker_run.compiled(source, "<cell>", passes.change), names)
+        exec(passes.compiled(source, "<cell>"), names)
     except Exception as error:
         running = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
     return passes.counts(running), names

@@ -69,15 +69,23 @@ class Passes:
         self._codes: dict[str, dict[tuple[int, str], types.CodeType]] = {}
         vars(builtins).update({_FOR: self._iterate, _ENTER: self._enter, _AGAIN: self._again})
 
-    def change(self, tree: ast.Module) -> ast.Module:
-        """Return the cell's tree with its loops counted."""
-        return self._changed(tree, self._cell)
+    def compiled(self, source: str, filename: str) -> types.CodeType:
+        """Return the code of a file's text with its loops counted."""
+        tree = _Counting(self._loops, filename, self._cell).visit(ast.parse(source, filename))
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        code = compile(ast.fix_missing_locations(tree), filename, "exec", flags=flags, dont_inherit=True)
+        assert isinstance(code, types.CodeType)
+        return code
 
     def find_code(self, code: types.CodeType) -> types.CodeType:
         """Return the code of a function of the notebook's with its loops counted, where its source is at hand."""
-        if code.co_filename not in self._codes:
-            self._codes[code.co_filename] = self._compiled(code.co_filename)
-        found = self._codes[code.co_filename].get((code.co_firstlineno, code.co_name), code)
+        name = code.co_filename
+        if name not in self._codes:
+            self._codes[name] = {}
+            with contextlib.suppress(KeyError, SyntaxError):
+                inner = frames.code_objects(self.compiled(self._sources[name], name))
+                self._codes[name] = {(each.co_firstlineno, each.co_name): each for each in inner}
+        found = self._codes[name].get((code.co_firstlineno, code.co_name), code)
         return found if found.co_freevars == code.co_freevars else code
 
     def runs(self) -> list[int]:
@@ -102,18 +110,6 @@ class Passes:
             if loop.run or is_open:
                 counts.append((loop.place, loop.run, loop.asked if is_open else loop.run))
         return counts
-
-    def _compiled(self, filename: str) -> dict[tuple[int, str], types.CodeType]:
-        try:
-            tree = self._changed(ast.parse(self._sources[filename], filename), filename)
-        except (KeyError, SyntaxError):
-            return {}
-        whole = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-        return {(each.co_firstlineno, each.co_name): each for each in frames.code_objects(whole)}
-
-    def _changed(self, tree: ast.Module, filename: str) -> ast.Module:
-        changed: ast.Module = ast.fix_missing_locations(_Counting(self._loops, filename, self._cell).visit(tree))
-        return changed
 
     # While torch.compile traces the code, the loops are its own.
 

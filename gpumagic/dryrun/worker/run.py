@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import builtins
 import io
@@ -102,7 +101,7 @@ class Run:
         signal.setitimer(signal.ITIMER_REAL, _TICK, _TICK)
         self.begin()
         try:
-            code = None if source is None else compiled(source, filename, self.passes.change)
+            code = None if source is None else self.passes.compiled(source, filename)
             with self.following():
                 if code is None:
                     self.namespace["__dry_run__"]()
@@ -228,14 +227,6 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return self._scopes[pid[1]]
-
-
-def compiled(source: str, filename: str, change: Callable[[ast.Module], ast.Module]) -> types.CodeType:
-    """Return the cell's code, its syntax tree changed first."""
-    tree = change(ast.parse(source, filename))
-    code = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-    assert isinstance(code, types.CodeType)
-    return code
 
 
 def lines_of(stack: traceback.StackSummary) -> list[File]:
