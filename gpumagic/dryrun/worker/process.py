@@ -30,10 +30,7 @@ def main(descriptor: int) -> None:
     """Serve dry runs until the other end of the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = Connection(descriptor)
-    try:
-        notebook: int | None = os.pidfd_open(os.getppid())  # tells when the notebook's process ends
-    except (AttributeError, OSError):  # not Linux; older than 5.3, or forbidden, as by older containers
-        notebook = None
+    notebook = _notebook()
     private = [descriptor, *([] if notebook is None else [notebook])]
     _warm_up("cuda.run" if fakecuda.is_enabled() else "fake.run")
     while True:
@@ -44,6 +41,14 @@ def main(descriptor: int) -> None:
         _preload(request)
         for answer in forks.run_each([{**request, **each} for each in variants], _serve, notebook, private):
             requests.send_bytes(answer)
+
+
+def _notebook() -> int | None:
+    """Return a descriptor that tells when the notebook's process ends; None where there is none."""
+    try:
+        return os.pidfd_open(os.getppid())
+    except (AttributeError, OSError):  # not Linux; older than 5.3, or forbidden, as by older containers
+        return None
 
 
 def _warm_up(engine: str) -> None:
