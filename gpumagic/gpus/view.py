@@ -241,7 +241,10 @@ Listed = tuple[GpuRow, ProcessRow]
 PROCESS_COLUMNS: tuple[Column[Listed], ...] = (
     Column("Device", lambda each: each[0].label),
     Column("PID", lambda each: _or_dash(each[1].pid), "right"),
-    Column("Memory", lambda each: _process_memory(each[1]), "right"),
+    Column(
+        "Memory", lambda each: size(each[1].memory) if each[1].memory is not None
+        else _reason_cell(each[1].reason or "the driver does not say"), "right",
+    ),
     Column(
         "Util", lambda each: _or_dash(each[1].utilization, percent, "no sample"), "right", 2,
         when=lambda each: each[1].utilization is not None,
@@ -270,10 +273,6 @@ def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
 
 def _or_dash(value: object, show: Callable[[Any], str] = str, title: str = "") -> Cell | str:
     return Cell("-", muted=True, title=title) if value is None else show(value)
-
-
-def _process_memory(each: ProcessRow) -> Cell | str:
-    return size(each.memory) if each.memory is not None else _reason_cell(each.reason or "the driver does not say")
 
 
 def _process_name(each: ProcessRow) -> Cell:

@@ -156,7 +156,7 @@ def _unfolded(blocks: Iterable[Block]) -> Iterator[Block]:
 
 @functools.singledispatch
 def document_of(report: object) -> Document:
-    """Return what a report shows; each view registers its own here, and `rendering.to_document` imports the views."""
+    """Return what a report shows; each view registers its own here, and `base.to_document` imports the views."""
     raise TypeError(f"no view is registered for {type(report).__name__}")
 
 

@@ -12,6 +12,7 @@ from gpumagic.heap.holders import Held
 from gpumagic.heap.paths import Names
 from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
+from gpumagic.report.base import grouped
 from gpumagic.tensors.detaching import DetachCommands
 from gpumagic.tensors.report import KINDS, GraphRow, TensorRow, root_of
 
@@ -109,10 +110,8 @@ class RowBuilder:
                 outer = self._outer(block.roots)
                 if len(reaching) == 1 and self._only_names_keep(outer) and not self._found.detaching.any_is_node(outer):
                     totals[reaching.pop(), block.storages[0].device] += block.nbytes
-        having: dict[str, list[str]] = {}
-        for root in self._found.graph_of if totals else ():
-            for name in self._found.names.of(root)[:1]:
-                having.setdefault(root_of(name), []).append(name)
+        best = (name for root in self._found.graph_of if totals for name in self._found.names.of(root)[:1])
+        having = grouped((root_of(name), name) for name in best)
         found = [
             GraphRow(name, device, nbytes, tensors=len(having[name]), example=having[name][0])
             for (name, device), nbytes in totals.items()
@@ -281,10 +280,7 @@ def group_by_memory(table: StorageTable) -> list[list[Storage]]:
                 leader[lead(part)] = lead(parts[0])
     if not leader:
         return [[storage] for storage in table.storages.values()]
-    members: dict[Storage, list[Storage]] = {}
-    for storage in table.storages.values():
-        members.setdefault(lead(storage), []).append(storage)
-    return list(members.values())
+    return list(grouped((lead(storage), storage) for storage in table.storages.values()).values())
 
 
 def occupied(block: Sequence[Storage], bytes_: OccupiedBytes) -> int | None:
@@ -322,11 +318,8 @@ def _union(spans: Sequence[tuple[int, int]]) -> int:
 
 
 def _overlapping(table: StorageTable) -> Iterator[list[Storage]]:
-    placed: dict[str, list[Storage]] = {}
-    for storage in table.storages.values():
-        if storage.address and storage.nbytes:
-            placed.setdefault(storage.device, []).append(storage)
-    for alike in placed.values():
+    placed = (each for each in table.storages.values() if each.address and each.nbytes)
+    for alike in grouped((each.device, each) for each in placed).values():
         alike.sort(key=attrgetter("address"))
         reached, furthest = 0, alike[0]
         for storage in alike:

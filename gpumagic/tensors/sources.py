@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gpumagic import _compat
+from gpumagic.report.base import grouped
 from gpumagic.source.frames import is_library
 from gpumagic.tensors.report import SourceRow
 
@@ -47,9 +48,7 @@ def allocation_sources(
         known: device and address of each storage that a tensor has.
         backend: whose allocator it is.
     """
-    addresses: dict[str, list[int]] = {}
-    for device, address in sorted(known):
-        addresses.setdefault(device, []).append(address)
+    addresses = grouped(sorted(known))
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     for segment in recorded:
         device = f"{backend}:{segment['device']}"

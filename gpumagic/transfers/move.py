@@ -16,6 +16,7 @@ from gpumagic.heap import branches, modules
 from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory.devices import room
 from gpumagic.notebook import session
+from gpumagic.report.base import grouped
 from gpumagic.report.units import size
 from gpumagic.transfers.contents import Contents, rebuilt, slots_of
 from gpumagic.transfers.log import direction
@@ -151,10 +152,10 @@ def _nbytes(tensor: Any) -> int:
 
 def _by_storage(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
     """Yield tensors that fill one storage together, with the first's name; every other one alone."""
-    groups: dict[tuple[bool, int], list[tuple[str, Any]]] = {}
-    for name, tensor in tensors:
-        key = (True, tensor.untyped_storage()._cdata) if _is_plain(tensor) else (False, id(tensor))
-        groups.setdefault(key, []).append((name, tensor))
+    groups = grouped(
+        ((True, tensor.untyped_storage()._cdata) if _is_plain(tensor) else (False, id(tensor)), (name, tensor))
+        for name, tensor in tensors
+    )
     for group in groups.values():
         together = [tensor for _, tensor in group]
         if _fills_storage(together):
