@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,8 @@ FUSED_ATTENTION = ("cuda", "xpu", "mps")
 def conclude(
     failure: Failure,
     state: GuardState,
+    kept: BaseException | None = None,
     *,
-    pinned: int | None = None,
     retries: int = 0,
     recovered: bool = False,
     seconds: float = 0.0,
@@ -47,18 +47,22 @@ def conclude(
     Args:
         failure: what was read before the release.
         state: of the session when the block began.
-        pinned: bytes that frames kept for a debugger hold, at least.
+        kept: the error, whose frames are kept for a debugger.
         retries: how often the cell was run again.
         recovered: whether it passed in the end.
         seconds: how long dry runs of the advice may take.
     """
-    notes = list(failure.notes)
+    notes, event = list(failure.notes), failure.event
     facts = replace(failure.facts, after=allocator.all_device_stats().get(failure.facts.device or ""))
     try:
         facts = _with_notebook(facts, state)
     except Exception as fault:  # a partial report is better than the loss of it
         notes.append(f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}")
-    tried = _trials(facts, state, 0.0 if recovered else seconds)
+    tried = Trials(facts, state.namespace, 0.0 if recovered else seconds)
+    if facts.source is None or state.shell is None:
+        tried.reason = "only a cell of a notebook can be tried"
+    elif facts.memory != "device" or facts.device is None or facts.kind == "size bug":
+        tried.reason = "a dry run knows only of the devices' memory"
     with tried.until_interrupted():
         facts = replace(facts, need=_need(facts, tried))
         advised = () if recovered else advice.advise(facts, tried)
@@ -66,44 +70,32 @@ def conclude(
     if facts.need is not None and state.shell is not None and not recovered:
         now = followed.LastFailure(facts.source or "", facts.device or "", facts.need, advised)
         since = followed.compare(state.shell, now)
-    before, at_failure, after = facts.before, facts.at_failure, facts.after
-    return OomReport(
-        kind=facts.kind,
-        certainty=failure.event.certainty,
-        device=facts.device,
-        requested=facts.requested,
-        allocated_before=before.allocated if before else None,
-        allocated_at_failure=at_failure.allocated if at_failure else None,
-        allocated_after=after.allocated if after else None,
-        reserved_before=before.reserved if before else None,
-        reserved_at_failure=at_failure.reserved if at_failure else None,
-        reserved_after=after.reserved if after else None,
-        line=facts.line,
-        code=facts.code,
-        verdict=verdict.sentence(facts),
-        cause=verdict.cause(facts),
-        need=facts.need,
-        since=since,
-        untried=tried.reason if facts.need is None else "",
-        holders=facts.holders,
-        advice=advised,
-        capacity=facts.capacity,
-        retries=retries,
-        recovered=recovered,
-        message=failure.event.message,
-        notes=(*notes, *verdict.sentences(facts), *_notes(failure, pinned), *_untried(facts, tried)),
-        origin=base.current_origin(),
+    notes += verdict.sentences(facts)
+    if kept is not None and facts.device is not None:
+        pinned = ownership.in_frames(kept, state.namespace, facts.device, state.outside)
+        notes.append(f"Kept for %debug: the failed frames hold at least {size(pinned)} of it.")
+    if event.raised != event.message:
+        notes.append(f"It was raised as {event.raised}")
+    if event.memory == "device" and event.device is None and facts.device is not None:
+        notes.append(f"The error does not name the device; {facts.device} is the fullest of its kind in use.")
+    if facts.inside is not None:
+        notes.append(f"It failed inside {facts.inside}")
+    notes += dict.fromkeys(tried.exhausted)
+    if tried.reason and facts.need is not None:
+        notes.append(f"Not all advice was tried: {tried.reason}.")
+    (before, reserved_before), (at_failure, reserved_at_failure), (after, reserved_after) = (
+        (each.allocated, each.reserved) if each is not None else (None, None)
+        for each in (facts.before, facts.at_failure, facts.after)
     )
-
-
-def _trials(facts: Facts, state: GuardState, seconds: float) -> Trials:
-    """Return what tries advice, which it does only where it has the text of the cell and the device is known."""
-    found = Trials(facts, state.namespace, seconds)
-    if facts.source is None or state.shell is None:
-        found.reason = "only a cell of a notebook can be tried"
-    elif facts.memory != "device" or facts.device is None or facts.kind == "size bug":
-        found.reason = "a dry run knows only of the devices' memory"
-    return found
+    explanation = verdict.explain(facts)
+    return OomReport(
+        facts.kind, event.certainty, facts.device, facts.requested, before, at_failure, after, reserved_after,
+        facts.line, facts.code, explanation.sentence, cause=explanation.cause,
+        reserved_before=reserved_before, reserved_at_failure=reserved_at_failure,
+        need=facts.need, since=since, untried=tried.reason if facts.need is None else "",
+        holders=facts.holders, advice=advised, capacity=facts.capacity, retries=retries, recovered=recovered,
+        message=event.message, notes=tuple(notes), origin=base.current_origin(),
+    )  # fmt: skip
 
 
 def _need(facts: Facts, tried: Trials) -> Need | None:
@@ -113,12 +105,6 @@ def _need(facts: Facts, tried: Trials) -> Need | None:
         tried.reason = "the cell fits in a dry run, so a dry run does not know what it failed for"
         return None
     return found
-
-
-def _untried(facts: Facts, tried: Trials) -> Iterator[str]:
-    yield from dict.fromkeys(tried.exhausted)
-    if tried.reason and facts.need is not None:
-        yield f"Not all advice was tried: {tried.reason}."
 
 
 def _with_notebook(facts: Facts, state: GuardState) -> Facts:
@@ -201,19 +187,6 @@ def _brought(owned: Sequence[Ownership], names: set[str], namespace: Mapping[str
             known = totals.get(name, Brought(name, 0, ownership.kind_of(namespace[name])))
             totals[name] = replace(known, nbytes=known.nbytes + part.nbytes)
     return tuple(totals.values())
-
-
-def _notes(failure: Failure, pinned: int | None) -> list[str]:
-    event, notes = failure.event, []
-    if pinned is not None:
-        notes.append(f"Kept for %debug: the failed frames hold at least {size(pinned)} of it.")
-    if event.raised != event.message:
-        notes.append(f"It was raised as {event.raised}")
-    if event.memory == "device" and event.device is None and failure.facts.device is not None:
-        notes.append(f"The error does not name the device; {failure.facts.device} is the fullest of its kind in use.")
-    if failure.facts.inside is not None:
-        notes.append(f"It failed inside {failure.facts.inside}")
-    return notes
 
 
 def kept_graphs(

@@ -21,7 +21,6 @@ from gpumagic.oom.rules.facts import Collection as Collected
 from gpumagic.oom.rules.facts import Facts, TensorFact, Trainer
 from gpumagic.source import cell_code, frames
 from gpumagic.source import text as texts
-from gpumagic.source.cell_code import CellCode
 from gpumagic.source.frames import is_user_code
 from gpumagic.source.text import CellText, called_name, names_in
 
@@ -34,51 +33,40 @@ def read_frames(
 ) -> Facts:
     """Return the facts with where the error happened, what its frames worked with, and what is on the device.
 
-    Args:
-        facts: with the device that failed.
-        error: the error, with its frames.
-        namespace: the notebook's variables; frames over it are the user's.
-        shell: the shell, if any.
-        outside: the ids of exceptions that were being handled before.
+    Frames over `namespace`, the notebook's variables, are the user's; `outside` are the ids of exceptions that were
+    being handled before.
     """
     stack = list(frames.frames_in(error, outside))
     facts = replace(facts, functions=frozenset(frame.f_code.co_name for frame, _ in stack))
     users = [each for each in stack if is_user_code(each[0])]
     own = [each for each in stack if each[0].f_globals is namespace] or users
     if own:
-        facts = _with_place(facts, own, users)
+        facts = _with_place(facts, own, *(users or own)[-1])
     return _with_values(facts, stack, users, namespace, shell) if users else facts
 
 
-def _with_place(facts: Facts, own: list[FrameLine], users: list[FrameLine]) -> Facts:
+def _with_place(facts: Facts, own: list[FrameLine], deepest: FrameType, its_line: int) -> Facts:
     filename = own[0][0].f_code.co_filename
     frame, line = [each for each in own if each[0].f_code.co_filename == filename][-1]
     text = "".join(linecache.getlines(filename, frame.f_globals)) if not Path(filename).exists() else ""
     cell, inside = cell_code.read_cell(text) if text else None, None
-    if users and users[-1][0].f_code.co_filename != filename:
-        deepest, its_line = users[-1]
+    if deepest.f_code.co_filename != filename:
         code = frames.code_at(deepest, its_line)
         inside = f"{deepest.f_code.co_name}(), line {its_line}" + (f": {code}" if code else "")
+    # A cell's locals are the whole notebook, of which only the names in its text concern this failure. IPython
+    # compiles each statement separately, so the frame's own code has too few of them.
+    named = sorted(cell.names) if cell is not None else ()
+    bound = {
+        name: _fact(each.f_locals.get(name))
+        for each, _ in own
+        for name in (named if each.f_locals is each.f_globals else each.f_code.co_varnames)
+    }
     return replace(
         facts, line=line, code=frames.code_at(frame, line), source=text or None, cell=cell, inside=inside,
         calls_backward=any("backward" in frame.f_code.co_names for frame, _ in own),
         autocast=any("autocast" in frame.f_code.co_names for frame, _ in own),
-        graph_names=_graph_names(cell, own),
+        graph_names=tuple(name for name, fact in bound.items() if fact is not None and fact.graph),
     )  # fmt: skip
-
-
-def _graph_names(cell: CellCode | None, own: list[FrameLine]) -> tuple[str, ...]:
-    # A cell's locals are the whole notebook, of which only the names in its text concern this failure. IPython
-    # compiles each statement separately, so the frame's own code has too few of them.
-    named = cell.names if cell is not None else frozenset[str]()
-    found = {}
-    for frame, _ in own:
-        variables = frame.f_locals
-        for name in sorted(named) if variables is frame.f_globals else frame.f_code.co_varnames:
-            fact = _fact(variables.get(name))
-            if fact is not None and fact.graph:
-                found[name] = True
-    return tuple(found)
 
 
 FIRST = 8
@@ -90,15 +78,23 @@ FUNCTIONAL = str(Path("torch", "nn", "functional.py"))
 def _with_values(
     facts: Facts, stack: list[FrameLine], own: list[FrameLine], namespace: Mapping[str, object], shell: object | None
 ) -> Facts:
-    frame, line = own[-1]
+    import torch
+
+    outermost, (frame, line) = own[0][0], own[-1]
     device = facts.device or "cpu"
-    text = _text(own[0][0], frame, line, shell)
-    outer = _text(own[0][0], *own[0], shell)
-    values = {**dict(_values(outer, own[0][0])), **dict(_values(text, frame))}
-    named = list(_named(own, namespace))
+    text = _text(outermost, frame, line, shell)
+    values = {**dict(_values(_text(outermost, *own[0], shell), outermost)), **dict(_values(text, frame))}
+    named = [(name, value, False) for name, value in list(namespace.items()) if not name.startswith("_")]
+    for each, _ in own:
+        if each.f_locals is not each.f_globals:
+            named += [(name, value, True) for name, value in list(each.f_locals.items())]
     # The deepest function of torch.nn.functional with its tensors
     inside = next((each for each, _ in reversed(stack) if each.f_code.co_filename.endswith(FUNCTIONAL)), None)
     criteria = (*((each[0], each[1]) for each in named), *values.items())
+    # The module that `Module.to` or its like was moving
+    moved = (each.f_locals.get("self") for each, _ in stack if each.f_code.co_name == "_apply")
+    moving: Any = next((each for each in moved if issubclass(type(each), torch.nn.Module)), None)
+    weights = moving.parameters() if moving is not None else ()
     return replace(
         facts,
         failing=text,
@@ -109,7 +105,7 @@ def _with_values(
             name for name, value in criteria
             if ownership.kind_of(value) == "module" and attributes_of(value).get("reduction") == "sum"
         ),
-        moving=_moving(stack),
+        moving=sum(each.nbytes for each in weights if each.dtype == torch.float32),
         function=inside.f_code.co_name if inside is not None else "",
         operands=_tensor_facts(inside.f_locals) if inside is not None else {},
         models_there=ownership.find_models(named, device),
@@ -121,25 +117,13 @@ def _text(outermost: FrameType, frame: FrameType, line: int, shell: object | Non
     filename = frame.f_code.co_filename
     if Path(filename).exists():
         return None  # a module's file is not for a cell's advice to change
-    lines = linecache.getlines(filename, frame.f_globals)
-    same = filename == outermost.f_code.co_filename
-    return texts.parse("".join(lines), "" if same else _cell(filename, shell), line) if lines else None
-
-
-def _cell(filename: str, shell: object | None) -> str:
-    """Return which cell a file name of IPython's stands for."""
     known: Any = getattr(getattr(shell, "compile", None), "_filename_map", {})
     number = known.get(filename)
     if number is None and filename.startswith("<ipython-input-"):  # IPython 7 writes it into the name
         number = filename.split("-")[2]
-    return f"In [{number}]" if number is not None else "another cell"
-
-
-def _named(own: list[FrameLine], namespace: Mapping[str, object]) -> Iterator[tuple[str, object, bool]]:
-    yield from ((name, value, False) for name, value in list(namespace.items()) if not name.startswith("_"))
-    for frame, _ in own:
-        if frame.f_locals is not frame.f_globals:
-            yield from ((name, value, True) for name, value in list(frame.f_locals.items()))
+    cell = f"In [{number}]" if number is not None else "another cell"
+    source = "".join(linecache.getlines(filename, frame.f_globals))
+    return texts.parse(source, "" if filename == outermost.f_code.co_filename else cell, line) if source else None
 
 
 def _tensor_facts(values: Mapping[str, object]) -> dict[str, TensorFact]:
@@ -175,17 +159,6 @@ def _collected(value: Any, device: str) -> Collected | None:
     )  # fmt: skip
 
 
-def _moving(stack: list[FrameLine]) -> int:
-    """Return the bytes of the module that `Module.to` or its like was moving."""
-    import torch
-
-    for frame, _ in stack:
-        module: Any = frame.f_locals.get("self") if frame.f_code.co_name == "_apply" else None
-        if issubclass(type(module), torch.nn.Module):
-            return sum(each.nbytes for each in module.parameters() if each.dtype == torch.float32)
-    return 0
-
-
 def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]]:
     """Yield the variables of a frame, their stored attributes and the values of dicts, by the text that names them."""
     variables = frame.f_locals
@@ -197,16 +170,10 @@ def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]
             read = class_attribute if isinstance(owner, type) else stored_attribute
             yield f"{node.value.id}.{node.attr}", read(owner, node.attr)
         elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and text is not None:
-            owner, key = variables.get(node.value.id), _key(node.slice, variables)
-            if issubclass(type(owner), dict) and key is not None:  # not by its own methods: a defaultdict would grow
-                yield text.code(node), dict.get(owner, key)
-
-
-def _key(node: ast.expr, variables: Mapping[str, object]) -> Any:
-    """Return the text or the number that an index is; None for any other."""
-    key: Any = node.value if isinstance(node, ast.Constant) else None
-    key = variables.get(node.id) if isinstance(node, ast.Name) else key
-    return key if type(key) in (str, int) else None
+            owner, index = variables.get(node.value.id), node.slice
+            key: Any = variables.get(index.id) if isinstance(index, ast.Name) else getattr(index, "value", None)
+            if issubclass(type(owner), dict) and type(key) in (str, int):
+                yield text.code(node), dict.get(owner, key)  # not by its own methods: a defaultdict would grow
 
 
 def _fact(value: object) -> TensorFact | None:
@@ -250,20 +217,16 @@ def find_operation(error: BaseException, facts: Facts, outside: Collection[int] 
     operator = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     if isinstance(node, ast.BinOp | ast.AugAssign):
         operator = SIGNS.get(type(node.op), "")
-    return Instant(operator, _shapes({ast.unparse(each) for each in _operands(node)}, facts))
-
-
-def _operands(node: ast.AST) -> list[ast.AST]:
-    """Return the parts of an expression that may be tensors: what it applies its operator to."""
+    operands = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.Call):
         owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-        return [*owner, *node.args, *(keyword.value for keyword in node.keywords)]
-    return list(ast.iter_child_nodes(node))
+        operands = [*owner, *node.args, *(keyword.value for keyword in node.keywords)]
+    return Instant(operator, _shapes(map(ast.unparse, operands), facts))
 
 
 def _shapes(codes: Iterable[str], facts: Facts) -> tuple[Shape, ...]:
     known = {**facts.tensors, **facts.operands}
-    return tuple(Shape(code, known[code].shape, known[code].dtype) for code in sorted(codes) if code in known)
+    return tuple(Shape(code, known[code].shape, known[code].dtype) for code in sorted(set(codes)) if code in known)
 
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
@@ -272,21 +235,16 @@ _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 def find_trainer(
     names: Iterable[str], namespace: Mapping[str, object], cell: CellText | None, history: Sequence[str]
 ) -> Trainer | None:
-    """Return the trainer that a cell uses, where the cell or an earlier one shows how it was made.
+    """Return the trainer among the names of a cell, where its text or an earlier cell's shows how it was made.
 
-    Args:
-        names: the variables that the cell uses or binds.
-        namespace: the notebook's variables.
-        cell: the text of the cell.
-        history: the texts of the cells so far, by their numbers.
+    `history` has the texts of the cells so far, by their numbers.
     """
     for name in sorted(names):
         library, kind = _kind_of(namespace[name])
-        found = _made(cell, kind) if cell is not None and kind else None
-        if found is None and kind:
-            found = _made(_earlier(name, namespace, kind, history), kind)
-        if found is not None:
-            return Trainer(library, *found)
+        for text in (cell, _earlier(name, namespace, kind, history)) if kind else ():
+            for node in text.nodes() if text is not None else ():
+                if text is not None and isinstance(node, ast.Call) and called_name(node) == kind:
+                    return Trainer(library, text, node)
     return None
 
 
@@ -305,12 +263,6 @@ def _kind_of(value: object) -> tuple[str, str]:
 def _bases(value: object) -> set[tuple[object, str]]:
     """Return the modules and the names of an object's classes, without a word from a metaclass."""
     return {(dict_of(each).get("__module__"), name_of_type(each)) for each in mro_of(type(value))}
-
-
-def _made(text: CellText | None, kind: str) -> tuple[CellText, ast.Call] | None:
-    nodes = text.nodes() if text is not None else ()
-    call = next((each for each in nodes if isinstance(each, ast.Call) and called_name(each) == kind), None)
-    return (text, call) if text is not None and call is not None else None
 
 
 def _earlier(name: str, namespace: Mapping[str, object], kind: str, history: Sequence[str]) -> CellText | None:

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpumagic.heap.identity import Identities
 from gpumagic.memory import allocator, host
@@ -60,11 +60,6 @@ class GuardState:
     """The ids of exceptions that were being handled already."""
 
 
-def recognise(error: Exception, outside: Collection[int] = ()) -> OomEvent | None:
-    """Return what the error says of itself, or None if it is not out-of-memory."""
-    return _recognise(error, _capacities(allocator.all_device_stats()), outside)
-
-
 class Refusal(NamedTuple):
     """What torch's allocator said when it gave up: the bytes asked for, and the figures at that instant."""
 
@@ -78,8 +73,7 @@ def examine(error: Exception, state: GuardState, observed: Mapping[str, Refusal]
     `observed` is the last refusal of each device that the `OomObserver` saw; the error's text has rounded figures.
     """
     at_failure = allocator.all_device_stats()
-    capacities = _capacities(at_failure)
-    event = _recognise(error, capacities, state.outside)
+    event, capacities = recognise(error, state.outside, at_failure)
     if event is None:
         return None
     facts, notes = Facts(event.kind, device=_device(event, capacities)), []
@@ -87,7 +81,9 @@ def examine(error: Exception, state: GuardState, observed: Mapping[str, Refusal]
         facts = failing_code.read_frames(facts, error, state.namespace, state.shell, state.outside)
     except Exception as fault:  # our own failure must not cost the user the release
         notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
-    if event.kind == "cuda runtime" and _pins(facts):
+    is_pinning = facts.functions & {"pin_memory", "_pin_memory_loop"}
+    # A copy back to the host that does not wait pins memory as well
+    if event.kind == "cuda runtime" and (is_pinning or re.search("pin_memory|non_blocking", facts.code or "")):
         event = replace(event, kind=recognition.PINNED, certainty="probable", memory="host", device=None, backend=None)
         facts = replace(facts, device=_device(event, capacities))
     device = facts.device or ""
@@ -99,6 +95,9 @@ def examine(error: Exception, state: GuardState, observed: Mapping[str, Refusal]
         at_failure[device] = _at_the_instant(event, at_failure[device])
     figures, numbers = at_failure.get(device), event.numbers
     now = host.available_memory() if event.memory == "host" else capacities.get(device)
+    cached = figures.reserved - figures.allocated if figures is not None else None
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    can_expand = "expandable_segments" in event.text or "max_split_size_mb" in event.text
     facts = replace(
         facts,
         kind=event.kind,
@@ -106,22 +105,14 @@ def examine(error: Exception, state: GuardState, observed: Mapping[str, Refusal]
         requested=numbers.requested,
         capacity=now[1] if now is not None else numbers.capacity,
         free=numbers.free if numbers.free is not None or now is None else now[0],
-        unallocated=figures.reserved - figures.allocated
-        if numbers.unallocated is None and figures is not None
-        else numbers.unallocated,
+        unallocated=cached if numbers.unallocated is None else numbers.unallocated,
         private_pools=numbers.private_pools or 0,
         before=state.before.get(device) or (NOT_IN_USE if figures is not None else None),
         at_failure=figures,
         from_allocator=event.from_allocator,
-        segments_can_expand=_segments_can_expand(event),
+        segments_can_expand=event.from_allocator and can_expand and "expandable_segments:True" not in settings,
     )
     return Failure(event, facts, at_failure, tuple(notes))
-
-
-def _segments_can_expand(event: OomEvent) -> bool:
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    hinted = "expandable_segments" in event.text or "max_split_size_mb" in event.text
-    return event.from_allocator and hinted and "expandable_segments:True" not in settings
 
 
 def instant(error: Exception, failure: Failure, state: GuardState, observed: tuple[Share, ...] = ()) -> Instant:
@@ -130,44 +121,30 @@ def instant(error: Exception, failure: Failure, state: GuardState, observed: tup
     `observed` is what the `OomObserver` found there before anything was unwound, and is preferred.
     """
     found = Instant()
-    device = failure.facts.device
-    if device is None or "torch" not in sys.modules:
-        return found
-    with contextlib.suppress(Exception):  # our own failure must not cost the user the release
-        found = failing_code.find_operation(error, failure.facts, state.outside)
-        figures = failure.facts.at_failure
-        shares = observed or ownership.find_shares(state.namespace, state.bound, device, state.shell, figures)
-        found = replace(found, shares=shares)
+    device, figures = failure.facts.device, failure.facts.at_failure
+    if device is not None and "torch" in sys.modules:
+        with contextlib.suppress(Exception):  # our own failure must not cost the user the release
+            found = failing_code.find_operation(error, failure.facts, state.outside)
+            shares = observed or ownership.find_shares(state.namespace, state.bound, device, state.shell, figures)
+            found = replace(found, shares=shares)
     return found
 
 
-def pinned(error: BaseException, failure: Failure, state: GuardState) -> int | None:
-    """Return the bytes that the frames of an error that is to be kept hold; None where that is unknown."""
-    if failure.facts.device is None or "torch" not in sys.modules:
-        return None
-    return ownership.in_frames(error, state.namespace, failure.facts.device, state.outside)
+Capacities = Mapping[str, tuple[int, int] | None]
+"""Free and total bytes of each device where memory was taken."""
 
 
-def _capacities(figures: Figures) -> dict[str, tuple[int, int] | None]:
-    """Return free and total bytes of each device where memory was taken.
-
-    Asking the driver about an idle CUDA device would create a context on it.
-    """
-    return {device: _capacity_of(device) for device, each in figures.items() if each.reserved}
-
-
-def _recognise(
-    error: Exception, capacities: Mapping[str, tuple[int, int] | None], outside: Collection[int]
-) -> OomEvent | None:
+def recognise(error: Exception, outside: Collection[int], figures: Figures) -> tuple[OomEvent | None, Capacities]:
+    """Return what the error says of itself, None if it is not out-of-memory, and what the devices have."""
+    capacities: dict[str, tuple[int, int] | None] = {}
+    for device, each in figures.items():
+        if each.reserved:  # asking the driver about an idle CUDA device would create a context on it
+            try:
+                capacities[device] = allocator.mem_get_info(device)
+            except RuntimeError:  # a sticky CUDA error makes every further call fail
+                capacities[device] = None
     free = min((each[0] for each in capacities.values() if each is not None), default=None)
-    return recognition.recognise(error, free, outside)
-
-
-def _pins(facts: Facts) -> bool:
-    """Return whether the code that failed takes pinned memory of the host, as a copy back that does not wait does."""
-    return not {"pin_memory", "_pin_memory_loop"}.isdisjoint(facts.functions) or bool(
-        re.search(r"pin_memory|non_blocking", facts.code or "")
-    )
+    return recognition.recognise(error, free, outside), capacities
 
 
 def _is_of(event: OomEvent, refusal: Refusal) -> bool:
@@ -188,14 +165,7 @@ def _at_the_instant(event: OomEvent, now: AllocatorStats) -> AllocatorStats:
     return now._replace(allocated=min(stated, now.reserved))
 
 
-def _capacity_of(device: str) -> tuple[int, int] | None:
-    try:
-        return allocator.mem_get_info(device)
-    except RuntimeError:  # a sticky CUDA error makes every further call fail
-        return None
-
-
-def _device(event: OomEvent, capacities: Mapping[str, tuple[int, int] | None]) -> str | None:
+def _device(event: OomEvent, capacities: Capacities) -> str | None:
     """Return the device that failed: the one the text names, else the fullest in use of its type."""
     if event.memory != "device":
         return "cpu"
@@ -219,7 +189,7 @@ class OomObserver:
     def __init__(self, sample: Callable[[str], object]) -> None:
         self._sample = sample
         self._count = 0
-        self.samples: dict[str, object] = {}
+        self.samples: dict[str, Any] = {}
         """The last sample of each device."""
         self.refusals: dict[str, Refusal] = {}
         """The last refusal of each device."""
@@ -227,12 +197,12 @@ class OomObserver:
     def open(self) -> None:
         """Start sampling, where there is such an allocator."""
         if _attach():
-            _open_observers.append(self)
+            open_observers.append(self)
 
     def close(self) -> None:
         """Stop sampling."""
-        if self in _open_observers:
-            _open_observers.remove(self)
+        if self in open_observers:
+            open_observers.remove(self)
 
     def notify(self, device: str, requested: int) -> None:
         """Sample a device; never raises, because torch would raise that in place of its own error."""
@@ -250,14 +220,9 @@ class OomObserver:
             self.samples.pop(device, None)
 
 
-_open_observers: list[OomObserver] = []
+open_observers: list[OomObserver] = []
 """The innermost last."""
 _attached: list[object] = []
-
-
-def open_observers() -> int:
-    """Return how many observers are open."""
-    return len(_open_observers)
 
 
 def _attach() -> bool:
@@ -265,18 +230,14 @@ def _attach() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return False
-    if _attached:
-        return True
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is None or torch.cuda.memory.get_allocator_backend() != "native":
-        return False
-    attach(_observe)
-    _attached.append(attach)
-    return True
+    if not _attached and attach is not None and torch.cuda.memory.get_allocator_backend() == "native":
+        attach(_observe)
+        _attached.append(attach)
+    return bool(_attached)
 
 
-def _observe(device: int, requested: int, total: int, free: int) -> None:
+def _observe(device: int, requested: int, _total: int, _free: int) -> None:
     """Called by torch's allocator."""
-    del total, free
-    if _open_observers:
-        _open_observers[-1].notify(f"cuda:{device}", requested)
+    if open_observers:
+        open_observers[-1].notify(f"cuda:{device}", requested)

@@ -21,7 +21,7 @@ from gpumagic.memory import allocator, host
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session, torn_modes
 from gpumagic.oom import failure, followed, ownership, recognition
-from gpumagic.oom.failure import Failure, GuardState, OomObserver, Refusal
+from gpumagic.oom.failure import Failure, GuardState, OomObserver
 from gpumagic.oom.late_traceback import LateTraceback, forget_traceback
 from gpumagic.oom.report import Instant
 from gpumagic.report.units import size
@@ -93,9 +93,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._timeline: MemoryTimeline | None = None
         self._on_report: Callable[[], None] = lambda: None
         self._instant = Instant()
-        self._observer: OomObserver | None = None
-        self._samples: dict[str, Any] = {}
-        self._refusals: dict[str, Refusal] = {}
+        self._observer = OomObserver(self._shares)
         self._failure: Failure | None = None
         self._retries = 0
         self._recovered = False
@@ -106,42 +104,34 @@ class OomGuard(contextlib.ContextDecorator):
     def open(self) -> None:
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
         self._modes = torn_modes.current()
-        if self._observer is not None:
-            self._observer.close()  # a decorated function that calls itself
+        self._observer.close()  # a decorated function that calls itself
         if self._memory is not None:
             self._memory.stop()
         self._observer = OomObserver(self._shares)
         try:
-            self._watch(self._observer)
+            self._observer.open()
+            if not self._retries:  # a further try is measured against the state before the first
+                self._read_state()
+            before = allocator.all_device_stats() if self._retries else self._state.before
+            self._memory = CellMemory(before, self._namespace, self._block, self._line, is_running=self._is_running)
+            self._memory.start()
         except BaseException:  # Ctrl-C: what did not open is not closed
             self.restore()
             raise
 
-    def _watch(self, observer: OomObserver) -> None:
-        observer.open()
-        if not self._retries:  # a further try is measured against the state before the first
-            self._read_state()
-        before = allocator.all_device_stats() if self._retries else self._state.before
-        self._memory = CellMemory(before, self._namespace, self._block, self._line, is_running=self._is_running)
-        self._memory.start()
-
     def _read_state(self) -> None:
-        outside = frames.handled_exception_ids()
+        outside, names = frames.handled_exception_ids(), self._namespace
         if self._shell is not None:
             _warn_of_host_memory(self._shell)
             self._traceback = LateTraceback(self._shell, self._recognises, as_text=self._keep_going)
             self._traceback.install()
-        self._state = GuardState(
-            self._namespace, Identities(self._namespace), allocator.all_device_stats(), self._shell, outside
-        )
+        self._state = GuardState(names, Identities(names), allocator.all_device_stats(), self._shell, outside)
 
     def close(self, error: BaseException | None) -> None:
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
         self.restore()
         torn_modes.repair(self._modes, error)
         memory, self._memory = self._memory, None
-        if self._observer is not None:
-            self._samples, self._refusals, self._observer = self._observer.samples, self._observer.refusals, None
         self._recovered = error is None and self._failure is not None
         if error is not None:
             self._failure = self._examine(error)
@@ -153,8 +143,7 @@ class OomGuard(contextlib.ContextDecorator):
     def restore(self) -> None:
         """Stop watching, and let the shell show errors as before; again after an interrupt."""
         try:
-            if self._observer is not None:
-                self._observer.close()
+            self._observer.close()
         finally:
             try:
                 if self._memory is not None:
@@ -187,7 +176,7 @@ class OomGuard(contextlib.ContextDecorator):
         if self._recovered:
             return self._conclude()
         if self._debug:
-            report = self._conclude(self._pinned(result.error_in_exec))
+            report = self._conclude(result.error_in_exec)
             result.error_in_exec = None if self._keep_going else result.error_in_exec
             return report
         release.clear_exception(result.error_in_exec, self._shell, self._state.outside)
@@ -234,7 +223,7 @@ class OomGuard(contextlib.ContextDecorator):
         if error is None:
             self._conclude()
         elif self._debug:
-            self._conclude(self._pinned(error))
+            self._conclude(error)
         else:
             release.clear_exception(error, self._shell, self._state.outside)
             del error
@@ -269,32 +258,32 @@ class OomGuard(contextlib.ContextDecorator):
         return self  # one report, of the last call that failed
 
     def _recognises(self, error: BaseException) -> bool:
-        return isinstance(error, Exception) and failure.recognise(error, self._state.outside) is not None
+        now = allocator.all_device_stats()
+        return isinstance(error, Exception) and failure.recognise(error, self._state.outside, now)[0] is not None
 
     def _examine(self, error: BaseException) -> Failure | None:
         if not isinstance(error, Exception):
             return None
-        found = failure.examine(error, self._state, self._refusals)
+        found, samples = failure.examine(error, self._state, self._observer.refusals), self._observer.samples
         if found is not None:
-            self._instant = failure.instant(error, found, self._state, self._samples.get(found.facts.device or "", ()))
+            self._instant = failure.instant(error, found, self._state, samples.get(found.facts.device or "", ()))
         return found
 
     def _shares(self, device: str) -> object:
         state, figures = self._state, allocator.device_stats(device)
         return ownership.find_shares(state.namespace, state.bound, device, state.shell, figures)
 
-    def _pinned(self, error: BaseException) -> int | None:
-        assert self._failure is not None
-        return failure.pinned(error, self._failure, self._state)
+    def _conclude(self, kept: BaseException | None = None) -> OomReport:
+        """Publish and return the report of the last failure, from what is alive now; forget the failure.
 
-    def _conclude(self, pinned: int | None = None) -> OomReport:
-        """Publish and return the report of the last failure, from what is alive now; forget the failure."""
+        `kept` is the error where a debugger is to find its frames.
+        """
         from gpumagic.oom.evidence import actions_of, conclude
 
         assert self._failure is not None
         found, self._failure = self._failure, None
         report = conclude(
-            found, self._state, pinned=pinned, retries=self._retries, recovered=self._recovered, seconds=self._seconds
+            found, self._state, kept, retries=self._retries, recovered=self._recovered, seconds=self._seconds
         )
         report = replace(report, instant=self._instant, timeline=self._timeline)
         report = replace(report, actions=actions_of(report, in_notebook=self._shell is not None))

@@ -19,7 +19,7 @@ import errno
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpumagic.source import frames
 
@@ -46,10 +46,6 @@ class Kind:
     """True where the text alone proves nothing: believed only if the device is known to be nearly full."""
     allocator: bool = False
     """True for torch's caching allocators, which empty their cache and try again before they raise."""
-
-    def matches(self, text: str) -> re.Match[str] | None:
-        """Return where the text shows this kind."""
-        return re.search(self.text, text, re.DOTALL)
 
 
 _LOW = {"certainty": "probable", "needs_low_free": True, "backend": "cuda"}
@@ -157,81 +153,50 @@ _REQUESTED = (
     rf"unable to (?:mmap|write|resize) {_SIZE}",
     rf"allocate (?:about )?{_SIZE}",
 )
-_CAPACITY = (rf"total capac?i?ty of {_SIZE}", rf"{_SIZE} total capacity", rf"Device limit\s*:\s*{_SIZE}")
-_FREE = (
-    rf"of which {_SIZE} is free",
-    rf"{_SIZE} free[;)]",
-    rf"Free \(according to CUDA\)\s*:\s*{_SIZE}",
-)
-_ALLOCATED = (
-    rf"MPS allocated: {_SIZE}",
-    rf"allocated so far: {_SIZE}",
-)
-_IN_TENSORS = (rf"Of the allocated memory {_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated")
-_UNALLOCATED = (rf"{_SIZE} is reserved by PyTorch but unallocated",)
-_PRIVATE = (rf"with {_SIZE} allocated in private pools",)
-_OTHERS = (rf"other allocations: {_SIZE}",)
-_ALLOWED = (rf"{_SIZE} allowed;",)
-_LIMIT = (rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}")
+_CAPACITY = rf"total capac?i?ty of {_SIZE}", rf"{_SIZE} total capacity", rf"Device limit\s*:\s*{_SIZE}"
+_FREE = rf"of which {_SIZE} is free", rf"{_SIZE} free[;)]", rf"Free \(according to CUDA\)\s*:\s*{_SIZE}"
+_ALLOCATED = rf"MPS allocated: {_SIZE}", rf"allocated so far: {_SIZE}"
+_IN_TENSORS = rf"Of the allocated memory {_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated"
+_LIMIT = rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}"
 
 
 def read_numbers(text: str) -> Numbers:
     """Return the numbers of one error's text; what exceeds twice the capacity is a sentinel and left out."""
-    requested = _find(_REQUESTED, text)
-    capacity, limit = _first(_CAPACITY, text), _first(_LIMIT, text)
-    free, allocated = _first(_FREE, text), _first(_ALLOCATED, text)
+    requested, unit = _size(text, *_REQUESTED)
+    (capacity, _), (limit, _), (free, _), (allocated, _), (in_tensors, _) = (
+        _size(text, *each) for each in (_CAPACITY, _LIMIT, _FREE, _ALLOCATED, _IN_TENSORS)
+    )
+    unallocated, _ = _size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
+    others, _ = _size(text, rf"other allocations: {_SIZE}")
     if capacity is None and limit is not None:  # MPS and CuPy name the cap that counts, not the device's size
         capacity = limit
-        free = None if allocated is None else max(0, limit - allocated - (_first(_OTHERS, text) or 0))
-    capped_free = _left_by_cap(text)
-    capped = capped_free is not None and free is not None and capped_free < free
+        free = None if allocated is None else max(0, limit - allocated - (others or 0))
+    allowed, _ = _size(text, rf"{_SIZE} allowed;")  # by `set_per_process_memory_fraction`
+    left = None if allowed is None else max(0, allowed - (in_tensors or 0) - (unallocated or 0))
+    capped = left is not None and free is not None and left < free
+    index = re.search(r"(?:GPU|on device|device ordinal|device:GPU:)\s?(\d+)\b", text)
+    raw = re.search(r"GPU ([\x00-\x1f]) has a total", text)  # torch 2.2 and 2.3 print the number as a character
     return Numbers(
-        requested=_bytes(requested),
-        exact=requested is not None and _unit(requested) == 1,
-        index=_index(text),
+        requested=requested,
+        exact=unit == 1,
+        index=int(index[1]) if index is not None else ord(raw[1]) if raw is not None else None,
         capacity=capacity,
-        free=_credible(capped_free if capped else free, capacity),
+        free=_credible(left if capped else free, capacity),
         capped=capped,
-        allocated=_credible(_first(_IN_TENSORS, text), capacity),
-        unallocated=_credible(_first(_UNALLOCATED, text), capacity),
-        private_pools=_credible(_first(_PRIVATE, text), capacity),
+        allocated=_credible(in_tensors, capacity),
+        unallocated=_credible(unallocated, capacity),
+        private_pools=_credible(_size(text, rf"with {_SIZE} allocated in private pools")[0], capacity),
     )
 
 
-def _left_by_cap(text: str) -> int | None:
-    """Return what `set_per_process_memory_fraction` left the process, where torch names it."""
-    allowed = _first(_ALLOWED, text)
-    if allowed is None:
-        return None
-    return max(0, allowed - (_first(_IN_TENSORS, text) or 0) - (_first(_UNALLOCATED, text) or 0))
-
-
-def _find(patterns: tuple[str, ...], text: str) -> re.Match[str] | None:
-    return next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
-
-
-def _first(patterns: tuple[str, ...], text: str) -> int | None:
-    return _bytes(_find(patterns, text))
-
-
-def _bytes(match: re.Match[str] | None) -> int | None:
+def _size(text: str, *patterns: str) -> tuple[int | None, int]:
+    """Return the bytes that the first pattern that matches finds, and the unit they are told in."""
+    match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
     if match is None:
-        return None
-    number = float(match.groups()[-2].replace(",", ""))
-    return int(number * _unit(match))
-
-
-def _unit(match: re.Match[str]) -> int:
-    letter = (match.groups()[-1] or "b")[0].lower()
-    return _UNITS[letter]
-
-
-def _index(text: str) -> int | None:
-    match = re.search(r"(?:GPU|on device|device ordinal|device:GPU:)\s?(\d+)\b", text)
-    if match is not None:
-        return int(match[1])
-    raw = re.search(r"GPU ([\x00-\x1f]) has a total", text)  # torch 2.2 and 2.3 print the number as a character
-    return ord(raw[1]) if raw is not None else None
+        return None, 0
+    number, unit = match.groups()[-2:]
+    factor = _UNITS[(unit or "b")[0].lower()]
+    return int(float(number.replace(",", "")) * factor), factor
 
 
 def _credible(value: int | None, capacity: int | None) -> int | None:
@@ -287,24 +252,14 @@ def recognise(error: BaseException, free: int | None = None, outside: Collection
 
 
 def _kind_of(error: BaseException) -> Kind | None:
-    if _is_no_allocators_error(error):
-        return None
-    text = _text(error)
-    for kind in KINDS:
-        if kind.matches(text):
-            return kind
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+    cls, text = type(error), _text(error)
+    is_builtin = getattr(builtins, cls.__name__, None) is cls
+    if is_builtin and not issubclass(cls, (RuntimeError, MemoryError, OSError, SystemError)) and cls is not Exception:
+        return None  # one that no allocator raises, whatever its text says
+    kind = next((kind for kind in KINDS if re.search(kind.text, text, re.DOTALL)), None)
+    if kind is None and isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return HOST_ENOMEM
-    names = [each.__name__ for each in type(error).__mro__]
-    return next((BY_CLASS[name] for name in names if name in BY_CLASS), None)
-
-
-def _is_no_allocators_error(error: BaseException) -> bool:
-    """Return whether it is a built-in error that no allocator raises, whatever its text says."""
-    cls = type(error)
-    if getattr(builtins, cls.__name__, None) is not cls:
-        return False
-    return not issubclass(cls, (RuntimeError, MemoryError, OSError, SystemError)) and cls is not Exception
+    return kind or next((BY_CLASS[each.__name__] for each in cls.__mro__ if each.__name__ in BY_CLASS), None)
 
 
 def _is_credible(kind: Kind, free: int | None) -> bool:
@@ -320,7 +275,9 @@ def _is_credible(kind: Kind, free: int | None) -> bool:
 def _event(kind: Kind, error: BaseException, raised: BaseException) -> OomEvent:
     text = _text(error)
     numbers = read_numbers(text)
-    backend = kind.backend or _backend_in(text)
+    word = text.partition(" out of memory")[0].rpartition(" ")[2]
+    is_named = word.isalnum() and " out of memory. Tried" in text
+    backend = kind.backend or (word.lower() if is_named else None)
     indexed = kind.memory == "device" and backend is not None and numbers.index is not None
     return OomEvent(
         kind="memory fraction" if numbers.capped else kind.name,
@@ -336,11 +293,6 @@ def _event(kind: Kind, error: BaseException, raised: BaseException) -> OomEvent:
     )
 
 
-def _backend_in(text: str) -> str | None:
-    word = text.partition(" out of memory")[0].rpartition(" ")[2]
-    return word.lower() if word.isalnum() and " out of memory. Tried" in text else None
-
-
 def _text(error: BaseException) -> str:
     try:
         return str(error)
@@ -351,30 +303,16 @@ def _text(error: BaseException) -> str:
 def __getattr__(name: str) -> object:
     if name != "OutOfMemory":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made = _make_out_of_memory()
-    globals()["OutOfMemory"] = made
-    return made
-
-
-def _make_out_of_memory() -> type[RuntimeError]:
-    def render(self: BaseException) -> list[str]:
-        return [f"OutOfMemory: {self}"]
-
-    return type(
-        "OutOfMemory",
-        (_torch_class(), MemoryError),
-        {
-            "__doc__": "Raised in place of an out-of-memory error; holds its type and first line, and no frame.",
-            "__module__": __name__,
-            "_render_traceback_": render,  # IPython shows this instead of the traceback (7.34 to 9)
-        },
-    )
-
-
-def _torch_class() -> type[RuntimeError]:
     try:
         import torch
     except ImportError:
-        return RuntimeError
-    found: type[RuntimeError] = getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError  # before 2.5
-    return found
+        base: Any = RuntimeError
+    else:
+        base = getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError  # before 2.5
+    members = {
+        "__doc__": "Raised in place of an out-of-memory error; holds its type and first line, and no frame.",
+        "__module__": __name__,
+        # IPython shows this instead of the traceback (7.34 to 9)
+        "_render_traceback_": lambda self: [f"OutOfMemory: {self}"],
+    }
+    return globals().setdefault(name, type(name, (base, MemoryError), members))

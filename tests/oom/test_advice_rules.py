@@ -11,6 +11,7 @@ from gpumagic.oom import advice as advising
 from gpumagic.oom.report import Need
 from gpumagic.oom.rules import batch, collected, devices, kept, limits, parts, training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Brought, Collection, Facts, Model, Ownership, TensorFact
+from gpumagic.oom.rules.verdict import explain
 from gpumagic.oom.trials import Trials
 from gpumagic.source import cell_code  # fmt: skip
 
@@ -66,7 +67,7 @@ def test_what_is_missing_for_the_whole_cell_counts_before_what_one_request_lacke
     need = Need(needed=11 * GIB, had=8 * GIB, fits=False, certain=True)
     known = replace(SHORTAGE, need=need)
     assert known.short == need.missing == 3 * GIB
-    assert verdict.sentence(known) == (
+    assert explain(known).sentence == (
         "Not enough memory: the cell needs 11.0 GiB of cuda:0, which has 8.0 GiB for it: 3.0 GiB missing."
     )
     assert one(devices.larger, known).title == "Use a larger GPU, such as a T4 (14.6 GiB)"
@@ -75,12 +76,12 @@ def test_what_is_missing_for_the_whole_cell_counts_before_what_one_request_lacke
 
 def test_memory_that_an_earlier_failure_kept_is_blamed_where_the_cell_fits_without_it() -> None:
     known = replace(SHORTAGE, need=Need(6 * GIB, 8 * GIB, fits=True, certain=True), after=figures(GIB))
-    assert verdict.cause(known) == "earlier failure"
-    assert verdict.sentence(known).startswith("2.0 GiB of cuda:0 was kept by the traceback of an earlier failure")
+    assert explain(known).cause == "earlier failure"
+    assert explain(known).sentence.startswith("2.0 GiB of cuda:0 was kept by the traceback of an earlier failure")
 
 
 def test_a_plain_shortage_is_told_with_its_numbers() -> None:
-    assert verdict.sentence(SHORTAGE) == ("Not enough memory on cuda:0: 2.0 GiB requested, 1.0 GiB free.")
+    assert explain(SHORTAGE).sentence == ("Not enough memory on cuda:0: 2.0 GiB requested, 1.0 GiB free.")
 
 
 @pytest.mark.parametrize(
@@ -99,11 +100,11 @@ def test_a_plain_shortage_is_told_with_its_numbers() -> None:
     ],
 )
 def test_the_most_particular_explanation_is_the_verdict(changes, beginning) -> None:
-    assert verdict.sentence(replace(SHORTAGE, **changes)).startswith(beginning)
+    assert explain(replace(SHORTAGE, **changes)).sentence.startswith(beginning)
 
 
 def test_other_processes_that_hold_less_than_was_missing_are_not_blamed() -> None:
-    assert verdict.sentence(replace(SHORTAGE, other_processes=GIB - 1)).startswith("Not enough memory")
+    assert explain(replace(SHORTAGE, other_processes=GIB - 1)).sentence.startswith("Not enough memory")
 
 
 def test_leftovers_are_deleted_together_and_priced_together() -> None:

@@ -16,8 +16,9 @@ from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import advice as advising
 from gpumagic.oom import trials
 from gpumagic.oom.report import Advice, EditTrial, Need
-from gpumagic.oom.rules import collected, kept, limits, parts, verdict
+from gpumagic.oom.rules import collected, kept, limits, parts
 from gpumagic.oom.rules.facts import Collection, Facts, Model, TensorFact
+from gpumagic.oom.rules.verdict import explain
 from gpumagic.source import cell_code, text
 
 MIB, GIB = 2**20, 2**30
@@ -34,11 +35,11 @@ def of_cell(facts: Facts, code: str, line: int, **more: object) -> Facts:
 
 
 def test_a_cell_larger_than_the_card_is_not_fragmented() -> None:
-    assert verdict.cause(PIECES) == "fragmentation"
+    assert explain(PIECES).cause == "fragmentation"
     needs_more = replace(PIECES, need=Need(16 * GIB, 15 * GIB, fits=False, certain=True))
-    assert verdict.cause(needs_more) == "shortage"
+    assert explain(needs_more).cause == "shortage"
     assert not list(limits.expandable_segments(needs_more))
-    assert verdict.cause(replace(PIECES, need=Need(14 * GIB, 15 * GIB, fits=False, certain=True))) == "fragmentation"
+    assert explain(replace(PIECES, need=Need(14 * GIB, 15 * GIB, fits=False, certain=True))).cause == "fragmentation"
 
 
 def test_a_leak_is_told_by_its_variable_and_is_no_fragmentation() -> None:
@@ -47,14 +48,14 @@ def test_a_leak_is_told_by_its_variable_and_is_no_fragmentation() -> None:
         PIECES, code, 3, collections={"losses": Collection(8, 4096, graphs=8, is_of_numbers=True)},
         tensors={"loss": TensorFact((), "float32", 4, "cuda:0", graph=True)},
     )  # fmt: skip
-    assert verdict.cause(leaking) == "shortage"
+    assert explain(leaking).cause == "shortage"
     needs = replace(leaking, need=Need(20 * GIB, 15 * GIB, fits=False, certain=True))
-    assert verdict.sentence(needs).endswith("A leak: losses holds 8 tensors with a graph, one more in every pass.")
+    assert explain(needs).sentence.endswith("A leak: losses holds 8 tensors with a graph, one more in every pass.")
 
 
 def test_what_fits_an_empty_card_is_told_apart_from_what_fits_none() -> None:
     need = Need(16 * GIB, 15 * GIB, fits=False, certain=True, alone=9 * GIB)
-    assert verdict.sentence(replace(PIECES, need=need)) == (
+    assert explain(replace(PIECES, need=need)).sentence == (
         "Not enough memory beside what earlier cells hold: alone the cell needs 9.0 GiB of the 15.0 GiB of cuda:0, "
         "with them 16.0 GiB: 1.0 GiB missing."
     )
@@ -62,7 +63,7 @@ def test_what_fits_an_empty_card_is_told_apart_from_what_fits_none() -> None:
 
 def test_a_need_that_hangs_on_a_value_is_told_with_its_line() -> None:
     need = Need(16 * GIB, 15 * GIB, fits=None, certain=False, on="line 7")
-    assert "needs up to 16.0 GiB of cuda:0, depending on line 7" in verdict.sentence(replace(PIECES, need=need))
+    assert "needs up to 16.0 GiB of cuda:0, depending on line 7" in explain(replace(PIECES, need=need)).sentence
 
 
 class Told:

@@ -31,7 +31,7 @@ def gate(observers):
     gate.open()
     yield gate
     gate.close()
-    assert failure.open_observers() == 0
+    assert len(failure.open_observers) == 0
 
 
 def test_it_is_attached_once_and_looks_only_while_a_gate_is_open(observers, gate) -> None:
@@ -80,7 +80,7 @@ def test_where_it_cannot_be_attached_nothing_is_tried(observers, monkeypatch, mi
     gate = failure.OomObserver(str)
     gate.open()
     assert observers == []
-    assert failure.open_observers() == 0
+    assert len(failure.open_observers) == 0
 
 
 def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
@@ -93,7 +93,7 @@ def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
         raise torch.OutOfMemoryError(TEXT)
     assert guard.report.device == "cuda:2"
     assert guard.report.instant.shares == (Share("parameters", 7),)
-    assert failure.open_observers() == 0
+    assert len(failure.open_observers) == 0
 
 
 def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
@@ -102,10 +102,10 @@ def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
         return n and countdown(n - 1)
 
     assert countdown(3) == 0
-    assert failure.open_observers() == 0
+    assert len(failure.open_observers) == 0
 
 
 def test_a_block_that_passes_closes_its_gate(observers) -> None:
     with gpumagic.oomguard():
-        assert failure.open_observers() == 1
-    assert failure.open_observers() == 0
+        assert len(failure.open_observers) == 1
+    assert len(failure.open_observers) == 0

@@ -12,16 +12,7 @@ from typing import Any
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader
-from gpumagic.oom.rules.proposal import (
-    Choice,
-    Region,
-    called_models,
-    failed,
-    find,
-    loop_around,
-    propose,
-    read_tensors,
-)
+from gpumagic.oom.rules.proposal import Choice, Region, called_models, failed, find, loop_around, propose, read_tensors
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named
 from gpumagic.source.text import CellText, Change, called_name, names_in

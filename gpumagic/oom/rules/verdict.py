@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpumagic.oom.recognition import PINNED
 from gpumagic.oom.rules import collected, limits
@@ -16,28 +17,21 @@ if TYPE_CHECKING:
 A_FAIR_SHARE = 10
 """What holds less than one part in so many of the device is advice perhaps, but not the verdict."""
 
-Explanation = tuple[str, str]
-"""A word or two, as `OomReport.cause`, and the sentence."""
+
+class Explanation(NamedTuple):
+    """What went wrong."""
+
+    cause: str
+    """In a word or two, as `OomReport.cause`."""
+    sentence: str
 
 
-def sentence(facts: Facts) -> str:
-    """Return the verdict: the first explanation, from the most particular to a plain shortage, that the facts bear."""
-    return next(_explanations(facts))[1]
+def explain(facts: Facts) -> Explanation:
+    """Return the first explanation, from the most particular to a plain shortage, that the facts bear."""
+    return Explanation(*next(itertools.chain(_not_the_device(facts), _device(facts)), ("shortage", _shortage(facts))))
 
 
-def cause(facts: Facts) -> str:
-    """Return the verdict in a word or two, as `OomReport.cause`."""
-    return next(_explanations(facts))[0]
-
-
-def _explanations(facts: Facts) -> Iterator[Explanation]:
-    yield from _sizes(facts)
-    yield from _host(facts)
-    yield from _device(facts)
-    yield "shortage", _shortage(facts)
-
-
-def _sizes(facts: Facts) -> Iterator[Explanation]:
+def _not_the_device(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.kind == "size bug":
         said = "A bug, not a shortage: torch was asked for more than 1 EB, which is a negative or overflowed size."
         yield "size bug", said
@@ -49,9 +43,6 @@ def _sizes(facts: Facts) -> Iterator[Explanation]:
             "where an elementwise result was probably meant."
         )
         yield "size bug", said
-
-
-def _host(facts: Facts) -> Iterator[Explanation]:
     if facts.kind == PINNED:
         said = "Pinned memory of the host could not be taken, not a GPU's: the driver wants it whole and in RAM."
         yield "host memory", said
@@ -64,7 +55,7 @@ def _host(facts: Facts) -> Iterator[Explanation]:
         yield "shared memory", said
 
 
-def _device(facts: Facts) -> Iterator[Explanation]:
+def _device(facts: Facts) -> Iterator[tuple[str, str]]:
     device, capacity, short, need = facts.device, facts.capacity or 0, facts.short or 0, facts.need
     worth_blaming = max(short, capacity // A_FAIR_SHARE)
     others, left = facts.other_processes or 0, facts.leftover_nbytes
