@@ -62,40 +62,23 @@ def _elsewhere(name: str, failed: str | None) -> str | None:
     return devices.most_free(others) or "cpu"
 
 
-FindSetting = Callable[[str, str, MutableMapping[str, object], str], settings.Setting]
-Ask = Callable[[str, settings.Setting], "OtherValues"]
-
-
 class Rerun:
-    """The runs of one piece of code under one guard, whose report is of the last failure.
+    """The runs of a cell under one guard, whose report is of the last failure.
 
     Args:
         plan: what to do when memory runs out.
         guard: goes around every run.
-        namespace: the variables the code works with.
+        namespace: the variables that the cell works with.
         shell: the shell it runs in, if any.
-        find: finds the setting that the plan names.
-        on: makes a run on another device.
         say: prints a line.
-        ask: returns the dry runs of the code with other values of the setting.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        guard: OomGuard,
-        namespace: MutableMapping[str, object],
-        shell: object | None = None,
-        find: FindSetting = settings.find_in_cell,
-        on: Callable[[str], DeviceRun] | None = None,
+        self, plan: Plan, guard: OomGuard, namespace: MutableMapping[str, object], shell: object | None = None,
         say: Callable[[str], None] = print,
-        ask: Ask | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         plan.check()
-        self._plan, self._guard, self._namespace, self._shell = plan, guard, namespace, shell
-        self._find, self._say = find, say
-        self._ask = ask or functools.partial(_ask_for_cell, namespace=namespace)
-        self._on = on or functools.partial(DeviceRun, namespace=namespace)
+        self._plan, self._guard, self._namespace, self._shell, self._say = plan, guard, namespace, shell, say
         self._setting: settings.Setting | None = None
         self._tries: list[Try] = []
         self._size: int | None = None
@@ -103,11 +86,24 @@ class Rerun:
         self._elsewhere: DeviceRun | None = None
         self._fits = False
 
+    def find(self, name: str) -> settings.Setting:
+        """Return the int that goes down from run to run."""
+        return settings.find_in_cell(self._source, name, self._namespace, "--shrink")
+
+    def other_values(self, setting: settings.Setting) -> OtherValues:
+        """Return the dry runs with other values of that int."""
+        from gpumagic.dryrun import cells
+
+        return cells.with_other_values(self._source, setting, self._namespace)
+
+    def on(self, device: str) -> DeviceRun:
+        """Return what sends a run to another device."""
+        return DeviceRun(device, namespace=self._namespace)
+
     def begin(self, source: str) -> str:
         """Find the setting and remember the state; raises `OptionError` where there is no such int."""
         self._source = source
-        if self._plan.shrink:
-            self._setting = self._find(source, self._plan.shrink, self._namespace, "--shrink")
+        self._setting = self.find(self._plan.shrink) if self._plan.shrink else None
         self._rollback = Rollback(self._namespace, source, self._shell)
         self._size = self._setting.value if self._setting is not None else None
         return self._start()
@@ -116,7 +112,7 @@ class Rerun:
         """Return the guard, with the other device inside it where the run is sent to one."""
         if self._device is None:
             return self._guard
-        self._elsewhere = self._on(self._device)
+        self._elsewhere = self.on(self._device)
         return NestedGuard(self._guard, self._elsewhere)
 
     def next(self, outcome: BodyOutcome) -> str | None:
@@ -146,9 +142,9 @@ class Rerun:
         """Halve the size until a dry run does not rule it out, and return those that are passed over."""
         assert self._setting is not None
         assert self._size is not None
-        ask, skipped = self._ask(self._source, self._setting), list[int]()
+        others, skipped = self.other_values(self._setting), list[int]()
         self._size //= 2
-        while self._size > 1 and ask.fits(self._size) is False:
+        while self._size > 1 and others.fits(self._size) is False:
             skipped.append(self._size)
             self._size //= 2
         return skipped
@@ -164,9 +160,10 @@ class Rerun:
         failure = self._guard.settle(outcome)
         if failure is None:
             return []
-        report = replace(
-            failure, tries=tuple(self._tries), shrunk=self._plan.shrink or "", place=self._new_place()
-        )  # fmt: skip
+        size, setting = self._size, self._setting
+        is_smaller = self._fits and setting is not None and size not in (None, setting.value)
+        place = setting.place(size or 1) if setting is not None and is_smaller else ""
+        report = replace(failure, tries=tuple(self._tries), shrunk=self._plan.shrink or "", place=place)
         self._guard.publish(report)
         if self._guard.quiet:
             return []
@@ -184,21 +181,17 @@ class Rerun:
         changed = self._setting.apply(self._size)
         return self._source if changed is None else changed
 
-    def _new_place(self) -> str:
-        """Return how to write the value with which the code passed, where that is not the original."""
-        size, setting = self._size, self._setting
-        return "" if not self._fits or setting is None or size in (None, setting.value) else setting.place(size or 1)
-
     def _failed_device(self) -> str | None:
         return self._guard.failure.facts.device if self._guard.failure is not None else None
 
     def _result(self) -> Try:
         """Return the record of the run that ended."""
+        failure, device = self._guard.failure, self._failed_device()
+        now = {each: figures.allocated for each, figures in allocator.all_device_stats().items()}
         ran = Try(
-            len(self._tries) + 1, self._size, self._device, fits=self._fits,
-            seconds=time.perf_counter() - self._started, allocated=_in_use(self._failed_device()),
+            len(self._tries) + 1, self._size, self._device, self._fits, time.perf_counter() - self._started,
+            allocated=now.get(device) if device is not None else max(now.values(), default=None),
         )  # fmt: skip
-        failure = self._guard.failure
         if self._fits or failure is None:
             return ran
         facts = failure.facts
@@ -209,10 +202,9 @@ class Rerun:
         last = self._tries[-1]
         what = f"{self._plan.shrink} = {last.size}" if last.size is not None else "the cell"
         where = f" in line {last.line}" if last.line is not None else ""
-        became = "fits" if last.fits else f"ran out of memory{where}"
         undone = f" Cannot be undone: {', '.join(last.lost)}." if last.lost else ""
         no = f" By dry runs {' and '.join(map(str, skipped))} would not fit." if skipped else ""
-        return f"%%oomguard: {what} {became}; now {self._described()}.{undone}{no}"
+        return f"%%oomguard: {what} ran out of memory{where}; now {self._described()}.{undone}{no}"
 
     def _described(self) -> str:
         if self._device is None:
@@ -230,18 +222,6 @@ class Rerun:
             + (f"; what it uses stays where it is: {staying}" if staying else "")
             + (f"; line {line} names {self._failed_device()}, and means it there too" if line is not None else "")
         )
-
-
-def _in_use(device: str | None) -> int | None:
-    """Return the bytes in use on a device, or on the fullest one."""
-    now = {each: figures.allocated for each, figures in allocator.all_device_stats().items()}
-    return now.get(device) if device is not None else max(now.values(), default=None)
-
-
-def _ask_for_cell(source: str, setting: settings.Setting, namespace: MutableMapping[str, object]) -> OtherValues:
-    from gpumagic.dryrun import cells
-
-    return cells.with_other_values(source, setting, namespace)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -270,13 +250,38 @@ def decorate(plan: Plan, function: Function, guard: OomGuard) -> Function:
     return cast("Function", call)
 
 
+class _CallRerun(Rerun):
+    """The calls of a function, whose arguments are its variables."""
+
+    def __init__(
+        self, plan: Plan, guard: OomGuard, function: Callable[..., Any], bound: inspect.BoundArguments
+    ) -> None:
+        super().__init__(plan, guard, bound.arguments)
+        self._function, self._call = function, bound
+
+    def find(self, name: str) -> settings.Setting:
+        return settings.find_in_arguments(name, self._namespace, "--shrink")
+
+    def other_values(self, setting: settings.Setting) -> OtherValues:
+        from gpumagic.dryrun import cells
+
+        def imagine(value: int) -> tuple[Callable[[], object], dict[str, object]]:
+            arguments = self._call.signature.bind(*self._call.args, **self._call.kwargs)
+            arguments.arguments[setting.name] = value
+            return functools.partial(self._function, *arguments.args, **arguments.kwargs), {}
+
+        return cells.OtherValues(setting, imagine, getattr(self._function, "__globals__", {}))
+
+    def on(self, device: str) -> DeviceRun:
+        code = getattr(self._function, "__code__", None)
+        variables = getattr(self._function, "__globals__", {})
+        return DeviceRun(device, namespace=variables, filename=code and code.co_filename)
+
+
 def _call(function: Callable[..., Any], bound: inspect.BoundArguments, plan: Plan, guard: OomGuard) -> Any:
     __tracebackhide__ = True
     guard.reset()
-    runs = Rerun(
-        plan, guard, bound.arguments, find=lambda _, *wanted: settings.find_in_arguments(*wanted),
-        on=functools.partial(_device_run, function=function), ask=functools.partial(_ask_for_call, function, bound),
-    )  # fmt: skip
+    runs = _CallRerun(plan, guard, function, bound)
     runs.begin("")
     outcome = guards.run_guarded(runs, lambda _: function(*bound.args, **bound.kwargs), "")
     failed = guard.failure is not None
@@ -291,22 +296,3 @@ def _call(function: Callable[..., Any], bound: inspect.BoundArguments, plan: Pla
         raise error
     finally:
         del error
-
-
-def _ask_for_call(
-    function: Callable[..., Any], bound: inspect.BoundArguments, _: str, setting: settings.Setting
-) -> OtherValues:
-    """Return the dry runs of the call with other values of an argument."""
-    from gpumagic.dryrun import cells
-
-    def imagine(value: int) -> tuple[Callable[[], object], dict[str, object]]:
-        arguments = bound.signature.bind(*bound.args, **bound.kwargs)
-        arguments.arguments[setting.name] = value
-        return functools.partial(function, *arguments.args, **arguments.kwargs), {}
-
-    return cells.OtherValues(setting, imagine, getattr(function, "__globals__", {}))
-
-
-def _device_run(device: str, function: Callable[..., Any]) -> DeviceRun:
-    code = getattr(function, "__code__", None)
-    return DeviceRun(device, namespace=getattr(function, "__globals__", {}), filename=code and code.co_filename)

@@ -14,9 +14,9 @@ import ast
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpumagic.heap import branches, holders, kinds
 from gpumagic.heap.graph import HeapGraph
@@ -24,52 +24,11 @@ from gpumagic.heap.identity import Identities, is_marked, mark
 from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory import allocator
 from gpumagic.memory.devices import Device
+from gpumagic.report.base import grouped
 from gpumagic.source import cell_code
 
 
-class _TensorState(NamedTuple):
-    tensor: weakref.ref[Any]
-    version: int
-    gradient: tuple[int, int] | None
-    """The address and version of its gradient; None if it had none."""
-
-
-class WrittenTensors:
-    """The versions of the tensors that some variables reach; the tensors are not kept alive."""
-
-    def __init__(self, reached: Mapping[str, Iterable[Any]]) -> None:
-        self._names = {name: [id(each) for each in tensors] for name, tensors in reached.items()}
-        unique = {id(each): each for tensors in reached.values() for each in tensors}
-        own = _gradients(list(unique.values()))
-        self._marks = {
-            key: _TensorState(weakref.ref(each), version(each), own.get(key)) for key, each in unique.items()
-        }
-
-    def changed(self) -> dict[str, set[int]]:
-        """Return the ids of the tensors written to, by variable."""
-        alive = {key: each.tensor() for key, each in self._marks.items()}
-        own = _gradients([each for each in alive.values() if each is not None])
-        written = {
-            key
-            for key, each in alive.items()
-            if each is not None
-            and (version(each), own.get(key)) != (self._marks[key].version, self._marks[key].gradient)
-        }
-        return {name: written & set(keys) for name, keys in self._names.items() if written & set(keys)}
-
-    def drop_new_gradients(self) -> None:
-        """Remove the gradients that are new."""
-        import torch
-
-        for each in self._marks.values():
-            tensor = each.tensor()
-            if tensor is not None and each.gradient is None:
-                with undisturbed():
-                    if plain(tensor, "is_leaf") and plain(tensor, "grad") is not None:
-                        torch._C.TensorBase.grad.__set__(tensor, None)
-
-
-def version(tensor: Any) -> int:
+def _version(tensor: Any) -> int:
     """Return how often a tensor has been changed in place; 0 for an inference tensor, which has no count."""
     try:
         with undisturbed():
@@ -78,7 +37,7 @@ def version(tensor: Any) -> int:
         return 0
 
 
-def is_on_accelerator(tensor: Any) -> bool:
+def _is_on_accelerator(tensor: Any) -> bool:
     """Return whether a tensor occupies memory of a device."""
     with undisturbed():
         return plain(tensor, "device").type not in ("cpu", "meta")
@@ -89,10 +48,10 @@ def _gradients(tensors: list[Any]) -> dict[int, tuple[int, int]]:
     with undisturbed():
         leaves = kinds.leaves(tensors)
         found = kinds.peek_gradients(leaves) or ()
-        return {id(leaves[i]): (alias.data_ptr(), version(alias)) for i, alias in found}
+        return {id(leaves[i]): (alias.data_ptr(), _version(alias)) for i, alias in found}
 
 
-def random_states(namespace: Mapping[str, object]) -> Iterator[Callable[[], object]]:
+def _random_states(namespace: Mapping[str, object]) -> Iterator[Callable[[], object]]:
     """Yield what restores the random states of Python, numpy, torch and the variables, any number of times.
 
     Only devices in use are asked: any other has drawn nothing yet, and asking would initialise it.
@@ -133,29 +92,51 @@ class Rollback:
 
     def __init__(self, namespace: MutableMapping[str, object], source: str = "", shell: object | None = None) -> None:
         self._namespace, self._shell = namespace, shell
-        self._remade, self._rebound = _bound_names(source)
-        mine = self._mine()
+        cell = cell_code.read_cell(source)
+        nodes = cell.text.nodes() if cell is not None and cell.text is not None else ()
+        self._remade = cell.bound_first if cell is not None else frozenset[str]()
+        rebound = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+        mine, reached = self._mine(), self._reached()
         self._bound = Identities(mine)
+        self._read_tensors(reached)
         self._kept: dict[str, object] = {}
         self._watched: dict[str, weakref.ref[Any]] = {}
-        reached = self._reached()
-        self._tensors = WrittenTensors(reached)
         for name, value in mine.items():
-            self._keep(name, value, any(map(is_on_accelerator, reached.get(name, ()))))
+            is_harmless = name in rebound - self._remade and not any(map(_is_on_accelerator, reached.get(name, ())))
+            if type(value) in SCALARS or is_harmless:
+                self._kept[name] = value
+            elif _weakref_offset_of(type(value)):
+                self._watched[name] = weakref.ref(value)
         torch: Any = sys.modules.get("torch")
         optimizers = torch.optim.Optimizer if torch is not None else ()
         self._steps = {name: _steps(value) for name, value in mine.items() if issubclass(type(value), optimizers)}
-        containers = {name: value for name, value in mine.items() if type(value) in (list, dict, set)}
-        self._contents = {name: _entries(value) for name, value in containers.items() if len(value) <= MAX_LENGTH}  # type: ignore[arg-type]
-        self._random = list(random_states(mine))
+        containers: dict[str, Any] = {name: each for name, each in mine.items() if type(each) in (list, dict, set)}
+        self._contents = {name: _entries(each) for name, each in containers.items() if len(each) <= MAX_LENGTH}
+        self._random = list(_random_states(mine))
+
+    def _read_tensors(self, reached: Mapping[str, list[Any]]) -> None:
+        """Remember the versions of the tensors that each variable reaches, and of their gradients; keep none alive."""
+        unique = {id(each): each for tensors in reached.values() for each in tensors}
+        own = _gradients(list(unique.values()))
+        self._tensors = {key: weakref.ref(each) for key, each in unique.items()}
+        self._versions = {key: (_version(each), own.get(key)) for key, each in unique.items()}
+        self._by_name = {name: set(map(id, tensors)) for name, tensors in reached.items()}
 
     def undo(self) -> tuple[str, ...]:
         """Restore what can be restored, and return what cannot, in words."""
-        self._tensors.drop_new_gradients()
+        self._drop_new_gradients()
         lost = [*self._written(), *self._restore_contents(), *self._restore_names()]
         for restore in self._random:
             restore()
         return tuple(lost)
+
+    def _drop_new_gradients(self) -> None:
+        for key, found in self._tensors.items():
+            tensor = found()
+            if tensor is not None and self._versions[key][1] is None:
+                with undisturbed():
+                    if plain(tensor, "is_leaf") and plain(tensor, "grad") is not None:
+                        sys.modules["torch"]._C.TensorBase.grad.__set__(tensor, None)
 
     def _mine(self) -> dict[str, object]:
         """Return the variables except the shell's own."""
@@ -168,25 +149,21 @@ class Rollback:
             return {}
         named = [(name, self._namespace[name]) for name in names]
         graph = HeapGraph(holders.excluded_objects(self._namespace, self._shell))
-        reached: dict[str, list[Any]] = {}
         try:
             with undisturbed():
                 graph.explore(named or holders.variables(self._namespace, self._shell))
-                for key, roots in graph.roots_of().items():
-                    for name in roots:
-                        reached.setdefault(name, []).append(graph.tensors[key])
+                return grouped((name, graph.tensors[key]) for key, roots in graph.roots_of().items() for name in roots)
         finally:
             graph.release()
-        return reached
-
-    def _keep(self, name: str, value: object, on_accelerator: bool) -> None:
-        if type(value) in SCALARS or (name in self._rebound and name not in self._remade and not on_accelerator):
-            self._kept[name] = value
-        elif _weakref_offset_of(type(value)):
-            self._watched[name] = weakref.ref(value)
 
     def _written(self) -> Iterator[str]:
-        changed = self._tensors.changed()
+        """Yield what was changed in place: the steps of optimizers, and variables whose tensors were written to."""
+        alive = {key: each() for key, each in self._tensors.items()}
+        own = _gradients([each for each in alive.values() if each is not None])
+        written = {
+            key for key, each in alive.items()
+            if each is not None and (_version(each), own.get(key)) != self._versions[key]
+        }  # fmt: skip
         stepped = {
             name: _steps(self._namespace[name]) - before for name, before in self._steps.items() if self._has(name)
         }
@@ -194,9 +171,10 @@ class Rollback:
             if taken > 0:
                 yield f"{taken} step{'s' if taken > 1 else ''} of {name}"
         listed: set[int] = set()
-        for name in sorted(changed, key=lambda each: each in stepped):  # a model before its optimizer
-            if not changed[name] <= listed and stepped.get(name, 0) <= 0:
-                listed |= changed[name]
+        for name in sorted(self._by_name, key=lambda each: each in stepped):  # a model before its optimizer
+            changed = self._by_name[name] & written
+            if not changed <= listed and stepped.get(name, 0) <= 0:
+                listed |= changed
                 yield f"changes in place of {name}"
 
     def _has(self, name: str) -> bool:
@@ -218,20 +196,11 @@ class Rollback:
                 self._namespace[name] = old
             elif name not in self._remade:
                 yield f"the new value of {name}" if name in self._namespace else f"the deletion of {name}"
-            elif name in self._namespace and any(map(is_on_accelerator, self._reached(name).get(name, ()))):
+            elif name in self._namespace and any(map(_is_on_accelerator, self._reached(name).get(name, ()))):
                 del self._namespace[name]  # the run makes a new one; both at once would not fit either
 
 
 _weakref_offset_of = type.__dict__["__weakrefoffset__"].__get__
-
-
-def _bound_names(source: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that code binds before it reads them, and all names that it binds or deletes."""
-    cell = cell_code.read_cell(source)
-    if cell is None or cell.text is None:
-        return frozenset(), frozenset()
-    names = (node for node in cell.text.nodes() if isinstance(node, ast.Name))
-    return cell.bound_first, frozenset(node.id for node in names if not isinstance(node.ctx, ast.Load))
 
 
 def _steps(optimizer: Any) -> int:
@@ -239,7 +208,7 @@ def _steps(optimizer: Any) -> int:
     kept = branches.attributes_of(optimizer).get("state")
     states = [state for state in dict.values(kept) if isinstance(state, dict)] if isinstance(kept, dict) else []
     counters = [state["step"] for state in states if "step" in state]
-    return max((each if type(each) is int else version(each) for each in counters), default=0)
+    return max((each if type(each) is int else _version(each) for each in counters), default=0)
 
 
 def _entries(value: Any) -> Entries:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,11 +161,15 @@ def test_a_value_made_anew_at_the_address_of_the_old_one_is_not_taken_for_it(two
     assert sorted(run(source, namespace)) == ["the new value of box", "the new value of x"]
 
 
-class NoDryRun:
-    """Dry runs that cannot tell."""
+class Calls(Rerun):
+    """Runs of code that a number is given to, of which dry runs cannot tell whether it fits."""
 
-    def fits(self, value: int) -> None:
-        del value
+    def find(self, name: str) -> settings.Setting:
+        return settings.find_in_arguments(name, self._namespace, "--shrink")
+
+    def other_values(self, setting: settings.Setting) -> Any:
+        del setting
+        return SimpleNamespace(fits=lambda _: None)
 
 
 def tried(size: int, limit: int) -> list[int]:
@@ -176,10 +182,7 @@ def tried(size: int, limit: int) -> list[int]:
             raise MemoryError
 
     arguments: dict[str, object] = {"n": size}
-    rerun = Rerun(
-        Plan(shrink="n"), OomGuard(namespace={}), arguments, say=lambda _: None, ask=lambda *_: NoDryRun(),
-        find=lambda _, *wanted: settings.find_in_arguments(*wanted),
-    )  # fmt: skip
+    rerun = Calls(Plan(shrink="n"), OomGuard(namespace={}), arguments, say=lambda _: None)
     rerun.begin("")
     guards.run_guarded(rerun, lambda _: work(**arguments), "")
     return runs
