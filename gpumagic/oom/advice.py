@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gpumagic.oom.report import Advice, EditTrial
-from gpumagic.oom.rules import batch, collected, devices, expressions, kept, limits, loops, parts, training
+from gpumagic.oom.rules import batch, collected, expressions, kept, limits, loops, parts, training
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, cleared
 from gpumagic.oom.trials import Chosen, Trials
@@ -51,7 +51,7 @@ SAVINGS: tuple[Rule, ...] = (
     limits.unpinned,
     limits.mapped,
     training.one_by_one,
-    devices.other_device,
+    limits.other_device,
     limits.benchmark,
     training.in_parts,
     parts.smaller,
@@ -78,8 +78,8 @@ LAST_RESORTS: tuple[Rule, ...] = (
     training.leaner,
     loops.optimizers,
     batch.shallower,
-    devices.divided,
-    devices.offload,
+    limits.divided,
+    limits.offload,
     limits.large_blocks,
     limits.watermark,
 )
@@ -88,7 +88,7 @@ LAST_RESORTS: tuple[Rule, ...] = (
 OTHER_RESULT, DRASTIC, MONEY = 3, 4, 5
 """The tiers of a number that changes the result, of what changes the method, and of money."""
 
-TIERS: tuple[tuple[Rule, ...], ...] = (MISTAKES, SAVINGS, TRADES, (), LAST_RESORTS, (devices.larger,))
+TIERS: tuple[tuple[Rule, ...], ...] = (MISTAKES, SAVINGS, TRADES, (), LAST_RESORTS, (limits.larger,))
 """In the order of what they cost. A number of `TRADES` is of the next tier where it changes the result."""
 
 OF_ACTIVATIONS = frozenset({

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,19 +14,22 @@ from gpumagic.memory.devices import Device
 from gpumagic.memory.workspaces import CLEAR_WORKSPACES
 from gpumagic.oom import advice, failing_code, followed, ownership
 from gpumagic.oom.failure import Failure, GuardState
-from gpumagic.oom.report import WORKSPACE, Action, Need, OomReport
+from gpumagic.oom.recognition import OomEvent
+from gpumagic.oom.report import WORKSPACE, Action, OomReport
 from gpumagic.oom.rules import limits, training, verdict
-from gpumagic.oom.rules.facts import BatchSize, Brought, Facts, KeptGraph, Loader, Ownership
+from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Ownership
 from gpumagic.oom.trials import Trials
 from gpumagic.report import base
+from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE, size
 from gpumagic.source import cell_code
-from gpumagic.source.cell_code import CellCode, is_batch_name
+from gpumagic.source.cell_code import is_batch_name
 from gpumagic.source.settings import names_used
+from gpumagic.source.text import names_in
 from gpumagic.tensors import scan
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
+    pass
 
 
 FUSED_ATTENTION = ("cuda", "xpu", "mps")
@@ -42,17 +45,11 @@ def conclude(
     recovered: bool = False,
     seconds: float = 0.0,
 ) -> OomReport:
-    """Return the report, from the failure and from what is alive now.
+    """Return the report, from what was read before the release and what is alive now.
 
-    Args:
-        failure: what was read before the release.
-        state: of the session when the block began.
-        kept: the error, whose frames are kept for a debugger.
-        retries: how often the cell was run again.
-        recovered: whether it passed in the end.
-        seconds: how long dry runs of the advice may take.
+    `kept` is the error where its frames are kept for a debugger; dry runs of the advice may take so many `seconds`.
     """
-    notes, event = list(failure.notes), failure.event
+    notes = list(failure.notes)
     facts = replace(failure.facts, after=allocator.all_device_stats().get(failure.facts.device or ""))
     try:
         facts = _with_notebook(facts, state)
@@ -64,24 +61,17 @@ def conclude(
     elif facts.memory != "device" or facts.device is None or facts.kind == "size bug":
         tried.reason = "a dry run knows only of the devices' memory"
     with tried.until_interrupted():
-        facts = replace(facts, need=_need(facts, tried))
+        need = tried.need()
+        if need is not None and need.fits and facts.came_back < LARGE and not limits.is_fragmented(facts):
+            tried.reason, need = "the cell fits in a dry run, so a dry run does not know what it failed for", None
+        facts = replace(facts, need=need)
         advised = () if recovered else advice.advise(facts, tried)
     since = ""
-    if facts.need is not None and state.shell is not None and not recovered:
-        now = followed.LastFailure(facts.source or "", facts.device or "", facts.need, advised)
+    if need is not None and state.shell is not None and not recovered:
+        now = followed.LastFailure(facts.source or "", facts.device or "", need, advised)
         since = followed.compare(state.shell, now)
-    notes += verdict.sentences(facts)
-    if kept is not None and facts.device is not None:
-        pinned = ownership.in_frames(kept, state.namespace, facts.device, state.outside)
-        notes.append(f"Kept for %debug: the failed frames hold at least {size(pinned)} of it.")
-    if event.raised != event.message:
-        notes.append(f"It was raised as {event.raised}")
-    if event.memory == "device" and event.device is None and facts.device is not None:
-        notes.append(f"The error does not name the device; {facts.device} is the fullest of its kind in use.")
-    if facts.inside is not None:
-        notes.append(f"It failed inside {facts.inside}")
-    notes += dict.fromkeys(tried.exhausted)
-    if tried.reason and facts.need is not None:
+    notes += [*verdict.sentences(facts), *_notes(facts, failure.event, state, kept), *dict.fromkeys(tried.exhausted)]
+    if tried.reason and need is not None:
         notes.append(f"Not all advice was tried: {tried.reason}.")
     (before, reserved_before), (at_failure, reserved_at_failure), (after, reserved_after) = (
         (each.allocated, each.reserved) if each is not None else (None, None)
@@ -89,22 +79,25 @@ def conclude(
     )
     explanation = verdict.explain(facts)
     return OomReport(
-        facts.kind, event.certainty, facts.device, facts.requested, before, at_failure, after, reserved_after,
+        facts.kind, failure.event.certainty, facts.device, facts.requested, before, at_failure, after, reserved_after,
         facts.line, facts.code, explanation.sentence, cause=explanation.cause,
         reserved_before=reserved_before, reserved_at_failure=reserved_at_failure,
-        need=facts.need, since=since, untried=tried.reason if facts.need is None else "",
+        need=need, since=since, untried=tried.reason if need is None else "",
         holders=facts.holders, advice=advised, capacity=facts.capacity, retries=retries, recovered=recovered,
-        message=event.message, notes=tuple(notes), origin=base.current_origin(),
+        message=failure.event.message, notes=tuple(notes), origin=base.current_origin(),
     )  # fmt: skip
 
 
-def _need(facts: Facts, tried: Trials) -> Need | None:
-    """Return what the cell needs; None too where a dry run would have it fit that has just failed."""
-    found = tried.need()
-    if found is not None and found.fits and facts.came_back < LARGE and not limits.is_fragmented(facts):
-        tried.reason = "the cell fits in a dry run, so a dry run does not know what it failed for"
-        return None
-    return found
+def _notes(facts: Facts, event: OomEvent, state: GuardState, kept: BaseException | None) -> Iterator[str]:
+    if kept is not None and facts.device is not None:
+        pinned = ownership.in_frames(kept, state.namespace, facts.device, state.outside)
+        yield f"Kept for %debug: the failed frames hold at least {size(pinned)} of it."
+    if event.raised != event.message:
+        yield f"It was raised as {event.raised}"
+    if event.memory == "device" and event.device is None and facts.device is not None:
+        yield f"The error does not name the device; {facts.device} is the fullest of its kind in use."
+    if facts.inside is not None:
+        yield f"It failed inside {facts.inside}"
 
 
 def _with_notebook(facts: Facts, state: GuardState) -> Facts:
@@ -127,6 +120,7 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
     unchanged = {name for name, value in namespace.items() if bound.is_still(name, value)}
     removable = (unchanged | ownership.outputs(owned)) - used - bound_first
     free_elsewhere, others = other_devices(device)
+    first = Device.parse(device).backend if Device.parse(device).index == 0 else device  # "cuda" is "cuda:0" too
     kept = workspaces.workspace_bytes().get(device, 0)
     unnamed = facts.after.allocated - kept - sum(part.nbytes for part in owned) if facts.after is not None else 0
     # What the cell leaves behind with memory or a graph, and makes anew when it runs again.
@@ -146,17 +140,20 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
         stale={name: ownership.released(owned, [name]) for name in (unchanged & bound_first) - read_first},
         models=tuple(each for each in facts.models_there if each.local or each.name in used),
         optimizers=tuple(each for each in facts.optimizers_there if each.local or each.name in used),
-        brought=_brought(owned, (used & unchanged) - bound_first, namespace),
-        kept=_brought(owned, set(namespace), namespace),
+        brought=_holders(owned, (used & unchanged) - bound_first, namespace, device),
+        kept=_holders(owned, set(namespace), namespace, device),
         residue=tuple(sorted((bound_first - read_first) & large & namespace.keys())),
         half_made=tuple(name for name in half_made if name in namespace and name not in bound_first),
-        device_names=names_of_device(device, used, namespace),
+        device_names=tuple(sorted(
+            name for name in used
+            if type(namespace[name]) in (str, torch.device) and str(namespace[name]) in (device, first)
+        )),
         loaders=find_loaders(used, namespace),
         trainer=failing_code.find_trainer(used | (bound_first & namespace.keys()), namespace, facts.text, history),
         batches=_batches(facts, used, namespace),
         free_elsewhere=free_elsewhere,
         other_processes=others,
-    )
+    )  # fmt: skip
 
 
 def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> tuple[BatchSize, ...]:
@@ -165,7 +162,12 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
         return ()
     text = facts.failing
     other = cell_code.read_text(text).batches if text is not None and text.cell else ()
-    found = _written_or_bound(facts.cell, used, namespace)
+    # Those that the cell writes, then those of variables that it uses
+    found = [BatchSize(literal.name, literal.value, literal.line) for literal in facts.cell.batches]
+    for name in sorted(used - {each.name for each in found}):
+        value = namespace[name]
+        if is_batch_name(name) and type(value) is int and value > 1:
+            found.append(BatchSize(name, value))
     if not found:
         of_objects = [
             BatchSize(code, int(value))
@@ -180,22 +182,19 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
     return (*found, *elsewhere)
 
 
-def _brought(owned: Sequence[Ownership], names: set[str], namespace: Mapping[str, object]) -> tuple[Brought, ...]:
-    totals: dict[str, Brought] = {}
+def _holders(
+    owned: Sequence[Ownership], names: set[str], namespace: Mapping[str, object], device: str
+) -> tuple[Holder, ...]:
+    """Return the variables of these names with memory on the device, what they share counted for each."""
+    totals: Counter[str] = Counter()
     for part in owned:
-        for name in sorted(part.names & names):
-            known = totals.get(name, Brought(name, 0, ownership.kind_of(namespace[name])))
-            totals[name] = replace(known, nbytes=known.nbytes + part.nbytes)
-    return tuple(totals.values())
+        totals.update(dict.fromkeys(sorted(part.names & names), part.nbytes))
+    return tuple(Holder(name, device, each, ownership.kind_of(namespace[name])) for name, each in totals.items())
 
 
 def kept_graphs(
-    device: str,
-    removable: AbstractSet[str],
-    remade: AbstractSet[str],
-    namespace: Mapping[str, object],
-    shell: InteractiveShell | None,
-) -> KeptGraph | None:
+    device: str, removable: AbstractSet[str], remade: AbstractSet[str], namespace: Mapping[str, object], shell: object
+) -> Ownership | None:
     """Return what autograd graphs keep on a device and the code that releases it; None if they keep nothing.
 
     A graph counts if each of its tensors is kept by a removable name, and otherwise only by names the cell binds first.
@@ -207,28 +206,12 @@ def kept_graphs(
     nbytes, names, statements = 0, frozenset[str](), dict[str, None]()
     for line, bytes_freed in totals.items():
         parsed = ast.parse(line).body
-        keeping = _assigned(parsed)
+        changed = [target for each in parsed if isinstance(each, ast.Assign) for target in each.targets]
+        keeping = frozenset[str]().union(*map(names_in, changed))
         if keeping & removable and keeping <= removable | remade:
             nbytes, names = nbytes + bytes_freed, names | keeping
             statements |= dict.fromkeys(map(ast.unparse, parsed))
-    return KeptGraph(names, nbytes, "\n".join(statements)) if nbytes else None
-
-
-def _assigned(statements: Iterable[ast.stmt]) -> frozenset[str]:
-    """Return the variables that assignments change, or change something in."""
-    targets = [target for each in statements if isinstance(each, ast.Assign) for target in each.targets]
-    return frozenset(node.id for each in targets for node in ast.walk(each) if isinstance(node, ast.Name))
-
-
-def _written_or_bound(cell: CellCode, names: Iterable[str], namespace: Mapping[str, object]) -> list[BatchSize]:
-    """Return the batch sizes that the cell writes, then those of variables that it uses."""
-    found = [BatchSize(literal.name, literal.value, literal.line) for literal in cell.batches]
-    written = {literal.name for literal in cell.batches}
-    for name in sorted(set(names) - written):
-        value = namespace[name]
-        if is_batch_name(name) and type(value) is int and value > 1:
-            found.append(BatchSize(name, value))
-    return found
+    return Ownership(names, nbytes, code="\n".join(statements)) if nbytes else None
 
 
 def find_loaders(names: Iterable[str], namespace: Mapping[str, object]) -> tuple[Loader, ...]:
@@ -240,23 +223,10 @@ def find_loaders(names: Iterable[str], namespace: Mapping[str, object]) -> tuple
         value: Any = namespace[name]
         if issubclass(type(value), data.DataLoader) and isinstance(value.batch_size, int) and value.batch_size > 1:
             shuffles = type(value.sampler) is data.RandomSampler
-            found.append(
-                Loader(
-                    name, value.batch_size, value.num_workers, shuffles, bool(value.pin_memory), bool(value.drop_last),
-                    samples=type(value.sampler) not in (data.RandomSampler, data.SequentialSampler),
-                )
-            )  # fmt: skip
+            samples = not shuffles and type(value.sampler) is not data.SequentialSampler
+            told = value.batch_size, value.num_workers, shuffles, bool(value.pin_memory), bool(value.drop_last)
+            found.append(Loader(name, *told, samples))
     return tuple(found)
-
-
-def names_of_device(device: str, names: Iterable[str], namespace: Mapping[str, object]) -> tuple[str, ...]:
-    """Return which of these variables say ``"cuda:0"`` or hold that `torch.device`."""
-    import torch
-
-    backend, index = Device.parse(device)
-    first = device if index else backend
-    texts = [name for name in names if type(namespace[name]) in (str, torch.device)]
-    return tuple(sorted(name for name in texts if str(namespace[name]) in (device, first)))
 
 
 def other_devices(device: str) -> tuple[dict[str, int], int | None]:
@@ -266,11 +236,8 @@ def other_devices(device: str) -> tuple[dict[str, int], int | None]:
     """
     backend = Device.parse(device).backend
     figures = devices.driver_figures({backend})
-    free = {
-        other: each.free
-        for other, each in figures.items()
-        if other != device and Device.parse(other).backend == backend and each.free is not None
-    }
+    alike = {other: each.free for other, each in figures.items() if Device.parse(other).backend == backend}
+    free = {other: nbytes for other, nbytes in alike.items() if other != device and nbytes is not None}
     return free, figures[device].other_processes if device in figures else None
 
 

@@ -95,6 +95,7 @@ def _with_values(
     moved = (each.f_locals.get("self") for each, _ in stack if each.f_code.co_name == "_apply")
     moving: Any = next((each for each in moved if issubclass(type(each), torch.nn.Module)), None)
     weights = moving.parameters() if moving is not None else ()
+    models, optimizers = ownership.find_models_and_optimizers(named, device)
     return replace(
         facts,
         failing=text,
@@ -108,8 +109,8 @@ def _with_values(
         moving=sum(each.nbytes for each in weights if each.dtype == torch.float32),
         function=inside.f_code.co_name if inside is not None else "",
         operands=_tensor_facts(inside.f_locals) if inside is not None else {},
-        models_there=ownership.find_models(named, device),
-        optimizers_there=ownership.find_optimizers(named, device),
+        models_there=models,
+        optimizers_there=optimizers,
     )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ that share them, so that a `del` can be priced to the byte.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.heap import branches, calls, holders, modules
@@ -20,7 +20,7 @@ from gpumagic.memory.parts import PART_OF_KIND
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.oom.report import CUBLAS, WORKSPACE, Share
 from gpumagic.oom.rules.facts import Model, Optimizer, Ownership
-from gpumagic.report.base import Holder
+from gpumagic.report.base import Holder, grouped
 from gpumagic.source import frames
 from gpumagic.tensors import scan
 from gpumagic.tensors.report import TensorRow, root_of
@@ -35,8 +35,12 @@ FRAMES = "(failed frames)"
 
 def by_names(namespace: Mapping[str, object], device: str, shell: object | None = None) -> list[Ownership]:
     """Return the ownerships of the notebook's variables and displayed values on a device, largest first."""
-    roots = [*holders.variables(namespace, shell), *_outputs(namespace, shell)]
-    return _ownerships(roots, namespace, device, shell)
+    # A value that was displayed twice counts once: `%xdel` clears both.
+    outputs: dict[int, tuple[str, object]] = {}
+    for name, value in holders.hidden_roots(namespace, shell):
+        if name.startswith("Out["):
+            outputs.setdefault(id(value), (name, value))
+    return _ownerships([*holders.variables(namespace, shell), *outputs.values()], namespace, device, shell)
 
 
 def in_frames(error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()) -> int:
@@ -67,15 +71,6 @@ def rows(ownerships: Iterable[Ownership], device: str, workspaces: int = 0) -> t
     return tuple(sorted(found, key=lambda each: -each.nbytes))
 
 
-def _outputs(namespace: Mapping[str, object], shell: object | None) -> Iterator[tuple[str, object]]:
-    """Yield the displayed values, one that was displayed twice only once: `%xdel` clears both."""
-    seen: set[int] = set()
-    for name, value in holders.hidden_roots(namespace, shell):
-        if name.startswith("Out[") and id(value) not in seen:
-            seen.add(id(value))
-            yield name, value
-
-
 def _ownerships(
     roots: Iterable[tuple[str, object]], namespace: Mapping[str, object], device: str, shell: object | None
 ) -> list[Ownership]:
@@ -86,25 +81,19 @@ def _ownerships(
         with undisturbed():
             graph.explore(named.items())
             for target, roots_of in graph.roots_of().items():
-                for storage in _storages(graph.tensors[target], table):
-                    reached.setdefault(storage, set()).update(roots_of)
+                tensor = graph.tensors[target]
+                for each in (tensor, *gradients_of([tensor])):
+                    storage, parts = table.find(each)
+                    for part in parts or [storage]:
+                        reached.setdefault(part, set()).update(roots_of)
     finally:
         graph.release()
-    occupied = OccupiedBytes()
-    totals: dict[frozenset[str], int] = {}
+    occupied, totals = OccupiedBytes(), Counter[frozenset[str]]()
     for storage, names in reached.items():
         if storage.device == device and storage.nbytes:
-            key = frozenset(names)
-            totals[key] = totals.get(key, 0) + occupied.of(device, storage.address, storage.nbytes)
+            totals[frozenset(names)] += occupied.of(device, storage.address, storage.nbytes)
     found = [Ownership(names, nbytes, kinds[min(names)]) for names, nbytes in totals.items()]
     return sorted(found, key=lambda each: (-each.nbytes, sorted(each.names)))
-
-
-def _storages(tensor: Any, table: StorageTable) -> Iterator[Storage]:
-    """Yield the storages of a tensor and of its gradient."""
-    for each in (tensor, *gradients_of([tensor])):
-        storage, parts = table.find(each)
-        yield from parts or [storage]
 
 
 def kind_of(value: object) -> str:
@@ -131,20 +120,11 @@ def find_shares(
     count.
     """
     report = scan.scan(namespace, shell=shell)
-    rows = [row for row in report if row.device == device and row.nbytes]
-    parts: dict[str, list[TensorRow]] = {}
-    for row in sorted(rows, key=lambda each: -(each.nbytes or 0)):
-        parts.setdefault(_part(row, namespace, bound), []).append(row)
-    found = [
-        Share(
-            what,
-            sum(row.nbytes or 0 for row in those),
-            tuple(
-                dict.fromkeys(root_of(row.name) if row.name else str(row.variable) for row in those if row.is_reached())
-            )[:NAMES],
-        )
-        for what, those in parts.items()
-    ]
+    rows = sorted((row for row in report if row.device == device and row.nbytes), key=lambda row: -(row.nbytes or 0))
+    found = []
+    for what, those in grouped((_part(row, namespace, bound), row) for row in rows).items():
+        names = [root_of(row.name) if row.name else str(row.variable) for row in those if row.is_reached()]
+        found.append(Share(what, sum(row.nbytes or 0 for row in those), tuple(dict.fromkeys(names))[:NAMES]))
     kept = sum(row.workspaces or 0 for row in report.by_device if row.device == device)
     found += [Share("cuBLAS workspaces", kept)] if kept else []
     if figures is not None:
@@ -171,46 +151,31 @@ Named = Iterable[tuple[str, object, bool]]
 """``(name, value, whether only a function's variable names it)``."""
 
 
-def find_models(named: Named, device: str) -> tuple[Model, ...]:
-    """Return the modules among these that have parameters on the device, largest first, each once."""
+def find_models_and_optimizers(named: Named, device: str) -> tuple[tuple[Model, ...], tuple[Optimizer, ...]]:
+    """Return the modules with parameters on the device, largest first, and the optimizers of such; each once."""
     import torch
 
-    found: dict[int, Model] = {}
-    for name, value, local in named:
-        if issubclass(type(value), torch.nn.Module) and id(value) not in found:
-            here = _on_device(modules.parameters_of(value), device)
-            if here:
-                found[id(value)] = _model(name, value, here, local=local)
-    return tuple(sorted(found.values(), key=lambda model: -model.nbytes))
-
-
-def find_optimizers(named: Named, device: str) -> tuple[Optimizer, ...]:
-    """Return the optimizers among these with parameters on the device."""
-    import torch
-
+    models: dict[int, Model] = {}
+    optimizers: dict[int, Optimizer] = {}
+    having: dict[int, set[str]] = {}  # the names of the modules that have a parameter, by its id
     known = list(named)
-    found: dict[int, Optimizer] = {}
+    for name, value, local in known:
+        if issubclass(type(value), torch.nn.Module):
+            parameters = list(modules.parameters_of(value))
+            for each in parameters:
+                having.setdefault(id(each), set()).add(name)
+            here = _on_device(parameters, device)
+            if here and id(value) not in models:
+                models[id(value)] = _model(name, value, here, local=local)
     for name, value, local in known:
         optimizer = modules.unwrapped(value) if issubclass(type(value), torch.optim.Optimizer) else None
-        if optimizer is not None and id(optimizer) not in found:
+        if optimizer is not None and id(optimizer) not in optimizers:
             groups = modules.parameter_groups(optimizer)
             here = _on_device((each for group in groups for each in group["params"]), device)
             if here:
-                updated = frozenset(_with_any(here, known))
-                found[id(optimizer)] = replace(_optimizer(name, optimizer, here, local=local), models=updated)
-    return tuple(found.values())
-
-
-def _with_any(parameters: Iterable[object], named: Named) -> Iterator[str]:
-    """Yield the names of the modules that have one of these parameters."""
-    import torch
-
-    wanted = set(map(id, parameters))
-    for name, value, _ in named:
-        if issubclass(type(value), torch.nn.Module) and any(
-            id(each) in wanted for each in modules.parameters_of(value)
-        ):
-            yield name
+                updated = frozenset[str]().union(*(having.get(id(each), ()) for each in here))
+                optimizers[id(optimizer)] = _optimizer(name, optimizer, here, updated, local=local)
+    return tuple(sorted(models.values(), key=lambda model: -model.nbytes)), tuple(optimizers.values())
 
 
 def _on_device(tensors: Iterable[Any], device: str) -> list[Any]:
@@ -234,16 +199,11 @@ def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Mod
     with undisturbed():
         gradients = gradients_of(parameters)
     return Model(
-        name=name,
-        nbytes=_nbytes(parameters),
-        float32_nbytes=_nbytes(parameters, torch.float32),
-        training=bool(branches.attributes_of(module).get("training")),
-        checkpoints=_checkpoints(module),
-        gradients=_nbytes(gradients),
-        blocks=_blocks(name, module),
-        sequential=issubclass(type(module), torch.nn.Sequential),
-        local=local,
-    )
+        name, _nbytes(parameters), _nbytes(parameters, torch.float32),
+        training=bool(branches.attributes_of(module).get("training")), checkpoints=_checkpoints(module),
+        gradients=_nbytes(gradients), blocks=_blocks(name, module),
+        sequential=issubclass(type(module), torch.nn.Sequential), local=local,
+    )  # fmt: skip
 
 
 def _checkpoints(module: Any) -> bool | None:
@@ -270,19 +230,17 @@ def _blocks(name: str, module: Any) -> str | None:
         blocks = [each for _, each in modules.children_of(child)]
         is_of_one_kind = all(type(each) is type(blocks[0]) for each in blocks)
         if len(blocks) > longest and is_of_one_kind and any(modules.children_of(blocks[0])):
-            best, longest = _code(name, path), len(blocks)
+            steps = [f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".") if part]
+            best, longest = name + "".join(steps), len(blocks)
     children = [each for _, each in modules.children_of(module)]
     if best is None and sum(any(modules.children_of(each)) for each in children) > 1:
         return None if issubclass(type(module), torch.nn.Sequential) else f"{name}.children()"
     return best
 
 
-def _code(name: str, path: str) -> str:
-    parts = [f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".") if part]
-    return name + "".join(parts)
-
-
-def _optimizer(name: str, optimizer: Any, parameters: list[Any], *, local: bool) -> Optimizer:
+def _optimizer(
+    name: str, optimizer: Any, parameters: list[Any], models: frozenset[str], *, local: bool
+) -> Optimizer:  # fmt: skip
     import torch
 
     own = {id(each) for each in parameters}
@@ -302,4 +260,5 @@ def _optimizer(name: str, optimizer: Any, parameters: list[Any], *, local: bool)
         foreach=dict.get(defaults, "foreach"),
         fused=dict.get(defaults, "fused"),
         local=local,
+        models=models,
     )  # fmt: skip

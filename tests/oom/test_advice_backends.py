@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.oom.rules import devices, expressions, limits, training, verdict
+from gpumagic.oom.rules import expressions, limits, training, verdict
 from gpumagic.oom.rules.facts import Facts, Loader, TensorFact
 from gpumagic.source import cell_code, text
 
@@ -120,11 +120,11 @@ def test_pools_of_cuda_graphs_are_named_only_if_they_hold_the_request() -> None:
 
 def test_several_devices_take_parts_of_the_batch_or_of_a_model_that_is_too_large_alone() -> None:
     facts = replace(SHORTAGE, cell=cell_code.read_cell("net(x).backward()"), free_elsewhere={"cuda:1": GIB})
-    assert "each batch among 2 devices" in one(devices.divided, facts).title
+    assert "each batch among 2 devices" in one(limits.divided, facts).title
     stepping = replace(facts, functions=frozenset({"_multi_tensor_adamw"}))
-    assert "fully_shard" in one(devices.divided, stepping).title
-    assert "LoRA" in one(devices.offload, stepping).title
-    assert not list(devices.divided(replace(facts, free_elsewhere={})))
+    assert "fully_shard" in one(limits.divided, stepping).title
+    assert "LoRA" in one(limits.offload, stepping).title
+    assert not list(limits.divided(replace(facts, free_elsewhere={})))
 
 
 def test_workers_are_blamed_only_for_what_failed_in_them() -> None:

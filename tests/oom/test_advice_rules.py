@@ -9,10 +9,11 @@ import pytest
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import advice as advising
 from gpumagic.oom.report import Need
-from gpumagic.oom.rules import batch, collected, devices, kept, limits, parts, training, verdict
-from gpumagic.oom.rules.facts import BatchSize, Brought, Collection, Facts, Model, Ownership, TensorFact
+from gpumagic.oom.rules import batch, collected, kept, limits, parts, training, verdict
+from gpumagic.oom.rules.facts import BatchSize, Collection, Facts, Model, Ownership, TensorFact
 from gpumagic.oom.rules.verdict import explain
 from gpumagic.oom.trials import Trials
+from gpumagic.report.base import Holder
 from gpumagic.source import cell_code  # fmt: skip
 
 MIB, GIB = 2**20, 2**30
@@ -70,8 +71,8 @@ def test_what_is_missing_for_the_whole_cell_counts_before_what_one_request_lacke
     assert explain(known).sentence == (
         "Not enough memory: the cell needs 11.0 GiB of cuda:0, which has 8.0 GiB for it: 3.0 GiB missing."
     )
-    assert one(devices.larger, known).title == "Use a larger GPU, such as a T4 (14.6 GiB)"
-    assert not list(devices.larger(SHORTAGE))
+    assert one(limits.larger, known).title == "Use a larger GPU, such as a T4 (14.6 GiB)"
+    assert not list(limits.larger(SHORTAGE))
 
 
 def test_memory_that_an_earlier_failure_kept_is_blamed_where_the_cell_fits_without_it() -> None:
@@ -217,7 +218,7 @@ def test_a_batch_is_not_blamed_for_what_does_not_depend_on_it() -> None:
 
 def test_a_model_that_the_cell_does_not_use_goes_to_the_cpu_and_is_not_deleted() -> None:
     claims = (Ownership(frozenset({"net", "opt"}), GIB, "module"), Ownership(frozenset({"x"}), GIB))
-    variables = (Brought("net", GIB, "module"), Brought("x", GIB, "tensor"))
+    variables = (Holder("net", "cuda:0", GIB, "module"), Holder("x", "cuda:0", GIB, "tensor"))
     delete, move = kept.leftovers(replace(SHORTAGE, leftovers=claims, kept=variables))
     assert (delete.first, move.first) == ("del x", "net.cpu()")
 
@@ -255,12 +256,12 @@ def test_checkpointing_is_not_advised_where_it_is_on_or_nothing_trains(facts) ->
 
 def test_the_device_with_most_room_is_named_unless_one_request_is_too_large_for_it() -> None:
     room = replace(SHORTAGE, free_elsewhere={"cuda:1": 7 * GIB, "cuda:2": 10 * GIB})
-    assert one(devices.other_device, room).edit == "%%ondevice cuda:2"
-    assert not list(devices.other_device(replace(room, requested=4 * GIB))), "7 were in use when 4 more were asked for"
+    assert one(limits.other_device, room).edit == "%%ondevice cuda:2"
+    assert not list(limits.other_device(replace(room, requested=4 * GIB))), "7 were in use when 4 more were asked for"
     known = replace(room, requested=4 * GIB, need=Need(11 * GIB, 8 * GIB, fits=False, certain=True))
-    assert one(devices.other_device, known), "a dry run there will tell"
+    assert one(limits.other_device, known), "a dry run there will tell"
     more = replace(known, need=Need(14 * GIB, 8 * GIB, fits=False, certain=True))
-    assert not list(devices.other_device(more)), "3 of the 14 are what the cell has no use for: 11 do not fit into 10"
+    assert not list(limits.other_device(more)), "3 of the 14 are what the cell has no use for: 11 do not fit into 10"
 
 
 def test_expandable_segments_are_advised_or_denied_by_what_was_unallocated() -> None:

@@ -9,11 +9,9 @@ saves is for the dry runs to tell: no rule estimates.
     batch.py        a smaller batch, part of the data, a shallower model
     parts.py        a part at a time: of what a loop goes through, of the rows of an expression
     loops.py        training loops: gradients of small batches added up, what libraries' trainers are told
-    devices.py      another device, several of them, a larger one
     kept.py         names, gradients, copies and autograd graphs that are kept without need
     collected.py    what a loop collects without need: graphs, results, a tensor that grows
     training.py     optimizer state, precision, checkpointing, the logits of the loss
-    expressions.py  expressions that make a large tensor without need
-    patterns.py     code recognised by example, in one statement or in several
-    limits.py       requests too large, caps and fragmentation of the allocator, host memory
+    expressions.py  expressions, recognised by example, that make a large tensor without need
+    limits.py       requests too large, caps and fragmentation of the allocator, host memory, other devices
 """

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from gpumagic.oom.report import Advice
+from gpumagic.oom.rules.expressions import match
 from gpumagic.oom.rules.facts import Collection, Facts
-from gpumagic.oom.rules.patterns import match
 from gpumagic.oom.rules.proposal import bracketed, failed, loop_around, propose
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, called_name, names_in

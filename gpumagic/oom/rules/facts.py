@@ -113,6 +113,8 @@ class Ownership:
     names: frozenset[str]
     nbytes: int
     kind: str = "plain"
+    code: str = ""
+    """What releases them, where that is more than to unbind the names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,24 +154,6 @@ class Trainer:
     """The cell's, or the statements of earlier cells that made the trainer, whose cell it names."""
     call: ast.Call
     """Of `TrainingArguments` or of Lightning's `Trainer`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """A variable that the cell uses and that has memory on the device."""
-
-    name: str
-    nbytes: int
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class KeptGraph:
-    """What only the autograd graphs of some variables keep, and the code that lets go of it."""
-
-    names: frozenset[str]
-    nbytes: int
-    code: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +207,8 @@ class Facts:
     holders: tuple[Holder, ...] = ()
     leftovers: tuple[Ownership, ...] = ()
     """What is only reached by names bound before the cell that neither it nor anything it calls uses."""
-    graphs: KeptGraph | None = None
-    """Those of names bound before the cell that neither it nor anything it calls uses."""
+    graphs: Ownership | None = None
+    """What only autograd graphs keep, of names bound before the cell that neither it nor anything it calls uses."""
     stale: Mapping[str, int] = field(default_factory=dict)
     """``{name: bytes}`` of old values that were alive while the cell made their successors."""
     models: tuple[Model, ...] = ()
@@ -240,9 +224,9 @@ class Facts:
     optimizers_there: tuple[Optimizer, ...] = ()
     device_names: tuple[str, ...] = ()
     """Variables that the cell uses and that name the device."""
-    brought: tuple[Brought, ...] = ()
+    brought: tuple[Holder, ...] = ()
     """What the cell uses of the notebook's variables that live on the device."""
-    kept: tuple[Brought, ...] = ()
+    kept: tuple[Holder, ...] = ()
     """Every variable of the notebook with memory on the device."""
     residue: tuple[str, ...] = ()
     """Variables that the failed cell left and that it makes anew when it runs again."""

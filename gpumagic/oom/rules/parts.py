@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.batch import MOST_DOUBLINGS
-from gpumagic.oom.rules.expressions import UNARY
+from gpumagic.oom.rules.expressions import UNARY, Joined, joined_in
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.patterns import Joined, joined_in
 from gpumagic.oom.rules.proposal import Choice, calls, failed, propose
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named

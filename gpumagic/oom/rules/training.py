@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumagic.oom.report import Advice
+from gpumagic.oom.rules.expressions import joined_in, match
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
-from gpumagic.oom.rules.patterns import joined_in, match
 from gpumagic.oom.rules.proposal import Remedy, backend, calls, find, prepare, propose, substituted
 from gpumagic.report.units import LARGE, size
 from gpumagic.source.text import CellText, keyword
