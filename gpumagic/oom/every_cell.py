@@ -78,10 +78,9 @@ def switch(shell: InteractiveShell, state: str, sessions: CellSessions, make: Ca
 
 def off(shell: InteractiveShell) -> None:
     """Guard no more cells."""
-    every = shell.meta.get(_KEY)
-    if every is not None:
-        every.uninstall()
-        shell.meta.pop(_KEY, None)
+    if _KEY in shell.meta:
+        shell.meta[_KEY].uninstall()
+        del shell.meta[_KEY]
 
 
 def _counts(every: EveryCell) -> str:

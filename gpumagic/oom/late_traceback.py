@@ -49,12 +49,9 @@ class LateTraceback:
     def uninstall(self) -> None:
         """Hold back no more; what is held stays so until `show`."""
         own = vars(self._shell)
-        if own.get(_SHOW) != self._hold:
-            return
-        if self._before is None:
+        if own.get(_SHOW) == self._hold:
             del own[_SHOW]
-        else:
-            own[_SHOW] = self._before
+            own |= {} if self._before is None else {_SHOW: self._before}
 
     def show(self, *, keep: bool = False) -> None:
         """Show what is held.
@@ -69,7 +66,11 @@ class LateTraceback:
         if self._as_text:
             sys.stdout.write(self._shell.InteractiveTB.stb2text(lines) + "\n")
         else:
-            self._send(kind, _light(kind, text), lines)
+            try:
+                frameless: BaseException = kind(text)
+            except Exception:  # not every error can be made of its text alone
+                frameless = Exception(text)
+            self._send(kind, frameless, lines)
         if not keep:
             _remember(kind, self._whole)
 
@@ -95,15 +96,6 @@ class LateTraceback:
             return []
         finally:
             formatter.tb = last
-
-
-def _light(kind: type, text: str) -> BaseException:
-    """Return an error of the same kind and text that holds no frame."""
-    try:
-        made: BaseException = kind(text)
-    except Exception:  # not every error can be made of its text alone
-        made = Exception(text)
-    return made
 
 
 def _remember(kind: type, lines: list[str]) -> None:

@@ -139,12 +139,7 @@ class Trials:
             return self._untried() if self.reason else EditTrial(reason=str(error))
 
     def choose(self, choice: Choice, *others: Advice) -> Chosen:
-        """Return a suggestion with the largest number that was found to fit, or with the smallest where none was.
-
-        Args:
-            choice: the suggestion.
-            others: what else is edited.
-        """
+        """Return a suggestion with the largest number that was found to fit beside `others`, else with the smallest."""
         runs = {} if others or self._as_is is None else {choice.now: self._as_is}
         cut = ""
         until = time.monotonic() + SHARE * self._left_seconds()
@@ -182,11 +177,7 @@ class Trials:
         return Chosen(replace(made, evidence=made.evidence + cut), ran, is_exhausted=ran.fits is False and not cut)
 
     def _run(self, edits: Sequence[Advice], until: float | None = None) -> DryRunReport:
-        """Return the dry run of the cell with edits made.
-
-        Args:
-            edits: the suggestions.
-            until: when it is given up, where that is before the time for all is up.
+        """Return the dry run of the cell with edits made; it is given up when the time is up, or before that `until`.
 
         Raises:
             GpuMagicError: it cannot be dry-run, or there is no time left.
@@ -201,7 +192,6 @@ class Trials:
         try:
             self._is_running, began = True, time.monotonic()
             report = run.dry_run(script, dict(self._namespace), target, time_limit=max(0.1, left))
-            self._is_running = False
         finally:
             self._is_running = False
         self.took = time.monotonic() - began

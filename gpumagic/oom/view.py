@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from gpumagic.memory.view import timeline_blocks
-from gpumagic.oom.report import WORKSPACE, Advice, EditTrial, OomReport, Share, Try
+from gpumagic.oom.report import WORKSPACE, Advice, OomReport, Share, Try
 from gpumagic.report.base import Holder
 from gpumagic.report.columns import Column, Table
 from gpumagic.report.document import Block, Cell, Document, Fold, Heading, Listing, Paragraph, Segment, document_of
@@ -47,19 +47,22 @@ def view_failure(report: OomReport) -> Document:
     """Return the verdict and the first suggestion, then the others and the memory; all else is folded away."""
     heading, failure = Heading(_headline(report)), list(_failure(report))
     if not report.recovered:
-        freed = _freed(report)
+        before, after = report.allocated_at_failure, report.allocated_after
+        freed = before - after if before is not None and after is not None else 0
         said = [report.verdict] if report.advice else []  # else it is in the first line
-        said += [f"Freed {size(freed)}."] if freed is not None and freed > 0 else []
+        said += [f"Freed {size(freed)}."] if freed > 0 else []
         paragraphs = [Paragraph(sentence) for sentence in (" ".join(said), report.since) if sentence]
         return Document((heading, *paragraphs, *failure))
-    return Document((heading, *_tries(report), Fold(f"Why it ran out at first: {report.verdict}", failure)))
+    tries = [tries_table(report.tries, report.shrunk)] if report.tries else []
+    return Document((heading, *tries, Fold(f"Why it ran out at first: {report.verdict}", failure)))
 
 
 def _failure(report: OomReport) -> Iterator[Block]:
-    if not report.recovered:
-        yield from _tries(report)
+    if report.tries and not report.recovered:
+        yield tries_table(report.tries, report.shrunk)
     yield from _advice(report)
-    yield from _actions(report)
+    if report.actions:
+        yield Listing([("run", each.code, each.note) for each in report.actions], whole=True)
     if report.allocated_at_failure is not None:
         yield _memory(report)
     line = [Listing([(report.line or 0, report.code, "")])] if report.code is not None else []
@@ -71,11 +74,6 @@ def _failure(report: OomReport) -> Iterator[Block]:
     yield from _holders(report)
     if report.notes:
         yield Fold(report.notes[0], [Paragraph(note, muted=True) for note in report.notes])
-
-
-def _tries(report: OomReport) -> Iterator[Block]:
-    if report.tries:
-        yield tries_table(report.tries, report.shrunk)
 
 
 def _headline(report: OomReport) -> str:
@@ -111,12 +109,6 @@ def _way(report: OomReport) -> str:
     if last is not None and last.size != report.tries[0].size:
         return f"with {report.shrunk} = {last.size}"
     return f"after {count(report.retries, 'retry', 'retries')}"
-
-
-def _freed(report: OomReport) -> int | None:
-    if report.allocated_at_failure is None or report.allocated_after is None:
-        return None
-    return report.allocated_at_failure - report.allocated_after
 
 
 Stage = tuple[str, int | None, int | None]
@@ -171,12 +163,6 @@ def _shares(report: OomReport) -> Iterator[Block]:
     largest = max(shown, key=lambda share: share.nbytes)
     caption = f"At the failure: {largest.what.partition(' (')[0]} {size_of(largest.nbytes, whole)}"
     yield Fold(caption, [Table.of(shown, columns, "What occupied the device at the failure", whole=whole)])
-
-
-def _actions(report: OomReport) -> Iterator[Block]:
-    lines = [("run", each.code, each.note) for each in report.actions]
-    if lines:
-        yield Listing(lines, whole=True)
 
 
 def _holders(report: OomReport) -> Iterator[Block]:
@@ -247,20 +233,13 @@ def _worth(advice: Advice) -> str:
     """Return what a dry run says of a suggestion; of one that was not tried, what it frees."""
     trial = advice.trial
     saves = f"saves {size(advice.frees)}" if advice.frees is not None else ""
+    but = f"; {trial.reason}" if trial is not None and trial.reason else ""
     if trial is None or trial.needs is None:
         frees = f": frees {size(advice.frees)}" if advice.frees is not None else ""
-        return f"{frees}{_untried(trial)}"
+        return frees + (f" (not tried{but.replace(';', ':', 1)})" if but else "")
     ran = size_of(trial.needs, trial.had)
     if trial.fits:
-        return f": fits (dry run: {ran})" if trial.certain else f": should fit (dry run: {ran}{_but(trial)})"
+        return f": fits (dry run: {ran})" if trial.certain else f": should fit (dry run: {ran}{but})"
     if trial.fits is False:
         return f": {saves}, does not fit alone" if saves else ": does not fit alone"
-    return f": {saves or 'tried'}; whether it fits is open{_but(trial)}"
-
-
-def _untried(trial: EditTrial | None) -> str:
-    return f" (not tried: {trial.reason})" if trial is not None and trial.reason else ""
-
-
-def _but(trial: EditTrial) -> str:
-    return f"; {trial.reason}" if trial.reason else ""
+    return f": {saves or 'tried'}; whether it fits is open{but}"

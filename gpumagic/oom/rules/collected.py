@@ -133,13 +133,8 @@ def _joined(text: CellText, name: str) -> Iterator[ast.Call]:
         if not is_joined and names_in(made.value) & derived:
             derived |= set().union(*map(names_in, made.targets))
     for node in nodes:
-        if (
-            isinstance(node, ast.Call)
-            and called_name(node) in _JOINS
-            and node.args
-            and names_in(node.args[0]) & derived
-        ):
-            yield node
+        if isinstance(node, ast.Call) and called_name(node) in _JOINS and node.args[:1]:
+            yield from [node] if names_in(node.args[0]) & derived else []
 
 
 def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
@@ -198,7 +193,11 @@ def grown_by_cat(facts: Facts) -> Iterator[Advice]:
     if text is None or not isinstance(statement, ast.Assign) or not isinstance(loop, ast.For):
         return
     parts = match("cat([WHOLE, PART])", statement.value) or match("concat([WHOLE, PART])", statement.value)
-    name, passes = text.code(statement.targets[0]), _passes(text, loop)
+    name, source = text.code(statement.targets[0]), loop.iter
+    if called_name(source) == "enumerate" and isinstance(source, ast.Call) and source.args:
+        source = source.args[0]
+    is_sized = isinstance(source, ast.Name | ast.Attribute | ast.List | ast.Tuple) or called_name(source) == "range"
+    passes = f"len({text.code(source)})" if is_sized else None  # else it has to be run to tell
     if parts is None or text.code(parts["WHOLE"]) != name or not isinstance(parts["PART"], ast.Name) or passes is None:
         return
     made = [each.value for each in text.nodes() if isinstance(each, ast.Assign) and text.code(each.targets[0]) == name]
@@ -218,12 +217,3 @@ def grown_by_cat(facts: Facts) -> Iterator[Advice]:
         evidence=f"cat makes a longer {name} in every pass, beside the one that it copies",
         cost=f"the first part is taken to be the longest of the {passes} parts",
     )  # fmt: skip
-
-
-def _passes(text: CellText, loop: ast.For) -> str | None:
-    """Return code for how often a loop runs; None where it has to be run to tell."""
-    source = loop.iter
-    if called_name(source) == "enumerate" and isinstance(source, ast.Call) and source.args:
-        source = source.args[0]
-    is_sized = isinstance(source, ast.Name | ast.Attribute | ast.List | ast.Tuple) or called_name(source) == "range"
-    return f"len({text.code(source)})" if is_sized else None

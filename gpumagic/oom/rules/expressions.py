@@ -101,12 +101,7 @@ MOST_STATEMENTS = 4
 
 
 def joined_in(text: CellText, failed: ast.stmt | None = None) -> Iterator[Joined]:
-    """Yield the expressions that a statement is part of, by itself or with those after and before it.
-
-    Args:
-        text: the text of the cell.
-        failed: the statement; the one that failed without.
-    """
+    """Yield the expressions that a statement is part of, alone or with its neighbours: the one that failed without."""
     failed = failed or text.statement_at(text.line)
     if failed is None:
         return

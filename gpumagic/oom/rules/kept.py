@@ -10,7 +10,7 @@ from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Ownership
 from gpumagic.oom.rules.proposal import Remedy, called_models, calls, find, loop_around, prepare, propose
 from gpumagic.report.units import LARGE, count, size
-from gpumagic.source.text import CellText, Change, called_name, keyword, names_in
+from gpumagic.source.text import CellText, Change, called_name, names_in
 
 
 def leftovers(facts: Facts) -> Iterator[Advice]:
@@ -21,28 +21,24 @@ def leftovers(facts: Facts) -> Iterator[Advice]:
     if others:
         names = sorted({name for claim in others for name in claim.names})
         word = "name" if any(map(str.isidentifier, names)) else "output"
+        cells, them = ("their cells", "them") if names[1:] else ("its cell", "it")
         yield propose(
             f"Delete {count(len(names), word)} that earlier cells left",
-            frees=sum(claim.nbytes for claim in others), first=_deletion(others),
-            evidence=f"{_listed(others)}; neither this cell nor what it calls uses {_them(names)}",
-            cost=f"run {'their cells' if names[1:] else 'its cell'} again when you need {_them(names)}",
+            frees=sum(claim.nbytes for claim in others), first=_deletion(names), evidence=_unused(others, names),
+            cost=f"run {cells} again when you need {them}",
         )  # fmt: skip
     claimed = {name for claim in models for name in claim.names}
     modules = sorted(each.name for each in facts.kept if each.kind == "module" and each.name in claimed)
     if modules:
         yield propose(
             f"Move {', '.join(modules)} to the CPU", first="\n".join(f"{name}.cpu()" for name in modules),
-            evidence=f"{_listed(models)}; neither this cell nor what it calls uses {_them(modules)}",
-            cost="move it back before you use it",
+            evidence=_unused(models, modules), cost="move it back before you use it",
         )  # fmt: skip
 
 
-def _them(names: list[str]) -> str:
-    return "them" if names[1:] else "it"
-
-
-def _listed(claims: list[Ownership]) -> str:
-    return "; ".join(f"{', '.join(sorted(claim.names))} {size(claim.nbytes)}" for claim in claims)
+def _unused(claims: list[Ownership], names: list[str]) -> str:
+    listed = "; ".join(f"{', '.join(sorted(claim.names))} {size(claim.nbytes)}" for claim in claims)
+    return f"{listed}; neither this cell nor what it calls uses {'them' if names[1:] else 'it'}"
 
 
 def stale(facts: Facts) -> Iterator[Advice]:
@@ -90,17 +86,17 @@ def _remade(loop: ast.For | ast.While, text: CellText) -> list[str]:
     return [name for name in remade if name not in outside | deleted]
 
 
-def _deletion(claims: list[Ownership]) -> str:
-    """Return the code that unbinds them.
+def _deletion(names: list[str]) -> str:
+    """Return the code that unbinds names.
 
     A displayed value is also in six places of IPython's, all of which `%xdel _N` clears. It comes last: it also
     unbinds the variables that are the very same object, which `del` would then miss.
     """
-    names = sorted({name for claim in claims for name in claim.names})
     variables = [name for name in names if name.isidentifier()]
     displayed = [name.replace("Out[", "_").rstrip("]") for name in names if not name.isidentifier()]
-    lines = [f"del {', '.join(variables)}"] if variables else []
-    return "\n".join([*lines, *(f"%xdel {each}" for each in displayed)])
+    return "\n".join(
+        [*([f"del {', '.join(variables)}"] if variables else []), *(f"%xdel {each}" for each in displayed)]
+    )
 
 
 def gradients(facts: Facts) -> Iterator[Advice]:
@@ -110,15 +106,17 @@ def gradients(facts: Facts) -> Iterator[Advice]:
         return
     held = size(sum(model.gradients for model in holding))
     first = "\n".join(f"{model.name}.zero_grad()" for model in holding if not model.local) or None
-    for text, call in calls(facts.texts, "zero_grad"):
-        flag = keyword(call, "set_to_none")
-        if flag is not None and text.code(flag.value) == "False":
-            yield propose(
-                "Let zero_grad drop the gradients", text=text, changes=[text.replace(flag.value, "True")], first=first,
-                evidence=f"set_to_none=False keeps {held} of zeros through the forward pass",
-                cost="none: code that reads .grad sees None for a moment",
-            )  # fmt: skip
-            return
+    dropped = list(
+        Remedy(
+            "Let zero_grad drop the gradients", lambda _: True,
+            f"set_to_none=False keeps {held} of zeros through the forward pass",
+            "none: code that reads .grad sees None for a moment", first=first or "",
+            argument="set_to_none=True", calls=("zero_grad",), of=lambda *known: known[-1] == "False",
+        )(facts)
+    )  # fmt: skip
+    if dropped:
+        yield from dropped
+        return
     for text in facts.texts:
         step = _late(facts, text)
         changes = text.insert_after(step, text.code(step).partition(".step")[0] + ".zero_grad()") if step else ()
@@ -219,23 +217,23 @@ def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
     updated = frozenset[str]().union(*(each.models for each in facts.optimizers))
     if region is None or not updated or not facts.trains:
         return
-    for statement in region.forward:
-        for call in called_models(facts, statement):
-            model = region.text.code(call.func)
-            inputs = [facts.tensors.get(name) for name in set[str]().union(*map(names_in, call.args))]
-            blocks = [node for node in region.text.nodes() if isinstance(node, ast.With)]
-            around = [block for block in blocks if block.lineno < call.lineno <= (block.end_lineno or 0)]
-            is_off = any(called_name(item.context_expr) in _SWITCHES for block in around for item in block.items)
-            if model in updated or is_off or any(fact is None or fact.requires_grad or fact.graph for fact in inputs):
-                continue
-            changes = _without_graph(region.text, statement, call)
-            if changes:
-                yield propose(
-                    f"Run {model} without an autograd graph", text=region.text, changes=changes,
-                    evidence=f"no optimizer of the cell updates {model}, and what it is called with needs no gradient",
-                    cost=f"none, as long as {model} is not trained here",
-                )  # fmt: skip
-                return
+    text = region.text
+    for statement, call in ((each, call) for each in region.forward for call in called_models(facts, each)):
+        model = text.code(call.func)
+        inputs = [facts.tensors.get(name) for name in set[str]().union(*map(names_in, call.args))]
+        blocks = [node for node in text.nodes() if isinstance(node, ast.With)]
+        around = [block for block in blocks if block.lineno < call.lineno <= (block.end_lineno or 0)]
+        is_off = any(called_name(item.context_expr) in _SWITCHES for block in around for item in block.items)
+        if model in updated or is_off or any(fact is None or fact.requires_grad or fact.graph for fact in inputs):
+            continue
+        changes = _without_graph(text, statement, call)
+        if changes:
+            yield propose(
+                f"Run {model} without an autograd graph", text=text, changes=changes,
+                evidence=f"no optimizer of the cell updates {model}, and what it is called with needs no gradient",
+                cost=f"none, as long as {model} is not trained here",
+            )  # fmt: skip
+            return
 
 
 def _without_graph(text: CellText, statement: ast.stmt, call: ast.Call) -> Sequence[Change]:

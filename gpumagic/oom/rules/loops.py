@@ -110,12 +110,7 @@ def number(trainer: Trainer, name: str, default: int) -> int | None:
 
 
 def told(trainer: Trainer, arguments: dict[str, str]) -> dict[str, Any]:
-    """Return the edit that gives a trainer's call other arguments: in the cell, else the statements to run before it.
-
-    Args:
-        trainer: whose.
-        arguments: code by name.
-    """
+    """Return the edit that tells a trainer otherwise: in the cell, else the statements to run before it."""
     text, call = trainer.text, trainer.call
     said = {name: keyword(call, name) for name in arguments}
     changes = [text.replace(each.value, arguments[name]) for name, each in said.items() if each is not None]
@@ -166,10 +161,7 @@ class Training:
 def accumulating(facts: Facts, found: BatchSize, steps: int) -> dict[str, Any]:
     """Return the edit that has a training loop make a step in one of so many passes; nothing where it is unclear how.
 
-    Args:
-        facts: of the failure.
-        found: the batch size, which another change lowers.
-        steps: how many passes make a step.
+    `found` is the batch size, which another change lowers.
     """
     if facts.trainer is not None and facts.trainer.library == "lightning":
         before = number(facts.trainer, ACCUMULATE, 1)
@@ -202,7 +194,9 @@ def _counted(facts: Facts, training: Training, found: BatchSize, steps: int) -> 
     text, loop = training.text, training.loop
     source, target = loop.iter, loop.target
     names = {node.id for node in text.nodes() if isinstance(node, ast.Name)}
-    loaders = {each.name for each in facts.loaders} | _loaders(text)
+    assigned = [node for node in text.nodes() if isinstance(node, ast.Assign)]
+    made = [each for each in assigned if called_name(each.value) == "DataLoader"]
+    loaders = {each.name for each in facts.loaders}.union(*map(_targets, made))
     if names_in(source) & ({found.name} | loaders):
         if called_name(source) == "enumerate" and isinstance(target, ast.Tuple) and isinstance(source, ast.Call):
             is_plain = len(source.args) == 1 and isinstance(target.elts[0], ast.Name)
@@ -222,12 +216,6 @@ def _counted(facts: Facts, training: Training, found: BatchSize, steps: int) -> 
     return None
 
 
-def _loaders(text: CellText) -> set[str]:
-    """Return the variables for which the cell makes a DataLoader."""
-    made = [node for node in text.nodes() if isinstance(node, ast.Assign) and called_name(node.value) == "DataLoader"]
-    return set().union(*map(_targets, made))
-
-
 def _changes(facts: Facts, training: Training, head: list[Change], number: str, steps: int) -> list[Change]:
     text = training.text
     last, *first = training.statements()
@@ -244,14 +232,9 @@ def _changes(facts: Facts, training: Training, head: list[Change], number: str, 
 def divided(
     facts: Facts, text: CellText, backward: ast.stmt, statements: Sequence[ast.stmt], parts: int
 ) -> list[Change]:
-    """Return the change that divides a loss by a number of parts; none where it is a sum, which parts add up to.
+    """Return the change that divides a loss, which these statements compute, by a number of parts.
 
-    Args:
-        facts: of the failure.
-        text: the text of the cell.
-        backward: the statement that calls `backward`.
-        statements: those in which the loss is computed.
-        parts: how many times `backward` is called in place of once.
+    There is none where it is a sum, which the parts add up to.
     """
     call = next(node for node in ast.walk(backward) if called_name(node) == "backward")
     loss = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None

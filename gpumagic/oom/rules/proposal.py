@@ -159,15 +159,9 @@ def propose(
     first: str | None = None,
     **more: Any,
 ) -> Advice:
-    """Return a suggestion, which is still to be tried.
+    """Return a suggestion, which is still to be tried: `changes` of a text, or code to run `first`.
 
-    Args:
-        title: what to do, as a command.
-        frees: bytes it gives back, where that is known without a dry run.
-        text: the text that the changes are of.
-        changes: what to change in it.
-        first: code to run before the cell.
-        more: other fields of `Advice`.
+    `frees` are the bytes it gives back, where that is known without a dry run; `more` are other fields of `Advice`.
     """
     edit = text.after(changes) if text is not None and changes else first
     return Advice(title, frees, None, changes=tuple(changes), first=first, **{"edit": edit, **more})
@@ -176,10 +170,7 @@ def propose(
 def cleared(first: str | None, residue: Sequence[str], half_made: Sequence[str] = ()) -> str | None:
     """Return what to run first, with what the failed cell left taken away: its next run would stand beside it.
 
-    Args:
-        first: what else is to be run.
-        residue: variables to delete.
-        half_made: optimizers whose first step failed, which a further step would not survive.
+    Optimizers that are `half_made`, whose first step failed, would not survive a further step.
     """
     said = set(re.findall(r"\w+", first or ""))
     left = [name for name in residue if name not in said]
