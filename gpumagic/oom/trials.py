@@ -33,6 +33,7 @@ _FIXED = ("parameters", "gradients", "optimizer state")
 """Parts of a dry run's peak that no smaller batch makes smaller."""
 
 _NOT_INSTALLED = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_PLACE = re.compile(r"line \d+ \((`.*?`)\)")
 _XDEL = re.compile(r"(?m)^%xdel (\w+)$")
 _UNBIND = r"""_value = \1
 for _names in (Out, globals()):
@@ -165,11 +166,16 @@ class Trials:
         smaller = [value for value in runs if value < choice.now]
         if not cut and choice.is_setting and 1 in runs and runs[1].fits is False:
             self.exhausted.append(f"No {choice.name} fits alone, not even 1.")
-        passed = [value for value in smaller if runs[value].fits]
         if not smaller:
             return Chosen(choice.make(choice.guess), self._untried())
-        best = max(passed, default=min(smaller))
-        made, ran = choice.make(best), self._trial(runs[best])
+        passed = [value for value in smaller if runs[value].fits]
+        came = {value: self._trial(runs[value]) for value in smaller}
+        # Where it is open whether any fits, the most extreme is no better than what a reader would take.
+        is_open = [value for value, each in came.items() if each.fits is None and each.needs is not None]
+        within = [value for value in is_open if (came[value].needs or 0) <= (came[value].had or 0)]
+        usual = sorted(is_open, key=lambda value: abs(value - choice.guess))[:1]
+        best = max(passed or within or usual or [min(smaller)])
+        made, ran = choice.make(best), came[best]
         better = choice.finish(best) if choice.finish is not None and ran.fits else None
         trial = self.of(better, *others) if better is not None else EditTrial()
         if better is not None and trial.fits:
@@ -220,7 +226,8 @@ class Trials:
         if found is not None and needed is not None and (report.fits or deciding == self._device):
             saves = max(0, needed - found.peak)
         fits, needs = report.fits, report.peak.get(deciding)
-        reason = shortcoming(report) if fits is None else "; ".join(report.assumed) if not report.certain else ""
+        why = _PLACE.sub(r"\1", shortcoming(report))  # its line is that of the edited text, which nobody sees
+        reason = why if fits is None else "; ".join(report.assumed) if not report.certain else ""
         if fits is False and needs is not None and report.capacity is not None and needs <= report.capacity:
             fits, reason = None, _IN_PIECES  # in what order the blocks lie decides, which may be another then
         return EditTrial(fits, report.certain, needs, report.capacity, saves, reason)

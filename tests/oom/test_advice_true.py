@@ -308,3 +308,30 @@ def test_a_search_that_is_cut_short_says_so_and_how_it_goes_on(report_of, monkey
     first = report_of("batch_size = 100\nx = torch.ones(batch_size, 1 << 20, device='simgpu:0').relu()").advice[0]
     assert first.covers
     assert first.evidence.endswith("the search was cut short, more may fit: %%dryrun --fit batch_size")
+
+
+@pytest.mark.parametrize(("needs", "told"), [({2: 90, 40: 240, 80: 500}, 40), ({2: 300, 40: 400, 80: 500}, 40)])
+def test_where_it_is_open_whether_any_number_fits_no_extreme_is_told(report_of, monkeypatch, needs, told) -> None:
+    """With 2 rows it would be as open as with 40, and nobody takes 2."""
+    whole = trials.run.dry_run
+
+    def search(dry_run, *_):
+        for number in needs:
+            dry_run(number)
+
+    def dry_run(script, *args, **more):
+        report, lines = whole(script, *args, **more), script.source.splitlines()
+        number = next((int(line[13:]) for line in lines if line.startswith("batch_size = ")), 100)
+        if number == 100:
+            return report
+        (one,) = report.devices[:1]
+        peak, devices = needs[number] * MIB, (one._replace(peak=needs[number] * MIB), *report.devices[1:])
+        return replace(report, fits=None, complete=True, open_on=((2, "x"),), devices=devices, peak={one.device: peak})
+
+    monkeypatch.setattr("gpumagic.dryrun.fitting.search", search)
+    monkeypatch.setattr(trials.run, "dry_run", dry_run)
+    report = report_of("batch_size = 100\nx = torch.ones(batch_size, 1 << 20, device='simgpu:0').relu()")
+    (lower,) = [each for each in report.advice if "batch_size" in each.title]
+    assert lower.title == f"Lower batch_size from 100 to {told}"
+    assert lower.covers is None
+    assert lower.trial.reason == "it depends on `x`", "the line's number would be that of a text that nobody sees"
