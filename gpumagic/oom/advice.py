@@ -118,6 +118,10 @@ class _Tried:
     is_exhausted: bool = False
 
     @property
+    def fits_here(self) -> bool:
+        return bool(self.trial.fits) and self.tier < MONEY
+
+    @property
     def saves(self) -> int:
         return self.trial.saves or 0
 
@@ -140,11 +144,11 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         for each in rule(facts)
     ]
     found = _try_all(proposals, trials)
-    if not any(each.trial.fits for each in found):
+    if not any(each.fits_here for each in found):
         together = _cheapest_set(facts, found, trials)
         found += [] if together is None else [together]
-    if any(each.trial.fits for each in found):
-        found = [each for each in found if each.trial.fits or (each.tier < DRASTIC and each.trial.needs is not None)]
+    if any(each.fits_here for each in found):
+        found = [each for each in found if each.fits_here or (each.tier < DRASTIC and each.trial.needs is not None)]
     worth = [each for each in found if _is_worth_a_word(each, facts) and not each.is_exhausted]
     most = max((_worth(each) for each in worth if each.tier < DRASTIC), default=0)
     return tuple(_finished(facts, each) for each in sorted(worth, key=functools.partial(_rank, most=most)))
@@ -165,9 +169,11 @@ def _try_all(proposals: Sequence[tuple[int, Proposal]], trials: Trials) -> list[
                 chosen = _chosen(each, trials, is_brief=is_solved)
                 own = OTHER_RESULT if each.changes_result and not chosen.is_finished else tier
                 found.append(_Tried(own, place, chosen.advice, chosen.trial, each, chosen.is_exhausted))
-            else:
+            elif not (each.gpu and any(other.advice.gpu for other in found)):
                 tell(each.title)
-                trial = trials.of(each) if each.changes or each.first else EditTrial()
+                trial = trials.of(each) if each.changes or each.first or each.gpu else EditTrial()
+                if each.gpu and trial.fits is False:
+                    continue  # the next is larger
                 found.append(_Tried(tier, place, each, trial))
     return found
 
@@ -237,8 +243,8 @@ def _finished(facts: Facts, found: _Tried) -> Advice:
     is_code = bool(advice.changes or advice.first)
     first = cleared(advice.first, facts.residue, facts.half_made) if is_code else advice.first
     return replace(
-        advice, trial=trial if is_code else None, covers=trial.fits, first=first,
-        frees=advice.frees if trial.saves is None else trial.saves,
+        advice, trial=trial if is_code or advice.gpu else None, covers=trial.fits, first=first,
+        frees=advice.frees if trial.saves is None or advice.gpu else trial.saves,
         edit=advice.edit if advice.changes or not is_code else first,
     )  # fmt: skip
 

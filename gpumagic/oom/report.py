@@ -141,6 +141,8 @@ class Advice:
     """`edit` as changes of the cell's text; empty where it is not one."""
     first: str | None = None
     """Code to run once before the cell runs again."""
+    gpu: str = ""
+    """The GPU by name that the dry run was of, where that is not the one that is here."""
 
     def apply(self, source: str, cell: str = "") -> str:
         """Return a cell's text with the changes of this advice made.

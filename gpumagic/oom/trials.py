@@ -193,7 +193,8 @@ class Trials:
             raise DryRunUnavailable(
                 self.reason or f"there was no time: dry runs of advice may take {self._seconds:g} s"
             )
-        script, target = script_of(self._code(edits)), targets.choose(self._device, None)
+        gpu = next((each.gpu for each in edits if each.gpu), None)
+        script, target = script_of(self._code(edits)), targets.choose(self._device, None, gpu)
         left = min(self._left_seconds(), self._left_seconds() if until is None else until - time.monotonic())
         try:
             self._is_running, began = True, time.monotonic()

@@ -189,7 +189,7 @@ def _advice(report: OomReport) -> Iterator[Block]:
         return
     first, *others = advice
     yield from _how(first)
-    tried = [each for each in advice if each.trial is not None]  # no dry run tells of another machine
+    tried = [each for each in advice if each.trial is not None and not each.gpu]
     if report.untried:
         yield Paragraph(f"None of it was tried: {report.untried}.", muted=True)
     elif report.need is not None and report.need.fits is False and all(each.covers is False for each in tried):

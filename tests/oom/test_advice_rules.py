@@ -71,7 +71,7 @@ def test_what_is_missing_for_the_whole_cell_counts_before_what_one_request_lacke
     assert explain(known).sentence == (
         "Not enough memory: the cell needs 11.0 GiB of cuda:0, which has 8.0 GiB for it: 3.0 GiB missing."
     )
-    assert one(limits.larger, known).title == "Use a larger GPU, such as a T4 (14.6 GiB)"
+    assert next(limits.larger(known)).title == "Use a larger GPU, such as a T4 (14.6 GiB)"
     assert not list(limits.larger(SHORTAGE))
 
 

@@ -335,3 +335,20 @@ def test_where_it_is_open_whether_any_number_fits_no_extreme_is_told(report_of, 
     assert lower.title == f"Lower batch_size from 100 to {told}"
     assert lower.covers is None
     assert lower.trial.reason == "it depends on `x`", "the line's number would be that of a text that nobody sees"
+
+
+def test_where_nothing_fits_the_smallest_gpu_is_named_on_which_the_cell_was_dry_run(report_of) -> None:
+    simgpu.enable(devices=1, memory="4GiB")
+    report = report_of("x = torch.ones(10 << 30, dtype=torch.uint8, device='simgpu:0')\ny = x + x")
+    first = report.advice[0]
+    assert first.title == "Use a larger GPU, such as an L4 (22.0 GiB)"
+    assert (first.gpu, first.covers, first.trial.needs) == ("L4", True, 20 * GIB)
+    assert "Nothing that was tried fits on simgpu:0" in str(report)
+
+
+def test_a_gpu_on_which_a_dry_run_fails_is_not_named() -> None:
+    need = Need(14 * GIB, 10 * GIB, fits=False, certain=True)
+    no = EditTrial(fits=False, needs=16 * GIB, had=15 * GIB)
+    told = Told({"Use a larger GPU, such as an L4 (22.0 GiB)": no})
+    titles = [each.title for each in advising.advise(replace(PIECES, need=need), told)]
+    assert titles[-1] == "Use a larger GPU, such as an A10G (22.1 GiB)"

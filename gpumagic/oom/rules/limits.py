@@ -251,16 +251,17 @@ def _least(facts: Facts) -> int:
 
 
 def larger(facts: Facts) -> Iterator[Advice]:
-    """Say how large a device the cell needs, with a GPU that is."""
+    """Say how large a device the cell needs, with the GPUs that are, the smallest first."""
     if facts.need is None or not facts.need.missing or facts.capacity is None:
         return
     needed = facts.need.needed
     room = {name: GPUS[name].capacity for name in USUAL if GPUS[name].capacity >= needed + CONTEXT}
-    best = min(room, key=lambda name: room[name], default=None) if facts.capacity >= SMALL else None
-    example = f", such as {'an' if best[0] in 'AHLR' else 'a'} {best} ({size(room[best])})" if best else ""
-    yield propose(
-        f"Use a larger GPU{example}", evidence=f"as it is, the cell needs {size(needed)}", cost="another machine"
-    )
+    for name in sorted(room, key=lambda name: room[name]) if facts.capacity >= SMALL and room else [""]:
+        example = f", such as {'an' if name[0] in 'AHLR' else 'a'} {name} ({size(room[name])})" if name else ""
+        yield propose(
+            f"Use a larger GPU{example}", evidence=f"as it is, the cell needs {size(needed)}", cost="another machine",
+            gpu=name,
+        )  # fmt: skip
 
 
 def divided(facts: Facts) -> Iterator[Advice]:
