@@ -38,6 +38,7 @@ SAVINGS: tuple[Rule, ...] = (
     expressions.expand,
     collected.grown_by_cat,
     collected.results,
+    collected.joined,
     loops.predictions,
     kept.copies,
     collected.listed,

@@ -146,18 +146,24 @@ def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collected]
 
 def _collected(value: Any, device: str) -> Collected | None:
     members = list(value) if type(value) in (list, deque) else list(value.values()) if type(value) is dict else []
-    records = [each for each in members if issubclass(type(each), tuple)]
-    if not any(_fact(each) for each in (*members[:FIRST], *(part for record in records[:FIRST] for part in record))):
+    records = [each for each in members if type(each) is dict or issubclass(type(each), tuple)]
+    first = [part for record in records[:FIRST] for part in _parts(record)]
+    if not any(_fact(each) for each in (*members[:FIRST], *first)):
         return None  # do not read all of a long list of numbers
-    parts = {id(part): part for member in members for part in (member if records else (member,))}
+    parts = {id(part): part for member in members for part in (_parts(member) if records else (member,))}
     facts = [fact for fact in map(_fact, parts.values()) if fact is not None and fact.device == device]
     if not facts or 0 < len(records) < len(members):
         return None
     return Collected(
         len(facts), sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts),
         not any(fact.shape for fact in facts), by_key=type(value) is dict,
-        record="" if not records else "tuple" if type(records[0]) is tuple else "_make",
+        record="" if not records else "_make" if hasattr(records[0], "_make") else type(records[0]).__name__,
     )  # fmt: skip
+
+
+def _parts(record: Any) -> Iterable[Any]:
+    """Return what a tuple or a dict has; of anything else itself."""
+    return record.values() if type(record) is dict else record if issubclass(type(record), tuple) else (record,)
 
 
 def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]]:

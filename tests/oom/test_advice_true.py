@@ -233,6 +233,54 @@ def test_a_graph_that_a_collection_of_collections_keeps_is_a_leak(report_of, mad
     assert report.advice[0].covers
 
 
+@pytest.mark.parametrize(
+    ("add", "title"),
+    [
+        ("history.append({'loss': loss, 'mean': loss.item(), 'n': len(x)})", "Collect loss without its autograd graph"),
+        ("history.append((loss, loss * 2, 7))", "Collect loss, loss * 2 without their autograd graphs"),
+        ("history.append(dict(out=net[0](y), loss=loss.detach()))", "Collect net[0](y) without its autograd graph"),
+    ],
+)
+def test_a_graph_that_records_keep_is_a_leak_of_all_that_is_made_with_it(report_of, add, title) -> None:
+    report = report_of(
+        f"history = []\nfor x in data:\n    y = x.to('simgpu:0')\n    loss = net(y).mean()\n    {add}",
+        before="data = torch.randn(40, 1024, 64)\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.ReLU()).to('simgpu:0')",
+    )
+    assert "A leak: history holds" in report.verdict
+    assert title in [each.title for each in report.advice]
+
+
+def test_attention_that_einsum_computes_is_recognised(report_of) -> None:
+    report = report_of(
+        "att = torch.einsum('bhid, bhjd -> bhij', q, k) / 32**0.5\natt = att.softmax(dim=-1)\n"
+        "out = torch.einsum('bhij,bhjd->bhid', att, v)",
+        before="q = torch.randn(1, 8, 2048, 32, device='simgpu:0')\nk = torch.randn_like(q)\nv = torch.randn_like(q)",
+    )
+    assert report.advice[0].title == "Attend with 128 queries at a time"
+    assert report.advice[0].covers
+    assert "scaled_dot_product" not in report.advice[0].edit, "this device has no such kernel"
+
+
+def test_what_cat_makes_longer_is_joined_in_the_hosts_memory(report_of) -> None:
+    report = report_of(
+        "probs = torch.empty(0, device='simgpu:0')\nwith torch.no_grad():\n    for chunk in data.chunk(10):\n"
+        "        probs = torch.cat((probs, net(chunk.to('simgpu:0')).softmax(-1)))",
+        before="data = torch.randn(20000, 64)\nnet = torch.nn.Linear(64, 4096).to('simgpu:0').eval()",
+    )
+    assert report.advice[0].title == "Collect probs in the host's memory"
+    assert report.advice[0].covers
+
+
+def test_an_array_in_double_precision_is_moved_in_single_where_it_came_before_the_line_that_failed(report_of) -> None:
+    report = report_of(
+        "X = torch.from_numpy(features).to('simgpu:0')\nX = (X - X.mean(0)) / X.std(0)",
+        before="import numpy as np\nfeatures = np.random.randn(25000, 512)",
+    )
+    assert report.advice[0].title == "Keep features in float32 on the device"
+    assert report.advice[0].covers
+
+
 def test_a_number_of_which_not_even_the_smallest_fits_is_no_suggestion(report_of) -> None:
     report = report_of(
         "batch_size = 1000000\nkept = []\n"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.expressions import match
 from gpumagic.oom.rules.facts import Collection, Facts
-from gpumagic.oom.rules.proposal import bracketed, failed, loop_around, propose
+from gpumagic.oom.rules.proposal import bracketed, called_models, failed, loop_around, propose
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, called_name, names_in
 
@@ -39,14 +39,17 @@ def graphs(facts: Facts) -> Iterator[Advice]:
             continue
         held, total = facts.collections.get(target), facts.tensors.get(target)
         is_number = held.is_of_numbers if held is not None and held.graphs else total is not None and not total.shape
-        known = [facts.tensors.get(text.code(value)) for value in values]
-        for value, fact in zip(values, known, strict=True):
-            if values[1:] and (fact is None or not fact.graph):
-                continue
+        known = [(value, facts.tensors.get(text.code(value))) for value in values]
+        kept = [value for value, fact in known if not values[1:] or fact is None or fact.graph]
+        if kept:
             yield propose(
-                f"Collect {text.code(value)} without its autograd graph", text=text,
-                changes=[text.replace(value, f"{bracketed(text, value)}.{'item' if is_number else 'detach'}()")],
-                evidence=evidence, cost="a sync in each pass, for the number" if is_number else "none",
+                f"Collect {', '.join(map(text.code, kept))} without "
+                f"{'their autograd graphs' if kept[1:] else 'its autograd graph'}",
+                text=text, evidence=evidence, cost="a sync in each pass, for the number" if is_number else "none",
+                changes=[
+                    text.replace(value, f"{bracketed(text, value)}.{'item' if is_number else 'detach'}()")
+                    for value in kept
+                ],
             )  # fmt: skip
 
 
@@ -75,6 +78,21 @@ def results(facts: Facts) -> Iterator[Advice]:
             cost="a copy in each pass" + ("" if joined else f"; what uses {place} finds it on the CPU"),
         )  # fmt: skip
         return
+
+
+def joined(facts: Facts) -> Iterator[Advice]:
+    """Join in the host's memory what a loop makes longer with `cat`."""
+    for text, statement in failed(facts):
+        is_looped = isinstance(statement, ast.Assign) and loop_around(text, statement.lineno) is not None
+        node = statement.value if isinstance(statement, ast.Assign) and is_looped else ast.Pass()
+        parts = match("cat([WHOLE, PART])", node) or match("concat([WHOLE, PART])", node)
+        name = text.code(parts["WHOLE"]) if parts is not None else ""
+        if parts is not None and isinstance(statement, ast.Assign) and text.code(statement.targets[0]) == name:
+            yield propose(
+                f"Collect {name} in the host's memory", text=text,
+                changes=[text.append(each, ".cpu()") for each in parts.values()],
+                evidence=f"{name} is longer after each pass", cost=f"a copy in each pass; {name} is on the CPU then",
+            )  # fmt: skip
 
 
 def listed(facts: Facts) -> Iterator[Advice]:
@@ -114,8 +132,11 @@ def _root(place: str) -> str:
 
 def _moved(place: str, held: Collection) -> str:
     """Return code that moves to the host what a collection holds."""
-    parts = "(x.cpu() if torch.is_tensor(x) else x for x in each)"
-    each = {"": "each.cpu()", "tuple": f"tuple{parts}", "_make": f"each._make{parts}"}[held.record]
+    moved = "x.cpu() if torch.is_tensor(x) else x for"
+    each = {
+        "": "each.cpu()", "tuple": f"tuple({moved} x in each)", "_make": f"each._make({moved} x in each)",
+        "dict": f"{{name: {moved} name, x in each.items()}}",
+    }[held.record]  # fmt: skip
     index, items = ("key", f"list({place}.items())") if held.by_key else ("i", f"enumerate({place})")
     return f"for {index}, each in {items}:\n    {place}[{index}] = {each}"
 
@@ -153,9 +174,7 @@ def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
             target = text.code(owner) if owner is not None else ""
             held = facts.collections.get(target)
             if held is not None and (held.place or held.record):
-                parts = [part for value in values for part in _parts(value)]
-                known = [(part, facts.tensors.get(text.code(part))) for part in parts]
-                values = [part for part, fact in known if fact is not None and fact.device == facts.device]
+                values = [part for value in values for part in _parts(value) if _is_there_too(facts, text, part)]
             elif isinstance(node, ast.Call) and called_name(node) not in _ADD:
                 continue
             if values and (isinstance(owner, ast.Name) or held is not None or target in facts.tensors):
@@ -175,10 +194,25 @@ def _addition(node: ast.AST) -> tuple[ast.expr | None, list[ast.expr]]:
     return None, []
 
 
+def _is_there_too(facts: Facts, text: CellText, part: ast.expr) -> bool:
+    """Return whether a part of a record is a tensor on the device, or made of one."""
+    fact = facts.tensors.get(text.code(part))
+    if fact is not None:
+        return fact.device == facts.device
+    if not isinstance(part, ast.Call | ast.BinOp | ast.Attribute) or called_name(part) in {*_LEAVES, "detach"}:
+        return False
+    reads = [facts.tensors.get(name) for name in names_in(part)]
+    is_made = any(each is not None and each.device == facts.device for each in reads)
+    is_figure = isinstance(part, ast.Attribute) and part.attr in ("shape", "dtype", "device")
+    return not is_figure and (is_made or any(called_models(facts, part)))
+
+
 def _parts(value: ast.expr) -> list[ast.expr]:
-    """Return what a record is made of: ``(x, y)``, ``Record(x, y)``."""
+    """Return what a record is made of: ``(x, y)``, ``Record(x, y)``, ``{"x": x}``."""
     if isinstance(value, ast.Tuple):
         return value.elts
+    if isinstance(value, ast.Dict):
+        return value.values
     return [*value.args, *(each.value for each in value.keywords)] if isinstance(value, ast.Call) else [value]
 
 

@@ -44,7 +44,7 @@ def _parsed(pattern: str) -> ast.expr:
 
 def _is_like(pattern: ast.expr, node: ast.expr, found: dict[str, ast.expr]) -> bool:
     if isinstance(pattern, ast.Name) and pattern.id.isupper():
-        return ast.dump(found.setdefault(pattern.id, node)) == ast.dump(node)
+        return hasattr(node, "lineno") and ast.dump(found.setdefault(pattern.id, node)) == ast.dump(node)
     (one, parts), (other, others) = _form(pattern), _form(node)
     return (
         one == other
@@ -74,6 +74,12 @@ def _form_of_call(node: ast.Call) -> tuple[str, list[ast.expr]]:
     parts = [*([owner] if owner is not None and is_method else []), *node.args, *(each.value for each in node.keywords)]
     if name in _CASTS:
         return "cast", parts[:1]
+    if name == "einsum" and len(parts) == 3 and isinstance(parts[0], ast.Constant):
+        one, other, result = [*re.split(",|->", str(parts[0].value).replace(" ", "")), "", ""][:3]
+        if one[:-1] + other[-1:] == result and other[:-1] == one[:-2] + one[-1:]:
+            return "MatMult", parts[1:]  # "ij,jk->ik", whatever stands before
+        if one[:-1] + other[-2:-1] == result and other[:-2] + other[-1:] == one[:-2] + one[-1:]:
+            return "MatMult", [parts[1], ast.Attribute(parts[2], "mT", ast.Load())]  # "ij,kj->ik"
     otherwise = _OTHERWISE.get((name, *map(ast.unparse, parts[1:])))
     return (otherwise, parts[:1]) if otherwise else ("MatMult" if name == "matmul" else name, parts)
 

@@ -53,7 +53,7 @@ class TensorFact:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """A list, deque or dict of tensors on the device that failed, or of tuples of them."""
+    """A list, deque or dict of tensors on the device that failed, or of tuples or dicts of them."""
 
     tensors: int
     nbytes: int
@@ -64,7 +64,7 @@ class Collection:
     place: str = ""
     """Where an object has it, ``"memory.records"``; empty where the name is the collection's own."""
     record: str = ""
-    """``"tuple"`` or ``"_make"``: how a record is made anew that has the tensors; empty where they are the members."""
+    """``"tuple"``, ``"_make"``, ``"dict"``: how a record is made anew that has the tensors; empty where there is none."""
     by_key: bool = False
     """Whether it is a dict."""
 

@@ -178,7 +178,7 @@ single = Remedy(
     lambda facts, _, call, *__: f"{_wide(facts, call)} is float64, numpy's default, "
     f"{size(facts.tensors[_wide(facts, call)].nbytes)}",
     "seven digits instead of sixteen; models are float32 anyway", argument="dtype=torch.float32", calls=_MOVES,
-    in_line=True, of=lambda facts, text, call, _: _wide(facts, call) and _says_no_dtype(text, call),
+    of=lambda facts, text, call, _: _wide(facts, call) and _says_no_dtype(text, call),
 )  # fmt: skip
 
 
