@@ -45,7 +45,7 @@ class EveryCell:
     def _starts(self, info: ExecutionInfo) -> None:
         self.cells += 1
         guard = self._make()
-        guard.on_failure(self._count)
+        guard.on_report = self._count
         self._guards.add(guard)
         self._sessions.start(guard, info)
 

@@ -14,7 +14,8 @@ from gpumagic.report.units import size
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_KEY = "gpumagic_last_failure"
+KEY = "gpumagic_last_failure"
+"""Under which a session's last failure is in `shell.meta`."""
 ALIKE = 0.8
 """The share of words and signs that two texts have in common if one is an edit of the other."""
 
@@ -31,14 +32,9 @@ class LastFailure:
 
 def compare(shell: InteractiveShell, now: LastFailure) -> str:
     """Return what `since` does of a session's last failure, and remember this one in its place."""
-    last: LastFailure | None = shell.meta.get(_KEY)
-    shell.meta[_KEY] = now
+    last: LastFailure | None = shell.meta.get(KEY)
+    shell.meta[KEY] = now
     return since(last, now)
-
-
-def forget(shell: InteractiveShell) -> None:
-    """Forget a session's last failure."""
-    shell.meta.pop(_KEY, None)
 
 
 def since(last: LastFailure | None, now: LastFailure) -> str:

@@ -91,7 +91,8 @@ class OomGuard(contextlib.ContextDecorator):
         self._is_of_function = False
         self._memory: CellMemory | None = None
         self._timeline: MemoryTimeline | None = None
-        self._on_report: Callable[[], None] = lambda: None
+        self.on_report: Callable[[], None] = lambda: None
+        """Called with each report."""
         self._instant = Instant()
         self._observer = OomObserver(self._shares)
         self._failure: Failure | None = None
@@ -244,10 +245,6 @@ class OomGuard(contextlib.ContextDecorator):
         if error is not None:
             release.clear_exception(error, self._shell, self._state.outside)
 
-    def on_failure(self, callback: Callable[[], None]) -> None:
-        """Call something with each report."""
-        self._on_report = callback
-
     def publish(self, report: OomReport) -> None:
         """Set and store the guard's report."""
         self.report = report
@@ -288,7 +285,7 @@ class OomGuard(contextlib.ContextDecorator):
         report = replace(report, instant=self._instant, timeline=self._timeline)
         report = replace(report, actions=actions_of(report, in_notebook=self._shell is not None))
         self.publish(report)
-        self._on_report()
+        self.on_report()
         return report
 
 
@@ -329,5 +326,5 @@ def _warn_of_host_memory(shell: InteractiveShell) -> None:
 def off(shell: InteractiveShell) -> None:
     """Forget the warning about host memory, the last failure and the text for `%tb`, when the extension is unloaded."""
     shell.meta.pop(_WARNED, None)
-    followed.forget(shell)
+    shell.meta.pop(followed.KEY, None)
     forget_traceback()

@@ -140,15 +140,12 @@ def _edit(facts: Facts, found: BatchSize, value: int) -> dict[str, Any]:
 def remake(loader: Loader, **changed: object) -> str:
     """Return the code that makes a DataLoader anew with other arguments."""
     name = loader.name
-    arguments = {
-        "batch_size": loader.batch_size,
-        **({"shuffle": True} if loader.shuffles else {}),
-        **({"num_workers": loader.workers} if loader.workers else {}),
-        **({"pin_memory": True} if loader.pins else {}),
-        **({"drop_last": True} if loader.drops_last else {}),
-        **changed,
-    }
-    listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    flags = {
+        "shuffle": loader.shuffles, "num_workers": loader.workers, "pin_memory": loader.pins,
+        "drop_last": loader.drops_last,
+    }  # fmt: skip
+    told = {"batch_size": loader.batch_size, **{key: value for key, value in flags.items() if value}, **changed}
+    listed = ", ".join(f"{key}={value!r}" for key, value in told.items())
     listed += f", sampler={name}.sampler" if loader.samples else ""
     return f"{name} = torch.utils.data.DataLoader({name}.dataset, {listed}, collate_fn={name}.collate_fn)"
 

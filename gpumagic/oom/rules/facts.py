@@ -64,7 +64,7 @@ class Collection:
     place: str = ""
     """Where an object has it, ``"memory.records"``; empty where the name is the collection's own."""
     record: str = ""
-    """``"tuple"``, ``"_make"``, ``"dict"``: how a record is made anew that has the tensors; empty where there is none."""
+    """``"tuple"``, ``"_make"``, ``"dict"``: how a record is made anew that has the tensors; empty where none has."""
     by_key: bool = False
     """Whether it is a dict."""
 

@@ -15,6 +15,7 @@ from gpumagic.oom.rules import collected
 from gpumagic.oom.rules.batch import remake
 from gpumagic.oom.rules.facts import Facts, TensorFact
 from gpumagic.oom.rules.proposal import Remedy, backend, bracketed, calls, failed, propose
+from gpumagic.report.base import Holder
 from gpumagic.report.units import count, shape, size
 from gpumagic.source.text import CellText, Change, called_name, keyword
 
@@ -131,13 +132,10 @@ expandable_segments = Remedy(
     lambda facts, *_: f"{size(facts.unallocated)} was reserved but unallocated, {size(facts.requested)} requested",
     "a restart of the kernel; not with CUDA IPC", edit="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
 )  # fmt: skip
-_OUT = {
-    "module": "{name}.cpu()", "tensor": "{name} = {name}.cpu()", "list": "{name} = [each.cpu() for each in {name}]",
+_MOVED = {
+    "module": "{name}.{to}", "tensor": "{name} = {name}.{to}", "list": "{name} = [each.{to} for each in {name}]",
 }  # fmt: skip
-_BACK = {
-    "module": '{name}.to("{device}")', "tensor": '{name} = {name}.to("{device}")',
-    "list": '{name} = [each.to("{device}") for each in {name}]',
-}  # fmt: skip
+"""How variables are moved, by their kinds."""
 
 
 def compact(facts: Facts) -> Iterator[Advice]:
@@ -145,11 +143,12 @@ def compact(facts: Facts) -> Iterator[Advice]:
     if not is_fragmented(facts) or facts.after is None or any(optimizer.state for optimizer in facts.optimizers):
         return
     stuck = facts.after.reserved - facts.after.allocated  # the cache has been emptied since: this is pinned by names
-    named = [each for each in facts.kept if each.kind in _OUT]
+    named = [each for each in facts.kept if each.kind in _MOVED]
     if stuck < (facts.requested or 0) or sum(each.nbytes for each in named) * 2 < facts.after.allocated:
         return
-    out = [_OUT[each.kind].format(name=each.name) for each in named]
-    back = [_BACK[each.kind].format(name=each.name, device=facts.device) for each in named]
+    out, back = (
+        [_MOVED[each.kind].format(name=each.name, to=to) for each in named] for to in ("cpu()", f'to("{facts.device}")')
+    )
     yield propose(
         "Move what is there to the host and back, into whole segments",
         first="\n".join([*out, f"torch.{backend(facts)}.empty_cache()", *back]), frees=stuck,
@@ -228,7 +227,12 @@ def other_device(facts: Facts) -> Iterator[Advice]:
     if not facts.free_elsewhere or any(optimizer.state for optimizer in facts.optimizers):
         return  # an optimizer's state would have to move with its parameters, and has no method for it
     device = max(facts.free_elsewhere, key=lambda each: facts.free_elsewhere[each])
-    if facts.free_elsewhere[device] < _least(facts):
+    if facts.need is not None and facts.after is not None:  # what the cell needs, without what it has no use for
+        least = facts.need.needed - facts.after.allocated + sum(each.nbytes for each in facts.brought)
+    else:
+        at_failure = facts.at_failure.allocated if facts.at_failure is not None else 0
+        least = at_failure - facts.leftover_nbytes + (facts.requested or 0)
+    if facts.free_elsewhere[device] < least:
         return
     moved = [each for each in facts.brought if each.kind in ("module", "tensor")]
     if len(moved) < len([each for each in facts.brought if each.kind != "optimizer"]):
@@ -238,16 +242,8 @@ def other_device(facts: Facts) -> Iterator[Advice]:
         f"Run the cell on {device}" + (f", with {names} moved there" if moved else ""),
         evidence=f"{device} has {size(facts.free_elsewhere[device])} free",
         cost=f"{names} {'are' if len(moved) > 1 else 'is'} on {device} then" if moved else "none",
-        **_redirected(facts, device),
+        **_redirected(facts, device, moved),
     )  # fmt: skip
-
-
-def _least(facts: Facts) -> int:
-    """Return what a device needs at least: what the cell needs, without what it has no use for."""
-    if facts.need is not None and facts.after is not None:
-        return facts.need.needed - facts.after.allocated + sum(each.nbytes for each in facts.brought)
-    at_failure = facts.at_failure.allocated if facts.at_failure is not None else 0
-    return at_failure - facts.leftover_nbytes + (facts.requested or 0)
 
 
 def larger(facts: Facts) -> Iterator[Advice]:
@@ -296,20 +292,16 @@ def offload(facts: Facts) -> Iterator[Advice]:
         )  # fmt: skip
 
 
-def _redirected(facts: Facts, device: str) -> dict[str, Any]:
+def _redirected(facts: Facts, device: str, moved: list[Holder]) -> dict[str, Any]:
     """Return the edit: the device's name in the cell, the variables that hold it, and what has to move."""
     first = [f'{name} = "{device}"' for name in facts.device_names]
-    first += [_move(each.name, each.kind, device) for each in facts.brought if each.kind in ("module", "tensor")]
+    first += [_MOVED[each.kind].format(name=each.name, to=f'to("{device}")') for each in moved]
     text = facts.text
     changes = list(_renamed(facts, text, device)) if text is not None else []
     if not changes and not facts.device_names:
         magic = f"%%ondevice {device}"
         return {"first": "\n".join(first) or None, "changes": [Change(1, 0, "", f"{magic}\n")], "edit": magic}
     return {"first": "\n".join(first) or None, "text": text, "changes": changes}
-
-
-def _move(name: str, kind: str, device: str) -> str:
-    return f'{name}.to("{device}")' if kind == "module" else f'{name} = {name}.to("{device}")'
 
 
 def _renamed(facts: Facts, text: CellText, device: str) -> Iterator[Change]:

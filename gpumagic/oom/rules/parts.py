@@ -198,9 +198,8 @@ def _advice(facts: Facts, joined: Joined, rows: Rows, method: str, number: int) 
 
 def _summed(node: ast.expr | None) -> str:
     """Return `mean` or `sum` where that is taken of everything, in the end."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.args or node.keywords:
-        return ""
-    return node.func.attr if node.func.attr in ("mean", "sum") else ""
+    is_whole = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not (node.args or node.keywords)
+    return called_name(node) if node is not None and is_whole and called_name(node) in ("mean", "sum") else ""
 
 
 def _rows_of(facts: Facts, text: CellText, node: ast.expr) -> Rows | None:
@@ -225,18 +224,13 @@ def _of_operands(facts: Facts, text: CellText, node: ast.BinOp) -> Rows | None:
         left = _rows_of(facts, text, node.left)
         is_matrix = left is not None and len(facts.tensors[left.name].shape) == 2
         return left if is_matrix else None
-    if _is_number(facts, text, node.right):
-        return _rows_of(facts, text, node.left)
-    if _is_number(facts, text, node.left):
-        return _rows_of(facts, text, node.right)
-    one, other = _rows_of(facts, text, node.left), _rows_of(facts, text, node.right)
-    if one is None or other is None or one.name != other.name:
+    for one, other in ((node.right, node.left), (node.left, node.right)):
+        if isinstance(one, ast.Constant) or text.code(one) in facts.numbers:
+            return _rows_of(facts, text, other)
+    left, right = _rows_of(facts, text, node.left), _rows_of(facts, text, node.right)
+    if left is None or right is None or left.name != right.name:
         return None
-    return Rows(one.name, (*one.uses, *other.uses), one.reduces and other.reduces)
-
-
-def _is_number(facts: Facts, text: CellText, node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) or text.code(node) in facts.numbers
+    return Rows(left.name, (*left.uses, *right.uses), left.reduces and right.reduces)
 
 
 def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:
@@ -244,14 +238,10 @@ def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:
     rows = _rows_of(facts, text, owner) if owner is not None else None
     if rows is None or (name in UNARY and all(isinstance(each, ast.Constant) for each in call.args)):
         return rows
-    if name not in REDUCING | ALONG or not _is_within_a_row(name, call):
+    dim, place = keyword(call, "dim"), 1 if name == "topk" else 0
+    said = dim.value if dim is not None else call.args[place] if len(call.args) > place else None
+    # On the last dimensions: it says so, or it is `topk`, which does unless told
+    is_within_a_row = ast.unparse(said) in ("-1", "1", "2") if said is not None else name == "topk"
+    if name not in REDUCING | ALONG or not is_within_a_row:
         return None
     return Rows(rows.name, rows.uses, rows.reduces or name in REDUCING)
-
-
-def _is_within_a_row(name: str, call: ast.Call) -> bool:
-    """Return whether a method works on the last dimensions: it says so, or it is `topk`, which does unless told."""
-    dim = keyword(call, "dim")
-    place = 1 if name == "topk" else 0
-    said = dim.value if dim is not None else call.args[place] if len(call.args) > place else None
-    return ast.unparse(said) in ("-1", "1", "2") if said is not None else name == "topk"
