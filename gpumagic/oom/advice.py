@@ -200,16 +200,16 @@ def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tri
             continue
         trial = trials.of(*(each.advice for each in plain[:number]))
         if trial.fits:
-            return _least(plain[:number], trial, trials)
+            return _least(facts, plain[:number], trial, trials)
     for each in useful:
         if each.choice is not None and plain:
             chosen = trials.choose(each.choice, *(other.advice for other in plain))
             if chosen.trial.fits:
-                return _least([*plain, replace(each, advice=chosen.advice)], chosen.trial, trials)
+                return _least(facts, [*plain, replace(each, advice=chosen.advice)], chosen.trial, trials)
     return None
 
 
-def _least(members: list[_Tried], trial: EditTrial, trials: Trials) -> _Tried:
+def _least(facts: Facts, members: list[_Tried], trial: EditTrial, trials: Trials) -> _Tried:
     """Return a set that fits without those of its members, the costliest first, without which it fits too."""
     for each in sorted(members, key=lambda each: (-each.tier, each.saves)):
         rest = [other for other in members if other is not each]
@@ -220,11 +220,12 @@ def _least(members: list[_Tried], trial: EditTrial, trials: Trials) -> _Tried:
             members, trial = rest, without
     advice = [each.advice for each in members]
     titles = [advice[0].title, *(f"{each.title[:1].lower()}{each.title[1:]}" for each in advice[1:])]
+    changes = tuple(change for each in advice for change in each.changes)
+    changed = [text for text in facts.texts if any(each.cell == text.cell for each in changes)]
     joined = Advice(
         title="; ".join(titles), frees=None, covers=None, evidence="none of them fits alone",
         cost="; ".join(dict.fromkeys(each.cost for each in advice if each.cost and not each.cost.startswith("none"))),
-        edit="\n".join(each.edit for each in advice if each.edit and each.changes) or None,
-        changes=tuple(change for each in advice for change in each.changes),
+        edit="\n".join(text.after(changes) for text in changed) or None, changes=changes,
         first="\n".join(dict.fromkeys(each.first for each in advice if each.first)) or None,
     )  # fmt: skip
     return _Tried(max(each.tier for each in members), 0, joined, trial)

@@ -272,6 +272,22 @@ def test_what_cat_makes_longer_is_joined_in_the_hosts_memory(report_of) -> None:
     assert report.advice[0].covers
 
 
+def test_changes_of_the_same_lines_are_shown_as_the_lines_that_they_make_together(report_of) -> None:
+    report = report_of(
+        "probs = torch.empty(0, device='simgpu:0')\nfor chunk in data.chunk(10):\n"
+        "    probs = torch.cat((probs, net(chunk.to('simgpu:0')).softmax(-1)))",
+        before="data = torch.randn(40000, 64)\nnet = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), "
+        "torch.nn.Linear(512, 4096)).to('simgpu:0').eval()",
+    )
+    first = report.advice[0]
+    assert first.title == "Evaluate without an autograd graph; collect probs in the host's memory"
+    assert first.edit == (
+        "with torch.inference_mode():\n    probs = torch.empty(0, device='simgpu:0')\n"
+        "    for chunk in data.chunk(10):\n"
+        "        probs = torch.cat((probs.cpu(), net(chunk.to('simgpu:0')).softmax(-1).cpu()))"
+    )
+
+
 def test_an_array_in_double_precision_is_moved_in_single_where_it_came_before_the_line_that_failed(report_of) -> None:
     report = report_of(
         "X = torch.from_numpy(features).to('simgpu:0')\nX = (X - X.mean(0)) / X.std(0)",
