@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple, NoReturn, TypeVar
 
 from gpumagic.errors import OptionError, nearest
-from gpumagic.memory.presets import GPUS, USUAL, typed
+from gpumagic.memory.presets import GPUS
 
 _T = TypeVar("_T")
 ENGINE_TIMEOUT = 10.0
@@ -114,12 +114,25 @@ def function_names(text: str) -> bool | list[str]:
     return names or True
 
 
+class _OneScreen(argparse.RawDescriptionHelpFormatter):
+    """A help in 80 columns with one line per option: ``-w, --watch [SECONDS]``, as Python 3.13 writes it."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=27, width=79)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {self._format_args(action, '')}"
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that raises `OptionError` with a suggestion instead of printing and exiting.
 
     Args:
         prog: the magic.
         description: what it does.
+        takes: what it takes beside options, as the help shows it.
         needs_body: the options with which it needs the cell's text, to run it more than once or to read it.
         forwarded: the names of those that go to the engines with the cell.
         refused: the names of those that are about one process, and so are refused with ``--engines``.
@@ -128,21 +141,22 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self, prog: str, description: str, *, needs_body: Sequence[str] = (), forwarded: Sequence[str] = (),
-        refused: Sequence[str] = (), moved: Sequence[str] = (), valued: Sequence[str] = (),
+        self, prog: str, description: str, *, takes: str = "", needs_body: Sequence[str] = (),
+        forwarded: Sequence[str] = (), refused: Sequence[str] = (), moved: Sequence[str] = (),
+        valued: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(
-            prog=prog, description=description, add_help=False, allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            prog=prog, description=description, add_help=False, allow_abbrev=False, formatter_class=_OneScreen,
+            usage=f"%(prog)s [OPTIONS] {takes}".rstrip(),
         )  # fmt: skip
         self.needs_body, self.forwarded, self.refused, self.moved = needs_body, forwarded, refused, moved
         self.valued = valued
-        self.add_argument("-h", "--help", action="store_true", help="show this help; the cell does not run")
+        self.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
 
     def format_help(self) -> str:
         text = super().format_help()
         for option in self.valued:  # argparse does not know that their value may be left out
-            text = re.sub(rf"{option} ([A-Z]+)(?:  (?= ))?", rf"{option}[=\1]", text)
+            text = re.sub(rf"{option} ([A-Z]+)  ", rf"{option}[=\1]", text)
         return text
 
     def error(self, message: str) -> NoReturn:
@@ -221,19 +235,19 @@ def engine_targets(text: str) -> str:
     return text
 
 
-def _add_engines(parser: Parser, more: str = "") -> None:
+def _add_engines(parser: Parser) -> None:
     parser.add_argument(
         "--engines", nargs="?", metavar="TARGETS", type=_typed(engine_targets), const="px",
-        help="on the engines of an ipyparallel cluster: those of %%px, or all, 0,2, 1:3" + more,
+        help="on ipyparallel's engines: of %%px, all, 0,2, 1:3",
     )  # fmt: skip
 
 
-def _add_cell_options(parser: Parser, more: str = "") -> None:
+def _add_cell_options(parser: Parser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
     parser.add_argument(
         "-o", "--out", metavar="NAME", type=_typed(variable_name), help="store the report in this variable"
     )
-    _add_engines(parser, more)
+    _add_engines(parser)
 
 
 def _gpuinfo() -> Parser:
@@ -245,18 +259,19 @@ def _gpuinfo() -> Parser:
         "    %gpuinfo -w                 refreshed while other cells run\n"
         "    r = %gpuinfo                keep the report: r.to_pandas(), r.cause\n"
         "    r.best                      the device with most free memory",
+        takes="[DEVICE ...]",
         refused=("each_cell",),
     )
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or 1; else all")
     parser.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
-    parser.add_argument("-a", "--all", action="store_true", help="show every field; measures PCIe and NVLink traffic")
+    parser.add_argument("-a", "--all", action="store_true", help="show every field, and measure PCIe and NVLink")
     parser.add_argument(
         "-w", "--watch", nargs="?", metavar="SECONDS", type=_typed(watch_interval), const=2.0,
-        help="refresh every SECONDS (2) while other cells run, until -w off or an interrupt",
+        help="refresh (every 2 s) while cells run, until -w off",
     )  # fmt: skip
     parser.add_argument(
-        "--each-cell", nargs="?", choices=("on", "off"), const=True,
-        help="on: print time, memory growth and peak after every cell; without on or off: a table of the last cells",
+        "--each-cell", nargs="?", choices=("on", "off"), const=True, metavar="on|off",
+        help="a line after every cell; alone: the last cells",
     )  # fmt: skip
     _add_engines(parser)
     return parser
@@ -273,6 +288,7 @@ def _devices() -> Parser:
         "    %devices --diff                  after a cell: what it created and freed\n"
         "    %devices --why model.fc.weight   what keeps this tensor alive?\n"
         "    r = %devices                     keep the report: r.to_pandas(), r.leaks()",
+        takes="[DEVICE ...]",
         refused=("diff", "leaks", "free", "why"),
     )
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or cpu; else all")
@@ -280,25 +296,24 @@ def _devices() -> Parser:
     ask = parser.add_mutually_exclusive_group()
     ask.add_argument(
         "--by", metavar="KEY", choices=("dtype", "kind", "holder"),
-        help="show totals by dtype, kind or holder",
+        help="totals by dtype, kind or holder",
     )  # fmt: skip
     ask.add_argument(
         "--diff", action="store_true",
-        help="what was created and freed since the last %%devices or, after other code of its cell, in that cell",
+        help="what was created and freed since the last %%devices",
     )  # fmt: skip
     ask.add_argument(
         "--leaks",
         action="store_true",
-        help="tensors that no variable reaches, what keeps each, and the line that frees it",
+        help="what no variable reaches, and the line that frees it",
     )
     ask.add_argument(
         "--free", action="store_true",
-        help="free those that only outputs or the last error keep, and say how much that was; "
-        "variables and other outputs stay",
+        help="free what only outputs or the last error keep",
     )  # fmt: skip
     ask.add_argument(
         "--why", metavar="NAME",
-        help="what keeps one tensor alive: model.fc.weight, Out[12], or a number that --leaks shows",
+        help="what keeps it: a name, Out[12], a number of --leaks",
     )  # fmt: skip
     _add_engines(parser)
     return parser
@@ -314,6 +329,7 @@ def _ondevice() -> Parser:
         "    %%ondevice auto --fallback cpu   the GPU with most free memory, or the CPU\n"
         "    %%ondevice 0 --move model,x      first move these, with their optimizer\n"
         "    %%ondevice 0 -o r                keep the report: r.to_pandas(), r.syncs",
+        takes="[DEVICE]",
         needs_body=("--engines",),
         forwarded=("move", "trace"),
         valued=("--trace",),
@@ -321,14 +337,14 @@ def _ondevice() -> Parser:
     parser.add_argument("device", nargs="?", metavar="DEVICE", help="cuda:1, 1, auto (most free memory), cpu, meta")
     parser.add_argument(
         "--move", metavar="NAMES", type=_typed(variable_names), default=[],
-        help="first move these variables there: tensors, modules with their optimizers, containers; all or none",
+        help="first move these variables there; all or none",
     )  # fmt: skip
     parser.add_argument("--fallback", metavar="DEVICE", help="the device to use where DEVICE is not there")
     parser.add_argument(
         "--trace", metavar="FUNCTIONS", type=_typed(function_names), default=False,
-        help="time, memory, transfers and syncs by line, in functions too: --trace=model.forward,step; slower",
+        help="time and memory by line, in functions too; slower",
     )  # fmt: skip
-    _add_cell_options(parser, "; DEVICE may be cuda:{rank}")
+    _add_cell_options(parser)
     return parser
 
 
@@ -342,20 +358,19 @@ def _oomguard() -> Parser:
         "    %%oomguard --shrink batch_size   halve it and run again, until it fits\n"
         "    %oomguard on                     guard every later cell\n"
         "    %%dryrun --fit batch_size        the largest that fits, without running it",
+        takes="[on|off]",
         needs_body=("--shrink", "--fallback", "--engines"),
         forwarded=("shrink", "fallback", "debug", "keep_going"),
         moved=("--fit", "--capacity", "--gpu"),
     )
-    parser.add_argument("state", nargs="?", choices=("on", "off"), help="guard every later cell, or stop doing so")
+    parser.add_argument(
+        "state", nargs="?", choices=("on", "off"), metavar="on|off", help="guard every later cell, or stop doing so"
+    )
     parser.add_argument(
         "--shrink", metavar="NAME", type=_typed(variable_name), help="halve this int and run again, until it fits"
     )
-    parser.add_argument(
-        "--fallback", metavar="DEVICE", help="run it again on this device; auto: the other one with most free memory"
-    )
-    parser.add_argument(
-        "--debug", action="store_true", help="keep the failed frames for %%debug, and say what they hold"
-    )
+    parser.add_argument("--fallback", metavar="DEVICE", help="run it again on this device, or auto")
+    parser.add_argument("--debug", action="store_true", help="keep the failed frames for %%debug")
     parser.add_argument("--keep-going", action="store_true", help="do not fail: Run All goes on")
     _add_cell_options(parser)
     return parser
@@ -381,21 +396,18 @@ def _dryrun() -> Parser:
         "--capacity",
         metavar="SIZE",
         type=_typed(device_memory),
-        help="for a device with this much memory, such as 16GiB",
+        help="on a device with this much memory, such as 16GiB",
     )
-    usual = ", ".join(typed(USUAL))
     parser.add_argument(
-        "--gpu", nargs="+", metavar=("NAME", "WORD"), help=f"for a {usual} or one of {len(GPUS)} in all: --gpu list"
+        "--gpu", nargs="+", metavar=("NAME", "WORD"), help=f"on a T4, RTX-4090 or other of {len(GPUS)}: --gpu list"
     )
     parser.add_argument(
         "--ranks",
         metavar="N",
         type=_typed(number_of_ranks),
-        help="the cell is what each of N GPUs runs, 64 or 8x8 (machines x GPUs); --fit ranks finds the fewest",
+        help="as each of N GPUs runs it: 64, or 8x8",
     )
-    parser.add_argument(
-        "--run", action="store_true", help="then run the cell if it fits; else fail, so that Run All stops"
-    )
+    parser.add_argument("--run", action="store_true", help="then run the cell if it fits; else fail")
     parser.add_argument(
         "-o", "--out", metavar="NAME", type=_typed(variable_name), help="store the report in this variable"
     )

@@ -89,19 +89,23 @@ def test_any_line_is_read_or_refused_in_one_printable_error(magic: str, line: st
 def test_help_names_every_option_and_does_not_need_the_device(magic: str) -> None:
     assert parser(magic).parse_line("--help").help
     text = parser(magic).format_help()
-    assert all(option in text for option in parser(magic).option_strings())
-    assert max(map(len, text.splitlines())) <= 120
+    assert all(option in text for option in parser(magic).option_strings() if option not in {"-h", "--help"})
 
 
 @pytest.mark.parametrize("magic", MAGICS)
-def test_the_help_has_examples_that_are_right(magic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")  # argparse's own width
+def test_help_fits_a_terminal_of_80_by_24(magic: str) -> None:
+    lines = parser(magic).format_help().splitlines()
+    assert len(lines) < 24
+    assert max(map(len, lines)) < 80
+
+
+@pytest.mark.parametrize("magic", MAGICS)
+def test_the_help_has_examples_that_are_right(magic: str) -> None:
     text = parser(magic).format_help()
     examples = re.findall(rf"^ {{4}}(?:\w+ = )?%+{magic} (.*?)(?: {{3,}}.*)?$", text, re.MULTILINE)
     assert len(examples) >= 3
     for example in examples:
         parser(magic).parse_line(example)
-    assert max(map(len, text.splitlines())) < 80
 
 
 @pytest.mark.parametrize(
