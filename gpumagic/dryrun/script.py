@@ -63,8 +63,10 @@ def script_of(what: str | Callable[[], object], above: int = 0) -> Script:
 def _compiled(source: str) -> Any:
     try:
         return compile(source, CELL, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-    except SyntaxError as error:
-        raise OptionError(f"the code cannot be dry-run: {error.msg} in line {error.lineno}") from None
+    except (SyntaxError, RecursionError) as error:  # Python's own limits, as for an expression of thousands of terms
+        line = getattr(error, "lineno", None)
+        where = f" in line {line}" if line is not None else ""
+        raise OptionError(f"the code cannot be dry-run: {getattr(error, 'msg', error)}{where}") from None
 
 
 def _looked_up(body: Sequence[ast.stmt], bound: set[str]) -> set[str]:

@@ -60,6 +60,8 @@ def conclude(
         tried.reason = "only a cell of a notebook can be tried"
     elif facts.memory != "device" or facts.device is None or facts.kind == "size bug":
         tried.reason = "a dry run knows only of the devices' memory"
+    elif seconds:
+        tried.reason = state.effects.sentence()
     with tried.until_interrupted():
         need = tried.need()
         if need is not None and need.fits and facts.came_back < LARGE and not limits.is_fragmented(facts):

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpumagic.heap.identity import Identities
@@ -23,6 +23,7 @@ from gpumagic.memory import allocator, host
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.oom import failing_code, ownership, recognition
+from gpumagic.oom.outside import Outside
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import Instant, Share
 from gpumagic.oom.rules.facts import Facts
@@ -58,6 +59,8 @@ class GuardState:
     shell: InteractiveShell | None = None
     outside: frozenset[int] = frozenset()
     """The ids of exceptions that were being handled already."""
+    effects: Outside = field(default_factory=lambda: Outside({}))
+    """What the block does outside of its process."""
 
 
 class Refusal(NamedTuple):

@@ -23,6 +23,7 @@ from gpumagic.notebook import session, torn_modes
 from gpumagic.oom import failure, followed, ownership, recognition
 from gpumagic.oom.failure import Failure, GuardState, OomObserver
 from gpumagic.oom.late_traceback import LateTraceback, forget_traceback
+from gpumagic.oom.outside import Outside
 from gpumagic.oom.report import Instant
 from gpumagic.report.units import size
 from gpumagic.source import frames
@@ -113,6 +114,7 @@ class OomGuard(contextlib.ContextDecorator):
             self._observer.open()
             if not self._retries:  # a further try is measured against the state before the first
                 self._read_state()
+            self._state.effects.open()
             before = allocator.all_device_stats() if self._retries else self._state.before
             self._memory = CellMemory(before, self._namespace, self._block, self._line, is_running=self._is_running)
             self._memory.start()
@@ -126,7 +128,8 @@ class OomGuard(contextlib.ContextDecorator):
             _warn_of_host_memory(self._shell)
             self._traceback = LateTraceback(self._shell, self._recognises, as_text=self._keep_going)
             self._traceback.install()
-        self._state = GuardState(names, Identities(names), allocator.all_device_stats(), self._shell, outside)
+        effects = Outside(names, is_running=self._is_running or self._block is not None)
+        self._state = GuardState(names, Identities(names), allocator.all_device_stats(), self._shell, outside, effects)
 
     def close(self, error: BaseException | None) -> None:
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
@@ -145,6 +148,7 @@ class OomGuard(contextlib.ContextDecorator):
         """Stop watching, and let the shell show errors as before; again after an interrupt."""
         try:
             self._observer.close()
+            self._state.effects.close()
         finally:
             try:
                 if self._memory is not None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import NamedTuple
 
-from gpumagic.dryrun import fitting, run, targets
+from gpumagic.dryrun import effects, fitting, run, targets
 from gpumagic.dryrun.report import DeviceNeed, DryRunReport
 from gpumagic.dryrun.script import script_of
 from gpumagic.dryrun.verdict import shortcoming
@@ -97,6 +97,9 @@ class Trials:
             self._stop(error)
             return None
         self._as_is, found = report, self._of_device(report)
+        told = next((each for each in report.effects if each.startswith(effects.OF_OTHERS)), None)
+        if told is not None:  # by C code or a process of its own, which only the kernel sees
+            self.reason = f"the cell {told} and is not run again unasked"
         if report.error is not None or found is None or found.capacity is None:
             self.reason = report.error or "the memory of the device is not known"
             return None

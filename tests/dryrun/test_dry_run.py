@@ -170,9 +170,9 @@ def test_a_crash_or_a_hang_costs_one_sentence(cell, word) -> None:
         ("input('?')", "it asks for input"),
         ("import ctypes; ctypes.CDLL(None).system(b'touch made')", "starts a program"),
         ("import os; os.system('touch made')", "starts a program"),
-        ("import os; os.fork()", "starts a program"),
-        ("import socket; socket.create_connection(('127.0.0.1', 9))", "socket"),
-        ("import os; os.kill(os.getppid(), 15)", "os.kill"),
+        ("import os; os.fork()", "starts a process"),
+        ("import socket; socket.create_connection(('127.0.0.1', 9))", "opens a connection to 127.0.0.1:9"),
+        ("import os; os.kill(os.getppid(), 15)", "signals another process"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
     ],
 )

@@ -32,6 +32,7 @@ from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.dryrun.worker.sandbox import Magics
 from gpumagic.memory import ledger
 from gpumagic.memory.ledger import Ledger, Peak
+from gpumagic.source import frames
 
 Outcome = dict[str, Any]
 
@@ -239,8 +240,9 @@ def failure(error: BaseException, filename: str, line: int | None = None) -> dic
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == filename:
             line = frame.lineno
-    refused = isinstance(error, parts.CannotDryRun)
-    text = next(iter(str(error).strip().splitlines()), "")
+    related = frames.related_exceptions(error)  # libraries wrap what they are refused
+    cause = next((each for each in related if isinstance(each, parts.CannotDryRun)), None)
+    refused, text = cause is not None, next(iter(str(cause or error).strip().splitlines()), "")
     without_shape = re.match(r"(\S+): attempted to run this operator with Meta tensors", text)
     if without_shape is not None:  # torch's own words for an operator that is not answered by shape
         refused, text = True, f"what {without_shape[1]} returns depends on values"

@@ -25,9 +25,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
+from gpumagic.dryrun import effects
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker import box, cell
-from gpumagic.dryrun.worker.box.watch import ASKS_THE_MACHINE, NOT_DONE, is_listening
+from gpumagic.dryrun.worker.box.watch import NOT_DONE, is_listening
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.worker.box import Box
@@ -189,21 +190,13 @@ class Magics:
 _SKIPPED = {os: ("mkdir", "makedirs", "remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate",
                  "chmod", "chown", "symlink", "link", "utime", "mkfifo", "mknod"),
             shutil: ("rmtree", "copy", "copy2", "copyfile", "move", "copytree")}  # fmt: skip
-_FILES = frozenset({
-    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink",
-})  # fmt: skip
-_NEVER = frozenset({
-    "os.system", "os.exec", "os.posix_spawn", "os.startfile", "os.kill", "os.fork", "subprocess.Popen",
-    "socket.connect", "socket.sendto", "socket.sendmsg", "socket.bind", "socket.getaddrinfo",
-})  # fmt: skip
-_CACHES = ("/.cache/", "/torchinductor_", "/.triton/", "/__pycache__/", "/dev/")
-"""Parts of paths that a library writes on its own account."""
 _LARGE = 64 << 20
 """Bytes of which `torch.save` writes none."""
-_PROGRAMS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.startfile", "subprocess.Popen", "os.fork"})
+_NETWORK = frozenset({"socket.connect", "socket.sendto", "socket.sendmsg", "socket.bind", "socket.getaddrinfo"})
+_COMPILING = ("torch._inductor.", "triton.")
+"""Modules whose files and programs are the dry run's own."""
 _NATIVE_PROGRAMS = frozenset({"system", "popen", "fork", "vfork", "posix_spawn", "execv", "execve", "execvp", "execl"})
 """C's own ways, looked up by `ctypes`."""
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def block(notes: cell.Notes, watcher: socket.socket | None = None) -> Box:
@@ -222,17 +215,16 @@ def block(notes: cell.Notes, watcher: socket.socket | None = None) -> Box:
             socket.send_fds(watcher, [b"."], [made.listener])
             os.close(made.listener)
         watcher.close()
-    (_write_privately if made.has_files else _write_nowhere)(note)
-    refused = _NEVER if made.has_files else _NEVER | _FILES
-    sys.addaudithook(_refusing(note, refused, reaches_itself=made.has_network))
+    (_save_privately if made.has_files else _write_nowhere)(note)
+    sys.addaudithook(_hook(note, made))
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(min(float(seconds), 0.0))  # it takes no memory; what is no duration is an error
     builtins.input = _refusal("it asks for input")
     return made
 
 
-def _write_privately(note: Callable[[str], None]) -> None:
-    """Tell what is done to the files of the process's own."""
+def _save_privately(note: Callable[[str], None]) -> None:
+    """Let `torch.save` write into the files of the process's own."""
     sys.dont_write_bytecode = True
     save = torch.save
 
@@ -247,23 +239,7 @@ def _write_privately(note: Callable[[str], None]) -> None:
         with _disable_current_modes(), torch.serialization.skip_data() if is_skipped else nullcontext():
             save(obj, f, *args, **kwargs)
 
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        path = args[0] if args and isinstance(args[0], str | os.PathLike) else None
-        if path is None or any(part in os.fspath(path) for part in _CACHES):
-            return
-        told = ""
-        if event == "open" and isinstance(args[2], int) and args[2] & _WRITES:
-            told = f"writes the file {path!s}"
-        elif event == "sqlite3.connect" and path != ":memory:":
-            told = f"opens the database {path!s}"
-        elif event in _FILES:
-            others = [each for each in args[1:2] if isinstance(each, str)]
-            told = f"calls {event}({', '.join([str(path), *others])})"
-        if told and not cell.runs_in("torch._inductor.", "triton."):
-            note(told)
-
     torch.save = saved
-    sys.addaudithook(hook)
 
 
 def _write_nowhere(note: Callable[[str], None]) -> None:
@@ -279,21 +255,12 @@ def _write_nowhere(note: Callable[[str], None]) -> None:
     def save(_: object, f: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001  # torch.save's own
         note(f"writes the file {f!s}" if isinstance(f, str | os.PathLike) else "writes with torch.save")
 
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(args[2], int) and args[2] & _WRITES and args[0] != os.devnull:
-            note(f"writes the file {args[0]!s}")
-            raise PermissionError(f"a dry run writes no file here, and {args[0]!s} was opened for writing")
-        if event == "sqlite3.connect" and args[0] not in {":memory:", ""}:
-            note(f"opens the database {args[0]!s}")
-            raise CannotDryRun(f"it opens the database {args[0]!s}, which a dry run does not do here")
-
     builtins.open = io.open = open_
     for module, names in _SKIPPED.items():
         for name in names:
             if hasattr(module, name):
                 setattr(module, name, _skipped(f"{module.__name__}.{name}", note))
     torch.save = save  # torch's own writer is C++, which no hook of Python's sees
-    sys.addaudithook(hook)
 
 
 def _skipped(name: str, note: Callable[[str], None]) -> Callable[..., None]:
@@ -303,29 +270,39 @@ def _skipped(name: str, note: Callable[[str], None]) -> Callable[..., None]:
     return skip
 
 
-def _refusing(
-    note: Callable[[str], None], refused: frozenset[str], *, reaches_itself: bool
-) -> Callable[[str, tuple[Any, ...]], None]:
-    """Return a hook that refuses some events; ``reaches_itself`` is whether the process may connect to itself."""
+class _CannotConnect(CannotDryRun, ConnectionRefusedError):
+    """Raised as the network would: libraries that can do without it then do, from what they have cached."""
+
+
+def _hook(note: Callable[[str], None], made: Box) -> Callable[[str, tuple[Any, ...]], None]:
+    """Return an audit hook that tells what the cell does to files, and refuses what it does to others."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event == "ctypes.dlsym" and args[1] in _NATIVE_PROGRAMS:
-            note("starts a program")
-            raise CannotDryRun(f"it starts a program, {NOT_DONE}")
-        if event not in refused:
+        path = effects.path_of(event, args)
+        what = effects.of_event(event, args) if path is not None else _to_others(event, args, made)
+        if what is None or (made.has_files and not event.startswith("socket.") and cell.runs_in(*_COMPILING)):
             return
-        if event in _PROGRAMS and cell.runs_in("torch._inductor.", "triton."):
-            return  # its files are the process's own
-        if reaches_itself and event.startswith("socket.") and _is_own(event, args):
+        if path is None:
+            note(what)
+            raise (_CannotConnect if event in _NETWORK else CannotDryRun)(f"it {what}, {NOT_DONE}")
+        if any(part in path for part in effects.CACHES) and (made.has_files or path == os.devnull):
             return
-        program = _program(event, args)
-        if program in ASKS_THE_MACHINE:
-            return
-        what = f"calls {event}" if event not in _PROGRAMS else f"starts a program{f' ({program})' if program else ''}"
         note(what)
-        raise CannotDryRun(f"it {what}, {NOT_DONE}")
+        if event == "open" and not made.has_files:
+            raise PermissionError(f"a dry run writes no file here, and {path} was opened for writing")
+        if not made.has_files:
+            raise CannotDryRun(f"it {what}, which a dry run does not do here")
 
     return hook
+
+
+def _to_others(event: str, args: tuple[Any, ...], made: Box) -> str | None:
+    """Return in words what an event does to other processes and machines; None if nothing."""
+    if event == "ctypes.dlsym":
+        return "starts a program" if args[1] in _NATIVE_PROGRAMS else None
+    if event in _NETWORK and made.has_network and _is_own(event, args):
+        return None
+    return effects.of_event(event, args) or (f"calls {event}" if event in _NETWORK else None)
 
 
 def _is_own(event: str, args: tuple[Any, ...]) -> bool:
@@ -335,12 +312,3 @@ def _is_own(event: str, args: tuple[Any, ...]) -> bool:
     name = host.decode(errors="replace") if isinstance(host, bytes) else str(host or "localhost")
     is_own = name in {"localhost", "::1", "0.0.0.0", "::"} or name.startswith("127.")  # noqa: S104
     return is_own and (event != "socket.connect" or is_listening(port))
-
-
-def _program(event: str, args: tuple[Any, ...]) -> str:
-    """Return the name of a program that is started, where the event has it."""
-    command = {"subprocess.Popen": args[1:2], "os.posix_spawn": args[:1]}.get(event, ())
-    for each in command:
-        first = each if isinstance(each, str | bytes | os.PathLike) else next(iter(each), "")
-        return os.path.basename(os.fsdecode(first).split(" ")[0])  # noqa: PTH119  # of bytes, too
-    return ""

@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import socket
 import sys
 from collections import Counter
 from pathlib import Path
 
+from gpumagic.dryrun.effects import ASKS_THE_MACHINE, COMPILERS
 from gpumagic.dryrun.worker.box import seccomp
 from gpumagic.dryrun.worker.box.seccomp import Refused
 
-_COMPILERS = re.compile(
-    r"(?:[\w.-]+-)?(?:cc|gcc|g\+\+|c\+\+|clang|clang\+\+|cc1|cc1plus|collect2|ld|as|ldconfig|ptxas|nvcc|ninja)(?:[-.][\d.]+)?"
-)
-"""Programs that torch.compile starts, and those that they start: what they write is the dry run's own."""
 _PATIENCE = 5
 """Connections to the same place that are refused before a cell is taken to wait for somebody."""
 _NAMES_PORT = 53
@@ -33,8 +29,6 @@ _LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
 """Tables of sockets, and the state of one that waits for anybody."""
 _PAGE = 4096
 """What follows in memory may not be there."""
-ASKS_THE_MACHINE = frozenset({"file", "uname", "lscpu"})
-"""Programs by which Python's `platform` and libraries learn where they are; they change nothing."""
 
 
 class Watch:
@@ -101,7 +95,7 @@ class Watch:
 
     def _start(self, program: str) -> int | None:
         name = os.path.basename(program)  # noqa: PTH119  # it may be no path at all
-        if name in ASKS_THE_MACHINE or _COMPILERS.fullmatch(name):
+        if name in ASKS_THE_MACHINE or COMPILERS.fullmatch(name):
             return None
         self.effects[f"starts a program{f' ({name})' if name else ''}"] = None
         return errno.EPERM
