@@ -9,6 +9,7 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,33 @@ def test_a_cell_that_needs_somebody_else_is_not_said_to_fail(device: Accelerator
     assert report.fits is None
     assert "waits for other processes" in report.verdict
     assert "fails" not in report.verdict
+
+
+def test_no_process_that_a_cell_starts_outlives_it(device: Accelerator) -> None:
+    """Not even one that would leave its group; only C can start it."""
+    cell = """
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+def stay():
+    if libc.syscall(57 if os.uname().machine == "x86_64" else 220, 17, 0, 0, 0, 0) == 0:
+        libc.prctl(15, b"left-behind", 0, 0, 0)
+        os.setsid()
+        while True: time.sleep(1); libc.usleep(10_000)
+stay()
+x = torch.ones(9, device=device)
+"""
+    report = gpumagic.dry_run(cell, {"torch": torch, "device": device.name}, device=device.name)
+    assert report.fits
+    until = time.monotonic() + 10
+    while any(_name(each) == "left-behind" for each in Path("/proc").glob("[0-9]*")):
+        assert time.monotonic() < until
+
+
+def _name(process: Path) -> str:
+    try:
+        return (process / "comm").read_text().strip()
+    except OSError:
+        return ""  # it has ended
 
 
 @pytest.mark.parametrize("error", [AttributeError, PermissionError])

@@ -118,6 +118,7 @@ def _rules(*, has_files: bool, has_network: bool) -> list[Rule]:
         Rule(["sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "prlimit64"], denied,
              argument=0, allowed=own),
         Rule(["setpriority", "ioprio_set"], denied, argument=1, allowed=own),
+        Rule(["setsid", "setpgid"], refuse(0)),  # as if it were done: what ends the group ends all that the cell starts
         Rule(["fcntl"], NOTIFY, argument=1, values=_SETS_OWNER),
         Rule(["ioctl"], NOTIFY, argument=1, values=_CONTROLS),
         # Memory and queues that other processes know by a number; torch's and multiprocessing's have paths.

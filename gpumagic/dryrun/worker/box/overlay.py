@@ -19,60 +19,56 @@ _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
 _NEW_NETWORK = 0x40000000
 _NEW_NAMES = 0x04000000 | 0x08000000
 """Of the host, and of System V's shared memory."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _DUMPABLE = 4
 _CAPABILITIES, _OVER_FILES = 0x20080522, 0b11111
 """The version of the call's arguments; to change owners, to read and write whatever their modes, and the like."""
-_READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
 _DETACH = 2
+_READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
 _NO_FILES = frozenset({
     "proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "mqueue", "securityfs", "debugfs", "tracefs", "bpf",
     "pstore", "configfs", "fusectl", "binfmt_misc", "hugetlbfs", "autofs", "nsfs", "rpc_pipefs", "efivarfs",
 })  # fmt: skip
 """Kinds of file systems that are a view of the system."""
 _SYSTEM = ("/proc", "/sys", "/dev")
+_SHARED = "/dev/shm"  # noqa: S108  # not a temporary file of ours: it is what the cell's files there would be
 _STAGE = "/sys"
 """Where what is written is kept until it is no more to be seen; any folder does that nobody looks into meanwhile."""
-_SHARE = 8
+_ROOT = f"{_STAGE}/root"
+_SHARE_OF_MEMORY = 8
 """What is written may take one of so many parts of the memory."""
 
 
 def enter() -> tuple[bool, bool]:
     """Let this process, which has one thread, write to no file of anybody's; return whether it could.
 
-    Where it could not, some of the places may be read-only for it. The second is whether its network is its own.
+    The second is whether its network is its own.
     """
-    places: list[tuple[str, int]] = []
     has_network = False
+    here = os.getcwd()  # noqa: PTH109
     try:
         has_network = _take_namespaces()
-        places += [(path, os.open(path, os.O_PATH)) for path in _places()]
-        _cover(places)
-        os.chdir(os.getcwd())  # noqa: PTH109  # the same folder, seen through its overlay
+        _change_root()
+        os.chdir(here)
     except OSError:
+        with contextlib.suppress(OSError):
+            os.chdir(here)
         return False, has_network
-    finally:
-        for _, descriptor in places:
-            os.close(descriptor)
     return True, has_network
 
 
 def folders() -> list[str]:
-    """Return the folders that have an overlay."""
-    return _places()
+    """Return the folders below which the process has files of its own."""
+    return [*(each.path for each in os.scandir("/") if each.is_dir() and each.path not in _SYSTEM), _SHARED]
 
 
 def _places() -> list[str]:
-    """Return the folders of the root, and what is mounted below them, outer ones first."""
-    found = {entry.path for entry in os.scandir("/") if entry.is_dir(follow_symlinks=False)} - set(_SYSTEM)
-    found.update(_mounted())
-    return sorted(path for path in found if os.access(path, os.R_OK | os.X_OK))
-
-
-def _mounted() -> Iterator[str]:
-    for path, kind in _mounts():
-        inside = not path.startswith(_SYSTEM) or path == "/dev/shm"  # noqa: S108
-        if path != "/" and inside and kind not in _NO_FILES and Path(path).is_dir():
-            yield path
+    """Return where file systems are mounted that hold files."""
+    return [
+        path for path, kind in _mounts()
+        if (not path.startswith(_SYSTEM) or path == _SHARED) and kind not in _NO_FILES
+        and Path(path).is_dir() and os.access(path, os.R_OK | os.X_OK)
+    ]  # fmt: skip
 
 
 def _mounts() -> Iterator[tuple[str, str]]:
@@ -115,37 +111,50 @@ def drop_capabilities() -> None:
         _call("capset", header, kept + bytes(12))
 
 
-def _cover(places: list[tuple[str, int]]) -> None:
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE
-    _mount(_STAGE, 0, "tmpfs", f"size={room}")
+def _change_root() -> None:
+    """Take a root in which an overlay lies over each place that has files, and the system's folders are read-only."""
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY
+    places, system = _places(), {path: os.open(path, os.O_PATH) for path in _SYSTEM}
     try:
-        _mount("/", _REMOUNT | _BIND | _READ_ONLY)
-        for number, (path, lower) in enumerate(places):
-            _lay_over(path, lower, f"{_STAGE}/{number}")
+        _mount(_STAGE, 0, "tmpfs", f"size={room}")
+        os.mkdir(_ROOT)  # noqa: PTH102
+        if _lay_over("/"):
+            for path, folder in system.items():
+                _mount(_ROOT + path, _BIND | _RECURSIVE, source=f"/proc/self/fd/{folder}")
+        else:  # none lies over what has mounts of another user's below it: over the root's folders then, most have none
+            places += [each.path for each in os.scandir("/") if each.is_dir(follow_symlinks=False)]
+        for path in sorted({*places} - {"/", *_SYSTEM}):
+            _lay_over(path)
+        os.chroot(_ROOT)
     finally:
-        _call("umount2", _STAGE.encode(), _DETACH)
-    for path in _SYSTEM:
-        with contextlib.suppress(OSError):
-            _mount(path, _BIND | _RECURSIVE, source=path)
+        for folder in system.values():
+            os.close(folder)
+    _call("umount2", _STAGE.encode(), _DETACH)  # the stage, which came along
     with contextlib.suppress(OSError):
         _mount("/dev/pts", 0, "devpts", "newinstance,ptmxmode=0666")  # terminals of our own, none of anybody's
-    for path in [path for path, _ in _mounts() if path.startswith(_SYSTEM) and path != "/dev/shm"]:  # noqa: S108
+    for path in [path for path, _ in _mounts() if path.startswith(_SYSTEM) and path != _SHARED]:
         with contextlib.suppress(OSError):  # their settings are the machine's
             _mount(path, _REMOUNT | _BIND | _READ_ONLY)
 
 
-def _lay_over(path: str, lower: int, store: str) -> None:
-    """Lay an overlay over a folder; one that takes none becomes read-only."""
+def _lay_over(path: str) -> bool:
+    """Put a folder with an overlay over it into the new root; one that takes none is read-only there."""
+    target, store = _ROOT + path.rstrip("/"), f"{_STAGE}/{len(os.listdir(_STAGE))}"  # noqa: PTH208
     upper, work = f"{store}/upper", f"{store}/work"
-    os.makedirs(upper)  # noqa: PTH103
-    os.mkdir(work)  # noqa: PTH102
-    layers = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={work}"
-    for options in f"{layers},userxattr", layers:  # its marks are in attributes that users may write
-        with contextlib.suppress(OSError):
-            _mount(path, 0, "overlay", options)
-            return
-    _mount(path, _BIND | _RECURSIVE, source=f"/proc/self/fd/{lower}")
-    _mount(path, _REMOUNT | _BIND | _READ_ONLY)
+    for folder in store, upper, work:
+        os.mkdir(folder)  # noqa: PTH102
+    lower = os.open(path, os.O_PATH)
+    try:
+        layers = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={work}"
+        for options in f"{layers},userxattr", layers:  # its marks are in attributes that users may write
+            with contextlib.suppress(OSError):
+                _mount(target, 0, "overlay", options)
+                return True
+        _mount(target, _BIND | _RECURSIVE, source=f"/proc/self/fd/{lower}")
+        _mount(target, _REMOUNT | _BIND | _READ_ONLY)
+        return False
+    finally:
+        os.close(lower)
 
 
 def _mount(path: str, flags: int, kind: str = "none", options: str = "", source: str = "none") -> None:
@@ -153,6 +162,6 @@ def _mount(path: str, flags: int, kind: str = "none", options: str = "", source:
 
 
 def _call(name: str, *arguments: object) -> None:
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+    if getattr(_LIBC, name)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

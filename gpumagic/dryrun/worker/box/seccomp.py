@@ -52,6 +52,7 @@ NUMBERS: Mapping[str, tuple[int | None, int | None]] = {
     "process_mrelease": (448, 448), "kcmp": (312, 272), "move_pages": (279, 239), "migrate_pages": (256, 238),
     "setpriority": (141, 140), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118), "sched_setattr": (314, 274), "prlimit64": (302, 261), "ioprio_set": (251, 30),
+    "setsid": (112, 157), "setpgid": (109, 154),
     "fcntl": (72, 25), "ioctl": (16, 29),
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "semget": (64, 190),
     "mq_open": (240, 180),
