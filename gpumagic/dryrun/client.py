@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from gpumagic import fakecuda
@@ -74,11 +75,15 @@ class Worker:
             raise
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and what runs for it: each dry run leads a group of its own."""
         self._connection.close()
         if self._owner == os.getpid():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            runs: list[str] = []
+            with contextlib.suppress(OSError):  # where Linux tells; elsewhere they end by themselves
+                runs = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="ascii").split()
+            for group in (self.pid, *map(int, runs)):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
             self._process.wait()
 
     def _receive(self, seconds: int) -> bytes:

@@ -9,6 +9,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from attacks import ATTACKS
 from device import Accelerator
 
 import gpumagic
+from gpumagic.dryrun import client
 from gpumagic.dryrun.worker import process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel is asked to keep a dry run in")
@@ -122,23 +124,41 @@ def test_a_cell_that_needs_somebody_else_is_not_said_to_fail(device: Accelerator
     assert "fails" not in report.verdict
 
 
-def test_no_process_that_a_cell_starts_outlives_it(device: Accelerator) -> None:
-    """Not even one that would leave its group; only C can start it."""
-    cell = """
+LEAVES_A_PROCESS = """
 import ctypes, os, time
 libc = ctypes.CDLL(None)
 def stay():
     if libc.syscall(57 if os.uname().machine == "x86_64" else 220, 17, 0, 0, 0, 0) == 0:
         libc.prctl(15, b"left-behind", 0, 0, 0)
         os.setsid()
-        while True: time.sleep(1); libc.usleep(10_000)
+        while True: libc.usleep(10_000)
 stay()
 x = torch.ones(9, device=device)
+while waits: libc.usleep(10_000)
 """
-    report = gpumagic.dry_run(cell, {"torch": torch, "device": device.name}, device=device.name)
-    assert report.fits
-    until = time.monotonic() + 10
-    while any(_name(each) == "left-behind" for each in Path("/proc").glob("[0-9]*")):
+
+
+def test_no_process_that_a_cell_starts_outlives_it(device: Accelerator) -> None:
+    """Not even one that would leave its group; only C can start it."""
+    names = {"torch": torch, "device": device.name, "waits": False}
+    assert gpumagic.dry_run(LEAVES_A_PROCESS, names, device=device.name).fits
+    _wait_until_left_behind(0)
+
+
+def test_no_process_that_a_cell_starts_outlives_the_worker(device: Accelerator) -> None:
+    """As after Ctrl-C, which ends it."""
+    names = {"torch": torch, "device": device.name, "waits": True}
+    cell = threading.Thread(target=gpumagic.dry_run, args=(LEAVES_A_PROCESS, names), kwargs={"device": device.name})
+    cell.start()
+    _wait_until_left_behind(1)
+    client.close()
+    cell.join()
+    _wait_until_left_behind(0)
+
+
+def _wait_until_left_behind(count: int) -> None:
+    until = time.monotonic() + 60
+    while [_name(each) for each in Path("/proc").glob("[0-9]*")].count("left-behind") != count:
         assert time.monotonic() < until
 
 
