@@ -264,7 +264,7 @@ def _gpuinfo() -> Parser:
     )
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or 1; else all")
     parser.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
-    parser.add_argument("-a", "--all", action="store_true", help="show every field, and measure PCIe and NVLink")
+    parser.add_argument("-a", "--all", action="store_true", help="show every field")
     parser.add_argument(
         "-w", "--watch", nargs="?", metavar="SECONDS", type=_typed(watch_interval), const=2.0,
         help="refresh (every 2 s) while cells run, until -w off",

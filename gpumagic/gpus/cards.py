@@ -108,14 +108,10 @@ def _read_card(card: Readings, index: int, utilization: bool, everything: bool) 
     if mig:
         not_of_the_card = [name for name, reason in card.reasons.items() if reason == "not supported"]
         card.reasons.update(dict.fromkeys(not_of_the_card, "n/a (MIG)"))
-    instances = _read_instances(card, index) if mig else ()
+    limit = card.ask(*call("MaxMigDeviceCount"))[0] if mig else 0
+    handles = [card.ask(*call("MigDeviceHandleByIndex", number))[0] for number in range(int(limit or 0))]
+    instances = tuple(_read_instance(card.binding, each, index) for each in handles if each is not None)  # empty slots
     return Card(index, card.values, card.reasons, processes, instances, mig)
-
-
-def _read_instances(parent: Readings, index: int) -> tuple[Card, ...]:
-    limit, _ = parent.ask(*call("MaxMigDeviceCount"))
-    handles = [parent.ask(*call("MigDeviceHandleByIndex", number))[0] for number in range(int(limit or 0))]
-    return tuple(_read_instance(parent.binding, each, index) for each in handles if each is not None)  # empty slots
 
 
 def _read_instance(binding: ModuleType, handle: Any, index: int) -> Card:
@@ -143,16 +139,13 @@ def is_unified(card: Readings) -> bool:
     unsupported = card.reasons.get("memory_total") == "not supported"
     if unsupported and card.ask(*call("AddressingMode"))[0] == _ATS_MODE:
         return True
-    named = UNIFIED_MEMORY_NAMES.search(card.values.get("name") or "") is not None
-    if not named or not (unsupported or _reports_host_memory(card)):
+    if UNIFIED_MEMORY_NAMES.search(card.values.get("name") or "") is None:
         return False
-    card.reasons["unified"] = BY_NAME
-    return True
-
-
-def _reports_host_memory(card: Readings) -> bool:
     host_memory, total = host.available_memory(), card.values.get("memory_total")
-    return host_memory is not None and total is not None and abs(total - host_memory[1]) <= host_memory[1] // 8
+    has_hosts = host_memory and total is not None and abs(total - host_memory[1]) <= host_memory[1] // 8
+    if unsupported or has_hosts:
+        card.reasons["unified"] = BY_NAME
+    return bool(unsupported or has_hosts)
 
 
 def _use_host_memory(card: Readings, processes: Sequence[DriverProcess] | None) -> None:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -137,65 +136,6 @@ def nvlinks(card: Readings) -> int:
             break  # it has no more of them
         up += int(state or 0)
     return int(up)
-
-
-NVLINK_COUNTERS = {"nvlink_sent": 138, "nvlink_received": 139}  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _RX: KiB so far
-ALL_LINKS = 0xFFFFFFFF
-MIN_INTERVAL = 0.005
-"""Seconds; over less, the difference of two counters is no rate."""
-Answer = tuple[Any, str | None]
-"""A value and None, or None and the reason."""
-
-
-def traffic(card: Readings) -> dict[str, Answer]:
-    """Return the bytes per second over PCIe and NVLink, by the names of `GpuRow`'s fields.
-
-    The driver measures PCIe over 20 ms a direction and blocks meanwhile. NVLink has counters instead, which are read
-    before and after that, so that nothing else need be waited for.
-    """
-    began, before = time.monotonic(), _nvlink_counters(card)
-    found: dict[str, Answer] = {}
-    for direction, name in enumerate(("pcie_sent", "pcie_received")):
-        kib, reason = card.ask(*call("PcieThroughput", direction))
-        found[name] = None if kib is None else kib * 1024, reason
-    ended, after = time.monotonic(), _nvlink_counters(card)
-    for name in NVLINK_COUNTERS:
-        (first, reason), (last, later) = before[name], after[name]
-        if reason or later:
-            found[name] = None, later or reason
-        elif ended - began < MIN_INTERVAL:
-            found[name] = None, "measured over too short a time"
-        else:
-            found[name] = int((last - first) / (ended - began)), None
-    return found
-
-
-def _nvlink_counters(card: Readings) -> dict[str, Answer]:
-    """Return how many bytes went over all NVLinks since the driver was loaded."""
-    # One entry more than needed: NVML is said to touch the one after the last in NVLink queries (nvitop's source).
-    wanted = [(number, ALL_LINKS) for number in (*NVLINK_COUNTERS.values(), NVLINK_COUNTERS["nvlink_received"])]
-    fields, reason = card.ask(*call("FieldValues", wanted))
-    if fields is None:
-        return dict.fromkeys(NVLINK_COUNTERS, (None, reason))
-
-    def value(field: Any) -> int:
-        if field.nvmlReturn != 0:
-            raise card.binding.NVMLError(field.nvmlReturn)
-        return int(field.value.ullVal) * 1024
-
-    return {name: query(partial(value, field)) for name, field in zip(NVLINK_COUNTERS, fields, strict=False)}
-
-
-def traffic_of(name: str) -> Callable[[dict[str, Answer]], int]:
-    """Return what takes one figure out of those of `traffic`."""
-
-    def take(found: dict[str, Answer]) -> int:
-        value, reason = found[name]
-        if reason is not None:
-            raise Unavailable(reason)
-        return int(value)
-
-    return take
 
 
 TOPOLOGY_LEVELS = {

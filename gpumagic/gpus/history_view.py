@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpumagic.errors import GpuMagicError
 from gpumagic.gpus.report import SampleRow
 from gpumagic.memory.timeline import MemoryTimeline, plot
 from gpumagic.memory.view import device_sparkline, device_timeline
-from gpumagic.report.base import Report, to_document, to_figure
+from gpumagic.report.base import Report, to_document
 from gpumagic.report.columns import Column, Table
 from gpumagic.report.document import Block, Cell, Document, Fold, Heading, Paragraph, document_of
-from gpumagic.report.plot import GIB, figure_of, finish_memory, label, nan_if_none, new_figure, unit_for, whole_ticks
 from gpumagic.report.text import terminal_has_unicode, to_ascii
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, printable, size, sparkline, truncate_words
 
@@ -40,14 +38,6 @@ class HistoryReport(Report[SampleRow]):
     @property
     def rows(self) -> tuple[SampleRow, ...]:
         return self.samples
-
-    def plot(self) -> Figure:
-        """Return a matplotlib figure of utilisation and memory over time, one line per device.
-
-        Raises:
-            GpuMagicError: matplotlib is not installed.
-        """
-        return to_figure(self)
 
 
 MAX_SAMPLES = 30
@@ -98,32 +88,6 @@ def _status(report: HistoryReport) -> str:
     return f"{every}; {report.ended}." if every else f"{report.ended}."
 
 
-@figure_of.register(HistoryReport)
-def plot_history(report: HistoryReport) -> Figure:
-    """Return a figure with utilisation above memory over time, one line per device.
-
-    Raises:
-        GpuMagicError: matplotlib is not installed.
-    """
-    figure = new_figure(5)
-    busy, memory = figure.subplots(2, 1, sharex=True)
-    for device in dict.fromkeys(row.device for row in report.samples):
-        rows = [row for row in report.samples if row.device == device]
-        moments = [row.seconds for row in rows]
-        busy.plot(moments, [nan_if_none(row.utilization) for row in rows], label=label(device))
-        (line,) = memory.plot(
-            moments, [nan_if_none(row.memory_used, GIB) for row in rows], label=label(f"{device}, all")
-        )
-        own = [nan_if_none(row.kernel_allocated, GIB) for row in rows]
-        memory.plot(moments, own, "--", color=line.get_color(), label=label(f"{device}, this kernel"))
-    busy.set(ylabel="Utilization (%)", ylim=(0, 100))
-    memory.set(ylabel="Memory (GiB)", xlabel="Seconds", ylim=(0, None))
-    for axes in (busy, memory):
-        if axes.lines:
-            axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-    return figure
-
-
 @dataclass(frozen=True, slots=True)
 class CellRow:
     """What one cell did on one device, by the allocator's counters."""
@@ -160,17 +124,15 @@ class CellsReport(Report[CellRow]):
         return self.cells
 
     def plot(self, cell: int | None = None) -> Figure:
-        """Return a matplotlib figure of the memory after each cell, or during one.
+        """Return a matplotlib figure of the memory during a cell.
 
         Args:
-            cell: the number of a cell.
+            cell: its number; by default that of the last cell that is recorded.
 
         Raises:
             GpuMagicError: matplotlib is not installed, or there is nothing to draw.
         """
-        if cell is not None:
-            return plot(self.timelines.get(cell))
-        return to_figure(self)
+        return plot(self.timelines.get(max(self.timelines, default=0) if cell is None else cell))
 
 
 MAX_CELLS = 20
@@ -220,33 +182,6 @@ def _table(rows: Sequence[CellRow], report: CellsReport, caption: str) -> Table:
     )  # fmt: skip
     full = max(LARGE, *(abs(row.growth) for row in report.cells))  # cells that change little have no long bars
     return Table.of(rows, columns, caption, whole=full, elsewhere="in a wider terminal, and in .to_pandas()")
-
-
-@figure_of.register(CellsReport)
-def plot_cells(report: CellsReport) -> Figure:
-    """Return a figure of the memory allocated after each cell, one line per device, and of the cells' peaks.
-
-    Raises:
-        GpuMagicError: matplotlib is not installed, or no cell has been recorded.
-    """
-    if not report.cells:
-        raise GpuMagicError("there is nothing to plot: no recorded cell touched a device's memory")
-    figure = new_figure(3.5)
-    axes = figure.subplots()
-    most = max(row.peak or row.allocated_after for row in report.cells)
-    unit = unit_for(most)
-    for device in dict.fromkeys(row.device for row in report.cells):
-        rows = [row for row in report.cells if row.device == device]
-        numbers = [row.cell for row in rows]
-        after = [row.allocated_after / unit[0] for row in rows]
-        (line,) = axes.plot(numbers, after, "o-", label=label(f"{device}, after"))
-        peaks = [nan_if_none(row.peak, unit[0]) for row in rows]
-        axes.plot(numbers, peaks, "^", color=line.get_color(), label=label(f"{device}, peak"))
-    axes.set(xlabel="Cell")
-    whole_ticks(axes)
-    capacities = {each.capacity for timeline in report.timelines.values() for each in timeline.courses}
-    finish_memory(axes, unit, most, capacities.pop() if len(capacities) == 1 else None)
-    return figure
 
 
 LINE_SPARKLINE = 12

@@ -64,10 +64,6 @@ class GpuRecorder:
         samples = tuple(row for rows in self._samples for row in rows)
         return HistoryReport(samples, self._latest, self.seconds, self.ended, self._until)
 
-    def plot(self) -> Any:
-        """Return a matplotlib figure of the history."""
-        return self.report.plot()
-
     def start(self) -> None:
         """Record in a thread. The first snapshot is taken in this one, so that its errors are raised here."""
         self._take()

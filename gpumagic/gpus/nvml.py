@@ -127,16 +127,19 @@ def connect(*, again: bool = True) -> tuple[ModuleType, int] | NvmlFailure:
         if again and error_code(error) == UNINITIALIZED:
             _initialised.clear()
             return connect(again=False)
-        return NvmlFailure(_PROBLEMS.get(error_code(error), "error"), message_of(error))
+        try:
+            message = str(error)
+        except Exception:  # the message comes from the library, which may be missing
+            message = f"NVML error {error_code(error)}"
+        return NvmlFailure(_PROBLEMS.get(error_code(error), "error"), message)
 
 
 @dataclass(frozen=True)
 class _Reading:
     """One reading, in a daemon thread: a process whose driver hangs must be able to end."""
 
-    answer: Future[
-        Any
-    ]  # waiting for a thread's end would not do: a `join` that Ctrl-C ends takes it for ended (bpo-45274)
+    answer: Future[Any]
+    """What is waited for: a thread's `join` that Ctrl-C ends takes the thread for ended (bpo-45274)."""
     process: int = field(default_factory=os.getpid)
     began: float = field(default_factory=time.monotonic)
 
@@ -199,14 +202,6 @@ def reason_of(error: Exception) -> str:
     if number == -1:
         return f"unreadable ({type(error).__name__})"
     return _REASONS.get(number) or f"driver error {number}"
-
-
-def message_of(error: Exception) -> str:
-    """Return the library's own message."""
-    try:
-        return str(error)
-    except Exception:  # the message comes from the library, which may be missing
-        return f"NVML error {error_code(error)}"
 
 
 def _import_pynvml() -> ModuleType | None:

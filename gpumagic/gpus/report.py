@@ -10,7 +10,7 @@ from gpumagic.gpus import figures
 from gpumagic.gpus.figures import call, figure, figures_of
 from gpumagic.report.base import Origin, Report
 from gpumagic.report.document import Column
-from gpumagic.report.units import percent, rate, size
+from gpumagic.report.units import percent, size
 
 
 def _clock(now: int, most: int | None) -> str:
@@ -154,22 +154,8 @@ class GpuRow:
     )
     """Lanes."""
     pcie_width_max: int | None = figure("", read=call("MaxPcieLinkWidth"), to=int, on_request=True)
-    pcie_sent: int | None = figure(
-        "PCIe, to the host", rate, read=(figures.traffic,), to=figures.traffic_of("pcie_sent"), on_request=True
-    )
-    """Bytes per second from the device to the host, over 20 ms."""
-    pcie_received: int | None = figure(
-        "PCIe, from the host", rate, read=(figures.traffic,), to=figures.traffic_of("pcie_received"), on_request=True
-    )
     nvlinks: int | None = figure("NVLinks up", read=(figures.nvlinks,), on_request=True)
     """NVLinks that are up."""
-    nvlink_sent: int | None = figure(
-        "NVLink, sent", rate, read=(figures.traffic,), to=figures.traffic_of("nvlink_sent"), on_request=True
-    )
-    """Bytes per second over all NVLinks while the report was made."""
-    nvlink_received: int | None = figure(
-        "NVLink, received", rate, read=(figures.traffic,), to=figures.traffic_of("nvlink_received"), on_request=True
-    )
     topology: Mapping[str, str] | None = figure("", read=(figures.topology,), on_request=True)
     """The connection to each other GPU, such as ``"NVLink"``, by NVML index."""
     unified: bool = False

@@ -58,11 +58,6 @@ def finish_memory(axes: Any, unit: tuple[int, str], most: int, capacity: int | N
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", reverse=True)
 
 
-def whole_ticks(axes: Any) -> None:
-    """Number the horizontal axis by whole numbers, as of cells."""
-    axes.xaxis.get_major_locator().set_params(integer=True)
-
-
 def unit_for(most: int) -> tuple[int, str]:
     """Return the unit in which to write bytes of which the most are these, and its name."""
     return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
@@ -88,11 +83,6 @@ def new_figure(height: float) -> Figure:
             return picture.getvalue()
 
     return ShownFigure(figsize=(8, height), layout="constrained")
-
-
-def nan_if_none(value: float | None, unit: float = 1.0) -> float:
-    """Return a value in a unit, or a gap in the line where there is none."""
-    return float("nan") if value is None else value / unit
 
 
 @functools.singledispatch

@@ -98,11 +98,6 @@ def shape(dims: tuple[int, ...]) -> str:
     return "[" + ", ".join(map(str, dims)) + "]"
 
 
-def rate(nbytes: float | None) -> str:
-    """Return bytes a second as ``"12.3 GiB/s"``."""
-    return NOT_AVAILABLE if nbytes is None else f"{size(int(nbytes))}/s"
-
-
 def sparkline(values: Sequence[float | None], low: float = 0.0, high: float | None = None) -> str:
     """Return values as blocks between ``low`` and ``high`` (default: the largest), unknown ones as dots."""
     top = max((value for value in values if value is not None), default=low) if high is None else high

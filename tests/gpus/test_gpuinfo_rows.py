@@ -323,8 +323,8 @@ NUMBERS = (
     "memory_total", "memory_used", "memory_free", "memory_reserved", "kernel_allocated", "kernel_reserved",
     "other_processes", "utilization", "temperature", "power", "power_limit", "fan", "clock_sm", "clock_sm_max",
     "clock_memory", "clock_memory_max", "memory_utilization", "encoder_utilization", "decoder_utilization",
-    "ecc_errors", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max", "pcie_sent",
-    "pcie_received", "nvlinks", "nvlink_sent", "nvlink_received", "nvml_index",
+    "ecc_errors", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max",
+    "nvlinks", "nvml_index",
 )  # fmt: skip
 
 

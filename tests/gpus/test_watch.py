@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 from interrupts import Interrupt
 
-from gpumagic.errors import GpuMagicError
 from gpumagic.gpus import live
 from gpumagic.gpus.history_view import HistoryReport, SampleRow
 from gpumagic.gpus.report import GPUReport, GpuRow
@@ -108,23 +107,6 @@ def test_a_history_can_be_sent_elsewhere() -> None:
     recorder, _ = recorded()
     assert pickle.loads(pickle.dumps(recorder.report)) == recorder.report
     assert recorder.report.to_dict()["latest"]["devices"][0]["device"] == "cuda:0"
-
-
-def test_plotting_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(GpuMagicError, match="pip install matplotlib"):
-        HistoryReport(()).plot()
-
-
-def test_a_plot_has_a_line_a_device_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is an option of the user's")
-    recorder, _ = recorded()
-    figure = recorder.plot()
-    assert figure._repr_png_().startswith(b"\x89PNG")
-    busy, memory = figure.axes
-    assert list(busy.lines[0].get_ydata()) == [40.0, 40.0, 40.0]
-    assert [line.get_label() for line in memory.lines] == ["cuda:0, all", "cuda:0, this kernel"]
-    assert list(memory.lines[0].get_ydata()) == [1.0, 2.0, 3.0]
 
 
 class Screen(io.StringIO):

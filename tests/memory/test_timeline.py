@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 
 import pytest
@@ -314,6 +315,12 @@ def test_every_report_with_a_timeline_can_be_plotted() -> None:
         assert DEVICE in (axes.get_title(), *axes.get_legend_handles_labels()[1])
         assert axes.texts, "the peak is marked"
     assert [each.get_text() for each in oom.plot().axes[0].texts] == ["peak, lines 4-7"]
+
+
+def test_plotting_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(GpuMagicError, match="pip install matplotlib"):
+        TransferReport(DEVICE, (), timeline=timeline()).plot()
 
 
 def test_plotting_what_has_no_timeline_says_why() -> None:

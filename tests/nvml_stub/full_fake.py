@@ -14,7 +14,7 @@ NUMBERS = {
     "nvmlDeviceGetPowerState": 2, "nvmlDeviceGetCurrentClocksEventReasons": 0x4,
     "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4, "nvmlDeviceGetTotalEccErrors": 3,
     "nvmlDeviceGetCurrPcieLinkGeneration": 3, "nvmlDeviceGetMaxPcieLinkGeneration": 4,
-    "nvmlDeviceGetCurrPcieLinkWidth": 8, "nvmlDeviceGetMaxPcieLinkWidth": 16, "nvmlDeviceGetPcieThroughput": 1000,
+    "nvmlDeviceGetCurrPcieLinkWidth": 8, "nvmlDeviceGetMaxPcieLinkWidth": 16,
     "nvmlDeviceGetNvLinkState": 1, "nvmlDeviceGetTopologyCommonAncestor": 20, "nvmlDeviceGetP2PStatus": 1,
     "nvmlDeviceGetTemperature": 55, "nvmlDeviceGetComputeMode": 3,
 }  # fmt: skip
@@ -27,7 +27,7 @@ SYMBOLS = (
     "nvmlDeviceGetEncoderUtilization", "nvmlDeviceGetDecoderUtilization", "nvmlDeviceGetPciInfo_v3",
     "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetMigMode", "nvmlDeviceGetProcessUtilization",
     "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex",
-    "nvmlDeviceGetFieldValues", "nvmlSystemGetDriverVersion", "nvmlDeviceGetComputeRunningProcesses_v3",
+    "nvmlSystemGetDriverVersion", "nvmlDeviceGetComputeRunningProcesses_v3",
     "nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetGraphicsRunningProcesses_v3",
     "nvmlDeviceGetGraphicsRunningProcesses_v2", *NUMBERS,
 )  # fmt: skip
@@ -37,8 +37,8 @@ TRUTH = {
     "power_limit": 400.0, "throttle_reasons": ("power cap",), "bus_id": "0000:01:00.0", "performance_state": "P2",
     "fan": 40.0, "clock_sm": 1410, "clock_sm_max": 1980, "clock_memory": 1410, "clock_memory_max": 1980,
     "compute_capability": "8.6", "encoder_utilization": 7.0, "decoder_utilization": 7.0, "ecc_errors": 3,
-    "pcie_generation": 3, "pcie_generation_max": 4, "pcie_width": 8, "pcie_width_max": 16, "pcie_sent": 1000 * 1024,
-    "pcie_received": 1000 * 1024, "nvlinks": 36, "compute_mode": "one process", "other_processes": GIB,
+    "pcie_generation": 3, "pcie_generation_max": 4, "pcie_width": 8, "pcie_width_max": 16,
+    "nvlinks": 36, "compute_mode": "one process", "other_processes": GIB,
 }  # fmt: skip
 """What a report must say of every card, if it says anything."""
 
@@ -103,10 +103,6 @@ class FullLibrary(FakeLibrary):
         number = self.cards + INSTANCES * _number(handle) + index.value
         ctypes.cast(instance, ctypes.POINTER(ctypes.c_void_p))[0] = number + 1
         return 0
-
-    def _nvmlDeviceGetFieldValues(self, handle: Any, count: Any, fields: Any) -> None:  # noqa: N802
-        for field in fields._obj:
-            field.value.ullVal = 9
 
     def _nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, size: Any, found: Any) -> int:  # noqa: N802
         if found is None:
