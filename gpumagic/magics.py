@@ -202,9 +202,9 @@ class GPUMagic(Magics):
     def _follow(self, options: Namespace) -> object:
         from gpumagic.gpus import live
 
+        if options.engines is not None:
+            return self._on_engines("gpuinfo", options)  # which says that these are about one process
         if options.each_cell:
-            if options.engines is not None:
-                return self._on_engines("gpuinfo", options)
             monitor = live.cell_monitor(self.shell)
             if options.each_cell is True:
                 return monitor.report()
@@ -214,12 +214,7 @@ class GPUMagic(Magics):
         if options.watch == 0:
             live.stop_watching(self.shell)
             return None
-        ask: Callable[[], Any] = functools.partial(_ask_gpus, options)
-        if options.engines is not None:
-            from gpumagic.cluster import queries
-
-            ask = queries.poller_of(options, self.engine_timeout)
-        return live.watch(self.shell, ask, options.watch)
+        return live.watch(self.shell, functools.partial(_ask_gpus, options), options.watch)
 
     def _run(self, guard: Guard, cell: str | None) -> object:
         if cell is None:

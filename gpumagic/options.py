@@ -260,7 +260,7 @@ def _gpuinfo() -> Parser:
         "    r = %gpuinfo                keep the report: r.to_pandas(), r.cause\n"
         "    r.best                      the device with most free memory",
         takes="[DEVICE ...]",
-        refused=("each_cell",),
+        refused=("each_cell", "watch"),
     )
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or 1; else all")
     parser.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")

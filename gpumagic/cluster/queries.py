@@ -84,10 +84,3 @@ def query_of(magic: str, options: Namespace) -> Callable[[float], ClusterReport]
     else:
         arguments = {"names": options.devices, "processes": options.processes, "everything": options.all}
     return functools.partial(ask, magic, arguments, options.engines)
-
-
-def poller_of(options: Namespace, timeout: float) -> Callable[[], ClusterReport]:
-    """Return what `%gpuinfo --engines --watch` calls for each snapshot: a busy engine does not hold up the others."""
-    query = query_of("gpuinfo", Namespace(**{**vars(options), "all": False}))
-    seconds = iter([ENGINE_TIMEOUT])  # at first engines import what they need
-    return lambda: query(next(seconds, min(timeout, max(1.0, options.watch))))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gpumagic.errors import OptionError
-from gpumagic.gpus.report import GPUReport, GpuRow, SampleRow
+from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.oom.report import OomReport
 from gpumagic.report.base import Origin, Report, columns_of, frame
 from gpumagic.tensors.report import TensorReport
@@ -96,14 +96,6 @@ class ClusterReport(Report[PlacedRow]):
         """Return the report of each engine that has one."""
         return {answer.engine: answer.report for answer in self.engines if answer.report is not None}
 
-    def samples(self, seconds: float) -> tuple[SampleRow, ...]:
-        """Return a sample of each GPU, taken ``seconds`` after a recording began."""
-        gpus = shared_gpus(self)
-        several_hosts = len({gpu.host for gpu in gpus}) > 1
-        return tuple(
-            SampleRow.of(seconds, _label(gpu, several_hosts), gpu.row, gpu.allocated) for gpu in gpus[:MAX_GPUS]
-        )
-
     def to_pandas(self) -> pd.DataFrame:
         """Return all rows of all engines; an engine without rows has one with its state, so that none is missing."""
         places = {name: kind for name, kind in columns_of(PlacedRow).items() if name != "row"}
@@ -126,40 +118,28 @@ def merge(reports: Mapping[Any, object] | Sequence[object]) -> ClusterReport:
     Raises:
         OptionError: there is no report among them, or they are of several kinds.
     """
-    named = list(reports.items() if isinstance(reports, Mapping) else enumerate(reports))
-    magics = {_magic_of(value) for _, value in named} - {None}
+    magics: set[str] = set()
+    answers: list[EngineAnswer] = []
+    for name, value in reports.items() if isinstance(reports, Mapping) else enumerate(reports):
+        engine = name if isinstance(name, int) else str(name)
+        if isinstance(value, ClusterReport):
+            magics.add(value.magic)
+            answers += value.engines
+        elif isinstance(value, tuple(KINDS.values())):
+            magics |= {magic for magic, kind in KINDS.items() if isinstance(value, kind)}
+            answers.append(EngineAnswer(engine, getattr(value, "origin", Origin()), report=value))
+        else:
+            what = "no report" if value is None else f"{type(value).__name__}: {value}"
+            answers.append(EngineAnswer(engine, state="failed", detail=what))
     if len(magics) != 1:
-        found = f"they are of {' and '.join(sorted(map(str, magics)))}" if magics else "there is none among these"
+        found = f"they are of {' and '.join(sorted(magics))}" if magics else "there is none among these"
         raise OptionError(f"merge() takes reports of one kind; {found}")
-    magic = str(magics.pop())
-    answers = [answer for name, value in named for answer in _answers(name, value)]
-    return ClusterReport(magic, tuple(_last_of_each(answers) if magic in {"gpuinfo", "devices"} else answers))
-
-
-def _last_of_each(answers: Iterable[EngineAnswer]) -> Iterable[EngineAnswer]:
-    """Return the last report of each process, as far as processes are known: a worker of Ray runs many tasks."""
-    found: dict[object, EngineAnswer] = {}
-    for place, answer in enumerate(answers):
-        process = (answer.origin.host, answer.origin.pid) if answer.origin.pid is not None else place
-        found.pop(process, None)
-        found[process] = answer
-    return found.values()
-
-
-def _magic_of(value: object) -> str | None:
-    if isinstance(value, ClusterReport):
-        return value.magic
-    return next((magic for magic, kind in KINDS.items() if isinstance(value, kind)), None)
-
-
-def _answers(name: Any, value: object) -> Iterable[EngineAnswer]:
-    engine = name if isinstance(name, int) else str(name)
-    if isinstance(value, ClusterReport):
-        return value.engines
-    if isinstance(value, Report):
-        return [EngineAnswer(engine, getattr(value, "origin", Origin()), report=value)]
-    what = "no report" if value is None else f"{type(value).__name__}: {value}"
-    return [EngineAnswer(engine, state="failed", detail=what)]
+    magic = magics.pop()
+    if magic in {"gpuinfo", "devices"}:  # of a process as it is now: a worker of Ray runs many tasks
+        origins = enumerate(answer.origin for answer in answers)
+        last = {(each.host, each.pid) if each.pid is not None else place: place for place, each in origins}
+        answers = [answers[place] for place in sorted(last.values())]
+    return ClusterReport(magic, tuple(answers))
 
 
 class EngineGpu(NamedTuple):
@@ -178,23 +158,12 @@ class SharedGpu:
 
     @property
     def row(self) -> GpuRow:
-        """Return what the last of its engines read from the driver; the readings are milliseconds apart."""
-        return self.engines[-1].row
-
-    @property
-    def allocated(self) -> int:
-        """Return the bytes in live tensors of all its engines."""
-        return sum(each.row.kernel_allocated or 0 for each in self.engines)
-
-    @property
-    def reserved(self) -> int:
-        """Return the bytes that the allocators of all its engines hold."""
-        return sum(each.row.kernel_reserved or 0 for each in self.engines)
-
-    @property
-    def used_share(self) -> float:
-        """Return how much of its memory is in use, from 0 to 1; 0 where that is not known."""
-        return (self.row.memory_used or 0) / (self.row.memory_total or 1)
+        """What the last of its engines read, milliseconds after the others; ``kernel_*`` are sums over all of them."""
+        rows = [each.row for each in self.engines]
+        return replace(
+            rows[-1], kernel_allocated=sum(each.kernel_allocated or 0 for each in rows),
+            kernel_reserved=sum(each.kernel_reserved or 0 for each in rows),
+        )  # fmt: skip
 
 
 def shared_gpus(report: ClusterReport) -> tuple[SharedGpu, ...]:
@@ -203,28 +172,11 @@ def shared_gpus(report: ClusterReport) -> tuple[SharedGpu, ...]:
     for answer in report.engines:
         process = (answer.origin.host, answer.origin.pid, "" if answer.origin.pid else answer.engine)
         for row in answer.report.devices if isinstance(answer.report, GPUReport) else ():
-            found.setdefault(_gpu_key(answer, row), {})[process] = EngineGpu(answer, row)
+            own = (*process, row.device) if row.simulated else ()  # a simulated GPU is its process's own
+            gpu = (answer.origin.host, *(own or (row.uuid or row.device or row.nvml_index,)))
+            found.setdefault(gpu, {})[process] = EngineGpu(answer, row)
     gpus = [SharedGpu(str(key[0]), tuple(engines.values())) for key, engines in found.items()]
     return tuple(sorted(gpus, key=lambda gpu: gpu.host))
-
-
-def _gpu_key(answer: EngineAnswer, row: GpuRow) -> tuple[object, ...]:
-    """Return what identifies a GPU in the cluster; a simulated one is its process's own."""
-    if row.simulated:
-        return answer.origin.host, answer.origin.pid or answer.engine, row.device
-    return answer.origin.host, row.uuid or row.device or row.nvml_index
-
-
-MAX_GPUS = 32
-"""GPUs of a cluster that have a row, or a line over time."""
-
-
-def _label(gpu: SharedGpu, several_hosts: bool) -> str:
-    """Return the name of a GPU, behind its host where there are several, and behind the engine of a simulated one."""
-    names = {each.row.label for each in gpu.engines}
-    name = names.pop() if len(names) == 1 else f"NVML {gpu.row.nvml_index}"
-    parts = [gpu.host] * several_hosts + [f"engine {gpu.engines[0].answer.engine}"] * gpu.row.simulated
-    return " ".join([*parts, name])
 
 
 def engines_label(answers: Sequence[EngineAnswer]) -> str:

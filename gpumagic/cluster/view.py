@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from gpumagic.cluster.report import (
     ANSWERED,
-    MAX_GPUS,
     ClusterReport,
     EngineAnswer,
     SharedGpu,
@@ -17,15 +16,15 @@ from gpumagic.cluster.report import (
     shared_gpus,
 )
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
-from gpumagic.gpus.view import headline, memory_bar, process_blocks
+from gpumagic.gpus.view import COLUMNS, headline, process_blocks
 from gpumagic.oom.view import first_step
 from gpumagic.report import document as doc
 from gpumagic.report.base import Report, grouped, to_document
 from gpumagic.report.columns import Column, Table
-from gpumagic.report.units import count, percent, size, size_of, size_pair
+from gpumagic.report.units import count, size, size_of
 from gpumagic.tensors.view import fold
 
-MAX_ROWS = 32
+MAX_ROWS = MAX_GPUS = 32
 MAX_REPORTS = 8
 """Reports that are behind a summary; `ClusterReport.reports` has all."""
 SHOWN_FAILURES = 2
@@ -168,11 +167,16 @@ def _gpus(report: ClusterReport) -> Iterator[doc.Block]:
         return
     several_hosts = len({gpu.host for gpu in gpus}) > 1
     if len(gpus) > MAX_GPUS:
-        gpus = tuple(sorted(gpus, key=lambda gpu: -gpu.used_share))
+        gpus = tuple(sorted(gpus, key=_used_share, reverse=True))
     columns = GPU_COLUMNS if several_hosts else GPU_COLUMNS[1:]
     yield Table.of(gpus, columns, "GPUs", limit=MAX_GPUS, rest="GPU", elsewhere="in a wider terminal")
     if any(getattr(each, "show_processes", False) for each in report.reports.values()):
         yield from process_blocks([_with_engines_named(gpu) for gpu in gpus[:MAX_GPUS]])
+
+
+def _used_share(gpu: SharedGpu) -> float:
+    row = gpu.engines[-1].row
+    return (row.memory_used or 0) / (row.memory_total or 1)
 
 
 def _gpu_name(gpu: SharedGpu) -> str:
@@ -189,29 +193,18 @@ def _engines_of(gpu: SharedGpu) -> doc.Cell:
     return doc.Cell(f"none of {text}" if not users and len(gpu.engines) > 1 else text, title=reserved)
 
 
-def _memory(gpu: SharedGpu) -> doc.Cell:
-    row = gpu.row
-    if row.memory_used is None or not row.memory_total:
-        return doc.Cell(size(row.memory_total), muted=True)
-    together = replace(row, kernel_allocated=gpu.allocated, kernel_reserved=gpu.reserved)
-    return doc.Cell(size_pair(row.memory_used, row.memory_total), bar=memory_bar(together))
+def _of_row(column: Column[GpuRow], title: str, priority: int) -> Column[SharedGpu]:
+    """Return a column of `%gpuinfo` for a GPU that engines share."""
+    return Column(title, lambda gpu: column.value(gpu.row), column.align, priority, column.shrinks)
 
 
-def _engines_part(gpu: SharedGpu) -> doc.Cell:
-    if not gpu.reserved:
-        return doc.Cell("nothing", muted=True, title="no engine's torch holds memory there")
-    return doc.Cell(size_pair(gpu.allocated, gpu.reserved), title="in tensors / with the caches")
-
-
+_OF_ROWS = {"Name": ("Name", 4), "Memory": ("Memory", 0), "This kernel": ("Engines' part", 1), "Util": ("Util", 2),
+            "Temp": ("Temp", 3)}  # fmt: skip
 GPU_COLUMNS: tuple[Column[SharedGpu], ...] = (
     Column("Host", lambda gpu: gpu.host),
     Column("GPU", _gpu_name),
     Column("Engine", _engines_of, shrinks=True),
-    Column("Name", lambda gpu: (gpu.row.name or "").removeprefix("NVIDIA "), priority=4, shrinks=True),
-    Column("Memory", _memory),
-    Column("Engines' part", _engines_part, "right", 1),
-    Column("Util", lambda gpu: "" if gpu.row.utilization is None else percent(gpu.row.utilization), "right", 2),
-    Column("Temp", lambda gpu: "" if gpu.row.temperature is None else f"{gpu.row.temperature:.0f} C", "right", 3),
+    *(_of_row(each, *_OF_ROWS[each.title]) for each in COLUMNS if each.title in _OF_ROWS),
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpumagic.gpus.report import SampleRow
+from gpumagic.gpus.report import GPUReport, SampleRow
 from gpumagic.memory.timeline import MemoryTimeline, plot
 from gpumagic.memory.view import device_sparkline, device_timeline
 from gpumagic.report.base import Report, to_document
@@ -26,8 +26,8 @@ class HistoryReport(Report[SampleRow]):
     row_type: ClassVar[type[Any]] = SampleRow
 
     samples: tuple[SampleRow, ...]
-    latest: Report[Any] | None = None
-    """The last snapshot, whole: a `GPUReport`, or of many engines a `ClusterReport`."""
+    latest: GPUReport | None = None
+    """The last snapshot, whole."""
     interval: float | None = None
     """Seconds from one snapshot to the next."""
     ended: str | None = None

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic.gpus import history_view
 from gpumagic.gpus.history_view import CellRow, CellsReport, HistoryReport
-from gpumagic.gpus.report import SampleRow
+from gpumagic.gpus.report import GPUReport, SampleRow
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import MemoryTimeline
@@ -42,15 +42,15 @@ class GpuRecorder:
     """Takes a snapshot every few seconds; `report` is its history, `stop` ends it.
 
     Args:
-        read: returns a `GPUReport`, or the `ClusterReport` of many engines.
+        read: takes a snapshot.
         seconds: from one snapshot to the next.
         show: called with the history after each snapshot, and once more at the end.
     """
 
-    def __init__(self, read: Callable[[], Any], seconds: float, show: Callable[[HistoryReport], None]) -> None:
+    def __init__(self, read: Callable[[], GPUReport], seconds: float, show: Callable[[HistoryReport], None]) -> None:
         self._read, self._show, self.seconds = read, show, seconds
         self._samples: deque[tuple[SampleRow, ...]] = deque(maxlen=MAX_SNAPSHOTS)
-        self._latest: Any = None
+        self._latest: GPUReport | None = None
         self._started = time.monotonic()
         self._stopping = threading.Event()
         self._reason, self._until = "stopped", "interrupted or %gpuinfo -w off"
@@ -105,8 +105,9 @@ class GpuRecorder:
             self._end(f"stopped by {type(error).__name__}: {error}")
 
     def _take(self) -> None:
-        self._latest = self._read()
-        self._samples.append(self._latest.samples(time.monotonic() - self._started))
+        self._latest = report = self._read()
+        seconds = time.monotonic() - self._started
+        self._samples.append(tuple(SampleRow.of(seconds, row) for row in report.devices))
         self._show(self.report)
 
     def _end(self, reason: str) -> None:
@@ -118,7 +119,7 @@ class GpuRecorder:
         return f"<recorder of the GPUs every {self.seconds:g} s; {self.ended or 'stop it with %gpuinfo -w off'}>"
 
 
-def watch(shell: InteractiveShell, read: Callable[[], Any], seconds: float) -> GpuRecorder:
+def watch(shell: InteractiveShell, read: Callable[[], GPUReport], seconds: float) -> GpuRecorder:
     """Show the GPUs in place until `%gpuinfo -w off`, an interrupt, or the extension's unloading.
 
     Args:

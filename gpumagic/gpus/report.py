@@ -201,11 +201,12 @@ class SampleRow:
     power: float | None = None
 
     @classmethod
-    def of(cls, seconds: float, device: str, row: GpuRow, allocated: int | None) -> SampleRow:
-        """Return the sample of one GPU, with the bytes that kernels have allocated on it."""
+    def of(cls, seconds: float, row: GpuRow) -> SampleRow:
+        """Return the sample of one device, taken ``seconds`` after a recording began."""
         return cls(
-            seconds, device, row.memory_used, row.memory_total, allocated, row.utilization, row.temperature, row.power
-        )
+            seconds, row.label, row.memory_used, row.memory_total, row.kernel_allocated, row.utilization,
+            row.temperature, row.power,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -234,7 +235,3 @@ class GPUReport(Report[GpuRow]):
     @property
     def rows(self) -> tuple[GpuRow, ...]:
         return self.devices
-
-    def samples(self, seconds: float) -> tuple[SampleRow, ...]:
-        """Return a sample of each device, taken ``seconds`` after a recording began."""
-        return tuple(SampleRow.of(seconds, row.label, row, row.kernel_allocated) for row in self.devices)

@@ -14,9 +14,7 @@ import pytest
 from engines import PATIENCE, Gate, look, states, text_of
 
 import gpumagic
-from gpumagic.cluster import queries
 from gpumagic.cluster.report import shared_gpus
-from gpumagic.options import parser
 
 ipyparallel = pytest.importorskip("ipyparallel")
 psutil = pytest.importorskip("psutil")
@@ -124,6 +122,7 @@ def test_engines_are_those_of_px_or_of_use(here, machine) -> None:
         ("devices --engines 99", "there is no engine 99; there are 0, 1"),
         ("devices simgpu:9 --engines", "on the engines: 'simgpu:9' is not a device here"),
         ("devices --engines --diff", "--diff is about one process: %px %devices --diff"),
+        ("gpuinfo --engines -w", "--watch is about one process: %px %gpuinfo --watch"),
         ("ondevice auto --engines", "--engines takes all of a cell: write %%ondevice on its first line"),
     ],
 )
@@ -271,40 +270,6 @@ def test_a_cell_runs_nowhere_where_one_engine_cannot_run_it(here, machine, gate,
     assert f"without it: --engines {free}" in said
     others = machine.client[machine.plain[1:]]
     assert others.apply_sync(eval, "'mark' in dir()") == [False] * 3
-
-
-def test_watching_follows_the_gpus_of_all_engines_until_ctrl_c(here, machine, capsys, monkeypatch) -> None:
-    """Pressed once all have been looked at three times."""
-    reports, ask = [], queries.ask
-
-    def counted(*arguments):
-        reports.append(ask(*arguments))
-        if len(reports) == 3:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        return reports[-1]
-
-    monkeypatch.setattr(queries, "ask", counted)
-    recorder = here.run_cell("%gpuinfo --engines -w 0.3").result
-    assert recorder.ended == "interrupted"
-    labels = {row.device for row in recorder.report}
-    assert labels == {f"engine {engine} simgpu:{index}" for engine in machine.plain for index in (0, 1)}
-    assert "8 simulated GPUs: simgpu:" in capsys.readouterr().out
-
-
-def test_a_watched_engine_that_gets_busy_is_a_line_and_holds_up_no_other(here, machine, tmp_path) -> None:
-    busy = machine.plain[0]
-    options = parser("gpuinfo").parse_line("-w 1 --engines")
-    poll = queries.poller_of(options, 2.0)
-    assert set(states(poll()).values()) == {"answered"}
-    gate = Gate(tmp_path / "open", machine.client[busy])
-    found = [poll() for _ in range(3)]
-    queue = machine.client.queue_status(busy, verbose=True)["queue"]
-    gate.open()
-    assert [states(each)[busy] for each in found] == ["busy"] * 3
-    assert all(len(each.reports) == 3 for each in found)
-    assert len(queue) <= 4, "the cell, and requests that were cancelled"
-    assert states(look(here, "gpuinfo --engines"))[busy] == "answered"
-    assert set(states(poll()).values()) == {"answered"}
 
 
 def test_an_engine_that_dies_in_a_cell_fails_the_cell_and_is_told_of(here, machine, shown) -> None:
