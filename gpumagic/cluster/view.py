@@ -195,7 +195,11 @@ def _engines_of(gpu: SharedGpu) -> doc.Cell:
 
 def _of_row(column: Column[GpuRow], title: str, priority: int) -> Column[SharedGpu]:
     """Return a column of `%gpuinfo` for a GPU that engines share."""
-    return Column(title, lambda gpu: column.value(gpu.row), column.align, priority, column.shrinks)
+    when = column.when
+    return Column(
+        title, lambda gpu: column.value(gpu.row), column.align, priority, column.shrinks,
+        when=None if when is None else lambda gpu: when(gpu.row),
+    )  # fmt: skip
 
 
 _OF_ROWS = {"Name": ("Name", 4), "Memory": ("Memory", 0), "This kernel": ("Engines' part", 1), "Util": ("Util", 2),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import subprocess
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,16 +23,36 @@ psutil = pytest.importorskip("psutil")
 
 ROOT = Path(gpumagic.__file__).parents[1]
 PATIENCE = 60
-HIDING = """
-import os, sys
+ENGINES = """
+import json, os, sys
+from ipyparallel.engine.app import IPEngine
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == os.environ.get("HIDDEN"):
+        if name.partition(".")[0] in hidden:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
+roles, arguments = json.loads(sys.argv[1]), sys.argv[2:]
 sys.meta_path.insert(0, Hidden())
+for role in sorted(roles, key=lambda role: role["has_torch"]):
+    hidden = []
+    if role["has_torch"]:
+        import torch  # once for all of them
+    if os.fork() == 0:
+        hidden = role["hidden"]
+        for name in hidden:
+            sys.modules.pop(name, None)  # torch has imported pynvml
+        os.environ.update(role["environment"])
+        sys.path[:0] = role["path"]
+        IPEngine.launch_instance(arguments + ["--IPEngine.enable_nanny=%s" % role["has_torch"]])
+        os._exit(0)
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        break
 """
+"""Starts engines by forking: each of them would take seconds to import ipyparallel and torch for itself."""
 
 
 class Machine:
@@ -41,24 +64,25 @@ class Machine:
         quick = Config({"LocalProcessLauncher": {"poll_seconds": 1, "stop_seconds_until_kill": 1}})
         self.cluster = ipyparallel.Cluster(profile_dir=str(home / "profile"), log_level=50, config=quick)
         self.pids: list[int] = []
-        (home / "hiding").mkdir()
-        (home / "hiding" / "sitecustomize.py").write_text(HIDING)
+        self.started: list[dict[str, object]] = []
         (home / "old" / "gpumagic").mkdir(parents=True)
         (home / "old" / "gpumagic" / "__init__.py").write_text('__version__ = "0.0.1"\n')
 
-    def start(self, number: int, role: str = "", *, path: str = "", **environment: str) -> None:
-        """Start engines without waiting for them."""
-        paths = [str(self.home / path)] if path else []
-        wanted = {"PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]), "ROLE": role, **environment}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(self.home)  # where the engines find no checkout
-            for name, value in wanted.items():
-                patch.setenv(name, value)
-            self.cluster.start_engines_sync(n=number)
+    def add(self, role: str = "", *, path: str = "", hidden: Sequence[str] = (), **environment: str) -> None:
+        """Have an engine among those that `connect` starts; one that imports torch can be interrupted and killed."""
+        self.started.append({
+            "environment": {"ROLE": role, **environment}, "path": [str(self.home / path)] if path else [],
+            "hidden": hidden, "has_torch": not path and not {"torch", "gpumagic"}.intersection(hidden),
+        })  # fmt: skip
 
-    def connect(self, number: int) -> None:
+    def connect(self, **environment: str) -> None:
+        """Start the engines in a folder where they find no checkout, and wait for them."""
+        profile = ["--profile-dir", str(self.home / "profile"), "--cluster-id", self.cluster.cluster_id]
+        command = [sys.executable, "-c", ENGINES, json.dumps(self.started), *profile, "--log-level", "50"]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        subprocess.Popen(command, cwd=self.home, env=variables)
         self.client = self.cluster.connect_client_sync()
-        self.client.wait_for_engines(number, interactive=False, timeout=PATIENCE)
+        self.client.wait_for_engines(len(self.started), interactive=False, timeout=PATIENCE)
         self.pids = self.client[:].apply_sync(os.getpid)
         roles = self.client[:].apply_sync(os.getenv, "ROLE")
         self.roles: dict[int, str] = dict(zip(self.client.ids, roles, strict=True))
@@ -84,15 +108,15 @@ class Machine:
 def machine(tmp_path_factory) -> Iterator[Machine]:
     machine = Machine(tmp_path_factory.mktemp("cluster"))
     machine.cluster.start_controller_sync()
-    machine.start(4, GPUMAGIC_SIMGPU="2x256MiB", OMP_NUM_THREADS="1")
-    machine.start(1, "old", path="old")
-    machine.start(1, "no gpumagic", path="hiding", HIDDEN="gpumagic")
+    for _ in range(4):
+        machine.add(GPUMAGIC_SIMGPU="2x256MiB", hidden=["pynvml"])
+    machine.add("old", path="old")
+    machine.add("no gpumagic", hidden=["gpumagic"])
+    machine.add("no torch", hidden=["torch"])
+    machine.add("victim")
+    machine.add("second victim", hidden=["pynvml"])
     driver = Driver(machine.home / "driver", gpus=2).environment()
-    driver = {name: driver[name] for name in ("LD_LIBRARY_PATH", "NVML_STUB")}
-    machine.start(1, "no torch", path="hiding", HIDDEN="torch", **driver)
-    machine.start(1, "victim", **driver)
-    machine.start(1, "second victim")
-    machine.connect(9)
+    machine.connect(LD_LIBRARY_PATH=driver["LD_LIBRARY_PATH"], NVML_STUB=driver["NVML_STUB"])
     yield machine
     machine.stop()
 
