@@ -6,6 +6,7 @@ nothing can be rewritten, as in a file, only what one waits for without a count 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,15 +19,9 @@ DELAY = 1.0
 @contextmanager
 def counted(most: int, unit: str) -> Iterator[Callable[[str], None]]:
     """Show how many of at most ``most`` steps are done: call the result with the name of each as it begins."""
-    begun = 0
-
-    def advance(step: str) -> None:
-        nonlocal begun
-        begun += 1
-        line.write(f"{unit} {begun} of {most}: {step}")
-
+    numbers = itertools.count(1)
     with _shown() as line:
-        yield advance
+        yield lambda step: line.write(f"{unit} {next(numbers)} of {most}: {step}")
 
 
 @contextmanager
@@ -36,20 +31,19 @@ def elapsed(what: str) -> Iterator[Callable[[], None]]:
     Inside `counted` its line shows it.
     """
     began = time.monotonic()
-
-    def tick() -> None:
-        line.write(f"{text}, {time.monotonic() - began:.0f} s")
-
     with _shown() as line:
         text = line.text or what
-        yield tick
+        yield lambda: line.write(f"{text}, {time.monotonic() - began:.0f} s")
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show a line during a call that reports no progress of its own."""
+    """Show a line at once, during a call that reports no progress of its own."""
     with _shown() as line:
-        line.announce(what)
+        if line.show is None:
+            print(what, file=sys.stderr, flush=True)  # noqa: T201
+        line.start = 0.0
+        line.write(what)
         yield
 
 
@@ -57,27 +51,16 @@ class _Line:
     """The one line; it appears `DELAY` seconds after its making."""
 
     def __init__(self) -> None:
-        self._show = _surface()
-        self._from = time.monotonic() + DELAY
-        self._is_shown = False
+        self.show = _surface()
+        self.start = time.monotonic() + DELAY
         self.text = ""
-
-    def announce(self, text: str) -> None:
-        """Show a text at once, also where nothing can be rewritten."""
-        if self._show is None:
-            print(text, file=sys.stderr, flush=True)  # noqa: T201
-        self._from = 0.0
-        self.write(text)
+        self.is_shown = False
 
     def write(self, text: str) -> None:
         self.text = text
-        if self._show is not None and time.monotonic() >= self._from:
-            self._is_shown = True
-            self._show(text)
-
-    def clear(self) -> None:
-        if self._show is not None and self._is_shown:
-            self._show("")
+        if self.show is not None and time.monotonic() >= self.start:
+            self.is_shown = True
+            self.show(text)
 
 
 _line: _Line | None = None
@@ -95,7 +78,8 @@ def _shown() -> Iterator[_Line]:
         yield line
     finally:
         _line = None
-        line.clear()
+        if line.is_shown:
+            line.write("")
 
 
 def _surface() -> Callable[[str], None] | None:

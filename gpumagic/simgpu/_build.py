@@ -114,16 +114,13 @@ def _check_tools() -> None:
             f"the simulated GPU is compiled on first use and there is no C++ compiler ({compiler}) here; "
             "install one, e.g. `apt install g++`"
         )
-    if importlib.util.find_spec("setuptools") is None:
-        raise SimgpuUnavailable(
-            "the simulated GPU is compiled on first use and torch needs setuptools for that; "
-            "install it, e.g. `pip install setuptools`"
-        )
     with _ninja_on_path():
-        if shutil.which("ninja") is None:
+        has_ninja = shutil.which("ninja") is not None
+    for tool, is_here in (("setuptools", importlib.util.find_spec("setuptools") is not None), ("ninja", has_ninja)):
+        if not is_here:
             raise SimgpuUnavailable(
-                "the simulated GPU is compiled on first use and torch needs ninja for that; "
-                "install it, e.g. `pip install ninja`"
+                f"the simulated GPU is compiled on first use and torch needs {tool} for that; "
+                f"install it, e.g. `pip install {tool}`"
             )
 
 

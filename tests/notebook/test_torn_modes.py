@@ -70,13 +70,6 @@ def test_a_torn_block_of_inference_mode_ends(shell, magic, code) -> None:
     assert left_on == []
 
 
-def test_what_the_cell_itself_has_set_stays(shell) -> None:
-    shell.run_cell("import torch")
-    after = gradients_after(shell, MAGICS[0], "torch._C._set_grad_enabled(False)\nwith torch.no_grad(): pass")
-    assert len(after) > 5
-    assert not any(after.values())
-
-
 @pytest.mark.parametrize("magic", MAGICS)
 def test_an_interrupt_elsewhere_leaves_the_mode_that_a_statement_has_set(shell, magic) -> None:
     shell.run_cell(f"{magic}\nimport torch\ntorch.set_grad_enabled(False)\nraise KeyboardInterrupt")
@@ -113,19 +106,3 @@ def test_a_torn_autocast_is_closed_with_all_it_had_set(shell, magic, kind, body)
         tried += 1
         assert autocast_now() == before, interrupt.where
     assert tried > 20
-
-
-def test_autocast_that_the_cell_itself_has_begun_stays(shell) -> None:
-    shell.run_cell("import torch")
-    code = "open_ = torch.autocast('cpu')\nopen_.__enter__()\narm()\nwith torch.autocast('cpu'): pass"
-    for line in count():
-        interrupt = Interrupt(SWITCHING, line)
-        interrupt.run(shell, f"{MAGICS[0]}\n{code}")
-        assert torch.is_autocast_enabled("cpu"), interrupt.where
-        shell.run_cell("open_.__exit__(None, None, None)")
-        torch.set_autocast_enabled("cpu", False)
-        if not interrupt.where:
-            break
-    while torn_modes.current().nesting:
-        torch.autocast_decrement_nesting()
-    assert line > 10
