@@ -12,7 +12,7 @@ from gpumagic import simgpu
 from gpumagic.oom import trials
 
 MIB = 2**20
-pytestmark = pytest.mark.usefixtures("few_objects")
+pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
 
 
 @pytest.fixture

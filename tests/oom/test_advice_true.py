@@ -22,7 +22,7 @@ from gpumagic.oom.rules.verdict import explain
 from gpumagic.source import cell_code, text
 
 MIB, GIB = 2**20, 2**30
-pytestmark = pytest.mark.usefixtures("few_objects")
+pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
 PIECES = Facts(
     kind="cuda allocator", device="cuda:0", requested=4 * GIB, capacity=15 * GIB, free=GIB, unallocated=5 * GIB,
     before=AllocatorStats(0, 0, 0), at_failure=AllocatorStats(9 * GIB, 14 * GIB, 9 * GIB),
