@@ -8,16 +8,15 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import os
 import sys
 import time
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import GpuMagicError, OptionError, nearest
-from gpumagic.options import MAGICS
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -97,7 +96,11 @@ def _demo(options: argparse.Namespace) -> int:
     """Execute a demo notebook and write it and its HTML; return 0 if every cell did what it should."""
     output: Path = options.output
     source = _notebook(options.name)
-    _require_packages()
+    missing = [name for name in _DEMO_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise GpuMagicError(
+            f"the demo needs {', '.join(missing)}; install them with: {sys.executable} -m pip install 'gpumagic[demo]'"
+        )
     import nbformat
 
     notebook = nbformat.read(source, as_version=4)
@@ -106,9 +109,7 @@ def _demo(options: argparse.Namespace) -> int:
     error = execute_notebook(notebook)
     output.mkdir(parents=True, exist_ok=True)
     paths = _write(notebook, source.stem, output)
-    if error is None:
-        _say_what_was_shown(notebook)
-    else:
+    if error is not None:
         print(f"\nIt stopped at an error:\n{error}", file=sys.stderr)
     print(f"\nExecuted notebook  {paths[0]}\nAs a web page      {paths[1]}")
     return 0 if error is None else 1
@@ -137,19 +138,14 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
     except CellExecutionError as error:
         return str(error)
     finally:
-        _drop_empty_outputs(notebook)
+        for cell in notebook.cells:  # what cleared displays leave, such as that of progress; nbconvert warns of it
+            if cell.cell_type == "code":
+                cell.outputs = [each for each in cell.outputs if each.get("data") != {}]
     return None
 
 
-def _drop_empty_outputs(notebook: NotebookNode) -> None:
-    """Remove what cleared displays leave, such as that of progress: nbconvert warns of outputs without data."""
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = [each for each in cell.outputs if each.get("data") != {}]
-
-
 class _Progress:
-    """One line per code cell: its number, its first line, and how long it took."""
+    """A line per code cell: its number, its first line, how long it took; and what its report says first."""
 
     def __init__(self, notebook: NotebookNode) -> None:
         self._total = _count(notebook)
@@ -166,14 +162,12 @@ class _Progress:
 
     def ended(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
         print(f"  {time.perf_counter() - self._start:5.1f} s")
-
-
-def _require_packages() -> None:
-    missing = [name for name in _DEMO_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise GpuMagicError(
-            f"the demo needs {', '.join(missing)}; install them with: {sys.executable} -m pip install 'gpumagic[demo]'"
-        )
+        bundles = (each.get("data", {}) for each in cell.outputs)
+        reports = [each["text/plain"] for each in bundles if "text/html" in each and "text/plain" in each]
+        if reports:
+            first, *rest = reports[0].splitlines()
+            going_on = itertools.takewhile(lambda line: line.startswith("  "), rest)
+            print(f"        {' '.join([first, *map(str.strip, going_on)])}")
 
 
 def _prepare_a_device() -> None:
@@ -213,35 +207,6 @@ def _write(notebook: NotebookNode, name: str, output: Path) -> tuple[Path, Path]
     body, _ = HTMLExporter().from_notebook_node(notebook)
     page.write_text(body, encoding="utf-8")
     return executed, page
-
-
-def _say_what_was_shown(notebook: NotebookNode) -> None:
-    print("\nWhat each magic showed:")
-    for magic in MAGICS:
-        shown = [_report(cell) for cell in notebook.cells if _uses(cell, magic)]
-        if shown:
-            print(f"  %{magic:<9} {next((_heading(text) for text in shown if text), 'nothing')}")
-
-
-def _heading(text: str) -> str:
-    """Return the first line of a report, with the indented ones that continue it."""
-    first, *rest = text.splitlines()
-    return " ".join([first, *(line.strip() for line in takewhile(lambda line: line.startswith("  "), rest))])
-
-
-def _uses(cell: Any, magic: str) -> bool:
-    return cell.cell_type == "code" and any(
-        line.lstrip("%").startswith(magic) and line.startswith("%") for line in cell.source.splitlines()
-    )
-
-
-def _report(cell: Any) -> str:
-    """Return the text form of the first report among a cell's outputs."""
-    for output in cell.outputs:
-        bundle = output.get("data", {})
-        if "text/html" in bundle and "text/plain" in bundle:
-            return str(bundle["text/plain"])
-    return ""
 
 
 if __name__ == "__main__":
