@@ -6,9 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 from gpumagic.simgpu import _build
 
@@ -19,14 +21,13 @@ import torch
 print(torch.ones(2, device="simgpu").sum())
 """
 REFUSE = """
-import sys
 from gpumagic import simgpu
 from gpumagic.errors import SimgpuUnavailable
 {before}
 try:
     simgpu.enable()
 except SimgpuUnavailable as error:
-    print(error)
+    answer = str(error)
 """
 
 
@@ -53,12 +54,23 @@ def python(code: str, cache: Path, **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def refusal(code: str, cache: Path, path: Path) -> str:
-    """Return what is printed by a Python that has only one folder on PATH."""
-    with python(code, cache, PATH=str(path)) as process:
-        out, err = process.communicate()
-    assert process.returncode == 0, err
-    return out.strip()
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Processes in which nothing has been compiled or loaded yet."""
+    forks = Forks("import IPython.core.interactiveshell, torch.utils.cpp_extension", TORCH_EXTENSIONS_DIR="")
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def refusal(forks: Forks) -> Callable[..., str]:
+    """Return what returns why simgpu is refused where a process has only one folder on PATH."""
+
+    def refusal(cache: Path, path: Path, before: str = "") -> str:
+        told: str = forks.run(REFUSE.format(before=before), XDG_CACHE_HOME=str(cache), PATH=str(path))
+        return told
+
+    return refusal
 
 
 @pytest.fixture
@@ -91,31 +103,31 @@ def test_two_processes_compile_once_over_the_rest_of_an_interrupted_compile(
         assert again.communicate()[1] == "", "the second start needs no compiler and says nothing"
 
 
-def test_no_compiler_is_one_sentence_with_the_remedy(tmp_path: Path) -> None:
+def test_no_compiler_is_one_sentence_with_the_remedy(tmp_path: Path, refusal: Callable[..., str]) -> None:
     """With an empty PATH."""
-    told = refusal(REFUSE.format(before=""), tmp_path / "cache", tmp_path)
+    told = refusal(tmp_path / "cache", tmp_path)
     assert "C++ compiler" in told
     assert told.endswith("install one, e.g. `apt install g++`")
     assert "\n" not in told
 
 
-def test_no_ninja_is_one_sentence_with_the_remedy(tmp_path: Path) -> None:
+def test_no_ninja_is_one_sentence_with_the_remedy(tmp_path: Path, refusal: Callable[..., str]) -> None:
     """With a compiler and nothing else."""
     (tmp_path / "c++").symlink_to(shutil.which("c++") or "/usr/bin/c++")
-    before = "sys.executable = '/nowhere/python'"  # its folder is searched too: pip puts ninja there
-    told = refusal(REFUSE.format(before=before), tmp_path / "cache", tmp_path)
+    # Its folder is searched too: pip puts ninja there.
+    told = refusal(tmp_path / "cache", tmp_path, "import sys; sys.executable = '/nowhere/python'")
     assert told.endswith("install it, e.g. `pip install ninja`")
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, fresh: bool) -> None:
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, fresh: bool, refusal: Callable[..., str]) -> None:
     """Whoever writes there would choose what this process runs."""
     home = tmp_path / "cache/gpumagic/simgpu"
     home.mkdir(parents=True, mode=0o700)
     if not fresh:
         shutil.copytree(_build.library().parent, home / _build.library().parent.name)
     home.chmod(0o777)
-    told = refusal(REFUSE.format(before=""), tmp_path / "cache", Path(os.environ["PATH"].partition(":")[0]))
+    told = refusal(tmp_path / "cache", Path(os.environ["PATH"].partition(":")[0]))
     assert told == (
         f"the simulated GPU loads no code that others may have written: other users can write to {home}; "
         f"take that away with: chmod go-w {home}"
@@ -123,36 +135,40 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, fresh: bool
     if not fresh:
         home.chmod(0o700)
         (home / _build.library().parent.name).chmod(0o770)
-        told = refusal(REFUSE.format(before=""), tmp_path / "cache", tmp_path)
+        told = refusal(tmp_path / "cache", tmp_path)
         assert told.startswith("the simulated GPU loads no code that others may have written: other users can write")
 
 
-def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path: Path, refusal: Callable[..., str]) -> None:
     """A file where the folder should be."""
     (tmp_path / "file").touch()
-    told = refusal(REFUSE.format(before=""), tmp_path / "file", tmp_path)
+    told = refusal(tmp_path / "file", tmp_path)
     assert told.endswith("set XDG_CACHE_HOME to a folder that can be written")
 
 
 LOAD = """
+import contextlib, io
 from IPython.core.interactiveshell import InteractiveShell
-shell = InteractiveShell.instance()
-print(shell.extension_manager.load_extension("gpumagic"))
-shell.run_cell("%gpuinfo --help")
-print(shell.extension_manager.unload_extension("gpumagic"), "gpuinfo" in shell.magics_manager.magics["line"])
+with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    shell = InteractiveShell.instance()
+    print(shell.extension_manager.load_extension("gpumagic"))
+    shell.run_cell("%gpuinfo --help")
+    print(shell.extension_manager.unload_extension("gpumagic"), "gpuinfo" in shell.magics_manager.magics["line"])
+answer = out.getvalue(), err.getvalue()
 """
 
 
 @pytest.mark.parametrize("compiler", ["false", "/bin/false", "{folder}/no-room"])
 def test_the_extension_is_loaded_and_unloaded_whatever_keeps_simgpu_from_compiling(
-    tmp_path: Path, compiler: str
+    tmp_path: Path, compiler: str, forks: Forks
 ) -> None:
     """A compiler that fails without a word, and a full disk: the magics are there, and one line says why it is not."""
     full = tmp_path / "no-room"
     full.write_text("#!/bin/sh\necho 'fatal error: No space left on device' >&2\nexit 1\n")
     full.chmod(0o755)
-    with python(LOAD, tmp_path / "cache", CXX=compiler.format(folder=tmp_path)) as process:
-        out, err = process.communicate()
+    out, err = forks.run(
+        LOAD, CXX=compiler.format(folder=tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"), GPUMAGIC_SIMGPU="1x64MiB"
+    )
     assert "usage: %gpuinfo" in out
     assert out.splitlines()[0] == "None", "it is loaded"
     assert out.splitlines()[-1] == "None False", "and unloaded, its magics gone"
@@ -160,10 +176,9 @@ def test_the_extension_is_loaded_and_unloaded_whatever_keeps_simgpu_from_compili
     assert why.startswith("gpumagic: the simulated GPU ")
 
 
-def test_another_backend_in_torchs_only_slot_is_named(tmp_path: Path) -> None:
+def test_another_backend_in_torchs_only_slot_is_named(tmp_path: Path, refusal: Callable[..., str]) -> None:
     """There is one slot for out-of-tree devices."""
-    before = "import torch; torch.utils.rename_privateuse1_backend('npu')"
-    told = refusal(REFUSE.format(before=before), tmp_path, tmp_path)
+    told = refusal(tmp_path, tmp_path, "import torch; torch.utils.rename_privateuse1_backend('npu')")
     assert "'npu' holds it" in told
 
 
