@@ -10,7 +10,7 @@ from gpumagic.oom.report import Advice, EditTrial
 from gpumagic.oom.rules import batch, collected, expressions, kept, limits, loops, parts, training
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, cleared
-from gpumagic.oom.trials import Chosen, Trials
+from gpumagic.oom.trials import DEAR, NOT_INSTALLED, Chosen, Trials
 from gpumagic.report import progress
 from gpumagic.report.units import duration
 
@@ -25,6 +25,7 @@ MISTAKES: tuple[Rule, ...] = (
     kept.earlier_graph,
     kept.evaluates,
     collected.graphs,
+    kept.only_looks,
     kept.of_a_frozen_model,
     kept.retained,
     kept.gradients,
@@ -43,8 +44,10 @@ SAVINGS: tuple[Rule, ...] = (
     kept.copies,
     collected.listed,
     kept.last_turn,
-    expressions.update_in_place,
+    kept.weights,
     training.single,
+    expressions.update_in_place,
+    kept.spent,
     limits.expandable_segments,
     limits.compact,
     limits.private_pools,
@@ -56,6 +59,7 @@ SAVINGS: tuple[Rule, ...] = (
     limits.benchmark,
     training.in_parts,
     parts.smaller,
+    training.slices,
     batch.evaluate,
     parts.by_rows,
     parts.mapped,
@@ -72,6 +76,7 @@ TRADES: tuple[Rule, ...] = (
     loops.switches,
     limits.half_as_wide,
     training.smaller_parameters,
+    batch.numbers,
 )
 """Memory against time or precision."""
 
@@ -101,9 +106,6 @@ OF_ACTIVATIONS = frozenset({
 CRUMB = 0.1
 """What gives back less than this share of what another suggestion does stands below it."""
 
-DEAR = 2.0
-"""Seconds of a dry run from which on none is made for a second choice."""
-
 LEAST_SHARE = 0.1
 """The share of what is missing that a suggestion has to save to be worth a word."""
 
@@ -120,7 +122,7 @@ class _Tried:
 
     @property
     def fits_here(self) -> bool:
-        return bool(self.trial.fits) and self.tier < MONEY
+        return bool(self.trial.fits) and self.tier < MONEY and not self.is_exhausted
 
     @property
     def saves(self) -> int:
@@ -152,7 +154,8 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         found = [each for each in found if each.fits_here or (each.tier < DRASTIC and each.trial.needs is not None)]
     worth = [each for each in found if _is_worth_a_word(each, facts) and not each.is_exhausted]
     most = max((_worth(each) for each in worth if each.tier < DRASTIC), default=0)
-    return tuple(_finished(facts, each) for each in sorted(worth, key=functools.partial(_rank, most=most)))
+    rank = functools.partial(_rank, most=most, is_all=not trials.reason)
+    return tuple(_finished(facts, each) for each in sorted(worth, key=rank))
 
 
 def _try_all(proposals: Sequence[tuple[int, Proposal]], trials: Trials) -> list[_Tried]:
@@ -255,17 +258,19 @@ def _worth(found: _Tried) -> int:
     return found.saves or found.advice.frees or 0
 
 
-def _rank(found: _Tried, most: int) -> tuple[int, int, int, int]:
-    """Order suggestions: what fits for certain, what should, what was tried, what was not; then by what they cost.
+def _rank(found: _Tried, most: int, *, is_all: bool) -> tuple[int, int, int, int]:
+    """Order suggestions: what fits, what may; a larger GPU where all was tried; what does not fit; what was not tried.
 
-    `most` is the largest number of bytes that any is worth: crumbs never stand above a leak.
+    Within these they are ordered by what they cost. `most` is the largest number of bytes that any is worth: crumbs
+    never stand above a leak.
     """
     trial, is_crumb = found.trial, 0 < _worth(found) < CRUMB * most
     if trial.fits:
         return (0 if trial.certain else 1), found.tier, 0, found.place
     if found.tier == MONEY:
-        return 4, 0, 0, found.place
+        return (3 if is_all else 6), 0, 0, found.place
     if trial.needs is not None:
-        return 2, 0 if found.tier < DRASTIC else 1, -found.saves, found.place
+        return (2 if trial.fits is None else 4), found.tier >= DRASTIC, -found.saves, found.place
     is_code = bool(found.advice.changes or found.advice.first)  # what it says is clear, where to write it may not be
-    return 3, is_crumb, found.tier + (not is_code), found.place
+    is_far = not is_code or trial.reason.endswith(NOT_INSTALLED)
+    return (7 if is_far else 5), is_crumb, found.tier, found.place

@@ -19,7 +19,7 @@ from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
 from gpumagic.memory.parts import PART_OF_KIND
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.oom.report import CUBLAS, WORKSPACE, Share
-from gpumagic.oom.rules.facts import Model, Optimizer, Ownership
+from gpumagic.oom.rules.facts import SAVING_METHODS, Model, Optimizer, Ownership
 from gpumagic.report.base import Holder, grouped
 from gpumagic.source import frames
 from gpumagic.tensors import scan
@@ -203,6 +203,7 @@ def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Mod
         training=bool(branches.attributes_of(module).get("training")), checkpoints=_checkpoints(module),
         gradients=_nbytes(gradients), blocks=_blocks(name, module),
         sequential=issubclass(type(module), torch.nn.Sequential), local=local,
+        methods=tuple(each for each in SAVING_METHODS if branches.class_attribute(type(module), each) is not None),
     )  # fmt: skip
 
 
@@ -212,11 +213,10 @@ def _checkpoints(module: Any) -> bool | None:
     forwards = [each.get("forward") for each in inside]
     if any(type(each) is functools.partial and getattr(each.func, "__name__", "") == "checkpoint" for each in forwards):
         return True
-    # transformers' own switch lies in each module that can checkpoint; `is_gradient_checkpointing` reads them so
-    switches = [each["gradient_checkpointing"] for each in inside if type(each.get("gradient_checkpointing")) is bool]
-    if switches:
-        return any(switches)
-    return False if branches.class_attribute(type(module), "gradient_checkpointing_enable") is not None else None
+    # The libraries' own switches lie in each module that can checkpoint; transformers and diffusers, then timm
+    names = ("gradient_checkpointing", "grad_checkpointing")
+    switches = [each[name] for each in inside for name in names if type(each.get(name)) is bool]
+    return any(switches) if switches else None
 
 
 def _blocks(name: str, module: Any) -> str | None:

@@ -32,7 +32,11 @@ SHARE = 0.75
 _FIXED = ("parameters", "gradients", "optimizer state")
 """Parts of a dry run's peak that no smaller batch makes smaller."""
 
-_NOT_INSTALLED = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+DEAR = 2.0
+"""Seconds of a dry run from which on few are made."""
+
+NOT_INSTALLED = " is not installed"
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _PLACE = re.compile(r"line \d+ \((`.*?`)\)")
 _XDEL = re.compile(r"(?m)^%xdel (\w+)$")
 _UNBIND = r"""_value = \1
@@ -52,7 +56,7 @@ class Chosen(NamedTuple):
     is_finished: bool = False
     """Whether it is what the choice's `finish` made of it."""
     is_exhausted: bool = False
-    """Whether not even the smallest number fits: nobody is helped by that one."""
+    """Whether the number helps nobody: not even the smallest fits, or only one that is too small."""
 
 
 class _CutShort(DryRunUnavailable):
@@ -145,7 +149,30 @@ class Trials:
     def choose(self, choice: Choice, *others: Advice) -> Chosen:
         """Return a suggestion with the largest number that was found to fit beside `others`, else with the smallest."""
         runs = {} if others or self._as_is is None else {choice.now: self._as_is}
-        cut = ""
+        early = self._finished(choice, self._likely(choice), others) if runs else None
+        cut = self._search(choice, others, runs, is_known=early is not None)
+        smaller = [value for value in runs if value < choice.now]
+        if not cut and choice.is_setting and 1 in runs and runs[1].fits is False:
+            self.exhausted.append(f"No {choice.name} fits alone, not even 1.")
+        passed = [value for value in smaller if runs[value].fits]
+        found = self._finished(choice, max(passed), others, early) if passed else early
+        if found is None and not smaller:
+            return Chosen(choice.make(choice.guess), self._untried())
+        if found is None:
+            came = {value: self._trial(runs[value]) for value in smaller}
+            # Where it is open whether any fits, the most extreme is no better than what a reader would take.
+            is_open = [value for value, each in came.items() if each.fits is None and each.needs is not None]
+            within = [value for value in is_open if (came[value].needs or 0) <= (came[value].had or 0)]
+            usual = sorted(is_open, key=lambda value: abs(value - choice.guess))[:1]
+            best = max(passed or within or usual or [min(smaller)])
+            is_extreme = best < choice.least or (came[best].fits is False and not cut)
+            found = Chosen(choice.make(best), came[best], is_exhausted=is_extreme)
+        return found._replace(advice=replace(found.advice, evidence=found.advice.evidence + cut))
+
+    def _search(
+        self, choice: Choice, others: Sequence[Advice], runs: dict[int, DryRunReport], *, is_known: bool
+    ) -> str:  # fmt: skip
+        """Fill in dry runs until the largest number that fits is among them; return what cut it short, if anything."""
         until = time.monotonic() + SHARE * self._left_seconds()
 
         def dry_run(value: int) -> DryRunReport:
@@ -160,30 +187,31 @@ class Trials:
             return runs[number]
 
         try:
+            if runs and not is_known and self.took > DEAR:  # any number that fits is better than none
+                dry_run(1 << (self._likely(choice).bit_length() - 1))
             if not self.reason:
                 fitting.search(dry_run, choice.name, choice.now)
         except (Exception, KeyboardInterrupt) as error:  # what was found by then counts
             self._stop_if_over(error)
-            is_cut = isinstance(error, _CutShort) or bool(self.reason)
-            cut = f"; the search was cut short, more may fit: {choice.goes_on}" if is_cut else ""
-        smaller = [value for value in runs if value < choice.now]
-        if not cut and choice.is_setting and 1 in runs and runs[1].fits is False:
-            self.exhausted.append(f"No {choice.name} fits alone, not even 1.")
-        if not smaller:
-            return Chosen(choice.make(choice.guess), self._untried())
-        passed = [value for value in smaller if runs[value].fits]
-        came = {value: self._trial(runs[value]) for value in smaller}
-        # Where it is open whether any fits, the most extreme is no better than what a reader would take.
-        is_open = [value for value, each in came.items() if each.fits is None and each.needs is not None]
-        within = [value for value in is_open if (came[value].needs or 0) <= (came[value].had or 0)]
-        usual = sorted(is_open, key=lambda value: abs(value - choice.guess))[:1]
-        best = max(passed or within or usual or [min(smaller)])
-        made, ran = choice.make(best), came[best]
-        better = choice.finish(best) if choice.finish is not None and ran.fits else None
-        trial = self.of(better, *others) if better is not None else EditTrial()
-        if better is not None and trial.fits:
-            return Chosen(replace(better, evidence=better.evidence + cut), trial, is_finished=True)
-        return Chosen(replace(made, evidence=made.evidence + cut), ran, is_exhausted=ran.fits is False and not cut)
+            if isinstance(error, _CutShort) or self.reason:
+                return f"; the search was cut short, more may fit: {choice.goes_on}"
+        return ""
+
+    def _likely(self, choice: Choice) -> int:
+        """Return the number that fits if all memory goes with it."""
+        room = self._need.had / self._need.needed if self._need is not None else 0
+        return max(1, min(choice.now - 1, int(room * choice.now)))
+
+    def _finished(
+        self, choice: Choice, number: int, others: Sequence[Advice], known: Chosen | None = None
+    ) -> Chosen | None:
+        """Return what a choice's `finish` makes of a number, if it fits; `known` did, with a number of its own."""
+        better = choice.finish(number) if choice.finish is not None else None
+        if better is None:
+            return None
+        is_same = known is not None and (known.advice.changes, known.advice.first) == (better.changes, better.first)
+        trial = known.trial if known is not None and is_same else self.of(better, *others)
+        return Chosen(better, trial, is_finished=True) if trial.fits else known
 
     def _run(self, edits: Sequence[Advice], until: float | None = None) -> DryRunReport:
         """Return the dry run of the cell with edits made; it is given up when the time is up, or before that `until`.
@@ -223,8 +251,8 @@ class Trials:
     def _trial(self, report: DryRunReport) -> EditTrial:
         found, deciding = self._of_device(report), report.device or self._device
         if report.error is not None:
-            missing = _NOT_INSTALLED.search(report.error)
-            return EditTrial(reason=f"{missing[1]} is not installed" if missing else report.error)
+            missing = _MISSING.search(report.error)
+            return EditTrial(reason=f"{missing[1]}{NOT_INSTALLED}" if missing else report.error)
         needed = self._need.needed if self._need is not None else None
         saves = None
         if found is not None and needed is not None and (report.fits or deciding == self._device):
@@ -272,9 +300,9 @@ class Trials:
 
 
 def near_size(number: int) -> int:
-    """Return a round number at most a twentieth below: what is known to fit needs no further caution."""
+    """Return a round number at most a hundredth below: what is known to fit needs no further caution."""
     multiple = 1 << number.bit_length()
-    while number // multiple * multiple < 0.95 * number:
+    while number // multiple * multiple < 0.99 * number:
         multiple //= 2
     return number // multiple * multiple
 

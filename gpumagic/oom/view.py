@@ -9,7 +9,7 @@ from gpumagic.oom.report import WORKSPACE, Advice, OomReport, Share, Try
 from gpumagic.report.base import Holder
 from gpumagic.report.columns import Column, Table
 from gpumagic.report.document import Block, Cell, Document, Fold, Heading, Listing, Paragraph, Segment, document_of
-from gpumagic.report.units import LARGE, NOT_AVAILABLE, count, duration, shape, size, size_of
+from gpumagic.report.units import LARGE, count, duration, shape, size, size_of
 
 
 def tries_table(tries: Sequence[Try], name: str) -> Table:
@@ -50,11 +50,18 @@ def view_failure(report: OomReport) -> Document:
         before, after = report.allocated_at_failure, report.allocated_after
         freed = before - after if before is not None and after is not None else 0
         said = [report.verdict] if report.advice else []  # else it is in the first line
-        said += [f"Freed {size(freed)}."] if freed > 0 else []
+        said += [f"Freed {size(freed)}{_still_held(report, freed)}."] if freed > 0 else []
         paragraphs = [Paragraph(sentence) for sentence in (" ".join(said), report.since) if sentence]
         return Document((heading, *paragraphs, *failure))
     tries = [tries_table(report.tries, report.shrunk)] if report.tries else []
     return Document((heading, *tries, Fold(f"Why it ran out at first: {report.verdict}", failure)))
+
+
+def _still_held(report: OomReport, freed: int) -> str:
+    """Return the variable that holds more than the failure gave back, where one does."""
+    largest = report.holders[0] if report.holders else None
+    is_more = largest is not None and largest.kind != WORKSPACE and largest.nbytes > max(freed, LARGE)
+    return f"; {largest.name} still holds {size(largest.nbytes)}" if largest is not None and is_more else ""
 
 
 def _failure(report: OomReport) -> Iterator[Block]:
@@ -111,32 +118,43 @@ def _way(report: OomReport) -> str:
     return f"after {count(report.retries, 'retry', 'retries')}"
 
 
-Stage = tuple[str, int | None, int | None]
-"""When it was, what was allocated and what was reserved."""
+Bar = tuple[str, int | None, int | None, int]
+"""When it was or with what, what was allocated, what was reserved, and what was asked for besides."""
 
 
 def _memory(report: OomReport) -> Table:
-    stages: tuple[Stage, ...] = (
-        ("Before the cell", report.allocated_before, report.reserved_before),
-        ("At the failure", report.allocated_at_failure, report.reserved_at_failure),
-        ("Now", report.allocated_after, report.reserved_after),
-    )
-    of = f" of {size(report.capacity)}" if report.capacity else ""
-    columns: tuple[Column[Stage], ...] = (
-        Column(report.device or "Memory", lambda stage: stage[0]),
-        Column(f"Allocated{of}", lambda stage: _allocated(stage, report.capacity), "right"),
-        Column("Cached", lambda stage: NOT_AVAILABLE if None in stage else size((stage[2] or 0) - (stage[1] or 0)),
+    """Return what was allocated over the cell, with the request that failed, and what each change tried would need."""
+    bars: list[Bar] = [
+        ("Before the cell", report.allocated_before, report.reserved_before, 0),
+        ("At the failure", report.allocated_at_failure, report.reserved_at_failure, report.requested or 0),
+        ("Now", report.allocated_after, report.reserved_after, 0),
+    ]
+    tried = [(f"With {i}.", each.trial) for i, each in enumerate(report.advice[:SHOWN_ADVICE], 1) if not each.gpu]
+    bars += [(label, trial.needs, None, 0) for label, trial in tried if trial is not None and trial.needs is not None]
+    capacity = report.capacity or 0
+    whole = max(capacity, *(max(allocated or 0, reserved or 0) + asked for _, allocated, reserved, asked in bars))
+    columns: tuple[Column[Bar], ...] = (
+        Column(report.device or "Memory", lambda bar: bar[0]),
+        Column(f"Allocated of {size(capacity)}" if capacity else "Allocated",
+               lambda bar: _allocated(bar, capacity, whole), "right"),
+        Column("Cached", lambda bar: size(bar[2] - bar[1]) if bar[1] is not None and bar[2] is not None else "",
                "right", priority=1),
     )  # fmt: skip
-    return Table.of(stages, columns, "Memory before, at the failure and now")
+    return Table.of(bars, columns, "Memory before, at the failure, now and with each change that was tried")
 
 
-def _allocated(stage: Stage, capacity: int | None) -> Cell:
-    _, allocated, reserved = stage
+def _allocated(bar: Bar, capacity: int, whole: int) -> Cell:
+    """Return a cell whose bar has another colour where it sticks out past the capacity."""
+    _, allocated, reserved, asked = bar
     if allocated is None or not capacity:
         return Cell(size(allocated))
-    cached = max(0, (reserved or allocated) - allocated)
-    return Cell(size(allocated), (Segment(allocated / capacity), Segment(cached / capacity, "second")))
+    cached, beyond = max(0, (reserved or 0) - allocated), max(0, allocated - capacity)
+    parts = (
+        Segment((allocated - beyond) / whole),
+        Segment(cached / whole, "second"),
+        Segment((beyond + asked) / whole, "other"),
+    )
+    return Cell(f"{size(allocated)} + {size(asked)}" if asked else size(allocated), parts)
 
 
 def _operation(report: OomReport) -> str:

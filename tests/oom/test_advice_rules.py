@@ -181,7 +181,7 @@ def test_evaluation_with_a_graph_is_put_in_inference_mode() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        replace(EVALUATING, graph_names=()),
+        replace(EVALUATING, graph_names=(), functions=frozenset()),
         replace(EVALUATING, calls_backward=True),
         replace(EVALUATING, functions=frozenset({"decorate_context"})),
         replace(EVALUATING, models=TRAINING.models),
@@ -238,7 +238,9 @@ def test_checkpointing_is_advised_where_activations_came_free() -> None:
     advice = one(training.checkpoint, blocks)
     assert "4.0 GiB of what was in use was held by graphs" in advice.evidence
     assert "for b in net.children():" in advice.first
-    switch = replace(TRAINING, models=(replace(TRAINING.models[0], checkpoints=False),))
+    switch = replace(
+        TRAINING, models=(replace(TRAINING.models[0], checkpoints=False, methods=("gradient_checkpointing_enable",)),)
+    )
     assert one(training.checkpoint, switch).edit == "net.gradient_checkpointing_enable()"
 
 

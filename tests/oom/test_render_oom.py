@@ -48,9 +48,11 @@ Why: line 3 says batch_size=64. Cost: accumulate 2 steps for the same gradient.
 3. Delete 2 names that earlier cells left: saves 512.0 MiB, does not fit alone
 cuda:0           Allocated of 8.0 GiB                  Cached
 ───────────────  ─────────────────────────────────  ─────────
-Before the cell               3.0 GiB ████▓░░░░░░░  300.0 MiB
-At the failure                7.0 GiB ██████████▓░  100.0 MiB
-Now                           3.0 GiB ████▓░░░░░░░  200.0 MiB
+Before the cell               3.0 GiB ████░░░░░░░░  300.0 MiB
+At the failure      7.0 GiB + 2.0 GiB █████████▒▒▒  100.0 MiB
+Now                           3.0 GiB ████░░░░░░░░  200.0 MiB
+With 1.                       7.0 GiB █████████░░░
+With 3.                       9.0 GiB ███████████▒
 Failed in loss = criterion(net(x), y)
 Held now: net, optimizer 2.0 GiB, features 800.0 MiB, Out[3] 224.0 MiB
 Emptying the cache cannot help."""

@@ -6,7 +6,7 @@ import ast
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpumagic.oom.report import Advice
@@ -14,8 +14,11 @@ from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader
 from gpumagic.oom.rules.proposal import Choice, Region, called_models, failed, find, loop_around, propose, read_tensors
 from gpumagic.report.units import count, size
-from gpumagic.source.cell_code import ints_named
+from gpumagic.source.cell_code import Int, ints_named, is_batch_name
 from gpumagic.source.text import CellText, Change, called_name, names_in
+
+MOST_PARTS = 64
+"""Nobody wants a batch that is a smaller part of the one that there was."""
 
 
 def smaller(facts: Facts) -> Iterator[Choice]:
@@ -44,7 +47,7 @@ def smaller(facts: Facts) -> Iterator[Choice]:
     finish = accumulating if facts.trains else None
     yield Choice(
         found.name, found.value, lowered, found.value // 2, finish=finish, changes_result=facts.trains,
-        is_setting=not found.loader and not found.cell,
+        is_setting=not found.loader and not found.cell, least=found.value // MOST_PARTS,
     )  # fmt: skip
 
 
@@ -71,6 +74,30 @@ def at_work(facts: Facts) -> BatchSize | None:
     at_work = [*(facts.tensors.get(name) for name in names), *facts.operands.values()]
     is_as_long = any(each is not None and each.shape[:1] == (found.value,) for each in at_work)
     return found if found.name.partition(".")[0] in names or is_as_long else None
+
+
+LEAST_LENGTH = 16
+"""Smaller numbers are seldom how many there are of something."""
+
+
+def numbers(facts: Facts) -> Iterator[Choice]:
+    """Lower a number that the cell writes under a name and that tensors at work are as long as."""
+    text = facts.text
+    if facts.memory != "device" or facts.trainer is not None or text is None:
+        return
+    lengths = {length for each in (*facts.tensors.values(), *facts.operands.values()) for length in each.shape}
+    for name, literal in dict(ints_named(text.tree)).items():
+        if literal.value < LEAST_LENGTH or literal.value not in lengths or is_batch_name(name):
+            continue
+
+        def lowered(value: int, name: str = name, literal: Int = literal) -> Advice:
+            return propose(
+                f"Lower {name} from {literal.value} to {value}", text=facts.text, cost="another result",
+                changes=[text.replace(literal, str(value))], evidence=f"tensors at work are {literal.value} long",
+            )  # fmt: skip
+
+        least, now = literal.value // 8, literal.value
+        yield Choice(name, now, lowered, now // 2, changes_result=True, is_setting=True, least=least)
 
 
 IMAGE, CHANNELS = 3, (1, 3, 4)
@@ -105,7 +132,7 @@ def unnamed(facts: Facts) -> Iterator[Choice]:
         )  # fmt: skip
 
     # Of data that the cell makes up nothing is lost by making less.
-    yield Choice("batch", now, lowered, now // 2, changes_result=facts.trains and not makes_up)
+    yield Choice("batch", now, lowered, now // 2, changes_result=facts.trains and not makes_up, least=now // MOST_PARTS)
 
 
 def _rows(node: ast.AST) -> Iterator[tuple[int, ast.expr]]:
@@ -170,9 +197,13 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
     region = find(facts)
     if region is None or region.backward is None:
         return
-    if not all(isinstance(each, ast.Assign) or each is region.backward for each in region.through_backward):
+    statements = [
+        part for each in region.through_backward for part in (each.body if isinstance(each, ast.With) else [each])
+    ]
+    cleared = [each for each in statements if isinstance(each, ast.Expr) and called_name(each.value) == "zero_grad"]
+    if not all(isinstance(each, ast.Assign) or each in (region.backward, *cleared) for each in statements):
         return  # a sum or a step in between would be made once for each part
-    if any(_mixes_rows(node) for each in region.through_backward for node in ast.walk(each)):
+    if any(_mixes_rows(node) for each in statements if each not in cleared for node in ast.walk(each)):
         return
     names = _divisible(facts, region)
     if not names:
@@ -184,7 +215,7 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
         parts = 1 << (doublings + 1 - left)
         return propose(
             f"Train on {parts} parts of {', '.join(names)}, one after the other", text=region.text,
-            changes=_loop(facts, region, names, parts),
+            changes=_loop(facts, region, names, parts, cleared),
             evidence=f"{names[0]} has {count(rows, 'row')}, all in one step",
             cost="the same gradient, except through batch norm; the pass takes a little longer",
         )  # fmt: skip
@@ -196,12 +227,11 @@ def evaluate(facts: Facts) -> Iterator[Choice]:
     """Run a model over parts of the data where nothing is trained."""
     if facts.batches or facts.trains:
         return
-    sequential = {model.name for model in facts.models if model.sequential}  # what others return may be no tensor
     for text, statement in failed(facts):
         for call in called_models(facts, statement):
             argument = text.code(call.args[0]) if len(call.args) == 1 else ""
             fact = facts.tensors.get(argument)
-            if text.code(call.func) in sequential and fact is not None and fact.shape and fact.shape[0] > 1:
+            if fact is not None and fact.shape and fact.shape[0] > 1:
                 whole = fact.shape[0]
                 yield Choice("rows", whole, functools.partial(_in_parts, text, call, argument, whole), whole // 2)
                 return
@@ -237,15 +267,17 @@ def _divisible(facts: Facts, region: Region) -> list[str]:
     return list(data)
 
 
-def _loop(facts: Facts, region: Region, names: list[str], parts: int) -> list[Change]:
-    """Return the changes that put the region into a loop over parts of these names."""
+def _loop(facts: Facts, region: Region, names: list[str], parts: int, cleared: Sequence[ast.stmt]) -> list[Change]:
+    """Return the changes that put the region into a loop over parts of these names, after what clears gradients."""
     text = region.text
     targets = ", ".join(f"{name}_part" for name in names)
     chunks = ", ".join(f"{name}.chunk({parts})" for name in names)
     source = f"zip({chunks})" if len(names) > 1 else chunks
-    changes = list(text.wrap(region.through_backward, f"for {targets} in {source}:"))
-    if not changes:
+    wrapped = text.wrap(region.through_backward, f"for {targets} in {source}:")
+    if not wrapped:
         return []
+    changes = [new for each in cleared for new in text.insert(region.forward[0], text.code(each))]
+    changes += [*wrapped, *(text.replace(each, "pass") for each in cleared)]
     changes += [text.append(node, "_part") for node in read_tensors(region) if node.id in names]
     assert region.backward is not None
     return [*changes, *loops.divided(facts, text, region.backward, region.through_backward, parts)]

@@ -201,6 +201,8 @@ def _is_there_too(facts: Facts, text: CellText, part: ast.expr) -> bool:
         return fact.device == facts.device
     if not isinstance(part, ast.Call | ast.BinOp | ast.Attribute) or called_name(part) in {*_LEAVES, "detach"}:
         return False
+    if any(isinstance(each, ast.DictComp) and each.value is part for each in text.nodes()):
+        return True  # its own variable is not among those of the cell
     reads = [facts.tensors.get(name) for name in names_in(part)]
     is_made = any(each is not None and each.device == facts.device for each in reads)
     is_figure = isinstance(part, ast.Attribute) and part.attr in ("shape", "dtype", "device")
@@ -213,6 +215,8 @@ def _parts(value: ast.expr) -> list[ast.expr]:
         return value.elts
     if isinstance(value, ast.Dict):
         return value.values
+    if isinstance(value, ast.DictComp):
+        return [value.value]
     return [*value.args, *(each.value for each in value.keywords)] if isinstance(value, ast.Call) else [value]
 
 

@@ -14,9 +14,9 @@ from gpumagic.oom.rules.facts import Facts, TensorFact
 from gpumagic.oom.rules.proposal import calls, failed, propose, substituted
 from gpumagic.report.units import size
 from gpumagic.source import text as texts
-from gpumagic.source.text import CellText, Change, apply_changes, called_name
+from gpumagic.source.text import CellText, Change, apply_changes, called_name, names_in
 
-_FUNCTIONS = ("F", "torch", "functional")
+FUNCTIONS = ("F", "torch", "functional")
 """What the names of torch's modules of functions end with."""
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16"})
 _COLUMN, _ROW = ([":", "None"], [":", "None", ":"]), (["None"], ["None", ":"], ["None", ":", ":"])
@@ -70,7 +70,7 @@ def _form(node: ast.expr) -> tuple[str, list[ast.expr]]:
 
 def _form_of_call(node: ast.Call) -> tuple[str, list[ast.expr]]:
     name, owner = called_name(node), node.func.value if isinstance(node.func, ast.Attribute) else None
-    is_method = owner is not None and not ast.unparse(owner).endswith(_FUNCTIONS)
+    is_method = owner is not None and not ast.unparse(owner).endswith(FUNCTIONS)
     parts = [*([owner] if owner is not None and is_method else []), *node.args, *(each.value for each in node.keywords)]
     if name in _CASTS:
         return "cast", parts[:1]
@@ -242,57 +242,67 @@ def _expanded(text: CellText, call: ast.Call, fact: TensorFact | None) -> str:
 
 
 _SIGNS = {ast.Add: "+=", ast.Sub: "-=", ast.Mult: "*=", ast.Div: "/="}
-UNARY = frozenset({"relu", "sigmoid", "tanh", "exp", "log", "sqrt", "abs", "neg", "clamp", "square", "sin", "cos"})
+UNARY = frozenset({
+    "relu", "sigmoid", "tanh", "exp", "log", "sqrt", "abs", "neg", "clamp", "square", "sin", "cos", "pow",
+})  # fmt: skip
 
 
 def update_in_place(facts: Facts) -> Iterator[Advice]:
-    """Write over a tensor that the statement replaces anyway."""
-    text, statement = next(failed(facts), (None, None))
-    if text is None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+    """Write over a tensor that statements replace anyway, from the one that failed on."""
+    text, failing = next(failed(facts), (None, None))
+    if text is None or not isinstance(failing, ast.Assign) or len(failing.targets) != 1 or text.cell:
         return
-    name = text.code(statement.targets[0])
+    name = text.code(failing.targets[0])
     fact = facts.tensors.get(name)
-    if fact is None or fact.requires_grad or fact.graph or not facts.asked_for(fact.nbytes):
-        return
-    if any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders):
-        return
     # A function's argument may be somebody else's tensor.
     functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef)]
-    is_in_function = text.cell != "" or any(each is statement for one in functions for each in ast.walk(one))
-    lines = _steps(facts, text, name, statement.value)
-    if not lines or "float" not in fact.dtype or not text.stands_alone(statement) or is_in_function:
+    is_in_function = any(each is failing for one in functions for each in ast.walk(one))
+    is_shared = any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders)
+    if is_in_function or is_shared or (fact is not None and (fact.requires_grad or fact.graph)):
         return
-    margin = f"\n{' ' * statement.col_offset}"
-    yield propose(
-        f"Compute {name} in place", text=text,
-        changes=[text.replace(statement, margin.join(filter(None, lines)))],
-        evidence=f"the new {name} is as large as the old, {size(fact.nbytes)}, which nothing else names",
-        cost=f"the old values of {name} are gone if the cell fails",
-    )  # fmt: skip
+    is_there, changes = fact is not None and "float" in fact.dtype, list[Change]()
+    block = text.block_of(failing)
+    for each in block[block.index(failing) :]:
+        terms: list[str] = []
+        is_of_it = isinstance(each, ast.Assign) and text.code(each.targets[0]) == name and text.stands_alone(each)
+        lines = _steps(facts, text, name, each.value, terms) if isinstance(each, ast.Assign) and is_of_it else []
+        if lines and (is_there or lines[0]):
+            margin = f"\n{' ' * each.col_offset}"
+            changes.append(text.replace(each, margin.join([*terms, *filter(None, lines)])))
+            is_there = True
+    if changes:
+        yield propose(
+            f"Compute {name} in place", text=text, changes=changes, evidence=f"nothing else names the old {name}",
+            cost=f"the old values of {name} are gone if the cell fails",
+        )  # fmt: skip
 
 
-def _steps(facts: Facts, text: CellText, name: str, value: ast.expr) -> list[str]:
-    """Return the statements in place for ``(name * 2 + other).relu()``, or none where it is not such a chain."""
+def _steps(facts: Facts, text: CellText, name: str, value: ast.expr, terms: list[str]) -> list[str]:
+    """Return the statements in place for ``(name * 2 + other).relu()``, or none where it is not such a chain.
+
+    It may begin with a copy, ``other.to("cuda").float()``. What has to be computed from the old values goes to `terms`,
+    which come first.
+    """
     if isinstance(value, ast.Name):
         return [""] if value.id == name else []
-    if isinstance(value, ast.BinOp) and type(value.op) in _SIGNS and _fits_in_place(facts, text, name, value.right):
-        before = _steps(facts, text, name, value.left)
-        return [*before, f"{name} {_SIGNS[type(value.op)]} {text.code(value.right)}"] if before else []
+    if isinstance(value, ast.Call) and called_name(value) in _CASTS:
+        made_of = [facts.tensors.get(each) for each in names_in(value)]
+        is_copy = any(
+            each is not None and (each.device != facts.device or "float" not in each.dtype) for each in made_of
+        )
+        return [f"{name} = {text.code(value)}"] if is_copy else []
+    if isinstance(value, ast.BinOp) and type(value.op) in _SIGNS:
+        before = _steps(facts, text, name, value.left, terms)
+        code = text.code(value.right)
+        if before and name in names_in(value.right):
+            terms.append(f"{name}_term{len(terms) + 1} = {code}")
+            code = f"{name}_term{len(terms)}"
+        return [*before, f"{name} {_SIGNS[type(value.op)]} {code}"] if before else []
     if not isinstance(value, ast.Call) or called_name(value) not in UNARY or not isinstance(value.func, ast.Attribute):
         return []
     owner, arguments = value.func.value, [text.code(each) for each in value.args]
     arguments += [f"{each.arg}={text.code(each.value)}" for each in value.keywords]
     if isinstance(owner, ast.Name) and owner.id == "torch" and value.args:
         owner, arguments = value.args[0], arguments[1:]
-    before = _steps(facts, text, name, owner)
+    before = _steps(facts, text, name, owner, terms)
     return [*before, f"{name}.{called_name(value)}_({', '.join(arguments)})"] if before else []
-
-
-def _fits_in_place(facts: Facts, text: CellText, name: str, other: ast.expr) -> bool:
-    """Return whether an operand leaves the shape and type as they are: a number, or a tensor of the same."""
-    if isinstance(other, ast.Constant):
-        return isinstance(other.value, int | float)
-    fact, own = facts.tensors.get(text.code(other)), facts.tensors[name]
-    if fact is None:
-        return text.code(other) in facts.numbers
-    return text.code(other) != name and fact.dtype == own.dtype and fact.shape in (own.shape, own.shape[1:], (1,), ())

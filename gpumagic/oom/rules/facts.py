@@ -69,6 +69,12 @@ class Collection:
     """Whether it is a dict."""
 
 
+SAVING_METHODS = (
+    "gradient_checkpointing_enable", "enable_gradient_checkpointing", "set_grad_checkpointing", "enable_slicing",
+)  # fmt: skip
+"""Methods that have a model take less memory: of transformers, diffusers and timm, and of diffusers' autoencoders."""
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A module on the device that failed."""
@@ -86,6 +92,8 @@ class Model:
     sequential: bool = False
     local: bool = False
     """Whether only a function's variable names it, which another cell cannot reach."""
+    methods: tuple[str, ...] = ()
+    """Those of `SAVING_METHODS` that its class has."""
 
 
 @dataclass(frozen=True, slots=True)

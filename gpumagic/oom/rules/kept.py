@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Ownership
-from gpumagic.oom.rules.proposal import Remedy, called_models, calls, find, loop_around, prepare, propose
+from gpumagic.oom.rules.proposal import Remedy, called_models, calls, failed, find, loop_around, prepare, propose
+from gpumagic.report.base import grouped
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, names_in
 
@@ -67,6 +68,38 @@ def last_turn(facts: Facts) -> Iterator[Advice]:
             evidence=f"{', '.join(names)} of the previous pass was alive while the next was made",
             cost="its last value is gone after the loop, too",
         )  # fmt: skip
+
+
+def spent(facts: Facts) -> Iterator[Advice]:
+    """Delete what a cell without a loop has made and reads no more, once it has been read for the last time."""
+    text, statement = next(failed(facts), (None, None))
+    if text is None or statement is None or loop_around(text, statement.lineno) is not None:
+        return
+    small = {name for name, fact in facts.tensors.items() if fact.device != facts.device or fact.nbytes < LARGE}
+    small |= facts.numbers.keys()
+    made, last = set[str](), dict[str, ast.stmt]()
+    for each in text.block_of(statement):
+        last |= dict.fromkeys(names_in(each) & made, each)
+        if isinstance(each, ast.Assign) and not isinstance(each.value, ast.Constant):
+            made |= set().union(*map(names_in, each.targets)) - small
+    ends = grouped((each, name) for name, each in sorted(last.items()) if each is not text.block_of(statement)[-1])
+    if ends and all(map(text.stands_alone, ends)):
+        yield propose(
+            f"Delete {', '.join(name for names in ends.values() for name in names)} after the last use", text=text,
+            changes=[new for each, names in ends.items() for new in text.insert_after(each, f"del {', '.join(names)}")],
+            evidence="a variable keeps its tensor to the end of the cell", cost="later cells do not find them",
+        )  # fmt: skip
+
+
+QUERY_KEY_VALUE = 3
+weights = Remedy(
+    "Let attention return its result only",
+    lambda facts: not facts.trains and facts.stage == "forward",
+    "the weights of all pairs of tokens are made to be returned", "the weights are None",
+    argument="need_weights=False", in_line=True,
+    of=lambda facts, _, call, given: not given and len(call.args) == QUERY_KEY_VALUE
+    and called_name(call) in {model.name for model in facts.models},
+)  # fmt: skip
 
 
 def _remade(loop: ast.For | ast.While, text: CellText) -> list[str]:
@@ -188,13 +221,7 @@ def earlier_graph(facts: Facts) -> Iterator[Advice]:
 
 
 def evaluates(facts: Facts) -> Iterator[Advice]:
-    """Evaluate without recording a graph."""
-    if facts.cell is None or facts.trains or facts.cell.switches_grad_off or not facts.graph_names:
-        return
-    wanted = [fact for fact in facts.tensors.values() if fact.requires_grad and not fact.graph]
-    if facts.cell.attributes & _DIFFERENTIATES or wanted:  # the gradient of an input that is optimized or explained
-        return
-    off = {"no_grad", "inference_mode", "decorate_context", "backward"}
+    """Evaluate without recording a graph, where the code says that it evaluates."""
     said = [f"{model.name} is in eval mode" for model in facts.models if not model.training]
     functions = [node.name for text in facts.texts for node in text.nodes() if isinstance(node, ast.FunctionDef)]
     said += [
@@ -202,13 +229,31 @@ def evaluates(facts: Facts) -> Iterator[Advice]:
         for name in functions
         if name in facts.functions and _EVALUATION.search(name)
     ]
-    if facts.functions & off or not said:
+    yield from _evaluated(facts, said[0]) if said else ()
+
+
+def only_looks(facts: Facts) -> Iterator[Advice]:
+    """Run models without recording a graph, where nothing is known that would need it."""
+    updated = frozenset[str]().union(*(each.models for each in facts.optimizers_there))
+    is_trained = any(each.training and each.name in updated for each in facts.models)  # another cell calls backward
+    yield from () if is_trained or any(evaluates(facts)) else _evaluated(facts, "nothing here updates a model")
+
+
+def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
+    if facts.cell is None or facts.trains or facts.cell.switches_grad_off:
         return
-    yield propose(
-        "Evaluate without an autograd graph",
-        evidence=f"{said[0]} and nothing calls backward, yet {facts.graph_names[0]} "
-        "has a graph", cost="its results cannot be part of a backward pass", text=facts.text, changes=_ungraphed(facts),
-    )  # fmt: skip
+    graphs = [*facts.graph_names, *(name for name, each in facts.collections.items() if each.graphs)]
+    wanted = [fact for fact in facts.tensors.values() if fact.requires_grad and not fact.graph]
+    if facts.cell.attributes & _DIFFERENTIATES or wanted:  # the gradient of an input that is optimized or explained
+        return
+    if facts.functions & {"no_grad", "inference_mode", "decorate_context", "backward"}:
+        return
+    if graphs or facts.stage == "forward":
+        yield propose(
+            "Evaluate without an autograd graph", text=facts.text, changes=_ungraphed(facts),
+            evidence=f"{said} and nothing calls backward" + (f", yet {graphs[0]} has a graph" if graphs else ""),
+            cost="its results cannot be part of a backward pass",
+        )  # fmt: skip
 
 
 def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
@@ -266,9 +311,9 @@ def _ungraphed(facts: Facts) -> Sequence[Change]:
     place = next((i for i, each in enumerate(text.tree.body) if each.lineno <= line <= (each.end_lineno or 0)), None)
     if place is None:
         return ()
-    failed = text.tree.body[place]
-    if isinstance(failed, ast.FunctionDef | ast.AsyncFunctionDef):
-        return text.insert(failed, "@torch.inference_mode()")
+    statement = text.tree.body[place]
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        return text.insert(statement, "@torch.inference_mode()")
     names = set(facts.graph_names)
     made = [
         i for i, each in enumerate(text.tree.body[:place])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.batch import MOST_DOUBLINGS
-from gpumagic.oom.rules.expressions import UNARY, Joined, joined_in
+from gpumagic.oom.rules.expressions import FUNCTIONS, UNARY, Joined, joined_in, match
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, calls, failed, propose
 from gpumagic.report.units import count, size
@@ -108,6 +108,8 @@ REDUCING = frozenset({"topk", "argmax", "argmin", "max", "min", "amax", "amin", 
 """Methods that make one or a few numbers of each row."""
 ALONG = frozenset({"softmax", "log_softmax", "sort", "argsort", "cumsum"})
 """Methods that leave a row as long as it is."""
+BY_ROWS = frozenset({"cdist", "stft", "interpolate", "flatten", "contiguous", "float", "half", "bfloat16"})
+"""Functions and methods that compute each row of their first argument by itself."""
 
 
 _VMAP = frozenset({"vmap_impl", "_flat_vmap"})
@@ -131,14 +133,14 @@ class Rows:
 def by_rows(facts: Facts) -> Iterator[Choice]:
     """Compute a part of the rows at a time where the result is much smaller than what leads to it."""
     text, statement = next(failed(facts), (None, None))
-    for joined in joined_in(text, statement) if text is not None else ():
+    for joined in reversed(list(joined_in(text, statement))) if text is not None else ():  # as much as can be at once
         whole = joined.text.tree.body[0] if joined.text.tree.body else None
         expression = whole.value if isinstance(whole, ast.Expr) else None
         method = _summed(expression)
         inner = expression.func.value if method and isinstance(expression, ast.Call) else expression  # type: ignore[attr-defined]
         rows = _rows_of(facts, joined.text, inner) if inner is not None else None
         fact = facts.tensors.get(rows.name) if rows is not None else None
-        if text is None or rows is None or fact is None or not (method or rows.reduces):
+        if text is None or rows is None or fact is None or not (method or rows.reduces or joined.before):
             continue
         if fact.shape[0] <= LEAST_ROWS or facts.requested is None or facts.requested < 2 * fact.nbytes:
             continue
@@ -227,6 +229,9 @@ def _of_operands(facts: Facts, text: CellText, node: ast.BinOp) -> Rows | None:
     for one, other in ((node.right, node.left), (node.left, node.right)):
         if isinstance(one, ast.Constant) or text.code(one) in facts.numbers:
             return _rows_of(facts, text, other)
+    pair = match("column(A) - row(B)", ast.BinOp(node.left, ast.Sub(), node.right))
+    if pair is not None:  # each row of the one with all of the other
+        return _rows_of(facts, text, pair["A"])
     left, right = _rows_of(facts, text, node.left), _rows_of(facts, text, node.right)
     if left is None or right is None or left.name != right.name:
         return None
@@ -234,12 +239,14 @@ def _of_operands(facts: Facts, text: CellText, node: ast.BinOp) -> Rows | None:
 
 
 def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:
-    name, owner = called_name(call), call.func.value if isinstance(call.func, ast.Attribute) else None
-    rows = _rows_of(facts, text, owner) if owner is not None else None
-    if rows is None or (name in UNARY and all(isinstance(each, ast.Constant) for each in call.args)):
+    name, arguments = called_name(call), list(call.args)
+    if isinstance(call.func, ast.Attribute) and not text.code(call.func.value).endswith(FUNCTIONS):
+        arguments.insert(0, call.func.value)
+    rows = _rows_of(facts, text, arguments.pop(0)) if arguments else None
+    if rows is None or name in BY_ROWS or (name in UNARY and all(isinstance(each, ast.Constant) for each in arguments)):
         return rows
     dim, place = keyword(call, "dim"), 1 if name == "topk" else 0
-    said = dim.value if dim is not None else call.args[place] if len(call.args) > place else None
+    said = dim.value if dim is not None else arguments[place] if len(arguments) > place else None
     # On the last dimensions: it says so, or it is `topk`, which does unless told
     is_within_a_row = ast.unparse(said) in ("-1", "1", "2") if said is not None else name == "topk"
     if name not in REDUCING | ALONG or not is_within_a_row:

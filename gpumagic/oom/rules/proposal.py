@@ -45,7 +45,7 @@ def find(facts: Facts) -> Region | None:
 
 
 def _around(facts: Facts, text: CellText, line: int) -> Region | None:
-    statement = text.statement_at(line)
+    statement = _out_of_with(text, text.statement_at(line))
     block = text.block_of(statement) if statement is not None else []
     if statement is None or not block:
         return None
@@ -59,6 +59,14 @@ def _around(facts: Facts, text: CellText, line: int) -> Region | None:
     if any(isinstance(each, ast.FunctionDef | ast.ClassDef | ast.Return) for each in forward):
         return None
     return Region(text, forward, backward)
+
+
+def _out_of_with(text: CellText, statement: ast.stmt | None) -> ast.stmt | None:
+    """Return the `with` statement that a statement is in where `backward` follows that, else the statement."""
+    around = (each for each in text.nodes() if isinstance(each, ast.With) and statement in each.body)
+    outer = next((each for each in around if not does(each, "backward")), None)
+    follows = text.block_of(outer) if outer is not None else []
+    return outer if any(does(each, "backward") for each in follows) else statement
 
 
 def does(statement: ast.stmt, name: str) -> bool:
@@ -133,6 +141,7 @@ class Choice:
         finish: returns what is better than the suggestion with the number that was found, where that fits too.
         changes_result: whether the number itself changes what the cell computes, which `finish` would not.
         is_setting: whether `%%dryrun --fit` finds the number by its name.
+        least: the smallest number that helps anybody.
     """
 
     name: str
@@ -143,6 +152,7 @@ class Choice:
     finish: Callable[[int], Advice | None] | None = None
     changes_result: bool = False
     is_setting: bool = False
+    least: int = 1
 
     @property
     def goes_on(self) -> str:

@@ -202,9 +202,19 @@ def checkpoint(facts: Facts) -> Iterator[Advice]:
         )  # fmt: skip
 
 
+def slices(facts: Facts) -> Iterator[Advice]:
+    """Have an autoencoder of diffusers go over one image at a time."""
+    for model in facts.models if not facts.trains else ():
+        if "enable_slicing" in model.methods:
+            sliced = prepare(facts, model.name, f"{model.name}.enable_slicing()")
+            title = f"Have {model.name} work on one image at a time"
+            yield propose(title, cost="a little time", evidence="it works on all images at once", **sliced)
+
+
 def _switch(facts: Facts, model: Model) -> dict[str, Any]:
-    if model.checkpoints is False:
-        return prepare(facts, model.name, f"{model.name}.gradient_checkpointing_enable()")
+    methods = [each for each in model.methods if "checkpointing" in each]
+    if model.checkpoints is False and methods:
+        return prepare(facts, model.name, f"{model.name}.{methods[0]}()")
     if model.blocks is not None:
         return prepare(facts, model.name, _WRAP.format(blocks=model.blocks))
     for text, call in calls(facts.texts, model.name) if model.sequential else ():
