@@ -84,8 +84,12 @@ def peak_of(code: str, *, trace: bool) -> tuple[int, TransferReport]:
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_a_traced_cell_has_the_peak_of_the_same_cell_alone(name: str) -> None:
-    """Under a dispatch mode it has not: autograd adds no gradients in place there."""
-    alone, _ = peak_of(PEAKS[name], trace=False)
-    traced, report = peak_of(PEAKS[name], trace=True)
-    assert traced == alone
+    """Under a dispatch mode it has not: autograd adds no gradients in place there.
+
+    Autograd's own thread may free a gradient a moment sooner: the highest of three runs is the cell's.
+    """
+    alone = max(peak_of(PEAKS[name], trace=False)[0] for _ in range(3))
+    traced = [peak_of(PEAKS[name], trace=True) for _ in range(3)]
+    peak, report = max(traced, key=lambda each: each[0])
+    assert peak == alone
     assert report.peak["simgpu:0"] == max(course.seen for course in report.timeline.courses)
