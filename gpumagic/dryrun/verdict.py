@@ -68,6 +68,7 @@ def report_of_nothing(target: Target, outcome: dict[str, Any]) -> DryRunReport:
         device=target.names[target.chosen], peak={}, reserved={}, line=None, code=None, operator=None, breakdown={},
         fits=None, capacity=target.capacities[target.chosen], gpu=target.gpu, engine=target.engine,
         error=outcome["ended"], exceeds_host=outcome.get("exceeds_host", False),
+        effects=tuple(outcome.get("effects", ())),
     )  # fmt: skip
 
 

@@ -110,6 +110,29 @@ def test_a_cell_reaches_itself(cell: str, device: Accelerator) -> None:
     assert (report.verdict.split(":")[0], report.effects) == ("Fits", ())
 
 
+BY_C = """
+import ctypes
+libc = ctypes.CDLL(None)
+for name in b"kept", b"made":
+    file = libc.open(folder + name, 0o101, 0o600)
+    libc.write(file, b"x", 1)
+libc.mkdir(folder + b"new", 0o700)
+libc.unlink(folder + b"gone")
+libc.adjtimex(ctypes.create_string_buffer(256))
+open(folder + b"seen", "w").close()
+"""
+
+
+def test_the_report_tells_what_c_code_did_to_files_and_was_refused(tmp_path, device: Accelerator) -> None:
+    """Where the dry run can have files of its own, as this test's machine lets it."""
+    for name in "kept", "gone":
+        (tmp_path / name).write_text("x")
+    report = gpumagic.dry_run(BY_C, {"folder": os.fsencode(tmp_path) + b"/"}, device=device.name)
+    files = {f"writes the file {tmp_path / name}" for name in ("kept", "made", "new", "seen")}
+    assert {*report.effects} == {*files, f"removes {tmp_path / 'gone'}", "calls clock_adjtime"}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["gone", "kept"]
+
+
 def test_a_cell_that_needs_somebody_else_is_not_said_to_fail(device: Accelerator) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         names = {"torch": torch, "wait": timedelta(seconds=1), "port": server.getsockname()[1]}

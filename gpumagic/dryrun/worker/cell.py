@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+from gpumagic.dryrun.effects import CACHES
 from gpumagic.dryrun.worker.guesses import THREAD, Key
 from gpumagic.memory.ledger import Place
 from gpumagic.source.text import span_at
@@ -20,6 +21,8 @@ class Notes:
     assumed: dict[str, None] = field(default_factory=dict)
     unknown: dict[str, None] = field(default_factory=dict)
     effects: dict[str, None] = field(default_factory=dict)
+    written: Callable[[], Iterable[str]] = tuple
+    """Tells what was done to files, also by code that no hook sees."""
 
     def assume(self, text: str) -> None:
         """Note what is assumed."""
@@ -28,6 +31,12 @@ class Notes:
     def effect(self, text: str) -> None:
         """Note what the cell would do to the world."""
         self.effects.setdefault(text)
+
+    def all_effects(self) -> list[str]:
+        """Return what the cell would do to the world, with what only the files themselves tell."""
+        told = " ".join(self.effects)
+        files = [each for each in self.written() if not any(part in each for part in CACHES)]
+        return [*self.effects, *(each for each in files if each.rpartition("/")[2] not in told)]
 
     def not_known(self, text: str) -> None:
         """Note what is not known."""

@@ -172,7 +172,6 @@ class _Fork:
             os.killpg(self.pid, signal.SIGKILL)
         if outcome:
             ended.append(self.pid)
-            outcome = self._with_effects(outcome)
         else:
             _, status = os.waitpid(self.pid, 0)
             words = b""
@@ -182,7 +181,7 @@ class _Fork:
         self.answers.close()
         self.watch.close()
         os.close(self.last_words)
-        return outcome
+        return self._with_effects(outcome)
 
     def _with_effects(self, outcome: bytes) -> bytes:
         """Return an outcome with what the kernel refused, in words."""

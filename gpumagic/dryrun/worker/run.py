@@ -185,7 +185,7 @@ class Run:
         return {
             "devices": devices, "lines": ledger.line_rows(book), "timeline": ledger.timeline(book), "error": error,
             "operators": book.operators, "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
-            "effects": list(self.notes.effects), "passes": self.passes.counts(running), "is_open": False,
+            "effects": self.notes.all_effects(), "passes": self.passes.counts(running), "is_open": False,
             **self.guesses.told(), "models": self.models.as_data(), "versions": {"torch": torch.__version__}, **others,
         }  # fmt: skip
 

@@ -215,6 +215,7 @@ def block(notes: cell.Notes, watcher: socket.socket | None = None) -> Box:
             socket.send_fds(watcher, [b"."], [made.listener])
             os.close(made.listener)
         watcher.close()
+    notes.written = made.written
     (_save_privately if made.has_files else _write_nowhere)(note)
     sys.addaudithook(_hook(note, made))
     sleep = time.sleep

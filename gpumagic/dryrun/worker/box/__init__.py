@@ -46,16 +46,28 @@ class Box(NamedTuple):
     """What is enforced.
 
     Attributes:
-        has_files: whether what is written lies in a view of the process's own and can be read back there.
+        stage: a descriptor of where that lies which is written; None if it has no files of its own to write to.
         has_network: whether connections can be made, within a network that has this process alone.
         listener: where `watch` hears of refused calls.
         missing: what is not enforced, in words.
     """
 
-    has_files: bool
+    stage: int | None
     has_network: bool
     listener: int | None
     missing: tuple[str, ...]
+
+    @property
+    def has_files(self) -> bool:
+        """Whether what is written lies in a view of the process's own and can be read back there."""
+        return self.stage is not None
+
+    def written(self) -> list[str]:
+        """Return in words what was done to the files of the process's own."""
+        try:
+            return [] if self.stage is None else list(overlay.written(self.stage))
+        except OSError:  # the cell has closed descriptors that it had not opened
+            return []
 
 
 def enter(*, listens: bool = False) -> Box:
@@ -66,8 +78,9 @@ def enter(*, listens: bool = False) -> Box:
     """
     if sys.platform != "linux":
         _no_growing_files()
-        return Box(has_files=False, has_network=False, listener=None, missing=(_FILES, _SIGNALS, _CONNECTIONS))
-    has_files, has_network = overlay.enter()
+        return Box(None, has_network=False, listener=None, missing=(_FILES, _SIGNALS, _CONNECTIONS))
+    stage, has_network = overlay.enter()
+    has_files = stage is not None
     if has_network:
         _switch_loopback_on()
     overlay.drop_capabilities()
@@ -84,7 +97,7 @@ def enter(*, listens: bool = False) -> Box:
     except OSError:
         listener = None
         missing += [_SIGNALS, *(() if has_network else (_CONNECTIONS,))]
-    return Box(has_files, has_network, listener, tuple(missing))
+    return Box(stage, has_network, listener, tuple(missing))
 
 
 def _no_growing_files() -> None:
@@ -104,7 +117,7 @@ def _switch_loopback_on() -> None:
 
 def _rules(*, has_files: bool, has_network: bool) -> list[Rule]:
     """Return what the kernel refuses; of two rules for a call the first holds."""
-    denied, missing, own = refuse(errno.EPERM), refuse(errno.ENOSYS), (0, os.getpid())
+    missing, own = refuse(errno.ENOSYS), (0, os.getpid())
     return [
         # In a network of its own there is this process alone; but sockets of the Unix family reach others by a path.
         Rule(["socket"], NOTIFY, argument=0, allowed=_INTERNET if has_network else ()),
@@ -114,10 +127,10 @@ def _rules(*, has_files: bool, has_network: bool) -> list[Rule]:
         Rule(["execve", "execveat"], NOTIFY),
         Rule(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], NOTIFY, argument=0, allowed=own),
         Rule(["tkill", "pidfd_send_signal", "pidfd_getfd", "ptrace", "process_vm_readv", "process_vm_writev"], NOTIFY),
-        Rule(["process_madvise", "process_mrelease", "kcmp", "move_pages", "migrate_pages"], denied),
-        Rule(["sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "prlimit64"], denied,
+        Rule(["process_madvise", "process_mrelease", "kcmp", "move_pages", "migrate_pages"], NOTIFY),
+        Rule(["sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "prlimit64"], NOTIFY,
              argument=0, allowed=own),
-        Rule(["setpriority", "ioprio_set"], denied, argument=1, allowed=own),
+        Rule(["setpriority", "ioprio_set"], NOTIFY, argument=1, allowed=own),
         Rule(["setsid", "setpgid"], refuse(0)),  # as if it were done: what ends the group ends all that the cell starts
         Rule(["fcntl"], NOTIFY, argument=1, values=_SETS_OWNER),
         Rule(["ioctl"], NOTIFY, argument=1, values=_CONTROLS),
@@ -125,19 +138,19 @@ def _rules(*, has_files: bool, has_network: bool) -> list[Rule]:
         Rule(["shmget", "shmat", "shmctl", "msgget", "semget", "mq_open"], missing),
         *([] if has_files else [Rule(
             ["chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes",
-             "futimesat", "utimensat"], denied)]),
+             "futimesat", "utimensat"], NOTIFY)]),
         Rule(["setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr",
               "removexattrat"], refuse(errno.ENOTSUP)),
-        Rule(["mknod"], denied, argument=1, flags=_DEVICE_FILE),
-        Rule(["mknodat"], denied, argument=2, flags=_DEVICE_FILE),
-        Rule(["name_to_handle_at", "open_by_handle_at"], denied),
+        Rule(["mknod"], NOTIFY, argument=1, flags=_DEVICE_FILE),
+        Rule(["mknodat"], NOTIFY, argument=2, flags=_DEVICE_FILE),
+        Rule(["name_to_handle_at", "open_by_handle_at"], NOTIFY),
         Rule(["mount", "umount2", "pivot_root", "chroot", "setns", "unshare", "open_tree", "move_mount", "fsopen",
-              "fsconfig", "fsmount", "fspick", "mount_setattr"], denied),
-        Rule(["clone"], denied, argument=0, flags=_NAMESPACES),
+              "fsconfig", "fsmount", "fspick", "mount_setattr"], NOTIFY),
+        Rule(["clone"], NOTIFY, argument=0, flags=_NAMESPACES),
         Rule(["clone3"], missing),  # its flags lie in memory; the C library then takes `clone`
         Rule(["sethostname", "setdomainname", "reboot", "swapon", "swapoff", "init_module", "finit_module",
               "delete_module", "kexec_load", "kexec_file_load", "settimeofday", "clock_settime", "clock_adjtime",
               "adjtimex", "acct", "quotactl", "quotactl_fd", "syslog", "vhangup", "add_key", "request_key", "keyctl",
-              "bpf", "perf_event_open", "userfaultfd", "fanotify_init", "iopl", "ioperm"], denied),
+              "bpf", "perf_event_open", "userfaultfd", "fanotify_init", "iopl", "ioperm"], NOTIFY),
         Rule(["io_uring_setup"], missing),  # what it does passes every filter
     ]  # fmt: skip

@@ -34,27 +34,41 @@ _SYSTEM = ("/proc", "/sys", "/dev")
 _SHARED = "/dev/shm"  # noqa: S108  # not a temporary file of ours: it is what the cell's files there would be
 _STAGE = "/sys"
 """Where what is written is kept until it is no more to be seen; any folder does that nobody looks into meanwhile."""
-_ROOT = f"{_STAGE}/root"
+_ROOT_NAME = "root"
+_ROOT = f"{_STAGE}/{_ROOT_NAME}"
 _SHARE_OF_MEMORY = 8
 """What is written may take one of so many parts of the memory."""
 
 
-def enter() -> tuple[bool, bool]:
-    """Let this process, which has one thread, write to no file of anybody's; return whether it could.
+def enter() -> tuple[int | None, bool]:
+    """Let this process, which has one thread, write to no file of anybody's.
 
-    The second is whether its network is its own.
+    Return a descriptor of where `written` finds what it writes, None where it has no files of its own; and whether its
+    network is its own.
     """
     has_network = False
     here = os.getcwd()  # noqa: PTH109
     try:
         has_network = _take_namespaces()
-        _change_root()
+        stage = _change_root()
         os.chdir(here)
     except OSError:
         with contextlib.suppress(OSError):
             os.chdir(here)
-        return False, has_network
-    return True, has_network
+        return None, has_network
+    return stage, has_network
+
+
+def written(stage: int) -> Iterator[str]:
+    """Yield in words what was done to files since `enter`, whoever did it, but for what was removed again."""
+    top = f"/proc/self/fd/{stage}"
+    for number in os.listdir(top):  # noqa: PTH208
+        upper = f"{top}/{number}/upper"
+        place = os.readlink(f"{top}/{number}/place") if number != _ROOT_NAME else ""  # noqa: PTH115
+        for folder, folders, files in os.walk(upper):
+            for name in files or ([] if folders or folder == upper else [""]):
+                path = os.path.join(place, os.path.relpath(os.path.join(folder, name), upper))  # noqa: PTH118
+                yield f"writes the file {path}" if os.path.exists(path) else f"removes {path}"  # noqa: PTH110
 
 
 def folders() -> list[str]:
@@ -111,8 +125,11 @@ def drop_capabilities() -> None:
         _call("capset", header, kept + bytes(12))
 
 
-def _change_root() -> None:
-    """Take a root in which an overlay lies over each place that has files, and the system's folders are read-only."""
+def _change_root() -> int:
+    """Take a root in which an overlay lies over each place that has files, and the system's folders are read-only.
+
+    Return a descriptor of the folder that has what is written.
+    """
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY
     places, system = _places(), {path: os.open(path, os.O_PATH) for path in _SYSTEM}
     try:
@@ -125,6 +142,7 @@ def _change_root() -> None:
             places += [each.path for each in os.scandir("/") if each.is_dir(follow_symlinks=False)]
         for path in sorted({*places} - {"/", *_SYSTEM}):
             _lay_over(path)
+        stage = os.open(_STAGE, os.O_PATH)
         os.chroot(_ROOT)
     finally:
         for folder in system.values():
@@ -135,6 +153,7 @@ def _change_root() -> None:
     for path in [path for path, _ in _mounts() if path.startswith(_SYSTEM) and path != _SHARED]:
         with contextlib.suppress(OSError):  # their settings are the machine's
             _mount(path, _REMOUNT | _BIND | _READ_ONLY)
+    return stage
 
 
 def _lay_over(path: str) -> bool:
@@ -143,6 +162,7 @@ def _lay_over(path: str) -> bool:
     upper, work = f"{store}/upper", f"{store}/work"
     for folder in store, upper, work:
         os.mkdir(folder)  # noqa: PTH102
+    os.symlink(path, f"{store}/place")  # noqa: PTH211
     lower = os.open(path, os.O_PATH)
     try:
         layers = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={work}"

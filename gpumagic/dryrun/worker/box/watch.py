@@ -24,6 +24,7 @@ SETS_FLAGS = (0x40086602, 0x40046602, 0x401C5820)
 _SIGNAL = frozenset({
     "kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal", "fcntl", "ioctl",
 })  # fmt: skip
+_LOOKS = frozenset({"pidfd_getfd", "ptrace", "process_vm_readv", "process_vm_writev"})
 NOT_DONE = "which a dry run does not do"
 _LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
 """Tables of sockets, and the state of one that waits for anybody."""
@@ -87,10 +88,14 @@ class Watch:
             if tuple(call.arguments[:2]) != _NAME_CACHE:
                 self.effects["opens a connection"] = None
             return errno.EAFNOSUPPORT
+        what = f"calls {call.name}"
         if call.name == "ioctl" and call.arguments[1] & 0xFFFFFFFF in SETS_FLAGS:
-            self.effects["changes the flags of a file"] = None
-        else:
-            self.effects["signals another process" if call.name in _SIGNAL else "looks into another process"] = None
+            what = "changes the flags of a file"
+        elif call.name in _SIGNAL:
+            what = "signals another process"
+        elif call.name in _LOOKS:
+            what = "looks into another process"
+        self.effects[what] = None
         return errno.EPERM
 
     def _start(self, program: str) -> int | None:
