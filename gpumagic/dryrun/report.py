@@ -206,6 +206,8 @@ class DryRunReport(Report[DryRunRow]):
     """Variables that the code sets to a number and that by their names say how much it works on at once."""
     versions: dict[str, str] = field(default_factory=dict)
     """What figures differ by: ``"torch"``, and ``"attention"``, the kernels that were chosen, where that is known."""
+    checked: str | None = None
+    """How far figures were off that others measured on real GPUs, where all kinds of operators that ran are in them."""
     models: tuple[Model, ...] = ()
     """The models that the cell leaves in variables, or that the callable returns."""
 

@@ -59,6 +59,7 @@ def report_of(outcome: dict[str, Any], target: Target, parts: payload.Payload) -
         ),
         operators=outcome["operators"], seconds=outcome["seconds"],
         models=models.models_of(outcome["models"], device.capacity), versions=outcome.get("versions", {}),
+        checked=outcome.get("checked") if complete and not target.is_amd else None,
     )  # fmt: skip
 
 

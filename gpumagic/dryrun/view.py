@@ -302,6 +302,8 @@ def _small_print(report: DryRunReport) -> Iterator[Block]:
     yield Paragraph(
         f"{count(report.operators, 'operator')} were run{on}, {count(report.runs, 'time')}{attention}.", muted=True
     )
+    if report.checked:
+        yield Paragraph(f"{report.checked[:1].upper()}{report.checked[1:]}.", muted=True)
 
 
 @figure_of.register(DryRunReport)

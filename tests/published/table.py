@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import tomllib
 from forks import Forks
 
 from gpumagic import fakecuda
+from gpumagic.dryrun import checked
 from gpumagic.fakecuda import GPU, GPUS
 
 HERE = Path(__file__).parent
@@ -21,6 +23,7 @@ MEASURED = HERE / "measured.csv"
 MARK = "# put back: "
 TODAY = "5"
 """The transformers of the environment that CI makes. What was measured with others was measured by hand."""
+AGREE = {"exact", "within"}
 WITHIN, SLACK = 0.01, 0.0005
 UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 
@@ -117,8 +120,7 @@ class Row:
     @property
     def put_back(self) -> list[str]:
         """What the cell sets as it was in the published versions."""
-        lines = (HERE / "cells" / f"{self.cell}.py").read_text(encoding="utf-8").splitlines()
-        return [line.partition(MARK)[2] for line in lines if MARK in line]
+        return [line.partition(MARK)[2] for line in _text(self.cell).splitlines() if MARK in line]
 
 
 def rows() -> list[Row]:
@@ -145,34 +147,58 @@ def runs_here(row: Row) -> bool:
     return environment() in {TODAY, row.transformers}
 
 
-def measure(wanted: Sequence[Row], first: str = "", **environment: str) -> Iterator[tuple[Row, int]]:
-    """Run the cells of some rows, each in a process of its own, and yield what they have, in bytes.
+def measure(wanted: Sequence[Row], first: str = "", **environment: str) -> Iterator[tuple[Row, int, set[str]]]:
+    """Run the cells of some rows, each in a process of its own; yield what they have, in bytes, and kinds of operators.
 
     Args:
         wanted: the rows.
-        first: code to run in the process that the cells' processes are forked from.
+        first: code to run in the process that the cells' processes are forked from, after what these cells import.
         environment: variables of that process.
     """
-    for gpu in dict.fromkeys(row.gpu for row in wanted):
-        forks = Forks(first, **{**fakecuda.environment(ALIKE[gpu], devices=2), **environment})
-        try:
-            for run in dict.fromkeys(row.run for row in wanted if row.gpu == gpu):
-                told = forks.run(code_of(run[1], dict(run[2])))
-                yield from ((row, told[row.kind]) for row in wanted if row.run == run)
-        finally:
-            forks.close()
+    gpus = {row.gpu: fakecuda.environment(ALIKE[row.gpu], devices=2) for row in wanted}
+    imports = [line for cell in dict.fromkeys(row.cell for row in wanted) for line in imports_of(cell)]
+    forks = Forks("\n".join([*imports, NO_VALUES, first]), **{**next(iter(gpus.values())), **environment})
+    try:
+        for run in dict.fromkeys(row.run for row in wanted):
+            told = forks.run(code_of(run[1], dict(run[2])), **gpus[run[0]])
+            kinds = checked.kinds_of(told["kernels"])
+            yield from ((row, told[row.kind], kinds) for row in wanted if row.run == run)
+    finally:
+        forks.close()
+
+
+NO_VALUES = """
+import torch
+from gpumagic import fakecuda
+def draw(tensor, *arguments, **settings):
+    return tensor if tensor.numel() > 2**16 else tensor.fill_(0.5)  # a small one may decide whether a layer runs
+
+drawn = torch.library.Library("aten", "IMPL")
+for name in ("normal_", "uniform_"):
+    drawn.impl(name, draw, "CPU")
+fakecuda.leave_out(2**20)
+"""
+"""Weights are neither drawn on the host nor copied: nothing depends on them, and they would take most of the time."""
+
+
+def imports_of(cell: str) -> list[str]:
+    """Return what a cell imports, a statement a line."""
+    return [ast.unparse(each) for each in ast.parse(_text(cell)).body if isinstance(each, (ast.Import, ast.ImportFrom))]
 
 
 def code_of(cell: str, arguments: dict[str, Any]) -> str:
     """Return what a process runs for a cell; it leaves the figures in `answer`."""
-    text = (HERE / "cells" / f"{cell}.py").read_text(encoding="utf-8")
     return "\n".join([
         "import warnings; warnings.simplefilter('ignore'); figures = {}",
         *(f"{name} = {value!r}" for name, value in arguments.items()),
-        text,
+        _text(cell),
         "answer = {'peak': torch.cuda.max_memory_allocated(), 'allocated': torch.cuda.memory_allocated(),",
-        "          'reserved': torch.cuda.max_memory_reserved(), **figures}",
+        "          'reserved': torch.cuda.max_memory_reserved(), **figures, 'kernels': list(fakecuda.launches())}",
     ])  # fmt: skip
+
+
+def _text(cell: str) -> str:
+    return (HERE / "cells" / f"{cell}.py").read_text(encoding="utf-8")
 
 
 def measured() -> Measured:
