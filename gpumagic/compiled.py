@@ -14,7 +14,13 @@ from gpumagic.errors import GpuMagicError
 
 
 def cache_folder(name: str) -> Path:
-    """Return where the user's cache keeps what is compiled for a part of gpumagic."""
+    """Return where the user's cache keeps what is compiled for a part of gpumagic.
+
+    Raises:
+        GpuMagicError: the sources are in a zip file.
+    """
+    if not Path(__file__).exists():
+        raise GpuMagicError(f"what gpumagic compiles it does from files, and {__file__} is none: install it with pip")
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumagic" / name
 
 
@@ -42,6 +48,12 @@ def only_process(home: Path, what: str, unavailable: type[GpuMagicError]) -> Ite
             f"{what} cannot be kept in {home.parent} ({error.strerror}); "
             "set XDG_CACHE_HOME to a folder that can be written"
         ) from error
+    if os.statvfs(home.parent).f_flag & os.ST_NOEXEC:
+        handle.close()
+        raise unavailable(
+            f"{what} cannot be loaded from {home.parent}, which is mounted noexec; "
+            "set XDG_CACHE_HOME to a folder that is not"
+        )
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -55,9 +55,8 @@ def library() -> Path:
 
 def cache_folder() -> Path:
     """Return where compiled backends are kept: beside torch's own extensions where the user placed those."""
-    if os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "gpumagic"
-    return compiled.cache_folder("simgpu")
+    folder, torchs = compiled.cache_folder("simgpu"), os.environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(torchs) / "gpumagic" if torchs else folder
 
 
 def _key() -> str:

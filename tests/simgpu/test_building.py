@@ -8,10 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forks import Forks
 
+from gpumagic import compiled
+from gpumagic.errors import SimgpuUnavailable
 from gpumagic.simgpu import _build
 
 ENABLE = """
@@ -189,3 +192,20 @@ def test_importing_simgpu_imports_no_torch() -> None:
         "print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_cache_from_which_no_code_is_loaded_is_refused_before_anything_is_compiled(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    home = tmp_path / "cache" / "key"
+    refused = pytest.raises(SimgpuUnavailable, match=r"cannot be loaded from .* mounted noexec; set XDG_CACHE_HOME")
+    with refused, compiled.only_process(home, "the simulated GPU", SimgpuUnavailable):
+        pytest.fail("it would be compiled now")
+
+
+def test_a_package_in_a_zip_file_says_so(tmp_path) -> None:
+    package = Path(compiled.__file__).parent
+    archive = shutil.make_archive(str(tmp_path / "package"), "zip", package.parent, package.name)
+    code = "import sys; sys.path.remove(''); from gpumagic import simgpu; simgpu.enable()"
+    told = python(code, tmp_path, PYTHONPATH=archive).communicate()[1]
+    assert "GpuMagicError: what gpumagic compiles it does from files" in told
+    assert told.endswith("install it with pip\n")
