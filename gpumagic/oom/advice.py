@@ -37,7 +37,6 @@ MISTAKES: tuple[Rule, ...] = (
 SAVINGS: tuple[Rule, ...] = (
     expressions.rewritten,
     expressions.expand,
-    collected.grown_by_cat,
     collected.results,
     collected.joined,
     loops.predictions,
@@ -60,7 +59,6 @@ SAVINGS: tuple[Rule, ...] = (
     training.in_parts,
     parts.smaller,
     training.slices,
-    batch.evaluate,
     parts.by_rows,
     parts.mapped,
 )
@@ -99,7 +97,7 @@ TIERS: tuple[tuple[Rule, ...], ...] = (MISTAKES, SAVINGS, TRADES, (), LAST_RESOR
 
 OF_ACTIVATIONS = frozenset({
     training.in_parts, training.checkpoint, training.mixed, batch.accumulate, batch.smaller, batch.unnamed,
-    parts.smaller, batch.evaluate, parts.by_rows, parts.mapped, loops.batch,
+    parts.smaller, parts.by_rows, parts.mapped, loops.batch,
 })  # fmt: skip
 """What cannot help where parameters, gradients and optimizer state alone are more than there is."""
 

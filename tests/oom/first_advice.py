@@ -187,11 +187,16 @@ def main(backend: str, *options: str) -> None:
             first = "" if row.first is None else f"{row.first:.1f}"
             print(SHOWN.format(*row[:5], first, *row[6:]), flush=True)
             print(f"{name} {share}", *texts, sep="\n", file=sys.stderr, flush=True)
+        gc.collect()
         gc.freeze()  # what is there by now stays; each collection would look at all of torch again
+    if not rows:
+        return
     good, took = [row for row in rows if row.is_good], [row.report for row in rows]
     firsts = [row.first for row in rows if row.first is not None]
     runs = statistics.mean(row.runs for row in rows)
-    print(TOTAL.format(len(good), len(rows), statistics.median(firsts), statistics.median(took), max(took), runs))
+    print(
+        TOTAL.format(len(good), len(rows), statistics.median(firsts or [0]), statistics.median(took), max(took), runs)
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ VERDICTS = {"shortage", "leftovers", "fragmentation", "other process", "one requ
             "shared memory"}  # fmt: skip
 
 
-BY_DEGREES = ("Lower ", "Run net over", "Make the model smaller", "Delete the old")
+BY_DEGREES = ("Lower ", "Compute line", "Make the model smaller", "Delete the old")
 """What can be done again: the number is another, or the old value is."""
 
 

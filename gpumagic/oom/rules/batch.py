@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -221,29 +220,6 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
         )  # fmt: skip
 
     yield Choice("halvings to spare", doublings + 1, divided, doublings, is_rounded=False)
-
-
-def evaluate(facts: Facts) -> Iterator[Choice]:
-    """Run a model over parts of the data where nothing is trained."""
-    if facts.batches or facts.trains:
-        return
-    for text, statement in failed(facts):
-        for call in called_models(facts, statement):
-            argument = text.code(call.args[0]) if len(call.args) == 1 else ""
-            fact = facts.tensors.get(argument)
-            if fact is not None and fact.shape and fact.shape[0] > 1:
-                whole = fact.shape[0]
-                yield Choice("rows", whole, functools.partial(_in_parts, text, call, argument, whole), whole // 2)
-                return
-
-
-def _in_parts(text: CellText, call: ast.Call, argument: str, whole: int, rows: int) -> Advice:
-    model = text.code(call.func)
-    return propose(
-        f"Run {model} over {rows} rows at a time", text=text, cost="a little time",
-        changes=[text.replace(call, f"torch.cat([{model}(part) for part in {argument}.split({rows})])")],
-        evidence=f"{argument} has {count(whole, 'row')}, all at once",
-    )  # fmt: skip
 
 
 def _mixes_rows(node: ast.AST) -> bool:

@@ -128,6 +128,8 @@ class Rows:
     """Where it stands for its rows; elsewhere it is all of it."""
     reduces: bool = False
     """Whether a row is smaller in the end than on the way."""
+    of_model: bool = False
+    """Whether a model runs on them."""
 
 
 def by_rows(facts: Facts) -> Iterator[Choice]:
@@ -142,13 +144,16 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
         fact = facts.tensors.get(rows.name) if rows is not None else None
         if text is None or rows is None or fact is None or not (method or rows.reduces or joined.before):
             continue
-        if fact.shape[0] <= LEAST_ROWS or facts.requested is None or facts.requested < 2 * fact.nbytes:
+        whole_length, is_wide = fact.shape[0], facts.requested is not None and facts.requested >= 2 * fact.nbytes
+        if whole_length < 2 or not (is_wide or rows.of_model) or (rows.of_model and facts.trains):
             continue
 
         def divided(number: int, joined: Joined = joined, rows: Rows = rows, method: str = method) -> Advice:
-            return _advice(facts, joined, rows, method, max(number, LEAST_ROWS))
+            return _advice(facts, joined, rows, method, number)
 
-        yield Choice("rows", fact.shape[0], divided, max(1, fact.shape[0] // 16))
+        yield Choice(
+            "rows", whole_length, divided, max(1, whole_length // 16), least=min(LEAST_ROWS, whole_length // 8)
+        )
         return
 
 
@@ -235,7 +240,7 @@ def _of_operands(facts: Facts, text: CellText, node: ast.BinOp) -> Rows | None:
     left, right = _rows_of(facts, text, node.left), _rows_of(facts, text, node.right)
     if left is None or right is None or left.name != right.name:
         return None
-    return Rows(left.name, (*left.uses, *right.uses), left.reduces and right.reduces)
+    return Rows(left.name, (*left.uses, *right.uses), left.reduces and right.reduces, left.of_model or right.of_model)
 
 
 def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:
@@ -243,6 +248,8 @@ def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:
     if isinstance(call.func, ast.Attribute) and not text.code(call.func.value).endswith(FUNCTIONS):
         arguments.insert(0, call.func.value)
     rows = _rows_of(facts, text, arguments.pop(0)) if arguments else None
+    if rows is not None and isinstance(call.func, ast.Name) and any(model.name == name for model in facts.models):
+        return Rows(rows.name, rows.uses, reduces=True, of_model=True) if not arguments else None
     if rows is None or name in BY_ROWS or (name in UNARY and all(isinstance(each, ast.Constant) for each in arguments)):
         return rows
     dim, place = keyword(call, "dim"), 1 if name == "topk" else 0
@@ -251,4 +258,4 @@ def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:
     is_within_a_row = ast.unparse(said) in ("-1", "1", "2") if said is not None else name == "topk"
     if name not in REDUCING | ALONG or not is_within_a_row:
         return None
-    return Rows(rows.name, rows.uses, rows.reduces or name in REDUCING)
+    return Rows(rows.name, rows.uses, rows.reduces or name in REDUCING, rows.of_model)

@@ -42,8 +42,6 @@ class Leaner:
     constructor: str
     title: str
     cost: str
-    second: str = ""
-    """Its second argument."""
     of: tuple[str, ...] = ADAMS
     cuda: bool = False
     """Whether it is for CUDA only."""
@@ -57,8 +55,6 @@ MILD = (
 )  # fmt: skip
 STRONG = (
     Leaner("torch.optim.SGD", "Replace {kind} by SGD", f"no state at all, and slower to converge: {_TUNE}"),
-    Leaner("torchao.optim.CPUOffloadOptimizer", "Keep {kind}'s state on the CPU (torchao)",
-           "another package; each step copies gradients and parameters", second="torch.optim.{kind}", cuda=True),
 )  # fmt: skip
 
 
@@ -115,19 +111,19 @@ def _replaced(facts: Facts, found: Optimizer, others: tuple[Leaner, ...]) -> Ite
 
 def _constructed(facts: Facts, found: Optimizer, other: Leaner) -> dict[str, Any]:
     """Return the edit that makes another optimizer where the cell makes this one, else before it."""
-    constructor, second = other.constructor.format(kind=found.kind), other.second.format(kind=found.kind)
+    constructor = other.constructor.format(kind=found.kind)
     module = constructor.rpartition(".")[0]
     first = None if module.startswith("torch.") else f"import {module}"
     for text, call in calls(facts.texts, found.kind):
         shared = [f"{each.arg}={text.code(each.value)}" for each in call.keywords if each.arg in SHARED]
-        given = ", ".join(filter(None, (*map(text.code, call.args), second, *shared)))
+        given = ", ".join(filter(None, (*map(text.code, call.args), *shared)))
         changes = [text.replace(call, f"{constructor}({given})")]
         return {"text": text, "changes": changes, "first": first} if len(call.args) == 1 else {}
     models = [each for each in facts.models_there if each.nbytes == found.nbytes and not each.local]
     if len(models) != 1 or found.local:
         return {}
-    given = ", ".join(filter(None, (f"{models[0].name}.parameters()", second)))
-    return {"first": "\n".join(filter(None, (first, f"{found.name} = {constructor}({given})")))}
+    made = f"{found.name} = {constructor}({models[0].name}.parameters())"
+    return {"first": "\n".join(filter(None, (first, made)))}
 
 
 def _autocast(facts: Facts) -> str:

@@ -1,7 +1,7 @@
 # Features are collected with cat, which has the old and the new result alive at once.
 # memory: 24MiB
 # verdict: shortage
-# advice: Allocate feats once
+# advice: Collect feats in the host's memory
 # %%
 net = nn.Linear(64, 512).to("simgpu:0").eval()
 data = torch.randn(8, 1024, 64)
