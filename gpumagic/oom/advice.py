@@ -74,14 +74,13 @@ TRADES: tuple[Rule, ...] = (
     loops.switches,
     limits.half_as_wide,
     training.smaller_parameters,
-    batch.numbers,
 )
 """Memory against time or precision."""
 
 LAST_RESORTS: tuple[Rule, ...] = (
     training.leaner,
     loops.optimizers,
-    batch.shallower,
+    batch.numbers,
     limits.divided,
     limits.offload,
     limits.large_blocks,

@@ -257,7 +257,6 @@ def _optimizer(
             value for state in states for value in dict.values(state)
             if issubclass(type(value), torch.Tensor) and torch._C.TensorBase.numel(value) > 1
         ),
-        foreach=dict.get(defaults, "foreach"),
         fused=dict.get(defaults, "fused"),
         local=local,
         models=models,

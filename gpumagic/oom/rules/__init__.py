@@ -6,7 +6,7 @@ saves is for the dry runs to tell: no rule estimates.
     facts.py        the record of a failure that every rule reads
     verdict.py      the cause in one sentence
     proposal.py     what rules share: regions of code, making of a suggestion, suggestions with a number to be found
-    batch.py        a smaller batch, part of the data, a shallower model
+    batch.py        a smaller batch, part of the data, other numbers
     parts.py        a part at a time: of what a loop goes through, of the rows of an expression
     loops.py        training loops: gradients of small batches added up, what libraries' trainers are told
     kept.py         names, gradients, copies and autograd graphs that are kept without need

@@ -1,8 +1,9 @@
-"""Less at a time: a smaller batch, part of the data, a shallower model."""
+"""Less at a time: a smaller batch, part of the data, a smaller number of something else."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader
 from gpumagic.oom.rules.proposal import Choice, Region, called_models, failed, find, loop_around, propose, read_tensors
 from gpumagic.report.units import count, size
-from gpumagic.source.cell_code import Int, ints_named, is_batch_name
+from gpumagic.source.cell_code import ints_named, is_batch_name
 from gpumagic.source.text import CellText, Change, called_name, names_in
 
 MOST_PARTS = 64
@@ -75,30 +76,6 @@ def at_work(facts: Facts) -> BatchSize | None:
     return found if found.name.partition(".")[0] in names or is_as_long else None
 
 
-LEAST_LENGTH = 16
-"""Smaller numbers are seldom how many there are of something."""
-
-
-def numbers(facts: Facts) -> Iterator[Choice]:
-    """Lower a number that the cell writes under a name and that tensors at work are as long as."""
-    text = facts.text
-    if facts.memory != "device" or facts.trainer is not None or text is None:
-        return
-    lengths = {length for each in (*facts.tensors.values(), *facts.operands.values()) for length in each.shape}
-    for name, literal in dict(ints_named(text.tree)).items():
-        if literal.value < LEAST_LENGTH or literal.value not in lengths or is_batch_name(name):
-            continue
-
-        def lowered(value: int, name: str = name, literal: Int = literal) -> Advice:
-            return propose(
-                f"Lower {name} from {literal.value} to {value}", text=facts.text, cost="another result",
-                changes=[text.replace(literal, str(value))], evidence=f"tensors at work are {literal.value} long",
-            )  # fmt: skip
-
-        least, now = literal.value // 8, literal.value
-        yield Choice(name, now, lowered, now // 2, changes_result=True, is_setting=True, least=least)
-
-
 IMAGE, CHANNELS = 3, (1, 3, 4)
 """How many dimensions one image has, and how long its first may be: no rows."""
 _MADE_UP = ("randn", "rand", "ones", "zeros", "empty", "full")
@@ -123,15 +100,20 @@ def unnamed(facts: Facts) -> Iterator[Choice]:
     lines = sorted({each.lineno for each in literals})
     where = f"lines {', '.join(map(str, lines))} make" if lines[1:] else f"line {lines[0]} makes"
 
-    def lowered(value: int) -> Advice:
-        return propose(
-            f"Lower the batch from {now} to {value}", evidence=f"{where} tensors of {now} rows", text=text,
-            cost="a different gradient" if facts.trains else "more passes",
-            changes=[text.replace(each, str(value)) for each in literals],
-        )  # fmt: skip
-
+    told = {
+        "evidence": f"{where} tensors of {now} rows",
+        "cost": "a different gradient" if facts.trains else "more passes",
+    }
+    make = functools.partial(_written, text, literals, f"Lower the batch from {now}", told)
     # Of data that the cell makes up nothing is lost by making less.
-    yield Choice("batch", now, lowered, now // 2, changes_result=facts.trains and not makes_up, least=now // MOST_PARTS)
+    is_other = facts.trains and not makes_up
+    yield Choice("batch", now, make, now // 2, changes_result=is_other, least=now // MOST_PARTS)
+
+
+def _written(text: CellText, literals: Sequence[ast.expr], title: str, told: dict[str, Any], value: int) -> Advice:
+    """Return the suggestion to write another number in the place of some that are there."""
+    changes = [text.replace(each, str(value)) for each in literals]
+    return propose(f"{title} to {value}", text=text, changes=changes, **told)
 
 
 def _rows(node: ast.AST) -> Iterator[tuple[int, ast.expr]]:
@@ -260,22 +242,27 @@ def _loop(facts: Facts, region: Region, names: list[str], parts: int, cleared: S
 
 
 _DEPTH = re.compile(r"^((n|num|number)_?(of_)?((hidden|encoder|decoder)_)?(layers?|blocks)|depth)$", re.IGNORECASE)
+LEAST_LENGTH = 16
+"""Smaller numbers are seldom how many there are of something."""
 
 
-def shallower(facts: Facts) -> Iterator[Choice]:
-    """Make fewer layers: parameters grow with them in proportion."""
-    sources = facts.texts if facts.stage == "move" and facts.moving else ()
-    for source, name, literal in ((each, *named) for each in sources for named in ints_named(each.tree)):
-        if not _DEPTH.match(name) or literal.value < 2:
-            continue
-
-        def made(fewer: int, text: CellText = source, name: str = name, literal: ast.expr = literal) -> Advice:
-            return propose(
-                f"Make the model smaller: {name} from {text.code(literal)} to {fewer}", text=text,
-                changes=[text.replace(literal, str(fewer))],
-                evidence=f"its parameters take {size(facts.moving)}",
-                cost="a smaller model; training it takes its size again for gradients, and twice for Adam",
-            )  # fmt: skip
-
-        yield Choice(name, literal.value, made, literal.value // 2, is_rounded=False)
+def numbers(facts: Facts) -> Iterator[Choice]:
+    """Lower a number written under a name: of layers where a model does not fit, else of what tensors are long."""
+    told = {"evidence": f"its parameters take {size(facts.moving)}",
+            "cost": "a smaller model; training it takes its size again for gradients, and twice for Adam"}  # fmt: skip
+    moving = facts.texts if facts.stage == "move" and facts.moving else ()
+    for text, name, literal in ((each, *named) for each in moving for named in ints_named(each.tree)):
+        if _DEPTH.match(name) and literal.value > 1:
+            title = f"Make the model smaller: {name} from {literal.value}"
+            make = functools.partial(_written, text, [literal], title, told)
+            yield Choice(name, literal.value, make, literal.value // 2, is_rounded=False)
+            return
+    if facts.memory != "device" or facts.trainer is not None or facts.text is None:
         return
+    lengths = {length for each in (*facts.tensors.values(), *facts.operands.values()) for length in each.shape}
+    for name, literal in dict(ints_named(facts.text.tree)).items():
+        now = literal.value
+        if now >= LEAST_LENGTH and now in lengths and not is_batch_name(name):
+            told = {"evidence": f"tensors at work are {now} long", "cost": "another result"}
+            make = functools.partial(_written, facts.text, [literal], f"Lower {name} from {now}", told)
+            yield Choice(name, now, make, now // 2, changes_result=True, is_setting=True, least=now // 8)

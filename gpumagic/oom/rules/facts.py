@@ -107,7 +107,6 @@ class Optimizer:
     """Of the parameters."""
     state: int = 0
     """Bytes of its state so far."""
-    foreach: bool | None = None
     fused: bool | None = None
     local: bool = False
     models: frozenset[str] = frozenset()

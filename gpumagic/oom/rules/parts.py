@@ -134,27 +134,24 @@ class Rows:
 
 def by_rows(facts: Facts) -> Iterator[Choice]:
     """Compute a part of the rows at a time where the result is much smaller than what leads to it."""
-    text, statement = next(failed(facts), (None, None))
-    for joined in reversed(list(joined_in(text, statement))) if text is not None else ():  # as much as can be at once
+    places = list(failed(facts))
+    statement = facts.text.statement_at(facts.line) if facts.text is not None else None
+    if facts.text is not None and statement is not None:
+        places.append((facts.text, statement))  # what failed may be in a model that it calls
+    for text, joined in ((place, each) for place, one in places for each in reversed(list(joined_in(place, one)))):
         whole = joined.text.tree.body[0] if joined.text.tree.body else None
         expression = whole.value if isinstance(whole, ast.Expr) else None
         method = _summed(expression)
         inner = expression.func.value if method and isinstance(expression, ast.Call) else expression  # type: ignore[attr-defined]
         rows = _rows_of(facts, joined.text, inner) if inner is not None else None
         fact = facts.tensors.get(rows.name) if rows is not None else None
-        if text is None or rows is None or fact is None or not (method or rows.reduces or joined.before):
+        if rows is None or fact is None or not (method or rows.reduces or joined.before):
             continue
-        whole_length, is_wide = fact.shape[0], facts.requested is not None and facts.requested >= 2 * fact.nbytes
-        if whole_length < 2 or not (is_wide or rows.of_model) or (rows.of_model and facts.trains):
-            continue
-
-        def divided(number: int, joined: Joined = joined, rows: Rows = rows, method: str = method) -> Advice:
-            return _advice(facts, joined, rows, method, number)
-
-        yield Choice(
-            "rows", whole_length, divided, max(1, whole_length // 16), least=min(LEAST_ROWS, whole_length // 8)
-        )
-        return
+        length, is_wide = fact.shape[0], facts.requested is not None and facts.requested >= 2 * fact.nbytes
+        if length > 1 and (not facts.trains if rows.of_model else is_wide):
+            make = functools.partial(_advice, facts, text, joined, rows, method)
+            yield Choice("rows", length, make, max(1, length // 16), least=min(LEAST_ROWS, length // 8))
+            return
 
 
 def mapped(facts: Facts) -> Iterator[Choice]:
@@ -181,9 +178,8 @@ def _in_chunks(text: CellText, call: ast.Call, rows: int, number: int) -> Advice
     )  # fmt: skip
 
 
-def _advice(facts: Facts, joined: Joined, rows: Rows, method: str, number: int) -> Advice:
-    text, fact = facts.failing, facts.tensors[rows.name]
-    assert text is not None
+def _advice(facts: Facts, text: CellText, joined: Joined, rows: Rows, method: str, number: int) -> Advice:
+    fact = facts.tensors[rows.name]
     changes = [joined.text.replace(each, "part") for each in rows.uses]
     part = apply_changes(changes, joined.text.source)
     part += " * len(part)" if method == "mean" else ""
