@@ -21,7 +21,7 @@ from gpumagic._compat import output_can_be_silenced
 from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError
 from gpumagic.memory import devices
 from gpumagic.notebook import session
-from gpumagic.notebook.guards import Guard, NoGuard, RunOnce
+from gpumagic.notebook.guards import BodyRuns, Guard, NoGuard
 from gpumagic.options import ENGINE_TIMEOUT, parser
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class GPUMagic(Magics):
         if not options.run:
             return lambda: report
         cells.show_and_check(report)
-        return None if cell is None else self._sessions.ready_body(RunOnce(NoGuard("dryrun")), cell)
+        return None if cell is None else self._sessions.ready_body(BodyRuns(NoGuard("dryrun")), cell)
 
     def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
         from gpumagic.oom import every_cell
@@ -220,7 +220,7 @@ class GPUMagic(Magics):
         if cell is None:
             self._sessions.start(guard)
             return None
-        return self._sessions.ready_body(RunOnce(guard), cell)
+        return self._sessions.ready_body(BodyRuns(guard), cell)
 
     def _on_engines(self, magic: str, options: Namespace) -> object:
         """Return one report of all engines."""

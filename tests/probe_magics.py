@@ -12,7 +12,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from gpumagic import extension
 from gpumagic.errors import GpuMagicError
-from gpumagic.notebook.guards import RunOnce
+from gpumagic.notebook.guards import BodyRuns
 
 events = []
 _local = threading.local()
@@ -68,7 +68,7 @@ class ProbeGuard:
         return None if "--quiet" in self.options else Report(f"report of {self.key}")
 
 
-class ProbeRuns(RunOnce):
+class ProbeRuns(BodyRuns):
     """Runs a body again after an error, so many times at most."""
 
     def __init__(self, guard, retries):

@@ -70,7 +70,9 @@ def connect(targets: str = PX, *, gone: bool = True) -> Connection:
     Raises:
         OptionError: there is no client, it is closed, it has no engines, or an engine was never there.
     """
-    source = _selected if _selected is not None else _px_view()
+    source = _selected
+    if source is None and (shell := session.shell()) is not None:
+        source = getattr(getattr(shell.find_cell_magic("px"), "__self__", None), "view", None)
     if source is None:
         raise OptionError(
             "no engines: connect an ipyparallel client (rc = ipyparallel.Cluster(n=4).start_and_connect_sync()), "
@@ -82,34 +84,20 @@ def connect(targets: str = PX, *, gone: bool = True) -> Connection:
     known = sorted({*client.ids, *(_known_engines.get(client, ()) if gone else ())})
     if not known:
         raise OptionError("the client has no engines; start some, such as with cluster.start_engines_sync(n=4)")
-    wanted = _view_targets(source, known) if targets == PX else _parse_targets(targets, known)
+    of_px = getattr(source, "targets", "all")
+    if targets == PX and of_px not in (None, "all"):
+        wanted = [of_px] if isinstance(of_px, int) else list(of_px)
+    elif targets in (PX, "all"):
+        wanted = known
+    elif ":" in targets:
+        wanted = known[slice(*(int(part) if part else None for part in targets.split(":")))]
+    else:
+        wanted = [int(part) for part in targets.split(",")]
     if missing := [engine for engine in wanted if engine not in known]:
         raise OptionError(
             f"there is no engine {missing[0]}; there are {', '.join(map(str, known))}, which --engines all asks"
         )
     return Connection(client, tuple(wanted))
-
-
-def _px_view() -> Any:
-    """Return the view that `%%px` uses; None where nothing is connected."""
-    shell = session.shell()
-    magic = None if shell is None else shell.find_cell_magic("px")
-    return getattr(getattr(magic, "__self__", None), "view", None)
-
-
-def _view_targets(source: Any, known: list[int]) -> list[int]:
-    targets: Any = getattr(source, "targets", "all")
-    if targets is None or targets == "all":
-        return known
-    return [targets] if isinstance(targets, int) else list(targets)
-
-
-def _parse_targets(targets: str, known: list[int]) -> list[int]:
-    if targets == "all":
-        return known
-    if ":" in targets:
-        return known[slice(*(int(part) if part else None for part in targets.split(":")))]
-    return [int(part) for part in targets.split(",")]
 
 
 def assign_devices(device: str, origins: Mapping[int, Origin]) -> dict[int, tuple[str, int]]:

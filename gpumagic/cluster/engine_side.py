@@ -37,7 +37,7 @@ def answer(request, arguments, version):  # type: ignore[no-untyped-def]  # noqa
             return {**facts, "state": "other version", "detail": here}
         from gpumagic.cluster import requests
 
-        found = getattr(requests, request)(**arguments)
+        found = requests.serve(request, arguments)
         facts["answer"] = zlib.compress(pickle.dumps(found, protocol=5), 1)
     except Exception as error:  # reported by the client
         facts.update(state="failed", detail=f"{type(error).__name__}: {error}")

@@ -55,7 +55,9 @@ def ask_each(connection: Connection, requests: Mapping[int, Request], timeout: f
     answers = _cancel(connection, late, timeout) if late else {}
     answers.update((engine, _read_answer(engine, future)) for engine, future in asked.items() if engine not in answers)
     gone = EngineAnswer(0, state="dead", detail="it is gone")
-    return tuple(_with_origin(connection, engine, answers.get(engine, gone)) for engine in connection.engines)
+    found = [replace(answers.get(engine, gone), engine=engine) for engine in connection.engines]
+    connection.known.update((int(answer.engine), answer.origin) for answer in found if answer.origin.host)
+    return tuple(replace(each, origin=connection.known.setdefault(int(each.engine), Origin())) for each in found)
 
 
 @cache
@@ -96,25 +98,13 @@ def _read_answer(engine: int, future: Any) -> EngineAnswer:
             origin, report = load_records(zlib.decompress(facts["answer"]))
         except Exception as error:
             state, detail = "other version", f"{type(error).__name__}: {error}"
-    return EngineAnswer(engine, origin, state, _explain_state(state, detail), facts.get("seconds"), report)
-
-
-def _explain_state(state: str, detail: str) -> str:
-    if state == "no gpumagic":
-        return "gpumagic is not installed there: %pip install gpumagic in its environment"
-    if state == "no torch":
-        return "torch is not installed there"
-    if state == "other version":
-        return f"gpumagic {detail} there, {_compat.installed_version()} here: install the same, and restart the engine"
-    return detail
-
-
-def _with_origin(connection: Connection, engine: int, answer: EngineAnswer) -> EngineAnswer:
-    """Return the answer with its engine's origin: its own, or the last known one."""
-    if answer.origin.host:
-        connection.known[engine] = answer.origin
-        return answer
-    return replace(answer, engine=engine, origin=connection.known.setdefault(engine, Origin()))
+    here = _compat.installed_version()
+    explained = {
+        "no gpumagic": "gpumagic is not installed there: %pip install gpumagic in its environment",
+        "no torch": "torch is not installed there",
+        "other version": f"gpumagic {detail} there, {here} here: install the same, and restart the engine",
+    }
+    return EngineAnswer(engine, origin, state, explained.get(state, detail), facts.get("seconds"), report)
 
 
 def _cancel(connection: Connection, late: Mapping[int, Any], seconds: float = 0.0) -> dict[int, EngineAnswer]:

@@ -52,7 +52,9 @@ def view_history(report: HistoryReport) -> Document:
     if devices:
         blocks.append(_history(report.samples, devices))
         blocks.append(Paragraph("Lines reach from 0 to 100%, the newest at the right.", muted=True))
-    blocks.append(Paragraph(_status(report), muted=True))
+    every = "" if report.interval is None else f"A snapshot every {report.interval:g} s"
+    how = f", until {report.until}" if report.ended is None else f"{'; ' * bool(every)}{report.ended}"
+    blocks.append(Paragraph(f"{every}{how}.", muted=True))
     return Document(tuple(blocks))
 
 
@@ -79,13 +81,6 @@ def _sparkline(values: Sequence[float | None]) -> Cell:
 
 def _percent_of(part: int | None, whole: int | None) -> float | None:
     return None if part is None or not whole else 100 * part / whole
-
-
-def _status(report: HistoryReport) -> str:
-    every = "" if report.interval is None else f"A snapshot every {report.interval:g} s"
-    if report.ended is None:
-        return f"{every}, until {report.until}."
-    return f"{every}; {report.ended}." if every else f"{report.ended}."
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,21 +182,16 @@ def terminal_display() -> Callable[[HistoryReport], None]:
             print(report, flush=True)  # noqa: T201  # the terminal's display is its stdout
             return
         lines = str(report).splitlines()
-        if report.ended is None:
-            lines = _truncated(lines, shutil.get_terminal_size().lines - 1)
+        height = shutil.get_terminal_size().lines - 1
+        if report.ended is None and len(lines) > height:  # what has scrolled off the top cannot be written over
+            more = f"... {len(lines) - height + 1} more lines in a taller terminal; Ctrl-C ends it"
+            lines = [*lines[: height - 1], more]
         up = f"\x1b[{written}F" if written else ""
         written = len(lines)
         text = "".join(f"{line}\x1b[K\n" for line in lines)  # erasing line by line does not flicker
         print(f"{up}{text}\x1b[J", end="", flush=True)  # noqa: T201
 
     return show
-
-
-def _truncated(lines: list[str], height: int) -> list[str]:
-    """Return as many lines as fit: those that have scrolled off the top cannot be written over."""
-    if len(lines) <= height:
-        return lines
-    return [*lines[: height - 1], f"... {len(lines) - height + 1} more lines in a taller terminal; Ctrl-C ends it"]
 
 
 _INTERRUPTS = (KeyboardInterrupt, CancelledError)

@@ -130,21 +130,15 @@ def is_idle() -> bool:
 
 def sample_all() -> None:
     """Read the allocators now, for every timeline that is being sampled."""
-    if not _is_torch_imported():
-        return
+    torch = sys.modules.get("torch")
+    if torch is None or getattr(getattr(torch, "__spec__", None), "_initializing", False):
+        return  # the cell may be importing it now
     figures = allocator.all_device_stats()
     if not figures:
         return
     for each in tuple(_sampled):
         # Not kept in a variable: this frame is among them, and the cycle would keep every frame and its tensors alive.
         each.log.add(figures, each.finder.line(sys._current_frames().get(each.thread)))
-
-
-def _is_torch_imported() -> bool:
-    """Return whether torch has been imported, to its end: the cell may be importing it now."""
-    torch = sys.modules.get("torch")
-    spec = getattr(torch, "__spec__", None)
-    return torch is not None and not getattr(spec, "_initializing", False)
 
 
 class CellMemory:

@@ -55,8 +55,15 @@ class Guard(Protocol):
         """
 
 
-class BodyRuns(Protocol):
-    """Decides how often a body runs, and guards each run."""
+class BodyRuns:
+    """Decides how often a body runs, and guards each run; this one runs it once.
+
+    Args:
+        guard: goes around the run.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._only = guard
 
     def begin(self, source: str) -> str:
         """Get ready for the first run, and return its code, as many lines long.
@@ -64,9 +71,11 @@ class BodyRuns(Protocol):
         Raises:
             GpuMagicError: nothing is to run.
         """
+        return source
 
     def guard(self) -> Guard:
         """Return what goes around the coming run."""
+        return self._only
 
     def next(self, outcome: BodyOutcome) -> str | None:
         """Return the code to run next, as many lines long, or None where the outcome is to stand.
@@ -79,6 +88,8 @@ class BodyRuns(Protocol):
 
     def finish(self, outcome: Outcome) -> list[tuple[str, object]]:
         """Return the reports to show, each with its magic's name; like `Guard.finish` it may change the outcome."""
+        report = self._only.finish(outcome)
+        return [] if report is None else [(self._only.name, report)]
 
 
 @dataclass
@@ -130,32 +141,6 @@ class NestedGuard:
     def finish(self, result: Outcome) -> object | None:
         """Return the outer guard's report."""
         return self._outer.finish(result)
-
-
-class RunOnce:
-    """One run under one guard."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-
-    def begin(self, source: str) -> str:
-        """Return the code as it is."""
-        return source
-
-    def guard(self) -> Guard:
-        """Return the guard."""
-        return self._guard
-
-    def next(self, outcome: BodyOutcome) -> str | None:
-        """Return None: the outcome stands."""
-
-    def end(self) -> None:
-        """Do nothing."""
-
-    def finish(self, outcome: Outcome) -> list[tuple[str, object]]:
-        """Return the guard's report, if it has one."""
-        report = self._guard.finish(outcome)
-        return [] if report is None else [(self._guard.name, report)]
 
 
 def run_guarded(runs: BodyRuns, execute: Callable[[str], object], source: str) -> BodyOutcome:

@@ -62,7 +62,7 @@ def _elsewhere(name: str, failed: str | None) -> str | None:
     return devices.most_free(others) or "cpu"
 
 
-class Rerun:
+class Rerun(guards.BodyRuns):
     """The runs of a cell under one guard, whose report is of the last failure.
 
     Args:

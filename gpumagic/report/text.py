@@ -150,7 +150,9 @@ def _tree(tree: doc.Tree, width: int) -> str:
 def _table(table: doc.Table, width: int) -> str:
     columns, grid = _fitted(table, width, bars=True)
     widths = _widths(columns, grid, width)
-    if _total(widths) > width or _cuts_code(columns, grid, widths):  # what bars show, the numbers beside them say
+    code = [(place, most) for place, (column, most) in enumerate(zip(columns, widths, strict=True)) if column.code]
+    cuts_code = any(_width(row[place]) > most for row in grid for place, most in code)
+    if _total(widths) > width or cuts_code:  # what bars show, the numbers beside them say
         columns, grid = _fitted(table, width, bars=False)
     kept = {column.title.strip() for column in columns}
     left_out = [column.title for column in table.columns if column.title not in kept]
@@ -167,11 +169,6 @@ def _table(table: doc.Table, width: int) -> str:
     if left_out and table.elsewhere:
         lines.append(_wrap(f"{', '.join(left_out)}: {table.elsewhere}.", width))
     return "\n".join(lines)
-
-
-def _cuts_code(columns: Sequence[doc.Column], grid: list[list[str]], widths: Sequence[int]) -> bool:
-    code = [(place, width) for place, (column, width) in enumerate(zip(columns, widths, strict=True)) if column.code]
-    return any(_width(row[place]) > width for row in grid for place, width in code)
 
 
 def _notes(cells: Sequence[doc.Cell | str], width: int) -> list[str]:

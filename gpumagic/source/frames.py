@@ -264,7 +264,7 @@ class CallSites:
         while frame is not None:
             if frame.f_globals is self.namespace:
                 found.append(frame)
-            elif not found and _is_module_move(frame):
+            elif not found and frame.f_code.co_name in _MODULE_MOVES and module_of(frame) == "torch.nn.modules.module":
                 module_frame = frame
             frame = frame.f_back
         return found, module_frame
@@ -274,11 +274,6 @@ class CallSites:
         """Return the file of the nearest module-level frame whose code can be read, which that of `exec` cannot."""
         files = (each.f_code.co_filename for each in found if not is_function_frame(each))
         return next((each for each in files if linecache.getline(each, 1)), None)
-
-
-def _is_module_move(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code.co_name in _MODULE_MOVES and module_of(frame) == "torch.nn.modules.module"
 
 
 def _name(frame: FrameType, subject: object) -> str | None:
