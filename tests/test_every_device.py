@@ -6,6 +6,8 @@ import gc
 
 import pytest
 import torch
+import traced_cells
+import traced_modules
 from device import Accelerator
 
 import gpumagic
@@ -30,6 +32,21 @@ def test_devices_accounts_for_every_allocated_byte(device: Accelerator) -> None:
     assert sum(part or 0 for part in told) == total.allocated
     (weights,) = [row for row in report if row.name == "weights"]
     assert weights.nbytes == 4_000_256  # 4,000,000 in blocks of 512
+
+
+def test_each_traced_line_takes_what_the_allocator_counts_when_it_runs_alone(device: Accelerator) -> None:
+    truth = traced_cells.measured(device.backend)
+    told, _ = traced_cells.traced(device.backend)
+    for statement, alone, (line, at_most) in zip(traced_cells.STATEMENTS, truth, told, strict=True):
+        assert line[:2] == alone[:2], statement
+        assert line.peak <= alone.peak <= at_most, statement
+    assert sum(line.peak == at_most for line, at_most in told) >= len(told) - 3
+
+
+def test_traced_modules_add_up_to_what_the_allocator_counts_and_have_their_parts(device: Accelerator) -> None:
+    report = traced_modules.traced_training(device.backend)
+    traced_modules.check_sums(report)
+    traced_modules.check_parts(report)
 
 
 def test_a_dry_run_can_begin_where_the_allocators_blocks_lie(device: Accelerator) -> None:

@@ -77,9 +77,8 @@ def test_a_timeline_shows_the_rise_and_the_fall_and_the_peak_on_its_line(run, op
     assert course.peak == torch.simgpu.max_memory_allocated(0) == before + 70 * MIB
     assert (course.line, course.code) == (4, "look(); c = b.clone(); look()")
     assert report.peak == {"simgpu:0": course.peak}
-    lasts, highs = (
-        [(each - before) // MIB for each in found] for found in zip(*((p.last, p.high) for p in course.points))
-    )
+    lasts = [(point.last - before) // MIB for point in course.points]
+    highs = [(point.high - before) // MIB for point in course.points]
     assert lasts[: highs.index(70)] == sorted(lasts[: highs.index(70)]), "it only rises up to there"
     assert lasts[-1] == 15
     assert report.timeline.every_operator == bool(options)
