@@ -56,7 +56,7 @@ def test_nbconvert_executes_a_notebook(tmp_path, python):
     assert [output["output_type"] for output in outputs] == ["stream", "execute_result", "display_data"]
 
 
-@pytest.mark.parametrize("form", ["%%ondevice cuda", "%%oomguard --retry 1"])
+@pytest.mark.parametrize("form", ["%%ondevice cuda", pytest.param("%%oomguard --retry 1", marks=pytest.mark.deep)])
 def test_nbconvert_fails_where_a_cell_fails(tmp_path, python, form):
     """With the user's error, before the next cell."""
     write(tmp_path / "bad.ipynb", [CELLS[0], f"{form}\n1 / 0", "open('after', 'w').close()"])

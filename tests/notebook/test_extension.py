@@ -212,7 +212,7 @@ class Interrupt:
         ("load_ext", "run_line_magic"),
         ("unload_ext", "run_line_magic"),
         ("reload_ext", "run_line_magic"),
-        ("reload_ext", "run_cell"),
+        pytest.param("reload_ext", "run_cell", marks=pytest.mark.deep),
     ],
 )
 def test_an_interrupted_load_or_unload_is_finished_by_the_next(bare_shell, two_devices, command, run):
