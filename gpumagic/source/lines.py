@@ -20,20 +20,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from gpumagic.source import frames
 from gpumagic.source.text import first_line, parse_lines, parse_tree
-
-
-class LineFinder(Protocol):
-    """Finds the line of some code that a stack is in."""
-
-    filename: str | None
-    """The file of the code, once it has been seen to run."""
-
-    def line(self, innermost: FrameType | None) -> int | None:
-        """Return the line that a stack is in, or None where the code is not on it, or more than once."""
 
 
 class CellLineFinder:
@@ -48,9 +38,10 @@ class CellLineFinder:
         self._namespace = namespace
         self._below = max(0, len(self._found(sys._getframe(1))) - is_running)
         self.filename: str | None = None
+        """The file of the code, once it has been seen to run."""
 
     def line(self, innermost: FrameType | None) -> int | None:
-        """Return the line of the cell."""
+        """Return the line of the cell that a stack is in, or None where the cell is not on it."""
         found = self._found(innermost)
         if len(found) <= self._below:
             return None
@@ -72,9 +63,13 @@ class CodeLineFinder:
         self.filename: str | None = code.co_filename
 
     def line(self, innermost: FrameType | None) -> int | None:
-        """Return the line of the code."""
+        """Return the line of the code that a stack is in, or None where the code is not on it, or more than once."""
         found = [each.f_lineno for each in frames.stack(innermost) if each.f_code is self._code]
         return found[0] if len(found) == 1 else None
+
+
+LineFinder = CellLineFinder | CodeLineFinder
+"""Finds the line of some code that a stack is in."""
 
 
 @dataclass

@@ -10,7 +10,6 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from types import FunctionType
-from typing import Protocol
 
 from gpumagic.errors import OptionError, nearest
 from gpumagic.source.cell_code import Int, ints_named
@@ -41,35 +40,15 @@ def _functions_of(value: object) -> Iterator[FunctionType]:
             yield from (each for each in vars(base).values() if isinstance(each, FunctionType))
 
 
-class Setting(Protocol):
-    """An int that can be changed."""
-
-    name: str
-    value: int
-    """What it was before anything was tried."""
-
-    def apply(self, value: int) -> str | None:
-        """Give it a value; return the text to run where that is not the one it was found in."""
-
-    def restore(self) -> None:
-        """Give it back its first value."""
-
-    def place(self, value: int) -> str:
-        """Return where it stands and how one writes it: ``"line 3: batch_size = 64"``."""
-
-    def with_value(self, value: int) -> tuple[str | None, dict[str, object]]:
-        """Return the code, where it is in it, and the variables that a value would come with; nothing is changed."""
-
-
 class WrittenSetting:
-    """A number in the cell's text; several of one name change in proportion."""
+    """An int in the cell's text that can be changed; several of one name change in proportion."""
 
     def __init__(self, text: CellText, name: str, found: list[Int]) -> None:
-        self.name, self.value = name, max(node.value for node in found)
+        self.name, self.value = name, max(node.value for node in found)  # before anything is tried
         self._text, self._found = text, found
 
     def apply(self, value: int) -> str:
-        """Return the cell's text with the number changed."""
+        """Give it a value: return the text to run, with the number changed."""
         changes = [self._text.replace(node, str(self._scaled(node.value, value))) for node in self._found]
         return apply_changes(changes, self._text.source)
 
@@ -77,11 +56,11 @@ class WrittenSetting:
         """Do nothing: the cell's text was never touched, only what ran."""
 
     def place(self, value: int) -> str:
-        """Return the lines and their new numbers."""
+        """Return where it stands and how one writes it: ``"line 3: batch_size = 64"``."""
         return "; ".join(f"line {node.lineno}: {self.name} = {self._scaled(node.value, value)}" for node in self._found)
 
     def with_value(self, value: int) -> tuple[str | None, dict[str, object]]:
-        """Return the cell's text with the number changed."""
+        """Return the code, where it is in it, and the variables that a value would come with; nothing is changed."""
         return self.apply(value), {}
 
     def _scaled(self, number: int, value: int) -> int:
@@ -110,6 +89,10 @@ class VariableSetting:
     def with_value(self, value: int) -> tuple[str | None, dict[str, object]]:
         """Return the variable with the value."""
         return None, {self.name: value}
+
+
+Setting = WrittenSetting | VariableSetting
+"""An int that can be changed."""
 
 
 def find_in_cell(source: str, name: str, namespace: MutableMapping[str, object], option: str) -> Setting:

@@ -48,7 +48,7 @@ def apply_changes(changes: Iterable[Change], source: str, cell: str = "") -> str
     Raises:
         ValueError: the text is not the one that the changes were made for.
     """
-    starts = [0, *itertools.accumulate(len(line) + 1 for line in source.split("\n"))]
+    starts = _line_starts(source)
     # From the last to the first, so that the places of the others still hold.
     ordered = sorted(changes, key=lambda each: (each.line, each.column))
     for change in [each for each in ordered if each.cell == cell][::-1]:
@@ -57,6 +57,10 @@ def apply_changes(changes: Iterable[Change], source: str, cell: str = "") -> str
             raise ValueError(f"line {change.line} does not read {change.old!r} any more")
         source = source[:at] + change.new + source[at + len(change.old) :]
     return source
+
+
+def _line_starts(source: str) -> list[int]:
+    return [0, *itertools.accumulate(len(line) + 1 for line in source.split("\n"))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,8 @@ class CellText:
         """Return whether a statement shares its lines with no other code."""
         line, end = first_line(statement), statement.end_lineno or 0
         lines = self.source.split("\n")
-        before = lines[line - 1][: self._column(line, _first_column(statement))]
+        is_decorated = bool(getattr(statement, "decorator_list", None))  # then the `@` stands before its own code
+        before = "" if is_decorated else lines[line - 1][: self._column(line, statement.col_offset)]
         after = lines[end - 1][self._column(end, statement.end_col_offset or 0) :].strip()
         continued = line > 1 and lines[line - 2].endswith("\\")
         return not before.strip() and (not after or after.startswith("#")) and not continued
@@ -198,10 +203,7 @@ class CellText:
         return starts
 
     def _span(self, node: ast.expr) -> tuple[int, int]:
-        lines = self.source.split("\n")
-        starts = [0]
-        for line in lines:
-            starts.append(starts[-1] + len(line) + 1)
+        starts = _line_starts(self.source)
         ends = (node.end_lineno or 0, node.end_col_offset or 0)
         first: int = starts[node.lineno - 1] + self._column(node.lineno, node.col_offset)
         last: int = starts[ends[0] - 1] + self._column(*ends)
@@ -256,12 +258,6 @@ def first_line(statement: ast.stmt) -> int:
     """Return the line on which a statement begins, its decorators included."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([int(statement.lineno), *(int(each.lineno) for each in decorators)])
-
-
-def _first_column(statement: ast.stmt) -> int:
-    # The `@` stands before a decorator's own code.
-    decorated: bool = bool(getattr(statement, "decorator_list", None))
-    return 0 if decorated else int(statement.col_offset)
 
 
 def called_name(node: ast.AST) -> str:
