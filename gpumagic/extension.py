@@ -51,11 +51,6 @@ def load(shell: InteractiveShell) -> None:
             raise
 
 
-def is_loaded(shell: InteractiveShell) -> bool:
-    """Return whether a shell has the magics."""
-    return _KEY in shell.meta
-
-
 def unload(shell: InteractiveShell) -> None:
     """Undo `load`; idempotent, and again after an interrupt anywhere."""
     wiring = shell.meta.get(_KEY)
