@@ -212,6 +212,12 @@ if fd >= 0: os.write(fd, b"x")""",
     "a link by C": "libc.symlink(kept.encode(), made.encode())",
     "a folder by C": "libc.mkdir(made.encode(), 0o700)",
     "a pipe by C": "libc.mkfifo(made.encode(), 0o600)",
+    "a file by way of any folder that is open": """
+for fd in range(3, 256):
+    for up in ".", "..", "../..", "../../../..":
+        to = libc.openat(fd, (up + kept).encode(), 1)
+        if to >= 0: libc.write(to, b"x", 1)""",
+    "a file by way of the root's parents": "for to in (libc.open(b'/../../..' + kept.encode(), 1), libc.open(b'/proc/self/root/..' + kept.encode(), 1), libc.open(f'/proc/{os.getppid()}/root{kept}'.encode(), 1)):\n    if to >= 0: libc.write(to, b'x', 1)",
     "a mapped file": "quietly(lambda: torch.from_file(kept, shared=True, size=1, dtype=torch.uint8).fill_(7))",
     "a file mapped by numpy": "quietly(lambda: __import__('numpy').memmap(kept, mode='r+', dtype='uint8', shape=(1,)).fill(7))",
     "a file's mode by C": "libc.chmod(kept.encode(), 0o600)",

@@ -23,7 +23,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _DUMPABLE = 4
 _CAPABILITIES, _OVER_FILES = 0x20080522, 0b11111
 """The version of the call's arguments; to change owners, to read and write whatever their modes, and the like."""
-_DETACH = 2
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
 _NO_FILES = frozenset({
     "proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "mqueue", "securityfs", "debugfs", "tracefs", "bpf",
@@ -31,9 +30,9 @@ _NO_FILES = frozenset({
 })  # fmt: skip
 """Kinds of file systems that are a view of the system."""
 _SYSTEM = ("/proc", "/sys", "/dev")
-_SHARED = "/dev/shm"  # noqa: S108  # not a temporary file of ours: it is what the cell's files there would be
-_STAGE = "/sys"
-"""Where what is written is kept until it is no more to be seen; any folder does that nobody looks into meanwhile."""
+_SHARED = "/dev/shm"  # noqa: S108  # the machine's shared memory
+_STAGE = _SHARED
+"""Where what is written is kept; an overlay hides it there from the cell."""
 _ROOT_NAME = "root"
 _ROOT = f"{_STAGE}/{_ROOT_NAME}"
 _SHARE_OF_MEMORY = 8
@@ -131,23 +130,26 @@ def _change_root() -> int:
     Return a descriptor of the folder that has what is written.
     """
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY
-    places, system = _places(), {path: os.open(path, os.O_PATH) for path in _SYSTEM}
+    folders = [each.path for each in os.scandir("/") if each.is_dir(follow_symlinks=False)]
+    lowers = {path: os.open(path, os.O_PATH) for path in sorted({"/", *_places(), _STAGE, *_SYSTEM, *folders})}
     try:
         _mount(_STAGE, 0, "tmpfs", f"size={room}")
         os.mkdir(_ROOT)  # noqa: PTH102
-        if _lay_over("/"):
-            for path, folder in system.items():
-                _mount(_ROOT + path, _BIND | _RECURSIVE, source=f"/proc/self/fd/{folder}")
-        else:  # none lies over what has mounts of another user's below it: over the root's folders then, most have none
-            places += [each.path for each in os.scandir("/") if each.is_dir(follow_symlinks=False)]
-        for path in sorted({*places} - {"/", *_SYSTEM}):
-            _lay_over(path)
-        stage = os.open(_STAGE, os.O_PATH)
+        is_whole = _lay_over("/", lowers["/"])
+        stage = -1
+        for path, lower in list(lowers.items())[1:]:
+            if path == _STAGE:  # by way of the new root: from a folder elsewhere ".." leads to all files
+                stage = os.open(_ROOT + path, os.O_PATH)
+            if path in _SYSTEM and is_whole:
+                _mount(_ROOT + path, _BIND | _RECURSIVE, source=f"/proc/self/fd/{lower}")
+            elif path not in _SYSTEM and (path not in folders or not is_whole):
+                # None lies over mounts of another user's: then over the root's folders, most of which have none.
+                _lay_over(path, lower)
+        _mount("/", _REMOUNT | _BIND | _READ_ONLY)
         os.chroot(_ROOT)
     finally:
-        for folder in system.values():
-            os.close(folder)
-    _call("umount2", _STAGE.encode(), _DETACH)  # the stage, which came along
+        for lower in lowers.values():
+            os.close(lower)
     with contextlib.suppress(OSError):
         _mount("/dev/pts", 0, "devpts", "newinstance,ptmxmode=0666")  # terminals of our own, none of anybody's
     for path in [path for path, _ in _mounts() if path.startswith(_SYSTEM) and path != _SHARED]:
@@ -156,25 +158,21 @@ def _change_root() -> int:
     return stage
 
 
-def _lay_over(path: str) -> bool:
+def _lay_over(path: str, lower: int) -> bool:
     """Put a folder with an overlay over it into the new root; one that takes none is read-only there."""
     target, store = _ROOT + path.rstrip("/"), f"{_STAGE}/{len(os.listdir(_STAGE))}"  # noqa: PTH208
     upper, work = f"{store}/upper", f"{store}/work"
     for folder in store, upper, work:
         os.mkdir(folder)  # noqa: PTH102
     os.symlink(path, f"{store}/place")  # noqa: PTH211
-    lower = os.open(path, os.O_PATH)
-    try:
-        layers = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={work}"
-        for options in f"{layers},userxattr", layers:  # its marks are in attributes that users may write
-            with contextlib.suppress(OSError):
-                _mount(target, 0, "overlay", options)
-                return True
-        _mount(target, _BIND | _RECURSIVE, source=f"/proc/self/fd/{lower}")
-        _mount(target, _REMOUNT | _BIND | _READ_ONLY)
-        return False
-    finally:
-        os.close(lower)
+    layers = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={work}"
+    for options in f"{layers},userxattr", layers:  # its marks are in attributes that users may write
+        with contextlib.suppress(OSError):
+            _mount(target, 0, "overlay", options)
+            return True
+    _mount(target, _BIND | _RECURSIVE, source=f"/proc/self/fd/{lower}")
+    _mount(target, _REMOUNT | _BIND | _READ_ONLY)
+    return False
 
 
 def _mount(path: str, flags: int, kind: str = "none", options: str = "", source: str = "none") -> None:
