@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from importlib.metadata import version
 
-from published.table import AGREE, HERE, TODAY, Measured, Row, environment, measure, measured, record, rows, runs_here
+from published.table import (
+    AGREE,
+    HERE,
+    TODAY,
+    TORCH,
+    Measured,
+    Row,
+    environment,
+    measure,
+    measured,
+    record,
+    rows,
+    runs_here,
+)
 
 from gpumagic.dryrun import checked
 
@@ -23,20 +35,22 @@ def main(arguments: list[str]) -> int:
     every = rows()
     words = [each for each in arguments if each != "--check"]
     wanted = [row for row in every if runs_here(row) and all(word in row.name for word in words)]
-    recorded, found = measured(), {}
-    grown = 0
+    recorded = {name: ours for (name, where), ours in measured().items() if where == environment()}
+    found: Measured = {}
     kinds: Counter[str] = Counter()
-    for row, ours, its_kinds in measure(wanted):
-        kinds.update(its_kinds if row.status(ours) in AGREE else ())
-        key = row.name, environment()
-        worse = row.is_worse(ours, recorded.get(key, ours))
-        grown += worse
-        found[key] = ours
-        print(
-            f"{row.name}: {row.figure} {row.unit}, {ours} B, {row.error(ours):+.3%} {row.status(ours)}"
-            f"{', further off than recorded' if worse else ''}",
-            flush=True,
-        )
+    trial = wanted
+    for _ in range(2):  # what a cell of two processes has depends on when each is served: it is tried once more
+        worse = []
+        for row, ours, its_kinds in measure(trial):
+            kinds.update(its_kinds if row.status(ours) in AGREE else ())
+            found[row.name, environment()] = ours
+            worse += [row] * row.is_worse(ours, recorded.get(row.name, ours))
+            said = ", further off than recorded" if row in worse else ""
+            error = f"{row.error(ours):+.3%} {row.status(ours)}{said}"
+            print(f"{row.name}: {row.figure} {row.unit}, {ours} B, {error}", flush=True)
+        trial = worse
+        if not worse:
+            break
     if "--check" not in arguments:
         names = {row.name for row in every}
         known = measured() | found  # another environment may have measured meanwhile
@@ -45,7 +59,7 @@ def main(arguments: list[str]) -> int:
         if wanted == every and environment() == TODAY:
             _record_kinds(kinds, Counter(row.status(row.ours(known)) for row in every))
         (HERE / "RESULTS.md").write_text(_page([row for row in every if row.ours(known)], known), encoding="utf-8")
-    return int(grown > 0)
+    return int(bool(worse))
 
 
 def _record_kinds(kinds: Counter[str], counts: Counter[str]) -> None:
@@ -56,7 +70,6 @@ def _record_kinds(kinds: Counter[str], counts: Counter[str]) -> None:
 
 
 def _page(every: list[Row], known: Measured) -> str:
-    torch = version("torch").partition("+")[0]
     counts = Counter(row.status(row.ours(known)) for row in every)
     gpus = sorted({row.gpu for row in every} - {"not said"})
     torches = sorted({row.versions.split(",")[0] for row in every if row.versions.startswith("torch ")})
@@ -65,8 +78,9 @@ def _page(every: list[Row], known: Measured) -> str:
         "",
         "Each figure is somebody else's, of torch's allocator on a real GPU. Each cell is ours, from the published",
         "configuration; no row was tuned, and those that disagree stay in. What a cell puts back is what the published",
-        f"versions did and today's do not. Ours are with torch {torch} and transformers {TODAY}; where a model's code",
+        f"versions did and today's do not. Ours are with torch {TORCH} and transformers {TODAY}; where a model's code",
         "has changed since, with the transformers of the time as well, and that counts.",
+        "Some were measured with an older torch, too.",
         "Written by `python -m tests.published`.",
         "",
         f"{len(every)} rows; {len(gpus)} kinds of GPU: {', '.join(gpus)}; {', '.join(torches)}.",
@@ -90,15 +104,17 @@ def _section(of_source: list[Row], known: Measured) -> list[str]:
         + ("" if first.checked else " We did not find it there again: the figures are as they were handed to us."),
         *(f"Put back: {each}." for each in first.put_back),
         "",
-        f"| row | published | ours, B | error | status | with transformers {TODAY} | cause |",
-        "| --- | ---: | ---: | ---: | --- | ---: | --- |",
+        f"| row | published | ours, B | error | status | with transformers {TODAY} | with older torch | cause |",
+        "| --- | ---: | ---: | ---: | --- | ---: | --- | --- |",
     ]
     for row in of_source:
         ours, today = row.ours(known), known.get((row.name, TODAY))
         cause = row.cause or (f"perhaps {row.guess}" if row.guess else "")
+        cause = "" if row.status(ours) in AGREE else cause
         other = f"{row.error(today):+.2%}" if today and row.transformers else ""
+        older = ", ".join(f"{torch}: {row.error(nbytes):+.2%}" for torch, nbytes in row.with_older_torch(known).items())
         lines.append(
             f"| {row.name} | {row.figure} {row.unit} | {ours} | {row.error(ours):+.3%} | {row.status(ours)} "
-            f"| {other} | {cause} |"
+            f"| {other} | {older} | {cause} |"
         )
     return [*lines, ""]

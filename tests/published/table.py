@@ -21,8 +21,8 @@ from gpumagic.fakecuda import GPU, GPUS
 HERE = Path(__file__).parent
 MEASURED = HERE / "measured.csv"
 MARK = "# put back: "
-TODAY = "5"
-"""The transformers of the environment that CI makes. What was measured with others was measured by hand."""
+TODAY, TORCH, OLDER = "5", "2.13", ", torch "
+"""The transformers and torch of the environment that CI makes. What was measured with others was measured by hand."""
 AGREE = {"exact", "within"}
 WITHIN, SLACK = 0.01, 0.0005
 UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
@@ -43,7 +43,7 @@ ALIKE: dict[str, GPU] = {
 
 
 Measured = dict[tuple[str, str], int]
-"""Bytes by a row's name and the transformers that it was measured with."""
+"""Bytes by a row's name and the environment that it was measured in."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,12 @@ class Row:
             return self.status(ours) != "exact"
         return abs(self.error(ours)) > abs(self.error(recorded)) + SLACK
 
+    def with_older_torch(self, known: Measured) -> dict[str, int]:
+        """Return what was measured with older versions of torch, by version."""
+        return {
+            key[1].partition(OLDER)[2]: ours for key, ours in known.items() if key[0] == self.name and OLDER in key[1]
+        }
+
     def ours(self, known: Measured) -> int | None:
         """Return what counts for us: what was measured with the transformers of the time, or else with today's."""
         return known.get((self.name, self.transformers), known.get((self.name, TODAY)))
@@ -120,7 +126,7 @@ class Row:
     @property
     def put_back(self) -> list[str]:
         """What the cell sets as it was in the published versions."""
-        return [line.partition(MARK)[2] for line in _text(self.cell).splitlines() if MARK in line]
+        return [line.partition(MARK)[2] for line in text_of(self.cell).splitlines() if MARK in line]
 
 
 def rows() -> list[Row]:
@@ -137,14 +143,17 @@ def rows() -> list[Row]:
 
 
 def environment() -> str:
-    """Return which transformers this environment has: `TODAY`, or such as `4.44`."""
+    """Return which transformers this environment has, `TODAY` or such as `4.44`, and its torch if that is older."""
     major, minor = version("transformers").split(".")[:2]
-    return TODAY if major == TODAY else f"{major}.{minor}"
+    transformers = TODAY if major == TODAY else f"{major}.{minor}"
+    torch = ".".join(version("torch").split(".")[:2])
+    return transformers if torch == TORCH else transformers + OLDER + torch
 
 
 def runs_here(row: Row) -> bool:
     """Whether the cell can run here: with today's transformers, or with those of the time."""
-    return environment() in {TODAY, row.transformers}
+    transformers, older, _ = environment().partition(OLDER)
+    return transformers in {TODAY, row.transformers} or bool(older and not row.transformers)
 
 
 def measure(wanted: Sequence[Row], first: str = "", **environment: str) -> Iterator[tuple[Row, int, set[str]]]:
@@ -183,7 +192,9 @@ fakecuda.leave_out(2**20)
 
 def imports_of(cell: str) -> list[str]:
     """Return what a cell imports, a statement a line."""
-    return [ast.unparse(each) for each in ast.parse(_text(cell)).body if isinstance(each, (ast.Import, ast.ImportFrom))]
+    return [
+        ast.unparse(each) for each in ast.parse(text_of(cell)).body if isinstance(each, (ast.Import, ast.ImportFrom))
+    ]
 
 
 def code_of(cell: str, arguments: dict[str, Any]) -> str:
@@ -191,25 +202,26 @@ def code_of(cell: str, arguments: dict[str, Any]) -> str:
     return "\n".join([
         "import warnings; warnings.simplefilter('ignore'); figures = {}",
         *(f"{name} = {value!r}" for name, value in arguments.items()),
-        _text(cell),
+        text_of(cell),
         "answer = {'peak': torch.cuda.max_memory_allocated(), 'allocated': torch.cuda.memory_allocated(),",
         "          'reserved': torch.cuda.max_memory_reserved(), **figures, 'kernels': list(fakecuda.launches())}",
     ])  # fmt: skip
 
 
-def _text(cell: str) -> str:
+def text_of(cell: str) -> str:
+    """Return the code of a cell."""
     return (HERE / "cells" / f"{cell}.py").read_text(encoding="utf-8")
 
 
 def measured() -> Measured:
     """Return what is recorded."""
     with MEASURED.open(encoding="utf-8", newline="") as file:
-        return {(row["row"], row["transformers"]): int(row["bytes"]) for row in csv.DictReader(file)}
+        return {(row["row"], row["environment"]): int(row["bytes"]) for row in csv.DictReader(file)}
 
 
 def record(found: Measured) -> None:
     """Write what was measured."""
     with MEASURED.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(("row", "transformers", "bytes"))
+        table.writerow(("row", "environment", "bytes"))
         table.writerows((*key, nbytes) for key, nbytes in found.items())
