@@ -55,6 +55,11 @@ def number_of_tensor(tensor: object) -> int:
     return number
 
 
+def numbers_in_use() -> set[int]:
+    """Return the numbers of the storages that have a record."""
+    return set(_storages.values())
+
+
 def recorded() -> int:
     """Return how many storages have a record, expired ones included."""
     return len(_storages)

@@ -5,6 +5,7 @@ Start with `text`, which parses a cell and makes edits to it, and `frames`, whic
     text.py        a cell's text with its syntax tree, and edits that keep every other character
     cell_code.py   facts in a cell's text: its loops, batch sizes and copies
     settings.py    the number that a cell's memory depends on, such as a batch size
-    frames.py      frames and exceptions: whose code they run, their variables, the line of the cell that called
+    frames.py      frames and exceptions: whose code they run, their variables, chained exceptions
+    magics.py      a cell as the user typed it, and the bodies of magics in it
     lines.py       which lines a cell has, which one runs, and which ran between two moments
 """

@@ -13,8 +13,6 @@ of several lines may run them in any order. So the answer is a span that is cert
 from __future__ import annotations
 
 import ast
-import linecache
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,8 +20,8 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from gpumagic.source import frames
-from gpumagic.source.text import first_line, parse_lines, parse_tree
+from gpumagic.source import frames, magics
+from gpumagic.source.text import first_line, parse_lines
 
 
 class CellLineFinder:
@@ -47,7 +45,9 @@ class CellLineFinder:
             return None
         frame = found[-1 - self._below]
         self.filename = frame.f_code.co_filename
-        return frame.f_lineno
+        # In the body of a cell magic that the cell consists of, the line of the body.
+        within = ((each, magics.lines_above(each, self.filename)) for each in found[: len(found) - self._below])
+        return next(each.f_lineno + above for each, above in within if above is not None)
 
     def _found(self, frame: FrameType | None) -> list[FrameType]:
         """Return the frames, innermost first; not by name, as IPython 7.34 calls a cell's "<cell line: 1>"."""
@@ -64,8 +64,10 @@ class CodeLineFinder:
 
     def line(self, innermost: FrameType | None) -> int | None:
         """Return the line of the code that a stack is in, or None where the code is not on it, or more than once."""
-        found = [each.f_lineno for each in frames.stack(innermost) if each.f_code is self._code]
-        return found[0] if len(found) == 1 else None
+        found = [each for each in frames.stack(innermost) if each.f_code is self._code]
+        if len(found) != 1:
+            return None
+        return found[0].f_lineno + (magics.lines_above(found[0], magics.cell_file(found[0])) or 0)
 
 
 LineFinder = CellLineFinder | CodeLineFinder
@@ -89,19 +91,16 @@ class WatchedCode:
 
     def lines(self) -> tuple[tuple[int, str], ...]:
         """Return the code's numbered lines, without their common indentation."""
-        text = self._text()
-        block = _read("".join(text), self.line)
+        text = magics.lines_of(self.filename)
+        block = _read(text, self.line)
         first, last = (1, len(text)) if self.line is None else (block.first, block.last)
-        numbered = [(number, _as_written(text[number - 1].rstrip(), number)) for number in range(first, last + 1)]
+        numbered = [(number, text[number - 1].rstrip()) for number in range(first, last + 1)]
         indent = min((len(code) - len(code.lstrip()) for _, code in numbered if code.strip()), default=0)
         return tuple((number, code[indent:]) for number, code in numbered)
 
     def names(self) -> tuple[str, ...]:
         """Return the variables that the code names, in order of appearance."""
-        return _read("".join(self._text()), self.line).names
-
-    def _text(self) -> list[str]:
-        return linecache.getlines(self.filename or "")
+        return _read(magics.lines_of(self.filename), self.line).names
 
     def keep_variables(self, frame: FrameType) -> None:
         """Keep what the names are bound to in the frame of a `with` block that ends."""
@@ -126,9 +125,9 @@ class _Block(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def _read(source: str, line: int | None) -> _Block:
+def _read(lines: tuple[str, ...], line: int | None) -> _Block:
     """Parse a block; cached, since a `with` in a loop comes here on every pass."""
-    tree: Any = parse_tree(source)
+    tree: Any = parse_lines(dict(enumerate(lines, 1)))
     if tree is None:
         return _Block()
     block = tree if line is None else _at(tree, line)
@@ -149,14 +148,6 @@ def _at(tree: ast.AST, line: int) -> Any:
         elif isinstance(node, ast.FunctionDef) and first_line(node) == line:
             found = node
     return found
-
-
-def _as_written(code: str, number: int) -> str:
-    """Return a line as the user wrote it, where it is a magic that IPython has made a call of."""
-    match = re.fullmatch(r"get_ipython\(\)\.run_(line|cell)_magic\('(\w+)', '(.*?)'(?:, '.*')?\)", code)
-    if match is None:
-        return code
-    return f"{'%%' if number == 1 or match[1] == 'cell' else '%'}{match[2]} {match[3]}".rstrip()
 
 
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)

@@ -239,10 +239,20 @@ def parse_lines(lines: Mapping[int, str]) -> ast.Module | None:
         return None
     numbers = range(min(lines), max(lines) + 1)
     code = [lines.get(number, "") for number in numbers]
-    tree = parse_tree("\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in code))
+    tree = parse_tree("\n".join(_MAGIC.sub(_as_python, line) for line in code))
     if tree is not None:
         ast.increment_lineno(tree, numbers[0] - 1)
     return tree
+
+
+_MAGIC = re.compile(r"^(\s*)([\w.,\s]+=\s*)?(?:[%!].*|[%\w.*]+\?+)$")
+
+
+def _as_python(match: re.Match[str]) -> str:
+    """Return a statement in the place of a magic, a command or a question for help; none where a block needs none."""
+    if match[2]:
+        return f"{match[1]}{match[2]}None"
+    return f"{match[1]}pass" if match[1] else ""
 
 
 def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -300,17 +310,23 @@ def failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
     return _evaluated_head(max(around, key=lambda node: node.lineno)) if around else None
 
 
-def expression_at(code: CodeType, instruction: int) -> ast.expr | None:
-    """Return the expression that an instruction was compiled from, by its own lines alone; None where none is known."""
+def expression_at(code: CodeType, instruction: int, source: Sequence[str] | None = None) -> ast.expr | None:
+    """Return the expression that an instruction was compiled from, by its own lines alone; None where none is known.
+
+    ``source`` has the lines of code whose file cannot be read.
+    """
     span = span_at(code, instruction)
     if span is None:
         return None
     first, last, start, end = span
-    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+    read = linecache.getlines(code.co_filename) if source is None else source
+    lines = [line.rstrip("\n").encode() for line in read[first - 1 : last]]
+    if not lines:
+        return None
     lines[-1] = lines[-1][:end]
     lines[0] = lines[0][start:]
     try:
-        return ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+        return ast.parse(b"(" + b"\n".join(lines) + b")", mode="eval").body
     except SyntaxError:
         return None
 

@@ -8,6 +8,7 @@ log, whoever makes them.
     recording.py         what a run puts in place, and takes away; calls of `synchronize`
     device_mode.py       the device context, and what it does with functions that create or ask for copies
     operators.py         the count of copies and of values read, at torch's dispatcher
+    sites.py             the line that asks for a copy, and for which variable
     causes.py            what a copy is called: the function by which the line asks for it
     recorder.py          the state of a run, by thread
     tracebacks.py        the user's errors without the frames between a line and torch

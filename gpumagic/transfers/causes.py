@@ -19,12 +19,16 @@ import torch
 
 from gpumagic.source import frames
 from gpumagic.source.text import expression_at
-from gpumagic.transfers.recorder import Asked, Function, Recorder
 
+Function = Callable[..., Any]
+Call = tuple[Function, tuple[Any, ...], dict[str, Any]]
+"""A function by which a line asks for copies, and its arguments."""
 INDEXING = "indexing"
 MASK = "mask"
 """The cause of a read of how many elements a mask has, where it is an index."""
 BACKWARD = "backward"
+COPY, READ = ".to", ".item"
+"""What a copy and a read are called where nothing else is known."""
 _MOVES = ("to", "cuda", "cpu", "xpu", "type", "numpy", "tolist")
 _READS = ("item", "equal", "allclose", "is_nonzero")
 _SIZES = ("nonzero", "masked_select", "unique", "unique_consecutive", "argwhere")
@@ -69,8 +73,9 @@ def requests() -> dict[Function, Request]:
 
 @cache
 def reading() -> tuple[Function, ...]:
-    """Return those that only read the values of their first argument."""
-    names = (*_READS, "tolist", "numpy", *(f"__{name}__" for name in _CONVERSIONS), "__repr__", "__contains__")
+    """Return those that copy nothing where their first argument is on the host."""
+    conversions = (f"__{name}__" for name in _CONVERSIONS)
+    names = (*_READS, "tolist", "numpy", *conversions, "__repr__", "__contains__", "__getitem__")
     return tuple(getattr(torch.Tensor, name) for name in names if name != "equal")
 
 
@@ -91,46 +96,33 @@ def _indexed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     return next(made, number)
 
 
-def of_copy(recorder: Recorder, source: torch.Tensor) -> Asked:
-    """Return what asked for the copy that torch is about to make."""
-    return _asked(recorder, ".to", source)
+@cache
+def own_namespaces() -> frozenset[int]:
+    """Return the `id` of the globals of each module that has frames between a line and a copy: ours and torch's own."""
+    modules = (module for name, module in list(sys.modules.items()) if name.startswith(_OURS))
+    return frozenset(id(vars(each)) for each in modules)
 
 
-def of_read(recorder: Recorder, tensor: torch.Tensor) -> Asked:
-    """Return what asked for the value that torch has read."""
-    return _asked(recorder, ".item", tensor)
+def of_request(request: Call | None, asks: str) -> str | None:
+    """Return what a call of one of the `requests` is called; None without."""
+    cause = None if request is None else requests()[request[0]].cause
+    return MASK if cause == INDEXING and asks not in (COPY, READ) else cause
 
 
-def of_size(recorder: Recorder, operator: str, tensor: torch.Tensor) -> Asked:
-    """Return what asked for the elements that torch has found."""
-    asked = _asked(recorder, f".{operator.strip('_2')}", tensor)
-    return asked._replace(cause=MASK, subject=tensor) if asked.cause == INDEXING else asked
+def subject_of(request: Call, found: Any, asks: str) -> object:
+    """Return what such a call copies: its own argument, or the tensor that torch makes of that."""
+    function, args, kwargs = request
+    known = requests()[function]
+    subject = known.find_subject(args, kwargs)
+    if known.cause == INDEXING and (asks not in (COPY, READ) or (found.dim() and isinstance(subject, _NUMBERS))):
+        return found
+    return found if subject is None else subject
 
 
-def _asked(recorder: Recorder, default: str, found: torch.Tensor) -> Asked:
-    innermost = _innermost_frame()
-    if innermost is None or innermost.f_code.co_name == "_engine_run_backward":
-        return Asked(BACKWARD, found)
-    if recorder.request is None:
-        return _of_frames(innermost, default, found)
-    function, args, kwargs = recorder.request
-    request = requests()[function]
-    subject = request.find_subject(args, kwargs)
-    if subject is None or (request.cause == INDEXING and found.dim() and isinstance(subject, _NUMBERS)):
-        subject = found
-    return Asked(request.cause, subject)
-
-
-def _innermost_frame() -> FrameType | None:
-    """Return the innermost Python frame that is not ours; None in autograd's own threads."""
-    for frame in frames.stack(sys._getframe(2)):
-        module = frames.module_of(frame)
-        if not (isinstance(module, str) and module.startswith(_OURS)):
-            return frame
-    return None
-
-
-def _of_frames(innermost: FrameType, default: str, found: torch.Tensor) -> Asked:
+def of_frames(
+    innermost: FrameType, asks: str, found: object, source: tuple[str, ...] | None = None
+) -> tuple[str, object]:
+    """Return what asks for a copy, and what is copied, by the frames from the innermost on that run torch's code."""
     cause, subject, line = None, None, innermost
     for line in frames.stack(innermost):
         module, function = frames.module_of(line), line.f_code.co_name
@@ -145,15 +137,16 @@ def _of_frames(innermost: FrameType, default: str, found: torch.Tensor) -> Asked
         elif module == "torch._tensor" and function == "__reduce_ex__":
             cause, subject = "pickle", frames.local_variables(line).get("self")
     if cause is not None:
-        return Asked(cause, found if subject is None else subject)
-    cause = _name_of_expression(line.f_code, line.f_lasti) or _name_of_expression(innermost.f_code, innermost.f_lasti)
-    return Asked(cause or default, found)
+        return cause, found if subject is None else subject
+    cause = _name_of_expression(line.f_code, line.f_lasti, source)
+    cause = cause or _name_of_expression(innermost.f_code, innermost.f_lasti, None) or asks
+    return MASK if cause == INDEXING and asks not in (COPY, READ) else cause, found
 
 
 @lru_cache(1024)
-def _name_of_expression(code: CodeType, instruction: int) -> str | None:
+def _name_of_expression(code: CodeType, instruction: int, source: tuple[str, ...] | None) -> str | None:
     """Return what the report calls the expression that an instruction evaluates, or None for an operator."""
-    node = expression_at(code, instruction)
+    node = expression_at(code, instruction, source)
     if isinstance(node, ast.Subscript):
         return INDEXING
     if not isinstance(node, ast.Call):

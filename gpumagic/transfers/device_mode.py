@@ -80,7 +80,8 @@ class RecordingContext(NestingContext):
     ) -> Any:
         __tracebackhide__ = True  # IPython leaves such frames out of the user's traceback
         handler = self._handlers.get(func)
-        if handler is not None:
+        # First what calls most often copy nothing: a loader takes rows from tensors of the host by the thousand.
+        if handler is not None and not (handler is ask_to_read and args and args[0].is_cpu):
             if torch.compiler.is_compiling():  # a graph has torch's own context, and no counting in it
                 return super().__torch_function__(func, types, args, kwargs)
             return handler(self.recorder, func, args, kwargs or {})
@@ -174,10 +175,8 @@ def ask(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[
 
 
 def ask_to_read(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function that reads values of a tensor, which it copies only if that is on a device."""
+    """Call a function that reads a tensor, of which something is copied only if that is on a device."""
     __tracebackhide__ = True
-    if args and args[0].is_cpu:
-        return func(*args, **kwargs) if kwargs else func(*args)
     return ask_like(func, recorder, func, args, kwargs)
 
 

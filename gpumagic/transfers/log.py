@@ -13,15 +13,18 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpumagic.heap import modules
+from gpumagic.heap import modules, storages
 from gpumagic.heap.storages import nbytes_of
 from gpumagic.memory.devices import Device
 from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE
-from gpumagic.source.frames import CallSites
 from gpumagic.transfers.report import TransferRow
+from gpumagic.transfers.sites import CallSites, Site
+
+if TYPE_CHECKING:
+    from gpumagic.transfers.causes import Call
 
 PINNABLE = frozenset({"cuda", "xpu"})
 """Backends that copy from pinned memory directly, while the host continues; MPS shares the host's memory."""
@@ -55,15 +58,14 @@ class CreatedSum:
 class _TransferSum:
     count: int = 0
     nbytes: int = 0
-    seconds: float | None = 0.0
-    """None where one of them was not measured."""
+    seconds: float = 0.0
     repeats: int = 0
     pageable: int | None = None
 
     def add(self, other: _TransferSum) -> None:
         self.count += other.count
         self.nbytes += other.nbytes
-        self.seconds = None if self.seconds is None or other.seconds is None else self.seconds + other.seconds
+        self.seconds += other.seconds
         self.repeats += other.repeats
         if other.pageable is not None:
             self.pageable = (self.pageable or 0) + other.pageable
@@ -75,30 +77,32 @@ class TransferHistory:
 
     copies: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
     """``{(variable, source): (tensor, copy)}``."""
-    _before: dict[tuple[object, int], tuple[Any, int]] = field(default_factory=dict)
+    _before: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    """Versions by place and view; a storage is known by its number, which no other gets."""
     _full: int = _MANY
 
-    def is_repeat(self, place: object, subject: object) -> bool:
-        """Return whether the same tensor, unchanged, was transferred at this place before."""
-        import torch
-
-        if not isinstance(subject, torch.Tensor) or subject.is_inference():  # these do not count their changes
-            return False
-        key, version = (place, id(subject)), subject._version
+    def is_repeat(self, place: int, subject: Any) -> bool:
+        """Return whether the same part of a storage, unchanged, was transferred at this place before."""
+        try:
+            number = storages.number_of(subject.untyped_storage())
+            key = (place, number, subject.storage_offset(), subject.shape)
+            version = subject._version
+        except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+            return False  # no tensor, one without a storage, or one in inference mode, which does not count changes
         known = self._before.get(key)
-        if known is not None and known[0]() is subject:
-            self._before[key] = known[0], version
-            return bool(known[1] == version)
-        if len(self._before) > self._full:
-            self._before = {each: kept for each, kept in self._before.items() if kept[0]() is not None}
+        self._before[key] = version
+        if known is None and len(self._before) > self._full:
+            storages.forget_expired()
+            alive = storages.numbers_in_use()
+            self._before = {each: kept for each, kept in self._before.items() if each[1] in alive}
             self._full = 2 * len(self._before) + _MANY
-        self._before[key] = weakref.ref(subject), version
-        return False
+        return known is not None and bool(known == version)
 
-    def note_copy(self, name: str | None, source: str, subject: object, result: object) -> None:
+    def note_copy(self, name: str, source: str, subject: object, result: object) -> None:
+        """Remember a tensor that has a copy on another device now."""
         import torch
 
-        if name is not None and isinstance(subject, torch.Tensor) and isinstance(result, torch.Tensor):
+        if isinstance(subject, torch.Tensor) and isinstance(result, torch.Tensor):
             self.copies[name, source] = weakref.ref(subject), weakref.ref(result)
 
     def still_on_both(self, variables: Mapping[str, object]) -> tuple[str, ...]:
@@ -136,38 +140,43 @@ class TransferLog:
         return total
 
     def add_move(
-        self,
-        source: str,
-        target: str,
-        nbytes: int,
-        seconds: float | None,
-        cause: str,
-        subject: object,
-        result: object = None,
-        *,
-        waits: bool = False,
-    ) -> None:
-        """Count one transfer at the line that is running now, and a sync if the host waits for it."""
+        self, request: Call | None, asks: str, source: Any, target: Any, nbytes: int, seconds: float,
+        found: object, result: object = None, *, waits: bool,
+    ) -> None:  # fmt: skip
+        """Count one transfer at the line that is running now, and a sync if the host waits for it.
+
+        The line asks for it by ``request``, or by what is called ``asks`` without one; torch was given ``found`` to
+        copy or to read, and ``result`` is what it was copied to.
+        """
         __tracebackhide__ = True  # Ctrl-C may come here
-        site = self.sites.find(subject)
-        cause = site.module_call or cause
-        key = (direction(source, target), source, target, site.line, site.code, site.name, cause)
-        repeats = 0
-        if site.module_call is None:  # torch cannot swap a module's tensors while there are weak references to them
-            repeats = int(self.history.is_repeat(key, subject))
-            self.history.note_copy(site.name, source, subject, result)
-        pageable = is_pageable(subject, target, nbytes)
-        one = _TransferSum(1, nbytes, seconds, repeats, None if pageable is None else nbytes * pageable)
-        self.moves.setdefault(key, _TransferSum()).add(one)
+        site, subject, name = self.sites.find(request, asks, found)
+        total = site.sums.get((source, target, name))
+        if total is None:
+            total = site.sums[source, target, name] = self._sum_of(site, str(source), str(target), name)
+        total.count += 1
+        total.nbytes += nbytes
+        total.seconds += seconds
+        if result is not None and site.module_call is None:  # else torch could not swap the module's tensors
+            total.repeats += self.history.is_repeat(id(total), subject)
+            if name is not None and 2 * nbytes >= LARGE:
+                self.history.note_copy(name, str(source), subject, result)
+        if nbytes >= LARGE:  # to ask whether memory is pinned takes a driver call
+            pageable = is_pageable(subject, str(target))
+            total.pageable = total.pageable if pageable is None else (total.pageable or 0) + nbytes * pageable
         self.transfers += 1
         self.transferred += nbytes
-        self.waits += waits
-        if waits and site.line is not None:
-            self.syncs[site.line] += 1
+        if waits:
+            self.waits += 1
+            if site.line is not None:
+                self.syncs[site.line] += 1
+
+    def _sum_of(self, site: Site, source: str, target: str, name: str | None) -> _TransferSum:
+        key = (direction(source, target), source, target, site.line, site.code, name, site.cause)
+        return self.moves.setdefault(key, _TransferSum())
 
     def add_sync(self) -> None:
         """Count one operation that made the host wait for the device, at the line that is running now."""
-        line = self.sites.find().line
+        line = self.sites.line()
         self.waits += 1
         if line is not None:
             self.syncs[line] += 1
@@ -204,15 +213,11 @@ class TransferLog:
         return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
-def is_pageable(subject: object, target: str, nbytes: int) -> bool | None:
+def is_pageable(subject: object, target: str) -> bool | None:
     """Return whether a copy came from memory that is not pinned; None where that makes little difference."""
     import torch
 
-    if (
-        Device.parse(target).backend not in PINNABLE
-        or nbytes < LARGE  # to ask whether memory is pinned takes a driver call
-        or not isinstance(subject, torch.Tensor)
-    ):
+    if Device.parse(target).backend not in PINNABLE or not isinstance(subject, torch.Tensor):
         return None
     return subject.device.type == "cpu" and not subject.is_pinned()
 

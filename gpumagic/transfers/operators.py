@@ -24,21 +24,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKey, DispatchKeySet, _get_tracing_state
 from torch._C._dynamo import eval_frame  # torch 2.4 has it as an attribute only
 from torch.library import Library
 
 from gpumagic.transfers import causes
-from gpumagic.transfers import recorder as recorders
-from gpumagic.transfers.recorder import Recorder, is_free_to_read
+from gpumagic.transfers.recorder import current_recorder, is_free_to_read
 
+set_eval_frame = eval_frame.set_eval_frame
+_set_tracing_state: Callable[[object], None] = torch._C._set_tracing_state  # type: ignore[attr-defined, unused-ignore]
 _aten = torch.ops.aten
 _FINDERS = (
     _aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default, _aten.unique_dim.default,
@@ -164,15 +165,20 @@ def _copying(kernel: Function) -> Function:
             source = torch.scalar_tensor(source, dtype=_DTYPES[type(source)], device="cpu")
         if target.device == source.device:
             return kernel(keyset, target, source, non_blocking)
-        with _counting() as recorder:
+        compiling, tracing = set_eval_frame(None), _get_tracing_state()
+        try:
+            if tracing is not None:
+                _set_tracing_state(None)
+            recorder = current_recorder()
             if recorder is None:
                 return kernel(keyset, target, source, non_blocking)
-            asked = causes.of_copy(recorder, source)
-            before, start = recorder.counted, time.perf_counter()
+            before, start = recorder.counted, perf_counter()
             result = kernel(keyset, target, source, non_blocking)
             if recorder.counted == before:
-                recorder.add_move(source, target, time.perf_counter() - start, asked, non_blocking=non_blocking)
+                recorder.add_move(source, target, perf_counter() - start, non_blocking=non_blocking)
             return result
+        finally:
+            _count_no_more(compiling, tracing)
 
     return copy_
 
@@ -184,13 +190,18 @@ def _reading(kernel: Function) -> Function:
             return tensor
         if tensor.is_cpu or tensor.is_meta:
             return kernel(keyset, tensor)
-        with _counting() as recorder:
-            start = time.perf_counter()
+        compiling, tracing = set_eval_frame(None), _get_tracing_state()
+        try:
+            if tracing is not None:
+                _set_tracing_state(None)
+            start = perf_counter()
             result = kernel(keyset, tensor)
+            recorder = current_recorder()
             if recorder is not None:
-                asked = causes.of_read(recorder, tensor)
-                recorder.add_read(tensor, tensor.element_size(), time.perf_counter() - start, asked)
+                recorder.add_read(tensor, tensor.element_size(), perf_counter() - start, causes.READ)
             return result
+        finally:
+            _count_no_more(compiling, tracing)
 
     return read
 
@@ -200,30 +211,29 @@ def _finding(operator: Any, kernel: Function) -> Function:
         __tracebackhide__ = True
         if not isinstance(tensor, torch.Tensor) or is_free_to_read(tensor):
             return kernel(keyset, tensor, *args)
-        with _counting() as recorder:
-            before, start = 0 if recorder is None else recorder.counted, time.perf_counter()
+        compiling, tracing = set_eval_frame(None), _get_tracing_state()
+        try:
+            if tracing is not None:
+                _set_tracing_state(None)
+            recorder = current_recorder()
+            before, start = 0 if recorder is None else recorder.counted, perf_counter()
             result = kernel(keyset, tensor, *args)
             if recorder is not None and recorder.counted == before:
                 nbytes = _bytes_of_size(operator._opname, tensor, args)
-                asked = causes.of_size(recorder, operator._opname, tensor)
-                recorder.add_read(tensor, nbytes, time.perf_counter() - start, asked)
+                recorder.add_read(tensor, nbytes, perf_counter() - start, f".{operator._opname.strip('_2')}")
             return result
+        finally:
+            _count_no_more(compiling, tracing)
 
     return find
 
 
-@contextlib.contextmanager
-def _counting() -> Iterator[Recorder | None]:
-    """Yield this thread's recorder, if there is one; nothing of what counting does is traced or compiled."""
-    tracing, compiling = torch._C._get_tracing_state(), eval_frame.set_eval_frame(None)
-    try:
-        if tracing is not None:
-            torch._C._set_tracing_state(None)
-        yield recorders.current_recorder()
-    finally:
-        if tracing is not None:
-            torch._C._set_tracing_state(tracing)
-        eval_frame.set_eval_frame(compiling)
+def _count_no_more(compiling: Any, tracing: Any) -> None:
+    """Let torch trace and compile again what it did before: nothing of what counting does is."""
+    if tracing is not None:
+        _set_tracing_state(tracing)
+    if compiling is not None:
+        set_eval_frame(compiling)
 
 
 def _bytes_of_size(operator: str, tensor: torch.Tensor, options: tuple[Any, ...]) -> int:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C import _get_function_stack_at, _len_torch_function_stack
@@ -19,17 +19,11 @@ from torch.utils._device import DeviceContext
 
 from gpumagic.heap import storages
 from gpumagic.source import frames
-from gpumagic.source.frames import CallSites
-from gpumagic.transfers.log import TransferLog, is_host
+from gpumagic.transfers import causes
+from gpumagic.transfers.log import TransferLog
+from gpumagic.transfers.sites import CallSites
 
 Function = Callable[..., Any]
-
-
-class Asked(NamedTuple):
-    """What asked for a copy."""
-
-    cause: str
-    subject: object
 
 
 @dataclass(eq=False)
@@ -38,7 +32,7 @@ class Recorder:
 
     device: torch.device
     log: TransferLog
-    request: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = None
+    request: causes.Call | None = None
     """The function that asks for copies and is being called, with its arguments."""
     counted: int = 0
     """Number of copies counted so far."""
@@ -70,33 +64,34 @@ class Recorder:
         if nbytes or not _is_unpickled():
             self.log.add_created(tensor.device, nbytes)
 
-    def add_move(
-        self, source: torch.Tensor, target: torch.Tensor, seconds: float, asked: Asked, *, non_blocking: bool
-    ) -> None:
+    def add_move(self, source: torch.Tensor, target: torch.Tensor, seconds: float, *, non_blocking: bool) -> None:
         """Count the values of one tensor written to another, on another device.
 
         Where that also converts, CUDA does so on the host, or on the device where it is non-blocking, and between
         devices after the copy (torch's aten/src/ATen/native/cuda/Copy.cu, with peer access between devices).
         """
-        here, there = str(source.device), str(target.device)
-        if "meta" in (here, there):
+        here, there = source.device, target.device
+        from_host, to_host = here.type == "cpu", there.type == "cpu"
+        if here.type == "meta" or there.type == "meta":
             return
-        converted = not non_blocking if is_host(here) else is_host(there) and non_blocking
+        converted = not non_blocking if from_host else to_host and non_blocking
         nbytes = target.numel() * (target if converted else source).element_size()
         # After a copy from or to the host, CUDA waits for the stream; one between devices is only queued.
-        waits = not non_blocking and is_host(here) != is_host(there)
-        self._add(here, there, nbytes, seconds, asked, target, waits=waits)
-
-    def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, asked: Asked) -> None:
-        """Count what the host reads of a device tensor, a value or a size: a copy to the host, and a sync."""
-        self._add(str(tensor.device), "cpu", nbytes, seconds, asked, waits=True)
-
-    def _add(
-        self, source: str, target: str, nbytes: int, seconds: float, asked: Asked, result: object = None, *, waits: bool
-    ) -> None:
+        waits = not non_blocking and from_host != to_host
         if nbytes:  # else nothing is copied, and there is no sync
             self.counted += 1
-            self.log.add_move(source, target, nbytes, seconds, asked.cause, asked.subject, result, waits=waits)
+            self.log.add_move(
+                self.request, causes.COPY, here, there, nbytes, seconds, source, target, waits=waits,
+            )  # fmt: skip
+
+    def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, asks: str) -> None:
+        """Count what the host reads of a device tensor, a value or a size: a copy to the host, and a sync."""
+        if nbytes:
+            self.counted += 1
+            self.log.add_move(self.request, asks, tensor.device, _HOST, nbytes, seconds, tensor, waits=True)
+
+
+_HOST = torch.device("cpu")
 
 
 def _is_unpickled() -> bool:

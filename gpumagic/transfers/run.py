@@ -20,12 +20,12 @@ from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import KeptStorages, MemoryTimeline
 from gpumagic.notebook import torn_modes
 from gpumagic.report import base
-from gpumagic.source import lines
-from gpumagic.source.frames import CallSites
+from gpumagic.source import lines, magics
 from gpumagic.source.lines import WatchedCode
 from gpumagic.transfers import explain, log, move, tracebacks
 from gpumagic.transfers.advice import suggestions
 from gpumagic.transfers.report import TransferReport
+from gpumagic.transfers.sites import CallSites
 from gpumagic.transfers.trace.events import Function, find_functions
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class DeviceRun:
         self._clock = _Clock()
         self._moved = move.relocate(self._move, self._namespace, self.device) if self._move else ()
         self._sites = CallSites(self._namespace, self._filename)
-        self._sites.find()  # stores the cell's file while it is on the stack
+        self._sites.start()
         self._log = log.TransferLog(self._sites)
         self._recording: Recording = Recording(self.device, self._log)
         self._opens = True
@@ -169,8 +169,10 @@ class DeviceRun:
 
     def __enter__(self) -> DeviceRun:  # noqa: PYI034  # typing.Self is 3.11, and this class has no subclasses
         if self._code.line is None:
-            self._code = WatchedCode(self._namespace, self._filename, sys._getframe(1).f_lineno)
-            self._block = sys._getframe(1).f_code
+            caller = sys._getframe(1)
+            above = magics.lines_above(caller, self._filename) or 0
+            self._code = WatchedCode(self._namespace, self._filename, caller.f_lineno + above)
+            self._block = caller.f_code
         self.open()
         return self
 
@@ -292,7 +294,7 @@ def for_caller(
                 f"move: {name!r} is a variable of {code.co_name}(), and only those of a module or a notebook can be "
                 f'bound from outside; write {name} = {name}.to("{device}")'
             )
-    return DeviceRun(device, namespace=caller.f_globals, move=move, filename=code.co_filename, trace=trace)
+    return DeviceRun(device, namespace=caller.f_globals, move=move, filename=magics.cell_file(caller), trace=trace)
 
 
 class _Clock:

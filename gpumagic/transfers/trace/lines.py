@@ -122,15 +122,11 @@ class _Activation:
     """Code that runs in a thread, and its line that is open."""
 
     code: CodeType
-    line: int | None = None
+    place: Place = ("", 0)
     start: Reading | None = None
     high: _High = field(default_factory=_High)
     within: bool = False
     """Whether the same line is open further out."""
-
-    @property
-    def place(self) -> Place:
-        return self.code.co_filename, self.line or 0
 
 
 class _Run(NamedTuple):
@@ -149,15 +145,20 @@ class LineLog:
         meter: reads the running sums.
         memory: is told which line of the cell is the innermost.
         is_own: tells whether a line is one of the cell, and not of a function that `--trace` names.
+        place: returns the file and the line that a line of some code is shown as.
     """
 
-    def __init__(self, meter: Meter, memory: TracedMemory, is_own: Callable[[CodeType], bool]) -> None:
+    def __init__(
+        self, meter: Meter, memory: TracedMemory, is_own: Callable[[CodeType], bool],
+        place: Callable[[CodeType, int], Place],
+    ) -> None:  # fmt: skip
         self.sums: dict[Place, LineSum] = {}
         self.spans: list[tuple[Place, int, float, float]] = []
         """Place, thread, start and end of single runs."""
         self._meter = meter
         self._memory = memory
         self._is_own = is_own
+        self._place = place
         self._thread = get_ident()
         self._stacks: dict[int, list[_Activation]] = defaultdict(list)
         self._before = meter.memory()
@@ -221,14 +222,14 @@ class LineLog:
     def _tell(self, now: Reading) -> None:
         """Tell which line of the cell is the innermost in the run's thread."""
         if get_ident() == self._thread:
-            own = (each.line for each in reversed(self._stacks[self._thread]) if self._is_own(each.code))
+            own = (each.place[1] or None for each in reversed(self._stacks[self._thread]) if self._is_own(each.code))
             self._memory.line_runs(next(own, None), now.at, now.memory)
 
     # ---- Lines
 
     def _begin_line(self, stack: list[_Activation], line: int, start: Reading) -> None:
         top = stack[-1]
-        top.line = line
+        top.place = self._place(top.code, line)
         top.within = any(each.place == top.place for each in stack[:-1])
         same = sum(each.code is top.code for each in stack)
         found = self.sums.setdefault(top.place, LineSum())

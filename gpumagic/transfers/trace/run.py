@@ -13,7 +13,7 @@ from gpumagic.source import frames
 from gpumagic.source.lines import WatchedCode
 from gpumagic.transfers.recorder import Recorder
 from gpumagic.transfers.trace.events import Events, events
-from gpumagic.transfers.trace.lines import LineLog, LineSum, Meter
+from gpumagic.transfers.trace.lines import LineLog, LineSum, Meter, Place
 from gpumagic.transfers.trace.modules import ModuleLog
 from gpumagic.transfers.trace.report import LineReport, LineRow, ModuleReport, Span
 
@@ -47,7 +47,7 @@ class Trace:
         self._code = code
         self._named = {name: set(frames.code_objects(each)) for name, each in named.items()}
         self._others = {each for codes in self._named.values() for each in codes} - self._block
-        self._lines = LineLog(meter, self._memory, lambda code: code not in self._others)
+        self._lines = LineLog(meter, self._memory, lambda code: code not in self._others, self._place)
         self._events: Events = events(self._lines, self._is_followed)
         self._reason = ""
 
@@ -107,15 +107,18 @@ class Trace:
                 code = own[line] if is_own else linecache.getline(place, line)
                 yield Span(code.strip() or f"line {line}", thread, start - self._started, end - start, function, line)
 
+    def _place(self, code: CodeType, line: int) -> Place:
+        return (code.co_filename, line) if code in self._others else self._sites.place(code, line)
+
     def _is_followed(self, code: CodeType, frame: FrameType) -> bool:
-        if code in self._others or code in self._block:
+        if code in self._others:
+            return True
+        if code in self._block:
+            self._sites.is_own(frame)  # finds out on which lines the block stands
             return True
         if self._block or self._code.line is not None:
             return False
-        file = self._sites.filename
-        if file is None and frame.f_globals is self._sites.namespace and not frames.is_function_frame(frame):
-            file = self._sites.filename = code.co_filename  # a cell that begins only now
-        return code.co_filename == file
+        return self._sites.is_own(frame)
 
 
 def _text(codes: set[CodeType]) -> list[tuple[int, str]]:

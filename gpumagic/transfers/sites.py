@@ -1,0 +1,235 @@
+"""The line of the cell that asks for a copy, by which call, and for which variable.
+
+Copies come by the thousand from few places, so what an instruction of the cell's own asks for is found out once: later
+ones walk to the innermost frame and look the instruction up. Where a library's code lies between the line and the copy,
+the frames up to the line are walked each time.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpumagic.source import frames, magics
+from gpumagic.source.text import expression_at, names_in
+
+if TYPE_CHECKING:
+    from gpumagic.transfers.causes import Call
+
+_MODULE_MOVES = frozenset({"to", "cuda", "cpu", "xpu", "to_empty"})
+_DISPATCHERS = frozenset({"__torch_function__", "__torch_dispatch__"})
+_MOST = 10_000
+"""Pieces of code and instructions that are remembered: `exec` in a loop makes new ones."""
+
+
+@dataclass(eq=False, slots=True)
+class Site:
+    """A line of the cell, and what it asks for; all None where the cell's own code is not on the stack."""
+
+    line: int | None = None
+    code: str | None = None
+    cause: str = ""
+    module_call: str | None = None
+    """``"Module.to"`` and so on where a module's own move made the call."""
+    names: tuple[str, ...] = ()
+    """The variables that the expression mentions, of which one may be what is copied."""
+    is_named: bool = False
+    """Whether it is certain that the only one is: a method of it is called."""
+    source: CodeType | None = None
+    """Kept, so that no other code has the `id` by which this one is remembered."""
+    sums: dict[Any, Any] = field(default_factory=dict)
+    """What the log counts here, by devices and variable."""
+
+
+class Copied(NamedTuple):
+    """Where a copy was asked for, what is copied, and its variable."""
+
+    site: Site
+    subject: object
+    name: str | None
+
+
+class CallSites:
+    """Finds the cell's innermost running line, looking outward from an operator's call.
+
+    Args:
+        namespace: the globals in which the cell runs (the notebook's ``user_ns``, a script's ``globals()``).
+        filename: the file of the code being watched; None for a cell, whose file is that of the nearest
+            module-level frame over ``namespace``.
+        waiting_thread: the thread that waits for this one, whose line it is where this one has none.
+    """
+
+    def __init__(
+        self, namespace: Mapping[str, object], filename: str | None = None, waiting_thread: int | None = None
+    ) -> None:
+        self.namespace = namespace
+        self.filename = filename
+        self._file_may_change = filename is None
+        self._thread = get_ident()
+        self._waiting_thread = waiting_thread
+        self._above: dict[int, tuple[CodeType, int | None]] = {}
+        self._instructions: dict[Any, Site] = {}
+
+    def start(self) -> None:
+        """Note the file of the cell that is on the stack; one that a magic is yet to run has another."""
+        if self.filename is None:
+            self._find_file(sys._getframe(1))
+        stack = list(frames.stack(sys._getframe(1)))
+        over = next((each for each in stack if each.f_globals is self.namespace), None)
+        runs_body = any(each.f_code.co_name == "run_cell_magic" and each.f_back is over for each in stack)
+        self._file_may_change &= self.filename is None or runs_body
+
+    def line(self) -> int | None:
+        """Return the line that runs now."""
+        frame, above, _ = self._own_frame(self._innermost(1))
+        return None if frame is None else frame.f_lineno + above
+
+    def find(self, request: Call | None, asks: str, found: object) -> Copied:
+        """Return who asks for what torch copies now.
+
+        Args:
+            request: the function that the cell's thread is calling, if that is one by which lines ask for copies.
+            asks: what is called ``".to"`` and so on where the code does not say it.
+            found: the tensor that torch was given.
+        """
+        from gpumagic.transfers import causes
+
+        frame: FrameType | None = sys._getframe(1)
+        ours = causes.own_namespaces()
+        while frame is not None and id(frame.f_globals) in ours:
+            frame = frame.f_back
+        if frame is not None:
+            key = id(frame.f_code), frame.f_lasti, asks, None if request is None else request[0]
+            site = self._instructions.get(key)
+            if site is not None or (self.is_own(frame) and get_ident() == self._thread):
+                subject = found if request is None else causes.subject_of(request, found, asks)
+                if site is None:
+                    if len(self._instructions) > _MOST:
+                        self._instructions.clear()
+                    site = self._instructions[key] = self._instruction(frame, request, asks, subject)
+                return Copied(site, subject, site.names[0] if site.is_named else _name(frame, site.names, subject))
+        return self._through_a_library(frame, request, asks, found)
+
+    def _instruction(self, frame: FrameType, request: Call | None, asks: str, subject: object) -> Site:
+        """Return what an instruction of the cell's own asks for."""
+        from gpumagic.transfers import causes
+
+        above = self._lines_above(frame) or 0
+        source, line = magics.lines_of(self.filename)[max(above, 0) :], frame.f_lineno + above
+        cause = causes.of_request(request, asks) or causes.of_frames(frame, asks, None, source)[0]
+        node = expression_at(frame.f_code, frame.f_lasti, source)
+        names = frame.f_code.co_names + frame.f_code.co_varnames
+        if isinstance(node, ast.Call):  # else, of an assignment to `x[0]`, it is only the target
+            names = tuple(sorted(names_in(node)))
+        called = node.func if isinstance(node, ast.Call) and request is not None else None
+        receiver = called.value if isinstance(called, ast.Attribute) else None
+        owner = receiver.id if isinstance(receiver, ast.Name) else ""
+        is_named = bool(owner) and _name(frame, (owner,), subject) == owner
+        return Site(line, self._code(line), cause, None, (owner,) if is_named else names, is_named, frame.f_code)
+
+    def _through_a_library(self, innermost: FrameType | None, request: Call | None, asks: str, found: object) -> Copied:
+        from gpumagic.transfers import causes
+
+        if innermost is None or innermost.f_code.co_name == "_engine_run_backward":
+            cause, subject = causes.BACKWARD, found
+        elif request is None:
+            cause, subject = causes.of_frames(innermost, asks, found)
+        else:
+            cause, subject = causes.of_request(request, asks) or asks, causes.subject_of(request, found, asks)
+        is_here = get_ident() == self._thread
+        frame, above, module_frame = self._own_frame(innermost if is_here else self._innermost(0))
+        if frame is None:
+            return Copied(Site(cause=cause), subject, None)
+        module_call = None
+        if module_frame is not None:
+            subject, module_call = module_frame.f_locals.get("self"), f"Module.{module_frame.f_code.co_name}"
+        line = frame.f_lineno + above
+        names = frame.f_code.co_names + frame.f_code.co_varnames
+        site = Site(line, self._code(line), module_call or cause, module_call, names)
+        return Copied(site, subject, _name(frame, names, subject))
+
+    # ---- Which code is the cell's own
+
+    def is_own(self, frame: FrameType) -> bool:
+        """Return whether a frame runs the cell's code; what torch calls for an operator has a caller that is meant."""
+        own = frame.f_globals is self.namespace and self._lines_above(frame) is not None
+        return own and frame.f_code.co_name not in _DISPATCHERS
+
+    def place(self, code: CodeType, line: int) -> tuple[str, int]:
+        """Return the file and the line of the cell that a line of some code is."""
+        known = self._above.get(id(code))
+        if known is None or known[0] is not code or known[1] is None:
+            return code.co_filename, line
+        return self.filename or code.co_filename, line + known[1]
+
+    def _innermost(self, depth: int) -> FrameType | None:
+        # Autograd works for the cell in threads of its own.
+        return sys._getframe(1 + depth) if get_ident() == self._thread else sys._current_frames().get(self._thread)
+
+    def _own_frame(self, innermost: FrameType | None) -> tuple[FrameType | None, int, FrameType | None]:
+        """Return the innermost frame of the cell's, the lines above its code, and a module's move made from there."""
+        found = self._walk(innermost)
+        if found[0] is None and self._waiting_thread is not None:
+            found = self._walk(sys._current_frames().get(self._waiting_thread))
+        return found
+
+    def _walk(self, frame: FrameType | None) -> tuple[FrameType | None, int, FrameType | None]:
+        module_frame, dispatcher = None, None
+        while frame is not None:
+            if frame.f_globals is self.namespace:
+                above = self._lines_above(frame)
+                if above is not None:
+                    if frame.f_code.co_name not in _DISPATCHERS:
+                        return frame, above, module_frame
+                    dispatcher = dispatcher or (frame, above, None)
+            elif frame.f_code.co_name in _MODULE_MOVES and frames.module_of(frame) == "torch.nn.modules.module":
+                module_frame = frame
+            frame = frame.f_back
+        return dispatcher or (None, 0, None)
+
+    def _lines_above(self, frame: FrameType) -> int | None:
+        code = frame.f_code
+        known = self._above.get(id(code))
+        if known is not None and known[0] is code:
+            return known[1]
+        if self._file_may_change:
+            self._find_file(frame)
+        above = magics.lines_above(frame, self.filename)
+        if len(self._above) > _MOST:
+            self._above.clear()
+        self._above[id(code)] = code, above
+        return above
+
+    def _find_file(self, innermost: FrameType) -> None:
+        """Take the nearest module-level frame whose code can be read, which that of `exec` cannot, for the cell's."""
+        for each in frames.stack(innermost):
+            is_module = each.f_globals is self.namespace and not frames.is_function_frame(each)
+            if is_module and linecache.getline(each.f_code.co_filename, 1):
+                file = magics.cell_file(each)
+                if file != self.filename:
+                    self.filename = file
+                    self._above.clear()
+                return
+
+    def _code(self, line: int) -> str | None:
+        lines = magics.lines_of(self.filename)
+        return (lines[line - 1].strip() or None) if 0 < line <= len(lines) else None
+
+
+def _name(frame: FrameType, names: tuple[str, ...], subject: object) -> str | None:
+    """Return which of the names is bound to the subject in a frame: a global, else its own."""
+    if subject is None:
+        return None
+    variables = frame.f_globals
+    for name in names:
+        if variables.get(name) is subject:
+            return name
+    if frame.f_code.co_varnames or frame.f_code.co_cellvars or frame.f_code.co_freevars:
+        return next((name for name, value in frames.local_variables(frame).items() if value is subject), None)
+    return None
