@@ -82,7 +82,6 @@ LAST_RESORTS: tuple[Rule, ...] = (
     loops.optimizers,
     batch.numbers,
     limits.divided,
-    limits.offload,
     limits.large_blocks,
     limits.watermark,
 )

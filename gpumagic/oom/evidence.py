@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpumagic.memory import allocator, devices, workspaces
 from gpumagic.memory.devices import Device
@@ -27,10 +27,6 @@ from gpumagic.source.cell_code import is_batch_name
 from gpumagic.source.settings import names_used
 from gpumagic.source.text import names_in
 from gpumagic.tensors import scan
-
-if TYPE_CHECKING:
-    pass
-
 
 FUSED_ATTENTION = ("cuda", "xpu", "mps")
 """Backends whose `scaled_dot_product_attention` has kernels that never make the matrix of all scores."""

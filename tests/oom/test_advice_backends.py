@@ -123,7 +123,6 @@ def test_several_devices_take_parts_of_the_batch_or_of_a_model_that_is_too_large
     assert "each batch among 2 devices" in one(limits.divided, facts).title
     stepping = replace(facts, functions=frozenset({"_multi_tensor_adamw"}))
     assert "fully_shard" in one(limits.divided, stepping).title
-    assert "LoRA" in one(limits.offload, stepping).title
     assert not list(limits.divided(replace(facts, free_elsewhere={})))
 
 

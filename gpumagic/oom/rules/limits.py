@@ -273,25 +273,6 @@ def divided(facts: Facts) -> Iterator[Advice]:
         yield propose(title, cost=cost, evidence="each has the model and its share of the activations")
 
 
-def offload(facts: Facts) -> Iterator[Advice]:
-    """Name what makes a model usable that does not fit: fewer trained weights, or weights on the CPU."""
-    name = facts.models_there[0].name if facts.models_there else "model"
-    if facts.stage not in ("move", "step") or facts.memory != "device":
-        return
-    if facts.stage == "step" or facts.trains:
-        yield propose(
-            "Train adapters in place of all weights (LoRA)", cost="another package, peft; only low-rank updates",
-            edit=f'{name} = peft.get_peft_model({name}, peft.LoraConfig(target_modules="all-linear"))',
-            evidence="gradients and optimizer state are of the adapters only",
-        )  # fmt: skip
-    else:
-        yield propose(
-            "Leave a part of the weights on the CPU", evidence="each layer is copied when it runs",
-            edit=f"{name} = accelerate.dispatch_model({name}, accelerate.infer_auto_device_map({name}))",
-            cost="another package, accelerate; each pass waits for the copies",
-        )  # fmt: skip
-
-
 def _redirected(facts: Facts, device: str, moved: list[Holder]) -> dict[str, Any]:
     """Return the edit: the device's name in the cell, the variables that hold it, and what has to move."""
     first = [f'{name} = "{device}"' for name in facts.device_names]

@@ -82,24 +82,25 @@ def batch(facts: Facts) -> Iterator[Choice]:
     is_said = keyword(trainer.call, name) is not None
     evidence = f"{_where(trainer)} says so" if is_said else f"{_where(trainer)} says nothing else than the default"
 
-    def lowered(value: int) -> Advice:
+    before = number(trainer, "gradient_accumulation_steps", 1)
+
+    def lowered(value: int, most: str = "", **more: str) -> Advice:
+        same, other = "the same gradient, except through batch norm", "a different gradient"
+        passes = "".join(f" and accumulate {steps} passes a step" for steps in more.values())
         return propose(
-            f"Lower {name} from {now} to {value}", evidence=evidence,
-            cost="more passes" if _evaluates(facts) else "a different gradient", **told(trainer, {name: str(value)}),
+            f"Lower {name} from {now} to {value}{passes}", evidence=evidence + most,
+            cost="more passes" if _evaluates(facts) else same if more else other,
+            **told(trainer, {name: str(value), **more}),
         )  # fmt: skip
 
     def accumulating(value: int) -> Advice | None:
         steps = next(each for each in range(-(-now // value), now + 1) if now % each == 0)
-        before = number(trainer, "gradient_accumulation_steps", 1)
-        return None if before is None else propose(
-            f"Lower {name} from {now} to {now // steps} and accumulate {steps * before} passes a step",
-            evidence=f"{evidence}; up to {value} fits",
-            cost="the same gradient, except through batch norm",
-            **told(trainer, {name: str(now // steps), "gradient_accumulation_steps": str(steps * before)}),
-        )  # fmt: skip
+        if before is None:
+            return None
+        return lowered(now // steps, f"; up to {value} fits", gradient_accumulation_steps=str(steps * before))
 
-    yield Choice(name, now, lowered, now // 2, finish=None if _evaluates(facts) else accumulating,
-                 changes_result=not _evaluates(facts))  # fmt: skip
+    finish = None if _evaluates(facts) else accumulating
+    yield Choice(name, now, lowered, now // 2, finish=finish, changes_result=not _evaluates(facts))
 
 
 def number(trainer: Trainer, name: str, default: int) -> int | None:
