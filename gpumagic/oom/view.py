@@ -57,10 +57,13 @@ def view_failure(report: OomReport) -> Document:
     return Document((heading, *tries, Fold(f"Why it ran out at first: {report.verdict}", failure)))
 
 
+_AT_WORK = (WORKSPACE, "module", "optimizer")
+
+
 def _still_held(report: OomReport, freed: int) -> str:
     """Return the variable that holds more than the failure gave back, where one does."""
     largest = report.holders[0] if report.holders else None
-    is_more = largest is not None and largest.kind != WORKSPACE and largest.nbytes > max(freed, LARGE)
+    is_more = largest is not None and largest.kind not in _AT_WORK and largest.nbytes > max(freed, LARGE)
     return f"; {largest.name} still holds {size(largest.nbytes)}" if largest is not None and is_more else ""
 
 

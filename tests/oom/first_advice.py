@@ -93,10 +93,10 @@ def notebook(backend: str, case: Case, room: int, seconds: float):
 
 def needs(backend: str, case: Case) -> tuple[int, int, int]:
     """Return the bytes that earlier cells hold, those that they need at their peak, and those at the cell's peak."""
-    module = getattr(torch, backend, None)
-    if module is not None:  # peaks are the process's
-        module.empty_cache()
-        module.reset_peak_memory_stats(0)
+    if backend == "cuda":  # peaks are the process's
+        torch.cuda.init()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(0)
     with notebook(backend, case, AMPLE, 0.0) as (shell, _):
         module = getattr(torch, backend)
         used = module.max_memory_reserved if backend == "cuda" else module.max_memory_allocated
