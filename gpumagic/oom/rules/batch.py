@@ -72,7 +72,8 @@ def at_work(facts: Facts) -> BatchSize | None:
         names = names_in(statement.iter if isinstance(statement, ast.For) else statement)
         names |= names_in(loop.iter) if isinstance(loop, ast.For) else set()
     at_work = [*(facts.tensors.get(name) for name in names), *facts.operands.values()]
-    is_as_long = any(each is not None and each.shape[:1] == (found.value,) for each in at_work)
+    lengths = {times * found.value for times in (1, 2)}  # of two views of each, too
+    is_as_long = any(each is not None and each.shape and each.shape[0] in lengths for each in at_work)
     return found if found.name.partition(".")[0] in names or is_as_long else None
 
 
