@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from published.table import AGREE, TODAY, environment, measure, measured, rows
+from published.table import AGREE, TODAY, code_of, environment, measure, measured, rows
 
 import gpumagic
 from gpumagic.dryrun import checked
@@ -47,6 +49,11 @@ def test_no_row_is_further_off_than_it_was() -> None:
         assert not row.is_worse(ours, recorded[row.name, TODAY]), f"{row.name}: {ours}"
         if row.status(ours) in AGREE:
             assert kinds <= checked.kinds(), row.name
+
+
+def test_a_cell_runs_in_a_process_of_its_own_as_on_a_real_gpu() -> None:
+    code = code_of("linear_forward", {}) + "\nprint(answer['made'])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{4 << 20}\n"
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,7 @@ def code_of(cell: str, arguments: dict[str, Any]) -> str:
     """Return what a process runs for a cell; it leaves the figures in `answer`."""
     return "\n".join([
         "import warnings; warnings.simplefilter('ignore'); figures = {}",
+        "from gpumagic import fakecuda",
         *(f"{name} = {value!r}" for name, value in arguments.items()),
         text_of(cell),
         "answer = {'peak': torch.cuda.max_memory_allocated(), 'allocated': torch.cuda.memory_allocated(),",
