@@ -193,6 +193,8 @@ def _fact(value: object) -> TensorFact | None:
         return TensorFact(array.shape, str(array.dtype), array.nbytes, "cpu") if is_array else None
     tensor: Any = value
     with torch._C.DisableTorchFunction():
+        if tensor.is_nested:
+            return None  # it has no one shape, and raises where it is asked for one
         return TensorFact(
             shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
             nbytes=tensor.numel() * tensor.element_size(), device=str(tensor.device),

@@ -101,3 +101,13 @@ def test_a_fault_in_looking_costs_neither_the_release_nor_the_report(report_of, 
     report = report_of("fail()")
     assert report.allocated_after == 0
     assert report.instant.shares == ()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", ["strided", "jagged"])
+def test_a_tensor_without_one_shape_hides_nothing_of_the_failure(report_of, layout) -> None:
+    parts = f"[torch.ones(3), torch.ones(5)], layout=torch.{layout}"
+    report = report_of(f"z = torch.nested.nested_tensor({parts})\nmine = take(0.5)\ny = z, fail()")
+    assert report.line == 4
+    assert shares(report)["names of this cell"] == GIB // 2
+    assert not [note for note in report.notes if "could not be read" in note]
