@@ -34,15 +34,16 @@ def main(names: list[str]) -> int:
     for name in names or PARTS:
         print(f"=== {name}", flush=True)
         start = time.monotonic()
+        told: list[tuple[str, str]] = []
         try:
-            told = list(PARTS[name]())
+            for outcome, said in PARTS[name]():
+                print(f"{outcome}: {said}", flush=True)
+                told.append((outcome, said))
         except Exception as error:
-            told = [("failed", f"{type(error).__name__}: {error}".splitlines()[0])]
+            told.append(("failed", f"{type(error).__name__}: {error}".splitlines()[0]))
         failed |= any(outcome == "failed" for outcome, _ in told)
         minutes = (time.monotonic() - start) / 60
-        for outcome, said in told:
-            print(f"{outcome}: {said}", flush=True)
-            lines.append(f"| {name} | {outcome} | {said} | {minutes:.1f} |")
+        lines += [f"| {name} | {outcome} | {said} | {minutes:.1f} |" for outcome, said in told]
     _write("\n".join([*_machine(), "| part | outcome | | minutes |", "| --- | --- | --- | ---: |", *lines, ""]))
     return int(failed)
 
