@@ -8,6 +8,7 @@ import pytest
 import torch
 from ondevice_corpus import run
 
+from gpumagic.heap import storages
 from gpumagic.transfers import log
 from gpumagic.transfers.log import TransferHistory, is_pageable
 
@@ -81,6 +82,12 @@ def test_what_was_moved_is_remembered_without_keeping_it() -> None:
     del copy
     gc.collect()
     assert seen.still_on_both({"x": x}) == ()
+
+
+def test_of_what_was_copied_and_is_gone_no_record_stays() -> None:
+    before = storages.recorded()
+    run("for _ in range(300):\n    y = (x + 1).to('simgpu:0')")
+    assert storages.recorded() < before + 100
 
 
 def test_a_module_that_swaps_its_tensors_can_do_so() -> None:
