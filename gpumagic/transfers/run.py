@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from gpumagic import _compat
 from gpumagic.errors import OptionError
-from gpumagic.heap import kinds, storages
+from gpumagic.heap import kinds
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
@@ -142,7 +142,6 @@ class DeviceRun:
             explanation = explain.explain(error, self._namespace, self.device, in_cell=self._filename is None)
         variables = self._variables()
         moves, syncs = (*self._moved, *self._log.rows()), dict(sorted(self._log.syncs.items()))
-        storages.forget_expired()  # those of the batches that were copied
         lines = self._code.lines()
         return TransferReport(
             device=self.device,
