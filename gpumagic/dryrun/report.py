@@ -72,6 +72,8 @@ class RankNeed(NamedTuple):
     retries: int
     """As of `DeviceNeed`."""
     fits: bool | None
+    breakdown: dict[str, int]
+    """Bytes at the peak by what they are, as of `DryRunReport`; none where only figures were asked for."""
 
 
 class Passes(NamedTuple):
@@ -165,6 +167,8 @@ class DryRunReport(Report[DryRunRow]):
     """What it ran on: ``"cuda"``, torch's own CUDA over a fake runtime, or ``"fake"``, tensors without bytes."""
     gpu: str | None = None
     """The GPU that was asked for by name."""
+    nccl: tuple[int, int] = (0, 0)
+    """Least and most bytes of NCCL's own buffers, which the allocator does not see: an estimate."""
     overhead: tuple[int, int] = (0, 0)
     """Least and most bytes that the CUDA context and what the engine does not model take besides: an estimate."""
     function: str | None = None

@@ -32,7 +32,7 @@ _PRELOADED = frozenset({
 """Packages of which the worker imports once what the notebook has imported."""
 Rank = tuple[int, int, int, dict[str, list[str]]]
 """Which, of how many, how many a machine has, and what ranks that were run before have sent to it."""
-Run = Callable[[Rank, scenarios.Course | None], tuple[DryRunReport, dict[str, Any]]]
+Run = Callable[[Rank], tuple[DryRunReport, dict[str, Any]]]
 
 
 def dry_run(
@@ -61,57 +61,56 @@ def dry_run(
         OptionError: the code uses tensors on a device that is none of them, or there is no snapshot to be had.
     """
 
-    def one(rank: Rank | None, course: scenarios.Course | None) -> tuple[DryRunReport, dict[str, Any]]:
-        return _dry_run(what, namespace, target, values or {}, time_limit, course, snapshot, rank)
+    def one(rank: Rank | None) -> tuple[DryRunReport, dict[str, Any]]:
+        return _dry_run(what, namespace, target, values or {}, time_limit, only, snapshot, rank)
 
     if target.ranks is None:
-        report, outcome = one(None, only)
+        report, outcome = one(None)
         if "ranks" not in outcome:
             return report
         target = targets.of_ranks(target, number_of_ranks(outcome["ranks"]))
     assert target.ranks is not None
-    return _fullest(one, target.ranks, only)
+    return _fullest(one, target.ranks)
 
 
-def _fullest(run: Run, ranks: Ranks, only: scenarios.Course | None) -> DryRunReport:
+def _fullest(run: Run, ranks: Ranks) -> DryRunReport:
     """Return the dry run of the rank that needs most, with the figures of all that were run.
 
     Those are the first, the last, each stage of a pipeline; the others do what these do.
 
     Args:
-        run: dry-runs a rank, in one scenario only for its figures alone; returns what the worker told, too.
+        run: dry-runs a rank, and returns what the worker told, too.
         ranks: how many there are.
-        only: the one scenario of which the figures are wanted; all that each rank needs without.
     """
     said: dict[str, list[str]] = {}
     reports: dict[int, DryRunReport] = {}
-    waited: set[int] = set()
-    coming, course = [ranks.world - 1, 0], only  # the last one is next
+    waiting: set[int] = set()  # since one of them has said something new
+    coming = [ranks.world - 1, 0]  # the last one is next
     while coming:
         number = coming.pop()
         if number in reports:
             continue
-        reports[number], outcome = run((number, *ranks, said), course)
+        reports[number], outcome = run((number, *ranks, said))
         told = outcome.get("rank") or {"said": {}, "stages": []}
-        is_new, said = not told["said"].items() <= said.items(), {**said, **told["said"]}
+        if not told["said"].items() <= said.items():
+            waiting.clear()
+        said = {**said, **told["said"]}
         source = (outcome.get("error") or {}).get("waits_for")
-        if source is not None and (is_new or source not in waited):
-            waited.add(source)
+        if source is not None and number not in waiting:
+            waiting.add(number)
             coming += [number, source]
             del reports[number]
             continue
         if not reports[number].fits:
             break
         coming[:0] = reversed([each for each in told["stages"] if each not in coming])
-        if reports[number].certain and not reports[number].scenario:
-            course = course or scenarios.USUAL  # nothing is decided by values: the figures of others are enough
     most = max(reports, key=lambda each: (not reports[each].fits, peak_of(reports[each]), -each))
-    report = reports[most] if only or most == 0 or not course else run((most, *ranks, said), None)[0]
     needs = []
     for number, each in sorted(reports.items()):
         retries = next((device.retries for device in each.devices if device.device == each.device), 0)
-        needs.append(RankNeed(number, each.device or "", peak_of(each), reserved_of(each), retries, each.fits))
-    return replace(report, rank=most, world=ranks.world, ranks=tuple(needs))
+        peak, reserved = peak_of(each), reserved_of(each)
+        needs.append(RankNeed(number, each.device or "", peak, reserved, retries, each.fits, each.breakdown))
+    return replace(reports[most], rank=most, world=ranks.world, ranks=tuple(needs))
 
 
 def _dry_run(

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpumagic.dryrun import models, payload
 from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow, Passes, peak_of
-from gpumagic.dryrun.targets import Target
+from gpumagic.dryrun.targets import NCCL, Target
 from gpumagic.report.units import count, size, size_range
 
 MOST_PLACES = 2
@@ -52,7 +52,7 @@ def report_of(outcome: dict[str, Any], target: Target, parts: payload.Payload) -
         open_on=tuple((line, code) for line, code in outcome.get("open_on", ())),
         effects=tuple(outcome["effects"]), error=None if error is None else _failure_sentence(error),
         exceeds_host=error is not None and _HOST.match(f"{error['kind']}: {error['text']}") is not None,
-        devices=devices,
+        devices=devices, nccl=(NCCL[0] * outcome.get("communicators", 0), NCCL[1] * outcome.get("communicators", 0)),
         lines=tuple(
             DryRunRow(target.names[each["device"]], each["line"], each["code"], each["peak"], each["after"])
             for each in sorted(outcome["lines"], key=lambda each: (each["line"], each["device"]))

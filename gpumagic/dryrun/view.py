@@ -63,6 +63,10 @@ def view_dry_run(report: DryRunReport) -> Document:
     if report.fits and retries:
         gives = f"The allocator gives its cache back {count(retries, 'time')} to serve a request, which is slow"
         blocks.append(Paragraph(f"{gives}: it is close to the limit."))
+    left = (report.capacity or 0) - reserved_of(report)
+    if report.fits and left < report.nccl[1]:
+        takes = f"NCCL takes {size_range(*report.nccl)} for its buffers besides (an estimate)"
+        blocks.append(Paragraph(f"{takes}, and the allocator leaves {size(left)}."))
     if peak_of(report):
         blocks += _peak(report)
         blocks += _timeline(report)
@@ -191,6 +195,8 @@ def _peak(report: DryRunReport) -> Iterator[Block]:
     ]
     if reserved > peak:
         rows.append([Cell("reserved with cache", muted=True), Cell(size(reserved), muted=True)])
+    if report.nccl[1]:
+        rows.append([Cell("NCCL's buffers (estimate)", muted=True), Cell(size_range(*report.nccl), muted=True)])
     if report.overhead[1]:
         rows.append([Cell("CUDA itself (estimate)", muted=True), Cell(size_range(*report.overhead), muted=True)])
     yield doc.Table([doc.Column("At the peak"), doc.Column("Size", "right")], rows, "What makes up the peak")
@@ -245,7 +251,9 @@ def _details(report: DryRunReport) -> Iterator[Block]:
             yield Fold(f"By module: {named}", list(tree))
     if len(report.ranks) > 1:
         named = _named((f"rank {each.rank:,}", each.peak) for each in report.ranks)
-        yield Fold(f"By rank: {named}", [Table.of(report.ranks, _RANKS, "The ranks that were run")])
+        yield Fold(
+            f"By rank: {named}", [Table.of(report.ranks, list(_of_ranks(report.ranks)), "The ranks that were run")]
+        )
     devices = [each for each in report.devices if each.peak]
     if len(devices) > 1:
         others = ", ".join(f"{size(each.peak)} on {each.device}" for each in devices if each.device != report.device)
@@ -264,8 +272,21 @@ _RANKS: tuple[Column[RankNeed], ...] = (
     Column("Rank", lambda row: f"{row.rank:,}", "right"),
     Column("Peak", lambda row: size(row.peak), "right"),
     Column("Reserved", lambda row: size(row.reserved), "right"),
-    Column("Retries", lambda row: str(row.retries), "right"),
+    Column("Retries", lambda row: str(row.retries), "right", when=lambda row: row.retries),
 )
+
+
+def _of_ranks(ranks: Sequence[RankNeed]) -> Iterator[Column[RankNeed]]:
+    """Yield the columns of what each rank holds at its peak, by what it is."""
+
+    def held(part: str) -> Callable[[RankNeed], str]:
+        return lambda row: size(row.breakdown.get(part, 0))
+
+    yield from _RANKS
+    for part in stacking_order(part for each in ranks for part in each.breakdown):
+        yield Column(part.capitalize(), held(part), "right")
+
+
 _DEVICES: tuple[Column[DeviceNeed], ...] = (
     Column("Device", lambda row: row.device),
     Column("Before", lambda row: size(row.before), "right"),

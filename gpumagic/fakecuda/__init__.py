@@ -37,6 +37,7 @@ from gpumagic.fakecuda.log import (
     leave_out,
     memory,
     reset,
+    run_ahead,
     set_memory,
     syncs,
     unknown_sizes,
@@ -46,7 +47,7 @@ from gpumagic.memory.presets import GPU, GPUS
 
 __all__ = [
     "GPU", "GPUS", "Copy", "copies", "environment", "is_enabled", "launches", "leave_out", "memory", "reset",
-    "set_memory", "syncs", "unknown_sizes", "was_asked",
+    "run_ahead", "set_memory", "syncs", "unknown_sizes", "was_asked",
 ]  # fmt: skip
 
 VARIABLE = "GPUMAGIC_FAKECUDA"

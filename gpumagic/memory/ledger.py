@@ -20,6 +20,8 @@ REST = ""
 """The name of the module of what belongs to none."""
 _CERTAIN = frozenset({"parameters", "buffers", "library workspaces"})
 """What is found by name. A backward pass calls all that is there activations, and workspaces are found at the end."""
+GATHERED, BUCKETS = "gathered parameters", "buckets"
+"""What ranks collect of each other, by where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,9 @@ class Life:
         What came into the cell is no activation, also where a graph keeps it.
         """
         is_input = kind == "activations" and self.operator in _INPUTS
-        if kind in _CERTAIN or not (self.kind or is_input):
+        if self.kind == GATHERED or (self.kind == BUCKETS and kind != "gradients"):
+            return
+        if kind in _CERTAIN or self.kind == BUCKETS or not (self.kind or is_input):
             self.kind = kind
 
     def part(self) -> str:

@@ -18,16 +18,19 @@ class Part(NamedTuple):
 
 PARTS = (
     Part("parameters", "parameter", "param"),
+    Part("gathered parameters"),
     Part("buffers", "buffer", "buffer"),
     Part("optimizer state", "optimizer state", "optim"),
     Part("gradients", "gradient", "grad"),
+    Part("buckets"),
     Part("activations", "activation", "activ."),
     Part("temporaries"),
     Part("other"),
     Part("library workspaces"),
 )
 """In the order in which they are shown."""
-OF_MODULES = tuple(part.name for part in PARTS if part.name != "library workspaces")
+_OF_NONE = ("library workspaces", "gathered parameters", "buckets")
+OF_MODULES = tuple(part.name for part in PARTS if part.name not in _OF_NONE)
 """Those of which a module has a share."""
 PART_OF_KIND = {part.kind: part.name for part in PARTS if part.kind}
 """The part by the kind of one tensor."""

@@ -143,6 +143,8 @@ class Advice:
     """Code to run once before the cell runs again."""
     gpu: str = ""
     """The GPU by name that the dry run was of, where that is not the one that is here."""
+    ranks: int | None = None
+    """How many processes run the edited code, each on a GPU of its own."""
 
     def apply(self, source: str, cell: str = "") -> str:
         """Return a cell's text with the changes of this advice made.

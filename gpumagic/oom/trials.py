@@ -20,6 +20,7 @@ from gpumagic.errors import DryRunUnavailable, GpuMagicError
 from gpumagic.oom.report import Advice, EditTrial, Need
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, cleared
+from gpumagic.options import Ranks
 from gpumagic.source import frames
 from gpumagic.source.text import apply_changes
 
@@ -225,11 +226,15 @@ class Trials:
                 self.reason or f"there was no time: dry runs of advice may take {self._seconds:g} s"
             )
         gpu = next((each.gpu for each in edits if each.gpu), None)
-        script, target = script_of(self._code(edits)), targets.choose(self._device, None, gpu)
+        number, names = next((each.ranks for each in edits if each.ranks), None), dict(self._namespace)
+        ranks = None if number is None else Ranks(number, number)
+        if ranks is not None:  # other processes, which have nothing of what the failed cell left
+            names = {name: value for name, value in names.items() if name not in self._residue}
+        script, target = script_of(self._code(edits)), targets.choose(self._device, None, gpu, ranks)
         left = min(self._left_seconds(), self._left_seconds() if until is None else until - time.monotonic())
         try:
             self._is_running, began = True, time.monotonic()
-            report = run.dry_run(script, dict(self._namespace), target, time_limit=max(0.1, left))
+            report = run.dry_run(script, names, target, time_limit=max(0.1, left))
         finally:
             self._is_running = False
         self.took = time.monotonic() - began
@@ -244,7 +249,8 @@ class Trials:
             apply_changes(changes, self._texts[cell], cell) for cell in sorted({each.cell for each in changes} - {""})
         ]
         said = "\n".join(dict.fromkeys(each.first for each in edits if each.first))
-        first = _XDEL.sub(_UNBIND, cleared(said, self._residue, self._half_made) or "")
+        is_here = not any(each.ranks for each in edits)
+        first = _XDEL.sub(_UNBIND, cleared(said, self._residue, self._half_made) or "") if is_here else said
         cell = _ONDEVICE.sub(_on_device, apply_changes(changes, self._source))
         return "\n".join(filter(None, (*others, first, cell)))
 
@@ -255,7 +261,7 @@ class Trials:
             return EditTrial(reason=f"{missing[1]}{NOT_INSTALLED}" if missing else report.error)
         needed = self._need.needed if self._need is not None else None
         saves = None
-        if found is not None and needed is not None and (report.fits or deciding == self._device):
+        if found is not None and needed is not None and (report.fits or deciding == found.device):
             saves = max(0, needed - found.peak)
         fits, needs = report.fits, report.peak.get(deciding)
         why = _PLACE.sub(r"\1", shortcoming(report))  # its line is that of the edited text, which nobody sees
@@ -275,7 +281,8 @@ class Trials:
         return (other.peak - one.peak) * now / (now - number) < (other.peak - (other.capacity or 0)) / 2
 
     def _of_device(self, report: DryRunReport) -> DeviceNeed | None:
-        return next((each for each in report.devices if each.device == self._device), None)
+        device = self._device if report.world is None else report.device
+        return next((each for each in report.devices if each.device == device), None)
 
     def _untried(self) -> EditTrial:
         """Return why this was not tried; where nothing is, the report says it once."""

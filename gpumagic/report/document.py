@@ -163,9 +163,11 @@ def document_of(report: object) -> Document:
 PART_COLOURS = {
     "other": (128, 128, 128),
     "parameters": (0, 114, 178),
+    "gathered parameters": (0, 60, 110),
     "buffers": (86, 180, 233),
     "optimizer state": (0, 158, 115),
     "gradients": (230, 159, 0),
+    "buckets": (150, 100, 0),
     "activations": (213, 94, 0),
     "temporaries": (204, 121, 167),
     "library workspaces": (240, 228, 66),

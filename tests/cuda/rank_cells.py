@@ -227,6 +227,104 @@ for step in range(2):
 """
 )
 """Its stages exchange the shapes of what they send."""
+CELLS |= {
+    "pipeline": PIPELINE,
+    "pipeline, all forward passes first": PIPELINE.replace("Schedule1F1B", "ScheduleGPipe"),
+    "pipeline of interleaved stages": START
+    + BLOCKS
+    + """
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+rank, world = dist.get_rank(), dist.get_world_size()
+models = [nn.Sequential(*[Block(258) for _ in range(1 + rank % 2)]).to(device) for _ in range(2)]
+stages = [PipelineStage(each, rank + world * turn, 2 * world, device) for turn, each in enumerate(models)]
+schedule = ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=nn.MSELoss())
+optimizer = torch.optim.AdamW([each for model in models for each in model.parameters()])
+for step in range(2):
+    given = [torch.randn(32, 37, 258, device=device)] if rank == 0 else []
+    wanted = {"target": torch.randn(32, 37, 258, device=device)} if rank == world - 1 else {}
+    schedule.step(*given, **wanted)
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "context parallel": START
+    + """
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 64).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+model = nn.Sequential(Attention(), Attention()).to(device, torch.bfloat16)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(3):
+    x = torch.randn(2, 1024, 256, device=device, dtype=torch.bfloat16)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+}
+_TRAINER = """
+import os, tempfile, torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+torch.backends.cuda.enable_cudnn_sdp(False)
+model = LlamaForCausalLM(LlamaConfig(
+    hidden_size=256, intermediate_size=514, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=1001))
+data = [{{"input_ids": torch.arange(64), "labels": torch.arange(64)}} for _ in range(64)]
+options = TrainingArguments(
+    "/tmp", per_device_train_batch_size=4, max_steps=3, report_to=[], save_strategy="no", bf16=True{})
+Trainer(model, options, train_dataset=data).train()
+"""
+_LIGHTNING = """
+import lightning, torch
+class Lit(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(258, 1023), torch.nn.ReLU(), torch.nn.Linear(1023, 258))
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+data = torch.utils.data.DataLoader(torch.randn(256, 258), batch_size=8)
+trainer = lightning.Trainer(
+    accelerator="gpu", devices=2, num_nodes=2, strategy="{}", max_steps=3, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Lit(), data)
+"""
+_DEEPSPEED = """
+import os, torch, deepspeed
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+deepspeed.init_distributed("nccl")
+model = torch.nn.Sequential(torch.nn.Linear(258, 1023), torch.nn.ReLU(), torch.nn.Linear(1023, 258))
+config = {{
+    "train_micro_batch_size_per_gpu": 8, "bf16": {{"enabled": True}},
+    "zero_optimization": {{"stage": {}, "reduce_bucket_size": 1000000, "allgather_bucket_size": 1000000}},
+    "optimizer": {{"type": "AdamW", "params": {{"lr": 1e-3, "torch_adam": True}}}}}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+for step in range(3):
+    x = torch.randn(8, 258, device=engine.device, dtype=torch.bfloat16)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+"""
+_WRAPPED = ', fsdp="full_shard auto_wrap", fsdp_config={{{}"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}'
+LIBRARIES = {
+    "transformers.Trainer": _TRAINER.format(""),
+    "transformers.Trainer with fsdp": _TRAINER.format(_WRAPPED.format('"version": 1, ')),
+    "transformers.Trainer with fsdp version 2": _TRAINER.format(_WRAPPED.format('"version": 2, ')),
+    "lightning ddp": _LIGHTNING.format("ddp"),
+    "lightning fsdp": _LIGHTNING.format("fsdp"),
+    **{f"deepspeed ZeRO-{stage}": _DEEPSPEED.format(stage) for stage in (1, 2, 3)},
+}
+"""By the package that has to be installed, and what of it is used."""
+CELLS |= LIBRARIES
 
 LAUNCHED = (
     "from accelerate import notebook_launcher\ndef train():"

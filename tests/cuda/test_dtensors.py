@@ -42,3 +42,24 @@ def test_devices_names_and_counts_what_is_here_of_a_dtensor(model: torch.nn.Modu
         assert found["model[0].weight.grad"] == ("gradient", (512 * 512 + 512) * 4)  # in a buffer with the bias's
         assert not [row for row in rows.values() if row.nbytes is None]
     assert rows["model[0].weight"].shape == (512, 512)
+
+
+def test_ondevice_counts_a_copy_of_what_is_here_of_a_dtensor(model: torch.nn.Module) -> None:
+    with gpumagic.ondevice("cuda") as run:
+        saved = {name: each.cpu() for name, each in model.state_dict().items()}
+        made = torch.distributed.tensor.zeros(512, 4, device_mesh=model[0].weight.device_mesh)
+    moved = {row.name: (row.direction, row.nbytes) for row in run.report.rows}
+    assert sum(nbytes for _, nbytes in moved.values()) == sum(each.nbytes for each in saved.values())
+    assert {direction for direction, _ in moved.values()} == {"device-to-host"}
+    assert run.report.created["cuda:0"] == (1, made.to_local().nbytes)
+
+
+def test_oomguard_names_the_shards_that_hold_the_device(model: torch.nn.Module, bare_shell: Any) -> None:
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    bare_shell.user_ns.update(torch=torch, model=model)
+    bare_shell.run_cell(TRAIN)
+    large = 'large = torch.empty(1 << 42, dtype=torch.uint8, device="cuda")'
+    bare_shell.run_cell(f"%%oomguard --keep-going -q -o report\n{large}")
+    holders = {each.name: each.nbytes for each in bare_shell.user_ns["report"].holders}
+    assert {"model", "optimizer"} <= {name for each in holders for name in each.split(", ")}
+    assert sum(holders.values()) >= 4 * sum(each.to_local().nbytes for each in model.parameters())

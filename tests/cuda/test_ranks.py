@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_cells import CELLS, LAUNCHED, PIPELINE, START
+from rank_cells import CELLS, LAUNCHED, LIBRARIES, PIPELINE, START
 from torchtitan_cell import CELL, RESERVED
 
 import gpumagic
@@ -18,11 +18,28 @@ from gpumagic import fakecuda
 from gpumagic.errors import DryRunUnavailable, OptionError
 
 WORLD, PER_NODE = 4, 2
-UNEVEN = ("FSDP2", "HSDP", "DDP with ZeroRedundancyOptimizer", "collectives by hand")
+UNEVEN = (
+    "FSDP2",
+    "HSDP",
+    "context parallel",
+    "lightning fsdp",
+    "DDP with ZeroRedundancyOptimizer",
+    "collectives by hand",
+)
 """Of these the last rank is measured, too."""
 
 
-USUAL = ("DDP", "FSDP2", "HSDP", "FSDP", "tensor parallel times FSDP2", "accelerate", "collectives by hand")
+USUAL = (
+    "DDP",
+    "FSDP2",
+    "HSDP",
+    "FSDP",
+    "tensor parallel times FSDP2",
+    "accelerate",
+    "collectives by hand",
+    "pipeline",
+    "context parallel",
+)
 KINDS = [pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) for name in CELLS]
 
 
@@ -30,13 +47,18 @@ KINDS = [pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) for
 def measured(request: pytest.FixtureRequest) -> dict[tuple[str, int], Any]:
     """Return the bytes allocated and reserved by cell and rank, or how it failed, of the cells that are tried."""
     tried = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    work = [(name, rank) for name in CELLS if name in tried for rank in (0, WORLD - 1)[: 1 + (name in UNEVEN)]]
-    sent = json.dumps([(CELLS[name], rank, WORLD, PER_NODE) for name, rank in work])
+    work = [(name, _ranks_of(name)) for name in CELLS if name in tried]
+    sent = json.dumps([(CELLS[name], ranks, WORLD, PER_NODE, name.startswith("pipeline")) for name, ranks in work])
     told = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("one_rank.py"))], input=sent, capture_output=True, text=True,
         check=True, env={**os.environ, **fakecuda.environment("H100", devices=PER_NODE)},
     )  # fmt: skip
-    return dict(zip(work, map(json.loads, told.stdout.splitlines()), strict=True))
+    told_of = [(name, rank) for name, ranks in work for rank in ranks]
+    return dict(zip(told_of, map(json.loads, told.stdout.splitlines()), strict=True))
+
+
+def _ranks_of(name: str) -> list[int]:
+    return list(range(WORLD)) if name.startswith("pipeline") else [0, WORLD - 1][: 1 + (name in UNEVEN)]
 
 
 def dry_run(code: str, ranks: int | str | None = f"{WORLD // PER_NODE}x{PER_NODE}", **options: Any) -> Any:
@@ -47,14 +69,18 @@ def dry_run(code: str, ranks: int | str | None = f"{WORLD // PER_NODE}x{PER_NODE
 def test_a_rank_takes_what_it_takes_outside_of_a_dry_run_to_the_byte(
     name: str, measured: dict[tuple[str, int], Any]
 ) -> None:
-    if name.startswith("accelerate"):
-        pytest.importorskip("accelerate")
+    if name.startswith("accelerate") or name in LIBRARIES:
+        pytest.importorskip(name.split(maxsplit=1)[0].partition(".")[0])
     report = dry_run(CELLS[name])
     assert report.error is None
     told = {(name, each.rank): [each.peak, each.reserved] for each in report.ranks}
-    assert {key: told.get(key) for key in measured if key[0] == name} == {
-        key: figures for key, figures in measured.items() if key[0] == name
-    }
+    for key, (peak, reserved) in ((key, figures) for key, figures in measured.items() if key[0] == name):
+        # Of what transformers reads, the last bits of a mask among it, nothing is known: another kernel may run.
+        assert told[key][0] == pytest.approx(peak, abs=0, rel=0.01 * name.startswith("transformers"))
+        # Neighbours of a pipeline do not always wait for each other alike: one more small segment may be there.
+        assert told[key][1] == pytest.approx(
+            reserved, abs=(2 << 20) * name.startswith(("pipeline", "transformers")), rel=0
+        )
     assert report.fits
     assert report.certain
 
@@ -216,3 +242,33 @@ def test_a_training_takes_what_was_measured_on_real_gpus(number: int) -> None:
     report = dry_run(CELL, number, capacity="95GiB", time_limit=300)
     assert report.fits
     assert report.ranks[0].reserved / 2**30 == pytest.approx(RESERVED[number], rel=0.005)
+
+
+def test_what_a_rank_puts_into_a_store_another_one_gets_and_a_wait_for_more_ends_with_its_line() -> None:
+    code = START + "store = dist.TCPStore('localhost', 29501, 4, dist.get_rank() == 0)\n"
+    code += "if dist.get_rank() == 0:\n    store.set('number', '3')\nelse:\n    x = [0] * int(store.get('number'))\n"
+    report = dry_run(code)
+    assert report.error is None
+    assert "stopped on line 12: it waits for what rank 3 sends" in dry_run(f"{code}store.get('more')\n").verdict
+
+
+def test_what_each_rank_holds_is_told_by_what_it_is() -> None:
+    report = dry_run(CELLS["FSDP2"])
+    for rank in report.ranks:
+        assert sum(rank.breakdown.values()) == rank.peak
+        assert rank.breakdown["gathered parameters"] > 0
+    parameters = sum(each.breakdown["parameters"] for each in report.ranks)
+    assert parameters < 2 * report.ranks[0].breakdown["optimizer state"]
+    assert dry_run(CELLS["DDP"]).breakdown["buckets"] == 2 * 7_449_088  # the first ones and those made anew
+
+
+def test_the_buffers_of_nccl_are_an_estimate_for_each_communicator_that_is_made() -> None:
+    mib = 1 << 20
+    assert dry_run(START, 4).nccl == (0, 0)
+    assert dry_run(START + "dist.all_reduce(torch.zeros(1, device=device))", 4).nccl == (16 * mib, 1500 * mib)
+    report = dry_run(CELLS["HSDP"])
+    assert report.nccl == (32 * mib, 3000 * mib)
+    assert "NCCL's buffers (estimate)" in str(report)
+    assert "NCCL takes" not in str(report)
+    code = START + "dist.all_reduce(torch.zeros(1 << 28, device=device))"
+    assert "NCCL takes <0.1 to 1.5 GiB for its buffers besides (an estimate)" in str(dry_run(code, 4, capacity="2GiB"))

@@ -15,15 +15,15 @@ import importlib
 import os
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from gpumagic import fakecuda
 from gpumagic.dryrun.parts import CannotDryRun
 
 _ON_CPU = frozenset({"gloo", "mpi", "ucc"})
@@ -34,20 +34,26 @@ class Alone(dist.Store):
 
     Args:
         world: how many ranks there are.
+        objects: keeps what the cell itself puts there for other ranks; torch's own keys have a slash.
+        other: the rank to ask for what is not there.
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, objects: Objects, other: int) -> None:
         super().__init__()
-        self._world = world
+        self._world, self._objects, self._other = world, objects, other
         self._kept: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
         """Keep a value."""
         self._kept[key] = value if isinstance(value, bytes) else value.encode()
+        if "/" not in key:
+            self._objects.say(f"store {key}", self._kept[key])
 
     def get(self, key: str) -> bytes:
-        """Return what was set here, or zeros, such as NCCL's identifier of a communicator is here."""
+        """Return what was set here or by another rank, or zeros, which are NCCL's identifier of a communicator."""
+        if key not in self._kept and "/" not in key:
+            self._kept[key] = self._objects.hear(f"store {key}", self._other)
         return self._kept.get(key, bytes(128))
 
     def add(self, key: str, amount: int) -> int:
@@ -126,10 +132,12 @@ class Objects:
                 setattr(c10d, name, getattr(self, name))
                 setattr(dist, name, getattr(self, name))
 
-    def _say(self, key: str, value: object) -> None:
+    def say(self, key: str, value: object) -> None:
+        """Keep what this rank sends."""
         self.said.setdefault(key, []).append(base64.b64encode(pickle.dumps(value)).decode())
 
-    def _hear(self, key: str, source: int) -> Any:
+    def hear(self, key: str, source: int) -> Any:
+        """Return what was sent by a rank that was run before; else that one is run first."""
         heard = next(self._heard.get(key, iter(())), None)
         if heard is None:
             raise WaitsFor(source)
@@ -140,8 +148,8 @@ class Objects:
         among = dist.get_process_group_ranks(group or dist.group.WORLD)
         key = f"{what} {source} {among[0]} {among[-1]} {len(among)}"
         if source != self._rank:
-            return self._hear(key, source)
-        self._say(key, value)
+            return self.hear(key, source)
+        self.say(key, value)
         return value
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
@@ -177,7 +185,7 @@ class Objects:
         group_dst: int | None = None, use_batch: bool = False,
     ) -> None:  # fmt: skip
         """Keep what is sent for the run of the rank that it is for."""
-        self._say(f"{self._rank} to {_global(group, dst, group_dst)}", object_list)
+        self.say(f"{self._rank} to {_global(group, dst, group_dst)}", object_list)
 
     def recv_object_list(
         self, object_list: list[Any], src: int | None = None, group: Any = None, device: object = None,
@@ -185,7 +193,7 @@ class Objects:
     ) -> int:  # fmt: skip
         """Take what the run of another rank has sent."""
         source = _global(group, src, group_src)
-        object_list[:] = self._hear(f"{source} to {self._rank}", source)
+        object_list[:] = self.hear(f"{source} to {self._rank}", source)
         return source
 
 
@@ -193,12 +201,15 @@ def _global(group: Any, rank: int | None, in_group: int | None) -> int:
     return rank or 0 if in_group is None else dist.get_global_rank(group or dist.group.WORLD, in_group)
 
 
-def take_part(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> Objects | None:
+def take_part(
+    request: dict[str, Any], send: Callable[[dict[str, Any]], None], assume: Callable[[str], None]
+) -> Objects | None:
     """Let this process be the rank that a request asks for, or none, for the rest of it.
 
     Args:
         request: what `dryrun.run` sends.
         send: sends the outcome and ends the process, where the cell starts ranks and this is none.
+        assume: called with a sentence for each thing that is assumed.
     """
     if not dist.is_available():
         return None
@@ -215,12 +226,13 @@ def take_part(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -
     if request["rank"] is None:
         _become_none()
         return None
-    return _become(*request["rank"], mentions=mentions)
+    return _become(*request["rank"], mentions=mentions, assume=assume)
 
 
 def _become(
-    rank: int, world: int, per_node: int, said: dict[str, list[str]], *, mentions: Callable[[str], bool]
-) -> Objects:
+    rank: int, world: int, per_node: int, said: dict[str, list[str]], *,
+    mentions: Callable[[str], bool], assume: Callable[[str], None],
+) -> Objects:  # fmt: skip
     node, local = divmod(rank, per_node)
     os.environ.update({
         "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "GROUP_RANK": str(node),
@@ -230,9 +242,9 @@ def _become(
         "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     })  # fmt: skip
-    import torch.testing._internal.distributed.fake_pg  # which registers the backend
 
-    store = Alone(world)
+    objects = Objects(rank, said)
+    store = Alone(world, objects, 0 if rank else world - 1)
 
     def rendezvous(_: object, own: int = -1, number: int = -1, **__: object) -> Iterator[Any]:
         yield store, rank if own < 0 else own, world if number < 0 else number
@@ -252,32 +264,46 @@ def _become(
         _vote_alone()
     if mentions("ZeroRedundancyOptimizer"):
         importlib.import_module("torch.distributed.optim")  # TorchScript reads torch's functions, as they are now
-    parallel = torch.nn.parallel.DistributedDataParallel
-    parallel._pre_forward = _released(parallel._pre_forward)
-    objects = Objects(rank, said)
+    if mentions("deepspeed"):
+        _agree_with_rank_0()
+    _run_ahead(assume)
     objects.install()
     return objects
 
 
-_ROUND = 0.2
-"""Seconds; NCCL's watchdog goes round every 0.1 s, and lets go of the buffers of what is finished."""
-_ROUNDS = 3
+def _run_ahead(assume: Callable[[str], None]) -> None:
+    """Let DDP's first buckets be in use until the pass after the one that makes new ones, for the rest of the process.
 
-
-def _released(pre_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return DDP's function before a forward pass that waits for first buckets to be let go of, as they are by then.
-
-    DDP makes new ones after its first backward pass. A step without kernels is over before the watchdog looks.
+    NCCL's watchdog keeps them until it sees that they have been sent, a race that a host ahead of its GPU always wins.
     """
-    passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+    parallel = torch.nn.parallel.DistributedDataParallel
+    pre_forward, destroy = parallel._pre_forward, c10d.destroy_process_group
+    ahead: WeakSet[Any] = WeakSet()
 
     def before(module: Any, *args: Any, **kwargs: Any) -> Any:
-        passes[module] = passes.get(module, -1) + 1
-        if 0 < passes[module] <= _ROUNDS and not getattr(module, "_has_rebuilt_buckets", True):
-            threading.Event().wait(_ROUND)  # a dry run's `time.sleep` does not
-        return pre_forward(module, *args, **kwargs)
+        if module._has_rebuilt_buckets:
+            ahead.discard(module)
+        elif module.static_graph or not module.find_unused_parameters:  # else it makes no new ones
+            ahead.add(module)
+        fakecuda.run_ahead(bool(ahead))
+        made = pre_forward(module, *args, **kwargs)
+        if module in ahead and module._has_rebuilt_buckets:
+            assume("the host is ahead of the GPU in the second step, where DDP's first buckets are still in use")
+        return made
 
-    return before
+    def destroyed(*args: Any, **kwargs: Any) -> None:
+        fakecuda.run_ahead(False)  # it waits for what is under way
+        destroy(*args, **kwargs)
+
+    parallel._pre_forward = before
+    c10d.destroy_process_group = dist.destroy_process_group = destroyed
+
+
+def _agree_with_rank_0() -> None:
+    """Let ZeRO-3's ranks agree with rank 0, whose numbers they read from a device to compare them."""
+    with contextlib.suppress(ImportError):
+        utils: Any = importlib.import_module("deepspeed.runtime.zero.utils")
+        utils.get_lst_from_rank0, utils.assert_lst_len_same_as_other_ranks = list, len
 
 
 def _vote_alone() -> None:

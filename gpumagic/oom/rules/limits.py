@@ -260,17 +260,52 @@ def larger(facts: Facts) -> Iterator[Advice]:
         )  # fmt: skip
 
 
+_AS_A_RANK = """import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+"""
+_SHARDED = """for layer in {layers}:
+    fully_shard(layer)
+fully_shard({model})"""
+_LAYERS = "[each for each in {model}.modules() if each._parameters]"
+
+
 def divided(facts: Facts) -> Iterator[Advice]:
     """Divide the batch, or a model that is too large alone, among the devices of the machine."""
-    devices, cost = count(1 + len(facts.free_elsewhere), "device"), "a script of its own, started by torchrun"
-    if backend(facts) not in ("cuda", "xpu") or not facts.free_elsewhere or facts.memory != "device":
+    number, cost = 1 + len(facts.free_elsewhere), "a script of its own, started by torchrun"
+    if backend(facts) not in ("cuda", "xpu") or number == 1 or facts.memory != "device":
         return
-    if facts.stage in ("move", "step"):
-        title = f"Shard the model over {devices} (fully_shard of torch.distributed.fsdp)"
-        yield propose(title, cost=cost, evidence="parameters, gradients and optimizer state are divided among them")
+    is_fixed = facts.need is not None and facts.need.fixed > facts.need.had
+    if facts.stage in ("move", "step") or is_fixed:
+        yield propose(
+            f"Shard the model over the {number} devices here (fully_shard of torch.distributed.fsdp)", cost=cost,
+            evidence="parameters, gradients and optimizer state are divided among them", **_sharded(facts, number),
+        )  # fmt: skip
     elif facts.trains:
-        title = f"Divide each batch among {devices} (DistributedDataParallel)"
+        title = f"Divide each batch among {number} devices (DistributedDataParallel)"
         yield propose(title, cost=cost, evidence="each has the model and its share of the activations")
+
+
+def _sharded(facts: Facts, number: int) -> dict[str, Any]:
+    """Return the edit that has each rank make its shards, where the cell moves the model to the device."""
+    text = facts.text
+    blocks = {each.name: each.blocks for each in facts.models_there}
+    for statement in text.tree.body if text is not None and backend(facts) == "cuda" else ():
+        move = statement.value if isinstance(statement, ast.Assign | ast.Expr) else None
+        if text is None or not isinstance(move, ast.Call) or not isinstance(move.func, ast.Attribute):
+            continue
+        model = text.code(statement.targets[0] if isinstance(statement, ast.Assign) else move.func.value)
+        fails = facts.stage == "move" and statement is text.statement_at(text.line)
+        if move.func.attr not in ("cuda", "to") or not (fails or model in blocks):
+            continue
+        layers = blocks.get(model) or _LAYERS.format(model=model)
+        start = Change(text.tree.body[0].lineno, 0, "", _AS_A_RANK, text.cell)
+        after = text.insert_after(statement, _SHARDED.format(layers=layers, model=model))
+        stays = text.replace(move, text.code(move.func.value))
+        return {"text": text, "changes": (start, stays, *after), "ranks": number}
+    return {}
 
 
 def _redirected(facts: Facts, device: str, moved: list[Holder]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gpumagic.memory.allocator import rounded
-from gpumagic.memory.ledger import BASE, Account, Ledger, Life, Peak, Place
+from gpumagic.memory.ledger import BASE, BUCKETS, GATHERED, Account, Ledger, Life, Peak, Place
 
 _NO_OPERATOR = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"})
 
@@ -122,6 +122,9 @@ class _Replay:
             if place.line is None and self.ledger.in_backward:
                 place, operator = self._backward, "backward"  # it runs in a thread of torch's
             self.begin(device, address, rounded(entry["size"]), operator, place)
+            kind = _among_ranks(entry["frames"])
+            if kind:
+                self.ledger.mark(address, kind)
         elif action == "free_requested" and address in self.ledger.blocks:
             self.ledger.end(address)
         elif action == "oom":
@@ -139,6 +142,22 @@ class _Replay:
 
     def in_backward(self, depth: int, place: Place) -> None:
         self.ledger.in_backward, self._backward = depth, place
+
+
+_AMONG_RANKS = {
+    "init_all_gather_outputs": GATHERED, "alloc_all_gather_outputs": GATHERED, "foreach_all_gather": GATHERED,
+    "_alloc_padded_unsharded_flat_param": GATHERED, "foreach_reduce": BUCKETS, "_get_reduce_scatter_tensors": BUCKETS,
+    "_ddp_init_helper": BUCKETS, "_pre_forward": BUCKETS, "setup_buckets": BUCKETS,
+    "_partition_param_sec": GATHERED, "_all_gather_dtype": GATHERED, "all_gather_coalesced": GATHERED,
+}  # fmt: skip
+"""What functions of FSDP, DDP and DeepSpeed ask for."""
+
+
+def _among_ranks(frames: Trace) -> str | None:
+    """Return what a block is that the code asked for by which ranks share parameters and gradients."""
+    if not any("/distributed" in each["filename"] or "/deepspeed/" in each["filename"] for each in frames[:3]):
+        return None
+    return next((_AMONG_RANKS[each["name"]] for each in frames[:3] if each["name"] in _AMONG_RANKS), None)
 
 
 def operator_of(frames: Trace) -> str:

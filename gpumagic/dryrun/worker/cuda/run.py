@@ -68,7 +68,7 @@ class CudaRun(Run):
         if not made.has_files:
             sandbox.refuse_compiler()
         sandbox.load_in_this_process(self.notes.assume)
-        self._objects = ranks.take_part(self.request, self.send)
+        self._objects = ranks.take_part(self.request, self.send, self.notes.assume)
         try:
             self._lay_out()
         except torch.OutOfMemoryError:
@@ -153,12 +153,15 @@ class CudaRun(Run):
         gc.disable()  # many records are made now, and the process ends with them
         failed = error is not None and error["is_memory"]
         devices = [self._device(device, failed) for device in range(len(self._allocated))]
-        libraries = sorted({_library_of(what) for what in fakecuda.unknown_sizes()})
+        unknown = fakecuda.unknown_sizes()
+        communicators = unknown.pop("NCCL communicator", 0)
+        libraries = sorted(set(map(_library_of, unknown)))
         for library in libraries:
             self.notes.not_known(f"what {library} takes for itself, which only a real GPU tells")
         others: Outcome = {
             "answers": self._recorded and self._recorded.answers, "lacks": bool(libraries), "versions": _versions(),
             "checked": None if libraries or self._is_as_nobody_measured() else checked.sentence(fakecuda.launches()),
+            "communicators": communicators,
             "rank": None if self._objects is None else {"said": self._objects.said, "stages": ranks.stages()},
             **({"error": None} if failed else {}),
         }  # fmt: skip

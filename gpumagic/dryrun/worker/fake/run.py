@@ -54,7 +54,7 @@ class FakeRun(Run):
     def run(self) -> None:
         """Run the cell and send the outcome."""
         sandbox.block(self.notes, self.request["watcher"])  # before modules of the user's are imported
-        ranks.take_part(self.request, self.send)
+        ranks.take_part(self.request, self.send, self.notes.assume)
         self.ledger.unpacking = True
         self.unpack(self._coming)
         self.guesses.fill_blanks(parts.blanks)
