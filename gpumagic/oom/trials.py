@@ -188,7 +188,7 @@ class Trials:
             return runs[number]
 
         try:
-            if runs and not is_known and self.took > DEAR:  # any number that fits is better than none
+            if runs and not is_known:  # any number that fits is better than none
                 dry_run(1 << (self._likely(choice).bit_length() - 1))
             if not self.reason:
                 fitting.search(dry_run, choice.name, choice.now)

@@ -93,10 +93,11 @@ def notebook(backend: str, case: Case, room: int, seconds: float):
 
 def needs(backend: str, case: Case) -> tuple[int, int, int]:
     """Return the bytes that earlier cells hold, those that they need at their peak, and those at the cell's peak."""
-    if backend == "cuda":  # peaks are the process's
+    if backend == "cuda":
         torch.cuda.init()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(0)
+    if hasattr(torch, backend):  # peaks are the process's
+        getattr(torch, backend).empty_cache()
+        getattr(torch, backend).reset_peak_memory_stats(0)
     with notebook(backend, case, AMPLE, 0.0) as (shell, _):
         module = getattr(torch, backend)
         used = module.max_memory_reserved if backend == "cuda" else module.max_memory_allocated
