@@ -102,6 +102,16 @@ _workers: dict[str, Worker] = {}
 """The warm one of each engine."""
 
 
+def start(engine: str) -> Worker:
+    """Return the warm worker of an engine; one that has to be started imports torch while the caller goes on."""
+    worker = _workers.get(engine)
+    if worker is None or not worker.is_usable():
+        if not _workers:
+            atexit.register(close)
+        worker = _workers[engine] = Worker(engine)
+    return worker
+
+
 def ask(request: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the outcomes of dry runs from the warm worker of their engine, starting one if there is none.
 
@@ -109,15 +119,7 @@ def ask(request: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[dic
         request: what to run.
         variants: what is different in each run; they run side by side where there are cores.
     """
-    if not variants:
-        return []
-    engine = request["engine"]
-    worker = _workers.get(engine)
-    if worker is None or not worker.is_usable():
-        if not _workers:
-            atexit.register(close)
-        worker = _workers[engine] = Worker(engine)
-    return worker.ask(request, variants)
+    return start(request["engine"]).ask(request, variants) if variants else []
 
 
 def warm(engine: str = "fake") -> Worker | None:

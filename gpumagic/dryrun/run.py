@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpumagic.dryrun import payload, scenarios, targets, verdict
+from gpumagic.dryrun import client, payload, scenarios, targets, verdict
 from gpumagic.dryrun.report import DryRunReport, RankNeed, peak_of, reserved_of
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
@@ -144,6 +144,7 @@ def _dry_run(
             raise OptionError(
                 "a snapshot is of torch's CUDA allocator: it takes a CUDA build of torch and a C compiler"
             )
+    client.start(target.engine)  # it imports torch while the notebook is packed
     sent = payload.pack(
         namespace, what.names(), what.function, backend=target.backend, needed=what.needed(),
         with_graphs=target.tells_segments(), only_used=not target.is_here,
@@ -190,7 +191,7 @@ def _request(
             None if each is None else max(0, each - target.extra[1]) for each in target.capacities
         ],
         "pinned": target.pinned, "segments": target.segments, "follows": False,
-        "answers": None, "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
+        "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
         "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),
         "numpy_random": None if numpy is None else numpy.random.get_state(),

@@ -1,16 +1,22 @@
-"""Further runs where something is decided by values that the host reads from the device and no dry run knows.
+"""The runs of one dry run: more than one where something is decided by values that no dry run knows.
 
-A loss that is printed decides nothing: one run tells all. Where something is decided a second run takes the other
-outcome at each such place, and values that size something are tried large; runs that agree end it. While they disagree
-more scenarios of `worker.guesses` are run, and what needs most counts. Where they disagree on whether it fits, the
-verdict is open, and names the lines of what decides.
+A number or a tensor that the host reads from the device is made up, and notes whether it decides anything: a
+comparison, a truth, a size. A loss that is printed does not, and one run tells all. Else, in this order:
+
+1. Where a value that decides may be one that the host put on the device, the run ends at once (`starts_again`), and is
+   made again with values followed (`worker.known`). Its figures are those of any other run.
+2. A second run takes the other outcome at each place that decides, but for one turn of a loop, so that what either
+   outcome leaves behind is there together; where something may be sized by a value, another one takes it large.
+3. Runs whose memory went the same way end it. Otherwise what is read goes otherwise over time (`guesses.SCENARIOS`),
+   and some places go one way and some the other, until nothing new decides.
+4. What needs most counts. Where the runs disagree on whether it fits, the verdict is open, and names the lines.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +25,8 @@ from gpumagic.dryrun.worker.guesses import HOST, LARGE, LARGER, Key, distinct
 from gpumagic.report.units import size
 
 _ALIKE = 0.01
+_NEGLIGIBLE = 0.001
+"""The share of its peak by which what two runs allocate in all may differ: the way by which a trainer sums its loss."""
 _PATIENCE = 5.0
 """Seconds that mixed scenarios may take, as many as there are places."""
 _FEW, _MOST_RUNS = 3, 24
@@ -30,7 +38,7 @@ Outcome = dict[str, Any]
 Request = dict[str, Any]
 Course = dict[str, Any]
 """How what is read goes in a run: see `worker.guesses.Guesses`."""
-USUAL: Course = {"guess": 0, "others": (), "opposite": (), "noting": _NOTING[0]}
+USUAL: Course = {"guess": 0, "others": (), "opposite": (), "spares": None, "noting": _NOTING[0]}
 
 
 def run(request: Request, only: Course | None = None) -> Outcome:
@@ -49,8 +57,6 @@ def run(request: Request, only: Course | None = None) -> Outcome:
             outcome["most"] = runs.course if decides or only["guess"] else None
         if decides and only is None:
             outcome = _Scenarios(runs, outcome).worst()
-        elif outcome.get("follows"):
-            outcome = runs.exact({}, outcome)
     return {**outcome, "runs": runs.count, "seconds": time.monotonic() - start}
 
 
@@ -79,75 +85,47 @@ class _Runs:
         """Return the outcome of the first run; where it fails by a number that is none, of one with plain numbers."""
         at = _NOTING.index(tuple(self.request["noting"]))
         text = re.sub(r"\d+", "0", self.request["source"] or "")  # with other numbers it reads the same
-        self.request["follows"] = (
-            self.request["engine"] == targets.CUDA and text in _FOLLOWED
-        )  # fake tensors need no such run
+        self.request["follows"] = self.request["engine"] == targets.CUDA and text in _FOLLOWED
         for noting in _NOTING[at:]:
             self.request["noting"] = noting
-            outcome = self._with_room({})
+            outcome = self.whole({})
             error = outcome.get("error") or {"kind": "", "text": ""}
             is_refused = error["kind"] == "TypeError" or "Noted" in error["text"] or "INTERNAL ASSERT" in error["text"]
             if not (is_refused and outcome["noted"]):  # else it may come from a number that is none: `worker.noted`
                 break
-        self.request["follows"] = outcome.get("follows", False)
         if text and self.request["follows"]:
             _FOLLOWED[text] = None
             _FOLLOWED.pop(next(iter(_FOLLOWED)) if len(_FOLLOWED) > _REMEMBERED else None, None)
         return outcome
 
     def ask(self, variants: Sequence[Request]) -> list[Outcome]:
-        """Return the outcomes of variants of the request; where values have to be followed, of runs that do.
+        """Return the outcomes of variants of the request; where one needs values to be followed, of runs that do."""
+        outcomes = self._send(variants)
+        again = [number for number, each in enumerate(outcomes) if each.get("starts_again")]
+        if again:
+            self.request["follows"] = True
+            for number, outcome in zip(again, self._send([variants[each] for each in again]), strict=True):
+                outcomes[number] = outcome
+        return outcomes
 
-        Such a run tells figures only, and takes a little more or less than one that does not follow. So its figures
-        are compared with those of others that do, and where it fails by that little another one tells.
-        """
-        plain = [number for number, each in enumerate(variants) if not each.get("follows", self.request["follows"])]
-        outcomes = dict(zip(plain, self._send([variants[each] for each in plain]), strict=True))
-        again = [
-            number for number in range(len(variants)) if number not in outcomes or outcomes[number].get("starts_again")
-        ]
-        follow = [{**variants[each], "follows": True, "is_brief": True, "answers": None} for each in again]
-        for number, variant, outcome in zip(again, follow, self._send(follow), strict=True):
-            outcomes[number] = {**outcome, "follows": True}
-            if _fails(outcome) and not variant.get("has_room"):
-                outcomes[number] = self.exact(variants[number], outcomes[number])
-        return [outcomes[number] for number in range(len(variants))]
-
-    def exact(self, variant: Request, outcome: Outcome) -> Outcome:
-        """Return the outcome of a run that does not follow values, told what one that did knew."""
-        if _fails(outcome):  # its answers are those of a run that has room
-            outcome = {**self._send([{**variant, **self._room, "follows": True, "is_brief": True}])[0], "follows": True}
-        if "ended" in outcome or outcome["is_open"]:
-            return outcome
-        made = self._with_room({**variant, "follows": False, "answers": outcome["answers"]})
-        return {**made, "follows": True, "answers": outcome["answers"], "followed": outcome["devices"]}
-
-    def whole(self, course: Course, outcome: Outcome) -> Outcome:
-        """Return an outcome with its history."""
-        if outcome.get("follows"):
-            return self.exact(course, outcome)
-        made = self._with_room(course)
-        return outcome if "ended" in made else made
-
-    def _with_room(self, variant: Request) -> Outcome:
+    def whole(self, variant: Request) -> Outcome:
         """Return an outcome, of a run that ran out of memory on CUDA with what it needs where there is enough."""
         outcome = self.ask([variant])[0]
-        if self.request["engine"] == targets.FAKE or not _fails(outcome) or outcome.get("follows"):
+        if self.request["engine"] == targets.FAKE or not _fails(outcome):
             return outcome
-        more = self.ask([{**variant, **self._room}])[0]
+        more = self.ask([{**variant, "capacities": [None] * len(self.request["capacities"])}])[0]
         if "ended" in more:
             return outcome
         for device, failed in zip(more["devices"], outcome["devices"], strict=True):
             device |= {"failed": failed["failed"], "failure": failed["failure"]}
         return more
 
-    @property
-    def _room(self) -> Request:
-        return {"capacities": [None] * len(self.request["capacities"]), "has_room": True}
-
     def _send(self, variants: Sequence[Request]) -> list[Outcome]:
         self.count += len(variants)
         return client.ask(self.request, variants)
+
+
+_FIGURES = "peak", "reserved", "after"
 
 
 @dataclass(frozen=True)
@@ -175,14 +153,16 @@ class _Scenario:
         return "ended" in self.outcome or self.outcome["error"] is None
 
     @property
-    def figures(self) -> list[Any]:
-        """All that is counted of its memory: the same in two runs that did the same."""
-        devices = self.outcome.get("followed") or self.outcome.get("devices") or []
-        return [[device[name] for name in ("peak", "reserved", "after", "traffic")] for device in devices]
-
-    @property
     def peak(self) -> int:
-        return max((device[0] for device in self.figures), default=0)
+        return max((device["peak"] for device in self.outcome.get("devices", ())), default=0)
+
+    def did_the_same(self, other: _Scenario) -> bool:
+        """Return whether its memory went as in another run: all that is counted of it is the same, or nearly."""
+        return all(
+            [one[name] for name in _FIGURES] == [another[name] for name in _FIGURES]
+            and abs(one["traffic"] - another["traffic"]) <= _NEGLIGIBLE * one["peak"]
+            for one, another in zip(self.outcome.get("devices", ()), other.outcome.get("devices", ()), strict=False)
+        )
 
 
 class _Scenarios:
@@ -203,9 +183,11 @@ class _Scenarios:
         """Return the outcome of the scenario that needs most, with what depends on the values."""
         kinds = self._kinds()
         sizes = [self._course(LARGE)] if kinds & {"number", "size", "contents"} else []
-        unseen = [(place, not outcome) for place, outcome in self._outcomes().items()]
-        self._run([self._course(1, opposite=unseen), *sizes])
+        # One turn is as before, so that what either outcome leaves behind is there together.
+        other = self._run([self._course(1, opposite=self._opposites(), spares=1), *sizes])[0]
         if not self._agree():
+            if other.outcome.get("most_turns", 0) > 1:
+                self._run([self._course(1, opposite=self._opposites())])
             if self._first.outcome["most_turns"] > 1 or self._kinds() - {"truth", "comparison"}:
                 tried = {each.course["guess"] for each in self._all}
                 self._run([self._course(guess) for guess in distinct(self._kinds()) if guess not in tried])
@@ -220,18 +202,18 @@ class _Scenarios:
         most = max(counted, key=lambda run: (run.fits is not None, run.fits is False, run.peak, run is self._first))
         outcome = self._first.outcome
         if most is not self._first and (most.fits is not False or self._first.fits is not False):
-            outcome = self._runs.whole(most.course, most.outcome)
-        elif outcome.get("follows") and "followed" not in outcome:
-            outcome = self._runs.exact({}, outcome)
+            whole = self._runs.whole(most.course)
+            outcome = most.outcome if "ended" in whole else whole
         return self._judged(outcome, most, conclusive, grows)
 
     def _kinds(self) -> set[str]:
         return {kind for each in self._all for _, _, kind in each.outcome.get("reads", ())}
 
-    def _course(
-        self, guess: int, others: Mapping[Key, int] | None = None, opposite: Sequence[tuple[Key, bool]] = ()
-    ) -> Course:
-        return {**self._first.course, "guess": guess, "others": list((others or {}).items()), "opposite": opposite}
+    def _course(self, guess: int, **more: Any) -> Course:
+        return {**self._first.course, "guess": guess, **more}
+
+    def _opposites(self) -> list[tuple[Key, bool]]:
+        return [(place, not outcome) for place, outcome in self._outcomes().items()]
 
     def _outcomes(self) -> dict[Key, bool]:
         """Return the outcome of each comparison that had only one, in the first run that came there."""
@@ -245,9 +227,9 @@ class _Scenarios:
         """Return whether what was run tells that the values do not matter."""
         conclusive = [each for each in self._all if each.is_conclusive]
         fits = {each.fits for each in conclusive}
-        if len(fits) != 1 or None in fits or any(self._places([each]) != self._places() for each in self._all):
+        if len(fits) != 1 or None in fits or any(self._places([each]) != self._places() for each in conclusive):
             return False  # also where a branch that one took decides by more
-        if len(conclusive) > 1 and all(each.figures == conclusive[0].figures for each in conclusive):
+        if len(conclusive) > 1 and all(each.did_the_same(conclusive[0]) for each in conclusive):
             return len(conclusive) == len(self._all) or len(self._places()) == 1
         peaks = [each.peak for each in conclusive]
         return len(self._places()) == 1 and max(peaks) <= min(peaks) * (1 + _ALIKE)
@@ -269,7 +251,7 @@ class _Scenarios:
             for turned in _parts(seen):
                 # A number that is turned over is compared otherwise, and may be so where it was not met before.
                 compared = [(place, outcome is not (place in turned)) for place, outcome in outcomes.items()]
-                course = self._course(0, dict.fromkeys(turned, 1), compared)
+                course = self._course(0, others=[(place, 1) for place in turned], opposite=compared)
                 if all(each.course != course for each in self._all):
                     self._run([course])
 

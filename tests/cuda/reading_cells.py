@@ -180,11 +180,26 @@ for x, y in data:
 schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
 for x, y in data:
     schedule.step(step(x, y)[0].item())
-# %% predictions on the host: 5
+# %% predictions on the host: 1
 found = []
 for x, y in data:
     found.append(model(x.cuda()).argmax(1).cpu())
 print(torch.cat(found).shape, (torch.cat(found) == 3).float().mean().item())
+# %% predictions that are saved and counted: 1
+import io
+found, hits = [], 0
+for x, y in data:
+    out = model(x.cuda()).detach().cpu()
+    hits += (out.argmax(1) == y).sum().item()
+    found.append(out.softmax(1))
+torch.save(torch.cat(found), io.BytesIO())
+print(torch.stack(found).mean(0)[0].tolist(), hits / 128)
+# %% a decision by a value that the host put there: 2
+limit = torch.tensor(1).cuda()
+x = data[0][0].cuda().requires_grad_()
+h = x * 1
+if limit.item() > 0:
+    sum(h * each for each in range(1, 9)).sum().backward()
 # %% accelerate: 1
 from accelerate import Accelerator
 accelerator = Accelerator()

@@ -19,7 +19,7 @@ from gpumagic.dryrun.script import script_of
 MIB = 1 << 20
 READS = (
     "x.sum() > {}", "x.sum().item() > {}", "float(x.max()) < {}", "bool((x > {}).any())", "x.mean().item() ** 2 >= {}",
-    "x.tolist()[3] > {}",
+    "x.tolist()[3] > {}", "x.cpu().max().item() > {}", "(x.cpu() > {}).any()",
 )  # fmt: skip
 SIZES = st.sampled_from([2, 6, 10, 14, 34])
 NAMES = st.sampled_from("abc")
@@ -132,8 +132,12 @@ def test_of_many_nested_branches_the_outcomes_that_need_most_count(statements: l
 NESTED = "if x.sum() > 3:\n    if x.sum().item() > 4:\n        y = None\n    else:\n        y = mib(50)"
 
 
-def test_a_branch_in_a_branch_that_only_one_mixture_of_outcomes_takes_counts() -> None:
-    report = dry_run(NESTED)
+COPIED = NESTED.replace("x.sum() > 3", "(x.cpu() > 3).any()")
+
+
+@pytest.mark.parametrize("cell", [NESTED, COPIED])
+def test_a_branch_in_a_branch_that_only_one_mixture_of_outcomes_takes_counts(cell: str) -> None:
+    report = dry_run(cell)
     assert (report.fits, report.devices[0].peak // MIB) == (True, 50)
 
 

@@ -136,6 +136,17 @@ for _ in range(8):
     "a threshold far away": ("if x.sum().item() > 5000: y = mib(50)", 50),
     "a mask": ("y = x.repeat(16, 1)\ny = y[y > 0]", 25),
     "experts by nonzero": ("y = [x[(x[:, 0] > e).nonzero().squeeze(1)].repeat(8, 1) for e in range(8)]", 16),
+    "what either branch keeps, in a loop": (
+        """
+for _ in range(4):
+    loss = (w * x).sum()
+    if loss > 5:
+        best = mib(50)
+    else:
+        last = mib(50)
+""",
+        150,
+    ),
     "copied to the host": ("values = x.cpu()\nif values.mean() > 0.5: y = mib(50)", 50),
 }  # fmt: skip
 
@@ -198,7 +209,7 @@ def test_what_is_only_noted_leaves_the_verdict_as_it_is(notebook, use) -> None:
 
 
 def test_every_guess_is_named_with_its_line(notebook) -> None:
-    cell = "a = bool(x.sum().item())\nif x.sum() > 5: pass\nb = x[x > 0]\nc = x.cpu()"
+    cell = "a = bool(x.sum().item())\nif x.sum() > 5: pass\nb = x[x > 0]\nc = x.cpu()\nd = c.numpy()"
     assert dry_run(cell, notebook).assumed[:4] == (
         "line 1: `x.sum().item()` is taken to be 1",
         "line 2: `x.sum() > 5` is taken to be False",
@@ -242,6 +253,10 @@ DECIDES = {
     "a text that is read": "n = 40 if float(f'{loss.item():.2f}') > 1e3 else 1",
     "a key": "n = {1.0: 1}.get(loss.item(), 40)",
     "a list of numbers": "n = 40 if max(x[0].tolist()) > 1e3 else 1",
+    "a list of truths": "n = 40 if (x[0] > 5).to('cuda').tolist()[3] else 1",
+    "a copy on the host": "copy = (x > 5).cpu()\nn = 40 if copy.any() else 1",
+    "an array of a copy": "n = 40 if x.cpu().numpy().max() > 1e3 else 1",
+    "a number of a copy": "n = 40 if x.cpu().max().item() > 1e3 else 1",
     "a whole number": "n = 40 if (x > 5).sum().item() > 1e3 else 1",
     "an index": "n = [40, 1][(x > 5).any().long().item()]",
     "a size": "n = min(40, len(range((x > 5).sum().item())))",
@@ -277,7 +292,7 @@ def test_an_error_that_comes_of_every_assumed_value_but_not_alike_may_be(noteboo
 def test_what_comes_back_from_the_host_is_followed_from_the_start_the_next_time(notebook) -> None:
     cell = "n = torch.tensor([5, 9], device='cuda:0').max().item()\ny = mib(n) # {}"
     first, second = (dry_run(cell.format(number), notebook) for number in (1, 2))
-    assert (first.runs, second.runs, needed(second)) == (3, 2, 9)
+    assert (first.runs, second.runs, needed(second)) == (2, 1, 9)
 
 
 def test_a_loop_whose_memory_is_flat_is_told_as_such(notebook) -> None:

@@ -8,9 +8,11 @@ Start with `process.py`, then `run.py`.
     fake/            the same on fake tensors
     cell.py          the cell's running line, and what is to be said of it
     modules.py       tells parameters, gradients, optimizer state and activations, by module; the models of a cell
-    known.py         the few small values that are known all the same
-    guesses.py       what the host is told of the others, a scenario at a time, and what is decided by it
-    noted.py         numbers that note what is decided by them
+    guesses.py       what the host is told where it reads a value, and what is decided by it
+    noted.py         numbers that were read, and note what is decided by them
+    fetched.py       tensors that were copied to the host, which do the same
+    known.py         the few small values that are known, since the host put them there
+    shown.py         shows every operator to those two
     sandbox.py       data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
     box/             what the machine's kernel keeps in; files of the process's own
     ranks.py         one rank of many

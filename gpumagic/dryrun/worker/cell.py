@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -44,6 +45,9 @@ class Notes:
 
 
 _NOWHERE = Place()
+_BETWEEN = ("gpumagic.", "torch._ops")
+"""Modules that stand between the code that calls an operator and what answers for it."""
+_COPIES = {"cpu", "to", "copy_"}
 
 
 class Lines:
@@ -59,6 +63,7 @@ class Lines:
         self._lines = {name: text.splitlines() for name, text in sources.items()}
         self._places: dict[tuple[Any, ...], Place] = {}
         self._expressions: dict[tuple[CodeType, int], str] = {}
+        self._keeping: dict[tuple[CodeType, int], bool] = {}
 
     def where(self) -> Place:
         """Return the cell's innermost running line, and the notebook's function it is in where that is another's."""
@@ -86,6 +91,18 @@ class Lines:
             self._expressions[at] = self._text(inner)
         return (frame or inner).f_lineno, self._expressions[at]
 
+    def keeps(self) -> bool:
+        """Return whether a method is called that copies a tensor and looks at none of its numbers."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+            frame = frame.f_back
+        if frame is None:
+            return False
+        at = (frame.f_code, frame.f_lasti)
+        if at not in self._keeping:
+            self._keeping[at] = _method(self._text(frame)) in _COPIES
+        return self._keeping[at]
+
     def _running(self) -> tuple[FrameType | None, FrameType | None]:
         """Return the cell's innermost frame, and the innermost one of the notebook's other code that it has called."""
         inner: FrameType | None = None
@@ -101,7 +118,8 @@ class Lines:
 
     def _text(self, frame: FrameType) -> str:
         """Return what a frame's instruction was compiled from; all of its line where Python does not say (3.10)."""
-        lines = self._lines.get(frame.f_code.co_filename, [])
+        name = frame.f_code.co_filename
+        lines = self._lines[name] if name in self._lines else linecache.getlines(name)
         line = lines[frame.f_lineno - 1] if 0 < frame.f_lineno <= len(lines) else ""
         span = span_at(frame.f_code, frame.f_lasti)
         if span is not None and span[0] == span[1] == frame.f_lineno:
@@ -123,6 +141,16 @@ class Lines:
         lines = self._lines.get(filename, [])
         code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
         return Place(line, code, "" if inner is None else f"{inner[1]}, line {inner[2]}")
+
+
+def _method(text: str) -> str:
+    """Return the name of what an expression calls last; nothing where it is no call."""
+    depth = 0
+    for place in range(len(text) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[:place].rpartition(".")[2]
+    return ""
 
 
 def _location(frame: FrameType) -> tuple[str, str, int]:

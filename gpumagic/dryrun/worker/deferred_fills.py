@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map_only
 
 from gpumagic.dryrun.worker.modules import leaves_of
+from gpumagic.dryrun.worker.shown import is_plain
 from gpumagic.heap.running_module import tensors_in
 
 LEAST = 1 << 20
@@ -371,9 +372,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has memory of its own, and not an operator's answer for each operator."""
-    is_its_own = type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
-    return not is_its_own and tensor.layout == torch.strided
+    return tensor.layout == torch.strided and is_plain(tensor)
 
 
 def _blank(tensor: torch.Tensor, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:

@@ -32,15 +32,18 @@ class Read:
 
     __slots__ = ("key", "may_be_known", "number")
 
-    number: Any
-    key: Key
-    may_be_known: bool
+    def __init__(self, number: Any, key: Key, may_be_known: bool) -> None:
+        self.number = number
+        self.key = key
+        self.may_be_known = may_be_known
 
 
 HOST: Key = (None, "")
 """Contents of the host that were not sent: which expression reads them is not known."""
 THREAD: Key = (None, "a thread")
 """What reads is a thread in which no line of the notebook runs."""
+NOBODY: Key = (None, "nobody")
+"""What reads is not the cell, or only shows it."""
 
 
 MOST_FILLED = 64 << 20
@@ -131,7 +134,8 @@ class Guesses:
 
     Args:
         course: its `guess`, which of `SCENARIOS`; `others`, for some of the expressions that read another one;
-            `opposite`, the outcome of some comparisons; `noting`, whether fractions and whole numbers are noted.
+            `opposite`, the outcome of some comparisons; `spares`, at which turn all of that does not hold; `noting`,
+            whether fractions and whole numbers are noted.
         assume: called with a sentence for each thing that is assumed.
         where: tells which expression of the cell runs; None for a read that is not the cell's.
     """
@@ -150,9 +154,16 @@ class Guesses:
         """Ends a run in which something is decided by what a run that follows values may know."""
         self.leave: Callable[[torch.Tensor], bool] = lambda _: False
         """Takes a tensor that was copied from a device, to fill it when it is looked at; False where it does not."""
+        self.remember: Callable[[torch.Tensor, Read], object] = lambda *_: None
+        """Remembers what was copied from a device."""
+        self.fetched: Callable[[torch.Tensor], Read | None] = lambda _: None
+        """Returns what is remembered of a tensor."""
+        self.keeps: Callable[[], bool] = lambda: False
+        """Tells whether what is copied at the moment is not looked at by what copies it."""
         self._course = course["guess"]
         self._others: dict[Key, int] = dict(course["others"])
         self._opposite: dict[Key, bool] = dict(course["opposite"])
+        self._spares: int | None = course["spares"]
         self._kinds = course["noting"]
         self._assume = assume
         self._where = where
@@ -204,9 +215,11 @@ class Guesses:
         if number.may_be_known:
             self.begin_again()
         self.reads.setdefault((*number.key, "comparison"))
-        outcome = self._opposite.get(place, outcome)
-        self.compared.setdefault(place, set()).add(outcome)
-        self._turns[place, "comparison"] = self._turns.get((place, "comparison"), 0) + 1
+        turn = self._turns.get((place, "comparison"), 0)
+        self._turns[place, "comparison"] = turn + 1
+        if turn != self._spares:
+            outcome = self._opposite.get(place, outcome)
+            self.compared.setdefault(place, set()).add(outcome)
         if place in self._opposite:
             self._say(place, f"is taken to be {outcome}")
         else:
@@ -220,7 +233,9 @@ class Guesses:
         if number.may_be_known:
             self.begin_again()
         self.reads.setdefault((*number.key, kind))
-        self._say(number.key, f"is taken to {self._scenario(number.key).number}")
+        self._say(
+            number.key, f"is taken to {self._scenario(number.key).number}" + ", throughout" * (kind == "contents")
+        )
 
     def shown(self, text: str, number: Read) -> str:
         """Return a number's text, and know it again where the notebook makes a number of it."""
@@ -275,40 +290,57 @@ class Guesses:
 
         if self.leave(host):
             return
-        key, turn, scenario = self._read("contents", host.dtype, may_be_known=may_be_known)
+        key, turn, scenario = self._turn("contents")
+        whole = host
         if host.nbytes > min(MOST_FETCHED, self._room):
             host = host[:0]  # it stays zeros, which take no memory
         self._room -= host.nbytes if host.nbytes >= LEAST_COUNTED else 0
-        if host.dtype == torch.bool:
-            self._say(key, f"is taken to {scenario.truth}, throughout")
-            host.fill_(TRUTHS[scenario.truth](turn))
-            return
         number = NUMBERS[scenario.number](turn)
-        if host.dtype.is_floating_point:
+        if host.dtype == torch.bool:
+            number = TRUTHS[scenario.truth](turn)
+        elif host.dtype.is_floating_point:
             number = min(number, torch.finfo(host.dtype).max)
         elif not host.dtype.is_complex:
             limits = torch.iinfo(host.dtype)
             number = max(limits.min, min(round(number), limits.max))
         host.fill_(number)
+        reading = self._thread.reading
+        if key is NOBODY:
+            return
+        if reading is not None and self.is_noted(host.dtype):
+            self._note(reading, key, may_be_known=may_be_known)
+        elif self.keeps():
+            self.remember(whole, Read(number, key, may_be_known))
+        else:
+            self.lose(Read(number, key, may_be_known), "contents")
+
+    def _note(self, reading: _Reading, key: Key, *, may_be_known: bool) -> None:
+        self.noted += 1
+        reading.key, reading.may_be_known = key, may_be_known
+
+    def _turn(self, kind: str) -> tuple[Key, int, Scenario]:
+        """Return the expression that reads, how often it was read before, and its scenario."""
+        key = self._where()
+        if key is None or self._thread.ignores:
+            return NOBODY, 0, SCENARIOS[0]
+        turn = self._turns.get((key, kind), 0)
+        self._turns[key, kind] = turn + 1
+        return key, turn, SCENARIOS[0] if turn == self._spares else self._scenario(key)
 
     def _read(
         self, kind: str, dtype: torch.dtype | None = None, *, may_be_known: bool = False
     ) -> tuple[Key, int, Scenario]:
         """Note a read; return its expression, how often it was read before, and its scenario."""
-        key = self._where()
-        if key is None or self._thread.ignores:
-            return THREAD, 0, SCENARIOS[0]
-        turn = self._turns.get((key, kind), 0)
-        self._turns[key, kind] = turn + 1
-        scenario = self._scenario(key)
+        key, turn, scenario = self._turn(kind)
         reading = self._thread.reading
+        if key is NOBODY:
+            return key, turn, scenario
         if reading is not None and dtype is not None and self.is_noted(dtype):
-            self.noted += 1
-            reading.key, reading.may_be_known = key, may_be_known
+            self._note(reading, key, may_be_known=may_be_known)
             return key, turn, scenario
         self.reads.setdefault((*key, kind))
         if dtype is not None and str(dtype) != "torch.bool":
-            self._say(key, f"is taken to {scenario.number}" + ", throughout" * (kind == "contents"))
+            self._say(key, f"is taken to {scenario.number}")
         return key, turn, scenario
 
     def _scenario(self, key: Key) -> Scenario:
@@ -323,7 +355,7 @@ class Guesses:
         }  # fmt: skip
 
     def _say(self, key: Key, what: str) -> None:
-        if self._thread.ignores or (key == THREAD and all(read[:2] != key for read in self.reads)):
+        if self._thread.ignores or key is NOBODY or (key == THREAD and all(read[:2] != key for read in self.reads)):
             return
         line, code = key
         self._assume(f"what {code} reads {what}" if line is None else f"line {line}: `{code}` {what}")

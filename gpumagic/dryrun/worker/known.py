@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gpumagic.dryrun.worker.shown import is_plain
 from gpumagic.heap.running_module import tensors_in
 
 LARGEST = 1 << 14
@@ -40,7 +41,7 @@ class _Traits:
     """What an operator does with contents.
 
     Attributes:
-        is_view: whether its result is its operand's memory.
+        is_view: whether its result may be its operand's memory.
         computes: whether its result follows from its operands.
         written: the numbers and names of the arguments that it writes to.
         overwritten: those of which what was there does not matter.
@@ -61,6 +62,8 @@ def _traits(op: Any) -> _Traits:
     aliased = [each for each in op._schema.arguments if each.alias_info is not None]
     numbers = {each.name: number for number, each in enumerate(op._schema.arguments)}
     written = {each.name for each in aliased if each.is_write}
+    if "norm" in name:  # their schemas do not say that they write to these
+        written |= numbers.keys() & {"running_mean", "running_var"}
     free = {each for each in written if op._schema.arguments[numbers[each]].kwarg_only}
     if name in _OVERWRITES | _SHAPES:
         free.add(op._schema.arguments[0].name)
@@ -109,7 +112,7 @@ class Known:
         """Return a tensor's contents on the CPU, over the memory that they are kept in; None if they are not known."""
         if tensor.device.type != self._type:
             return tensor if tensor.device.type == "cpu" else None
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or not is_plain(tensor):
             return None
         raw = self._kept.get(self._key_of(tensor))
         if raw is None or raw.numel() != self._nbytes_of(tensor):
@@ -120,7 +123,8 @@ class Known:
     def write(self, target: torch.Tensor, value: torch.Tensor | None) -> None:
         """Note what a tensor holds from now on; None if that is not known."""
         place = None if value is None else self.of(target)
-        if value is not None and place is None and target.numel() * target.itemsize >= self._nbytes_of(target):
+        is_whole = is_plain(target) and target.numel() * target.itemsize >= self._nbytes_of(target)
+        if value is not None and place is None and is_whole:
             self._kept[self._key_of(target)] = self._memory_of(target)
             place = self.of(target)
         if value is None or place is None:
@@ -138,12 +142,15 @@ class Known:
             made: what it returned.
         """
         traits = _traits(op)
+        results = [each for each in tensors_in(made) if self.is_here(each)]
         if traits.is_view:
-            return
+            given = {self._key_of(each) for each in tensors_in((args, kwargs)) if self.is_here(each)}
+            results = [each for each in results if self._key_of(each) not in given]
+            if not results:
+                return
         if op.namespace == "c10d":
             self._share(traits.name, args)
             return
-        results = [each for each in tensors_in(made) if self._is_here(each)]
         if traits.name == _FROM_HOST:
             self._read_in(results)
             return
@@ -166,9 +173,9 @@ class Known:
         """Note what a collective did, of which all ranks are taken to send the same; sums of that are not known."""
         if name.endswith("::broadcast_"):
             return
-        given = next(filter(self._is_here, tensors_in(args[1])), None) if "allgather" in name else None
+        given = next(filter(self.is_here, tensors_in(args[1])), None) if "allgather" in name else None
         value = None if given is None else self.of(given)
-        for each in filter(self._is_here, tensors_in(args[0])):
+        for each in filter(self.is_here, tensors_in(args[0])):
             is_whole = value is not None and value.numel() and not each.numel() % value.numel()
             made = value.flatten().repeat(each.numel() // value.numel()) if is_whole and value is not None else None
             self.write(each, None if made is None else made.view(each.shape))
@@ -184,12 +191,12 @@ class Known:
         written = list(self._written(traits, args, kwargs))
         if traits.absorbing is not None:
             return [], written
-        results = [each for each in tensors_in(made) if self._is_here(each)]
+        results = [each for each in tensors_in(made) if self.is_here(each)]
         is_small = results and all(each.numel() * each.itemsize <= LARGEST for each in results)
         if not is_small or not traits.computes:
             return None, written
         given = [(name, each) for name, value in (*enumerate(args), *kwargs.items()) for each in tensors_in(value)]
-        return [each for name, each in given if name not in traits.overwritten and self._is_here(each)], written
+        return [each for name, each in given if name not in traits.overwritten and self.is_here(each)], written
 
     def may_follow(self, needs: list[int] | None, written: list[int]) -> bool:
         """Return whether something may be known of what an operator did; where not, what it wrote to is forgotten.
@@ -262,9 +269,10 @@ class Known:
         if traits.written:
             for name, value in (*enumerate(args), *kwargs.items()):
                 if name in traits.written:
-                    yield from filter(self._is_here, tensors_in(value))
+                    yield from filter(self.is_here, tensors_in(value))
 
-    def _is_here(self, tensor: torch.Tensor) -> bool:
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on the device of the dry run."""
         return tensor.device.type == self._type and tensor.layout is torch.strided
 
 

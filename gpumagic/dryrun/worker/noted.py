@@ -58,9 +58,7 @@ class Noted(Read):
     __slots__ = ("_guesses",)
 
     def __init__(self, number: float, key: Key, guesses: Guesses, *, may_be_known: bool) -> None:
-        self.number = number
-        self.key = key
-        self.may_be_known = may_be_known
+        super().__init__(number, key, may_be_known)
         self._guesses = guesses
 
     @property  # type: ignore[misc]
@@ -272,8 +270,16 @@ class Numbers:
         guesses = self._guesses
 
         def noted(tensor: torch.Tensor) -> Any:
-            if tensor.is_cpu or tensor.is_meta or not guesses.is_noted(tensor.dtype) or tensor.numel() > _MOST_LISTED:
+            if tensor.is_meta or not guesses.is_noted(tensor.dtype) or tensor.numel() > _MOST_LISTED:
                 return read(tensor)
+            if tensor.is_cpu:
+                known = guesses.fetched(tensor)
+                if known is None:
+                    return read(tensor)
+                with guesses.ignoring():
+                    value = read(tensor)
+                guesses.noted += 1
+                return _wrapped(value, known.key, guesses, known.may_be_known)
             with guesses.noting() as reading:
                 value = read(tensor)
             return _wrapped(value, reading.key, guesses, reading.may_be_known) if reading.key else value

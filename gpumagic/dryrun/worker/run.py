@@ -15,7 +15,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,11 +25,14 @@ from gpumagic.dryrun.worker import deferred_fills
 from gpumagic.dryrun.worker.cell import Lines, Notes
 from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.dryrun.worker.deferred_fills import DeferredFills
+from gpumagic.dryrun.worker.fetched import Fetched
 from gpumagic.dryrun.worker.guesses import Guesses
+from gpumagic.dryrun.worker.known import Known
 from gpumagic.dryrun.worker.modules import Models, Modules
 from gpumagic.dryrun.worker.noted import Numbers
 from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.dryrun.worker.sandbox import Magics
+from gpumagic.dryrun.worker.shown import Shown
 from gpumagic.memory import ledger
 from gpumagic.memory.ledger import Ledger, Peak
 from gpumagic.source import frames
@@ -52,6 +55,9 @@ class Run:
         self.lines = Lines(request["filename"], request["sources"])
         self.passes = Passes(request["filename"], request["sources"])
         self.guesses = Guesses(request, self.notes.assume, self.lines.reading)
+        self.shown = Shown()
+        self.known: Known | None = None
+        """What is known of the device's values, where they are followed."""
         self.is_brief = request["is_brief"]  # only the figures are wanted, not the history
         self.kept: list[torch.Tensor] = []
         """What the notebook holds besides what was sent."""
@@ -85,6 +91,8 @@ class Run:
             watched: is told what the blocks are.
             key_of: what it calls a tensor's storage; 0 for one that is not on the device of the dry run.
         """
+        self.guesses.keeps = self.lines.keeps
+        Fetched(self.guesses, self.shown, self.known).install()
         self.fills = DeferredFills(self.guesses.fill, draws=not self.request["guess"])
         self.fills.install()
         self.guesses.leave = self.fills.leave
@@ -103,13 +111,12 @@ class Run:
         self.begin()
         try:
             code = None if source is None else self.passes.compiled(source, filename)
-            with self.following():
-                if code is None:
-                    self.namespace["__dry_run__"]()
-                elif code.co_flags & 0x80:  # it awaits something
-                    asyncio.run(eval(code, self.namespace))  # noqa: S307  # the user's own cell
-                else:
-                    exec(code, self.namespace)  # noqa: S102  # the user's own cell
+            if code is None:
+                self.namespace["__dry_run__"]()
+            elif code.co_flags & 0x80:  # it awaits something
+                asyncio.run(eval(code, self.namespace))  # noqa: S307  # the user's own cell
+            else:
+                exec(code, self.namespace)  # noqa: S102  # the user's own cell
         except SystemExit:
             pass
         except BaseException as error:
@@ -193,10 +200,6 @@ class Run:
 
     def begin(self) -> None:
         """Begin with the cell."""
-
-    def following(self) -> AbstractContextManager[object]:
-        """Return what the cell is run in."""
-        return nullcontext()
 
     def failure(self, error: BaseException) -> dict[str, Any]:
         """Return how the cell failed."""

@@ -1,26 +1,23 @@
 """What the host reads from a CUDA device whose kernels do nothing: what the host itself put there, else a guess.
 
 Values that were copied to the device lie in its memory, but so does what earlier tensors left. Which it is, only
-`Known` knows, and it has to see every operator, which costs time and lets some tensors live a little longer or shorter.
-So a run begins without it. Where the host reads more than a loss, which nobody knows, the run ends, another one follows
-the values and records what was known at each read, and a last one, plain again, is told the same.
+`Known` knows, and it has to see every operator, which makes each take three times as long.
+So a run begins without it, and where something is decided by what may be known, another run follows the values.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumagic.dryrun.worker import cell
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.known import Known
-from gpumagic.heap.running_module import tensors_in
+from gpumagic.dryrun.worker.shown import is_plain
+from gpumagic.heap.storages import local_of
 
 _AMONG_RANKS = ("torch.distributed.utils", "torch.distributed.tensor._random")
 """Where DDP compares what the ranks have, and DTensors share a seed: it lies in the device's memory as it is."""
@@ -28,61 +25,6 @@ _UNSEEN = (*cell.COMPILERS, "torch.serialization", *_AMONG_RANKS)
 """What copies to the host and looks at no value: a file of weights has its size whatever they are."""
 _COPY = torch.ops.aten.copy_.default
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_MOST_RECORDED = 1 << 20
-"""Bytes of one read."""
-
-
-class Contents(Protocol):
-    """Tells what the host finds when it reads."""
-
-    def of(self, tensor: torch.Tensor, /) -> torch.Tensor | None:
-        """Return a tensor's contents on the CPU; None if they are not known."""
-
-
-class Recorded:
-    """What is known at each read, kept so that another run can be told the same.
-
-    Args:
-        known: tells it.
-    """
-
-    def __init__(self, known: Known) -> None:
-        self._known = known
-        self.answers: list[str | None] = []
-        """The bytes of each, in hexadecimal digits, in the order of the reads."""
-
-    def of(self, tensor: torch.Tensor, /) -> torch.Tensor | None:
-        """Return a tensor's contents on the CPU; None if they are not known."""
-        value = self._known.of(tensor)
-        if value is None or value.numel() * value.itemsize > _MOST_RECORDED:
-            self.answers.append(None)
-            return None
-        raw = value.resolve_conj().resolve_neg().flatten().view(torch.uint8)
-        self.answers.append(bytes(raw.tolist()).hex())
-        return value
-
-
-class Replayed:
-    """What was known at each read of a run that was recorded.
-
-    Args:
-        answers: those of `Recorded`.
-        give_up: ends a run that reads otherwise.
-    """
-
-    def __init__(self, answers: list[str | None], give_up: Callable[[], NoReturn]) -> None:
-        self._coming = iter(answers)
-        self._give_up = give_up
-
-    def of(self, tensor: torch.Tensor, /) -> torch.Tensor | None:
-        """Return a tensor's contents on the CPU; None if they are not known."""
-        answer = next(self._coming, "none is left")
-        if answer is None:
-            return None
-        if len(answer) != 2 * tensor.numel() * tensor.itemsize:
-            self._give_up()
-        raw = torch.tensor(list(bytes.fromhex(answer)), dtype=torch.uint8, device="cpu")
-        return raw.view(tensor.dtype).reshape(tensor.shape)
 
 
 class Reading:
@@ -90,7 +32,7 @@ class Reading:
 
     Args:
         guesses: what is said of what is not known.
-        contents: tells what is known; None in a run that does not follow it.
+        known: tells what is known; None in a run that does not follow values.
         give_up: ends such a run, where it matters.
         assume: called with a sentence for each thing that is assumed.
     """
@@ -98,12 +40,12 @@ class Reading:
     def __init__(
         self,
         guesses: Guesses,
-        contents: Contents | None,
+        known: Known | None,
         give_up: Callable[[], NoReturn],
         assume: Callable[[str], None],
     ) -> None:
         self._guesses = guesses
-        self._contents = contents
+        self._known = known
         self._give_up = give_up
         self._assume = assume
         self._library: Any = None
@@ -124,11 +66,11 @@ class Reading:
         torch.amp.GradScaler._maybe_opt_step = self._step
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if self._contents is None:
+        if self._known is None:
             if not (cell.runs_in(*cell.COMPILERS) or self._guesses.is_ignoring):
                 self._give_up()
             return None
-        return self._contents.of(tensor)
+        return self._known.of(tensor)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         _COPY.redispatch(_ON_CPU, target, source, non_blocking)  # where torch has its own, for every pair of devices
@@ -138,22 +80,16 @@ class Reading:
 
     def _fetch(self, source: torch.Tensor, host: torch.Tensor) -> None:
         """Put something into what was copied from a device to the host."""
-        if self._contents is None:
-            if self._guesses.expects(host.dtype):
-                self._guesses.fill(host, may_be_known=True)
-            elif not self._guesses.leave(host):
-                self._give_up()
-            return
-        value = self._contents.of(source)
+        value = None if self._known is None else self._known.of(source)
         if value is None:
-            self._guesses.fill(host)
+            self._guesses.fill(host, may_be_known=self._known is None)
         else:
             host.copy_(value)
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
         if torch.distributed.is_initialized() and cell.runs_in(*_AMONG_RANKS):
             return memory_of(tensor).view(tensor.dtype)[tensor.storage_offset()].item()
-        if self._contents is None and (tensor.requires_grad or self._guesses.expects(tensor.dtype)):
+        if self._known is None and (tensor.requires_grad or self._guesses.expects(tensor.dtype)):
             # Of a loss, nothing that the host put there; of the others it matters once something is decided by them.
             return self._guesses.scalar(tensor.dtype, may_be_known=not tensor.requires_grad)
         value = self._value(tensor)
@@ -217,42 +153,12 @@ class Reading:
         )
 
 
-class Following(TorchDispatchMode):
-    """Shows every operator to `Known`, in one thread."""
-
-    def __init__(self, known: Known) -> None:
-        super().__init__()
-        self._known = known
-
-    def in_threads(self) -> None:
-        """Show those of all threads that begin, for the rest of the process."""
-        threads: Any = threading.Thread
-        begin, known = threads._bootstrap_inner, self._known
-
-        def begin_with_mode(thread: threading.Thread) -> None:
-            with Following(known):
-                begin(thread)
-
-        threads._bootstrap_inner = begin_with_mode
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile do its work as if this were not there."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(each.__module__.startswith("torch.distributed.") for each in types):
-            return NotImplemented  # what a DTensor makes of it comes here in its turn
-        kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        if not any(isinstance(each, FakeTensor) for each in tensors_in(made)):  # by which DTensors learn of shapes
-            self._known.follow(func, args, kwargs, made)
-        return made
-
-
 def address_of(tensor: torch.Tensor) -> int:
-    """Return where a tensor's storage begins."""
-    return int(tensor.data_ptr() - tensor.storage_offset() * tensor.itemsize)
+    """Return where a tensor's storage begins, or that of what this process has of it; 0 where it has none."""
+    local = local_of(tensor)
+    if local is tensor and not is_plain(tensor):
+        return 0
+    return int(local.data_ptr() - local.storage_offset() * local.itemsize)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,15 +17,7 @@ from gpumagic.dryrun import checked, parts
 from gpumagic.dryrun.worker import ranks, sandbox
 from gpumagic.dryrun.worker.cuda.history import History, Trace
 from gpumagic.dryrun.worker.cuda.layout import Layout
-from gpumagic.dryrun.worker.cuda.reading import (
-    Contents,
-    Following,
-    Reading,
-    Recorded,
-    Replayed,
-    address_of,
-    memory_of,
-)
+from gpumagic.dryrun.worker.cuda.reading import Reading, address_of, memory_of
 from gpumagic.dryrun.worker.deferred_fills import LEAST
 from gpumagic.dryrun.worker.known import Known
 from gpumagic.dryrun.worker.run import Outcome, Run, failure
@@ -49,8 +41,7 @@ class CudaRun(Run):
     def __init__(self, request: dict[str, Any], send: Callable[[Outcome], None]) -> None:
         super().__init__(request, send)
         self._history = History(self.lines.where)
-        self._known = Known("cuda", address_of, memory_of) if request["follows"] else None
-        self._recorded: Recorded | None = None
+        self.known = Known("cuda", address_of, memory_of) if request["follows"] else None
         self._before: list[Block] = []
         self._allocated: list[int] = []
         self._objects: ranks.Objects | None = None
@@ -77,9 +68,10 @@ class CudaRun(Run):
             self.is_brief = True
             self.notes.not_known("which line needs most: cudaMallocAsync keeps no history")
         self.guesses.fill_blanks(parts.blanks)
-        contents = self._contents()
-        Reading(self.guesses, contents, self._start_again, self.notes.assume).install()
-        if contents is None:
+        Reading(self.guesses, self.known, self._start_again, self.notes.assume).install()
+        if self.known is not None:
+            self.shown.to(self.known.follow)
+        else:
             self.guesses.begin_again = self._start_again
         fakecuda.leave_out(LEAST)
         fakecuda.reset()
@@ -105,7 +97,9 @@ class CudaRun(Run):
             layout.settle(self.request["workspaces"][device])
 
     def begin(self) -> None:
-        """Let the allocator keep its history."""
+        """Let the allocator keep its history, and follow values where that is wanted."""
+        if self.known is not None:
+            self.shown.begin()
         for device in range(len(self.request["capacities"])):
             torch.cuda.reset_peak_memory_stats(device)
             self._allocated.append(torch.cuda.memory_allocated(device))
@@ -113,24 +107,8 @@ class CudaRun(Run):
             self._before = list(_blocks_in_use())
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
 
-    def following(self) -> contextlib.AbstractContextManager[object]:
-        """Return what shows every operator to `Known`, where values are followed."""
-        if self._known is None:
-            return contextlib.nullcontext()
-        following = Following(self._known)
-        following.in_threads()
-        return following
-
-    def _contents(self) -> Contents | None:
-        """Return what tells the host what is known of the device's values."""
-        if self._known is not None:
-            self._recorded = Recorded(self._known)
-            return self._recorded
-        answers = self.request["answers"]
-        return None if answers is None else Replayed(answers, self._start_again)
-
     def _start_again(self) -> NoReturn:
-        """End a run that needs to know what is known of the values, or that reads otherwise than the run that knew."""
+        """End a run that needs to know what is known of the values."""
         self.send({"starts_again": True})
         raise AssertionError("the process has ended")
 
@@ -159,7 +137,7 @@ class CudaRun(Run):
         for library in libraries:
             self.notes.not_known(f"what {library} takes for itself, which only a real GPU tells")
         others: Outcome = {
-            "answers": self._recorded and self._recorded.answers, "lacks": bool(libraries), "versions": _versions(),
+            "lacks": bool(libraries), "versions": _versions(),
             "checked": None if libraries or self._is_as_nobody_measured() else checked.sentence(fakecuda.launches()),
             "communicators": communicators,
             "rank": None if self._objects is None else {"said": self._objects.said, "stages": ranks.stages()},
@@ -203,7 +181,7 @@ class CudaRun(Run):
             "peak": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device),
             "before": self._allocated[device], "after": torch.cuda.memory_allocated(device),
             "retries": stats["num_alloc_retries"], "failed": failed and stats["num_ooms"] > 0, "failure": None,
-            "traffic": [stats.get(f"{each}.all.allocated", 0) for each in ("allocation", "allocated_bytes")],
+            "traffic": stats.get("allocated_bytes.all.allocated", 0),
         }  # fmt: skip
 
     def _place_of(self, stack: Trace) -> Place:

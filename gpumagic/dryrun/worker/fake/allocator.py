@@ -163,6 +163,8 @@ class FakeAccount(Account):
     allocator: Allocator
     preexisting: dict[int, Block] = field(default_factory=dict)
     """Blocks that were in use before, by the address that storages there tell, until a storage claims them."""
+    traffic: int = 0
+    """Bytes that were allocated in all."""
 
     def lay_out(self, segments: Iterable[Segment]) -> None:
         """Begin where the real device's allocator stands."""
@@ -204,6 +206,7 @@ class FakeLedger(Ledger):
             self.place = self.where()
         claimed = account.preexisting.pop(self.address, None) if self.unpacking else None
         block = self._given[key] = claimed or account.allocator.take(nbytes)
+        account.traffic += block.size
         life = self.begin(key, device, block.size)
         if self.operator in _MAKE_ROOM:
             self._unnamed.append(life)

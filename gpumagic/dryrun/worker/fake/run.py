@@ -41,6 +41,7 @@ class FakeRun(Run):
         self._storages = Storages(self.ledger.take, self._gone)
         self.ledger.settle = self._storages.settle
         self._contents = Contents(name, self._storages, self.guesses)
+        self.known = self._contents.known
         self._operators = Operators(
             module, self._storages, self.ledger, self._contents, self.notes.assume, known == "cuda"
         )
@@ -107,7 +108,7 @@ class FakeRun(Run):
             {
                 "peak": account.peak.allocated, "before": before, "after": account.allocated,
                 "reserved": account.allocator.peak_reserved, "failed": account.allocator.failed,
-                "traffic": [self.ledger.operators],
+                "traffic": account.traffic,
             }
             for account, before in zip(self.ledger.accounts, self._before, strict=True)
         ]  # fmt: skip

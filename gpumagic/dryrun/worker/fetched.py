@@ -1,0 +1,118 @@
+"""Tensors on the host that were copied from a device of which no dry run knows the values.
+
+Predictions that are collected, saved or shown decide nothing. So such a tensor is filled with something and is
+remembered, as is whatever is computed from it; a number of it is a noted one (see `noted`), and a truth is decided as
+one of those is. Otherwise something is decided where its numbers go to numpy, or say how large something is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gpumagic.dryrun.worker.guesses import Read
+from gpumagic.dryrun.worker.shown import Shown, is_plain
+from gpumagic.heap.running_module import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpumagic.dryrun.worker.guesses import Guesses
+    from gpumagic.dryrun.worker.known import Known
+
+_LOOKS = ("numpy", "__array__", "__dlpack__", "tolist")
+"""Methods that read a tensor's memory by no operator."""
+_SIZED = frozenset({"where", "argwhere", "nonzero_numpy", "repeat_interleave", "tensor_split", "narrow", "allclose"})
+"""Operators composed of others of which one returns as much, or something else, as values say."""
+_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class _Fetched(NamedTuple):
+    storage: StorageWeakRef
+    read: Read
+
+
+class Fetched:
+    """Those of one run.
+
+    Args:
+        guesses: is told where something is decided by one.
+        shown: shows the operators, once there is one.
+        known: what is known of the device's values, if that is followed.
+    """
+
+    def __init__(self, guesses: Guesses, shown: Shown, known: Known | None) -> None:
+        self._guesses = guesses
+        self._shown = shown
+        self._known = known
+        self._all: dict[int, _Fetched] = {}
+
+    def install(self) -> None:
+        """Remember what is copied to the host for the rest of the process."""
+        self._guesses.remember, self._guesses.fetched = self.add, self.of
+        self._shown.to(self._follow)
+        for name in _LOOKS:
+            setattr(torch.Tensor, name, self._looking(getattr(torch.Tensor, name)))
+        tensor: Any = torch.Tensor
+        is_true = tensor.__bool__
+
+        def decided(tensor: torch.Tensor) -> bool:
+            read = self.of(tensor) if self._all else None
+            if read is None:
+                return bool(is_true(tensor))
+            with self._guesses.ignoring():
+                outcome = bool(is_true(tensor))
+            return self._guesses.decide(read, outcome)
+
+        tensor.__bool__ = decided
+
+    def add(self, tensor: torch.Tensor, read: Read) -> None:
+        """Remember a tensor.
+
+        Args:
+            tensor: it.
+            read: what is told of it where something is decided.
+        """
+        self._shown.begin()
+        if self.of(tensor) is not None:
+            return
+        storage = tensor.untyped_storage()
+        self._all[storage._cdata] = _Fetched(StorageWeakRef(storage), read)
+        if len(self._all) & (len(self._all) - 1) == 0:  # now and then
+            self._all = {key: each for key, each in self._all.items() if not each.storage.expired()}
+
+    def of(self, tensor: torch.Tensor) -> Read | None:
+        """Return what was read if a tensor comes from a device; None for others."""
+        if not self._all or not tensor.is_cpu or tensor.layout is not torch.strided or not is_plain(tensor):
+            return None
+        found = self._all.get(tensor.untyped_storage()._cdata)
+        return None if found is None or found.storage.expired() else found.read
+
+    def _looking(self, look: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            read = self.of(tensor) if self._all else None
+            if read is not None:
+                self._guesses.lose(read, "contents")
+            return look(tensor, *args, **kwargs)
+
+        return looked
+
+    def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
+        if not self._all:
+            return
+        read = next((found for each in tensors_in((args, kwargs)) if (found := self.of(each)) is not None), None)
+        if read is None:
+            return
+        results = list(tensors_in(made))
+        name = op._schema.name.removeprefix("aten::")
+        if not (results and name not in _SIZED and not any(tag in op.tags for tag in _TAGS)):
+            self._guesses.lose(read, "contents")
+        if op._schema.is_mutable:
+            results += tensors_in(args[:1])
+        for each in results:
+            if each.is_cpu and each.layout is torch.strided and is_plain(each):
+                self.add(each, read)
+            elif self._known is not None and self._known.is_here(each):
+                self._known.write(each, None)

@@ -1,0 +1,107 @@
+"""Every operator that a cell's code calls, shown to what has to follow values.
+
+A dispatch mode would change what is run: under one autograd adds no gradients in place, and some operators are composed
+in another way. So a kernel in Python shows them, at a key above all others that torch has for its own tests. It costs
+some ten microseconds an operator, so it is on only where something is followed.
+
+Each operator has a kernel of its own: one for all of them (`Library.fallback`) fails under the modes of others, where
+torch looks a kernel in Python up by the operator's name. Operators that are registered later are not shown.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Follow = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object]
+"""Called with an operator, its arguments and what it returned."""
+_NAME = "TESTING_ONLY_GenericMode"
+_KEY = torch._C._dispatch_key_parse(_NAME)
+_VIEWS = {
+    f"aten::{name}"
+    for name in (
+        "alias", "as_strided", "detach", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor",
+        "squeeze.dim", "t", "transpose.int", "unbind.int", "unsqueeze", "view",
+    )
+}  # fmt: skip
+"""Operators that move no contents and are not shown; C++ relies on what `alias` and `detach` return being new."""
+
+
+class _Kernel:
+    """An operator's; the object that Python has for the operator is looked up once it is called."""
+
+    __slots__ = ("_call", "_name", "_op")
+
+    def __init__(self, name: str, call: Callable[..., Any]) -> None:
+        self._name = name
+        self._call = call
+        self._op: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._op is None:
+            space, _, name = self._name.partition("::")
+            name, _, overload = name.partition(".")
+            self._op = getattr(getattr(getattr(torch.ops, space), name), overload or "default")
+        return self._call(self._op, *args, **kwargs)
+
+
+class Shown:
+    """Shows operators from `begin` on, in the thread that calls it and in those that begin later."""
+
+    def __init__(self) -> None:
+        self._followers: list[Follow] = []
+        self._libraries: list[Any] = []
+
+    def to(self, follow: Follow) -> None:
+        """Show operators also to `follow`, after those who were there before."""
+        self._followers.append(follow)
+
+    def begin(self) -> None:
+        """Show what is called from now on, for the rest of the process."""
+        if self._libraries:
+            return
+        libraries: dict[str, Any] = {}
+        for full_name in torch._C._dispatch_get_all_op_names():
+            space, _, name = full_name.partition("::")
+            if space not in libraries:
+                libraries[space] = torch._C._dispatch_library("IMPL", space, "", __file__, 1)
+            kernel = torch.library.fallthrough_kernel if full_name in _VIEWS else _Kernel(full_name, self._call)
+            libraries[space].impl(name, _NAME, kernel, False)
+        others = torch.library.Library("_", "IMPL")
+        others.fallback(torch.library.fallthrough_kernel, _NAME)
+        self._libraries = [others, *libraries.values()]
+        threads: Any = threading.Thread
+        begin = threads._bootstrap_inner
+
+        def begin_shown(thread: threading.Thread) -> None:
+            _show(True)
+            begin(thread)
+
+        threads._bootstrap_inner = begin_shown
+        _show(True)
+
+    def _call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        _show(False)
+        try:
+            made = op(*args, **kwargs)
+            for follow in self._followers:
+                follow(op, args, kwargs, made)
+        except BaseException:
+            args, kwargs = (), {}  # the traceback would keep them
+            raise
+        finally:
+            _show(True)
+        return made
+
+
+def _show(is_shown: bool) -> None:
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, is_shown)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory of its own, and neither a class nor a transform answers for it."""
+    is_its_own = type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+    return not is_its_own and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
