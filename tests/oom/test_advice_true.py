@@ -389,7 +389,8 @@ def test_where_it_is_open_whether_any_number_fits_no_extreme_is_told(report_of, 
         if number == 100:
             return report
         (one,) = report.devices[:1]
-        peak, devices = needs[number] * MIB, (one._replace(peak=needs[number] * MIB), *report.devices[1:])
+        peak = needs.get(number, needs[2] + 10) * MIB  # of the number that is tried before the search, too
+        devices = (one._replace(peak=peak), *report.devices[1:])
         return replace(report, fits=None, complete=True, open_on=((2, "x"),), devices=devices, peak={one.device: peak})
 
     monkeypatch.setattr("gpumagic.dryrun.fitting.search", search)
