@@ -221,13 +221,19 @@ class LoopCode:
     loops: Mapping[int, int] = field(default_factory=dict)
     """``{line: first line of the innermost loop that repeats it}``."""
     creations: tuple[Creation, ...] = ()
+    conditions: frozenset[int] = frozenset()
+    """Lines on which an ``if`` or a ``while`` decides."""
 
 
 @lru_cache(maxsize=32)
 def read_loops(lines: tuple[tuple[int, str], ...]) -> LoopCode:
     """Return what numbered lines of code say, nothing if they cannot be parsed; remembered, for blocks in loops."""
     tree = texts.parse_lines(dict(lines))
-    return LoopCode() if tree is None else LoopCode(dict(_loops(tree)), tuple(_creations(tree)))
+    if tree is None:
+        return LoopCode()
+    tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.While | ast.IfExp)]
+    conditions = frozenset(line for test in tests for line, _ in _span(test.lineno, test.end_lineno, test.lineno))
+    return LoopCode(dict(_loops(tree)), tuple(_creations(tree)), conditions)
 
 
 def _loops(tree: ast.AST) -> Iterator[tuple[int, int]]:

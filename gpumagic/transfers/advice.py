@@ -14,6 +14,8 @@ MIN_REPEATS = 2
 """Times a line must have repeated a transfer to be reported."""
 MANY_SYNCS = 100
 """Syncs by one line from which they are reported."""
+MANY_COPIES, SMALL_COPY = 100, 64 * 1024
+"""Copies by one line, of at most so many bytes in the mean, from which joining them pays."""
 MIN_PINNED_BYTES = 16 * 1024**2
 """Bytes from pageable memory from which pinning pays."""
 
@@ -41,6 +43,7 @@ def suggestions(
     code = cell_code.read_loops(lines) if moves or syncs else LoopCode()
     found = (
         *_hoisted(moves, code),
+        *(_join(row) for row in moves if _is_many_small(row)),
         *_waits(moves, syncs, code),
         *_created(moves, code),
         *(_pin(row) for row in moves if _is_pageable_stream(row)),
@@ -69,6 +72,26 @@ def _hoisted(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestio
         yield Suggestion(line, problem, f"move {names} {where}", saves)
 
 
+def _is_many_small(row: TransferRow) -> bool:
+    copies = row.count - row.repeats
+    return (
+        row.direction == "host-to-device"
+        and row.line is not None
+        and copies >= MANY_COPIES
+        and row.nbytes <= SMALL_COPY * row.count
+        and not row.cause.startswith("Module.")
+    )
+
+
+def _join(row: TransferRow) -> Suggestion:
+    """Return what to do about many small copies: each costs a launch and, from pageable memory, a wait."""
+    problem = f"{row.count:,} copies of {size(row.nbytes // row.count)} each to {row.target} by line {row.line}"
+    if row.cause.startswith("."):
+        return Suggestion(row.line, problem, "join them on the host and copy once")
+    change = 'collate on the host, in with torch.device("cpu"), and copy the batch'
+    return Suggestion(row.line, problem, change)
+
+
 def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCode) -> Iterator[Suggestion]:
     for line, waits in syncs.items():
         # A copy from the host waits too, and has advice of its own.
@@ -78,6 +101,8 @@ def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCod
                 row.cause for row in moves if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS
             }
             what, change = _cause_of_waits(causes)
+            if line in code.conditions and not SIZE_READS.intersection(causes):
+                change = "test it less often"  # what decides cannot be read at the end
             loop = " in a loop" if line in code.loops else ""
             yield Suggestion(line, f"{waits:,} syncs{what}{loop}, line {line}", change)
 
@@ -130,7 +155,7 @@ def _is_pageable_stream(row: TransferRow) -> bool:
 
 def _pin(row: TransferRow) -> Suggestion:
     problem = f"{size(row.pageable)} copied from pageable memory by line {row.line} in {count(row.count, 'transfer')}"
-    change = "DataLoader(..., pin_memory=True) and .to(..., non_blocking=True) let the host go on meanwhile"
+    change = "DataLoader(..., pin_memory=True) and .to(..., non_blocking=True) overlap copy and compute"
     return Suggestion(row.line, problem, change)
 
 

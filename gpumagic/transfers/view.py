@@ -51,8 +51,10 @@ def _headline(report: TransferReport) -> str:
 def _transfers(moves: Sequence[TransferRow]) -> str:
     if not moves:
         return "No transfers between devices"
-    told = f"{count(sum(row.count for row in moves), 'transfer')}, {size(sum(row.nbytes for row in moves))}"
-    return told if any(row.repeats for row in moves) else f"{told}: none copied the same data again"
+    transfers = sum(row.count for row in moves)
+    told = f"{count(transfers, 'transfer')}, {size(sum(row.nbytes for row in moves))}"
+    repeats = transfers == 1 or any(row.repeats for row in moves)
+    return told if repeats else f"{told}: no line copied the same data twice"
 
 
 def _used_instead(report: TransferReport) -> str:

@@ -26,6 +26,13 @@ FIRES = {
     "i = torch.zeros(())\nwhile i < 150:\n    i += 1": "151 syncs by a condition on the device in a loop, line 2: ",
     "m = torch.zeros(9, device='cpu')\ny = m.to('simgpu:0')": "m created on cpu by line 1, copied by line 2: create it",
     "y = torch.zeros(9).to('simgpu:1')": 'created on simgpu:0 and copied by line 1: create it with device="simgpu:1"',
+    "for i in range(200):\n    if g[i % 8, 0].item() < -100:\n        break":
+        "200 syncs by .item() in a loop, line 2: test it less often",
+    "import numpy\nfrom torch.utils.data import DataLoader\nrows = [(numpy.ones(9), 1)] * 120\n"
+    "for b, _ in DataLoader(rows, batch_size=60):\n    b.sum()":
+        '120 copies of 72 B each to simgpu:0 by line 4: collate on the host, in with torch.device("cpu"), and copy',
+    "rows = [torch.ones(9, device='cpu') for _ in range(120)]\ny = [row.to('simgpu:0') for row in rows]":
+        "120 copies of 36 B each to simgpu:0 by line 2: join them on the host and copy once",
     f"big = {BIG}\nprint(big.shape)\ny = big.to('simgpu:0')":
         "big is still on cpu, 1.4 MiB, beside its copy on simgpu:0",
 }  # fmt: skip
@@ -53,6 +60,13 @@ ALIKE = {
 def test_a_cell_that_wastes_is_told_so(cell: str) -> None:
     report, _, _ = run(cell)
     assert any(FIRES[cell] in str(each) for each in report.advice), report.advice
+
+
+def test_what_is_advised_for_a_loader_of_many_small_copies_leaves_one_per_batch() -> None:
+    rows = "import numpy\nrows = [(numpy.ones(9), 1)] * 120\n"
+    loop = "for b, _ in torch.utils.data.DataLoader(rows, batch_size=60):\n    b = b.to('simgpu:0')\n"
+    followed, _, _ = run(rows + 'with torch.device("cpu"):\n' + "".join(f"    {line}\n" for line in loop.splitlines()))
+    assert [row.count for row in followed] == [2]
 
 
 @pytest.mark.parametrize("name", ALIKE)
