@@ -75,12 +75,12 @@ def test_a_rank_takes_what_it_takes_outside_of_a_dry_run_to_the_byte(
     assert report.error is None
     told = {(name, each.rank): [each.peak, each.reserved] for each in report.ranks}
     for key, (peak, reserved) in ((key, figures) for key, figures in measured.items() if key[0] == name):
-        # Of what transformers reads, the last bits of a mask among it, nothing is known: another kernel may run.
-        assert told[key][0] == pytest.approx(peak, abs=0, rel=0.01 * name.startswith("transformers"))
+        # What transformers and DeepSpeed read (a mask, an overflow) is not known here, and garbage there.
+        share = 0.02 * name.startswith(("transformers", "deepspeed"))
+        assert told[key][0] == pytest.approx(peak, abs=0, rel=share)
         # Neighbours of a pipeline do not always wait for each other alike: one more small segment may be there.
-        assert told[key][1] == pytest.approx(
-            reserved, abs=(2 << 20) * name.startswith(("pipeline", "transformers")), rel=0
-        )
+        segment = (2 << 20) * name.startswith("pipeline")
+        assert told[key][1] == pytest.approx(reserved, abs=segment, rel=share)
     assert report.fits
     assert report.certain
 
