@@ -107,6 +107,7 @@ class OomGuard(contextlib.ContextDecorator):
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
         self._modes = torn_modes.current()
         self._observer.close()  # a decorated function that calls itself
+        self._state.effects.close()
         if self._memory is not None:
             self._memory.stop()
         self._observer = OomObserver(self._shares)

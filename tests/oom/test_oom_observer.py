@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.oom import failure
+from gpumagic.oom import failure, outside
 from gpumagic.oom.guard import OomGuard
 from gpumagic.oom.report import Share
 
@@ -103,6 +103,7 @@ def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
 
     assert countdown(3) == 0
     assert len(failure.open_observers) == 0
+    assert outside._watching == []
 
 
 def test_a_block_that_passes_closes_its_gate(observers) -> None:

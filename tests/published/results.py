@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     found: Measured = {}
     kinds: Counter[str] = Counter()
     trial = wanted
-    for _ in range(2):  # what a cell of two processes has depends on when each is served: it is tried once more
+    for _ in range(5):  # what a cell of two processes has depends on when each is served: it is tried again
         worse = []
         for row, ours, its_kinds in measure(trial):
             kinds.update(its_kinds if row.status(ours) in AGREE else ())

@@ -161,6 +161,11 @@ def test_a_stream_of_batches_from_pageable_memory() -> None:
     ],
 )
 def test_pinning_is_not_spoken_of_where_it_would_not_pay(alike: TransferRow) -> None:
+    assert not any("pin_memory" in str(each) for each in suggestions([alike], {}, lines=LOOP))
+
+
+@pytest.mark.parametrize("alike", [row(99, 9900), row(200, 200 * MIB), row(200, 20_000, cause="Module.to")])
+def test_few_copies_large_ones_and_those_of_a_module_are_not_advised_to_be_joined(alike: TransferRow) -> None:
     assert suggestions([alike], {}, lines=LOOP) == ()
 
 
