@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from gpumagic.dryrun.worker import shown
 from gpumagic.memory.allocator import rounded
 from gpumagic.memory.ledger import BASE, BUCKETS, GATHERED, Account, Ledger, Life, Peak, Place
 
 _NO_OPERATOR = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"})
 
 _AT = operator.itemgetter("filename", "name", "line")
+_SHOWN = (shown.__file__, "__call__")
 _FOLLOWED = frozenset({"alloc", "free_requested", "oom"})
 
 Trace = list[dict[str, Any]]
@@ -106,7 +108,7 @@ class _Replay:
         self.ledger = Ledger([Account() for _ in range(devices)])
         self.ledger.unpacking = True
         self._place_of = place_of
-        self._origins: dict[tuple[Any, ...], tuple[Place, str]] = {}
+        self._origins: dict[tuple[Any, ...], tuple[Place, str, str | None]] = {}
         self._backward = Place()
 
     def begin(self, device: int, address: int, size: int, operator: str, place: Place) -> None:
@@ -118,26 +120,27 @@ class _Replay:
         action, address = entry["action"], entry.get("addr", 0)
         if action == "alloc":
             self.ledger.operators += 1
-            place, operator = self._origin(entry["frames"])
+            place, operator, kind = self._origin(entry["frames"])
             if place.line is None and self.ledger.in_backward:
                 place, operator = self._backward, "backward"  # it runs in a thread of torch's
             self.begin(device, address, rounded(entry["size"]), operator, place)
-            kind = _among_ranks(entry["frames"])
             if kind:
                 self.ledger.mark(address, kind)
         elif action == "free_requested" and address in self.ledger.blocks:
             self.ledger.end(address)
         elif action == "oom":
             account = self.ledger.accounts[device]
-            place, operator = self._origin(entry["frames"])
+            place, operator, _ = self._origin(entry["frames"])
             refused = Life(device, entry["size"], 0, operator, place, False)
             account.failure = account.failure or Peak(account.allocated, self.ledger.time, refused)
 
-    def _origin(self, frames: Trace) -> tuple[Place, str]:
-        """Return the line and the operator, which are sought once for all entries of the same frames."""
+    def _origin(self, frames: Trace) -> tuple[Place, str, str | None]:
+        """Return the line, the operator and, where it is certain, what the block is; once for the same frames."""
         key = tuple(map(_AT, frames))
         if key not in self._origins:
-            self._origins[key] = self._place_of(frames), operator_of(frames)
+            at = next((at for at, each in enumerate(frames) if _AT(each)[:2] == _SHOWN), -1)
+            called = frames[at + 1 :]  # a run that follows values has its own frames over the operator's caller
+            self._origins[key] = self._place_of(called), operator_of(called), _among_ranks(called)
         return self._origins[key]
 
     def in_backward(self, depth: int, place: Place) -> None:
