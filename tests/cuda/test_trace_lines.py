@@ -22,6 +22,7 @@ y.sum().backward()
 
 
 def test_torchs_viewer_of_memory_opens_what_a_traced_cell_saves(tmp_path: Path) -> None:
+    torch.cuda.empty_cache()  # a block of the cache may be larger than what is asked of it
     report, _, _ = corpus.run(RECORDED, backend="cuda", trace=True)
     assert torch._C._cuda_isHistoryEnabled() is False
     snapshot = pickle.loads(report.save(tmp_path / "cell.pickle").read_bytes())
