@@ -22,7 +22,6 @@ y.sum().backward()
 
 
 def test_torchs_viewer_of_memory_opens_what_a_traced_cell_saves(tmp_path: Path) -> None:
-    torch.cuda.empty_cache()  # a block of the cache may be larger than what is asked of it
     report, _, _ = corpus.run(RECORDED, backend="cuda", trace=True)
     assert torch._C._cuda_isHistoryEnabled() is False
     snapshot = pickle.loads(report.save(tmp_path / "cell.pickle").read_bytes())
@@ -30,7 +29,8 @@ def test_torchs_viewer_of_memory_opens_what_a_traced_cell_saves(tmp_path: Path) 
     assert "total_allocated" in _memory_viz.segsum(snapshot)
     entries = [entry for trace in snapshot["device_traces"] for entry in trace if entry["action"] == "alloc"]
     asked = sum(-(-entry["size"] // 512) * 512 for entry in entries)
-    assert asked == sum(row.allocated for row in report.by_line)
+    unsplit = sum(entry["size"] > 1 << 20 for entry in entries) << 20  # what is left of a large block, if it is small
+    assert asked <= sum(row.allocated for row in report.by_line) <= asked + unsplit
     files = {frame["filename"] for entry in entries for frame in entry["frames"]}
     assert not [each for each in files if each.startswith(str(Path(gpumagic.__file__).parent))]
     assert report.by_line.rows[1].line in {frame["line"] for entry in entries for frame in entry["frames"]}
