@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from stages import examples
 
 import gpumagic
 from gpumagic.dryrun import client
+from gpumagic.errors import OptionError
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -226,6 +228,26 @@ def test_an_error_of_the_cell_is_told_with_its_line(notebook) -> None:
     report = gpumagic.dry_run("a = x + 1\nb = x @ x", notebook)
     assert report.fits is None
     assert report.error.startswith("the cell fails on line 2: RuntimeError: ")
+
+
+def test_an_expression_that_python_takes_is_taken_however_long_it_is(notebook) -> None:
+    assert gpumagic.dry_run("y = " + " + ".join(["1"] * 900), notebook).error is None
+
+
+@pytest.mark.parametrize(("code", "words"), [
+    ("y = " + " + ".join(["1"] * 3_000), "maximum recursion depth exceeded"),
+    ("y = 'a\0b'", "source code string cannot contain null bytes"),
+])  # fmt: skip
+def test_code_that_python_does_not_take_is_refused_in_pythons_words(notebook, code, words) -> None:
+    if sys.version_info >= (3, 12) and "recursion" in words:
+        pytest.skip("this Python compiles it")
+    with pytest.raises(OptionError, match=f"the code cannot be dry-run: {words}"):
+        gpumagic.dry_run(code, notebook)
+
+
+def test_writing_into_descriptors_that_the_cell_has_not_opened_does_not_end_it(notebook) -> None:
+    write = "import os\nfor fd in range(3, 40):\n    try: os.write(fd, bytes(99))\n    except OSError: pass\n"
+    assert gpumagic.dry_run(write + STEP, notebook).error is None
 
 
 def test_operands_on_two_devices_fail_in_torchs_words(notebook) -> None:

@@ -10,6 +10,7 @@ import ast
 import builtins
 import contextlib
 import operator
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -71,9 +72,14 @@ class Passes:
 
     def compiled(self, source: str, filename: str) -> types.CodeType:
         """Return the code of a file's text with its loops counted."""
-        tree = _Counting(self._loops, filename, self._cell).visit(ast.parse(source, filename))
-        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        code = compile(ast.fix_missing_locations(tree), filename, "exec", flags=flags, dont_inherit=True)
+        tree = ast.parse(source, filename)
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(4 * limit)  # what visits the tree takes three calls where the compiler takes one
+        try:
+            tree = ast.fix_missing_locations(_Counting(self._loops, filename, self._cell).visit(tree))
+        finally:
+            sys.setrecursionlimit(limit)
+        code = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         assert isinstance(code, types.CodeType)
         return code
 

@@ -12,7 +12,7 @@ import ctypes
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
@@ -75,20 +75,23 @@ def folders() -> list[str]:
     return [*(each.path for each in os.scandir("/") if each.is_dir() and each.path not in _SYSTEM), _SHARED]
 
 
-def _places() -> list[str]:
+def _places(mounts: Mapping[str, str]) -> list[str]:
     """Return where file systems are mounted that hold files."""
     return [
-        path for path, kind in _mounts()
+        path for path, kind in mounts.items()
         if (not path.startswith(_SYSTEM) or path == _SHARED) and kind not in _NO_FILES
-        and Path(path).is_dir() and os.access(path, os.R_OK | os.X_OK)
+        and os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)  # noqa: PTH112
     ]  # fmt: skip
 
 
-def _mounts() -> Iterator[tuple[str, str]]:
-    """Give what is mounted where, and its kind."""
+def _mounts() -> dict[str, str]:
+    """Return the kind of what is mounted on each place."""
+    found = {}
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
         fields, _, kind = line.partition(" - ")
-        yield re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields.split()[4]), kind.split()[0]
+        path = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields.split()[4])
+        found[path] = kind.split()[0]
+    return found
 
 
 def _take_namespaces() -> bool:
@@ -131,7 +134,9 @@ def _change_root() -> int:
     """
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY
     folders = [each.path for each in os.scandir("/") if each.is_dir(follow_symlinks=False)]
-    lowers = {path: os.open(path, os.O_PATH) for path in sorted({"/", *_places(), _STAGE, *_SYSTEM, *folders})}
+    mounts = _mounts()
+    places = {"/", *_places(mounts), _STAGE, *_SYSTEM, *folders}
+    lowers = {path: os.open(path, os.O_PATH) for path in sorted(places)}
     try:
         _mount(_STAGE, 0, "tmpfs", f"size={room}")
         os.mkdir(_ROOT)  # noqa: PTH102
@@ -152,7 +157,7 @@ def _change_root() -> int:
             os.close(lower)
     with contextlib.suppress(OSError):
         _mount("/dev/pts", 0, "devpts", "newinstance,ptmxmode=0666")  # terminals of our own, none of anybody's
-    for path in [path for path, _ in _mounts() if path.startswith(_SYSTEM) and path != _SHARED]:
+    for path in [path for path in mounts if path.startswith(_SYSTEM) and path != _SHARED]:
         with contextlib.suppress(OSError):  # their settings are the machine's
             _mount(path, _REMOUNT | _BIND | _READ_ONLY)
     return stage

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 import platform
 import struct
@@ -166,17 +167,17 @@ def answer(listener: int, number: int, error: int | None) -> None:
         return  # its process has ended
 
 
-class _Instruction(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32))
-
-
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _CALL, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 """Where `struct seccomp_data` has them; an argument is 8 bytes, of which the lower four come first."""
 
 
+_INSTRUCTION = struct.Struct("=HBBI")
+"""Its code, how many instructions it leaves out if true and if false, and its value."""
+
+
 class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
+    _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.c_char_p))
 
     @classmethod
     def of(cls, rules: Sequence[Rule]) -> _Program:
@@ -196,7 +197,7 @@ class _Program(ctypes.Structure):
                 if number is not None:
                     code += [(_EQUAL, 0, len(block), number), *block]
         code.append((_RETURN, 0, 0, ALLOW))
-        return cls(len(code), (_Instruction * len(code))(*(_Instruction(*each) for each in code)))
+        return cls(len(code), b"".join(itertools.starmap(_INSTRUCTION.pack, code)))
 
 
 def _block(rule: Rule) -> list[tuple[int, int, int, int]]:
