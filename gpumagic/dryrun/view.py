@@ -215,7 +215,7 @@ def _timeline(report: DryRunReport) -> Iterator[Block]:
         for part in stacking_order(part for point in columns for part in point.parts)
     }
     line = f", line {columns[mark].line}" if columns[mark].line is not None else ", before the cell"
-    said = f"Memory on {report.device} over {count(report.operators, 'operator')}, coloured by final use"
+    said = f"Memory on {report.device} over {count(report.operators, 'operator')}, by kind"
     yield Paragraph(said, muted=True)
     yield Sparkline(heights, mark, f"peak {size(peak)}{line}", f"{said}, peak {size(peak)}{line}", bands)
 
@@ -307,8 +307,8 @@ def _how(report: DryRunReport) -> str:
     on = "torch's CUDA allocator" if report.engine == "cuda" else "fake tensors"
     said = [count(report.runs, "run")] if report.runs > 1 else []
     said += [count(len(report.assumed), "assumption")] if report.assumed else []
-    said += [f"{len(report.unknown)} unknown"] if report.unknown else []
-    return f"How: a dry run on {on}, {duration(report.seconds)}{': ' if said else ''}{', '.join(said)}"
+    said += [f"{len(report.unknown)} not known"] if report.unknown else []
+    return f"How: a dry run on {on}, {duration(report.seconds)}{'; ' if said else ''}{', '.join(said)}"
 
 
 def _small_print(report: DryRunReport) -> Iterator[Block]:

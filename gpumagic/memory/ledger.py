@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 BASE = "before the cell"
 """The operator of what was alive already."""
 FROM_HOST = "copy from the host"
-_INPUTS = frozenset({BASE, FROM_HOST})
+_UNMARKED = {BASE: "earlier cells", FROM_HOST: "other"}
+"""What a block that came into the cell counts as, where nothing tells what it is."""
 REST = ""
 """The name of the module of what belongs to none."""
 _CERTAIN = frozenset({"parameters", "buffers", "library workspaces"})
@@ -58,7 +59,7 @@ class Life:
 
         What came into the cell is no activation, also where a graph keeps it.
         """
-        is_input = kind == "activations" and self.operator in _INPUTS
+        is_input = kind == "activations" and self.operator in _UNMARKED
         if self.kind == GATHERED or (self.kind == BUCKETS and kind != "gradients"):
             return
         if kind in _CERTAIN or self.kind == BUCKETS or not (self.kind or is_input):
@@ -66,7 +67,7 @@ class Life:
 
     def part(self) -> str:
         """Return what it counts as, which is final only when the cell has ended."""
-        return self.kind or ("other" if self.operator in _INPUTS else "temporaries")
+        return self.kind or _UNMARKED.get(self.operator, "temporaries")
 
 
 class Peak(NamedTuple):

@@ -26,10 +26,11 @@ PARTS = (
     Part("activations", "activation", "activ."),
     Part("temporaries"),
     Part("other"),
+    Part("earlier cells"),
     Part("library workspaces"),
 )
 """In the order in which they are shown."""
-_OF_NONE = ("library workspaces", "gathered parameters", "buckets")
+_OF_NONE = ("library workspaces", "earlier cells", "gathered parameters", "buckets")
 OF_MODULES = tuple(part.name for part in PARTS if part.name not in _OF_NONE)
 """Those of which a module has a share."""
 PART_OF_KIND = {part.kind: part.name for part in PARTS if part.kind}

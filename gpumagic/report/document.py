@@ -161,7 +161,8 @@ def document_of(report: object) -> Document:
 
 
 PART_COLOURS = {
-    "other": (128, 128, 128),
+    "earlier cells": (90, 90, 90),
+    "other": (150, 150, 150),
     "parameters": (0, 114, 178),
     "gathered parameters": (0, 60, 110),
     "buffers": (86, 180, 233),

@@ -42,13 +42,13 @@ optimizer state                    2.0 GiB ██░░░░░░░░░░
 parameters                         1.0 GiB █░░░░░░░░░░░
 reserved with cache               13.0 GiB
 CUDA itself (estimate)  300.0 to 700.0 MiB
-Memory on cuda:0 over 3,000 operators, coloured by final use
+Memory on cuda:0 over 3,000 operators, by kind
 ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▆▆▆▆▆▆▆▆▆▆▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇██████████
                                      peak 12.0 GiB, line 6 ↑
 By line: line 7 12.0 GiB, line 6 11.0 GiB
 By module: model.* 4.0 GiB, head 1.0 GiB
 Other devices: 1.0 GiB on cuda:1
-How: a dry run on fake tensors, 1.24 s: 1 assumption"""
+How: a dry run on fake tensors, 1.24 s; 1 assumption"""
     )
 
 

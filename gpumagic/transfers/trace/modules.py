@@ -66,6 +66,7 @@ class ModuleLog(RunningModule):
                 at_peak.pop(path, {}),
             )  # once: modules that are made anew share a name
             if found != _ModuleSum() or parts:
+                parts["other"] = parts.get("other", 0) + parts.pop("earlier cells", 0)
                 held = {kind.replace(" ", "_"): parts.get(kind, 0) for kind in OF_MODULES}
                 taken = found.calls, found.seconds, found.backward_seconds, found.allocated, found.freed
                 rows.append(ModuleRow(path, *taken, **held, at_peak=sum(held.values())))
