@@ -141,8 +141,8 @@ class DryRunReport(Report[DryRunRow]):
     operator: str | None
     """Which operator of that line allocates at the peak."""
     breakdown: dict[str, int]
-    """Bytes at the peak by what they are: parameters, gradients, optimizer state, activations, temporaries, what earlier
-    cells hold beside these, other."""
+    """Bytes at the peak by what they are: parameters, gradients, optimizer state, activations, temporaries, what else
+    earlier cells hold, other."""
     fits: bool | None
     """None where it cannot be told."""
     capacity: int | None
