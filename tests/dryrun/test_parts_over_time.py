@@ -118,7 +118,7 @@ def test_the_report_shows_each_part_that_changes_and_marks_the_peak_with_its_lin
     assert {"activations", "gradients", "optimizer state"} <= set(rows)
     assert "parameters" not in rows, "a flat line says nothing"
     assert f"line {report.line}" in next(line for line in shown.splitlines() if "↑" in line)
-    legend = "other, parameters, optimizer state, gradients, activations, temporaries."
+    legend = "earlier cells, parameters, optimizer state, gradients, activations, temporaries."
     assert f"From the bottom: {legend}" in re.sub("<[^>]*>", "", to_html(report))
 
 
