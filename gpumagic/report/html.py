@@ -156,11 +156,13 @@ def _named(label: str) -> str:
 
 
 def _listing(listing: doc.Listing, label: str) -> str:
+    # A note stands beside its code where there is room, and below it on a narrow page.
+    beside = f'<span style="display:inline-block;max-width:{TEXT_WIDTH};padding-left:.8em">'
     rows = "".join(
         f'<tr><td style="text-align:right;white-space:nowrap;{MUTED}">{_text(str(place))}</td>'
         f'<td style="text-align:left"><code style="white-space:pre;{CODE}">'
-        f"{escape(printable(code)) if listing.whole else _uncut(code)}</code></td>"
-        f'<td style="text-align:left;max-width:{TEXT_WIDTH}">{_text(note)}</td></tr>'
+        f"{escape(printable(code)) if listing.whole else _uncut(code)}</code>"
+        f"{f' {beside}{_text(note)}</span>' if note else ''}</td></tr>"
         for place, code, note in listing.lines
     )
     return _box(f"<tbody>{rows}</tbody>", _named(label))
