@@ -5,10 +5,11 @@ comparison, a truth, a size. A loss that is printed does not, and one run tells 
 
 1. Where a value that decides may be one that the host put on the device, the run ends at once (`starts_again`), and is
    made again with values followed (`worker.known`). Its figures are those of any other run.
-2. A second run takes the other outcome at each place that decides, but for one turn of a loop, so that what either
-   outcome leaves behind is there together; where something may be sized by a value, another one takes it large.
-3. Runs whose memory went the same way end it. Otherwise what is read goes otherwise over time (`guesses.SCENARIOS`),
-   and some places go one way and some the other, until nothing new decides.
+2. In a second run each place that decides goes the other way, but for one turn of a loop, so that what either outcome
+   leaves behind is there together: a truth has its other outcome, a mask selects nothing, a number that went where
+   nothing is noted falls. Where something may be sized by such a number, a third one takes it large.
+3. Runs whose memory went the same way end it, and so does it that only masks decide. Otherwise some places go the
+   other way and some do not, until nothing new decides.
 4. What needs most counts. Where the runs disagree on whether it fits, the verdict is open, and names the lines.
 """
 
@@ -16,29 +17,31 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpumagic.dryrun import client, targets
-from gpumagic.dryrun.worker.guesses import HOST, LARGE, LARGER, Key, distinct
+from gpumagic.dryrun.worker.guesses import ALWAYS, BUT_ONCE, HOST, LARGE, LARGER, ONCE, SELECTION, TRUTH, Key
 from gpumagic.report.units import size
 
 _ALIKE = 0.01
 _NEGLIGIBLE = 0.001
 """The share of its peak by which what two runs allocate in all may differ: the way by which a trainer sums its loss."""
 _PATIENCE = 5.0
-"""Seconds that mixed scenarios may take, as many as there are places."""
-_FEW, _MOST_RUNS = 3, 24
+"""Seconds that runs may take in which places go different ways, as many as there are places."""
+_FEW, _MOST_RUNS = 3, 12
 """Places of which every mixture is run; runs after which no other mixtures are begun."""
 _NOTING: tuple[tuple[str, ...], ...] = (("float", "int"), ("float",), ())
 """Which numbers note what they decide; where code takes none such, fewer do."""
+_SELECTIONS: Key = (None, "selections", "")
+"""Stands for all masks, which go one way together."""
 
 Outcome = dict[str, Any]
 Request = dict[str, Any]
 Course = dict[str, Any]
 """How what is read goes in a run: see `worker.guesses.Guesses`."""
-USUAL: Course = {"guess": 0, "others": (), "opposite": (), "spares": None, "noting": _NOTING[0]}
+USUAL: Course = {"numbers": 0, "others": (), "outcomes": (), "when": ALWAYS, "noting": _NOTING[0]}
 
 
 def run(request: Request, only: Course | None = None) -> Outcome:
@@ -52,9 +55,9 @@ def run(request: Request, only: Course | None = None) -> Outcome:
     runs = _Runs({**request, **(only or USUAL), "is_brief": only is not None})
     outcome = runs.first()
     if "ended" not in outcome and not outcome["is_open"]:
-        decides = bool(outcome["reads"])
+        decides = bool(outcome["decides"])
         if only is not None:
-            outcome["most"] = runs.course if decides or only["guess"] else None
+            outcome["most"] = runs.course if decides or only["numbers"] else None
         if decides and only is None:
             outcome = _Scenarios(runs, outcome).worst()
     return {**outcome, "runs": runs.count, "seconds": time.monotonic() - start}
@@ -181,22 +184,17 @@ class _Scenarios:
 
     def worst(self) -> Outcome:
         """Return the outcome of the scenario that needs most, with what depends on the values."""
-        kinds = self._kinds()
-        sizes = [self._course(LARGE)] if kinds & {"number", "size", "contents"} else []
-        # One turn is as before, so that what either outcome leaves behind is there together.
-        other = self._run([self._course(1, opposite=self._opposites(), spares=1), *sizes])[0]
-        if not self._agree():
-            if other.outcome.get("most_turns", 0) > 1:
-                self._run([self._course(1, opposite=self._opposites())])
-            if self._first.outcome["most_turns"] > 1 or self._kinds() - {"truth", "comparison"}:
-                tried = {each.course["guess"] for each in self._all}
-                self._run([self._course(guess) for guess in distinct(self._kinds()) if guess not in tried])
+        only_masks = self._kinds() == {SELECTION}
+        is_once = self._first.outcome["most_turns"] > 1 and not only_masks
+        sizes = [{**self._first.course, "numbers": LARGE}] if self._kinds() - {TRUTH, SELECTION} else []
+        self._run([self._turned(self._places(), BUT_ONCE if is_once else ALWAYS), *sizes])
+        if not (self._agree() or only_masks):
             self._run_mixed()
         conclusive = [each for each in self._all if each.is_conclusive]
         if not conclusive:
             return self._failed()
         grows = self._grows(conclusive)
-        counted = [each for each in conclusive if each.course["guess"] != LARGE or not grows] or conclusive
+        counted = [each for each in conclusive if each.course["numbers"] != LARGE or not grows] or conclusive
         if all(each.fits is None for each in counted):
             return self._first.outcome
         most = max(counted, key=lambda run: (run.fits is not None, run.fits is False, run.peak, run is self._first))
@@ -207,71 +205,65 @@ class _Scenarios:
         return self._judged(outcome, most, conclusive, grows)
 
     def _kinds(self) -> set[str]:
-        return {kind for each in self._all for _, _, kind in each.outcome.get("reads", ())}
+        return {kind for _, kind, _ in _decides(self._all)}
 
-    def _course(self, guess: int, **more: Any) -> Course:
-        return {**self._first.course, "guess": guess, **more}
+    def _turned(self, places: Iterable[Key], when: str) -> Course:
+        """Return the course in which some places go the other way.
 
-    def _opposites(self) -> list[tuple[Key, bool]]:
-        return [(place, not outcome) for place, outcome in self._outcomes().items()]
-
-    def _outcomes(self) -> dict[Key, bool]:
-        """Return the outcome of each comparison that had only one, in the first run that came there."""
-        found: dict[Key, bool | None] = {}
-        for each in self._all:
-            for line, code, outcomes in each.outcome.get("compared", ()):
-                found.setdefault((line, code), outcomes[0] if len(outcomes) == 1 else None)
-        return {place: outcome for place, outcome in found.items() if outcome is not None}
+        Args:
+            places: which.
+            when: at which turns of a loop.
+        """
+        turned = set(places)
+        found: dict[Key, bool] = {}  # the last outcome of each truth, in the first run that came there
+        others: dict[Key, None] = {}
+        for place, kind, outcomes in _decides(self._all):
+            if outcomes is not None and place in turned:
+                found.setdefault(place, not outcomes[1])
+            elif outcomes is None and (_SELECTIONS if kind == SELECTION else place) in turned:
+                others.setdefault(place)
+        return {**self._first.course, "others": list(others), "outcomes": list(found.items()), "when": when}
 
     def _agree(self) -> bool:
         """Return whether what was run tells that the values do not matter."""
         conclusive = [each for each in self._all if each.is_conclusive]
         fits = {each.fits for each in conclusive}
-        if len(fits) != 1 or None in fits or any(self._places([each]) != self._places() for each in conclusive):
+        if len(fits) != 1 or None in fits or any(_places([each]) != self._places() for each in conclusive):
             return False  # also where a branch that one took decides by more
         if len(conclusive) > 1 and all(each.did_the_same(conclusive[0]) for each in conclusive):
             return len(conclusive) == len(self._all) or len(self._places()) == 1
         peaks = [each.peak for each in conclusive]
         return len(self._places()) == 1 and max(peaks) <= min(peaks) * (1 + _ALIKE)
 
-    def _run(self, courses: Sequence[Course]) -> list[_Scenario]:
-        variants = [{**each, "is_brief": True, "time_limit": self._limit} for each in courses]
-        made = [_Scenario(*each) for each in zip(courses, self._runs.ask(variants), strict=True)]
-        self._all += made
-        return made
+    def _run(self, courses: Sequence[Course]) -> None:
+        new = [each for each in courses if all(each != run.course for run in self._all)]
+        variants = [{**each, "is_brief": True, "time_limit": self._limit} for each in new]
+        self._all += [_Scenario(*each) for each in zip(new, self._runs.ask(variants), strict=True)]
 
     def _run_mixed(self) -> None:
         """Run scenarios in which some places go one way and some the other, also those that only these come to."""
         seen: list[Key] = []
-        while len(self._places()) > max(1, len(seen)) and len(self._all) < _MOST_RUNS:
+        while len(self._places()) > len(seen) and len(self._all) < _MOST_RUNS:
             seen = self._places()
             if len(seen) * self._first.outcome["seconds"] > _PATIENCE:
                 return
-            outcomes = self._outcomes()
-            for turned in _parts(seen):
-                # A number that is turned over is compared otherwise, and may be so where it was not met before.
-                compared = [(place, outcome is not (place in turned)) for place, outcome in outcomes.items()]
-                course = self._course(0, others=[(place, 1) for place in turned], opposite=compared)
-                if all(each.course != course for each in self._all):
-                    self._run([course])
+            in_loop = any(each.outcome.get("most_turns", 0) > 1 for each in self._all[1:])
+            courses = [self._turned(each, ALWAYS) for each in _parts(seen)] if in_loop or len(seen) > 1 else []
+            if in_loop and any(each and each[0] == each[1] for _, _, each in _decides([self._first])):
+                courses.append(self._turned(seen, ONCE))
+            self._run(courses)
 
-    def _places(self, scenarios: Sequence[_Scenario] | None = None) -> list[Key]:
-        """Return the expressions by which something is decided in some scenarios: those that read, or compare."""
-        told = self._all if scenarios is None else scenarios
-        compared = {(line, code) for each in told for line, code, _ in each.outcome.get("compared", ())}
-        return _sorted({key for key, kind in self._reads(told) if kind != "comparison"} | compared)
-
-    @staticmethod
-    def _reads(scenarios: Iterable[_Scenario]) -> set[tuple[Key, str]]:
-        return {((line, code), kind) for each in scenarios for line, code, kind in each.outcome.get("reads", ())}
+    def _places(self) -> list[Key]:
+        return _places(self._all)
 
     def _grows(self, conclusive: list[_Scenario]) -> bool:
         """Return whether the larger a number is that is read, the more is needed: it sizes something."""
-        large = next((each for each in conclusive if each.course["guess"] == LARGE), None)
+        large = next((each for each in conclusive if each.course["numbers"] == LARGE), None)
         others = [each.peak for each in conclusive if each is not large]
         if large is None or not large.fits or not others or large.peak <= max(others) * (1 + _ALIKE):
             return False
-        larger = self._run([self._course(LARGER)])[0]
+        self._run([{**self._first.course, "numbers": LARGER}])
+        larger = self._all[-1]
         return not larger.is_conclusive or not larger.fits or larger.peak > large.peak * (1 + _ALIKE)
 
     def _failed(self) -> Outcome:
@@ -279,7 +271,7 @@ class _Scenarios:
         error: dict[str, Any] = self._first.outcome["error"]
         told = [each.outcome["error"] for each in self._all if "error" in each.outcome]
         if any((each["line"], each["kind"]) != (error["line"], error["kind"]) for each in told):
-            error["depends"] = _named(_sorted({key for key, _ in self._reads(self._all)}))
+            error["depends"] = _named(_places(self._all))
         return self._first.outcome
 
     def _judged(self, outcome: Outcome, most: _Scenario, conclusive: list[_Scenario], grows: bool) -> Outcome:
@@ -304,9 +296,9 @@ class _Scenarios:
         outcome["unknown"].insert(0, reason)
         return {**outcome, "varies": True, "depends": True, "open_on": keys, "is_open": not ends}
 
-    def _reason(self, base: _Scenario, other: _Scenario) -> tuple[str, list[Key]]:
+    def _reason(self, base: _Scenario, other: _Scenario) -> tuple[str, list[tuple[Any, str]]]:
         """Return what the verdict depends on where two scenarios differ, and the expressions that read it."""
-        keys = _sorted({key for key, _ in self._reads([base, other])})
+        keys = _sorted({key for key, _, _ in _decides([base, other])})
         what = "what the cell needs depends on"
         why = f"it needs {size(base.peak)} or {size(other.peak)}"
         if other.fits is None:
@@ -319,7 +311,19 @@ class _Scenarios:
         on = ["values on the device"] * (len(keys) > len(hosts))
         on += ["what large tensors and arrays on the CPU hold"] * len(hosts)
         sentence = f"{what} {' and '.join(on)}{f', read in {named}' if named else ''}: {why}"
-        return sentence, [key for key in keys if key != HOST]
+        return sentence, list(dict.fromkeys(key[:2] for key in keys if key != HOST))
+
+
+def _decides(scenarios: Iterable[_Scenario]) -> Iterator[tuple[Key, str, tuple[bool, bool] | None]]:
+    """Yield each place that decides in some scenarios, the kind of what decides, a truth's first and last outcome."""
+    for each in scenarios:
+        for place, kind, outcomes in each.outcome.get("decides", ()):
+            yield tuple(place), kind, outcomes
+
+
+def _places(scenarios: Iterable[_Scenario]) -> list[Key]:
+    """Return the places that decide in some scenarios, of masks one for all."""
+    return _sorted({_SELECTIONS if kind == SELECTION else place for place, kind, _ in _decides(scenarios)})
 
 
 def _parts(keys: Sequence[Key]) -> list[set[Key]]:
@@ -331,11 +335,11 @@ def _parts(keys: Sequence[Key]) -> list[set[Key]]:
 
 
 def _sorted(keys: Iterable[Key]) -> list[Key]:
-    return sorted(keys, key=lambda key: (key[0] or 0, key[1]))
+    return sorted(keys, key=lambda key: (key[0] or 0, *key[1:]))
 
 
 def _named(keys: Iterable[Key]) -> str:
-    return ", ".join(f"line {line} (`{code}`)" if line else code for line, code in keys if code)
+    return ", ".join(dict.fromkeys(f"line {line} (`{code}`)" if line else code for line, code, _ in keys if code))
 
 
 def _fails(outcome: Outcome) -> bool:

@@ -44,12 +44,13 @@ def test_every_pass_of_a_run_to_the_end_is_told() -> None:
     assert (outcome["passes"], outcome["is_open"]) == ([["line 1", 50, 50]], False)
 
 
-def test_every_line_that_reads_from_the_device_is_told_with_what_it_read() -> None:
+def test_every_line_where_a_value_decides_is_told_with_how_it_does() -> None:
     names = {"torch": torch, "x": torch.rand(8, device="cuda:0")}
     cell = "a = bool(x.sum().item())\nif x.max() > 5:\n    b = 1\nc = x[x > 0]\nd = x.cpu().numpy()"
-    assert outcome_of(cell, names)["reads"] == [
-        [1, "x.sum().item()", "comparison"], [2, "x.max() > 5", "truth"], [4, "x[x > 0]", "size"],
-        [5, "x.cpu()", "contents"],
+    told = [(*place[:2], kind) for place, kind, _ in outcome_of(cell, names)["decides"]]
+    assert told == [
+        (1, "bool(x.sum().item())", "truth"), (2, "x.max() > 5", "truth"), (4, "x[x > 0]", "selection"),
+        (5, "x.cpu()", "contents"),
     ]  # fmt: skip
 
 

@@ -286,7 +286,7 @@ def test_a_check_of_values_is_taken_to_hold(notebook, check) -> None:
 def test_an_error_that_comes_of_every_assumed_value_but_not_alike_may_be(notebook) -> None:
     report = dry_run("n = x.sum().item()\nif n > 3:\n    raise ValueError(n)\nraise KeyError(n)", notebook)
     assert report.error.startswith("the cell may fail on line ")
-    assert "(it depends on line 1 (`x.sum().item()`), whose values are assumed)" in report.error
+    assert "(it depends on line 2 (`n > 3`), whose values are assumed)" in report.error
 
 
 def test_what_comes_back_from_the_host_is_followed_from_the_start_the_next_time(notebook) -> None:

@@ -26,8 +26,9 @@ FAKE = ("dqn_replay", "keep_the_best", "lists_and_cat", "streams", "swa")
 """Cells that the other engine dry-runs, too; the others with `-m deep`."""
 
 RUNS = {
-    "collects_predictions": 1, "dcgan": 1, "keep_the_best": 3, "lightning_fit": 5, "packed_lstm": 4,
-    "trainer_evaluates_and_saves": 12,
+    "boolean_masks": 3, "collects_predictions": 1, "dcgan": 1, "early_stopping": 4, "keep_the_best": 3,
+    "lightning_fit": 5, "mixture_of_experts": 3, "packed_lstm": 4, "trainer_evaluates_and_saves": 7,
+    "trainer_made_earlier": 7,
 }  # fmt: skip
 """How many runs some of them may take that read values or copy them to the host.
 

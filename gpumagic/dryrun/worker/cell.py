@@ -79,23 +79,25 @@ class Lines:
         return place
 
     def reading(self) -> Key | None:
-        """Return the cell's running line, and the notebook's innermost expression; None while kernels are measured."""
+        """Return the cell's running line, the notebook's innermost expression, and below it the library's line.
+
+        None while kernels are measured.
+        """
         if runs_in(*COMPILERS):
             return None
         frame, inner = self._running()
-        inner = inner or frame
+        inner, below = inner or frame, _calling()
+        library = "" if below is None or below is inner else f"{below.f_code.co_filename}:{below.f_lineno}"
         if inner is None:
-            return THREAD
+            return None, THREAD, library
         at = (inner.f_code, inner.f_lasti)
         if at not in self._expressions:
             self._expressions[at] = self._text(inner)
-        return (frame or inner).f_lineno, self._expressions[at]
+        return (frame or inner).f_lineno, self._expressions[at], library
 
     def keeps(self) -> bool:
         """Return whether a method is called that copies a tensor and looks at none of its numbers."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
-            frame = frame.f_back
+        frame = _calling()
         if frame is None:
             return False
         at = (frame.f_code, frame.f_lasti)
@@ -141,6 +143,14 @@ class Lines:
         lines = self._lines.get(filename, [])
         code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
         return Place(line, code, "" if inner is None else f"{inner[1]}, line {inner[2]}")
+
+
+def _calling() -> FrameType | None:
+    """Return the innermost frame of what is neither this package nor torch's way to an operator."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame
 
 
 def _method(text: str) -> str:

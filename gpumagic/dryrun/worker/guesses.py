@@ -1,15 +1,14 @@
 """What the host is told where it reads something that no dry run computes: a loss, whether it fell, how many match.
 
 A number is handed out as `noted.Numbers` does, and what it decides is noted here. Where something is decided by it the
-cell is run in another scenario, too: the numbers, the truth values and the sizes go another way, what was compared has
-its other outcome, and the report names every answer with its line.
+cell is run again, and at that place another outcome is taken, or another number; the report names each with its line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-Key = tuple["int | None", str]
-"""A line of the cell, and the expression that reads."""
+Key = tuple["int | None", str, str]
+"""A line of the cell, the expression that reads or decides, and where in a library it does, or nothing."""
 
 
 class Read:
@@ -38,14 +37,16 @@ class Read:
         self.may_be_known = may_be_known
 
 
-HOST: Key = (None, "")
+HOST: Key = (None, "", "")
 """Contents of the host that were not sent: which expression reads them is not known."""
-THREAD: Key = (None, "a thread")
+THREAD = "a thread"
 """What reads is a thread in which no line of the notebook runs."""
-NOBODY: Key = (None, "nobody")
+NOBODY: Key = (None, "nobody", "")
 """What reads is not the cell, or only shows it."""
 
-
+TRUTH, SELECTION = "truth", "selection"
+"""Kinds of what decides: a truth or a comparison, and how many elements a mask selects; others are how a number or a
+tensor went where nothing is noted."""
 MOST_FILLED = 64 << 20
 """Bytes of what of the host was not sent that are filled with something."""
 MOST_FETCHED = 16 << 20
@@ -54,64 +55,20 @@ ROOM, LEAST_COUNTED = 256 << 20, 1 << 20
 """Bytes of all such copies together, those that are not small."""
 FILLING = (0x3F, 0x47, 0xBF)
 """Bytes that make a fraction around one, a large one and a negative one in every format."""
-NUMBERS: dict[str, Callable[[int], float]] = {
-    "be 1": lambda _: 1.0,
-    "fall, from 0.06": lambda turn: float((turn + 2) ** -4),  # it stays positive however often it is read
-    "rise, from 14": lambda turn: 700.0 * (turn + 1) / (turn + 50),  # past 100, and `math.exp` has room for it
-    "change its sign, from -1": lambda turn: (600.0 if turn % 2 else -600.0) * (turn + 1) / (turn + 600),
-    "be 1000000": lambda _: 1e6,
-    "be 3000000": lambda _: 3e6,
-}
-"""A number by how often it was read before; whole numbers are rounded."""
-TRUTHS: dict[str, Callable[[int], bool]] = {
-    "be False": lambda _: False,
-    "be True": lambda _: True,
-    "be True and False in turn": lambda turn: turn % 2 == 0,
-    "be False and True in turn": lambda turn: turn % 2 == 1,
-    "be True once, then False": lambda turn: turn == 0,
-    "be False once, then True": lambda turn: turn > 0,
-}
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """How what is read goes in a run; the words are those of `NUMBERS` and `TRUTHS`."""
-
-    number: str
-    truth: str
-    selects_all: bool
-
-    def seen(self, kinds: Collection[str]) -> tuple[object, ...]:
-        """Return what of it is seen by code that reads these kinds."""
-        return (
-            self.number if {"number", "contents", "size", "index", "comparison"}.intersection(kinds) else None,
-            self.truth if {"truth", "contents"}.intersection(kinds) else None,
-            self.selects_all if "size" in kinds else None,
-            self == SCENARIOS[0] if "host" in kinds else None,
-        )
-
-
-_numbers, _truths = list(NUMBERS), list(TRUTHS)
-SCENARIOS = (
-    Scenario(_numbers[0], _truths[0], selects_all=True),
-    Scenario(_numbers[1], _truths[1], selects_all=False),
-    Scenario(_numbers[2], _truths[2], selects_all=True),
-    Scenario(_numbers[3], _truths[3], selects_all=False),
-    Scenario(_numbers[0], _truths[4], selects_all=False),
-    Scenario(_numbers[1], _truths[5], selects_all=True),
-    Scenario(_numbers[4], _truths[0], selects_all=True),
-    Scenario(_numbers[5], _truths[0], selects_all=True),
+NUMBERS: tuple[tuple[str, Callable[[int], float]], ...] = (
+    ("be 1", lambda _: 1.0),
+    ("fall, from 0.06", lambda turn: float((turn + 2) ** -4)),  # it stays positive however often it is read
+    ("rise, from 1,000,000", lambda turn: 1e6 + 1e4 * min(turn, 100)),
+    ("rise, from 3,000,000", lambda turn: 3e6 + 1e4 * min(turn, 100)),
 )
-LARGE, LARGER = 6, 7
-"""Scenarios that differ in how large numbers are alone: what grows from one to the other has a number for its size."""
-
-
-def distinct(kinds: Collection[str]) -> list[int]:
-    """Return the scenarios that differ for code that reads these kinds; `LARGER` is none of them."""
-    found: dict[tuple[object, ...], int] = {}
-    for scenario, each in enumerate(SCENARIOS[:LARGER]):
-        found.setdefault(each.seen(kinds), scenario)
-    return list(found.values())
+"""What a number may be, by how often it was read before; whole numbers are rounded."""
+FALLING, LARGE, LARGER = 1, 2, 3
+"""Of the last two, what needs more in the second has a number for its size."""
+ALWAYS, BUT_ONCE, ONCE = "always", "but once", "once"
+_TURNS: dict[str, Callable[[int], bool]] = {
+    ALWAYS: lambda _: True, BUT_ONCE: lambda turn: turn != 1, ONCE: lambda turn: turn == 0,
+}  # fmt: skip
+"""Which times that a loop comes to a place it goes another way there."""
 
 
 @dataclass
@@ -133,9 +90,9 @@ class Guesses:
     """The answers of one run.
 
     Args:
-        course: its `guess`, which of `SCENARIOS`; `others`, for some of the expressions that read another one;
-            `opposite`, the outcome of some comparisons; `spares`, at which turn all of that does not hold; `noting`,
-            whether fractions and whole numbers are noted.
+        course: `numbers`, which of `NUMBERS` is read; `others`, where another one is, or a mask selects nothing;
+            `outcomes`, what is decided at some places; `when`, at which turns of a loop; `noting`, whether fractions
+            and whole numbers are noted.
         assume: called with a sentence for each thing that is assumed.
         where: tells which expression of the cell runs; None for a read that is not the cell's.
     """
@@ -143,11 +100,8 @@ class Guesses:
     def __init__(
         self, course: Mapping[str, Any], assume: Callable[[str], None], where: Callable[[], Key | None]
     ) -> None:
-        self.reads: dict[tuple[int | None, str, str], None] = {}
-        """The line, the expression, and what it read that is not known and decides: truth, comparison, number, size,
-        index, contents or host."""
-        self.compared: dict[Key, set[bool]] = {}
-        """The outcomes of each comparison of noted numbers."""
+        self.decides: dict[tuple[Key, str], tuple[bool, bool] | None] = {}
+        """Where values decide and how: a truth with its first outcome and its last."""
         self.noted = 0
         """How many numbers were handed out that note what they decide."""
         self.begin_again: Callable[[], object] = lambda: None
@@ -160,15 +114,15 @@ class Guesses:
         """Returns what is remembered of a tensor."""
         self.keeps: Callable[[], bool] = lambda: False
         """Tells whether what is copied at the moment is not looked at by what copies it."""
-        self._course = course["guess"]
-        self._others: dict[Key, int] = dict(course["others"])
-        self._opposite: dict[Key, bool] = dict(course["opposite"])
-        self._spares: int | None = course["spares"]
+        self._number: int = course["numbers"]
+        self._others = {tuple(each) for each in course["others"]}
+        self._outcomes: dict[Any, bool] = {tuple(place): outcome for place, outcome in course["outcomes"]}
+        self._is_turned = _TURNS[course["when"]]
         self._kinds = course["noting"]
         self._assume = assume
         self._where = where
         self._room = ROOM
-        self._turns: dict[tuple[Key, str], int] = {}
+        self._turns: Counter[tuple[Key, str]] = Counter()
         self._thread = _Thread()
         self._shown: deque[tuple[str, Read]] = deque(maxlen=64)
 
@@ -207,23 +161,27 @@ class Guesses:
         """Return whether a read needs no knowledge of values for now, since it will be noted or decides nothing."""
         return self._thread.ignores or (self._thread.reading is not None and self.is_noted(dtype))
 
-    def decide(self, number: Read, outcome: bool) -> bool:
-        """Return the outcome of a comparison."""
-        place = self._where()
-        if place is None or self._thread.ignores:
+    def decide(self, number: Read | None, outcome: bool) -> bool:
+        """Return the outcome of a comparison, or of a truth that was read.
+
+        Args:
+            number: what decides; None for a truth itself.
+            outcome: what it would be.
+        """
+        place, turn = self._turn(TRUTH)
+        if place is NOBODY:
             return outcome
-        if number.may_be_known:
+        if number is not None and number.may_be_known:
             self.begin_again()
-        self.reads.setdefault((*number.key, "comparison"))
-        turn = self._turns.get((place, "comparison"), 0)
-        self._turns[place, "comparison"] = turn + 1
-        if turn != self._spares:
-            outcome = self._opposite.get(place, outcome)
-            self.compared.setdefault(place, set()).add(outcome)
-        if place in self._opposite:
+        is_forced = place in self._outcomes and self._is_turned(turn)
+        if is_forced:
+            outcome = self._outcomes[place]
+        first, _ = self.decides.get((place, TRUTH)) or (outcome, outcome)
+        self.decides[place, TRUTH] = first, outcome
+        if is_forced or number is None:
             self._say(place, f"is taken to be {outcome}")
         else:
-            self._say(number.key, f"is taken to {self._scenario(number.key).number}")
+            self._say_number(number.key)
         return outcome
 
     def lose(self, number: Read, kind: str) -> None:
@@ -232,10 +190,8 @@ class Guesses:
             return
         if number.may_be_known:
             self.begin_again()
-        self.reads.setdefault((*number.key, kind))
-        self._say(
-            number.key, f"is taken to {self._scenario(number.key).number}" + ", throughout" * (kind == "contents")
-        )
+        self.decides.setdefault((number.key, kind))
+        self._say_number(number.key, ", throughout" * (kind == "contents"))
 
     def shown(self, text: str, number: Read) -> str:
         """Return a number's text, and know it again where the notebook makes a number of it."""
@@ -256,8 +212,8 @@ class Guesses:
             blanks: memory that reads as zeros.
         """
         if blanks:
-            self.reads[None, "", "host"] = None
-        for memory in blanks if self._course else ():
+            self.decides[HOST, "host"] = None
+        for memory in blanks if HOST in self._others else ():
             part = min(len(memory), MOST_FILLED) // len(FILLING)
             for place, byte in enumerate(FILLING):
                 memory[place * part : (place + 1) * part] = bytes([byte]) * part
@@ -266,23 +222,30 @@ class Guesses:
         """Return what is read from a tensor of one element."""
         if str(dtype) == "torch.bool":
             return self.truth()
-        _, turn, scenario = self._read("number", dtype, may_be_known=may_be_known)
-        number = NUMBERS[scenario.number](turn)
+        key, turn = self._turn("number")
+        number = self._number_at(key, turn)
+        reading = self._thread.reading
+        if key is not NOBODY and reading is not None and self.is_noted(dtype):
+            self._note(reading, key, may_be_known=may_be_known)
+        elif key is not NOBODY:
+            self.decides.setdefault((key, "number"))
+            self._say_number(key)
         if dtype.is_complex:
             return complex(number)
         return number if dtype.is_floating_point else round(number)
 
     def truth(self) -> bool:
         """Return whether something is true."""
-        key, turn, scenario = self._read("truth")
-        self._say(key, f"is taken to {scenario.truth}")
-        return TRUTHS[scenario.truth](turn)
+        return self.decide(None, False)
 
     def selected(self, most: int) -> int:
         """Return how many elements a mask selects, or how many are unique."""
-        key, _, scenario = self._read("size")
-        self._say(key, f"is taken to select {'everything' if scenario.selects_all else 'nothing'}")
-        return most if scenario.selects_all else 0
+        key, turn = self._turn(SELECTION)
+        selects = not (key in self._others and self._is_turned(turn))
+        if key is not NOBODY:
+            self.decides.setdefault((key, SELECTION))
+            self._say(key, f"is taken to select {'everything' if selects else 'nothing'}")
+        return most if selects else 0
 
     def fill(self, host: torch.Tensor, *, may_be_known: bool = False) -> None:
         """Put something into a tensor of the host that was to hold what a device has."""
@@ -290,14 +253,14 @@ class Guesses:
 
         if self.leave(host):
             return
-        key, turn, scenario = self._turn("contents")
+        key, turn = self._turn("contents")
         whole = host
         if host.nbytes > min(MOST_FETCHED, self._room):
             host = host[:0]  # it stays zeros, which take no memory
         self._room -= host.nbytes if host.nbytes >= LEAST_COUNTED else 0
-        number = NUMBERS[scenario.number](turn)
+        number = self._number_at(key, turn)
         if host.dtype == torch.bool:
-            number = TRUTHS[scenario.truth](turn)
+            number = key in self._others and self._is_turned(turn)
         elif host.dtype.is_floating_point:
             number = min(number, torch.finfo(host.dtype).max)
         elif not host.dtype.is_complex:
@@ -318,44 +281,34 @@ class Guesses:
         self.noted += 1
         reading.key, reading.may_be_known = key, may_be_known
 
-    def _turn(self, kind: str) -> tuple[Key, int, Scenario]:
-        """Return the expression that reads, how often it was read before, and its scenario."""
+    def _turn(self, kind: str) -> tuple[Key, int]:
+        """Return the expression that reads or decides, and how often it did before."""
         key = self._where()
         if key is None or self._thread.ignores:
-            return NOBODY, 0, SCENARIOS[0]
-        turn = self._turns.get((key, kind), 0)
-        self._turns[key, kind] = turn + 1
-        return key, turn, SCENARIOS[0] if turn == self._spares else self._scenario(key)
+            return NOBODY, 0
+        self._turns[key, kind] += 1
+        return key, self._turns[key, kind] - 1
 
-    def _read(
-        self, kind: str, dtype: torch.dtype | None = None, *, may_be_known: bool = False
-    ) -> tuple[Key, int, Scenario]:
-        """Note a read; return its expression, how often it was read before, and its scenario."""
-        key, turn, scenario = self._turn(kind)
-        reading = self._thread.reading
-        if key is NOBODY:
-            return key, turn, scenario
-        if reading is not None and dtype is not None and self.is_noted(dtype):
-            self._note(reading, key, may_be_known=may_be_known)
-            return key, turn, scenario
-        self.reads.setdefault((*key, kind))
-        if dtype is not None and str(dtype) != "torch.bool":
-            self._say(key, f"is taken to {scenario.number}")
-        return key, turn, scenario
+    def _way(self, key: Key) -> int:
+        return FALLING if key in self._others else self._number
 
-    def _scenario(self, key: Key) -> Scenario:
-        return SCENARIOS[self._others.get(key, self._course)]
+    def _number_at(self, key: Key, turn: int) -> float:
+        return NUMBERS[self._way(key) if self._is_turned(turn) else 0][1](turn)
 
     def told(self) -> dict[str, Any]:
-        """Return what an outcome says of the reads, as plain data."""
+        """Return what an outcome says of what decides, as plain data."""
+        places = {place for place, _ in self.decides}
         return {
-            "reads": list(self.reads), "noted": self.noted,
-            "compared": [(*place, sorted(outcomes)) for place, outcomes in self.compared.items()],
-            "most_turns": max((turns for (_, kind), turns in self._turns.items() if kind != "number"), default=0),
-        }  # fmt: skip
+            "decides": [(place, kind, outcomes) for (place, kind), outcomes in self.decides.items()],
+            "most_turns": max((turns for (place, _), turns in self._turns.items() if place in places), default=0),
+            "noted": self.noted,
+        }
+
+    def _say_number(self, key: Key, more: str = "") -> None:
+        self._say(key, f"is taken to {NUMBERS[self._way(key)][0]}{more}")
 
     def _say(self, key: Key, what: str) -> None:
-        if self._thread.ignores or key is NOBODY or (key == THREAD and all(read[:2] != key for read in self.reads)):
+        line, code, _ = key
+        if self._thread.ignores or key is NOBODY or (code == THREAD and all(key != each for each, _ in self.decides)):
             return
-        line, code = key
         self._assume(f"what {code} reads {what}" if line is None else f"line {line}: `{code}` {what}")
