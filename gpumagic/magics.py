@@ -214,6 +214,9 @@ class GPUMagic(Magics):
         if options.watch == 0:
             live.stop_watching(self.shell)
             return None
+        report = _ask_gpus(options)
+        if not report.rows:  # why there is none does not change by the second
+            return report
         return live.watch(self.shell, functools.partial(_ask_gpus, options), options.watch)
 
     def _run(self, guard: Guard, cell: str | None) -> object:

@@ -190,12 +190,19 @@ CELLS = {"starts": "arm()\n%gpuinfo -w 1000", "stops": "%gpuinfo -w 1000\narm()\
 
 
 @pytest.fixture
-def shell(bare_shell):
+def shell(bare_shell, two_devices):
     bare_shell.run_line_magic("load_ext", "gpumagic")
     bare_shell.kernel = SimpleNamespace(saved_sigint_handler="ipykernel's own")  # without one it waits for Ctrl-C
     yield bare_shell
     bare_shell.run_line_magic("unload_ext", "gpumagic")
     del bare_shell.kernel
+
+
+def test_where_there_is_no_gpu_it_says_why_and_watches_nothing(bare_shell, monkeypatch) -> None:
+    monkeypatch.setattr("gpumagic.magics._ask_gpus", lambda _: GPUReport((), "2.13.0", None, cause="no driver"))
+    bare_shell.run_line_magic("load_ext", "gpumagic")
+    assert bare_shell.run_cell("%gpuinfo -w").result.cause == "no driver"  # in a terminal it would wait for Ctrl-C
+    bare_shell.run_line_magic("unload_ext", "gpumagic")
 
 
 def state(shell) -> tuple[object, ...]:
