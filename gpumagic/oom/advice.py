@@ -38,7 +38,6 @@ SAVINGS: tuple[Rule, ...] = (
     expressions.rewritten,
     expressions.expand,
     collected.results,
-    collected.joined,
     loops.predictions,
     kept.copies,
     collected.listed,
@@ -155,7 +154,7 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
 
 
 def _try_all(proposals: Sequence[tuple[int, Proposal]], trials: Trials) -> list[_Tried]:
-    found: list[_Tried] = []
+    found, edits = list[_Tried](), set[tuple[object, ...]]()
     with progress.counted(len(proposals), "trying") as tell:
         for place, (tier, each) in enumerate(proposals):
             if tier >= DRASTIC and any(other.trial.fits and other.tier < DRASTIC for other in found):
@@ -163,6 +162,10 @@ def _try_all(proposals: Sequence[tuple[int, Proposal]], trials: Trials) -> list[
             if trials.took > DEAR and not trials.reason and any(other.trial.fits for other in found):
                 trials.reason = f"a dry run takes {duration(trials.took)}, and one that fits is known"
                 break
+            edit = (each.changes, each.first) if isinstance(each, Advice) else ()
+            if any(edit) and edit in edits:
+                continue  # two rules come to the same
+            edits.add(edit)
             if isinstance(each, Choice):
                 tell(each.make(each.guess).title)
                 is_solved = any(other.trial.fits and other.trial.certain for other in found)

@@ -189,7 +189,11 @@ def _fact(value: object) -> TensorFact | None:
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
     if not issubclass(type(value), torch.Tensor):
         array: Any = value
-        is_array = (type(value).__module__, type(value).__name__) == ("numpy", "ndarray")
+        package, name = type(value).__module__.partition(".")[0], type(value).__name__
+        if (package, name) == ("pandas", "DataFrame"):  # of which `values` makes one array
+            dtypes = set(map(str, array.dtypes))
+            return TensorFact(array.shape, dtypes.pop() if len(dtypes) == 1 else "object", 8 * array.size, "cpu")
+        is_array = (package, name) == ("numpy", "ndarray")
         return TensorFact(array.shape, str(array.dtype), array.nbytes, "cpu") if is_array else None
     tensor: Any = value
     with torch._C.DisableTorchFunction():

@@ -131,13 +131,23 @@ class CellText:
         new = "\n" + textwrap.indent(code, self._indent(first_line(statement)))
         return (Change(line, len(lines[line - 1]), "", new, self.cell),)
 
-    def wrap(self, statements: Sequence[ast.stmt], header: str) -> tuple[Change, ...]:
-        """Return the changes that put whole statements of one block under a header such as ``with x:``."""
+    def remove(self, statement: ast.stmt) -> Change:
+        """Return the change that takes away the lines of a statement that stands alone, and is not all of a block."""
+        first, end = first_line(statement), statement.end_lineno or 0
+        starts = [*_line_starts(self.source), len(self.source)]
+        return Change(first, 0, self.source[starts[first - 1] : starts[end]], "", self.cell)
+
+    def wrap(self, statements: Sequence[ast.stmt], header: str, removed: Sequence[ast.stmt] = ()) -> tuple[Change, ...]:
+        """Return the changes that put whole statements of one block under a header such as ``with x:``.
+
+        Those that other changes have `removed` are left as they are.
+        """
         if not statements or not all(map(self.stands_alone, statements)):
             return ()
         first, last = first_line(statements[0]), statements[-1].end_lineno or 0
         opening = Change(first, 0, "", f"{self._indent(first)}{header}\n", self.cell)
-        starts = [line for line in self._logical_lines() if first <= line <= last]
+        gone = {line for each in removed for line in range(first_line(each), (each.end_lineno or 0) + 1)}
+        starts = [line for line in self._logical_lines() if first <= line <= last and line not in gone]
         inner = [Change(line, len(self._indent(line)), "", INDENT, self.cell) for line in starts]
         return (opening, *inner)
 

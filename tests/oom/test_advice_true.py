@@ -83,7 +83,7 @@ def ranked(monkeypatch, *suggestions, **more) -> list[str]:
     tiers = [
         (
             lambda _, own=tier: (
-                Advice(title, frees, None, first="x") for title, at, _, frees in suggestions if at == own
+                Advice(title, frees, None, first=f"run({title!r})") for title, at, _, frees in suggestions if at == own
             )
         )
         for tier in range(6)

@@ -27,34 +27,19 @@ def smaller(facts: Facts) -> Iterator[Choice]:
     if found is None:
         return
 
-    def lowered(value: int) -> Advice:
-        return propose(
-            f"Lower {_called(found)} from {found.value} to {value}", evidence=_evidence(found),
-            cost="a different gradient, unless several passes make a step" if facts.trains else "more passes",
-            **_edit(facts, found, value),
-        )  # fmt: skip
+    def edit(value: int, steps: int) -> dict[str, Any]:
+        size = _edit(facts, found, value)
+        if steps == 1:
+            return size
+        passes = loops.accumulating(facts, found, steps)
+        first = "\n".join(each["first"] for each in (size, passes) if "first" in each)
+        text, changes = passes.get("text") or size.get("text"), (*size.get("changes", ()), *passes.get("changes", ()))
+        return {"text": text, "changes": changes, "first": first or None} if passes else {}
 
-    def accumulating(value: int) -> Advice | None:
-        fewer, steps = _divisor(found.value, value)
-        edit, more = _edit(facts, found, fewer), loops.accumulating(facts, found, steps)
-        return None if not more else propose(
-            f"Lower {_called(found)} from {found.value} to {fewer} and accumulate {steps} passes a step",
-            evidence=f"{_evidence(found)}; up to {value} fits", cost="the same gradient, except through batch norm",
-            text=more.get("text") or edit.get("text"), changes=[*edit.get("changes", ()), *more.get("changes", ())],
-            first="\n".join(each["first"] for each in (edit, more) if "first" in each) or None,
-        )  # fmt: skip
-
-    finish = accumulating if facts.trains else None
-    yield Choice(
-        found.name, found.value, lowered, found.value // 2, finish=finish, changes_result=facts.trains,
-        is_setting=not found.loader and not found.cell, least=found.value // MOST_PARTS,
+    yield loops.lowered(
+        facts, found.name, found.value, f"{found.name}'s batch_size" if found.loader else found.name, _evidence(found),
+        edit, is_setting=not found.loader and not found.cell, least=found.value // MOST_PARTS,
     )  # fmt: skip
-
-
-def _divisor(whole: int, most: int) -> tuple[int, int]:
-    """Return the largest divisor of a number up to some limit, and how often it goes into it."""
-    times = next(each for each in range(-(-whole // most), whole + 1) if whole % each == 0)
-    return whole // times, times
 
 
 def at_work(facts: Facts) -> BatchSize | None:
@@ -63,7 +48,7 @@ def at_work(facts: Facts) -> BatchSize | None:
         return None
     found = facts.batches[0]
     if facts.trainer is not None and facts.trainer.library == "transformers":
-        return None  # `trainers.batch` knows what else its arguments say
+        return None  # `loops.batch` knows what else its arguments say
     if facts.stage in ("forward", "backward"):
         return found
     names: set[str] = set()
@@ -128,10 +113,6 @@ def _rows(node: ast.AST) -> Iterator[tuple[int, ast.expr]]:
             yield first, sizes[0]
 
 
-def _called(found: BatchSize) -> str:
-    return f"{found.name}'s batch_size" if found.loader else found.name
-
-
 def _edit(facts: Facts, found: BatchSize, value: int) -> dict[str, Any]:
     if found.loader:
         loader = next((each for each in facts.loaders if each.name == found.name), Loader(found.name, found.value))
@@ -183,9 +164,10 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
         part for each in region.through_backward for part in (each.body if isinstance(each, ast.With) else [each])
     ]
     cleared = [each for each in statements if isinstance(each, ast.Expr) and called_name(each.value) == "zero_grad"]
-    if not all(isinstance(each, ast.Assign) or each in (region.backward, *cleared) for each in statements):
+    rest = [each for each in statements if each not in cleared]
+    if not all(isinstance(each, ast.Assign) or each is region.backward for each in rest):
         return  # a sum or a step in between would be made once for each part
-    if any(_mixes_rows(node) for each in statements if each not in cleared for node in ast.walk(each)):
+    if any(_mixes_rows(node) for each in rest for node in ast.walk(each)):
         return
     names = _divisible(facts, region)
     if not names:
@@ -232,14 +214,14 @@ def _loop(facts: Facts, region: Region, names: list[str], parts: int, cleared: S
     targets = ", ".join(f"{name}_part" for name in names)
     chunks = ", ".join(f"{name}.chunk({parts})" for name in names)
     source = f"zip({chunks})" if len(names) > 1 else chunks
-    wrapped = text.wrap(region.through_backward, f"for {targets} in {source}:")
-    if not wrapped:
+    wrapped = text.wrap(region.through_backward, f"for {targets} in {source}:", removed=cleared)
+    if not wrapped or not all(map(text.stands_alone, cleared)):
         return []
-    changes = [new for each in cleared for new in text.insert(region.forward[0], text.code(each))]
-    changes += [*wrapped, *(text.replace(each, "pass") for each in cleared)]
-    changes += [text.append(node, "_part") for node in read_tensors(region) if node.id in names]
+    before = [new for each in cleared for new in text.insert(region.forward[0], text.code(each))]
+    used = [text.append(node, "_part") for node in read_tensors(region) if node.id in names]
     assert region.backward is not None
-    return [*changes, *loops.divided(facts, text, region.backward, region.through_backward, parts)]
+    scaled = loops.divided(facts, text, region.backward, region.through_backward, parts)
+    return [*before, *wrapped, *map(text.remove, cleared), *used, *scaled]
 
 
 _DEPTH = re.compile(r"^((n|num|number)_?(of_)?((hidden|encoder|decoder)_)?(layers?|blocks)|depth)$", re.IGNORECASE)

@@ -80,37 +80,31 @@ def results(facts: Facts) -> Iterator[Advice]:
         return
 
 
-def joined(facts: Facts) -> Iterator[Advice]:
-    """Join in the host's memory what a loop makes longer with `cat`."""
-    for text, statement in failed(facts):
-        is_looped = isinstance(statement, ast.Assign) and loop_around(text, statement.lineno) is not None
-        node = statement.value if isinstance(statement, ast.Assign) and is_looped else ast.Pass()
-        parts = match("cat([WHOLE, PART])", node) or match("concat([WHOLE, PART])", node)
-        name = text.code(parts["WHOLE"]) if parts is not None else ""
-        if parts is not None and isinstance(statement, ast.Assign) and text.code(statement.targets[0]) == name:
-            yield propose(
-                f"Collect {name} in the host's memory", text=text,
-                changes=[text.append(each, ".cpu()") for each in parts.values()],
-                evidence=f"{name} is longer after each pass", cost=f"a copy in each pass; {name} is on the CPU then",
-            )  # fmt: skip
-
-
 def listed(facts: Facts) -> Iterator[Advice]:
-    """Collect what a list or dict makes of each of its passes in the host's memory."""
+    """Collect in the host's memory what the failed line makes a list or a dict of, or longer with `cat`."""
     for text, statement in failed(facts):
-        for node in ast.walk(statement):
-            part = (
-                node.elt if isinstance(node, ast.ListComp) else node.value if isinstance(node, ast.DictComp) else None
-            )
-            if not isinstance(part, ast.Call) or called_name(part) in _LEAVES or "nn" in names_in(part.func):
-                continue
-            made = "list" if isinstance(node, ast.ListComp) else "dict"
+        found = next(filter(None, (_made_of(text, statement, node) for node in ast.walk(statement))), None)
+        if found is not None:
+            what, parts, evidence, cost = found
             yield propose(
-                f"Collect what the {made} is made of in the host's memory", text=text,
-                changes=[text.append(part, ".cpu()")], evidence=f"the {made} keeps every part on the device",
-                cost=f"a copy in each pass; what uses the {made} finds it on the CPU",
+                f"Collect {what} in the host's memory", text=text, evidence=evidence,
+                changes=[text.append(part, ".cpu()") for part in parts], cost=f"a copy in each pass; {cost}",
             )  # fmt: skip
-            return
+
+
+def _made_of(text: CellText, statement: ast.stmt, node: ast.AST) -> tuple[str, list[ast.expr], str, str] | None:
+    """Return what a statement makes longer, the parts that it is made of, and what is said of it."""
+    if isinstance(node, ast.ListComp | ast.DictComp):
+        part, made = (node.elt, "list") if isinstance(node, ast.ListComp) else (node.value, "dict")
+        if not isinstance(part, ast.Call) or called_name(part) in _LEAVES or "nn" in names_in(part.func):
+            return None
+        of = f"the {made} keeps every part on the device", f"what uses the {made} finds it on the CPU"
+        return (f"what the {made} is made of", [part], *of)
+    parts = match("cat([WHOLE, PART])", node) or match("concat([WHOLE, PART])", node)
+    name = text.code(statement.targets[0]) if isinstance(statement, ast.Assign) and statement.value is node else ""
+    if not parts or text.code(parts["WHOLE"]) != name or loop_around(text, statement.lineno) is None:
+        return None
+    return name, list(parts.values()), f"{name} is longer after each pass", f"{name} is on the CPU then"
 
 
 _LEAVES = frozenset({"cpu", "item", "numpy", "tolist", "list", "int", "float", "str", "len", "range", "checkpoint"})

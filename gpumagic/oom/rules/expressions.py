@@ -14,7 +14,7 @@ from gpumagic.oom.rules.facts import Facts, TensorFact
 from gpumagic.oom.rules.proposal import calls, failed, propose, substituted
 from gpumagic.report.units import size
 from gpumagic.source import text as texts
-from gpumagic.source.text import CellText, Change, apply_changes, called_name, names_in
+from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
 
 FUNCTIONS = ("F", "torch", "functional")
 """What the names of torch's modules of functions end with."""
@@ -95,12 +95,12 @@ class Joined:
     """The others, whose values are in it."""
 
     def changes(self, text: CellText, change: Change) -> list[Change]:
-        """Return the changes of the cell's text for one of the expression: the other statements become `pass`."""
+        """Return the changes of the cell's text for one of the expression; the other statements go."""
         return self.replaced_by(text, apply_changes([change], self.text.source))
 
     def replaced_by(self, text: CellText, code: str) -> list[Change]:
         """Return the changes of the cell's text that put other code in the expression's place."""
-        return [text.replace(self.last, code), *(text.replace(each, "pass") for each in self.before)]
+        return [text.replace(self.last, code), *map(text.remove, self.before)]
 
 
 MOST_STATEMENTS = 4
@@ -130,12 +130,20 @@ def _inlined(text: CellText, value: ast.expr, before: Sequence[ast.stmt]) -> tup
         target = each.targets[0] if isinstance(each, ast.Assign) and len(each.targets) == 1 else None
         if not isinstance(each, ast.Assign) or not isinstance(target, ast.Name) or not text.stands_alone(each):
             continue
+        if not names_in(each.value) - {"torch", "F", "nn"} or any(map(_makes_anew, ast.walk(each.value))):
+            continue
         uses = [node for node in text.nodes() if isinstance(node, ast.Name) and node.id == target.id]
         reads = sum(isinstance(node.ctx, ast.Load) for node in uses)
         if 2 * reads == len(uses) and len(re.findall(rf"\b{target.id}\b", code)) == 1:
             put = f"({text.code(each.value)})".replace("\\", r"\\")  # no escapes of a template
             code, used = re.sub(rf"\b{target.id}\b", put, code), [*used, each]
     return code, used
+
+
+def _makes_anew(node: ast.AST) -> bool:
+    """Return whether a call gives another tensor each time, or one that is a parameter."""
+    is_parameter = isinstance(node, ast.Call) and keyword(node, "requires_grad") is not None
+    return is_parameter or called_name(node).startswith(("rand", "Parameter", "dropout"))
 
 
 QUERIES = 128
@@ -267,8 +275,8 @@ def update_in_place(facts: Facts) -> Iterator[Advice]:
         is_of_it = isinstance(each, ast.Assign) and text.code(each.targets[0]) == name and text.stands_alone(each)
         lines = _steps(facts, text, name, each.value, terms) if isinstance(each, ast.Assign) and is_of_it else []
         if lines and (is_there or lines[0]):
-            margin = f"\n{' ' * each.col_offset}"
-            changes.append(text.replace(each, margin.join([*terms, *filter(None, lines)])))
+            new = f"\n{' ' * each.col_offset}".join([*terms, *filter(None, lines)])
+            changes += [text.replace(each, new)] if new != text.code(each) else []
             is_there = True
     if changes:
         yield propose(

@@ -75,6 +75,8 @@ def spent(facts: Facts) -> Iterator[Advice]:
     text, statement = next(failed(facts), (None, None))
     if text is None or statement is None or loop_around(text, statement.lineno) is not None:
         return
+    if facts.trains and facts.stage in ("forward", "backward"):
+        return  # the graph keeps them
     small = {name for name, fact in facts.tensors.items() if fact.device != facts.device or fact.nbytes < LARGE}
     small |= facts.numbers.keys()
     made, last = set[str](), dict[str, ast.stmt]()
@@ -144,7 +146,8 @@ def gradients(facts: Facts) -> Iterator[Advice]:
             "Let zero_grad drop the gradients", lambda _: True,
             f"set_to_none=False keeps {held} of zeros through the forward pass",
             "none: code that reads .grad sees None for a moment", first=first or "",
-            argument="set_to_none=True", calls=("zero_grad",), of=lambda *known: known[-1] == "False",
+            argument="set_to_none=True", calls=("zero_grad",), by_default=True,
+            of=lambda *known: known[-1] == "False",
         )(facts)
     )  # fmt: skip
     if dropped:
@@ -297,7 +300,7 @@ def _owner(text: CellText, call: ast.Call) -> str:
 retained = Remedy(
     lambda _, *call: f"Let {_owner(*call[:2])}.backward free its graph", lambda facts: facts.graph_names,
     lambda _, *call: f"retain_graph=True kept the graph of {_owner(*call[:2])} while the next was made",
-    "none: backward is called once", argument="retain_graph=False", calls=("backward",),
+    "none: backward is called once", argument="retain_graph=False", calls=("backward",), by_default=True,
     of=lambda facts, text, call, given: given == "True" and _owner(text, call) in facts.graph_names
     and len(list(calls([text], "backward"))) == 1,
 )  # fmt: skip

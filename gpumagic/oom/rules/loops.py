@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,28 +79,49 @@ def batch(facts: Facts) -> Iterator[Choice]:
     now = number(trainer, name, DEFAULT_BATCH)
     if now is None or now < 2:
         return
-    is_said = keyword(trainer.call, name) is not None
-    evidence = f"{_where(trainer)} says so" if is_said else f"{_where(trainer)} says nothing else than the default"
-
+    said = "says so" if keyword(trainer.call, name) is not None else "says nothing else than the default"
     before = number(trainer, "gradient_accumulation_steps", 1)
 
-    def lowered(value: int, most: str = "", **more: str) -> Advice:
-        same, other = "the same gradient, except through batch norm", "a different gradient"
-        passes = "".join(f" and accumulate {steps} passes a step" for steps in more.values())
-        return propose(
-            f"Lower {name} from {now} to {value}{passes}", evidence=evidence + most,
-            cost="more passes" if _evaluates(facts) else same if more else other,
-            **told(trainer, {name: str(value), **more}),
+    def edit(value: int, steps: int) -> dict[str, Any]:
+        if steps > 1 and before is None:
+            return {}
+        passes = {"gradient_accumulation_steps": str(steps * (before or 1))} if steps > 1 else {}
+        return told(trainer, {name: str(value), **passes})
+
+    yield lowered(facts, name, now, name, f"{_where(trainer)} {said}", edit, evaluates=_evaluates(facts))
+
+
+def lowered(
+    facts: Facts, name: str, now: int, called: str, evidence: str, edit: Callable[[int, int], dict[str, Any]],
+    *, evaluates: bool = False, **more: Any,
+) -> Choice:  # fmt: skip
+    """Return the choice of a smaller batch: in training of one that divides it, whose gradients add up.
+
+    Args:
+        facts: of the failure.
+        name: of the number.
+        now: its value.
+        called: what the title calls it.
+        evidence: where it stands.
+        edit: returns the edit for a value and a number of passes a step, nothing where it is unclear how.
+        evaluates: whether nothing is trained even so.
+        more: other fields of the choice.
+    """
+    trains = facts.trains and not evaluates
+
+    def made(value: int) -> Advice:
+        cost = "a different gradient, unless several passes make a step" if trains else "more passes"
+        return propose(f"Lower {called} from {now} to {value}", evidence=evidence, cost=cost, **edit(value, 1))
+
+    def accumulated(most: int) -> Advice | None:
+        steps = next(each for each in range(-(-now // most), now + 1) if now % each == 0)
+        change = edit(now // steps, steps)
+        return None if not change else propose(
+            f"Lower {called} from {now} to {now // steps} and accumulate {steps} passes a step", **change,
+            evidence=f"{evidence}; up to {most} fits", cost="the same gradient, except through batch norm",
         )  # fmt: skip
 
-    def accumulating(value: int) -> Advice | None:
-        steps = next(each for each in range(-(-now // value), now + 1) if now % each == 0)
-        if before is None:
-            return None
-        return lowered(now // steps, f"; up to {value} fits", gradient_accumulation_steps=str(steps * before))
-
-    finish = None if _evaluates(facts) else accumulating
-    yield Choice(name, now, lowered, now // 2, finish=finish, changes_result=not _evaluates(facts))
+    return Choice(name, now, made, now // 2, finish=accumulated if trains else None, changes_result=trains, **more)
 
 
 def number(trainer: Trainer, name: str, default: int) -> int | None:
@@ -145,18 +166,6 @@ class Training:
     backward: ast.Expr
     step: ast.Expr
     zero_grad: ast.Expr
-
-    def statements(self) -> Iterator[list[ast.stmt]]:
-        """Yield what is to run in the last pass of each group only, then what in the first only, if anything."""
-        body = self.loop.body
-        at, zero_at = body.index(self.step), body.index(self.zero_grad)
-        if zero_at == at + 1:
-            yield body[at : zero_at + 1]
-        elif zero_at > at:
-            yield [self.step]
-            yield [self.zero_grad]
-        else:
-            yield [self.step]
 
 
 def accumulating(facts: Facts, found: BatchSize, steps: int) -> dict[str, Any]:
@@ -218,15 +227,13 @@ def _counted(facts: Facts, training: Training, found: BatchSize, steps: int) -> 
 
 
 def _changes(facts: Facts, training: Training, head: list[Change], number: str, steps: int) -> list[Change]:
-    text = training.text
-    last, *first = training.statements()
-    at_end = f"if ({number} + 1) % {steps} == 0:"
-    scaled = divided(facts, text, training.backward, training.loop.body, steps)
-    changes = [*head, *scaled, *text.wrap(last, at_end)]
-    if first:
-        changes += text.wrap(first[0], at_end)
-    elif training.zero_grad not in last:
-        changes += text.wrap([training.zero_grad], f"if {number} % {steps} == 0:")
+    """Return the changes that leave the step to the last pass of each group, and `zero_grad` to that or the first."""
+    text, body = training.text, training.loop.body
+    at, zero_at = body.index(training.step), body.index(training.zero_grad)
+    changes = [*head, *divided(facts, text, training.backward, body, steps)]
+    for group in [body[at : at + 2]] if zero_at == at + 1 else [[training.step], [training.zero_grad]]:
+        is_first = zero_at < at and training.zero_grad in group
+        changes += text.wrap(group, f"if {number if is_first else f'({number} + 1)'} % {steps} == 0:")
     return changes
 
 

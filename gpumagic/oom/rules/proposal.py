@@ -27,6 +27,12 @@ class Region:
     """The statement that calls `backward`; it is the last of `forward` too where one statement does both."""
 
     @property
+    def computed(self) -> list[ast.stmt]:
+        """The statements, without those at their ends that clear gradients."""
+        places = [place for place, each in enumerate(self.forward) if not does(each, "zero_grad")]
+        return self.forward[places[0] : places[-1] + 1] if places else self.forward
+
+    @property
     def through_backward(self) -> list[ast.stmt]:
         """The statements, that of `backward` included."""
         joined = self.backward is None or self.backward is self.forward[-1]
@@ -224,6 +230,8 @@ class Remedy:
     """Whether it is for this call; by default where the argument is not given."""
     in_line: bool = False
     """Whether only the statement that failed is searched for calls."""
+    by_default: bool = False
+    """Whether the function does so where it is told nothing: the argument goes where there is no other."""
 
     def __call__(self, facts: Facts) -> Iterator[Advice]:
         """Yield the suggestion where its facts hold; for the first of the calls."""
@@ -242,6 +250,8 @@ class Remedy:
             known = (facts, text, call, text.code(given.value) if given is not None else "")
             if self.of(*known):
                 change = text.replace(given.value, value) if given is not None else text.add_argument(call, argument)
+                if self.by_default and len(call.args) + len(call.keywords) == 1:
+                    change = text.replace(call, f"{text.code(call.func)}()")
                 yield self._proposed(known, text=text, changes=[change])
                 return
 

@@ -11,9 +11,9 @@ from typing import Any
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.expressions import joined_in, match
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
-from gpumagic.oom.rules.proposal import Remedy, backend, calls, find, prepare, propose, substituted
+from gpumagic.oom.rules.proposal import Remedy, backend, calls, does, find, loop_around, prepare, propose, substituted
 from gpumagic.report.units import LARGE, size
-from gpumagic.source.text import CellText, keyword
+from gpumagic.source.text import CellText, called_name, keyword
 
 ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
 SHARED = ("lr", "weight_decay")
@@ -77,7 +77,7 @@ def _half_parameters(facts: Facts, found: Optimizer) -> Iterator[Advice]:
     made = prepare(facts, model.name, f"{model.name}.bfloat16()")
     changes, region = list(made.get("changes", ())), find(facts)
     if region is not None and facts.stage != "step" and facts.cell is not None and not facts.cell.autocasts:
-        changes += region.text.wrap(region.forward, _autocast(facts))  # its inputs stay as they are
+        changes += region.text.wrap(region.computed, _autocast(facts))  # its inputs stay as they are
     yield propose(
         f"Train {model.name} in bfloat16, parameters too", first=made.get("first"), changes=changes,
         text=made.get("text") or (region.text if region is not None and changes else None),
@@ -137,7 +137,7 @@ def mixed(facts: Facts) -> Iterator[Advice]:
     if is_on or not full or facts.stage not in ("forward", "backward"):
         return
     region = find(facts)
-    changes = region.text.wrap(region.forward, _autocast(facts)) if region is not None else ()
+    changes = region.text.wrap(region.computed, _autocast(facts)) if region is not None else ()
     yield propose(
         "Compute the forward pass in bfloat16",
         **({"text": region.text, "changes": changes} if region is not None and changes else {"edit": _autocast(facts)}),
@@ -218,6 +218,12 @@ def _switch(facts: Facts, model: Model) -> dict[str, Any]:
             arguments = f"{model.name}, {SEGMENTS}, {text.code(call.args[0])}, use_reentrant=False"
             changes = [text.replace(call, f"torch.utils.checkpoint.checkpoint_sequential({arguments})")]
             return {"text": text, "changes": changes, "first": "import torch.utils.checkpoint"}
+    for text, call in calls(facts.texts, model.name):
+        loop = loop_around(text, call.lineno)
+        if loop is not None and not any(does(each, "backward") for each in loop.body):  # of several calls one at a time
+            arguments = text.code(call)[len(text.code(call.func)) + 1 : -1]
+            code = f"torch.utils.checkpoint.checkpoint({model.name}, {arguments}, use_reentrant=False)"
+            return {"text": text, "changes": [text.replace(call, code)], "first": "import torch.utils.checkpoint"}
     return {}
 
 
@@ -254,6 +260,8 @@ def _loss_in_parts(facts: Facts, text: CellText, node: ast.AST, indent: str) -> 
     fact = facts.tensors.get(hidden.id) if isinstance(hidden, ast.Name) else None
     if hidden is None or fact is None or len(fact.shape) != 2 or not isinstance(loss["LABELS"], ast.Name):
         return ""
+    if called_name(logits) in {each.name for each in facts.models} and not (fact.graph or fact.requires_grad):
+        return ""  # no head, but all of a model
     step = f'{text.code(node.func)}({substituted(text, logits, hidden, "h_part")}, y_part, reduction="sum")'
     lines = [f"    {step}"]
     if facts.trains:
