@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from gpumagic.oom.report import Advice, EditTrial
+from gpumagic.oom.report import Advice, EditTrial, Need
 from gpumagic.oom.rules import batch, collected, expressions, kept, limits, loops, parts, training
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, cleared
 from gpumagic.oom.trials import DEAR, NOT_INSTALLED, Chosen, Trials
+from gpumagic.oom.view import known_early
 from gpumagic.report import progress
 from gpumagic.report.units import duration
 
@@ -68,6 +70,7 @@ TRADES: tuple[Rule, ...] = (
     batch.smaller,
     loops.batch,
     batch.unnamed,
+    training.of_all_in_parts,
     training.checkpoint,
     training.mixed,
     loops.switches,
@@ -98,6 +101,9 @@ OF_ACTIVATIONS = frozenset({
 })  # fmt: skip
 """What cannot help where parameters, gradients and optimizer state alone are more than there is."""
 
+AT_MOST: Mapping[Rule, Callable[[Need], int]] = {training.mixed: lambda need: (need.needed - need.fixed) // 2}
+"""What rules can save at most, where their suggestions do not say what they free."""
+
 CRUMB = 0.1
 """What gives back less than this share of what another suggestion does stands below it."""
 
@@ -105,11 +111,22 @@ LEAST_SHARE = 0.1
 """The share of what is missing that a suggestion has to save to be worth a word."""
 
 
+class _Proposed(NamedTuple):
+    """A suggestion before it is tried."""
+
+    tier: int
+    place: int
+    """In the order of the tier's rules."""
+    each: Proposal
+    is_too_little: bool
+    """Whether it cannot fit alone."""
+
+
 @dataclass(frozen=True)
 class _Tried:
     tier: int
     place: int
-    """In the order of the rules."""
+    """In the order of the tier's rules."""
     advice: Advice
     trial: EditTrial
     choice: Choice | None = None
@@ -135,13 +152,13 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         trials: tries them.
     """
     proposals = [
-        (tier, each)
+        _Proposed(tier, place, each, _is_too_little(facts.need, rule, each))
         for tier, rules in enumerate(TIERS)
-        for rule in rules
+        for place, rule in enumerate(rules)
         if not (rule in OF_ACTIVATIONS and facts.need is not None and facts.need.fixed > facts.need.had)
         for each in rule(facts)
     ]
-    found = _try_all(proposals, trials)
+    found = _try_all(facts, proposals, trials)
     if not any(each.fits_here for each in found):
         together = _cheapest_set(facts, found, trials)
         found += [] if together is None else [together]
@@ -153,42 +170,75 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
     return tuple(_finished(facts, each) for each in sorted(worth, key=rank))
 
 
-def _try_all(proposals: Sequence[tuple[int, Proposal]], trials: Trials) -> list[_Tried]:
-    found, edits = list[_Tried](), set[tuple[object, ...]]()
+def _is_too_little(need: Need | None, rule: Rule, each: Proposal) -> bool:
+    """Return whether a suggestion cannot fit alone, by what it can save at most."""
+    if need is None or isinstance(each, Choice):
+        return False
+    most = AT_MOST[rule](need) if rule in AT_MOST else each.frees
+    return most is not None and most < need.missing
+
+
+def _try_all(facts: Facts, proposals: Sequence[_Proposed], trials: Trials) -> list[_Tried]:
+    """Return what came of the suggestions: of those that may fit alone first, of others where none of these does."""
+    found, edits, is_shown = list[_Tried](), set[tuple[object, ...]](), False
+
+    def show(best: _Tried) -> None:
+        nonlocal is_shown
+        if not is_shown:
+            is_shown = True
+            progress.known(known_early(_finished(facts, best)))
+
     with progress.counted(len(proposals), "trying") as tell:
-        for place, (tier, each) in enumerate(proposals):
-            if tier >= DRASTIC and any(other.trial.fits and other.tier < DRASTIC for other in found):
-                break  # nobody needs another method, several GPUs or a larger one then
-            if trials.took > DEAR and not trials.reason and any(other.trial.fits for other in found):
-                trials.reason = f"a dry run takes {duration(trials.took)}, and one that fits is known"
+        for proposed in sorted(proposals, key=lambda one: (one.tier >= DRASTIC, one.is_too_little)):
+            fitting = [each for each in found if each.fits_here and each.trial.certain]
+            best = min(fitting, key=lambda each: (each.tier, each.place), default=None)
+            if best is not None and best.tier <= proposed.tier:
+                show(best)  # nothing that is tried from here on costs less
+            if _is_enough(proposed, found, trials):
                 break
+            each = proposed.each
             edit = (each.changes, each.first) if isinstance(each, Advice) else ()
             if any(edit) and edit in edits:
                 continue  # two rules come to the same
             edits.add(edit)
             if isinstance(each, Choice):
                 tell(each.make(each.guess).title)
-                is_solved = any(other.trial.fits and other.trial.certain for other in found)
-                chosen = _chosen(each, trials, is_brief=is_solved)
-                own = OTHER_RESULT if each.changes_result and not chosen.is_finished else tier
-                found.append(_Tried(own, place, chosen.advice, chosen.trial, each, chosen.is_exhausted))
+                found.append(_chosen(proposed, each, trials, show, is_brief=best is not None))
             elif not (each.gpu and any(other.advice.gpu for other in found)):
                 tell(each.title)
                 trial = trials.of(each) if each.changes or each.first or each.gpu else EditTrial()
-                if each.gpu and trial.fits is False:
-                    continue  # the next is larger
-                found.append(_Tried(tier, place, each, trial))
+                if not (each.gpu and trial.fits is False):  # else the next is larger
+                    found.append(_Tried(proposed.tier, proposed.place, each, trial))
     return found
 
 
-def _chosen(choice: Choice, trials: Trials, *, is_brief: bool) -> Chosen:
-    """Return a suggestion with a number and what came of it; in brief where a plainer one fits: with its guess."""
+def _is_enough(proposed: _Proposed, found: Sequence[_Tried], trials: Trials) -> bool:
+    """Return whether nobody needs what is to be tried next: another method, a larger GPU, what helps only a little."""
+    fits = [each for each in found if each.trial.fits]
+    if trials.took > DEAR and fits and not trials.reason:
+        trials.reason = f"a dry run takes {duration(trials.took)}, and one that fits is known"
+        return True
+    return (proposed.tier >= DRASTIC or proposed.is_too_little) and any(each.tier < DRASTIC for each in fits)
+
+
+def _chosen(
+    proposed: _Proposed, choice: Choice, trials: Trials, show: Callable[[_Tried], None], *, is_brief: bool
+) -> _Tried:
+    """Return a suggestion with a number and what came of it; in brief where a plainer one fits: with its guess.
+
+    One that makes the same result is shown before the largest number is known.
+    """
+
+    def tried(chosen: Chosen) -> _Tried:
+        own = OTHER_RESULT if choice.changes_result and not chosen.is_finished else proposed.tier
+        return _Tried(own, proposed.place, chosen.advice, chosen.trial, choice, chosen.is_exhausted)
+
     if is_brief:
         advice = choice.make(choice.guess)
         trial = trials.of(advice)
         if trial.fits:
-            return Chosen(advice, trial)
-    return trials.choose(choice)
+            return tried(Chosen(advice, trial))
+    return tried(trials.choose(choice, known=lambda early: show(tried(early))))
 
 
 def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tried | None:
@@ -251,6 +301,10 @@ def _finished(facts: Facts, found: _Tried) -> Advice:
         frees=advice.frees if trial.saves is None or advice.gpu else trial.saves,
         edit=advice.edit if advice.changes or not is_code else first,
     )  # fmt: skip
+
+
+def _cost(found: _Tried) -> tuple[int, int]:
+    return found.tier, found.place
 
 
 def _worth(found: _Tried) -> int:

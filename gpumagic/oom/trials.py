@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import NamedTuple
@@ -147,10 +147,17 @@ class Trials:
             self._stop_if_over(error)
             return self._untried() if self.reason else EditTrial(reason=str(error))
 
-    def choose(self, choice: Choice, *others: Advice) -> Chosen:
-        """Return a suggestion with the largest number that was found to fit beside `others`, else with the smallest."""
+    def choose(
+        self, choice: Choice, *others: Advice, known: Callable[[Chosen], object] = lambda _: None
+    ) -> Chosen:  # fmt: skip
+        """Return a suggestion with the largest number that was found to fit beside `others`, else with the smallest.
+
+        `known` is called where what the choice's `finish` makes of a first guess fits.
+        """
         runs = {} if others or self._as_is is None else {choice.now: self._as_is}
         early = self._finished(choice, self._likely(choice), others) if runs else None
+        if early is not None and early.trial.certain:
+            known(early)
         cut = self._search(choice, others, runs, is_known=early is not None)
         smaller = [value for value in runs if value < choice.now]
         if not cut and choice.is_setting and 1 in runs and runs[1].fits is False:
@@ -278,6 +285,8 @@ class Trials:
         one, other = self._of_device(runs[number]), self._of_device(runs[now])
         if runs[number].fits or one is None or other is None or other.peak <= (other.capacity or 0):
             return False
+        if one.peak > other.peak and 4 * number > now:
+            return False  # parts, nearly all of it, beside what they are put together to
         return (other.peak - one.peak) * now / (now - number) < (other.peak - (other.capacity or 0)) / 2
 
     def _of_device(self, report: DryRunReport) -> DeviceNeed | None:

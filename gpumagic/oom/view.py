@@ -223,6 +223,12 @@ def _advice(report: OomReport) -> Iterator[Block]:
         yield Fold(f"and {len(rest)} more: " + "; ".join(each.title for _, each in rest), blocks)
 
 
+def known_early(advice: Advice) -> str:
+    """Return a suggestion that fits as text, for the time in which others are tried."""
+    code = [f"{place or '':>8}  {line}" for place, line, _ in _code(advice)]
+    return "\n".join([f"{advice.title}{_worth(advice)}", *code])
+
+
 def _how(advice: Advice) -> Iterator[Block]:
     code = _code(advice)
     if code:

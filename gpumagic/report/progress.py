@@ -36,6 +36,13 @@ def elapsed(what: str) -> Iterator[Callable[[], None]]:
         yield lambda: line.write(f"{text}, {time.monotonic() - began:.0f} s")
 
 
+def known(text: str) -> None:
+    """Show what is known before the end of what is being counted: above its line, in a terminal for good."""
+    if _line is not None:
+        _line.known = text
+        _line.write(_line.text)
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show a line at once, during a call that reports no progress of its own."""
@@ -53,14 +60,14 @@ class _Line:
     def __init__(self) -> None:
         self.show = _surface()
         self.start = time.monotonic() + DELAY
-        self.text = ""
+        self.text = self.known = ""
         self.is_shown = False
 
     def write(self, text: str) -> None:
         self.text = text
         if self.show is not None and time.monotonic() >= self.start:
             self.is_shown = True
-            self.show(text)
+            self.show(text, self.known)
 
 
 _line: _Line | None = None
@@ -82,8 +89,11 @@ def _shown() -> Iterator[_Line]:
             line.write("")
 
 
-def _surface() -> Callable[[str], None] | None:
-    """Return what shows a text in the place of the last one, "" for none; None where nothing can be rewritten."""
+def _surface() -> Callable[[str, str], None] | None:
+    """Return what shows a line in the place of the last one, "" for none, and what is known by then above it.
+
+    It is None where nothing can be rewritten.
+    """
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     kernel = getattr(shell, "kernel", None)
@@ -94,25 +104,29 @@ def _surface() -> Callable[[str], None] | None:
     return _in_terminal() if sys.stderr.isatty() else None
 
 
-def _in_notebook() -> Callable[[str], None]:
+def _in_notebook() -> Callable[[str, str], None]:
     from IPython.display import DisplayHandle
 
     handle = DisplayHandle()
     begin = [handle.display]
 
-    def show(text: str) -> None:
-        data = {"text/plain": text} if text else {}  # without any JupyterLab draws no output, not even an empty one
+    def show(text: str, known: str) -> None:
+        data = (
+            {"text/plain": f"{known}\n\n{text}".lstrip()} if text else {}
+        )  # without any JupyterLab draws no output, not even an empty one
         (begin.pop() if begin else handle.update)(data, raw=True)
 
     return show
 
 
-def _in_terminal() -> Callable[[str], None]:
-    longest = 0
+def _in_terminal() -> Callable[[str, str], None]:
+    longest, printed = 0, ""
 
-    def show(text: str) -> None:
-        nonlocal longest
-        longest = max(longest, len(text))
+    def show(text: str, known: str) -> None:
+        nonlocal longest, printed
+        if known != printed:
+            print(f"\r{'':{longest}}\r{known}\n", file=sys.stderr)  # noqa: T201
+        longest, printed = max(longest, len(text)), known
         print(f"\r{text:{longest}}", end="" if text else "\r", file=sys.stderr, flush=True)  # noqa: T201
 
     return show

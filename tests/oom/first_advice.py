@@ -30,6 +30,7 @@ import torch
 from oom_corpus import Case
 
 from gpumagic.oom.trials import Trials
+from gpumagic.report import progress
 
 FOLDER = Path(__file__).parent / "other_cells"
 AMPLE = 4 << 30
@@ -112,7 +113,7 @@ def needs(backend: str, case: Case) -> tuple[int, int, int]:
 def timed():
     """Yield when the dry runs of advice ended, and when the first suggestion was shown to fit."""
     ends, fits = list[float](), list[float]()
-    run, of, choose = Trials._run, Trials.of, Trials.choose
+    run, of, choose, known = Trials._run, Trials.of, Trials.choose, progress.known
 
     def noted(self, *given):
         try:
@@ -125,12 +126,16 @@ def timed():
         fits.extend([time.monotonic()] if trial.fits else [])
         return trial
 
-    def chosen(self, *given):
-        found = choose(self, *given)
+    def chosen(self, *given, **more):
+        found = choose(self, *given, **more)
         fits.extend([time.monotonic()] if found.trial.fits else [])
         return found
 
-    with mock.patch.multiple(Trials, _run=noted, of=tried, choose=chosen):
+    def shown(text):
+        fits.append(time.monotonic())
+        known(text)
+
+    with mock.patch.multiple(Trials, _run=noted, of=tried, choose=chosen), mock.patch.object(progress, "known", shown):
         yield ends, fits
 
 

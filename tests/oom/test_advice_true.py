@@ -131,7 +131,7 @@ class Untried(Told):
     def __init__(self):
         super().__init__({})
 
-    def choose(self, choice, *_):
+    def choose(self, choice, **_):
         from gpumagic.oom.trials import Chosen
 
         return Chosen(choice.make(choice.guess), EditTrial())
@@ -417,3 +417,21 @@ def test_a_gpu_on_which_a_dry_run_fails_is_not_named() -> None:
     told = Told({"Use a larger GPU, such as an L4 (22.0 GiB)": no})
     titles = [each.title for each in advising.advise(replace(PIECES, need=need), told)]
     assert titles[-1] == "Use a larger GPU, such as an A10G (22.1 GiB)"
+
+
+def test_the_first_that_fits_is_shown_while_what_costs_more_is_tried(monkeypatch) -> None:
+    shown = []
+    monkeypatch.setattr(advising.progress, "known", shown.append)
+    tried = ("fails", 0, FAILS, None), ("fits", 1, FITS, None), ("fits too", 2, FITS, None)
+    assert ranked(monkeypatch, *tried)[0] == "fits"
+    assert shown == ["fits: fits (dry run: 10.0 of 15.0 GiB)\n   first  run('fits')"]
+
+
+def test_what_frees_too_little_is_tried_only_where_nothing_else_fits(monkeypatch) -> None:
+    tried = []
+    monkeypatch.setattr(Told, "of", lambda self, *edits: tried.append(edits[0].title) or self._outcomes[edits[0].title])
+    ranked(monkeypatch, ("crumbs", 0, FAILS, GIB // 2), ("fits", 2, FITS, None))
+    assert tried == ["fits"]
+    tried.clear()
+    ranked(monkeypatch, ("crumbs", 0, FAILS, GIB // 2), ("fails", 2, FAILS, None))
+    assert tried[:2] == ["fails", "crumbs"]

@@ -110,3 +110,13 @@ def test_a_notebook_has_one_display_that_is_empty_in_the_end_and_no_stderr(messa
         ("update_display_data", {"text/plain": "dry run 2 of 2: batch_size = 8"}),
         ("update_display_data", {}),
     ]
+
+
+def test_what_is_known_by_then_stands_above_the_line_of_a_terminal_and_stays(terminal: Terminal) -> None:
+    with progress.counted(3, "trying") as tell:
+        tell("a smaller batch")
+        progress.known("Lower batch_size from 64 to 32: fits")
+        tell("checkpointing")
+        tell("bfloat16")
+    assert terminal.getvalue().count("Lower batch_size from 64 to 32: fits\n") == 1
+    assert terminal.lines()[-1] == "trying 3 of 3: bfloat16"
