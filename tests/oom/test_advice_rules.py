@@ -127,6 +127,12 @@ def test_a_displayed_leftover_is_deleted_by_ipythons_own_magic() -> None:
     assert one(kept.leftovers, replace(SHORTAGE, leftovers=claims)).edit == "del x, y\n%xdel _5\n%xdel _6"
 
 
+def test_nothing_is_deleted_for_a_request_that_is_larger_than_the_whole_device() -> None:
+    claims = (Ownership(frozenset({"a"}), GIB),)
+    assert list(kept.leftovers(replace(SHORTAGE, leftovers=claims, requested=SHORTAGE.capacity)))
+    assert not list(kept.leftovers(replace(SHORTAGE, leftovers=claims, requested=SHORTAGE.capacity + 1)))
+
+
 def test_small_leftovers_are_not_mentioned() -> None:
     assert not list(kept.leftovers(replace(SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 512),))))
 

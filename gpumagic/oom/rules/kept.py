@@ -16,6 +16,8 @@ from gpumagic.source.text import CellText, Change, called_name, names_in
 
 def leftovers(facts: Facts) -> Iterator[Advice]:
     """Delete what earlier cells left behind and this one does not use; models it takes to the CPU."""
+    if facts.requested is not None and 0 < (facts.capacity or 0) < facts.requested:
+        return  # no clearing up can make it fit
     large = [claim for claim in facts.leftovers if claim.nbytes >= LARGE]
     models = [claim for claim in large if claim.kind in ("module", "optimizer")]
     others = [claim for claim in large if claim not in models]
