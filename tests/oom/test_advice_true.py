@@ -272,6 +272,16 @@ def test_what_cat_makes_longer_is_joined_in_the_hosts_memory(report_of) -> None:
     assert report.advice[0].covers
 
 
+def test_results_that_do_not_fit_without_their_graphs_either_are_collected_in_the_hosts_memory(report_of) -> None:
+    report = report_of(
+        "found = []\nfor chunk in data.chunk(10):\n    hidden = net(chunk.to('simgpu:0'))\n    found.append(hidden)",
+        before="data = torch.randn(20000, 64)\nnet = torch.nn.Linear(64, 4096).to('simgpu:0')",
+    )
+    assert report.advice[0].title == "Collect found in the host's memory, without graphs"
+    assert "found.append(hidden.detach().cpu())" in report.advice[0].edit
+    assert report.advice[0].covers
+
+
 def test_changes_of_the_same_lines_are_shown_as_the_lines_that_they_make_together(report_of) -> None:
     report = report_of(
         "probs = torch.empty(0, device='simgpu:0')\nfor chunk in data.chunk(10):\n"

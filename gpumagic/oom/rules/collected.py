@@ -60,19 +60,20 @@ def results(facts: Facts) -> Iterator[Advice]:
     others = [each for each in facts.collections if each not in known and _is_there(facts, each)]
     for text, target, values in (*added, *((text, target, _NOTHING) for text in facts.texts for target in others)):
         held = facts.collections.get(target)
-        if held is None or held.graphs or held.nbytes < LARGE:
+        if held is None or held.nbytes < LARGE or (held.graphs and held.is_of_numbers):
             continue
         place, joined = held.place or target, list(_joined(text, _root(target)))
-        if not values and not joined:
-            continue
+        if not joined if not values else held.graphs and joined:
+            continue  # nothing takes it back to the device; or what does may want the graphs
+        to_host, without = (".detach().cpu()", ", without graphs") if held.graphs else (".cpu()", "")
         back = f'.to("{facts.device}")'
         yield propose(
-            f"{'Collect' if values else 'Keep'} {place} in the host's memory", frees=held.nbytes, text=text,
+            f"{'Collect' if values else 'Keep'} {place} in the host's memory{without}", frees=held.nbytes, text=text,
             changes=[
-                *(text.replace(value, f"{bracketed(text, value)}.cpu()") for value in values),
+                *(text.replace(value, f"{bracketed(text, value)}{to_host}") for value in values),
                 *(text.append(call, back) for call in joined),
             ],
-            first=_moved(place, held) if _is_there(facts, target) else None,
+            first=_moved(place, held) if _is_there(facts, target) and not held.graphs else None,
             evidence=f"{place} holds {count(held.tensors, 'tensor')} with {size(held.nbytes)}"
             + (", more with every pass" if values else ""),
             cost="a copy in each pass" + ("" if joined else f"; what uses {place} finds it on the CPU"),
