@@ -209,7 +209,8 @@ def dry_run(
     """
     from gpumagic.dryrun import fitting, run, targets
     from gpumagic.dryrun.script import script_of
-    from gpumagic.options import number_of_ranks, parse_size
+    from gpumagic.options import number_of_ranks
+    from gpumagic.report.units import parse_size
 
     if namespace is None:
         namespace = sys._getframe(1).f_globals

@@ -36,11 +36,11 @@ class _Wiring:
 def load(shell: InteractiveShell) -> None:
     """Add the magics, the cell hooks and the completion to a shell; idempotent."""
     from gpumagic.magics import DiffBaseline, GPUMagic
-    from gpumagic.options import letting_run, needing_body
+    from gpumagic.options import LETTING_RUN, needing_body
 
     baseline = DiffBaseline(shell)
     attach(
-        shell, functools.partial(GPUMagic, baseline=baseline), needing_body(), letting_run(),
+        shell, functools.partial(GPUMagic, baseline=baseline), needing_body(), LETTING_RUN,
         also=((baseline.install, baseline.uninstall),),
     )  # fmt: skip
     if os.environ.get("GPUMAGIC_SIMGPU"):

@@ -20,25 +20,12 @@ _T = TypeVar("_T")
 ENGINE_TIMEOUT = 10.0
 """Seconds to wait for engines to answer."""
 _COMMENT = re.compile(r"""(?P<quoted>"[^"]*"|'[^']*')|(?:^|\s)#.*""", re.DOTALL)
-_UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that a size such as ``"512"``, ``"100MB"``, ``"1.5GiB"`` or ``"2g"`` means.
-
-    Units are binary whichever way they are written: 1 GB here is 1 GiB, as in torch's own messages.
-
-    Raises:
-        OptionError: the text is not a size; the message names what would be.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII)
-    if match is None:
-        raise OptionError(f"{text!r} is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def device_memory(text: str) -> int:
     """Return the bytes of a device's memory, or raise `OptionError` for less than any device has."""
+    from gpumagic.report.units import parse_size  # loading the extension imports no report
+
     nbytes = parse_size(text)
     if nbytes < 1024**2:
         raise OptionError(f"{text!r} is {nbytes} bytes; write a unit, such as 16GiB")
@@ -176,7 +163,8 @@ class Parser(argparse.ArgumentParser):
         moved = [word for word in words if word.partition("=")[0] in self.moved]
         if moved:
             raise OptionError(f"{self.prog} has no option {moved[0]!r}; %%dryrun has it")
-        misspelt = [word for word in words if word.startswith("--") and not self._knows(word)]
+        known = (*self.option_strings(), "--")
+        misspelt = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
         words = [f"{word}=" if word in self.valued else word for word in words]
         options, unknown = (None, misspelt) if misspelt else self.parse_known_args(words)
         if options is None or unknown:
@@ -186,12 +174,6 @@ class Parser(argparse.ArgumentParser):
     def option_strings(self) -> list[str]:
         """Return every option as it is typed, in the order of the help."""
         return [string for action in self._actions for string in action.option_strings]
-
-    def _names(self) -> list[Sequence[str]]:
-        return [action.option_strings for action in self._actions if action.option_strings and action.dest != "help"]
-
-    def _knows(self, word: str) -> bool:
-        return word.partition("=")[0] in (*self.option_strings(), "--")
 
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
@@ -203,7 +185,8 @@ class Parser(argparse.ArgumentParser):
         elif option == "--device":
             hint = f"write the device alone: {self.prog} cuda:1"
         else:
-            hint = f"it has {', '.join(names[-1] for names in self._names())}"
+            last = [each.option_strings[-1] for each in self._actions if each.option_strings and each.dest != "help"]
+            hint = f"it has {', '.join(last)}"
         return f"{self.prog} has no option {option!r}; {hint}"
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
@@ -242,11 +225,15 @@ def _add_engines(parser: Parser) -> None:
     )  # fmt: skip
 
 
-def _add_cell_options(parser: Parser) -> None:
-    parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
+def _add_out(parser: Parser) -> None:
     parser.add_argument(
         "-o", "--out", metavar="NAME", type=_typed(variable_name), help="store the report in this variable"
     )
+
+
+def _add_cell_options(parser: Parser) -> None:
+    parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
+    _add_out(parser)
     _add_engines(parser)
 
 
@@ -294,27 +281,11 @@ def _devices() -> Parser:
     parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or cpu; else all")
     parser.add_argument("-n", metavar="N", type=_typed(positive_int), default=20, help="show the largest N (20)")
     ask = parser.add_mutually_exclusive_group()
-    ask.add_argument(
-        "--by", metavar="KEY", choices=("dtype", "kind", "holder"),
-        help="totals by dtype, kind or holder",
-    )  # fmt: skip
-    ask.add_argument(
-        "--diff", action="store_true",
-        help="what was created and freed since the last %%devices",
-    )  # fmt: skip
-    ask.add_argument(
-        "--leaks",
-        action="store_true",
-        help="what no variable reaches, and the line that frees it",
-    )
-    ask.add_argument(
-        "--free", action="store_true",
-        help="free what only outputs or the last error keep",
-    )  # fmt: skip
-    ask.add_argument(
-        "--why", metavar="NAME",
-        help="what keeps it: a name, Out[12], a number of --leaks",
-    )  # fmt: skip
+    ask.add_argument("--by", metavar="KEY", choices=("dtype", "kind", "holder"), help="totals by dtype, kind or holder")
+    ask.add_argument("--diff", action="store_true", help="what was created and freed since the last %%devices")
+    ask.add_argument("--leaks", action="store_true", help="what no variable reaches, and the line that frees it")
+    ask.add_argument("--free", action="store_true", help="free what only outputs or the last error keep")
+    ask.add_argument("--why", metavar="NAME", help="what keeps it: a name, Out[12], a number of --leaks")
     _add_engines(parser)
     return parser
 
@@ -402,15 +373,10 @@ def _dryrun() -> Parser:
         "--gpu", nargs="+", metavar=("NAME", "WORD"), help=f"on a T4, RTX-4090 or other of {len(GPUS)}: --gpu list"
     )
     parser.add_argument(
-        "--ranks",
-        metavar="N",
-        type=_typed(number_of_ranks),
-        help="as each of N GPUs runs it: 64, or 8x8",
+        "--ranks", metavar="N", type=_typed(number_of_ranks), help="as each of N GPUs runs it: 64, or 8x8"
     )
     parser.add_argument("--run", action="store_true", help="then run the cell if it fits; else fail")
-    parser.add_argument(
-        "-o", "--out", metavar="NAME", type=_typed(variable_name), help="store the report in this variable"
-    )
+    _add_out(parser)
     return parser
 
 
@@ -419,17 +385,14 @@ _DECLARATIONS = {
 }  # fmt: skip
 
 MAGICS: Sequence[str] = tuple(_DECLARATIONS)
+LETTING_RUN = {"dryrun": ("--run",)}
+"""The options with which a cell runs whose magic does not run it otherwise."""
 
 
 @cache
 def parser(magic: str) -> Parser:
     """Return the parser of one of `MAGICS`."""
     return _DECLARATIONS[magic]()
-
-
-def letting_run() -> dict[str, Sequence[str]]:
-    """Return the options with which the cell of a magic runs that does not run it otherwise."""
-    return {"dryrun": ("--run",)}
 
 
 def needing_body() -> dict[str, Sequence[str]]:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.errors import OptionError, nearest
-from gpumagic.options import MAGICS, parse_size, parser
+from gpumagic.options import MAGICS, parser
+from gpumagic.report.units import parse_size
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[
 
 
 def _bytes(size: str | int) -> int:
-    from gpumagic.options import parse_size
+    from gpumagic.report.units import parse_size
 
     nbytes = size if isinstance(size, int) else parse_size(size)
     if nbytes < 0:

@@ -1,10 +1,12 @@
-"""Numbers as people read them: the only place where bytes, times and shares become text."""
+"""Numbers as people read and write them: the only place where bytes, times and shares become text, and back."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 from collections.abc import Sequence
+
+from gpumagic.errors import OptionError
 
 NOT_AVAILABLE = "n/a"
 LARGE = 1 << 20
@@ -21,6 +23,20 @@ def size(nbytes: int | None) -> str:
         return f"{nbytes} B"
     scale, unit = _scale(nbytes)
     return f"{nbytes / scale:.1f} {unit}"
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a size such as ``"512"``, ``"100MB"``, ``"1.5GiB"`` or ``"2g"`` means.
+
+    Units are binary whichever way they are written: 1 GB here is 1 GiB, as in torch's own messages.
+
+    Raises:
+        OptionError: the text is not a size; the message names what would be.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise OptionError(f"{text!r} is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
 
 
 def size_pair(part: int, whole: int | None) -> str:

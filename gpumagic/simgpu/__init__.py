@@ -50,7 +50,7 @@ def enable(devices: int = DEFAULT_DEVICES, memory: str | int = DEFAULT_MEMORY) -
             or the devices exist with another shape and hold tensors.
     """
     global _shape  # noqa: PLW0603  torch has one slot for an out-of-tree backend, for the life of the process
-    from gpumagic.options import parse_size
+    from gpumagic.report.units import parse_size
 
     if not 1 <= devices <= _MOST_DEVICES:
         raise OptionError(f"{devices} is not a number of simulated GPUs; write 1 to {_MOST_DEVICES}")

@@ -17,7 +17,7 @@ from oom_corpus import Case
 
 import gpumagic
 from gpumagic import fakecuda
-from gpumagic.options import parse_size
+from gpumagic.report.units import parse_size
 
 TRUTH: dict[str, dict[str, int]] = {}
 """What torch's allocator said of the last failure of each device."""

@@ -31,7 +31,7 @@ from oom_corpus import Case
 
 from gpumagic import fakecuda
 from gpumagic.dryrun import client
-from gpumagic.options import parse_size
+from gpumagic.report.units import parse_size
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def _on_a_fuller_device(shell, cell: str, memory: str) -> list[str]:
     """Return what is advised to a cell that did as told, and fails where it has a quarter less than it needs."""
     import torch
 
-    from gpumagic.options import parse_size
+    from gpumagic.report.units import parse_size
 
     needs = torch.simgpu.max_memory_allocated(0)
     room = parse_size(memory) - max(int(0.75 * needs), torch.simgpu.memory_allocated(0))
@@ -238,7 +238,7 @@ def _stranger(size: str):
 
     from gpumagic.memory import allocator
     from gpumagic.oom import recognition
-    from gpumagic.options import parse_size
+    from gpumagic.report.units import parse_size
 
     nbytes = parse_size(size)
     block = [torch.empty(nbytes, dtype=torch.uint8, device="simgpu:0")]

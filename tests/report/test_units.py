@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.options import parse_size
-from gpumagic.report.units import count, duration, percent, printable, shape, size, size_pair, sparkline
+from gpumagic.report.units import count, duration, parse_size, percent, printable, shape, size, size_pair, sparkline
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def resize(capacity: str) -> None:
         gpumagic.simgpu.enable(devices=2, memory=capacity)
         return
     from gpumagic import fakecuda
-    from gpumagic.options import parse_size
+    from gpumagic.report.units import parse_size
 
     for device in range(2):
         fakecuda.set_memory(device, capacity=parse_size(capacity))
