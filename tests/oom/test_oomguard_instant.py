@@ -88,7 +88,7 @@ def test_a_function_of_torchs_own_is_the_operation(report_of) -> None:
 
 
 def test_outputs_go_with_the_names_that_earlier_cells_left(report_of, bare_shell) -> None:
-    report = report_of("fail()", "old = take(0.5)", "take(0.25)")
+    report = report_of("take(3.5)", "old = take(0.5)", "take(0.25)")
     (advice,) = [each for each in report.advice if each.first]
     assert advice.title == "Delete 2 names that earlier cells left"
     assert str(report).count("| del old") == 1
