@@ -13,6 +13,8 @@ from gpumagic.oom import evidence, late_traceback
 from gpumagic.oom.guard import OomGuard
 from gpumagic.transfers.run import DeviceRun
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 @pytest.mark.deep
 def test_the_next_cell_finds_the_shells_own(guarded, bare_shell) -> None:

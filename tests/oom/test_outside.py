@@ -12,7 +12,7 @@ from device import Accelerator
 
 from gpumagic.oom import outside
 
-pytestmark = pytest.mark.ipython
+pytestmark = [pytest.mark.ipython, pytest.mark.usefixtures("few_objects")]
 RUNS_OUT = "\nbatch = 64\nkept = [torch.empty(batch, total // 512, dtype=torch.uint8, device=device) for _ in range(9)]"
 SPAWNS = "import multiprocessing as m; p = m.get_context('spawn').Process(target=print); p.start(); p.join()"
 POSTS_LATER = "import threading; t = threading.Thread(target=post); t.start(); t.join()"

@@ -20,6 +20,8 @@ from gpumagic.oom.rerun import Plan, Rerun
 from gpumagic.oom.rollback import Rollback
 from gpumagic.source import settings
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 def run(source, namespace):
     """Run some code between a look and the way back; return what could not be put back."""
