@@ -19,81 +19,28 @@ from gpumagic.report.units import duration
 Proposal = Advice | Choice
 Rule = Callable[[Facts], Iterable[Proposal]]
 
-MISTAKES: tuple[Rule, ...] = (
-    limits.size_bug,
-    limits.squeeze,
-    kept.leftovers,
-    kept.stale,
-    kept.earlier_graph,
-    kept.evaluates,
-    collected.graphs,
-    kept.only_looks,
-    kept.of_a_frozen_model,
-    kept.retained,
-    kept.gradients,
-    limits.on_the_host,
-    limits.fraction,
-)
-"""What nobody meant: to undo it costs nothing."""
-
-SAVINGS: tuple[Rule, ...] = (
-    expressions.rewritten,
-    expressions.expand,
-    collected.results,
-    loops.predictions,
-    kept.copies,
-    collected.listed,
-    kept.last_turn,
-    kept.weights,
-    training.single,
-    expressions.update_in_place,
-    kept.spent,
-    limits.expandable_segments,
-    limits.compact,
-    limits.private_pools,
-    limits.workers,
-    limits.unpinned,
-    limits.mapped,
-    training.one_by_one,
-    limits.other_device,
-    limits.benchmark,
-    training.in_parts,
-    parts.smaller,
-    training.slices,
-    parts.by_rows,
-    parts.mapped,
-)
-"""The same result, with less memory or in another place."""
-
-TRADES: tuple[Rule, ...] = (
-    batch.accumulate,
-    batch.smaller,
-    loops.batch,
-    batch.unnamed,
-    training.of_all_in_parts,
-    training.checkpoint,
-    training.mixed,
-    loops.switches,
-    limits.half_as_wide,
-    training.smaller_parameters,
-)
-"""Memory against time or precision."""
-
-LAST_RESORTS: tuple[Rule, ...] = (
-    training.leaner,
-    loops.optimizers,
-    batch.numbers,
-    limits.divided,
-    limits.large_blocks,
-    limits.watermark,
-)
-"""Another model, another optimizer, another machine."""
+TIERS: tuple[tuple[Rule, ...], ...] = (
+    # What nobody meant: to undo it costs nothing.
+    (limits.size_bug, limits.squeeze, kept.leftovers, kept.stale, kept.earlier_graph, kept.evaluates, collected.graphs,
+     kept.only_looks, kept.of_a_frozen_model, kept.retained, kept.gradients, limits.on_the_host, limits.fraction),
+    # The same result, with less memory or in another place.
+    (expressions.rewritten, expressions.expand, collected.results, loops.predictions, kept.copies, collected.listed,
+     kept.last_turn, kept.weights, training.single, expressions.update_in_place, kept.spent,
+     limits.expandable_segments, limits.compact, limits.private_pools, limits.workers, limits.unpinned, limits.mapped,
+     training.one_by_one, limits.other_device, limits.benchmark, training.in_parts, parts.smaller, training.slices,
+     parts.by_rows, parts.mapped),
+    # Memory against time or precision.
+    (batch.accumulate, batch.smaller, loops.batch, batch.unnamed, training.of_all_in_parts, training.checkpoint,
+     training.mixed, *loops.SWITCHES, limits.half_as_wide, training.smaller_parameters),
+    (),  # a number of the tier before that changes the result
+    # Another model, another optimizer, more devices.
+    (training.leaner, *loops.OPTIMIZERS, batch.numbers, limits.divided, limits.large_blocks, limits.watermark),
+    (limits.larger,),
+)  # fmt: skip
+"""The rules in the order of what their suggestions cost."""
 
 OTHER_RESULT, DRASTIC, MONEY = 3, 4, 5
 """The tiers of a number that changes the result, of what changes the method, and of money."""
-
-TIERS: tuple[tuple[Rule, ...], ...] = (MISTAKES, SAVINGS, TRADES, (), LAST_RESORTS, (limits.larger,))
-"""In the order of what they cost. A number of `TRADES` is of the next tier where it changes the result."""
 
 OF_ACTIVATIONS = frozenset({
     training.in_parts, training.checkpoint, training.mixed, batch.accumulate, batch.smaller, batch.unnamed,

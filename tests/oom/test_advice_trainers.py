@@ -35,7 +35,7 @@ def facts(cell: str, history: list[str], names: dict[str, object], **more: objec
 
 
 def titles(known: Facts) -> list[str]:
-    rules = (loops.predictions, loops.switches, loops.optimizers)
+    rules = (loops.predictions, *loops.SWITCHES, *loops.OPTIMIZERS)
     return [each.title for rule in rules for each in rule(known)]
 
 

@@ -181,7 +181,7 @@ def test_a_number_of_the_notebook_is_set_before_the_cell() -> None:
 
 
 def test_an_evaluation_is_run_without_graphs_before_its_results_are_detached() -> None:
-    order = advising.MISTAKES
+    order = advising.TIERS[0]
     assert order.index(kept.evaluates) < order.index(collected.graphs)
     code = "def validate():\n    for x in data:\n        outs.append(net(x))\nvalidate()"
     facts = of_cell(PIECES, code, 4)

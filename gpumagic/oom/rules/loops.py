@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from gpumagic.oom.report import Advice
@@ -19,55 +18,42 @@ EVALUATES = frozenset({"evaluation_loop", "prediction_step"})
 """Functions of transformers' trainer in which it makes predictions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """An argument that saves memory."""
+def _switch(
+    argument: str, title: str, cost: str, *, library: str = "transformers", unless: tuple[str, ...] = (),
+    evaluates: bool = False,
+) -> Callable[[Facts], Iterator[Advice]]:  # fmt: skip
+    """Return the rule that tells a library's trainer an argument that saves memory.
 
-    argument: str
-    title: str
-    cost: str
-    library: str = "transformers"
-    unless: tuple[str, ...] = ()
-    """Arguments that say already how it is to be, besides this one."""
-    evaluates: bool = False
-    """Whether it helps where predictions are made, and not where a model is trained."""
+    It is silent where arguments say already how it is to be, that one or those in `unless`; it is of use in training,
+    or where predictions are made.
+    """
+    name, _, value = argument.partition("=")
+
+    def rule(facts: Facts) -> Iterator[Advice]:
+        trainer = facts.trainer
+        if trainer is None or (trainer.library, evaluates) != (library, _evaluates(facts)) or facts.memory != "device":
+            return
+        if all(keyword(trainer.call, each) is None for each in (name, *unless)):
+            evidence = f"{_where(trainer)} does not say {name}"
+            yield propose(title, cost=cost, evidence=evidence, **told(trainer, {name: value}))
+
+    return rule
 
 
-PREDICTIONS = (
-    Switch("eval_accumulation_steps=1", "Move predictions to the host's memory after each batch",
-           "a copy for each batch of the evaluation", evaluates=True),
-)  # fmt: skip
+predictions = _switch("eval_accumulation_steps=1", "Move predictions to the host's memory after each batch",
+                      "a copy for each batch of the evaluation", evaluates=True)  # fmt: skip
+_BF16 = "Compute the forward pass in bfloat16", "three digits of precision in the products"
 SWITCHES = (
-    Switch("gradient_checkpointing=True", "Recompute activations in backward instead of keeping them",
-           "a step takes about a fifth longer"),
-    Switch("bf16=True", "Compute the forward pass in bfloat16", "three digits of precision in the products",
-           unless=("fp16", "bf16_full_eval", "fp16_full_eval")),
-    Switch('precision="bf16-mixed"', "Compute the forward pass in bfloat16",
-           "three digits of precision in the products", library="lightning"),
+    _switch("gradient_checkpointing=True", "Recompute activations in backward instead of keeping them",
+            "a step takes about a fifth longer"),
+    _switch("bf16=True", *_BF16, unless=("fp16", "bf16_full_eval", "fp16_full_eval")),
+    _switch('precision="bf16-mixed"', *_BF16, library="lightning"),
 )  # fmt: skip
 OPTIMIZERS = (
-    Switch('optim="adamw_8bit"', "Use AdamW with 8-bit state (bitsandbytes)", "another package; the state is rounded"),
-    Switch('optim="adafactor"', "Replace AdamW by Adafactor", "another optimizer: tune the learning rate again"),
+    _switch('optim="adamw_8bit"', "Use AdamW with 8-bit state (bitsandbytes)",
+            "another package; the state is rounded"),
+    _switch('optim="adafactor"', "Replace AdamW by Adafactor", "another optimizer: tune the learning rate again"),
 )  # fmt: skip
-
-
-def _switched(facts: Facts, known: tuple[Switch, ...]) -> Iterator[Advice]:
-    trainer = facts.trainer
-    if trainer is None or facts.memory != "device":
-        return
-    for each in known:
-        name, _, value = each.argument.partition("=")
-        said = any(keyword(trainer.call, other) is not None for other in (name, *each.unless))
-        if not said and each.library == trainer.library and each.evaluates == _evaluates(facts):
-            yield propose(
-                each.title, cost=each.cost, evidence=f"{_where(trainer)} does not say {name}",
-                **told(trainer, {name: value}),
-            )  # fmt: skip
-
-
-predictions = partial(_switched, known=PREDICTIONS)
-switches = partial(_switched, known=SWITCHES)
-optimizers = partial(_switched, known=OPTIMIZERS)
 
 
 def batch(facts: Facts) -> Iterator[Choice]:

@@ -6,8 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.expressions import joined_in, match
@@ -36,36 +35,32 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Leaner:
+class Leaner(NamedTuple):
     """An optimizer that may replace Adam's; `{kind}` is which of them."""
 
     constructor: str
     title: str
     cost: str
-    of: tuple[str, ...] = ADAMS
-    cuda: bool = False
-    """Whether it is for CUDA only."""
 
 
 _TUNE = "tune the learning rate again"
-MILD = (
-    Leaner("bitsandbytes.optim.{kind}8bit", "Use {kind} with 8-bit state (bitsandbytes)",
-           "another package; the state is rounded", of=("Adam", "AdamW"), cuda=True),
-    Leaner("torch.optim.Adafactor", "Replace {kind} by Adafactor", f"another optimizer: {_TUNE}"),
+EIGHT_BIT = Leaner(
+    "bitsandbytes.optim.{kind}8bit", "Use {kind} with 8-bit state (bitsandbytes)",
+    "another package; the state is rounded",
 )  # fmt: skip
-STRONG = (
-    Leaner("torch.optim.SGD", "Replace {kind} by SGD", f"no state at all, and slower to converge: {_TUNE}"),
-)  # fmt: skip
+ADAFACTOR = Leaner("torch.optim.Adafactor", "Replace {kind} by Adafactor", f"another optimizer: {_TUNE}")
+SGD = Leaner("torch.optim.SGD", "Replace {kind} by SGD", f"no state at all, and slower to converge: {_TUNE}")
 
 
 def leaner(facts: Facts) -> Iterator[Advice]:
     """Use an optimizer with less state, where Adam's is what does not fit: the least intrusive first."""
     found = next((each for each in facts.optimizers if each.kind in ADAMS), None)
     if found is not None and 2 * found.nbytes >= LARGE and facts.stage in ("step", "forward", "backward"):
-        yield from _replaced(facts, found, MILD)
+        if found.kind in ("Adam", "AdamW") and backend(facts) == "cuda":
+            yield from _replaced(facts, found, EIGHT_BIT)
+        yield from _replaced(facts, found, ADAFACTOR)
         yield from _half_parameters(facts, found)
-        yield from _replaced(facts, found, STRONG)
+        yield from _replaced(facts, found, SGD)
 
 
 def _half_parameters(facts: Facts, found: Optimizer) -> Iterator[Advice]:
@@ -99,15 +94,14 @@ def _switched(facts: Facts, found: Optimizer | None, argument: str) -> dict[str,
     return {"first": f'for group in {found.name}.param_groups:\n    group["foreach"] = False'}
 
 
-def _replaced(facts: Facts, found: Optimizer, others: tuple[Leaner, ...]) -> Iterator[Advice]:
+def _replaced(facts: Facts, found: Optimizer, other: Leaner) -> Iterator[Advice]:
     there = f"{size(found.state)} of it is there" if found.state else "none is allocated yet"
-    for each in others:
-        edit = _constructed(facts, found, each)
-        if edit and found.kind in each.of and (backend(facts) == "cuda" or not each.cuda):
-            yield propose(
-                each.title.format(kind=found.kind), cost=each.cost, **edit,
-                evidence=f"{found.name}'s state takes {size(2 * found.nbytes)}, twice the parameters; {there}",
-            )  # fmt: skip
+    edit = _constructed(facts, found, other)
+    if edit:
+        yield propose(
+            other.title.format(kind=found.kind), cost=other.cost, **edit,
+            evidence=f"{found.name}'s state takes {size(2 * found.nbytes)}, twice the parameters; {there}",
+        )  # fmt: skip
 
 
 def _constructed(facts: Facts, found: Optimizer, other: Leaner) -> dict[str, Any]:
