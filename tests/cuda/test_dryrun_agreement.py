@@ -158,3 +158,50 @@ def test_a_torch_that_is_too_old_is_told_in_one_sentence(monkeypatch: pytest.Mon
     monkeypatch.setattr(targets, "_can_override", lambda: False)
     with pytest.raises(DryRunUnavailable, match=r"a dry run needs torch 2\.9 or newer, and this is"):
         dry_run("x = 1")
+
+
+DTYPES = {
+    "a product": "torch.ones(4, 4, device='cuda') @ torch.ones(4, 4, device='cuda', dtype=OTHER)",
+    "a batch of products": "torch.ones(2, 4, 4, device='cuda') @ torch.ones(2, 4, 4, device='cuda', dtype=OTHER)",
+    "a linear layer": "nn.Linear(4, 4, device='cuda', dtype=OTHER)(torch.ones(2, 4, device='cuda'))",
+    "a convolution": "nn.Conv2d(3, 4, 3, device='cuda', dtype=OTHER)(torch.ones(1, 3, 8, 8, device='cuda'))",
+    "a norm of layers": "nn.LayerNorm(4, device='cuda', dtype=OTHER)(torch.ones(2, 4, device='cuda'))",
+    "a norm of groups": "nn.GroupNorm(2, 4, device='cuda', dtype=OTHER)(torch.ones(2, 4, device='cuda'))",
+    "attention": "nn.functional.scaled_dot_product_attention(*torch.ones(2, 1, 2, 4, 8, device='cuda'), "
+                 "torch.ones(1, 2, 4, 8, device='cuda', dtype=OTHER))",
+    "what is put by an index": "x = torch.ones(4, device='cuda')\nx[x.long()] = x.to(OTHER)",
+    "what is added by an index": "x = torch.ones(4, device='cuda')\n"
+                                 "x.index_add_(0, x.long(), torch.ones(4, device='cuda', dtype=OTHER))",
+    "distances": "torch.cdist(torch.ones(4, 4, device='cuda'), torch.ones(4, 4, device='cuda', dtype=OTHER))",
+    "a sum": "torch.ones(4, device='cuda') + torch.ones(4, device='cuda', dtype=OTHER)",
+    "a table": "nn.Embedding(4, 4, device='cuda', dtype=OTHER)(torch.ones(4, device='cuda').long())",
+}  # fmt: skip
+
+
+REFUSING = """
+refused = []
+for each in tried:
+    try:
+        exec(each, {"torch": torch, "nn": torch.nn})
+    except (RuntimeError, NotImplementedError):
+        refused.append(each)
+"""
+
+
+def test_fake_tensors_refuse_the_types_that_cudas_own_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(targets.VARIABLE, "fake")
+    others = "bfloat16", "float32", "int64"
+    names: dict[str, Any] = {"torch": torch}
+    names["tried"] = [f"OTHER = torch.{other}\n{cell}" for cell in DTYPES.values() for other in others]
+    exec(REFUSING, names)
+    assert 10 < len(names["refused"]) < len(names["tried"])
+    cell = f"real = refused\n{REFUSING}\nassert refused == real, set(refused) ^ set(real)"
+    assert run.dry_run(script_of(cell), names, targets.choose("cuda:0", None)).error is None
+
+
+def test_where_threads_of_data_parallel_run_side_by_side_nothing_is_certain() -> None:
+    names = {"torch": torch}
+    cell = "net = torch.nn.DataParallel(torch.nn.Linear(8, 8).cuda())\ny = net(torch.ones(4, 8, device='cuda'))"
+    report = run.dry_run(script_of(cell), names, targets.choose("cuda:0", None))
+    assert (report.fits, report.certain) == (True, False)
+    assert any("threads of DataParallel" in each for each in report.unknown)

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -45,6 +46,8 @@ class CudaRun(Run):
         self._before: list[Block] = []
         self._allocated: list[int] = []
         self._objects: ranks.Objects | None = None
+        self._threads = False
+        """Whether threads of DataParallel's ran side by side."""
 
     def run(self) -> None:
         """Run the cell and send the outcome."""
@@ -100,6 +103,13 @@ class CudaRun(Run):
         """Let the allocator keep its history, and follow values where that is wanted."""
         if self.known is not None:
             self.shown.begin()
+        parallel, apply = torch.nn.parallel.data_parallel, torch.nn.parallel.parallel_apply
+
+        def in_threads(modules: Any, *args: Any, **kwargs: Any) -> Any:
+            self._threads |= len(modules) > 1
+            return apply(modules, *args, **kwargs)
+
+        vars(sys.modules[parallel.__module__])["parallel_apply"] = in_threads
         for device in range(len(self.request["capacities"])):
             torch.cuda.reset_peak_memory_stats(device)
             self._allocated.append(torch.cuda.memory_allocated(device))
@@ -114,8 +124,9 @@ class CudaRun(Run):
 
     def allocated(self) -> tuple[int, int]:
         """Return the peak and the allocated bytes of all devices."""
-        devices = range(len(self._allocated))
-        return sum(map(torch.cuda.max_memory_allocated, devices)), sum(map(torch.cuda.memory_allocated, devices))
+        stats = [torch.cuda.memory_stats_as_nested_dict(each) for each in range(len(self._allocated))]
+        figures = [each["allocated_bytes"]["all"] for each in stats]
+        return sum(each["peak"] for each in figures), sum(each["current"] for each in figures)
 
     def failure(self, error: BaseException) -> dict[str, Any]:
         """Return how the cell failed."""
@@ -136,8 +147,12 @@ class CudaRun(Run):
         libraries = sorted(set(map(_library_of, unknown)))
         for library in libraries:
             self.notes.not_known(f"what {library} takes for itself, which only a real GPU tells")
+        if self._threads:
+            self.notes.not_known(
+                "how the threads of DataParallel take turns, by which its peak differs from run to run"
+            )
         others: Outcome = {
-            "lacks": bool(libraries), "versions": _versions(),
+            "lacks": bool(libraries) or self._threads, "versions": _versions(),
             "checked": None if libraries or self._is_as_nobody_measured() else checked.sentence(fakecuda.launches()),
             "communicators": communicators,
             "rank": None if self._objects is None else {"said": self._objects.said, "stages": ranks.stages()},

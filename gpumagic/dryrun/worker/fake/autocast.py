@@ -1,7 +1,7 @@
 """`torch.autocast` on the device of the dry run: torch's own lists of which operators run in which precision.
 
-The lists are those of `ATen/autocast_mode.h`, which torch gives to CUDA and to out-of-tree devices alike; an
-out-of-tree device has to apply them itself.
+They are those of `ATen/autocast_mode.h`, which torch gives to CUDA and to out-of-tree devices alike; an out-of-tree
+device has to apply them itself. What torch lists for CUDA and is in none of these runs in float32.
 """
 
 from __future__ import annotations
@@ -24,17 +24,6 @@ LOWER = _listed("""
     conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
     baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
     rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
-""")
-FLOAT32 = _listed("""
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
-    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
-    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
-    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
-    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
-    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
-    upsample_bicubic2d _upsample_bicubic2d_aa
 """)
 FLOAT32_RESULT = _listed("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
@@ -66,7 +55,10 @@ class Autocast:
         rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         listed = torch.library.Library("aten", "IMPL")
         in_float32 = functools.partial(self._in, torch.float32)
-        policies = ((LOWER, self._in_lower), (FLOAT32, in_float32), (FLOAT32_RESULT, self._to_float32),
+        all_names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+        ours = (each.removeprefix("aten::") for each in all_names if not each.startswith("aten::cudnn"))
+        others = set(ours) - {*LOWER, *FLOAT32_RESULT, *FLOAT32_OVERLOAD, *WIDEST, "binary_cross_entropy"}
+        policies = ((LOWER, self._in_lower), (others, in_float32), (FLOAT32_RESULT, self._to_float32),
                     (WIDEST, self._in_widest))  # fmt: skip
         for names, policy in policies:
             for name in names:

@@ -195,11 +195,6 @@ def broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor
     return [tensor if tensor.get_device() == device else tensor.to(_named(device)) for device in devices]
 
 
-def broadcast_out(tensor: torch.Tensor, targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy a tensor to others, and return those."""
-    return [target.copy_(tensor, non_blocking=True) for target in targets]
-
-
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[torch.Tensor]]:
@@ -221,28 +216,13 @@ def scatter(
     return [part.to(_named(device), non_blocking=True) for part, device in zip(parts, devices, strict=False)]
 
 
-def scatter_out(
-    tensor: torch.Tensor, targets: Sequence[torch.Tensor], dim: int, _streams: Any = None
-) -> Sequence[torch.Tensor]:
-    """Copy the parts of a tensor to others, and return those."""
-    for part, target in zip(tensor.split([each.size(dim) for each in targets], dim), targets, strict=True):
-        target.copy_(part, non_blocking=True)
-    return targets
-
-
 def gather(tensors: Sequence[torch.Tensor], dim: int, device: int | None) -> torch.Tensor:
     """Return tensors put together on one device."""
-    first = tensors[0]
-    shape = list(first.shape)
+    shape = list(tensors[0].shape)
     shape[dim] = sum(each.size(dim) for each in tensors)
-    where = torch.cuda.current_device() if device is None else device
-    return gather_out(tensors, torch.empty(shape, dtype=first.dtype, device=_named(where)), dim)
-
-
-def gather_out(tensors: Iterable[torch.Tensor], target: torch.Tensor, dim: int) -> torch.Tensor:
-    """Put tensors together in another, and return that."""
-    given = list(tensors)
-    for part, tensor in zip(target.split([each.size(dim) for each in given], dim), given, strict=True):
+    where = _named(torch.cuda.current_device() if device is None else device)
+    target = torch.empty(shape, dtype=tensors[0].dtype, device=where)
+    for part, tensor in zip(target.split([each.size(dim) for each in tensors], dim), tensors, strict=True):
         part.copy_(tensor, non_blocking=True)
     return target
 

@@ -24,7 +24,7 @@ from gpumagic.dryrun.worker.fake.scratch import attention
 from gpumagic.memory.devices import Device
 
 _REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")
-_AMONG_DEVICES = ("broadcast", "broadcast_out", "broadcast_coalesced", "scatter", "scatter_out", "gather", "gather_out")
+_AMONG_DEVICES = ("broadcast", "broadcast_coalesced", "scatter", "gather")
 _STREAMS: dict[str, Any] = {
     "Stream": Stream, "Event": Event, "stream": stream, "current_stream": current_stream,
     "default_stream": current_stream,

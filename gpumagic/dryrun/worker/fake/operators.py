@@ -29,6 +29,12 @@ _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"})
 """Matrix products, whose operands are of one dtype."""
+_MULTIPLIES = PRODUCTS | {"convolution"}
+"""What CUDA has for fractions and complex numbers alone."""
+_ONE_DTYPE = _MULTIPLIES | {
+    "native_layer_norm", "native_group_norm", "_cdist_forward", "index_put", "_index_put_impl", "index_add",
+}  # fmt: skip
+"""What CUDA has for operands of one dtype alone, but for indices."""
 VIEWS = ("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold", "view_as_real", "view_as_complex",
          "_conj", "_neg_view", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
          "detach", "squeeze", "squeeze.dim", "squeeze.dims", "_unsafe_view", "resolve_conj", "resolve_neg")  # fmt: skip
@@ -215,10 +221,8 @@ class Operators:
     ) -> Any:
         op = operator.op
         self.seen.add(operator.name)
-        kinds = {each.dtype for each in operands.tensors} if operator.name.partition(".")[0] in PRODUCTS else ()
-        if len(kinds) > 1:  # torch's meta kernels let it pass, no device's does
-            raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {' and '.join(map(str, kinds))}")
         call = Call(op, args, kwargs, self._name)
+        self._refuse_dtypes(operator.name.partition(".")[0].rstrip("_"), call)
         is_like_others = True
         """Whether another call of the same metadata does the same."""
         fills = self._is_cuda and call.fills_by_mask()
@@ -244,6 +248,17 @@ class Operators:
             plan.follow(operands, *known.needs(op, args, kwargs, result))
             operator.keep(operands.key, plan)
         return result
+
+    def _refuse_dtypes(self, name: str, call: Call) -> None:
+        """Raise what the device's kernel does of types that torch's meta kernel lets pass."""
+        if name not in (_ONE_DTYPE if self._is_cuda else PRODUCTS):
+            return
+        dtypes = {each.dtype for argument, each in call.tensors() if argument.name not in {"index", "indices"}}
+        if len(dtypes) > 1:
+            raise RuntimeError(f"{name}: operands must have the same dtype, but got {' and '.join(map(str, dtypes))}")
+        dtype = next(iter(dtypes))
+        if self._is_cuda and name in _MULTIPLIES and not (dtype.is_floating_point or dtype.is_complex):
+            raise RuntimeError(f'"{name}_cuda" not implemented for {dtype}')
 
     def _renamed(self, op: Any) -> Callable[..., Any]:
         return functools.partial(self._by_shape, Operator(op))

@@ -194,6 +194,9 @@ def attention(
     if torch.is_autocast_enabled(OURS):
         dtype = torch.get_autocast_dtype(OURS)
         query, key, value = (each.to(dtype) if each.is_floating_point() else each for each in (query, key, value))
+    masks = set() if attn_mask is None or attn_mask.dtype == torch.bool else {attn_mask.dtype}
+    if len({query.dtype, key.dtype, value.dtype} | masks) > 1:
+        raise RuntimeError("Expected query, key, value and a mask that is not of truths to have the same dtype")
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
     width = query.shape[-1]
     if query.dim() == 4 and _takes_flash(query, key, attn_mask, is_causal):
