@@ -15,7 +15,7 @@ import pytest
 import torch
 from dryrun_outcomes import kept_outcomes
 
-from gpumagic.dryrun import client, run, targets
+from gpumagic.dryrun import client, fitting, run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
 
@@ -254,3 +254,37 @@ def test_the_table_of_llama_8b_is_the_sum_over_its_tensors() -> None:
     }
     assert [row.left for row in found.values()] == [(16 << 30) - (row.total or 0) for row in found.values()]
     assert "in bfloat16, 1.0 GiB of 16.0 GiB is left" in " ".join(str(report.by_dtype()).split())
+
+
+MADE = {
+    "ones": "torch.ones(6000, 1000, 1000)",
+    "full": "torch.full((6000, 1000, 1000), 2.0)",
+    "random": "torch.randn(6000, 1000, 1000)",
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_what_the_host_only_makes_and_moves_takes_no_memory_of_it(make: str) -> None:
+    cell = f"import torch\n_before = _resident()\nx = {make}.cuda()"
+    grown, report = resident(cell)
+    assert grown < 32 * MIB
+    assert report.peak["cuda:0"] == 6000 * 1000 * 1000 * 4
+
+
+def test_what_the_host_makes_large_and_looks_at_is_its_own() -> None:
+    cell = """
+import torch
+ones, some = torch.full((80, 1000, 1000), 2.0), torch.randn(80, 1000, 1000)
+assert ones[5].sum().item() == 2e6 and abs(some[5].mean().item()) < 0.01 < some[5].std().item()
+with torch.device("cuda"):
+    there = torch.ones(80, 1000, 1000)
+assert there.is_cuda
+"""
+    report = dry_run(cell)
+    assert (report.error, report.runs) == (None, 1)
+
+
+def test_fit_goes_beyond_what_the_host_has_where_it_only_moves() -> None:
+    script = script_of("import torch\nn = 8\nx = torch.ones(n, 1 << 28).cuda()")
+    report = fitting.largest(script, "n", {}, targets.choose("cuda:0", 60 << 30), 60.0)
+    assert report.largest in {59, 60}

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map_only
 
 from gpumagic.dryrun.worker.modules import leaves_of
-from gpumagic.dryrun.worker.shown import is_plain
+from gpumagic.dryrun.worker.shown import Answering, is_plain
 from gpumagic.heap.running_module import tensors_in
 
 LEAST = 1 << 20
@@ -38,12 +40,16 @@ OTHERS = "random numbers that the cell draws on the host after its large weights
 _SWEPT = 64
 """Storages from which on those that are gone are looked for, and again whenever there are twice as many."""
 _PAGE = 4096
-_DONTNEED = 4
+_DONTNEED, _MAP_NORESERVE = 4, 0x4000  # as Linux has them everywhere but on a few old architectures
 
 _FILLS = ("normal_", "uniform_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_",
           "bernoulli_")  # fmt: skip
 _WHOLE_FILLS = ("_no_grad_trunc_normal_", "orthogonal_")
 """Functions of `nn.init` that look at what they have drawn."""
+_MAKE = {"ones": 1, "zeros": 0, "full": None, "rand": "uniform_", "randn": "normal_"}
+"""Functions that make a tensor, by the number that they fill it with, None for their second argument, or the method."""
+_LEAST_MADE = 256 << 20
+"""Bytes from which on what those make is left unwritten: below, a mode for all operators costs more than the pages."""
 _LOOKS = ("numpy", "tolist", "__array__", "__dlpack__")
 """Methods that read a tensor's memory by no operator."""
 _METADATA = frozenset({
@@ -61,6 +67,8 @@ class _Fill:
     kwargs: dict[str, Any]
     state: torch.Tensor | None = None
     """Of the generator, where it was so that the fill gives the cell's own numbers."""
+    is_made: bool = False
+    """Whether a function made the tensor with it: the cell has it on the host anyway, and may be given all of it."""
 
 
 @dataclass
@@ -85,7 +93,7 @@ class DeferredFills:
         self._storages: dict[int, _Storage] = {}
         self._files: list[_Storage] = []
         self._most = _SWEPT
-        self._mode = _Mode(self._follow)
+        self._mode = Answering(self._follow)
         self._room = ROOM
         self._left_to_draw = DRAWN
         self._skipped: torch.Tensor | None = None
@@ -96,13 +104,19 @@ class DeferredFills:
 
     def install(self) -> None:
         """Leave large fills undone for the rest of the process."""
-        for name in _FILLS:
-            setattr(torch.Tensor, name, self._filling(getattr(torch.Tensor, name), is_method=True))
-        for name in _WHOLE_FILLS:
-            if hasattr(torch.nn.init, name):
-                setattr(torch.nn.init, name, self._filling(getattr(torch.nn.init, name), is_method=False))
-        for name in _LOOKS:
-            setattr(torch.Tensor, name, self._looking(getattr(torch.Tensor, name)))
+        _device_constructors()  # which of torch's functions make tensors is found before they are replaced
+        tensors = torch.Tensor
+        replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+            (tensors, name, functools.partial(self._filling, is_method=True)) for name in _FILLS
+        ]
+        replaced += [(torch.nn.init, name, functools.partial(self._filling, is_method=False)) for name in _WHOLE_FILLS]
+        replaced += [(torch, name, functools.partial(self._making, _MAKE[name])) for name in _MAKE]
+        replaced += [(tensors, name, self._looking) for name in _LOOKS]
+        for owner, name, instead in replaced:
+            if hasattr(owner, name):
+                setattr(owner, name, instead(getattr(owner, name)))
+        for name in _MAKE:  # for TorchScript, which knows functions by their identity
+            torch.jit._builtins._register_builtin(getattr(torch, name), f"aten::{name}")
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers casts in threads, where no mode follows
         from_file, apply = torch.UntypedStorage.from_file, torch.nn.Module._apply
 
@@ -154,6 +168,27 @@ class DeferredFills:
             return tensor
 
         return filled
+
+    def _making(self, fill: str | int | None, make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not _is_on_host(kwargs):
+                return make(*args, **kwargs)
+            like = make(*args, **{**kwargs, "device": "meta"})
+            if like.nbytes < _LEAST_MADE or not like.is_floating_point() or not self._is_followed():
+                return make(*args, **kwargs)
+            blank = _blank(like)
+            state = torch.get_rng_state()
+            if isinstance(fill, str):
+                method: Any = getattr(torch.Tensor, fill)
+                self._advance(blank, method, (), {})
+                self._leave(blank, _Fill(method, blank.shape, (), {}, state, is_made=True))
+            else:
+                number = kwargs.get("fill_value", args[-1]) if fill is None else fill
+                self._leave(blank, _Fill(torch.Tensor.fill_, blank.shape, (number,), {}, state, is_made=True))
+            return blank.requires_grad_(like.requires_grad)
+
+        return made
 
     def _advance(self, tensor: torch.Tensor, fill: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
         """Draw what is few, so that the generator goes on as in the cell; return what it was before."""
@@ -243,13 +278,14 @@ class DeferredFills:
         if known is None or known.span is not None:
             return
         storage = tensor.untyped_storage()
-        is_room = storage.nbytes() <= self._room
+        is_made = known.fill is not None and known.fill.is_made
+        is_room = is_made or storage.nbytes() <= self._room
         whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
         if not (is_room and known.fill is not None and known.fill.state is not None):
             self._undisturbed(self._guess, whole if is_room else whole[:0])
         if not is_room:
             return
-        self._room -= storage.nbytes()
+        self._room -= 0 if is_made else storage.nbytes()
         if known.fill is not None and (self._draws or known.fill.state is not None):
             self._undisturbed(_draw, whole, known.fill)
         del self._storages[storage._cdata]
@@ -292,63 +328,10 @@ class DeferredFills:
 
     def _leave_all(self, made: Any, met: list[torch.Tensor]) -> Any:
         known = self._of(met[0])
-        fill = None if known is None or known.fill is None else replace(known.fill, state=None)
+        fill = None if known is None or known.fill is None else replace(known.fill, state=None, is_made=False)
         for each in tensors_in(made):
             self._leave(each, fill)
         return made
-
-
-class _Mode(TorchDispatchMode):
-    """Calls back for each operator between `begin` and `end`, which need not be at the same depth of the cell's code.
-
-    So it lies below the modes that the cell may have entered, and leaves them where they are.
-    """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # torch.compile does not give up for it
-
-    def __init__(self, follow: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()
-        self._callback = follow
-        self._is_running = self._is_on = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._is_running = True
-        try:
-            return self._callback(func, args, kwargs or {})
-        finally:
-            self._is_running = False
-
-    def begin(self) -> None:
-        self._is_on = True
-        if not self._is_running:  # else it is off the stack for the moment
-            self._place(lambda others: [self, *others])
-
-    def end(self) -> None:
-        self._is_on = False
-        self._place(lambda others: others)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Be off, also where it would begin meanwhile."""
-        was_running, self._is_running = self._is_running, True
-        self._place(lambda others: others)
-        try:
-            yield
-        finally:
-            self._is_running = was_running
-            if self._is_on:
-                self.begin()
-
-    def _place(self, arrange: Callable[[list[Any]], list[Any]]) -> None:
-        modes = [each for each in _get_current_dispatch_mode_stack() if getattr(each, "_mode_key", None) is None]
-        for _ in modes:
-            torch._C._pop_torch_dispatch_stack(None)
-        for each in arrange([each for each in modes if each is not self]):
-            torch._C._push_on_torch_dispatch_stack(each)
 
 
 def _draw(whole: torch.Tensor, fill: _Fill) -> None:
@@ -367,6 +350,15 @@ def _drop(tensor: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONTNEED)
 
 
+def _is_on_host(given: dict[str, Any]) -> bool:
+    """Return whether a function that makes a tensor makes one on the host, in a way that `_making` knows."""
+    device = given.get("device")
+    device = torch.get_default_device() if device is None else torch.device(device)
+    return device.type == "cpu" and all(
+        given.get(each) is None for each in ("out", "layout", "generator", "names", "pin_memory")
+    )
+
+
 def _is_large(tensor: torch.Tensor) -> bool:
     return _is_plain(tensor) and tensor.nbytes >= LEAST and tensor.device.type == "cpu"
 
@@ -377,7 +369,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _blank(tensor: torch.Tensor, dtype: torch.dtype | None = None, device: str = "cpu") -> torch.Tensor:
     """Return a new tensor like one, of which nothing is written."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+    dtype = dtype or tensor.dtype
+    nbytes = tensor.numel() * dtype.itemsize
+    if device != "cpu" or nbytes < _LEAST_MADE or not tensor.is_contiguous() or sys.platform != "linux":
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+    # Linux refuses more than it has, unless it is told that not all of it will be written.
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return torch.frombuffer(memory, dtype=dtype).view(tensor.shape)
 
 
 def _by_shape(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,11 +10,13 @@ torch looks a kernel in Python up by the operator's name. Operators that are reg
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 Follow = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object]
 """Called with an operator, its arguments and what it returned."""
@@ -95,6 +97,59 @@ class Shown:
         finally:
             _show(True)
         return made
+
+
+class Answering(TorchDispatchMode):
+    """Calls back for each operator between `begin` and `end`, which need not be at the same depth of the cell's code.
+
+    So it lies below the modes that the cell may have entered, and leaves them where they are.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # torch.compile does not give up for it
+
+    def __init__(self, follow: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._callback = follow
+        self._is_running = self._is_on = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._is_running = True
+        try:
+            return self._callback(func, args, kwargs or {})
+        finally:
+            self._is_running = False
+
+    def begin(self) -> None:
+        self._is_on = True
+        if not self._is_running:  # else it is off the stack for the moment
+            self._place(lambda others: [self, *others])
+
+    def end(self) -> None:
+        self._is_on = False
+        self._place(lambda others: others)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Be off, also where it would begin meanwhile."""
+        was_running, self._is_running = self._is_running, True
+        self._place(lambda others: others)
+        try:
+            yield
+        finally:
+            self._is_running = was_running
+            if self._is_on:
+                self.begin()
+
+    def _place(self, arrange: Callable[[list[Any]], list[Any]]) -> None:
+        modes = [each for each in _get_current_dispatch_mode_stack() if getattr(each, "_mode_key", None) is None]
+        for _ in modes:
+            torch._C._pop_torch_dispatch_stack(None)
+        for each in arrange([each for each in modes if each is not self]):
+            torch._C._push_on_torch_dispatch_stack(each)
 
 
 def _show(is_shown: bool) -> None:
