@@ -26,8 +26,8 @@ from gpumagic.source.settings import sizes_in
 
 TIME_LIMIT = 60.0
 _PRELOADED = frozenset({
-    "torch", "numpy", "pandas", "matplotlib", "torchvision", "transformers", "timm", "einops", "accelerate", "peft",
-    "lightning", "pytorch_lightning", "torchmetrics", "safetensors",
+    "torch", "numpy", "pandas", "matplotlib", "scipy", "sklearn", "PIL", "torchvision", "transformers", "timm",
+    "einops", "accelerate", "peft", "diffusers", "lightning", "pytorch_lightning", "torchmetrics", "safetensors",
 })  # fmt: skip
 """Packages of which the worker imports once what the notebook has imported."""
 Rank = tuple[int, int, int, dict[str, list[str]]]

@@ -7,35 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpumagic.dryrun import report as records
 from gpumagic.dryrun.models import DtypeReport, DtypeRow
-from gpumagic.dryrun.report import (
-    DeviceNeed,
-    DryRunPoint,
-    DryRunReport,
-    DryRunRow,
-    RankNeed,
-    Search,
-    Trial,
-    peak_of,
-    reserved_of,
-)
+from gpumagic.dryrun.report import DryRunReport, peak_of, reserved_of
 from gpumagic.dryrun.verdict import overhead, passes_sentence, shortcoming
 from gpumagic.errors import GpuMagicError
 from gpumagic.report import document as doc
 from gpumagic.report.columns import Column, Table
-from gpumagic.report.document import (
-    Block,
-    Cell,
-    Document,
-    Fold,
-    Heading,
-    Listing,
-    Paragraph,
-    Segment,
-    Sparkline,
-    document_of,
-    stacking_order,
-)
+from gpumagic.report.document import document_of, stacking_order
 from gpumagic.report.plot import figure_of, finish_memory, label, mark_point, new_figure, part_colour, unit_for
 from gpumagic.report.tree import tree_blocks
 from gpumagic.report.units import count, duration, size, size_of, size_range
@@ -52,25 +31,25 @@ MOST_NAMED = 3
 
 
 @document_of.register(DryRunReport)
-def view_dry_run(report: DryRunReport) -> Document:
+def view_dry_run(report: DryRunReport) -> doc.Document:
     """Return the report with its answer first; details that few need are folded away."""
-    blocks: list[Block] = [Heading(_headline(report))]
+    blocks: list[doc.Block] = [doc.Heading(_headline(report))]
     if report.search is not None:
         blocks += _neighbour(report.search, report.largest)
     if report.fits and report.failure_line is not None:
-        blocks.append(Paragraph(f"Line {report.failure_line} runs out of memory, and the cell goes on."))
+        blocks.append(doc.Paragraph(f"Line {report.failure_line} runs out of memory, and the cell goes on."))
     retries = sum(each.retries for each in report.devices)
     if report.fits and retries:
         gives = f"The allocator gives its cache back {count(retries, 'time')} to serve a request, which is slow"
-        blocks.append(Paragraph(f"{gives}: it is close to the limit."))
+        blocks.append(doc.Paragraph(f"{gives}: it is close to the limit."))
     left = (report.capacity or 0) - reserved_of(report)
     if report.fits and left < report.nccl[1]:
         takes = f"NCCL takes {size_range(*report.nccl)} for its buffers besides (an estimate)"
-        blocks.append(Paragraph(f"{takes}, and the allocator leaves {size(left)}."))
+        blocks.append(doc.Paragraph(f"{takes}, and the allocator leaves {size(left)}."))
     if peak_of(report):
         blocks += _peak(report)
         blocks += _timeline(report)
-    return Document((*blocks, *_details(report)))
+    return doc.Document((*blocks, *_details(report)))
 
 
 def _headline(report: DryRunReport) -> str:
@@ -160,24 +139,24 @@ def _place(report: DryRunReport) -> str:
     return f"{place} ({report.gpu})" if report.gpu else place
 
 
-def _neighbour(search: Search, largest: int | None) -> Iterator[Block]:
+def _neighbour(search: records.Search, largest: int | None) -> Iterator[doc.Block]:
     """Say what shows that it is the largest, and every value that was run."""
     is_ranks = search.name == "ranks"
     failing = search.largest_failing if is_ranks else search.smallest_failing
     if (largest is not None or is_ranks) and failing is not None:
         does = "does not" if failing.fits is False else "may not"
-        yield Paragraph(f"{failing.value:,} {does}: {failing.reason}.")
-    columns: tuple[Column[Trial], ...] = (
+        yield doc.Paragraph(f"{failing.value:,} {does}: {failing.reason}.")
+    columns: tuple[Column[records.Trial], ...] = (
         Column(search.name, lambda row: f"{row.value:,}", "right"),
         Column("Peak", lambda row: size(row.peak), "right"),
         Column("Fits", lambda row: "yes" if row.fits else row.reason, shrinks=True),
     )
     first, last = search.trials[0].value, search.trials[-1].value
     tried = f"{count(len(search.trials), 'dry run')}, with {search.name} from {first:,} to {last:,}; now {search.now:,}"
-    yield Fold(tried, [Table.of(search.trials, columns, "What was run")])
+    yield doc.Fold(tried, [Table.of(search.trials, columns, "What was run")])
 
 
-def _peak(report: DryRunReport) -> Iterator[Block]:
+def _peak(report: DryRunReport) -> Iterator[doc.Block]:
     """Yield the line of the peak, and what is allocated then."""
     failing = next((row.code for row in report.lines if row.line == report.failure_line), "")
     lines = {report.failure_line: (failing, "runs out of memory")} if failing and report.failure_line else {}
@@ -188,21 +167,26 @@ def _peak(report: DryRunReport) -> Iterator[Block]:
         first = f"{lines[report.line][1]}; " if report.line in lines else ""
         lines[report.line] = report.code, f"{first}peak{inside}{adds}"
     if lines:
-        yield Listing([(number, code, note) for number, (code, note) in sorted(lines.items()) if number is not None])
+        yield doc.Listing(
+            [(number, code, note) for number, (code, note) in sorted(lines.items()) if number is not None]
+        )
     peak, reserved = peak_of(report), reserved_of(report)
-    rows: list[list[Cell | str]] = [
-        [part, Cell(size(nbytes), (Segment(nbytes / peak, part=part),))] for part, nbytes in report.breakdown.items()
+    rows: list[list[doc.Cell | str]] = [
+        [part, doc.Cell(size(nbytes), (doc.Segment(nbytes / peak, part=part),))]
+        for part, nbytes in report.breakdown.items()
     ]
     if reserved > peak:
-        rows.append([Cell("reserved with cache", muted=True), Cell(size(reserved), muted=True)])
+        rows.append([doc.Cell("reserved with cache", muted=True), doc.Cell(size(reserved), muted=True)])
     if report.nccl[1]:
-        rows.append([Cell("NCCL's buffers (estimate)", muted=True), Cell(size_range(*report.nccl), muted=True)])
+        rows.append([doc.Cell("NCCL's buffers (estimate)", muted=True), doc.Cell(size_range(*report.nccl), muted=True)])
     if report.overhead[1]:
-        rows.append([Cell("CUDA itself (estimate)", muted=True), Cell(size_range(*report.overhead), muted=True)])
+        rows.append(
+            [doc.Cell("CUDA itself (estimate)", muted=True), doc.Cell(size_range(*report.overhead), muted=True)]
+        )
     yield doc.Table([doc.Column("At the peak"), doc.Column("Size", "right")], rows, "What makes up the peak")
 
 
-def _timeline(report: DryRunReport) -> Iterator[Block]:
+def _timeline(report: DryRunReport) -> Iterator[doc.Block]:
     """Yield the memory over the cell's operators, by what it is."""
     points, peak = [each for each in report.timeline if each.device == report.device], peak_of(report)
     if len(points) < ENOUGH:
@@ -216,13 +200,13 @@ def _timeline(report: DryRunReport) -> Iterator[Block]:
     }
     line = f", line {columns[mark].line}" if columns[mark].line is not None else ", before the cell"
     said = f"Memory on {report.device} over {count(report.operators, 'operator')}, by kind"
-    yield Paragraph(said, muted=True)
-    yield Sparkline(heights, mark, f"peak {size(peak)}{line}", f"{said}, peak {size(peak)}{line}", bands)
+    yield doc.Paragraph(said, muted=True)
+    yield doc.Sparkline(heights, mark, f"peak {size(peak)}{line}", f"{said}, peak {size(peak)}{line}", bands)
 
 
-def _columns(points: Sequence[DryRunPoint]) -> list[DryRunPoint]:
+def _columns(points: Sequence[records.DryRunPoint]) -> list[records.DryRunPoint]:
     """Return the highest point of each of `COLUMNS` equal parts of the operators; where none is, the last before."""
-    found: list[DryRunPoint] = [points[0]] * COLUMNS
+    found: list[records.DryRunPoint] = [points[0]] * COLUMNS
     last = max(1, points[-1].operator)
     place = 0
     for point in points:
@@ -234,12 +218,12 @@ def _columns(points: Sequence[DryRunPoint]) -> list[DryRunPoint]:
     return found
 
 
-def _details(report: DryRunReport) -> Iterator[Block]:
+def _details(report: DryRunReport) -> Iterator[doc.Block]:
     lines = [row for row in report.lines if row.device == report.device]
     if len(lines) > 1:
         named = _named((f"line {row.line}", row.peak) for row in lines)
         table = Table.of(lines, _LINES, "What each line of the cell takes", whole=peak_of(report))
-        yield Fold(f"By line: {named}", [table])
+        yield doc.Fold(f"By line: {named}", [table])
     if report.modules:
         families: Counter[str] = Counter()
         for path, parts in report.modules.items():
@@ -248,27 +232,27 @@ def _details(report: DryRunReport) -> Iterator[Block]:
         kinds = stacking_order(kind for parts in report.modules.values() for kind in parts)
         tree = tree_blocks(report.modules, kinds, "What each module takes at the peak")
         if named:
-            yield Fold(f"By module: {named}", list(tree))
+            yield doc.Fold(f"By module: {named}", list(tree))
     if len(report.ranks) > 1:
         named = _named((f"rank {each.rank:,}", each.peak) for each in report.ranks)
-        yield Fold(
+        yield doc.Fold(
             f"By rank: {named}", [Table.of(report.ranks, list(_of_ranks(report.ranks)), "The ranks that were run")]
         )
     devices = [each for each in report.devices if each.peak]
     if len(devices) > 1:
         others = ", ".join(f"{size(each.peak)} on {each.device}" for each in devices if each.device != report.device)
-        yield Fold(f"Other devices: {others}", [Table.of(devices, _DEVICES, "Each device")])
+        yield doc.Fold(f"Other devices: {others}", [Table.of(devices, _DEVICES, "Each device")])
     if report.operators:
-        yield Fold(_how(report), list(_small_print(report)))
+        yield doc.Fold(_how(report), list(_small_print(report)))
 
 
-_LINES: tuple[Column[DryRunRow], ...] = (
+_LINES: tuple[Column[records.DryRunRow], ...] = (
     Column("Line", lambda row: str(row.line), "right"),
     Column("Code", lambda row: row.code, shrinks=True, code=True),
     Column("Peak", lambda row: size(row.peak), "right", bar=lambda row: row.peak),
     Column("After", lambda row: size(row.after), "right"),
 )
-_RANKS: tuple[Column[RankNeed], ...] = (
+_RANKS: tuple[Column[records.RankNeed], ...] = (
     Column("Rank", lambda row: f"{row.rank:,}", "right"),
     Column("Peak", lambda row: size(row.peak), "right"),
     Column("Reserved", lambda row: size(row.reserved), "right"),
@@ -276,10 +260,10 @@ _RANKS: tuple[Column[RankNeed], ...] = (
 )
 
 
-def _of_ranks(ranks: Sequence[RankNeed]) -> Iterator[Column[RankNeed]]:
+def _of_ranks(ranks: Sequence[records.RankNeed]) -> Iterator[Column[records.RankNeed]]:
     """Yield the columns of what each rank holds at its peak, by what it is."""
 
-    def held(part: str) -> Callable[[RankNeed], str]:
+    def held(part: str) -> Callable[[records.RankNeed], str]:
         return lambda row: size(row.breakdown.get(part, 0))
 
     yield from _RANKS
@@ -287,7 +271,7 @@ def _of_ranks(ranks: Sequence[RankNeed]) -> Iterator[Column[RankNeed]]:
         yield Column(part.capitalize(), held(part), "right")
 
 
-_DEVICES: tuple[Column[DeviceNeed], ...] = (
+_DEVICES: tuple[Column[records.DeviceNeed], ...] = (
     Column("Device", lambda row: row.device),
     Column("Before", lambda row: size(row.before), "right"),
     Column("Peak", lambda row: size(row.peak), "right"),
@@ -311,20 +295,20 @@ def _how(report: DryRunReport) -> str:
     return f"How: a dry run on {on}, {duration(report.seconds)}{'; ' if said else ''}{', '.join(said)}"
 
 
-def _small_print(report: DryRunReport) -> Iterator[Block]:
+def _small_print(report: DryRunReport) -> Iterator[doc.Block]:
     for passes in report.passes:
         if passes.run != passes.asked:
-            yield Paragraph(f"{passes_sentence(passes)}.", muted=True)
+            yield doc.Paragraph(f"{passes_sentence(passes)}.", muted=True)
     for text, sentences in (("Assumed", report.assumed), ("Not known", report.unknown), ("Left out", report.effects)):
         if sentences:
-            yield Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
+            yield doc.Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
     on = f" on torch {report.versions['torch']}" if "torch" in report.versions else ""
     attention = f"; attention is {report.versions['attention']}" if "attention" in report.versions else ""
-    yield Paragraph(
+    yield doc.Paragraph(
         f"{count(report.operators, 'operator')} were run{on}, {count(report.runs, 'time')}{attention}.", muted=True
     )
     if report.checked:
-        yield Paragraph(f"{report.checked[:1].upper()}{report.checked[1:]}.", muted=True)
+        yield doc.Paragraph(f"{report.checked[:1].upper()}{report.checked[1:]}.", muted=True)
 
 
 @figure_of.register(DryRunReport)
@@ -349,7 +333,7 @@ def plot_dry_run(report: DryRunReport) -> Figure:
     return figure
 
 
-def _lay_out_operators(axes: Any, points: Sequence[DryRunPoint], capacity: int | None) -> None:
+def _lay_out_operators(axes: Any, points: Sequence[records.DryRunPoint], capacity: int | None) -> None:
     """Draw one device of a dry run: its parts one on the other, and the peak with its line."""
     most = max(point.allocated for point in points)
     unit = unit_for(most)
@@ -376,7 +360,7 @@ _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD with momentum"
 
 
 @document_of.register(DtypeReport)
-def view_by_dtype(report: DtypeReport) -> Document:
+def view_by_dtype(report: DtypeReport) -> doc.Document:
     """Return how much of the device each type of weights leaves, what makes it up, and what is not in it."""
     what = f"{' and '.join(report.models)}, {count(report.parameters, 'parameter')}"
     what += f", trained with {_OPTIMIZERS.get(report.optimizer, report.optimizer)}" if report.training else ""
@@ -388,16 +372,16 @@ def view_by_dtype(report: DtypeReport) -> Document:
         what += f": {size(report.capacity)} is too little, it takes {size(least)} at least"
     notes = ". ".join(f"{each[:1].upper()}{each[1:]}" for each in report.notes)
     table = Table.of(report.rows, list(_dtype_columns(report)), "What each type of weights takes")
-    return Document((Heading(what), table, Paragraph(f"{notes}.", muted=True)))
+    return doc.Document((doc.Heading(what), table, doc.Paragraph(f"{notes}.", muted=True)))
 
 
 def _dtype_columns(report: DtypeReport) -> Iterator[Column[DtypeRow]]:
-    dash = Cell("-", muted=True)
+    dash = doc.Cell("-", muted=True)
 
-    def part_of(name: str) -> Callable[[DtypeRow], Cell | str]:
+    def part_of(name: str) -> Callable[[DtypeRow], doc.Cell | str]:
         return lambda row: dash if getattr(row, name) is None else size(getattr(row, name))
 
-    def left(row: DtypeRow) -> Cell | str:
+    def left(row: DtypeRow) -> doc.Cell | str:
         if row.left is None:
             return dash
         return size(row.left) if row.left >= 0 else f"{size(-row.left)} short"
@@ -408,7 +392,7 @@ def _dtype_columns(report: DtypeReport) -> Iterator[Column[DtypeRow]]:
         yield Column(name.replace("optimizer", "state").capitalize(), part_of(name), "right")
     yield Column(
         "Total",
-        lambda row: Cell("-", muted=True, title="not trained") if row.total is None else size(row.total),
+        lambda row: doc.Cell("-", muted=True, title="not trained") if row.total is None else size(row.total),
         "right",
         bar=lambda row: None if row.total is None else {_DTYPE_PARTS[each]: getattr(row, each) or 0 for each in parts},
     )

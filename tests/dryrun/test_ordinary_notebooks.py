@@ -133,6 +133,38 @@ NEW = {
     "a function's own": "def double(x):\n    return x * 2\ny = double(torch.ones(1024, device=DEVICE))",
 }
 
+EVERYTHING = """
+from torch import nn
+import torch.nn.functional as F
+torch.manual_seed(0)
+words = nn.Embedding(1000, 64, sparse=DEVICE.startswith('cuda')).to(DEVICE)
+words(torch.arange(8, device=DEVICE)).sum().backward()
+model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10)).to(DEVICE)
+optimizer = torch.optim.AdamW(model.parameters())
+history, best = [], float("inf")
+def step(batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+"""
+CELLS = (
+    "history.append(step(x).item())", "for _ in range(3):\n    print(f'{step(x).item():.3f}')",
+    "with torch.no_grad():\n    y = model(x).argmax(1)", "y = torch.cat([x, x])", "del x", "y = x.cpu().numpy()",
+    "import copy\ntwin = copy.deepcopy(model)", "import io\ntorch.save(model.state_dict(), io.BytesIO())",
+    "model.load_state_dict(model.state_dict())",
+    "loss = F.cross_entropy(model(x), torch.zeros(1024, device=DEVICE).long())",
+    "words(torch.arange(9, device=DEVICE)).sum().backward()", "torch.optim.SGD(words.parameters(), 0.1).step()",
+    "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "y = [model(part) for part in x.split(100)]",
+    "if step(x).item() < best:\n    best = copy = [each.clone() for each in model.parameters()]",
+    "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)\nstep(x)\nschedule.step()",
+    "big = nn.Linear(256, 4096).to(DEVICE)\nbig(x).mean().backward()", "y = torch.einsum('ij,kj->ik', x, x)",
+    "losses = []\nwhile len(losses) < 4:\n    losses.append(step(x))",
+    "class Net(nn.Module):\n    pass\nnet = Net().to(DEVICE)",
+    "x = x.repeat(4, 1)\nmodel(x).sum().backward()",
+)  # fmt: skip
+
 
 def notebook(device: Any, earlier: str, folder: Any = None) -> dict[str, Any]:
     """Return the variables of a notebook with a batch of 1 MiB, after an earlier cell."""
@@ -150,6 +182,23 @@ def test_what_an_earlier_cell_has_left_does_not_stop_a_dry_run(device: Any, tmp_
     assert (report.fits, report.error) == (True, None)
     assert report.peak[device.name] >= 1 << 20
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.deep
+def test_cells_of_a_notebook_that_has_all_of_it_are_told_as_in_one_that_has_not(device: Any, tmp_path: Any) -> None:
+    cells = [*(cell for _, cell in EARLIER.values()), *CELLS]
+    assert len(cells) >= 30
+    everything = "\n".join([*(textwrap.dedent(each) for each, _ in EARLIER.values()), EVERYTHING])
+    names = notebook(device, everything, tmp_path)
+    alone = notebook(device, EVERYTHING, tmp_path)
+    needs = {}
+    for cell in cells:
+        report = gpumagic.dry_run(cell, names, device=device.name)
+        assert (report.fits, report.error) == (True, None), cell
+        needs[cell] = report.peak[device.name] - report.devices[0].before
+    for cell in CELLS:
+        report = gpumagic.dry_run(cell, alone, device=device.name)
+        assert needs[cell] == report.peak[device.name] - report.devices[0].before, cell
 
 
 @pytest.mark.parametrize("cell", NOW.values(), ids=NOW)

@@ -23,6 +23,7 @@ import torch
 
 from gpumagic.dryrun.worker import cell
 from gpumagic.dryrun.worker.guesses import Read
+from gpumagic.heap.running_module import tensors_in
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.worker.guesses import Guesses, Key
@@ -186,7 +187,8 @@ class Noted(Read):
         args, kwargs = _plain((args, kwargs or {}), met)
         made = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        stays = isinstance(made, torch.Tensor) and not made.is_cpu and not any(each in name for each in _FILLS)
+        reached = list(tensors_in(made)) or list(tensors_in(args))  # a `foreach` function may return nothing
+        stays = bool(reached) and not any(each.is_cpu for each in reached) and not any(each in name for each in _FILLS)
         for each in met:
             if type(each.number) is int or not stays:
                 each.lose("size" if type(each.number) is int else "number")
