@@ -21,6 +21,8 @@ from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 from gpumagic.source import frames
 
 TRACEBACK = "last traceback"
+SCRIPTS = "get_ipython()._main_mod_cache["
+"""How the holder of a variable of a script begins that `%run` ran: IPython keeps all of them."""
 
 _variables_of: Any = vars(ModuleType)["__dict__"].__get__
 
@@ -71,15 +73,17 @@ def unnamed_holders(
     """
     found: dict[int, Held] = {}
     # What the session cannot release comes first: a tensor of an output that a thread uses too is not releasable.
-    lasting = [*running_roots(), *others, *module_roots(namespace), *ambient_roots()]
+    lasting = [*running_roots(), *others, *script_roots(shell), *module_roots(namespace), *ambient_roots()]
     for roots, releasable in ((lasting, False), (list(hidden_roots(namespace, shell)), True)):
         order = {label: position for position, (label, _) in reversed(list(enumerate(roots)))}
         paths_to = graph.explore(roots)
         names = Names(paths_to)
         for tensor, paths in paths_to.items():
+            first = min(paths, key=lambda path: (order[path.root()], path.depth))
             if tensor not in found:
-                first = min(paths, key=lambda path: (order[path.root()], path.depth))
                 found[tensor] = Held(first.root(), names.description(first), releasable)
+            elif releasable and found[tensor].label.startswith(SCRIPTS):  # to free it, both have to let go
+                found[tensor] = found[tensor]._replace(label=f"{found[tensor].label} and {first.root()}")
     return found
 
 
@@ -114,6 +118,13 @@ def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> Itera
     if shell is not None:
         yield "display hook", SimpleNamespace(**getattr(getattr(shell, "displayhook", None), "__dict__", {}))
         yield "last result", getattr(result, "result", None)
+
+
+def script_roots(shell: object | None) -> Iterator[tuple[str, object]]:
+    """Yield the variables of the scripts that `%run` ran; deleting one of the notebook's leaves the script's."""
+    for file, module in list(_dict_of(shell, "_main_mod_cache").items()):
+        own = readers.module_variables(_variables_of(module)) if type(module) is ModuleType else []
+        yield f"{SCRIPTS}{key_code(file)}]", SimpleNamespace(**dict(own))
 
 
 def running_roots() -> Iterator[tuple[str, object]]:

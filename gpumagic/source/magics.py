@@ -21,7 +21,16 @@ _HELP = {"pinfo": "?", "pinfo2": "??"}
 
 def lines_of(filename: str | None) -> tuple[str, ...]:
     """Return the lines of a cell or a script as the user typed them; none if they cannot be read."""
-    return as_typed("".join(linecache.getlines(filename or "")).rstrip("\n"))
+    source = "".join(linecache.getlines(filename or "")).rstrip("\n")
+    if source:
+        _latest[:] = [(filename, source)]
+    else:  # a magic such as `%%lprun_all` clears linecache, of cells too
+        source = dict(_latest).get(filename, "")
+    return as_typed(source)
+
+
+_latest: list[tuple[str | None, str]] = []
+"""The file that was read last, and its text."""
 
 
 @lru_cache(maxsize=32)

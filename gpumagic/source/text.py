@@ -302,11 +302,14 @@ Span = tuple[int, int, int, int]
 """First line, last line, first column, column after the last; columns in bytes of UTF-8, as `ast` counts them."""
 
 
-def failing_node(step: TracebackType) -> ast.expr | ast.stmt | None:
-    """Return the expression that raised, where Python says which (3.11), else its statement."""
+def failing_node(step: TracebackType, lines: Sequence[str] = ()) -> ast.expr | ast.stmt | None:
+    """Return the expression that raised, where Python says which (3.11), else its statement.
+
+    ``lines`` are those of code whose file cannot be read.
+    """
     frame = step.tb_frame
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-    tree = parse_tree(source)
+    tree = parse_tree(source) if source else parse_lines(dict(enumerate(lines, 1)))
     if tree is None:
         return None
     span = span_at(frame.f_code, step.tb_lasti)

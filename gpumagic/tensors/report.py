@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.heap.cycles import CYCLE
+from gpumagic.heap.holders import SCRIPTS
 from gpumagic.report.base import Origin, Report
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer state", "activation", "plain")
@@ -366,5 +367,12 @@ def release_command(row: TensorRow) -> str | None:
     """Return the line that frees a storage that no variable reaches, or None where none is known."""
     if row.releasable or row.frees:
         return RELEASE if row.releasable else row.frees
+    holder, _, also = (row.holder or "").partition(" and ")
+    if (
+        holder.startswith(SCRIPTS)
+        and not also.startswith("graph of ")
+        and (variable := re.match(rf"{re.escape(holder)}\.\w+", row.place or ""))
+    ):
+        return f"del {variable[0]}" + (f"\n{RELEASE}" if also else "")
     holder = row.holder or ""
     return COLLECT_AND_RELEASE if f" and {CYCLE}" in holder else COLLECT if CYCLE in holder else None

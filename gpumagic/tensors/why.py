@@ -51,7 +51,8 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     try:
         with undisturbed(), gc_disabled():
             hidden = _hidden(shell)
-            others = [*holders.running_roots(), *holders.module_roots(namespace), *holders.ambient_roots()]
+            others = [*holders.running_roots(), *holders.script_roots(shell)]
+            others += [*holders.module_roots(namespace), *holders.ambient_roots()]
             graph.explore([*holders.variables(namespace, shell), *hidden])
             graph.explore(others)
             targets = [id(each) for over in leaves or [row] for each in _over(over, graph)]
@@ -201,13 +202,15 @@ def _ways_through_graphs(
     """Yield the ways to a storage that lead through an autograd graph which saved it; a root goes as a whole."""
     for steps in list(graph.paths_to(map(id, _saved_by(row, graph)))):
         way, _ = _way(steps, graph, hidden, through_owner=False)
+        top = steps[1 if way.root.startswith(holders.SCRIPTS) else 0]
+        name = Spelling(graph.name_of).code(top.path)
         if way.root in hidden:
             command: str | None = RELEASE
         else:
-            command = None if parse_tree(way.root) is None else f"del {way.root}"
+            command = None if name is None or parse_tree(name) is None else f"del {name}"
         tensor: Any = steps[-1].value
         steps_told = (*way.steps, (_GRAPH, name_of_type(type(tensor.grad_fn))))
-        yield WayRow(way.root, way.expression + _GRAPH, steps_told, command), steps[0] if command else None
+        yield WayRow(way.root, way.expression + _GRAPH, steps_told, command), top if command else None
 
 
 def _saved_by(row: TensorRow, graph: HeapGraph) -> Iterator[Any]:

@@ -35,10 +35,13 @@ def suggestions(
     syncs: Mapping[int, int],
     both: Collection[str] = (),
     lines: tuple[tuple[int, str], ...] = (),
+    *,
+    has_loader: bool = True,
 ) -> tuple[Suggestion, ...]:
     """Return each change that the counts justify, those that save most bytes first.
 
-    ``syncs`` is ``{line: count}``; ``both`` are variables whose tensor is alive along with its copy on the device.
+    ``syncs`` is ``{line: count}``; ``both`` are variables whose tensor is alive along with its copy on the device;
+    ``has_loader`` tells whether the code names a loader, which could pin its batches.
     """
     code = cell_code.read_loops(lines) if moves or syncs else LoopCode()
     found = (
@@ -46,7 +49,7 @@ def suggestions(
         *(_join(row) for row in moves if _is_many_small(row)),
         *_waits(moves, syncs, code),
         *_created(moves, code),
-        *(_pin(row) for row in moves if _is_pageable_stream(row)),
+        *(_pin(row) for row in moves if has_loader and _is_pageable_stream(row)),
         *(_rebind(row) for row in moves if _is_left_behind(row, both)),
     )
     return tuple(sorted(found, key=lambda each: -(each.saves or 0)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from gpumagic.report.units import LARGE, size
@@ -65,14 +65,34 @@ def _rule(text: str) -> Rule | None:
 
 
 def _different_devices(error: DeviceError) -> tuple[str, str | None, str]:
-    placed = [each for each in error.operands if each.kind != "device"]
+    placed = _placed(error)
     devices = {device for each in placed for device in each.devices}
     if len(devices) < 2:
         return _unnamed_operand(error, placed, devices)
-    target = _target(placed, error.device)
-    others = [each for each in placed if each.devices != (target,)]
+    target, others = _target(placed, error.device), misplaced(error)
     fixes = [_move_code(each, target) for each in others]
     return f"{_locations(placed)}.", "; ".join(fixes), _alternative(error, others, target)
+
+
+def _placed(error: DeviceError) -> list[Operand]:
+    return [each for each in error.operands if each.kind != "device"]
+
+
+def misplaced(error: DeviceError) -> list[Operand]:
+    """Return what the line has elsewhere than where all should be; none where its names are on one device."""
+    placed = _placed(error)
+    target = _target(placed, error.device)
+    others = [each for each in placed if each.devices != (target,)]
+    return others if len({device for each in placed for device in each.devices}) > 1 else []
+
+
+def is_given(error: DeviceError, parameters: Collection[str]) -> bool:
+    """Return whether all that is misplaced comes by parameters of the function, so that its caller can mend it."""
+    found = misplaced(error) if _rule(error.text) is _different_devices else []
+    return bool(found) and all(
+        re.match(r"\w*", each.code)[0] in parameters and not each.is_unregistered  # type: ignore[index]
+        for each in found
+    )
 
 
 def _unnamed_operand(error: DeviceError, placed: Sequence[Operand], devices: set[str]) -> tuple[str, str | None, str]:
@@ -110,6 +130,8 @@ def _move_code(operand: Operand, target: str) -> str:
         return move
     if operand.kind == "optimizer":
         return f"{code}.load_state_dict({code}.state_dict())  # takes its state to its parameters"
+    if operand.kind == "dict":
+        return f'{code} = {{key: each.to("{target}") for key, each in {code}.items()}}'
     if operand.kind == "container":
         return f'{code} = [each.to("{target}") for each in {code}]'
     if operand.is_unregistered:
@@ -119,7 +141,9 @@ def _move_code(operand: Operand, target: str) -> str:
 
 
 def _alternative(error: DeviceError, others: Sequence[Operand], target: str) -> str:
-    movable = [each.code for each in others if each.is_variable and each.kind in ("tensor", "module", "container")]
+    movable = [
+        each.code for each in others if each.is_variable and each.kind not in ("optimizer", "generator", "device")
+    ]
     if not error.can_move or target != error.device or len(movable) != len(others):
         return ""
     names = ",".join(movable)

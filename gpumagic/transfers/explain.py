@@ -11,12 +11,13 @@ import ast
 import linecache
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import FrameType
+from itertools import pairwise
+from types import TracebackType
 from typing import Any
 
 from gpumagic.heap.branches import stored_attribute
 from gpumagic.memory import allocator
-from gpumagic.source import frames
+from gpumagic.source import frames, magics
 from gpumagic.source.frames import MISSING, is_function_frame, is_user_code
 from gpumagic.source.text import failing_node, names_in
 from gpumagic.transfers import device_errors
@@ -110,7 +111,7 @@ def _describe(code: str, value: Any, owner: Any, step: ast.expr, is_index: bool)
         code,
         tuple(device for device, _ in totals.most_common()),
         sum(totals.values()),
-        kind,
+        "dict" if kind == "container" and issubclass(type(value), dict) else kind,
         is_variable=isinstance(step, ast.Name),
         is_unregistered=kind_of(owner) == "module" and not _is_registered(owner, value),
         is_index=is_index,
@@ -133,34 +134,46 @@ def explain(
     if not device_errors.is_known(text):
         return None
     try:
-        return device_errors.explain(replace(_read(error, text, namespace, device), in_cell=in_cell))
+        found = _read(error, DeviceError(text, device, (*allocator.accelerators(), "cpu", "meta")), namespace)
+        return device_errors.explain(replace(found, in_cell=in_cell))
     except Exception:  # a failure here must not cost the user the report
         return None
 
 
-def _read(error: Exception, text: str, namespace: Mapping[str, Any], device: str) -> DeviceError:
-    steps = list(frames.traceback_steps(error.__traceback__))
+def _read(error: Exception, known: DeviceError, namespace: Mapping[str, Any]) -> DeviceError:
+    """Return what is known of the innermost line of the user's, or of the call that gave it what is elsewhere."""
+    steps = frames.traceback_steps(error.__traceback__)
     own = [step for step in steps if step.tb_frame.f_globals is namespace or is_user_code(step.tb_frame)]
-    here = (*allocator.accelerators(), "cpu", "meta")
-    if not own:
-        return DeviceError(text, device, here)
-    step = own[-1]
-    frame, node = step.tb_frame, failing_node(step)
-    code = frames.code_at(frame, step.tb_lineno)
+    found = known if not own else _at_line(own[-1], known, namespace)
+    for step, caller in pairwise(reversed(own)):
+        code = step.tb_frame.f_code
+        if not device_errors.is_given(found, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
+            break
+        outer = _at_line(caller, known, namespace)
+        if not device_errors.misplaced(outer):
+            break
+        found = outer
+    return found
+
+
+def _at_line(step: TracebackType, known: DeviceError, namespace: Mapping[str, Any]) -> DeviceError:
+    frame, file = step.tb_frame, magics.cell_file(step.tb_frame)
+    above = magics.lines_above(frame, file) or 0
+    lines = magics.lines_of(file)[above:]
+    code = frames.code_at(frame, step.tb_lineno) or next(iter(lines[step.tb_lineno - 1 :]), "").strip() or None
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name) if is_function_frame(frame) else None
-    known = DeviceError(text, device, here, step.tb_lineno, code, function=_short_name(function))
+    known = replace(known, line=step.tb_lineno + above, code=code, function=_short_name(function))
+    node = failing_node(step, lines)
     if node is None:
         return known
-    variables = frames.resolve_names(frame, names_in(node))
-    can_move = frame.f_globals is namespace and function is None
-    return replace(known, expression=_as_written(node, frame), operands=operands_of(node, variables), can_move=can_move)
-
-
-def _as_written(node: ast.expr | ast.stmt, frame: FrameType) -> str:
-    """Return an expression as its author wrote it; one of several lines as one."""
-    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)) or "\n".join(lines)
     written = ast.get_source_segment(source, node)
-    return ast.unparse(node) if written is None or "\n" in written else written
+    return replace(
+        known,
+        expression=ast.unparse(node) if written is None or "\n" in written else written,  # as its author wrote it
+        operands=operands_of(node, frames.resolve_names(frame, names_in(node))),
+        can_move=frame.f_globals is namespace and function is None,
+    )
 
 
 def _short_name(function: str | None) -> str | None:

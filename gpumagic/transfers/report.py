@@ -27,7 +27,7 @@ class Operand:
     devices: tuple[str, ...]
     """Devices of its tensors, most bytes first."""
     nbytes: int = 0
-    kind: Literal["tensor", "module", "container", "optimizer", "generator", "device"] = "tensor"
+    kind: Literal["tensor", "module", "container", "dict", "optimizer", "generator", "device"] = "tensor"
     is_variable: bool = True
     """Whether it is a plain name, which an assignment can rebind."""
     is_unregistered: bool = False

@@ -152,7 +152,13 @@ class DeviceRun:
             allocations=self._clock.allocations(),
             elapsed=self._clock.elapsed,
             elsewhere=tuple(log.tensors_elsewhere(variables, self.device)),
-            advice=suggestions(moves, syncs, self._log.history.still_on_both(variables), lines),
+            advice=suggestions(
+                moves,
+                syncs,
+                self._log.history.still_on_both(variables),
+                lines,
+                has_loader=_has_loader(variables, lines),
+            ),
             error=type(error).__name__ if error is not None else None,
             explanation=explanation,
             lines=lines,
@@ -326,6 +332,13 @@ class _Clock:
             for device, now in self.after.items()
             if now.peak is not None and now.peak > earlier.get(device, 0)
         }
+
+
+def _has_loader(variables: Mapping[str, object], lines: Sequence[tuple[int, str]]) -> bool:
+    """Return whether code names one of torch's loaders, or makes one."""
+    torch = sys.modules["torch"]
+    is_named = any(issubclass(type(value), torch.utils.data.DataLoader) for value in variables.values())
+    return is_named or any("DataLoader" in text for _, text in lines)
 
 
 def _current_like(device: str) -> str | None:

@@ -151,6 +151,12 @@ def test_a_stream_of_batches_from_pageable_memory() -> None:
     )
 
 
+def test_pinning_is_for_what_a_loader_gives() -> None:
+    stream = row(100, 100 * MIB, pageable=100 * MIB)
+    assert any("pin_memory" in str(each) for each in suggestions([stream], {}, lines=LOOP))
+    assert suggestions([stream], {}, lines=LOOP, has_loader=False) == ()
+
+
 @pytest.mark.parametrize(
     "alike",
     [

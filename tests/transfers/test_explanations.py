@@ -111,6 +111,40 @@ def test_a_functions_line_is_told_with_the_function() -> None:
     assert found.function is None
 
 
+USES = """
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+    def forward(self, inputs, *, scale=1):
+        return self.layer(inputs) * scale
+def call(network, inputs):
+    return network(inputs).sum()
+net = Plain().to("simgpu:0")
+host = Plain().to("cpu")
+small = torch.ones(2, 4, device="cpu")
+there = small.to("simgpu:0")
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("net(small)", 'small = small.to("simgpu:0")'),
+        ("host(there)", 'host.to("simgpu:0")'),
+        ("call(net, small)", 'small = small.to("simgpu:0")'),
+        ("net(there, scale=small[:, :1])", 'small = small.to("simgpu:0")'),
+        ("net(**given)", 'given = {key: each.to("simgpu:0") for key, each in given.items()}'),
+    ],
+)
+def test_what_a_function_was_given_is_mended_where_it_is_called(line: str, fix: str) -> None:
+    cell = USES + 'given = {"inputs": small}\n' + line
+    found, _, _ = explained(cell)
+    assert found is not None
+    assert (found.line, found.code, found.function, found.fix) == (len(cell.strip().split("\n")), line, None, fix)
+    assert found.note.startswith("Or before the cell: %%ondevice simgpu:0 --move ")
+
+
 def test_a_file_of_an_absent_device_is_explained_with_map_location(tmp_path) -> None:
     import io
 

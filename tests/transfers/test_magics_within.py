@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from typing import Any
 
 import pytest
@@ -49,6 +50,22 @@ def test_lines_names_and_advice_are_those_of_the_cell_whichever_magic_is_above(
 def test_a_traced_cell_under_time_has_its_own_lines(shell: Any) -> None:
     report = report_of(shell, f"%%ondevice simgpu:0 -q -o r --trace\n%%time\n{BODY}")
     assert [(row.line, row.hits) for row in report.by_line][-3:] == [(3, 6), (4, 5), (5, 1)]
+
+
+@pytest.mark.parametrize("cell", ["%%ondevice simgpu:0 -q -o r\n%%time", "%%time\n%%ondevice simgpu:0 -q -o r"])
+def test_an_error_about_devices_in_a_timed_cell_has_the_line_of_the_cell(shell: Any, cell: str) -> None:
+    result = shell.run_cell(f"{cell}\n\n!echo a\ng = torch.ones(1000, device='simgpu:0')\ny = x + g")
+    assert isinstance(result.error_in_exec, RuntimeError)
+    found = shell.user_ns["r"].explanation
+    assert (found.line, found.code, found.fix) == (6, "y = x + g", 'x = x.to("simgpu:0")')
+
+
+def test_a_magic_that_clears_the_cache_of_lines_leaves_the_cells(shell: Any) -> None:
+    """As `%%lprun_all` of line_profiler does when it shows its own."""
+    shell.register_magic_function(lambda line, cell: (exec(cell, shell.user_ns), linecache.clearcache()), "cell", "own")
+    report = report_of(shell, f"%%ondevice simgpu:0 -q -o r\n%%own\n{BODY}")
+    assert report.lines[2] == (3, "for _ in range(5):")
+    assert report.advice[0].change == "move x before the loop"
 
 
 def test_a_block_in_a_timed_cell_has_the_lines_of_the_cell(shell: Any) -> None:
