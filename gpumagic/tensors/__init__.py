@@ -5,7 +5,6 @@ Start with `scan.scan`, which makes the report from the heap.
     scan.py         finds the tensors, names them, compares each device's sum with its allocator
     rows.py         groups storages into blocks of memory and builds a row for each
     detaching.py    the line that releases an autograd graph
-    sources.py      the lines that allocated what no tensor accounts for
     why.py          every holder of one tensor, for `--why`
     release.py      frees what only outputs and the last error keep, for `--free`
     growth.py       which variables hold more from report to report, for `--diff`

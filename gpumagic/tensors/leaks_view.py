@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -97,7 +98,14 @@ def promises(rows: Sequence[LeakRow]) -> list[tuple[str, list[LeakRow]]]:
                 found.remove(each)
                 statements, freed = list(dict.fromkeys([*each[0], *statements])), [*each[1], *freed]
             found.append((statements, freed))
-    return [("; ".join(statements), freed) for statements, freed in found]
+    parts = [set(re.split(r"\n|; ", "; ".join(statements))) for statements, _ in found]
+    return [  # one that also releases outputs frees what less would
+        (
+            "; ".join(statements),
+            [row for part, (_, freed) in zip(parts, found, strict=True) if part <= own for row in freed],
+        )
+        for own, (statements, _) in zip(parts, found, strict=True)
+    ]
 
 
 def _holders(rows: Sequence[LeakRow]) -> str:

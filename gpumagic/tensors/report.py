@@ -107,17 +107,6 @@ class GraphRow:
     """The first of them: ``"losses[0]"``."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRow:
-    """Blocks that no tensor accounts for, by the line that allocated them, where allocations are recorded."""
-
-    device: str
-    line: str
-    """``"train.py:12 in step"``."""
-    nbytes: int
-    blocks: int
-
-
 @dataclass(frozen=True, repr=False)
 class TensorReport(Report[TensorRow]):
     """The live tensors of this process, one row per storage, largest first."""
@@ -135,8 +124,6 @@ class TensorReport(Report[TensorRow]):
     """The devices it was narrowed to; empty for all."""
     graphs: tuple[GraphRow, ...] = ()
     """The variables whose graphs keep memory, most first."""
-    sources: tuple[SourceRow, ...] = ()
-    """The lines that allocated what is unexplained; only under ``torch.cuda.memory._record_memory_history()``."""
     process: str = ""
     """Identifies the process it was made in: only there do `TensorRow.numbers` mean the same storages."""
     origin: Origin = field(default_factory=Origin)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from gpumagic.heap.holders import Held
+from gpumagic.heap.holders import SCRIPTS, Held
 from gpumagic.heap.paths import Names
 from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.report.base import grouped
 from gpumagic.tensors.detaching import DetachCommands
-from gpumagic.tensors.report import KINDS, GraphRow, TensorRow, root_of
+from gpumagic.tensors.report import KINDS, RELEASE, GraphRow, TensorRow, root_of
 
 MAX_NAMES = 16
 """Names kept of one storage; views of one tensor may have thousands."""
@@ -173,6 +173,8 @@ class RowBuilder:
             if (key := tuple(outer)) not in self._keepers:
                 self._keepers[key] = self._keeper(outer)
             held, frees = self._keepers[key]
+        elif held is not None and block.roots and (held.releasable or held.label.startswith(SCRIPTS)):
+            held, frees = self._kept_by_both(held, self._outer(block.roots))
         note = first.note if len(storages) == 1 else next((each.note for each in storages if each.note), None)
         return TensorRow(
             device=first.device,
@@ -234,6 +236,15 @@ class RowBuilder:
         is_releasable = not named and all(each.releasable for each in others)
         frees = self._found.detaching.line(outer) if self._only_names_keep(outer) else None
         return Held(label, label, is_releasable), frees
+
+    def _kept_by_both(self, held: Held, outer: Sequence[int]) -> tuple[Held, str | None]:
+        """Return the holder of a block that an output or an error keeps, and graphs too; and the lines that free it."""
+        lasting = [root for root in outer if root not in self._held or not self._held[root].releasable]
+        if not lasting:
+            return held, None
+        graphs, line = self._keeper(lasting)
+        both = held._replace(label=f"{held.label} and {graphs.label}", releasable=False)
+        return both, f"{line}\n{RELEASE}" if line is not None and held.releasable else None
 
     def _only_names_keep(self, roots: Iterable[int]) -> bool:
         return all(self._found.names.of(root) and root not in self._held for root in roots)

@@ -26,9 +26,8 @@ from gpumagic.report import base
 from gpumagic.report.base import grouped
 from gpumagic.report.units import LARGE
 from gpumagic.tensors.detaching import DetachCommands
-from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, SourceRow, TensorReport, TensorRow
+from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
 from gpumagic.tensors.rows import GRAPH, Findings, RowBuilder, group_by_memory
-from gpumagic.tensors.sources import allocation_sources, recorded_segments
 
 LARGEST = 16
 """Storages from which cycles are looked for at once; what such a cycle leads to is found with it."""
@@ -70,7 +69,7 @@ def scan(
         summary = memory_by_device(rows)
         notes = (*found.notes, *_memory_notes(rows, summary))
         report = TensorReport(
-            tuple(rows), summary, limit, group_by, notes, graphs=found.graphs, sources=found.sources,
+            tuple(rows), summary, limit, group_by, notes, graphs=found.graphs,
             process=storages.PROCESS, origin=base.current_origin(),
         )  # fmt: skip
         return report.narrowed(devices)
@@ -149,7 +148,6 @@ class TensorScan:
         """Python's own objects for storages; torch keeps one that was asked for as long as its storage lives."""
         self._saved: dict[int, Any] = {}
         self.graphs: tuple[GraphRow, ...] = ()
-        self.sources: tuple[SourceRow, ...] = ()
         self.notes: list[str] = []
 
     def run(self) -> list[TensorRow]:
@@ -181,10 +179,6 @@ class TensorScan:
         if self._saved:  # which are found last the first time, and by the gc the next
             found.sort(key=lambda row: row.numbers)
         self.graphs = rows.graphs()
-        if recorded := recorded_segments():
-            known = [(each.device, each.address) for each in self._table.storages.values()]
-            known += [(each.device, each.address) for each in workspaces.find_workspaces()]
-            self.sources = allocation_sources(recorded, known)
         return found
 
     def release(self) -> None:

@@ -47,10 +47,6 @@ def view_tensors(report: TensorReport) -> Document:
     if kept := ", ".join(f"{size(row.workspaces)} on {row.device}" for row in report.by_device if row.workspaces):
         blocks.append(Paragraph(f"Workspaces are cuBLAS's, {kept}: {CLEAR_WORKSPACES} frees them"))
     blocks += [Paragraph(_graph(row)) for row in report.graphs if row.nbytes >= LARGE and _graph(row) != first]
-    blocks += [
-        Paragraph(f"Unattributed on {row.device}: {size(row.nbytes)} in {count(row.blocks, 'block')} from {row.line}")
-        for row in report.sources[:5]
-    ]
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 

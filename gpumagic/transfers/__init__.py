@@ -15,7 +15,7 @@ log, whoever makes them.
     log.py               counts by line
     advice.py            what to change about them
     explain.py           an error about devices, explained; `device_errors.py` knows the errors
-    report.py            the records; `view.py` shows them, `chrome.py` writes trace events
+    report.py            the records; `view.py` shows them
     move.py              `--move`; `contents.py`: what variables hold
     trace/               `--trace`, line by line
 """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from gpumagic.errors import OptionError
 from gpumagic.memory import history
 from gpumagic.memory.timeline import MemoryTimeline, plot
-from gpumagic.report.base import EVENTS, Holder, Origin, Report, write_chrome_trace
+from gpumagic.report.base import EVENTS, Holder, Origin, Report
 from gpumagic.report.units import size
 from gpumagic.transfers.trace.report import LineReport, ModuleReport
 
@@ -174,14 +174,6 @@ class TransferReport(Report[TransferRow]):
         if self.snapshot is None or isinstance(self.snapshot, str):
             raise OptionError(self.snapshot or "memory_viz opens what a cell with --trace records; this had none")
         return history.write(self.snapshot, path)
-
-    def to_chrome_trace(self, path: str | Path) -> Path:
-        """Write the lines, modules and memory of a traced cell as trace events, for Perfetto and chrome://tracing.
-
-        Raises:
-            GpuMagicError: it was not traced.
-        """
-        return write_chrome_trace(self, path)
 
     def plot(self) -> Figure:
         """Return a matplotlib figure of the memory over the cell.

@@ -234,8 +234,7 @@ class DeviceRun:
             return
         from gpumagic.transfers.trace.run import Trace
 
-        started = time.perf_counter() if self._memory is None else self._memory.log.started
-        self._traced = Trace(self._recording.recorder, self._code, self._block, self._functions, started)
+        self._traced = Trace(self._recording.recorder, self._code, self._block, self._functions)
         self._traced.start()
 
     def _timeline(self) -> MemoryTimeline | None:

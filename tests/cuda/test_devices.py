@@ -300,17 +300,6 @@ def test_segments_that_grow_are_accounted_for_too(variables, state) -> None:
         configure("expandable_segments:False")
 
 
-def test_a_recorded_history_names_the_line_of_what_is_unexplained_and_no_other(variables) -> None:
-    torch.cuda.memory._record_memory_history()
-    try:
-        exec(compile(STATES["a CUDA graph"], "cell.py", "exec"), variables)
-        check(variables)
-        (row,) = gpumagic.devices(namespace=variables).sources
-        assert (row.line, row.nbytes, row.blocks) == ("cell.py:4 in <module>", GRAPH_STATE, 2)
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
 def test_every_byte_has_its_owner_after_an_out_of_memory(variables) -> None:
     capacity = fakecuda.memory(0).capacity
     fakecuda.set_memory(0, capacity=fakecuda.memory(0).used + (64 << 20))

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from gpumagic.dryrun.report import DryRunPoint, DryRunReport, DryRunRow
-from gpumagic.errors import GpuMagicError, OptionError
+from gpumagic.errors import OptionError
 from gpumagic.report.base import Report
 from gpumagic.report.document import Cell, Column, Document, Fold, Heading, Listing, Table
 from gpumagic.report.markdown import render
@@ -96,12 +96,6 @@ def test_a_markdown_parser_reads_all_of_every_report_as_code_behind_summaries(na
     assert html_of.count("<details>") == html_of.count("</details>")
 
 
-def test_single_events_are_not_in_the_data_of_a_report(traced: TransferReport) -> None:
-    assert traced.by_line is not None
-    assert traced.by_line.spans
-    assert "spans" not in traced.by_line.to_dict()
-
-
 def test_markdown_keeps_what_comes_from_outside_within_its_fences() -> None:
     columns = [Column("Name"), Column("Code", code=True), Column("Size", "right")]
     table = Table(columns, [[EVIL, f"  {EVIL}", Cell("1 B", notes=(EVIL,))]])
@@ -144,36 +138,6 @@ def events_by_thread(path: Path) -> dict[int, list[dict[str, Any]]]:
     named = {event["tid"] for event in events if event["name"] == "thread_name"}
     assert set(threads) <= named
     return threads
-
-
-def check_nesting(spans: list[dict[str, Any]]) -> None:
-    """Spans of a thread lie in each other or apart, as viewers draw them."""
-    ends: list[float] = []
-    for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
-        while ends and ends[-1] <= span["ts"] + 1e-3:
-            ends.pop()
-        end = span["ts"] + span["dur"]
-        assert not ends or end <= ends[-1] + 1e-3
-        ends.append(end)
-
-
-def test_trace_events_of_a_traced_cell_nest_and_have_its_lines(traced: TransferReport, tmp_path: Path) -> None:
-    threads = events_by_thread(traced.to_chrome_trace(tmp_path / "t.json"))
-    for spans in threads.values():
-        check_nesting(spans)
-    names = [span["name"] for spans in threads.values() for span in spans]
-    assert names.count("y = step(n)") == names.count("return model(g * n)") == 3
-    assert names.count("return F.linear(input, self.weight, self.bias)") == 3
-    assert names.count("model") == 3
-    assert traced.by_line is not None
-    (line,) = (row for row in traced.by_line if row.code.strip() == "y = step(n)")
-    told = sum(span["dur"] for span in threads[2] if span["name"] == "y = step(n)")
-    assert told >= line.seconds * 1e6 > 0  # the trace's own time is in the spans only
-
-
-def test_a_cell_that_was_not_traced_has_no_events(tmp_path: Path) -> None:
-    with pytest.raises(GpuMagicError, match="run it with --trace"):
-        TransferReport("cuda:0", ()).to_chrome_trace(tmp_path / "t.json")
 
 
 def test_trace_events_of_a_dry_run_have_its_memory_by_part(tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ def test_pageable_copies_are_counted_where_pinning_makes_a_difference(monkeypatc
     assert is_pageable(x, "simgpu:0") is True
     report, _, _ = run(STREAM)
     assert report[0].pageable == 20 * 4 << 20
+    assert report.advice == ()
+    report, _, _ = run("loader = torch.utils.data.DataLoader([])\n" + STREAM)
     assert "pin_memory=True" in str(report.advice[0])
 
 

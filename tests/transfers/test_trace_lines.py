@@ -239,12 +239,3 @@ def test_nothing_is_left_of_a_trace() -> None:
     assert threading.gettrace() is None
     assert sys._getframe().f_trace is None
     assert not MONITORING or tools == [sys.monitoring.get_tool(each) for each in range(6)]  # type: ignore[attr-defined]
-
-
-def test_runs_of_functions_of_one_file_have_each_its_own_name() -> None:
-    both = ["torch.nn.functional.relu", "torch.nn.functional.softmax"]
-    report, _, _ = corpus.run("y = torch.nn.functional.softmax(torch.nn.functional.relu(g), 0)", trace=both)
-    of_lines = {(row.function, row.line) for row in report.by_line if row.function}
-    spans = {(span.function, span.line) for span in report.by_line.spans if span.function}
-    assert {name for name, _ in spans} == set(both)
-    assert spans <= of_lines

@@ -24,7 +24,6 @@ from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.transfers.recorder import Recorder
 from gpumagic.transfers.trace.memory import Levels, TracedMemory
-from gpumagic.transfers.trace.report import MAX_SPANS
 
 Place = tuple[str, int]
 """File and line."""
@@ -153,8 +152,6 @@ class LineLog:
         place: Callable[[CodeType, int], Place],
     ) -> None:  # fmt: skip
         self.sums: dict[Place, LineSum] = {}
-        self.spans: list[tuple[Place, int, float, float]] = []
-        """Place, thread, start and end of single runs."""
         self._meter = meter
         self._memory = memory
         self._is_own = is_own
@@ -255,8 +252,6 @@ class LineLog:
                 found.raise_peak(top.high, has_sums=_has_sums(now.memory))
             else:
                 self._runs.append(_Run(top.place, start.memory, now.memory, top.high))
-        if len(self.spans) < MAX_SPANS:
-            self.spans.append((top.place, get_ident(), start.at, now.at))
 
 
 def _has_sums(now: AllocatorStats) -> bool:

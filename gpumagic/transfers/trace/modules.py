@@ -23,10 +23,7 @@ from gpumagic.memory.ledger import REST, Ledger
 from gpumagic.memory.parts import OF_MODULES
 from gpumagic.transfers.trace.lines import Meter
 from gpumagic.transfers.trace.memory import Owner, TracedMemory
-from gpumagic.transfers.trace.report import MAX_SPANS, ModuleReport, ModuleRow, Span
-
-MODULES = 1
-"""The thread of the modules' spans: their runs lie side by side, whichever thread takes them."""
+from gpumagic.transfers.trace.report import ModuleReport, ModuleRow
 
 
 @dataclass(slots=True)
@@ -52,10 +49,9 @@ class ModuleLog(RunningModule):
         self._before = meter.memory()
         self._at = time.perf_counter()
         self._seconds = self._at - meter.own_seconds
-        self._spans: list[tuple[int, bool, float, float]] = []
 
-    def report(self, started: float, book: Ledger) -> ModuleReport:
-        """Return the rows of the modules that ran or hold memory; spans begin at a time of `time.perf_counter`."""
+    def report(self, book: Ledger) -> ModuleReport:
+        """Return the rows of the modules that ran or hold memory."""
         self._add()
         names: dict[int | None, str] = {None: REST, **dict(enumerate(self.names))}
         at_peak = dict(book.by_module(0, self.names))
@@ -70,11 +66,7 @@ class ModuleLog(RunningModule):
                 held = {kind.replace(" ", "_"): parts.get(kind, 0) for kind in OF_MODULES}
                 taken = found.calls, found.seconds, found.backward_seconds, found.allocated, found.freed
                 rows.append(ModuleRow(path, *taken, **held, at_peak=sum(held.values())))
-        spans = tuple(
-            Span(f"{self.names[number]}{' (backward)' if back else ''}", MODULES, start - started, end - start)
-            for number, back, start, end in self._spans
-        )
-        return ModuleReport(self._meter.device, tuple(rows), book.accounts[0].peak.allocated, spans)
+        return ModuleReport(self._meter.device, tuple(rows), book.accounts[0].peak.allocated)
 
     # ---- Turns
 
@@ -90,13 +82,11 @@ class ModuleLog(RunningModule):
 
     def _add(self) -> AllocatorStats | None:
         """Give what was taken since another module ran to the one that ran until now; return the memory."""
-        before, seconds, at = self._before or AllocatorStats(0, 0, 0), self._seconds, self._at
+        before, seconds = self._before or AllocatorStats(0, 0, 0), self._seconds
         self._at = time.perf_counter()
         self._seconds = self._at - self._meter.own_seconds
         self._before = self._meter.memory()
         found = self._sums.setdefault(self._now, _ModuleSum())
-        if self._now is not None and len(self._spans) < MAX_SPANS:
-            self._spans.append((self._now, self._was_backward, at, self._at))
         if self._was_backward:
             found.backward_seconds += self._seconds - seconds
         else:

@@ -4,25 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from gpumagic.report.base import EVENTS, Report
-
-
-class Span(NamedTuple):
-    """One run of a line or a module."""
-
-    name: str
-    thread: int
-    start: float
-    """Seconds from the start of the cell."""
-    seconds: float
-    function: str | None = None
-    line: int | None = None
-
-
-MAX_SPANS = 50_000
-"""Single runs of lines and modules that are kept for viewers; the sums have all."""
+from gpumagic.report.base import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +47,6 @@ class LineReport(Report[LineRow]):
     """Where each function that was asked for stands."""
     reason: str = ""
     """Why there are no lines."""
-    spans: tuple[Span, ...] = field(default=(), metadata={EVENTS: True})
-    """The first `MAX_SPANS` single runs of lines, as they ended."""
 
     @property
     def rows(self) -> tuple[LineRow, ...]:
@@ -109,8 +91,6 @@ class ModuleReport(Report[ModuleRow]):
     modules: tuple[ModuleRow, ...]
     at_peak: int = 0
     """Bytes allocated on the device at its peak, of which the modules have their shares."""
-    spans: tuple[Span, ...] = field(default=(), metadata={EVENTS: True})
-    """The first `MAX_SPANS` runs of modules."""
 
     @property
     def rows(self) -> tuple[ModuleRow, ...]:

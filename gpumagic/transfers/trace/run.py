@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -15,7 +15,7 @@ from gpumagic.transfers.recorder import Recorder
 from gpumagic.transfers.trace.events import Events, events
 from gpumagic.transfers.trace.lines import LineLog, LineSum, Meter, Place
 from gpumagic.transfers.trace.modules import ModuleLog
-from gpumagic.transfers.trace.report import LineReport, LineRow, ModuleReport, Span
+from gpumagic.transfers.trace.report import LineReport, LineRow, ModuleReport
 
 
 class Trace:
@@ -26,7 +26,6 @@ class Trace:
         code: the cell or block.
         block: the code that a block stands in; None for a cell.
         named: the functions that are followed too, by the names that they were asked for.
-        started: when the cell began, by `time.perf_counter`.
     """
 
     def __init__(
@@ -35,11 +34,9 @@ class Trace:
         code: WatchedCode,
         block: CodeType | None,
         named: Mapping[str, CodeType],
-        started: float,
     ) -> None:
         meter = Meter(recorder)
         self._device = meter.device
-        self._started = started
         self._modules = ModuleLog(meter, code.namespace)
         self._memory = self._modules.memory
         self._sites = recorder.log.sites
@@ -70,7 +67,7 @@ class Trace:
 
     def by_module(self) -> ModuleReport:
         """Return the sums by module."""
-        return self._modules.report(self._started, self._memory.ledger())
+        return self._modules.report(self._memory.ledger())
 
     def timeline(self) -> list[DeviceEvent]:
         """Return what was allocated after each event of the allocator's history."""
@@ -90,22 +87,8 @@ class Trace:
             place = next(iter(codes)).co_filename
             files[name] = place
             rows += [_row(name, number, text, sums.get((place, number))) for number, text in _text(codes)]
-        spans = tuple(self._spans(dict(own), file or ""))
         found = tuple(each for each in rows if each is not None)
-        return LineReport(self._device, found, elapsed, files, self._reason, spans)
-
-    def _spans(self, own: Mapping[int, str], file: str) -> Iterator[Span]:
-        """Yield the single runs of lines, those of functions by the name that was asked for."""
-        names = {
-            (code.co_filename, line): name
-            for name, codes in self._named.items() for code in codes for *_, line in code.co_lines()
-        }  # fmt: skip
-        for (place, line), thread, start, end in self._lines.spans:
-            is_own = place == file and line in own
-            if is_own or (place, line) in names:
-                function = None if is_own else names[place, line]
-                code = own[line] if is_own else linecache.getline(place, line)
-                yield Span(code.strip() or f"line {line}", thread, start - self._started, end - start, function, line)
+        return LineReport(self._device, found, elapsed, files, self._reason)
 
     def _place(self, code: CodeType, line: int) -> Place:
         return (code.co_filename, line) if code in self._others else self._sites.place(code, line)
