@@ -354,12 +354,14 @@ def release_command(row: TensorRow) -> str | None:
     """Return the line that frees a storage that no variable reaches, or None where none is known."""
     if row.releasable or row.frees:
         return RELEASE if row.releasable else row.frees
-    holder, _, also = (row.holder or "").partition(" and ")
-    if (
-        holder.startswith(SCRIPTS)
-        and not also.startswith("graph of ")
-        and (variable := re.match(rf"{re.escape(holder)}\.\w+", row.place or ""))
-    ):
-        return f"del {variable[0]}" + (f"\n{RELEASE}" if also else "")
     holder = row.holder or ""
+    by, _, also = holder.partition(" and ")
+    if not also.startswith("graph of ") and (line := script_line(by, row.place or "")):
+        return f"{line}\n{RELEASE}" if also else line
     return COLLECT_AND_RELEASE if f" and {CYCLE}" in holder else COLLECT if CYCLE in holder else None
+
+
+def script_line(holder: str, place: str) -> str | None:
+    """Return the line that deletes a variable of a script that `%run` ran; None where something else is the holder."""
+    found = re.match(rf"{re.escape(holder)}\.\w+", place) if holder.startswith(SCRIPTS) else None
+    return found and f"del {found[0]}"

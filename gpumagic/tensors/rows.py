@@ -14,7 +14,7 @@ from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.report.base import grouped
 from gpumagic.tensors.detaching import DetachCommands
-from gpumagic.tensors.report import KINDS, RELEASE, GraphRow, TensorRow, root_of
+from gpumagic.tensors.report import KINDS, RELEASE, GraphRow, TensorRow, root_of, script_line
 
 MAX_NAMES = 16
 """Names kept of one storage; views of one tensor may have thousands."""
@@ -235,6 +235,9 @@ class RowBuilder:
             label += f" and {also[0]}"
         is_releasable = not named and all(each.releasable for each in others)
         frees = self._found.detaching.line(outer) if self._only_names_keep(outer) else None
+        lines = {script_line(each.label, each.place) for each in others}
+        if not named and len(lines) == 1:
+            (frees,) = lines
         return Held(label, label, is_releasable), frees
 
     def _kept_by_both(self, held: Held, outer: Sequence[int]) -> tuple[Held, str | None]:

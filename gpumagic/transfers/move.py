@@ -16,7 +16,6 @@ from gpumagic.heap import branches, modules
 from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory.devices import room
 from gpumagic.notebook import session
-from gpumagic.report.base import grouped
 from gpumagic.report.units import size
 from gpumagic.transfers.contents import Contents, rebuilt, slots_of
 from gpumagic.transfers.log import direction
@@ -36,7 +35,7 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
 
     A tensor's name is bound to its copy; a module stays the object it is and its optimizers, found in the namespace,
     follow with their state; lists, tuples, dicts and dataclasses are rebuilt around what moved. Two names of one object
-    stay two names of one; views that fill a storage together share it there too, others become tensors of their own.
+    stay two names of one; a view becomes a tensor of its own, as by `Tensor.to`.
 
     Args:
         names: variables of the namespace.
@@ -150,37 +149,6 @@ def _nbytes(tensor: Any) -> int:
     return 0 if is_lazy(tensor) else int(tensor.numel() * tensor.element_size())
 
 
-def _by_storage(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield tensors that fill one storage together, with the first's name; every other one alone."""
-    groups = grouped(
-        ((True, tensor.untyped_storage()._cdata) if _is_plain(tensor) else (False, id(tensor)), (name, tensor))
-        for name, tensor in tensors
-    )
-    for group in groups.values():
-        together = [tensor for _, tensor in group]
-        if _fills_storage(together):
-            yield group[0][0], together
-        else:
-            yield from ((name, [tensor]) for name, tensor in group)
-
-
-def _fills_storage(tensors: list[Any]) -> bool:
-    """Return whether their storage is less than copies of them all: views share it, or it is expanded."""
-    is_plain = _is_plain(tensors[0])
-    return is_plain and 0 < tensors[0].untyped_storage().nbytes() < sum(map(_nbytes, tensors))
-
-
-def _is_plain(tensor: Any) -> bool:
-    import torch
-
-    is_strided = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return (
-        is_strided
-        and tensor.grad_fn is None
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
-
-
 # ---- The move
 
 
@@ -201,30 +169,14 @@ class _Moved:
         """Copy tensors, each for a name."""
         import torch
 
-        for name, group in _by_storage(tensors):
-            start, source = time.perf_counter(), str(group[0].device)
+        for name, tensor in tensors:
+            start, source, nbytes = time.perf_counter(), str(tensor.device), _nbytes(tensor)
             # A tensor that a graph made stays in the graph, as with `x = x.to(...)`.
-            with torch.set_grad_enabled(group[0].grad_fn is not None):
-                if _fills_storage(group):
-                    nbytes = self._copy_storage(group)
-                else:
-                    self.copies[id(group[0])] = group[0].to(self._device)
-                    nbytes = _nbytes(group[0])
+            with torch.set_grad_enabled(tensor.grad_fn is not None):
+                self.copies[id(tensor)] = tensor.to(self._device)
             if nbytes:
                 count, total, seconds = self._sums.get((name, source), (0, 0, 0.0))
                 self._sums[name, source] = count + 1, total + nbytes, seconds + time.perf_counter() - start
-
-    def _copy_storage(self, tensors: list[Any]) -> int:
-        """Copy the storage of some tensors, and lay them out in it as they are."""
-        import torch
-
-        storage = tensors[0].untyped_storage()
-        there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).to(self._device)
-        for each in tensors:
-            view = torch.empty(0, dtype=each.dtype, device=self._device)
-            view.set_(there.untyped_storage(), each.storage_offset(), each.size(), each.stride())
-            self.copies[id(each)] = view
-        return int(storage.nbytes())
 
     def rows(self) -> Iterator[TransferRow]:
         """Yield what was copied."""

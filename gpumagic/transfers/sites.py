@@ -68,6 +68,9 @@ class CallSites:
     def __init__(
         self, namespace: Mapping[str, object], filename: str | None = None, waiting_thread: int | None = None
     ) -> None:
+        from gpumagic.transfers import causes  # which imports torch
+
+        self._causes = causes
         self.namespace = namespace
         self.filename = filename
         self._file_may_change = filename is None
@@ -98,8 +101,7 @@ class CallSites:
             asks: what is called ``".to"`` and so on where the code does not say it.
             found: the tensor that torch was given.
         """
-        from gpumagic.transfers import causes
-
+        causes = self._causes
         frame: FrameType | None = sys._getframe(1)
         ours = causes.own_namespaces()
         while frame is not None and id(frame.f_globals) in ours:
@@ -118,8 +120,7 @@ class CallSites:
 
     def _instruction(self, frame: FrameType, request: Call | None, asks: str, subject: object) -> Site:
         """Return what an instruction of the cell's own asks for."""
-        from gpumagic.transfers import causes
-
+        causes = self._causes
         above = self._lines_above(frame) or 0
         source, line = magics.lines_of(self.filename)[max(above, 0) :], frame.f_lineno + above
         cause = causes.of_request(request, asks) or causes.of_frames(frame, asks, None, source)[0]
@@ -134,8 +135,7 @@ class CallSites:
         return Site(line, self._code(line), cause, None, (owner,) if is_named else names, is_named, frame.f_code)
 
     def _through_a_library(self, innermost: FrameType | None, request: Call | None, asks: str, found: object) -> Copied:
-        from gpumagic.transfers import causes
-
+        causes = self._causes
         if innermost is None or innermost.f_code.co_name == "_engine_run_backward":
             cause, subject = causes.BACKWARD, found
         elif request is None:

@@ -264,25 +264,17 @@ def test_two_names_of_one_tensor_or_one_list_stay_one() -> None:
     assert row.count == 1
 
 
-def test_views_share_memory_on_the_device_too() -> None:
+def test_a_view_becomes_a_tensor_of_its_own_as_by_to() -> None:
     x = torch.zeros(4, 4)
-    names, (row,) = move_all(x=x, row=x[1], column=x[:, 2], same=x.view(16))
+    names, _ = move_all(x=x, row=x[1])
     names["x"].fill_(7)
-    assert names["row"].tolist() == names["column"].tolist() == [7.0] * 4
-    assert names["same"].tolist() == [7.0] * 16
-    assert (row.count, row.nbytes) == (1, 64)
+    assert names["row"].tolist() == [0.0] * 4
 
 
 def test_parts_that_do_not_overlap_cross_alone_and_no_more_of_their_storage() -> None:
     x = torch.zeros(1000)
     _, rows = move_all(a=x[:10], b=x[500:510])
     assert sum(row.nbytes for row in rows) == 80
-
-
-def test_an_expanded_tensor_crosses_as_it_lies() -> None:
-    names, (row,) = move_all(x=torch.ones(1, 3).expand(1000, 3))
-    assert row.nbytes == 12
-    assert names["x"].shape == (1000, 3)
 
 
 def test_from_card_to_card_and_back_to_the_host() -> None:
@@ -512,9 +504,9 @@ trees = st.recursive(
 @given(tree=trees)
 @examples(few=10, deep=60)
 def test_any_container_keeps_its_shape_its_values_and_its_sharing(tree: Any) -> None:
-    """Integers stand for four tensors, of which some share memory."""
+    """Integers stand for four tensors, of which two are one."""
     base = torch.arange(8.0)
-    pool = [base, base[2:5], torch.ones(2, 2), base]
+    pool = [base, torch.zeros(3), torch.ones(2, 2), base]
 
     def planted(value: Any, of: Any) -> Any:
         if isinstance(value, int):
