@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +36,8 @@ code, number = json.load(sys.stdin)
 report = gpumagic.dry_run(code, {}, gpu="H100", capacity="95GiB", ranks=number, time_limit=500)
 client.close()
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
-figures = [report.fits, used.ru_utime + used.ru_stime, used.ru_maxrss << 10, max(each.reserved for each in report.ranks)]
+reserved = max(each.reserved for each in report.ranks)
+figures = [report.fits, used.ru_utime + used.ru_stime, used.ru_maxrss << 10, reserved]
 print(json.dumps([len(report.ranks), *figures]))
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rank_cells import CELLS, LAUNCHED, LIBRARIES, PIPELINE, START
-from torchtitan_cell import CELL, RESERVED
+from torchtitan_cell import LLAMA_8B, training
 
 import gpumagic
 from gpumagic import fakecuda
@@ -237,11 +237,13 @@ def test_a_batch_is_as_large_as_fits_on_the_fullest_rank() -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("number", RESERVED)
-def test_a_training_takes_what_was_measured_on_real_gpus(number: int) -> None:
-    report = dry_run(CELL, number, capacity="95GiB", time_limit=300)
+@pytest.mark.parametrize(("number", "reserved"), [(8, 82.4), (128, 67.0)])
+def test_a_training_takes_what_was_measured_on_real_gpus(number: int, reserved: float) -> None:
+    """torchtitan's figures of December 2024, in GiB, without expandable segments (with them ours are 4 % below)."""
+    code = training(LLAMA_8B, 2, 8192, is_selective=True, optimizer="foreach")
+    report = dry_run(code, number, capacity="95GiB", time_limit=300)
     assert report.fits
-    assert report.ranks[0].reserved / 2**30 == pytest.approx(RESERVED[number], rel=0.005)
+    assert report.ranks[0].reserved / 2**30 == pytest.approx(reserved, rel=0.005)
 
 
 def test_what_a_rank_puts_into_a_store_another_one_gets_and_a_wait_for_more_ends_with_its_line() -> None:

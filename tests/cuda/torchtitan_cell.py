@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-LLAMA_8B = {"dim": 4096, "layers": 32, "heads": 32, "size": 128, "hidden": 14336, "vocab": 128256, "is_qwen": False}
+LLAMA_8B: dict[str, object] = {
+    "dim": 4096,
+    "layers": 32,
+    "heads": 32,
+    "size": 128,
+    "hidden": 14336,
+    "vocab": 128256,
+    "is_qwen": False,
+}
 LLAMA_70B = {**LLAMA_8B, "dim": 8192, "layers": 80, "heads": 64, "hidden": 28672}
 LLAMA_405B = {**LLAMA_8B, "dim": 16384, "layers": 126, "heads": 128, "hidden": 53248}
-QWEN_32B = {"dim": 5120, "layers": 64, "heads": 64, "size": 128, "hidden": 25600, "vocab": 151936, "is_qwen": True}
+QWEN_32B: dict[str, object] = {
+    "dim": 5120,
+    "layers": 64,
+    "heads": 64,
+    "size": 128,
+    "hidden": 25600,
+    "vocab": 151936,
+    "is_qwen": True,
+}
 
 _MODEL = """
 import os, torch, torch.nn.functional as F, torch.distributed as dist
@@ -78,7 +94,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel,
     parallelize_module)
-mesh = init_device_mesh("cuda", (dist.get_world_size() // tensor_parallel, tensor_parallel), mesh_dim_names=("data", "tensor"))
+sizes = dist.get_world_size() // tensor_parallel, tensor_parallel
+mesh = init_device_mesh("cuda", sizes, mesh_dim_names=("data", "tensor"))
 tensor, mesh = mesh["tensor"], mesh["data"]
 class Replicated(ParallelStyle):
     def _apply(self, module, mesh):
@@ -124,7 +141,7 @@ options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloa
 {sharding}
 model.to_empty(device="cuda")
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, {optimizer}=True)
-for step in range(3):
+for step in range({steps}):
     tokens = torch.zeros(batch, length, dtype=torch.long, device="cuda")
     optimizer.zero_grad()
     with {loss}:
@@ -145,23 +162,34 @@ fully_shard(model, **options)"""
 
 
 def training(
-    model: dict[str, object], batch: int, length: int, *, tensor_parallel: int = 1, is_selective: bool = False
+    model: dict[str, object],
+    batch: int,
+    length: int,
+    *,
+    tensor_parallel: int = 1,
+    is_selective: bool = False,
+    optimizer: str = "fused",
+    steps: int = 3,
 ) -> str:
     """Return the cell that each rank runs.
 
     Args:
-        model: its sizes; Qwen3 is as torchtitan had it in September 2025, Llama in December 2024.
+        model: its sizes; shards are as torchtitan had them in September 2025 for Qwen3, and before that for Llama.
         batch: of a rank.
         length: tokens.
         tensor_parallel: over how many ranks a layer is cut.
-        is_selective: whether results of every second matrix product are kept, rather than none.
+        is_selective: whether checkpointing keeps the results of every second matrix product, rather than none.
+        optimizer: how AdamW is implemented, `fused` or `foreach`.
+        steps: how many are trained.
     """
     sizes = {**model, "batch": batch, "length": length, "tensor_parallel": tensor_parallel}
     told = f"{', '.join(sizes)} = {', '.join(map(str, sizes.values()))}"
     parallel = _TENSOR_PARALLEL if tensor_parallel > 1 else 'mesh = init_device_mesh("cuda", (dist.get_world_size(),))'
+    options = _SELECTIVE if is_selective else "options = dict(preserve_rng_state=False)"
     train = _TRAINING.format(
         sharding=_OF_2025 if model["is_qwen"] else _OF_2024,
-        optimizer="fused" if model["is_qwen"] else "foreach",
+        optimizer=optimizer,
         loss="loss_parallel()" if tensor_parallel > 1 else "torch.enable_grad()",
+        steps=steps,
     )
-    return f"{told}{_MODEL}{parallel}\n{_SELECTIVE if is_selective else 'options = dict(preserve_rng_state=False)'}{train}"
+    return f"{told}{_MODEL}{parallel}\n{options}{train}"
