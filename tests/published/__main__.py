@@ -2,7 +2,7 @@
 
     python -m tests.published              all rows that this environment's versions can have; RESULTS.md is written
     python -m tests.published WORD ...     those whose name has each word
-    python -m tests.published --check      nothing is written
+    python -m tests.published --check      nothing is written, and what trains on many GPUs is left out
 
 It ends with 1 where a row is further off than `measured.csv` has it.
 What models of the time need an older transformers has been measured in an environment that has it, too.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path += map(str, (Path(__file__).parents[1], Path(__file__).parents[1] / "cuda"))
 
 from published.results import main  # the path first
 

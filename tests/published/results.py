@@ -30,11 +30,17 @@ STATUSES = {
 }
 
 
+DEAR = {"torchtitan"}
+"""Cells that `--check` runs only if they are named."""
+
+
 def main(arguments: list[str]) -> int:
     """Run the rows and write the table; return 1 if one is further off than recorded."""
     every = rows()
     words = [each for each in arguments if each != "--check"]
     wanted = [row for row in every if runs_here(row) and all(word in row.name for word in words)]
+    if "--check" in arguments and not words:
+        wanted = [row for row in wanted if row.cell not in DEAR]
     recorded = {name: ours for (name, where), ours in measured().items() if where == environment()}
     found: Measured = {}
     kinds: Counter[str] = Counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -166,7 +167,10 @@ def measure(wanted: Sequence[Row], first: str = "", **environment: str) -> Itera
     """
     gpus = {row.gpu: fakecuda.environment(ALIKE[row.gpu], devices=2) for row in wanted}
     imports = [line for cell in dict.fromkeys(row.cell for row in wanted) for line in imports_of(cell)]
-    forks = Forks("\n".join([*imports, NO_VALUES, first]), **{**next(iter(gpus.values())), **environment})
+    forks = Forks(
+        "\n".join([f"import sys; sys.path[:] = {sys.path}", *imports, NO_VALUES, first]),
+        **{**next(iter(gpus.values())), **environment},
+    )
     try:
         for run in dict.fromkeys(row.run for row in wanted):
             told = forks.run(code_of(run[1], dict(run[2])), **gpus[run[0]])
