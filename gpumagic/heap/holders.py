@@ -73,7 +73,7 @@ def unnamed_holders(
     """
     found: dict[int, Held] = {}
     # What the session cannot release comes first: a tensor of an output that a thread uses too is not releasable.
-    lasting = [*running_roots(), *others, *script_roots(shell), *module_roots(namespace), *ambient_roots()]
+    lasting = [*running_roots(), *others, *session_roots(shell), *module_roots(namespace), *ambient_roots()]
     for roots, releasable in ((lasting, False), (list(hidden_roots(namespace, shell)), True)):
         order = {label: position for position, (label, _) in reversed(list(enumerate(roots)))}
         paths_to = graph.explore(roots)
@@ -120,8 +120,11 @@ def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> Itera
         yield "last result", getattr(result, "result", None)
 
 
-def script_roots(shell: object | None) -> Iterator[tuple[str, object]]:
-    """Yield the variables of the scripts that `%run` ran; deleting one of the notebook's leaves the script's."""
+def session_roots(shell: object | None) -> Iterator[tuple[str, object]]:
+    """Yield, by an expression, the variables of scripts that `%run` ran, which outlive those of the notebook that are
+    deleted, and the callbacks of the session's events.
+    """
+    yield "get_ipython().events.callbacks", getattr(getattr(shell, "events", None), "callbacks", None)
     for file, module in list(_dict_of(shell, "_main_mod_cache").items()):
         own = readers.module_variables(_variables_of(module)) if type(module) is ModuleType else []
         yield f"{SCRIPTS}{key_code(file)}]", SimpleNamespace(**dict(own))

@@ -348,6 +348,8 @@ class LeakReport(Report[LeakRow]):
 RELEASE = "%devices --free"
 COLLECT = "import gc; gc.collect()"
 COLLECT_AND_RELEASE = f"{COLLECT}\n{RELEASE}"
+_FIGURES = "module matplotlib._pylab_helpers"
+"""What keeps the figures that pyplot made, until they are closed."""
 
 
 def release_command(row: TensorRow) -> str | None:
@@ -358,6 +360,8 @@ def release_command(row: TensorRow) -> str | None:
     by, _, also = holder.partition(" and ")
     if not also.startswith("graph of ") and (line := script_line(by, row.place or "")):
         return f"{line}\n{RELEASE}" if also else line
+    if holder == _FIGURES:
+        return f'import matplotlib.pyplot; matplotlib.pyplot.close("all"); {COLLECT}'
     return COLLECT_AND_RELEASE if f" and {CYCLE}" in holder else COLLECT if CYCLE in holder else None
 
 

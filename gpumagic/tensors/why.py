@@ -51,7 +51,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     try:
         with undisturbed(), gc_disabled():
             hidden = _hidden(shell)
-            others = [*holders.running_roots(), *holders.script_roots(shell)]
+            others = [*holders.running_roots(), *holders.session_roots(shell)]
             others += [*holders.module_roots(namespace), *holders.ambient_roots()]
             graph.explore([*holders.variables(namespace, shell), *hidden])
             graph.explore(others)
