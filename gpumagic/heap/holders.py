@@ -121,8 +121,9 @@ def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> Itera
 
 
 def session_roots(shell: object | None) -> Iterator[tuple[str, object]]:
-    """Yield, by an expression, the variables of scripts that `%run` ran, which outlive those of the notebook that are
-    deleted, and the callbacks of the session's events.
+    """Yield the callbacks of the session's events and, by an expression, the variables of scripts that `%run` ran.
+
+    These outlive those of the notebook that are deleted.
     """
     yield "get_ipython().events.callbacks", getattr(getattr(shell, "events", None), "callbacks", None)
     for file, module in list(_dict_of(shell, "_main_mod_cache").items()):
