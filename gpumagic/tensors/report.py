@@ -348,8 +348,11 @@ class LeakReport(Report[LeakRow]):
 RELEASE = "%devices --free"
 COLLECT = "import gc; gc.collect()"
 COLLECT_AND_RELEASE = f"{COLLECT}\n{RELEASE}"
-_FIGURES = "module matplotlib._pylab_helpers"
-"""What keeps the figures that pyplot made, until they are closed."""
+_CLOSED_BY = {
+    "module matplotlib._pylab_helpers": f'import matplotlib.pyplot; matplotlib.pyplot.close("all"); {COLLECT}',
+    "module ipywidgets.widgets.widget": f"import ipywidgets; ipywidgets.Widget.close_all(); {COLLECT}",
+}
+"""What keeps pyplot's figures and widgets, also those without a name, until they are closed."""
 
 
 def release_command(row: TensorRow) -> str | None:
@@ -360,8 +363,8 @@ def release_command(row: TensorRow) -> str | None:
     by, _, also = holder.partition(" and ")
     if not also.startswith("graph of ") and (line := script_line(by, row.place or "")):
         return f"{line}\n{RELEASE}" if also else line
-    if holder == _FIGURES:
-        return f'import matplotlib.pyplot; matplotlib.pyplot.close("all"); {COLLECT}'
+    if holder in _CLOSED_BY:
+        return _CLOSED_BY[holder]
     return COLLECT_AND_RELEASE if f" and {CYCLE}" in holder else COLLECT if CYCLE in holder else None
 
 
