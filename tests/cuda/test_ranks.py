@@ -246,6 +246,14 @@ def test_a_training_takes_what_was_measured_on_real_gpus(number: int, reserved: 
     assert report.ranks[0].reserved / 2**30 == pytest.approx(reserved, rel=0.005)
 
 
+def test_a_checkpoint_of_shards_is_not_written_and_does_not_fail(tmp_path: Path) -> None:
+    save = f"dcp.save(model.state_dict(), checkpoint_id={str(tmp_path)!r})\n"
+    report = dry_run(f"{CELLS['FSDP2']}import torch.distributed.checkpoint as dcp\n{save}")
+    assert report.fits
+    assert "a checkpoint of shards is not written, and takes none of the device's memory" in report.assumed
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_a_rank_puts_into_a_store_another_one_gets_and_a_wait_for_more_ends_with_its_line() -> None:
     code = START + "store = dist.TCPStore('localhost', 29501, 4, dist.get_rank() == 0)\n"
     code += "if dist.get_rank() == 0:\n    store.set('number', '3')\nelse:\n    x = [0] * int(store.get('number'))\n"
