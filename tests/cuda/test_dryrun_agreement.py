@@ -169,7 +169,7 @@ DTYPES = {
     "a norm of groups": "nn.GroupNorm(2, 4, device='cuda', dtype=OTHER)(torch.ones(2, 4, device='cuda'))",
     "attention": "nn.functional.scaled_dot_product_attention(*torch.ones(2, 1, 2, 4, 8, device='cuda'), "
                  "torch.ones(1, 2, 4, 8, device='cuda', dtype=OTHER))",
-    "what is put by an index": "x = torch.ones(4, device='cuda')\nx[x.long()] = x.to(OTHER)",
+    "what is put by an index": "x = torch.ones(4, device='cuda')\nx[x.long()] = x.to(OTHER, copy=True)",
     "what is added by an index": "x = torch.ones(4, device='cuda')\n"
                                  "x.index_add_(0, x.long(), torch.ones(4, device='cuda', dtype=OTHER))",
     "distances": "torch.cdist(torch.ones(4, 4, device='cuda'), torch.ones(4, 4, device='cuda', dtype=OTHER))",
