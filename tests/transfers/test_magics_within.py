@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 from typing import Any
 
+import IPython
 import pytest
 
 from gpumagic.source import magics
@@ -52,6 +53,7 @@ def test_a_traced_cell_under_time_has_its_own_lines(shell: Any) -> None:
     assert [(row.line, row.hits) for row in report.by_line][-3:] == [(3, 6), (4, 5), (5, 1)]
 
 
+@pytest.mark.skipif(IPython.version_info < (8,), reason="its %%time shows an error and raises none")
 @pytest.mark.parametrize("cell", ["%%ondevice simgpu:0 -q -o r\n%%time", "%%time\n%%ondevice simgpu:0 -q -o r"])
 def test_an_error_about_devices_in_a_timed_cell_has_the_line_of_the_cell(shell: Any, cell: str) -> None:
     result = shell.run_cell(f"{cell}\n\n!echo a\ng = torch.ones(1000, device='simgpu:0')\ny = x + g")
