@@ -107,15 +107,22 @@ class EngineCell:
         __tracebackhide__ = True
         from ipyparallel import AsyncResult
 
-        started = time.perf_counter()
-        sent = {engine: self._send(engine, line) for engine, line in self.lines.items()}
-        interrupted = False
+        started, interrupted = time.perf_counter(), False
+        sent: dict[int, Any] = {}
+        try:
+            for engine, line in self.lines.items():
+                sent[engine] = self._send(engine, line)
+        except KeyboardInterrupt:  # the first may run by then
+            if not sent:
+                raise
+            interrupted = True
+            self._interrupt(sent)
         outputs = AsyncResult(self.connection.client, list(sent.values()), fname="", targets=list(sent))
         with outputs.stream_output():  # labelled as `%%px` labels outputs
             try:
                 awaited = [*sent.values(), *(future.output for future in sent.values())]
                 # A signal that comes just before a lock is waited for is not seen until that wait ends.
-                while wait(awaited, timeout=_CHECK_INTERVAL).not_done:
+                while not interrupted and wait(awaited, timeout=_CHECK_INTERVAL).not_done:
                     pass
             except KeyboardInterrupt:
                 interrupted = True

@@ -14,6 +14,7 @@ import pytest
 from engines import PATIENCE, Gate, look, states, text_of
 
 import gpumagic
+from gpumagic.cluster.cells import EngineCell
 from gpumagic.cluster.report import shared_gpus
 
 ipyparallel = pytest.importorskip("ipyparallel")
@@ -258,6 +259,21 @@ if get_ipython().kernel.engine_id == {slow}:
     found = states(here.user_ns["run"])
     assert found[slow] == "interrupted", "and has not slept to its end"
     assert set(found.values()) <= {"interrupted", "answered"}, "the others may have been through"
+    assert machine.client[machine.plain].apply_async(os.getpid).get(PATIENCE), "and all are free again"
+
+
+def test_ctrl_c_while_the_cell_is_sent_interrupts_the_engines_that_have_it(here, machine, monkeypatch) -> None:
+    send, first = EngineCell._send, machine.plain[0]
+
+    def interrupted(cell, engine, line):
+        if engine != first:
+            raise KeyboardInterrupt
+        return send(cell, engine, line)
+
+    monkeypatch.setattr(EngineCell, "_send", interrupted)
+    code = f"%%ondevice auto --engines -o run\n__import__('time').sleep({PATIENCE})"
+    assert isinstance(here.run_cell(code).error_in_exec, KeyboardInterrupt)
+    assert states(here.user_ns["run"]) == {first: "interrupted"}
     assert machine.client[machine.plain].apply_async(os.getpid).get(PATIENCE), "and all are free again"
 
 
