@@ -250,10 +250,6 @@ def _finished(facts: Facts, found: _Tried) -> Advice:
     )  # fmt: skip
 
 
-def _cost(found: _Tried) -> tuple[int, int]:
-    return found.tier, found.place
-
-
 def _worth(found: _Tried) -> int:
     return found.saves or found.advice.frees or 0
 

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import gc
-import os
-import re
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from third_party import freed_in_fork
 
 import gpumagic
 from gpumagic.report.base import to_text
@@ -128,25 +126,12 @@ def promised(shell: Any) -> Iterator[tuple[str, list[str], int]]:
 
 def freed_by(lines: list[str], shell: Any) -> int | str:
     """Return the bytes that lines free as cells, in a fork."""
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: torch's wait for work, and hold no lock
-        child = os.fork()
-    if not child:
-        try:
-            before = torch.simgpu.memory_allocated(0)  # type: ignore[attr-defined]
-            for line in lines:
-                shell.run_cell(line).raise_error()
-            told = str(before - torch.simgpu.memory_allocated(0))  # type: ignore[attr-defined]
-        except BaseException as error:
-            told = f"{type(error).__name__}: {error}"
-        os.write(write, told.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        told = pipe.read()
-    os.waitpid(child, 0)
-    return int(told) if re.fullmatch(r"-?\d+", told) else told or "it died"
+
+    def run() -> None:
+        for line in lines:
+            shell.run_cell(line).raise_error()
+
+    return freed_in_fork(run, lambda: torch.simgpu.memory_allocated(0))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

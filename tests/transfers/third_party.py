@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -221,15 +221,20 @@ def _freed_by(line: str, space: dict[str, Any], device: str) -> int | str:
             return torch._C._cuda_memoryStats(index)["allocated_bytes"]["all"]["current"]
         return getattr(torch, kind).memory_allocated(index)
 
+    return freed_in_fork(lambda: exec(line, space), lambda: allocated(int(number)))
+
+
+def freed_in_fork(free: Callable[[], object], allocated: Callable[[], int]) -> int | str:
+    """Return the bytes that a function frees in a fork, or how it failed there."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: torch's wait for work, and hold no lock
         child = os.fork()
     if not child:
         try:
-            before = allocated(int(number))
-            exec(line, space)
-            told = str(before - allocated(int(number)))
+            before = allocated()
+            free()
+            told = str(before - allocated())
         except BaseException as error:
             told = f"{type(error).__name__}: {error}"
         os.write(write, told.encode())

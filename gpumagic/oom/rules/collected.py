@@ -63,8 +63,10 @@ def results(facts: Facts) -> Iterator[Advice]:
         if held is None or held.nbytes < LARGE or (held.graphs and held.is_of_numbers):
             continue
         place, joined = held.place or target, list(_joined(text, _root(target)))
-        if not joined if not values else held.graphs and joined:
-            continue  # nothing takes it back to the device; or what does may want the graphs
+        if not values and not joined:
+            continue
+        if held.graphs and joined:
+            continue  # what is made of it on the device may want the graphs
         to_host, without = (".detach().cpu()", ", without graphs") if held.graphs else (".cpu()", "")
         back = f'.to("{facts.device}")'
         yield propose(
