@@ -9,7 +9,6 @@ import functools
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from gpumagic.cluster.report import ClusterReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.notebook.cells import CellSessions
-    from gpumagic.tensors.growth import Held
     from gpumagic.tensors.report import DiffReport, TensorReport
 
 
@@ -266,7 +264,6 @@ class DiffBaseline:
         self._shell = shell
         self._last: TensorReport | None = None
         self._called = ""
-        self._history: list[Mapping[str, Held]] = []
 
     def install(self) -> None:
         """Watch the shell's cells."""
@@ -276,15 +273,11 @@ class DiffBaseline:
         """Undo `install`."""
         session.unregister(self._shell, "pre_run_cell", self._cell_starts)
         self._last = None
-        self._history.clear()
 
     def remember(self, report: TensorReport) -> None:
         """Make the next difference one from this report; it must list everything."""
         # Since IPython 9.8 `execution_count` is the next cell's (ipython PR#15088).
         self._last, self._called = report, f"%devices in cell {self._shell.displayhook.prompt_count}"
-        from gpumagic.tensors import growth
-
-        self._history = [*self._history, growth.held_by_variable(report)][-growth.MAX_REPORTS :]
 
     def difference(self, report: TensorReport) -> DiffReport:
         """Return what changed since the last report."""
@@ -293,10 +286,7 @@ class DiffBaseline:
             from gpumagic.tensors.report import DiffReport
 
             return DiffReport((), notes=(note,))
-        from gpumagic.tensors import growth
-
-        found = () if report.only else growth.growing([*self._history, growth.held_by_variable(report)])
-        return replace(report.since(self._last, self._called), growing=found)
+        return report.since(self._last, self._called)
 
     def _cell_starts(self, info: ExecutionInfo) -> None:
         if compares_with_its_start(info.raw_cell):

@@ -85,46 +85,22 @@ def is_library(module: str, file: str) -> bool:
     """Whether a module is Python's, torch's, IPython's, ours, or of an installed package.
 
     Some names decide alone, since torch may be a checkout on PYTHONPATH. This interpreter does not
-    know where packages are: `pip --user`, the system and `pip --target` install them elsewhere.
+    know where packages are: `pip --user` and the system install them elsewhere.
 
     Args:
         module: its dotted name; empty where only the file is known.
         file: its file; empty where it has none. It decides alone for ``__main__``, which may be a library's command.
     """
-    folder, top = _imported_by_path(file) if module in _NAMELESS else _imported_by_name(module, file)
-    if top in _LIBRARIES or file.startswith(_STANDARD_LIBRARY) or (top in sys.stdlib_module_names and not file):
+    top = "" if module in _NAMELESS else module.partition(".")[0]
+    if top in _LIBRARIES or file.startswith(_OWN_FOLDERS) or (top in sys.stdlib_module_names and not file):
         return True
-    return not _INSTALLED.isdisjoint(Path(file).parts) or top in _installed_names(folder)
+    return not _INSTALLED.isdisjoint(Path(file).parts)
 
 
 _LIBRARIES = {"torch", "IPython", "gpumagic"}
 _NAMELESS = {"", "__main__", "__mp_main__"}
 _INSTALLED = {"site-packages", "dist-packages"}
-_STANDARD_LIBRARY = (os.path.join(Path(os.__file__).parent, ""), "<frozen ")  # noqa: PTH118  # with its separator
-
-
-def _imported_by_name(module: str, file: str) -> tuple[str, str]:
-    """Return the folder that a module's top-level package lies in, and that package's name."""
-    path = Path(file)
-    depth = module.count(".") + (path.stem == "__init__")
-    return str(next(iter(path.parents[depth : depth + 1]), "")), module.partition(".")[0]
-
-
-def _imported_by_path(file: str) -> tuple[str, str]:
-    """Return the entry of `sys.path` that a file lies under, and the top-level name by which it is imported there."""
-    entries = [os.path.join(entry, "") for entry in sys.path if type(entry) is str and entry]  # noqa: PTH118
-    folder = max((entry for entry in entries if file.startswith(entry)), key=len, default="")
-    return folder, file[len(folder) or len(file) :].partition(os.sep)[0].partition(".")[0]
-
-
-@lru_cache(maxsize=256)
-def _installed_names(folder: str) -> frozenset[str]:
-    """Return the top-level names that the packages installed in a folder by `pip install --target` put there."""
-    names: set[str] = set()
-    for record in Path(folder).glob("*.dist-info/RECORD") if folder else ():
-        lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
-        names.update(line.partition(",")[0].partition("/")[0].partition(".")[0] for line in lines)
-    return frozenset(names)
+_OWN_FOLDERS = (*(os.path.join(each, "") for each in (Path(os.__file__).parent, Path(__file__).parents[1])), "<frozen ")  # noqa: PTH118  # with the separator
 
 
 def is_function_frame(frame: FrameType) -> bool:

@@ -150,15 +150,13 @@ def _at(tree: ast.AST, line: int) -> Any:
     return found
 
 
-_LOOPS = (ast.For, ast.While, ast.AsyncFor)
-_WITHS = (ast.With, ast.AsyncWith)
-_HEADED = (ast.If, ast.Match)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_TRIES = (ast.Try, *([ast.TryStar] if hasattr(ast, "TryStar") else []))
+_RUN_ONCE = (ast.With, ast.AsyncWith, ast.If, ast.Match, ast.Try, *([ast.TryStar] if hasattr(ast, "TryStar") else []))
+"""Statements whose blocks run from their first line down: what is in a loop may come back to any line of it."""
 
 
 def lines_between(code: Mapping[int, str], first: int | None, last: int | None) -> tuple[int, int] | None:
-    """Return the first and last line that can have run between two, both included.
+    """Return the first and last line that can have run between two, both included: whole statements.
 
     None where one of the two is not a line of the code, the code cannot be parsed, or the span is all of it. ``code``
     has the lines by number, magics as written, a function with its head.
@@ -168,16 +166,20 @@ def lines_between(code: Mapping[int, str], first: int | None, last: int | None) 
     assert first is not None
     assert last is not None
     body = _body(tuple(code.items()))
-    if body is None:
+    if not body:
         return None
-    low, high = min(first, last), max(first, last)
-    while (wider := _widened(body, first, last, low, high)) != (low, high):
-        low, high = wider
-    begins = min((each.lineno for each in body), default=low)
+    whole = block = body
+    while block:
+        statements = [node for node in block if _holds([node], first) or _holds([node], last)]
+        alone = statements[0] if len(statements) == 1 and isinstance(statements[0], _RUN_ONCE) else None
+        block = next((each for each in _blocks(alone) if _holds(each, first) and _holds(each, last)), [])
+    low = min([first, last, *map(first_line, statements)])
+    high = max([first, last, *(node.end_lineno or 0 for node in statements)])
+    begins = first_line(whole[0])
     if low < begins <= high:
         low = begins  # above it stand the magics and the head of the function
-    ends = max((each.end_lineno or 0 for each in body), default=high)
-    return None if low != high and low <= begins and high >= ends else (low, high)
+    is_all = low != high and low <= begins and high >= (whole[-1].end_lineno or 0)
+    return None if is_all else (low, high)
 
 
 @lru_cache(maxsize=32)  # a cell that runs again, or a `with` in a loop, asks about the same code
@@ -190,31 +192,11 @@ def _body(code: tuple[tuple[int, str], ...]) -> list[ast.stmt] | None:
     return alone.body if isinstance(alone, _FUNCTIONS) else tree.body
 
 
-def _widened(body: list[ast.stmt], first: int, last: int, low: int, high: int) -> tuple[int, int]:
-    """Return the span with the whole of every statement that may have gone back while the span ran."""
-    for node in _statements(body):
-        top, bottom = node.lineno, node.end_lineno or node.lineno
-        if isinstance(node, _HEADED):
-            bottom = (node.test if isinstance(node, ast.If) else node.subject).end_lineno
-        elif isinstance(node, _TRIES):
-            continue
-        elif isinstance(node, _WITHS) and node.body[0].lineno <= last <= bottom:
-            continue  # it has not been left
-        if top <= low <= bottom or top <= high <= bottom or top <= first <= bottom:
-            low, high = min(low, top), max(high, bottom)
-    return low, high
+def _holds(block: list[ast.stmt], line: int) -> bool:
+    return bool(block) and first_line(block[0]) <= line <= (block[-1].end_lineno or 0)
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[Any]:
-    """Yield the statements that run where they stand: not those of functions and classes, which run elsewhere."""
-    for node in body:
-        yield node
-        if isinstance(node, (*_LOOPS, *_WITHS, *_HEADED, *_TRIES)):
-            for each in _blocks(node):
-                yield from _statements(each)
-
-
-def _blocks(node: Any) -> Iterator[list[ast.stmt]]:
+def _blocks(node: ast.stmt | None) -> Iterator[list[ast.stmt]]:
     for each in ("body", "orelse", "finalbody"):
         yield getattr(node, each, [])
     for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):

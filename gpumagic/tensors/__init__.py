@@ -7,7 +7,6 @@ Start with `scan.scan`, which makes the report from the heap.
     detaching.py    the line that releases an autograd graph
     why.py          every holder of one tensor, for `--why`
     release.py      frees what only outputs and the last error keep, for `--free`
-    growth.py       which variables hold more from report to report, for `--diff`
     report.py       what `%devices`, `--diff` and `--leaks` return; `view.py` shows it
     leaks_report.py  what `--why` and `--free` return; `leaks_view.py` shows it, `--leaks` and `--diff`
 """

@@ -12,7 +12,7 @@ from gpumagic.report.columns import Column, Table
 from gpumagic.report.document import Block, Cell, Document, Heading, Paragraph, Tree, document_of
 from gpumagic.report.units import count, few, more, size
 from gpumagic.tensors.leaks_report import FreedReport, FreedRow, WhyReport
-from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow, Growth, LeakReport, LeakRow, TensorRow
+from gpumagic.tensors.report import IN_GRAPH, DeviceChange, DiffReport, DiffRow, LeakReport, LeakRow, TensorRow
 from gpumagic.tensors.view import (
     SIZE,
     Line,
@@ -170,33 +170,34 @@ def _remedy(report: WhyReport) -> str:
     return f"{kept}. To free it: {', then '.join(commands)}{total}"
 
 
-MAX_GROWING = 3
 _WORDS = {"came": "new", "went": "freed", "resized": "resized", "lost its name": "unnamed"}
 
 
 @document_of.register(DiffReport)
 def view_diff(report: DiffReport) -> Document:
     """Return the document of the difference between two reports."""
-    growth = [Heading(_growth(each)) for each in report.growing[:MAX_GROWING]]
-    blocks: list[Block] = [*growth, Paragraph(_heading(report))] if growth else [Heading(_heading(report))]
+    counted = _counted(report)
+    blocks: list[Block] = [Heading(_by_variable(report) or counted)]
     if report.changes:
+        blocks += [Paragraph(counted, muted=True)] if report.by_variable else []
         blocks += [*_changes(report), Table.of(report.by_device, CHANGED_DEVICES, "Each device")]
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
 
-def _growth(found: Growth) -> str:
-    """Say what a variable has more of each time, and what to do about graphs that it keeps."""
-    what = []
-    if found.graphs > 0:
-        what.append(f"{count(found.graphs, 'autograd graph')} of {size(found.graph_nbytes)}")
-    if found.nbytes > found.graph_nbytes:
-        what.append(f"{count(max(1, found.storages), 'tensor')} of {size(found.nbytes - found.graph_nbytes)}")
-    grown = f"{found.name} grows by {' and '.join(what) or size(found.nbytes)} each time ({found.times} times in a row)"
-    return f"{grown}: keep .item() or .detach() of what is collected" if found.graphs > 0 else grown
+def _by_variable(report: DiffReport) -> str:
+    """Say which variables have grown and shrunk most, and what to do where the first has collected graphs."""
+    sums = report.by_variable
+    if not sums:
+        return ""
+    first, nbytes = next(iter(sums.items()))
+    in_graphs = sum(row.nbytes or 0 for row in report if (row.holder or "").startswith(f"{IN_GRAPH}{first}["))
+    advice = f": {size(in_graphs)} of it in autograd graphs; collect loss.item() or .detach()" if in_graphs > 0 else ""
+    others = few([f"{name} {_signed(each)}" for name, each in sums.items() if name != first], 2)
+    return f"{first} {_signed(nbytes)}{advice}" if advice or not others else f"{first} {_signed(nbytes)}, {others}"
 
 
-def _heading(report: DiffReport) -> str:
+def _counted(report: DiffReport) -> str:
     if not report.since:
         return "Nothing to compare with yet"
     rows = grouped((row.change, row) for row in report)

@@ -6,6 +6,7 @@ Reports are plain data: none keeps a tensor alive.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
@@ -193,6 +194,18 @@ def root_of(name: str) -> str:
     return _ROOT.match(name)[1]  # type: ignore[index]  # it matches everything
 
 
+IN_GRAPH = "graph of "
+"""How the holder of what only a graph keeps begins."""
+
+
+def variable_of(row: DiffRow) -> str | None:
+    """Return the variable that a storage belongs to, also where only its graph keeps it; else its holder, or None."""
+    if row.name is not None:
+        return root_of(row.name)
+    by = row.holder or ""
+    return root_of(by.removeprefix(IN_GRAPH)) if by.startswith(IN_GRAPH) else row.holder
+
+
 CHANGES = ("came", "went", "resized", "lost its name")
 """What can happen to a storage; the last means that it lives on although no variable reaches it any more."""
 
@@ -233,20 +246,6 @@ class DeviceChange:
     """Change of what the allocator has handed out; more than ``net`` where graphs or C++ keep tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """A variable that has grown each time."""
-
-    name: str
-    times: int
-    """How many reports in a row it has grown."""
-    nbytes: int
-    """By how many bytes the last time, those of autograd graphs included."""
-    graph_nbytes: int
-    storages: int
-    graphs: int
-
-
 @dataclass(frozen=True, repr=False)
 class DiffReport(Report[DiffRow]):
     """What came and what went between two reports of the live tensors, one row per storage, largest change first."""
@@ -261,12 +260,21 @@ class DiffReport(Report[DiffRow]):
     limit: int | None = None
     """How many rows to show; `rows` and `to_pandas` always have all."""
     notes: tuple[str, ...] = ()
-    growing: tuple[Growth, ...] = ()
-    """The variables that have grown each of the last times that `%devices` was asked, the fastest first."""
 
     @property
     def rows(self) -> tuple[DiffRow, ...]:
         return self.changes
+
+    @property
+    def by_variable(self) -> dict[str, int]:
+        """By how many bytes each variable has grown or shrunk, what its graphs keep included; most first.
+
+        What no variable reaches goes under its holder.
+        """
+        sums: Counter[str] = Counter()
+        for row in self.changes:
+            sums[variable_of(row) or "(no name)"] += row.nbytes or 0
+        return dict(sorted(((name, nbytes) for name, nbytes in sums.items() if nbytes), key=lambda item: -abs(item[1])))
 
 
 def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
@@ -361,7 +369,7 @@ def release_command(row: TensorRow) -> str | None:
         return RELEASE if row.releasable else row.frees
     holder = row.holder or ""
     by, _, also = holder.partition(" and ")
-    if not also.startswith("graph of ") and (line := script_line(by, row.place or "")):
+    if not also.startswith(IN_GRAPH) and (line := script_line(by, row.place or "")):
         return f"{line}\n{RELEASE}" if also else line
     if holder in _CLOSED_BY:
         return _CLOSED_BY[holder]

@@ -14,7 +14,7 @@ from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.report.base import grouped
 from gpumagic.tensors.detaching import DetachCommands
-from gpumagic.tensors.report import KINDS, RELEASE, GraphRow, TensorRow, root_of, script_line
+from gpumagic.tensors.report import IN_GRAPH, KINDS, RELEASE, GraphRow, TensorRow, root_of, script_line
 
 MAX_NAMES = 16
 """Names kept of one storage; views of one tensor may have thousands."""
@@ -229,7 +229,7 @@ class RowBuilder:
         others = [self._held[root] for root in outer if root in self._held]
         if not named and not others:
             return Held(GRAPH, GRAPH, releasable=False), None
-        label = f"graph of {named[0] if named else others[0].place}"
+        label = f"{IN_GRAPH}{named[0] if named else others[0].place}"
         also = [each.label for each in others if each.releasable]  # what the user can do something about
         if named and also:
             label += f" and {also[0]}"

@@ -18,6 +18,7 @@ from gpumagic.report.columns import Column, Table
 from gpumagic.report.document import Block, Cell, Document, Heading, Paragraph, Segment, document_of
 from gpumagic.report.units import LARGE, count, few, shape, size
 from gpumagic.tensors.report import (
+    IN_GRAPH,
     DeviceMemoryRow,
     DiffRow,
     GraphRow,
@@ -252,7 +253,7 @@ def name_pattern(name: str) -> str:
 
 def graph_pattern(holder: str | None) -> str | None:
     """Return a holder; the graphs of all tensors of one list are one."""
-    return name_pattern(holder) if holder is not None and holder.startswith("graph of ") else holder
+    return name_pattern(holder) if holder is not None and holder.startswith(IN_GRAPH) else holder
 
 
 def holder_text(holder: str | None) -> str:

@@ -138,11 +138,11 @@ CELL = textwrap.dedent(
         (4, 4, (3, 5)),
         (7, 7, (6, 8)),  # a statement of several lines ends where it began
         (10, 10, (10, 10)),
-        (9, 10, (9, 10)),
+        (9, 10, (9, 11)),
         (9, 9, (9, 11)),  # it may be entered or left
         (11, 12, (9, 12)),
         (12, 12, (12, 12)),
-        (13, 14, (13, 14)),
+        (13, 14, (13, 16)),
         (2, 99, None),
         (None, 2, None),
         (1, 16, None),  # all of it

@@ -20,35 +20,6 @@ def frame_in(**namespace: object) -> FrameType:
     return namespace["frame"]()
 
 
-@pytest.fixture
-def target(tmp_path, monkeypatch) -> Path:
-    """Return a folder on PYTHONPATH as `pip install --target` leaves it, with a module of the user's own in it."""
-    for name in ("a_library", "own_module"):
-        package = tmp_path / name
-        package.mkdir()
-        (package / "__init__.py").write_text(CODE)
-        (package / "inner.py").write_text(CODE)
-    metadata = tmp_path / "a_library-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "RECORD").write_text("../../bin/a_library,,\na_library/__init__.py,sha256=x,9\na_library/inner.py,,\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in [each for each in sys.modules if each.partition(".")[0] in ("a_library", "own_module")]:
-        del sys.modules[name]
-
-
-@pytest.mark.parametrize("module", ["", ".inner"])
-def test_a_package_installed_into_a_folder_of_pythonpath_is_a_library(target, module) -> None:
-    assert not frames.is_user_code(importlib.import_module(f"a_library{module}").frame())
-    assert frames.is_library("", importlib.import_module(f"a_library{module}").__file__)
-
-
-@pytest.mark.parametrize("module", ["", ".inner"])
-def test_the_user_s_own_module_is_the_user_s_even_beside_installed_ones(target, module) -> None:
-    assert frames.is_user_code(importlib.import_module(f"own_module{module}").frame())
-    assert not frames.is_library("", importlib.import_module(f"own_module{module}").__file__)
-
-
 @pytest.mark.parametrize(
     ("name", "file"),
     [

@@ -179,27 +179,14 @@ def test_why_a_tensor_is_there_is_a_small_tree(run) -> None:
     assert "&#x27;k&#x27;" in html
 
 
-def test_what_grows_each_time_is_named_first_with_its_graphs_and_what_helps(run) -> None:
+def test_the_variable_that_grew_most_comes_first_with_its_graphs_and_what_helps(run) -> None:
     run("w = torch.ones(256, 256, requires_grad=True)\nlosses, other = [], torch.ones(10)")
-    epoch = "losses.append((w * w).exp().sum())\nother = torch.ones(len(losses))"
     run("%devices ;")
-    reports = []
-    for _ in range(4):
-        run(epoch)
-        reports.append(run("%devices --diff"))
-    assert [[each.name for each in report.growing] for report in reports] == [[], [], [], ["losses"]]
-    (found,) = reports[-1].growing
-    assert (found.times, found.storages, found.graphs, found.nbytes - found.graph_nbytes) == (3, 1, 1, 4)
-    assert found.graph_nbytes == 256 * 256 * 4  # exp keeps its result; w has a name
-    first = str(reports[-1]).splitlines()[0]
-    assert first.startswith("losses grows by 1 autograd graph of 256.0 KiB and 1 tensor of 4 B each time")
-
-
-@pytest.mark.deep
-def test_what_stops_growing_is_not_named(run) -> None:
-    run("kept = []\n%devices ;")
-    for _ in range(3):
-        run("kept.append(torch.ones(100))")
-        run("%devices --diff")
-    assert run("kept.append(torch.ones(100))\n%devices cpu --diff").growing == ()
-    assert run("%devices --diff").growing == ()
+    run("losses += [(w * w).exp().sum() for _ in range(3)]\nother = torch.ones(20)")
+    report = run("%devices --diff")
+    assert report.by_variable == {"losses": 3 * (256 * 256 * 4 + 4), "other": 40}  # exp keeps its result; w has a name
+    first, second, *_ = str(report).splitlines()
+    assert first == ("losses +768.0 KiB: 768.0 KiB of it in autograd graphs; collect loss.item() or .detach()")
+    assert second.startswith("+768.1 KiB in 7 new storages")
+    run("del other")
+    assert str(run("%devices --diff")).startswith("other -80 B")

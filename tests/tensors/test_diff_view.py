@@ -43,6 +43,7 @@ def test_what_changed_in_80_columns() -> None:
 
 
 GOLDEN_DIFF = """\
+batch +512.0 MiB, old_batch -256.0 MiB, losses +40.0 MiB and 1 more
 +552.0 MiB in 42 new storages, -256.0 MiB in 1 freed, +4.0 KiB by resizing, 1
   without a name now since %devices in cell 7
 Change   Name            Device        Size               Shape        Kind
