@@ -30,7 +30,7 @@ def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) ->
     Args:
         devices: only these, such as ``"cuda:1"``; all without.
         processes: also show the processes on each GPU.
-        everything: also read and show the fan, links, topology and so on.
+        everything: also read and show the fan, the PCI bus and so on.
 
     Raises:
         DeviceNotFound: a device that is not here.

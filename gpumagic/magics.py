@@ -203,10 +203,7 @@ class GPUMagic(Magics):
         if options.engines is not None:
             return self._on_engines("gpuinfo", options)  # which says that these are about one process
         if options.each_cell:
-            monitor = live.cell_monitor(self.shell)
-            if options.each_cell is True:
-                return monitor.report()
-            monitor.switch(options.each_cell == "on")
+            live.cell_monitor(self.shell).switch(options.each_cell == "on")
         if options.watch is None:
             return None
         if options.watch == 0:

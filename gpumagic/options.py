@@ -257,9 +257,8 @@ def _gpuinfo() -> Parser:
         help="refresh (every 2 s) while cells run, until -w off",
     )  # fmt: skip
     parser.add_argument(
-        "--each-cell", nargs="?", choices=("on", "off"), const=True, metavar="on|off",
-        help="a line after every cell; alone: the last cells",
-    )  # fmt: skip
+        "--each-cell", choices=("on", "off"), metavar="on|off", help="print a line after every cell: time, memory"
+    )
     _add_engines(parser)
     return parser
 

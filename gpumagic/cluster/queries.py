@@ -26,7 +26,7 @@ def gpuinfo(
         engines: ``"all"``, ``"0,2"``, ``"1:3"``; by default those of `%%px`.
         timeout: seconds to wait; engines that have not answered by then are listed as such.
         processes: also read the processes on each GPU.
-        everything: also read the fan, links, topology and so on.
+        everything: also read the fan, the PCI bus and so on.
 
     Raises:
         OptionError: there are no engines, or not these.

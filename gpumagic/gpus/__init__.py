@@ -9,5 +9,4 @@ Start with `report.GpuRow`, which declares every figure, and `probe.read_gpus`, 
     torch_devices.py  the installed torch, and the devices that only torch knows
     visibility.py     torch's names for the cards, or why it can use none, with the remedy
     live.py           `-w` and `--each-cell`: the GPUs over time, and a line after every cell
-    history_view.py   the records of those two, and how they look
 """

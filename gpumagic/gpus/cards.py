@@ -1,9 +1,8 @@
 """What NVML knows of every card and MIG instance at one moment, with a reason for each figure that is unavailable.
 
 With unified memory NVML reports none (GB10), or the host's figures, of which "used" counts every program of the
-machine (nvitop#208, nvtop PR#511). A missing figure alone proves nothing: WSL and old drivers lack it too. CUDA knows
-once it is in use; before that it is concluded from a missing figure of a card that shares the host's page tables
-(llmfit#93), or from the card's name together with such figures.
+machine (nvitop#208, nvtop PR#511). A missing figure proves nothing: WSL and old drivers lack it too. CUDA knows once it
+is in use; before that the card's name tells.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ def _read_cards(processes: bool, everything: bool) -> NvmlSnapshot | NvmlFailure
         if reason is not None:
             cards.append(Card(index, {}, {"all": reason}))
             continue
-        peers = {str(other): each for other, (each, _) in enumerate(handles) if other != index and each is not None}
-        cards.append(_read_card(Readings(binding, handle, peers), index, processes, everything))
+        cards.append(_read_card(Readings(binding, handle), index, processes, everything))
     newest = None if cuda is None else (cuda // 1000, cuda % 1000 // 10)
     return NvmlSnapshot(tuple(cards), driver, newest, nvml.is_shadowed(binding))
 
@@ -126,26 +124,18 @@ def _read_instance(binding: ModuleType, handle: Any, index: int) -> Card:
 
 UNIFIED_MEMORY_NAMES = re.compile(r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE)
 BY_NAME = "judged by its name"
-_ATS_MODE = 2
-"""NVML_DEVICE_ADDRESSING_MODE_ATS: the GPU walks the host's page tables. GH200 does too, with memory of its own."""
 
 
 def is_unified(card: Readings) -> bool:
-    """Return whether a card has no memory of its own; where only its name says so, note that in the reasons."""
+    """Return whether a card has no memory of its own; before CUDA, which knows, is in use, its name says so."""
     _, properties = cuda_devices().get(bare_uuid(card.values.get("uuid")), (None, None))
     integrated = getattr(properties, "is_integrated", None)
     if integrated is not None:
         return bool(integrated)
-    unsupported = card.reasons.get("memory_total") == "not supported"
-    if unsupported and card.ask(*call("AddressingMode"))[0] == _ATS_MODE:
-        return True
-    if UNIFIED_MEMORY_NAMES.search(card.values.get("name") or "") is None:
-        return False
-    host_memory, total = host.available_memory(), card.values.get("memory_total")
-    has_hosts = host_memory and total is not None and abs(total - host_memory[1]) <= host_memory[1] // 8
-    if unsupported or has_hosts:
+    by_name = UNIFIED_MEMORY_NAMES.search(card.values.get("name") or "") is not None
+    if by_name:
         card.reasons["unified"] = BY_NAME
-    return bool(unsupported or has_hosts)
+    return by_name
 
 
 def _use_host_memory(card: Readings, processes: Sequence[DriverProcess] | None) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.gpus.nvml import Unavailable, query
+from gpumagic.gpus.nvml import Unavailable
 from gpumagic.report.document import Column
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def figures_of(row_type: type[Any]) -> dict[str, Figure]:
 
 
 # Numbers of NVML's ABI that the declarations use.
-CORE_SENSOR, SM_CLOCK, MEMORY_CLOCK, UNCORRECTED, SINCE_LOADED = 0, 1, 2, 1, 0
+CORE_SENSOR, SM_CLOCK, UNCORRECTED, SINCE_LOADED = 0, 1, 1, 0
 MEMORY = (*call("MemoryInfo", 0x2000028), *call("MemoryInfo"))
 """Version 2 of the struct has what the driver reserves apart. The old form is tried after any error: version 2 fails on
 WSL where the old one works, and gpustat replaces the getter by one that takes no version."""
@@ -122,48 +121,3 @@ def performance_state(number: int) -> str:
 def watts(milliwatts: int) -> float:
     """Return milliwatts, as NVML has power, as watts."""
     return milliwatts / 1000
-
-
-MAX_LINKS = 36
-
-
-def nvlinks(card: Readings) -> int:
-    """Return how many NVLinks are up."""
-    up = card.binding.nvmlDeviceGetNvLinkState(card.handle, 0)  # an error where the card has no NVLink at all
-    for link in range(1, MAX_LINKS):
-        state, reason = card.ask(*call("NvLinkState", link))
-        if reason:
-            break  # it has no more of them
-        up += int(state or 0)
-    return int(up)
-
-
-TOPOLOGY_LEVELS = {
-    0: "same board",
-    10: "one PCIe switch",
-    20: "several PCIe switches",
-    30: "one CPU's PCIe",
-    40: "one NUMA node",
-    50: "across CPUs",
-}
-
-
-def topology(card: Readings) -> dict[str, str]:
-    """Return how a card is connected to each other one, by NVML index; unreadable pairs are left out."""
-    found: dict[str, str] = {}
-    reason = None
-    for index, peer in card.peers.items():
-        link, why = query(partial(_connection, card, peer))
-        reason = why or reason
-        if link is not None:
-            found[index] = link
-    if card.peers and not found:
-        raise Unavailable(reason or "not known")
-    return found
-
-
-def _connection(card: Readings, peer: Any) -> str:
-    over_nvlink, ok = 2, 0
-    if card.ask(*call("P2PStatus", peer, over_nvlink))[0] == ok:
-        return "NVLink"
-    return TOPOLOGY_LEVELS[int(card.binding.nvmlDeviceGetTopologyCommonAncestor(card.handle, peer))]

@@ -10,22 +10,18 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
-from asyncio import CancelledError
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpumagic.gpus import history_view
-from gpumagic.gpus.history_view import CellRow, CellsReport, HistoryReport
-from gpumagic.gpus.report import GPUReport, SampleRow
+from gpumagic.gpus.report import CellChange, GPUReport, HistoryReport, SampleRow
+from gpumagic.gpus.view import cell_line
 from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
-from gpumagic.memory.timeline import MemoryTimeline
 from gpumagic.notebook import session
 
 if TYPE_CHECKING:
@@ -53,7 +49,7 @@ class GpuRecorder:
         self._latest: GPUReport | None = None
         self._started = time.monotonic()
         self._stopping = threading.Event()
-        self._reason, self._until = "stopped", "interrupted or %gpuinfo -w off"
+        self._until = "%gpuinfo -w off"
         self._thread: threading.Thread | None = None
         self.ended: str | None = None
         """Why it has stopped; None while it runs."""
@@ -80,27 +76,21 @@ class GpuRecorder:
         except KeyboardInterrupt:
             self._end("interrupted")
 
-    def stop(self, reason: str = "stopped") -> None:
+    def stop(self) -> None:
         """Stop and wait for the thread: NVML must not be queried while the process exits (nvitop#222).
 
         A driver that hangs is not waited for.
         """
-        self.stop_soon(reason)
+        self._stopping.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(STOP_LIMIT)
         atexit.unregister(self.stop)
-
-    def stop_soon(self, reason: str = "stopped") -> None:
-        """Stop without waiting for the thread, which shows the end itself."""
-        if not self._stopping.is_set():
-            self._reason = reason
-            self._stopping.set()
 
     def _record(self) -> None:
         try:
             while not self._stopping.wait(self.seconds):
                 self._take()
-            self._end(self._reason)
+            self._end("stopped")
         except Exception as error:  # nobody would see what a thread raises
             self._end(f"stopped by {type(error).__name__}: {error}")
 
@@ -120,7 +110,7 @@ class GpuRecorder:
 
 
 def watch(shell: InteractiveShell, read: Callable[[], GPUReport], seconds: float) -> GpuRecorder:
-    """Show the GPUs in place until `%gpuinfo -w off`, an interrupt, or the extension's unloading.
+    """Show the GPUs in place until `%gpuinfo -w off` or the extension's unloading; in a terminal until Ctrl-C.
 
     Args:
         shell: in a kernel's, other cells can run meanwhile; another waits for Ctrl-C.
@@ -132,8 +122,7 @@ def watch(shell: InteractiveShell, read: Callable[[], GPUReport], seconds: float
         recorder = GpuRecorder(read, seconds, terminal_display())
         recorder.run()
         return recorder
-    recorder = GpuRecorder(read, seconds, _notebook_display())
-    shell.meta[_WATCH] = (recorder, _stop_on_interrupt(shell))  # first: an interrupt may come while it starts
+    recorder = shell.meta[_WATCH] = GpuRecorder(read, seconds, _notebook_display())
     try:
         recorder.start()
     except BaseException:
@@ -142,17 +131,10 @@ def watch(shell: InteractiveShell, read: Callable[[], GPUReport], seconds: float
     return recorder
 
 
-def stop_watching(shell: InteractiveShell, reason: str = "stopped") -> None:
-    """Stop the shell's recorder, if there is one, and wait until it has stopped.
-
-    Nothing here minds being done twice: an interrupt between cells does it in a thread, and one in the midst of it has
-    the end of its cell do it again. So there is no lock, which an interrupt could leave locked.
-    """
-    recorder, undo = shell.meta.get(_WATCH, (None, None))
-    if recorder is not None:
-        recorder.stop_soon(reason)  # first, so that it stops even if the rest is interrupted
-        recorder.stop()
-        undo()
+def stop_watching(shell: InteractiveShell) -> None:
+    """Stop the shell's recorder, if there is one, and wait until it has stopped."""
+    if _WATCH in shell.meta:
+        shell.meta[_WATCH].stop()
 
 
 def _notebook_display() -> Callable[[HistoryReport], None]:
@@ -194,51 +176,8 @@ def terminal_display() -> Callable[[HistoryReport], None]:
     return show
 
 
-_INTERRUPTS = (KeyboardInterrupt, CancelledError)
-"""What an interrupt raises in a cell, and in one that awaits. Between two statements, while the next is compiled,
-IPython (7.34 to 9) reports it as an error "before execution"."""
-
-
-def _stop_on_interrupt(shell: Any) -> Callable[[], None]:
-    """Stop the recorder at Ctrl-C, in a cell or between cells; return what undoes this.
-
-    Between cells ipykernel (6.17 to 7.4) ignores an interrupt, by a handler that it keeps in `saved_sigint_handler`
-    while no cell runs, and has no hook for it: the stop button would do nothing where users press it. So the handler
-    that it keeps is replaced, and sets the old one before anything else. A kernel without that attribute still stops
-    at an interrupt of a cell, and at ``%gpuinfo -w off``.
-    """
-    kernel = shell.kernel
-    ignoring = getattr(kernel, "saved_sigint_handler", None)
-
-    def cell_has_run(result: ExecutionResult | None) -> None:
-        if result is None or isinstance(result.error_in_exec or result.error_before_exec, _INTERRUPTS):
-            stop_watching(shell, "interrupted")
-            undo()  # where the interrupt came before `stop_watching` could find it
-
-    def interrupted(*_: object) -> None:
-        signal.signal(signal.SIGINT, ignoring)
-        # In a thread: this runs between two instructions of the main thread, which may hold any lock.
-        threading.Thread(target=stop_watching, args=(shell, "interrupted"), name="gpumagic stop", daemon=True).start()
-
-    def undo() -> None:
-        if getattr(kernel, "saved_sigint_handler", None) is interrupted:
-            kernel.saved_sigint_handler = ignoring
-        session.unregister(shell, "post_run_cell", cell_has_run)
-
-    shell.events.register("post_run_cell", cell_has_run)
-    if ignoring is not None:
-        kernel.saved_sigint_handler = interrupted
-    return undo
-
-
-MAX_CELLS = 200
-"""Cells in the table, at most."""
 MAX_POINTS = 40
 """Points in the timeline of each."""
-RERUNS = 3
-"""Runs in a row after which a cell that left more allocated each time is reported."""
-MIN_GROWTH = 1024**2
-"""Growth in bytes of each run from which that is reported."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +185,6 @@ class _RunningCell:
     """A cell that is running, and the counters before it."""
 
     info: ExecutionInfo
-    number: int
     started: float
     before: Mapping[str, allocator.AllocatorStats]
     memory: CellMemory
@@ -258,13 +196,10 @@ class CellMonitor:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._open: list[_RunningCell] = []
-        self._done: deque[tuple[tuple[CellRow, ...], MemoryTimeline | None]] = deque(maxlen=MAX_CELLS)
-        self._runs: dict[str, list[dict[str, int]]] = {}
-        self._warned = False
         self.is_on = False
 
     def switch(self, on: bool) -> None:
-        """Record the cells that start from now on, or no more of them; recorded ones are kept."""
+        """Print a line after the cells that start from now on, or no more."""
         if on == self.is_on:
             return
         self.is_on = True  # first and, where it goes off, last: what an interrupt leaves half done can be undone
@@ -277,18 +212,10 @@ class CellMonitor:
             self._close(0)
             self.is_on = False
 
-    def report(self) -> CellsReport:
-        """Return what the recorded cells did."""
-        rows = tuple(row for rows, _ in self._done for row in rows)
-        timelines = {rows[0].cell: timeline for rows, timeline in self._done if rows and timeline is not None}
-        notes = () if self.is_on else ("Nothing is recorded now; %gpuinfo --each-cell on records the cells after it.",)
-        return CellsReport(rows, timelines, len(self._done), notes)
-
     def _pre_run_cell(self, info: ExecutionInfo) -> None:
         before = allocator.all_device_stats()
         memory = CellMemory(before, self._shell.user_ns, max_points=MAX_POINTS)
-        number = self._shell.displayhook.prompt_count  # not `execution_count`: since IPython 9.8 it is the next's
-        self._open.append(_RunningCell(info, number, time.perf_counter(), before, memory))
+        self._open.append(_RunningCell(info, time.perf_counter(), before, memory))
         memory.start()
 
     def _post_run_cell(self, result: ExecutionResult | None) -> None:
@@ -301,21 +228,8 @@ class CellMonitor:
         if cell.info.silent:
             return
         after = allocator.all_device_stats()
-        rows, timeline = cell_rows(cell, now - cell.started, after), cell.memory.finished(after)
-        self._done.append((rows, timeline))
-        print(history_view.cell_line(now - cell.started, rows, timeline))  # noqa: T201  # the line asked for
-        self._warn_of_growth(cell.info.raw_cell, rows)
-
-    def _warn_of_growth(self, code: str, rows: Sequence[CellRow]) -> None:
-        """Say once that a cell has left more allocated each of the last times that it ran."""
-        runs = [*self._runs.pop(code, []), {row.device: row.growth for row in rows}][-RERUNS:]
-        self._runs[code] = runs  # the last, so that the first is the one that has not run for longest
-        if len(self._runs) > MAX_CELLS:
-            self._runs.pop(next(iter(self._runs)))
-        for device, change in runs[-1].items():
-            if not self._warned and len(runs) == RERUNS and all(each.get(device, 0) >= MIN_GROWTH for each in runs):
-                self._warned = True
-                print(history_view.growth_line(device, change, RERUNS))  # noqa: T201  # as the line above
+        changes = _changes(cell.before, after)
+        print(cell_line(now - cell.started, changes, cell.memory.finished(after)))  # noqa: T201  # what is asked for
 
     def _close(self, place: int) -> None:
         """Stop a cell that has ended, and any cells inside it whose end was not reported."""
@@ -324,38 +238,33 @@ class CellMonitor:
         del self._open[place:]
 
 
-def cell_rows(cell: _RunningCell, seconds: float, after: Mapping[str, allocator.AllocatorStats]) -> tuple[CellRow, ...]:
-    """Return a row per device whose counters changed.
+def _changes(
+    before: Mapping[str, allocator.AllocatorStats], after: Mapping[str, allocator.AllocatorStats]
+) -> list[CellChange]:
+    """Return what changed on each device.
 
     The peak is the cell's own only where the counter rose above its earlier value; the counter is never reset here.
     """
     nothing = allocator.AllocatorStats(0, 0, 0)
-    code = _first_line(cell.info.raw_cell)
-    pairs = {device: (cell.before.get(device, nothing), now) for device, now in after.items()}
-    return tuple(
-        CellRow(
-            cell.number, code, seconds, device, then.allocated, now.allocated, now.allocated - then.allocated,
+    pairs = {device: (before.get(device, nothing), now) for device, now in after.items()}
+    return [
+        CellChange(
+            device, now.allocated - then.allocated, now.allocated,
             now.peak if (now.peak or 0) > (then.peak or 0) else None,
         )
         for device, (then, now) in pairs.items()
         if now != then
-    )  # fmt: skip
-
-
-def _first_line(cell: str) -> str:
-    """Return the first line that is neither a comment nor a cell magic."""
-    lines = [line.strip() for line in cell.splitlines() if line.strip()]
-    return next((line for line in lines if not line.startswith(("#", "%%"))), lines[0] if lines else "")
+    ]  # fmt: skip
 
 
 def cell_monitor(shell: InteractiveShell) -> CellMonitor:
-    """Return the monitor of a shell, with what it has recorded; at first it is off."""
+    """Return the monitor of a shell; at first it is off."""
     monitor: CellMonitor = shell.meta.setdefault(_CELLS, CellMonitor(shell))
     return monitor
 
 
 def off(shell: InteractiveShell) -> None:
-    """Stop both, and drop the recorded cells."""
+    """Stop both."""
     stop_watching(shell)
     if _CELLS in shell.meta:
         shell.meta[_CELLS].switch(False)

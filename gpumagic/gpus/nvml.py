@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,8 +60,6 @@ class Readings:
 
     binding: Any
     handle: Any
-    peers: Mapping[str, Any] = field(default_factory=dict)
-    """Handles of the other cards by their index, None where there is none."""
     values: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     _answers: dict[tuple[Query, ...], tuple[Any, str | None]] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.gpus import figures
 from gpumagic.gpus.figures import call, figure, figures_of
@@ -133,17 +133,6 @@ class GpuRow:
     )  # fmt: skip
     fan: float | None = figure("Fan", percent, read=call("FanSpeed"), to=float, on_request=True)
     """Percent."""
-    clock_memory: int | None = figure(
-        "Memory clock", _clock, read=call("ClockInfo", figures.MEMORY_CLOCK), to=int, most="clock_memory_max",
-        on_request=True,
-    )  # fmt: skip
-    clock_memory_max: int | None = figure("", read=call("MaxClockInfo", figures.MEMORY_CLOCK), to=int, on_request=True)
-    encoder_utilization: float | None = figure(
-        "Encoder", percent, read=call("EncoderUtilization"), to=lambda sample: float(sample[0]), on_request=True
-    )
-    decoder_utilization: float | None = figure(
-        "Decoder", percent, read=call("DecoderUtilization"), to=lambda sample: float(sample[0]), on_request=True
-    )
     pcie_generation: int | None = figure(
         "PCIe generation", _of_most, read=call("CurrPcieLinkGeneration"), to=int, most="pcie_generation_max",
         on_request=True,
@@ -154,10 +143,6 @@ class GpuRow:
     )
     """Lanes."""
     pcie_width_max: int | None = figure("", read=call("MaxPcieLinkWidth"), to=int, on_request=True)
-    nvlinks: int | None = figure("NVLinks up", read=(figures.nvlinks,), on_request=True)
-    """NVLinks that are up."""
-    topology: Mapping[str, str] | None = figure("", read=(figures.topology,), on_request=True)
-    """The connection to each other GPU, such as ``"NVLink"``, by NVML index."""
     unified: bool = False
     """True where the device has no memory of its own: ``memory_total`` and ``memory_free`` are then the host's, and
     ``memory_used`` is what the driver charges to processes on it."""
@@ -235,3 +220,36 @@ class GPUReport(Report[GpuRow]):
     @property
     def rows(self) -> tuple[GpuRow, ...]:
         return self.devices
+
+
+@dataclass(frozen=True, repr=False)
+class HistoryReport(Report[SampleRow]):
+    """The GPUs over time, one row per device and sample, oldest first."""
+
+    row_type: ClassVar[type[Any]] = SampleRow
+
+    samples: tuple[SampleRow, ...]
+    latest: GPUReport | None = None
+    """The last snapshot, whole."""
+    interval: float | None = None
+    """Seconds from one snapshot to the next."""
+    ended: str | None = None
+    """Why the recording has ended; None while it runs."""
+    until: str = "stopped"
+    """What ends it."""
+
+    @property
+    def rows(self) -> tuple[SampleRow, ...]:
+        return self.samples
+
+
+class CellChange(NamedTuple):
+    """What one cell did on one device, by the allocator's counters."""
+
+    device: str
+    growth: int
+    """Allocated bytes after the cell less those before; negative where it freed."""
+    allocated: int
+    """After the cell."""
+    peak: int | None
+    """Peak bytes during the cell; None where the allocator's counter did not rise, and so does not tell."""

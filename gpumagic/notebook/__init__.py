@@ -5,7 +5,6 @@ Start with `cells.CellSessions`. It knows nothing of devices and memory: those a
     guards.py      the protocol of a guard, and what runs a body under guards
     cells.py       `%%magic` -> `%magic`, so that IPython runs the cell as its own, and the guards of running cells
     cell_body.py   the body of a cell magic as code, to run it more than once
-    torn_modes.py  gradients, inference mode, autocast after Ctrl-C
     completion.py  completion of the magics' options, devices and variables
     session.py     the running IPython shell and its variables
 """

@@ -19,7 +19,7 @@ from gpumagic.heap import release
 from gpumagic.heap.identity import Identities
 from gpumagic.memory import allocator, host
 from gpumagic.memory.sampler import CellMemory
-from gpumagic.notebook import session, torn_modes
+from gpumagic.notebook import session
 from gpumagic.oom import failure, followed, ownership, recognition
 from gpumagic.oom.failure import Failure, GuardState, OomObserver
 from gpumagic.oom.late_traceback import LateTraceback, forget_traceback
@@ -100,12 +100,12 @@ class OomGuard(contextlib.ContextDecorator):
         self._retries = 0
         self._recovered = False
         self._traceback: LateTraceback | None = None
-        self._modes = torn_modes.Modes()
+        self._modes: Mapping[str, int] = {}
         self._state = GuardState(self._namespace, Identities({}), {}, shell)
 
     def open(self) -> None:
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
-        self._modes = torn_modes.current()
+        self._modes = session.torch_modes()
         self._observer.close()  # a decorated function that calls itself
         self._state.effects.close()
         if self._memory is not None:
@@ -135,7 +135,7 @@ class OomGuard(contextlib.ContextDecorator):
     def close(self, error: BaseException | None) -> None:
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
         self.restore()
-        torn_modes.repair(self._modes, error)
+        session.tell_changed_modes(self._modes, error)
         memory, self._memory = self._memory, None
         self._recovered = error is None and self._failure is not None
         if error is not None:

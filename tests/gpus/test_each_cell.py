@@ -86,11 +86,3 @@ def test_unloading_ends_it(bare_shell, capsys) -> None:
     bare_shell.run_cell("x = 1")
     assert capsys.readouterr().out == ""
     assert {event: list(found) for event, found in bare_shell.events.callbacks.items()} == before
-
-
-def test_a_cell_that_leaves_more_each_time_is_told_once_and_one_that_replaces_is_not(cells) -> None:
-    more = "kept = [*globals().get('kept', []), torch.zeros(2 * 2**20, dtype=torch.uint8, device='simgpu:0')]"
-    same = "other = torch.zeros(2 * 2**20, dtype=torch.uint8, device='simgpu:0')"
-    told = [("this cell left 2.0 MiB more on simgpu:0" in cells(more)) for _ in range(5)]
-    assert told == [False, False, True, False, False]
-    assert not any("this cell left" in cells(same) for _ in range(4))

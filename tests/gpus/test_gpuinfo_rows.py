@@ -322,9 +322,8 @@ def test_builds_are_labelled(build: TorchBuild, label: str | None) -> None:
 NUMBERS = (
     "memory_total", "memory_used", "memory_free", "memory_reserved", "kernel_allocated", "kernel_reserved",
     "other_processes", "utilization", "temperature", "power", "power_limit", "fan", "clock_sm", "clock_sm_max",
-    "clock_memory", "clock_memory_max", "memory_utilization", "encoder_utilization", "decoder_utilization",
-    "ecc_errors", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max",
-    "nvlinks", "nvml_index",
+    "memory_utilization", "ecc_errors", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max",
+    "nvml_index",
 )  # fmt: skip
 
 

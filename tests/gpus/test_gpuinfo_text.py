@@ -214,9 +214,9 @@ def test_all_fields_have_a_value_or_a_reason() -> None:
 
 def test_what_a_gpu_lacks_is_named_in_a_line_for_each_reason() -> None:
     """A row of n/a each would hide what is there."""
-    lacks = {"fan": "not supported", "nvlinks": "not supported", "bus_id": "no permission"}
+    lacks = {"fan": "not supported", "pcie_width": "not supported", "bus_id": "no permission"}
     lines = shown(dataclasses.replace(FIRST, reasons=lacks), show_all=True).splitlines()
-    assert "NVLinks up: n/a (not supported)." in " ".join(line for line in lines if "Fan" in line)
+    assert "PCIe lanes: n/a (not supported)." in " ".join(line for line in lines if "Fan" in line)
     assert "PCI bus: n/a (no permission)." in lines
 
 

@@ -35,10 +35,10 @@ TRUTH = {
     "name": "NVIDIA Fake", "memory_total": 8 * GIB, "memory_used": 3 * GIB, "memory_free": 5 * GIB,
     "memory_reserved": GIB // 4, "utilization": 30.0, "memory_utilization": 12.0, "temperature": 55.0, "power": 250.5,
     "power_limit": 400.0, "throttle_reasons": ("power cap",), "bus_id": "0000:01:00.0", "performance_state": "P2",
-    "fan": 40.0, "clock_sm": 1410, "clock_sm_max": 1980, "clock_memory": 1410, "clock_memory_max": 1980,
-    "compute_capability": "8.6", "encoder_utilization": 7.0, "decoder_utilization": 7.0, "ecc_errors": 3,
+    "fan": 40.0, "clock_sm": 1410, "clock_sm_max": 1980,
+    "compute_capability": "8.6", "ecc_errors": 3,
     "pcie_generation": 3, "pcie_generation_max": 4, "pcie_width": 8, "pcie_width_max": 16,
-    "nvlinks": 36, "compute_mode": "one process", "other_processes": GIB,
+    "compute_mode": "one process", "other_processes": GIB,
 }  # fmt: skip
 """What a report must say of every card, if it says anything."""
 

@@ -175,9 +175,3 @@ def test_one_engine_that_runs_out_of_memory(first_line, bare_shell) -> None:
     assert line == (
         "Out of memory on engine 0. Delete 1 name that earlier cells left (del old): fits (dry run: 3.0 of 4.0 GiB)"
     )
-
-
-def test_a_line_after_each_cell(first_line, bare_shell) -> None:
-    line = first_line("report = %gpuinfo --each-cell", "%gpuinfo --each-cell on", "kept = take(1)", "1 + 1")
-    assert re.fullmatch(r"Cell \d+ added most: 1\.0 GiB on simgpu:0; 1 of 2 cells changed memory", line)
-    bare_shell.run_cell("del kept")

@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 import every_report
 import pytest
 
-from gpumagic.gpus.history_view import cell_line
+from gpumagic.gpus.report import CellChange
+from gpumagic.gpus.view import cell_line
 from gpumagic.report.base import Report, to_html, to_text
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -87,8 +88,7 @@ class _Page(HTMLParser):
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_the_line_after_each_cell_is_a_line(text: str) -> None:
-    report = every_report.report("CellsReport", text)
-    shown = cell_line(1.0, report.cells, report.timelines.get(every_report.MIB))
+    shown = cell_line(1.0, [CellChange(text, 1, 2, 3)])
     assert "\n" not in shown
     assert not any(map(_steers, shown))
     assert len(shown) < LONGEST
