@@ -9,7 +9,7 @@ comparison, a truth, a size. A loss that is printed does not, and one run tells 
    leaves behind is there together: a truth has its other outcome, a mask selects nothing, a number that went where
    nothing is noted falls. Where something may be sized by such a number, a third one takes it large.
 3. Runs whose memory went the same way end it, and so does it that only masks decide. Otherwise some places go the
-   other way and some do not, until nothing new decides.
+   other way and some do not, until nothing new decides or `_MOST_RUNS` were run.
 4. What needs most counts. Where the runs disagree on whether it fits, the verdict is open, and names the lines.
 """
 
@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpumagic.dryrun import client, targets
-from gpumagic.dryrun.worker.guesses import ALWAYS, BUT_ONCE, HOST, LARGE, LARGER, ONCE, SELECTION, TRUTH, Key
+from gpumagic.dryrun.worker.guesses import ALWAYS, BUT_ONCE, HOST, LARGE, LARGER, NUMBER, ONCE, SELECTION, Key
 from gpumagic.report.units import size
 
 _ALIKE = 0.01
@@ -31,17 +31,18 @@ _NEGLIGIBLE = 0.001
 _PATIENCE = 5.0
 """Seconds that runs may take in which places go different ways, as many as there are places."""
 _FEW, _MOST_RUNS = 3, 12
-"""Places of which every mixture is run; runs after which no other mixtures are begun."""
-_NOTING: tuple[tuple[str, ...], ...] = (("float", "int"), ("float",), ())
-"""Which numbers note what they decide; where code takes none such, fewer do."""
+"""Places of which every mixture is run; the runs of which the one that needs most is chosen."""
 _SELECTIONS: Key = (None, "selections", "")
 """Stands for all masks, which go one way together."""
+_FOLLOWED: dict[str, None] = {}
+"""Cells that read back what the host put there: the next run of one follows values from the start."""
+_REMEMBERED = 100
 
 Outcome = dict[str, Any]
 Request = dict[str, Any]
 Course = dict[str, Any]
 """How what is read goes in a run: see `worker.guesses.Guesses`."""
-USUAL: Course = {"numbers": 0, "others": (), "outcomes": (), "when": ALWAYS, "noting": _NOTING[0]}
+USUAL: Course = {"numbers": 0, "turned": (), "when": ALWAYS, "notes": True}
 
 
 def run(request: Request, only: Course | None = None) -> Outcome:
@@ -52,83 +53,14 @@ def run(request: Request, only: Course | None = None) -> Outcome:
         only: the one course of which the figures alone are wanted.
     """
     start = time.monotonic()
-    runs = _Runs({**request, **(only or USUAL), "is_brief": only is not None})
-    outcome = runs.first()
+    scenarios = _Scenarios({**request, **(only or USUAL), "is_brief": only is not None})
+    outcome = scenarios.first()
     if "ended" not in outcome and not outcome["is_open"]:
-        decides = bool(outcome["decides"])
         if only is not None:
-            outcome["most"] = runs.course if decides or only["numbers"] else None
-        if decides and only is None:
-            outcome = _Scenarios(runs, outcome).worst()
-    return {**outcome, "runs": runs.count, "seconds": time.monotonic() - start}
-
-
-_FOLLOWED: dict[str | None, None] = {}
-"""Cells that read back what the host put there: the next run of one follows values from the start."""
-_REMEMBERED = 100
-
-
-class _Runs:
-    """Sends the runs of one cell to the worker.
-
-    Args:
-        request: of the first run.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.count = 0
-
-    @property
-    def course(self) -> Course:
-        """That of the request."""
-        return {name: self.request[name] for name in USUAL}
-
-    def first(self) -> Outcome:
-        """Return the outcome of the first run; where it fails by a number that is none, of one with plain numbers."""
-        at = _NOTING.index(tuple(self.request["noting"]))
-        text = re.sub(r"\d+", "0", self.request["source"] or "")  # with other numbers it reads the same
-        self.request["follows"] = self.request["engine"] == targets.CUDA and text in _FOLLOWED
-        for noting in _NOTING[at:]:
-            self.request["noting"] = noting
-            outcome = self.whole({})
-            error = outcome.get("error") or {"kind": "", "text": ""}
-            is_refused = error["kind"] == "TypeError" or "Noted" in error["text"] or "INTERNAL ASSERT" in error["text"]
-            if not (is_refused and outcome["noted"]):  # else it may come from a number that is none: `worker.noted`
-                break
-        if text and self.request["follows"]:
-            _FOLLOWED[text] = None
-            _FOLLOWED.pop(next(iter(_FOLLOWED)) if len(_FOLLOWED) > _REMEMBERED else None, None)
-        return outcome
-
-    def ask(self, variants: Sequence[Request]) -> list[Outcome]:
-        """Return the outcomes of variants of the request; where one needs values to be followed, of runs that do."""
-        outcomes = self._send(variants)
-        again = [number for number, each in enumerate(outcomes) if each.get("starts_again")]
-        if again:
-            self.request["follows"] = True
-            for number, outcome in zip(again, self._send([variants[each] for each in again]), strict=True):
-                outcomes[number] = outcome
-        return outcomes
-
-    def whole(self, variant: Request) -> Outcome:
-        """Return an outcome, of a run that ran out of memory on CUDA with what it needs where there is enough."""
-        outcome = self.ask([variant])[0]
-        if self.request["engine"] == targets.FAKE or not _fails(outcome):
-            return outcome
-        more = self.ask([{**variant, "capacities": [None] * len(self.request["capacities"])}])[0]
-        if "ended" in more:
-            return outcome
-        for device, failed in zip(more["devices"], outcome["devices"], strict=True):
-            device |= {"failed": failed["failed"], "failure": failed["failure"]}
-        return more
-
-    def _send(self, variants: Sequence[Request]) -> list[Outcome]:
-        self.count += len(variants)
-        return client.ask(self.request, variants)
-
-
-_FIGURES = "peak", "reserved", "after"
+            outcome["most"] = scenarios.course if outcome["decides"] or only["numbers"] else None
+        elif outcome["decides"]:
+            outcome = scenarios.worst(outcome)
+    return {**outcome, "runs": scenarios.count, "seconds": time.monotonic() - start}
 
 
 @dataclass(frozen=True)
@@ -144,16 +76,26 @@ class _Scenario:
     outcome: Outcome
 
     @property
-    def fits(self) -> bool | None:
-        """Whether it was seen to fit; None if it was not seen to its end."""
-        if "ended" in self.outcome or self.outcome["is_open"]:
-            return None
-        return not _fails(self.outcome)
+    def decides(self) -> list[tuple[Key, str, tuple[bool, bool] | None]]:
+        """Each place that decides, the kind of what decides, a truth's first and last outcome."""
+        return [(tuple(place), kind, outcomes) for place, kind, outcomes in self.outcome.get("decides", ())]
+
+    @property
+    def places(self) -> set[Key]:
+        """The places that decide, of masks one for all."""
+        return {_SELECTIONS if kind == SELECTION else place for place, kind, _ in self.decides}
 
     @property
     def is_conclusive(self) -> bool:
         """Whether it tells anything: an error is what the made-up values caused."""
         return "ended" in self.outcome or self.outcome["error"] is None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it was seen to fit; None if it was not seen to its end."""
+        if "ended" in self.outcome or self.outcome["is_open"]:
+            return None
+        return not _fails(self.outcome)
 
     @property
     def peak(self) -> int:
@@ -162,7 +104,7 @@ class _Scenario:
     def did_the_same(self, other: _Scenario) -> bool:
         """Return whether its memory went as in another run: all that is counted of it is the same, or nearly."""
         return all(
-            [one[name] for name in _FIGURES] == [another[name] for name in _FIGURES]
+            all(one[name] == another[name] for name in ("peak", "reserved", "after"))
             and abs(one["traffic"] - another["traffic"]) <= _NEGLIGIBLE * one["peak"]
             for one, another in zip(self.outcome.get("devices", ()), other.outcome.get("devices", ()), strict=False)
         )
@@ -172,21 +114,85 @@ class _Scenarios:
     """The scenarios of one cell.
 
     Args:
-        runs: sends them.
-        outcome: that of the first.
+        request: of the first run.
     """
 
-    def __init__(self, runs: _Runs, outcome: Outcome) -> None:
-        self._runs = runs
-        self._limit = min(runs.request["time_limit"], 5 + 5 * outcome["seconds"])
-        self._first = _Scenario(runs.course, outcome)
-        self._all = [self._first]
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._all: list[_Scenario] = []
+        self.count = 0
+        """How many runs were sent."""
 
-    def worst(self) -> Outcome:
-        """Return the outcome of the scenario that needs most, with what depends on the values."""
-        only_masks = self._kinds() == {SELECTION}
-        is_once = self._first.outcome["most_turns"] > 1 and not only_masks
-        sizes = [{**self._first.course, "numbers": LARGE}] if self._kinds() - {TRUTH, SELECTION} else []
+    @property
+    def course(self) -> Course:
+        """That of the request."""
+        return {name: self._request[name] for name in USUAL}
+
+    # ---- Runs
+
+    def first(self) -> Outcome:
+        """Return the outcome of the first run; where it fails by a number that is none, of one with plain numbers."""
+        text = re.sub(r"\d+", "0", self._request["source"] or "")  # with other numbers it reads the same
+        self._request["follows"] = self._request["engine"] == targets.CUDA and text in _FOLLOWED
+        outcome = self._whole({})
+        error = outcome.get("error") or {"kind": "", "text": ""}
+        is_refused = error["kind"] == "TypeError" or "Noted" in error["text"] or "INTERNAL ASSERT" in error["text"]
+        if is_refused and outcome["noted"]:  # it may come from a number that is none: `worker.noted`
+            self._request["notes"] = False
+            outcome = self._whole({})
+        if text and self._request["follows"]:
+            _FOLLOWED[text] = None
+            _FOLLOWED.pop(next(iter(_FOLLOWED)) if len(_FOLLOWED) > _REMEMBERED else "", None)
+        return outcome
+
+    def _ask(self, variants: Sequence[Request]) -> list[Outcome]:
+        """Return the outcomes of variants of the request; where one needs values to be followed, of runs that do."""
+        outcomes = client.ask(self._request, variants)
+        self.count += len(variants)
+        again = [number for number, each in enumerate(outcomes) if each.get("starts_again")]
+        if again:
+            self._request["follows"] = True
+            for number, outcome in zip(again, self._ask([variants[each] for each in again]), strict=True):
+                outcomes[number] = outcome
+        return outcomes
+
+    def _whole(self, variant: Request) -> Outcome:
+        """Return an outcome, of a run that ran out of memory on CUDA with what it needs where there is enough."""
+        outcome = self._ask([variant])[0]
+        if self._request["engine"] == targets.FAKE or not _fails(outcome):
+            return outcome
+        more = self._ask([{**variant, "capacities": [None] * len(self._request["capacities"])}])[0]
+        if "ended" in more:
+            return outcome
+        for device, failed in zip(more["devices"], outcome["devices"], strict=True):
+            device |= {"failed": failed["failed"], "failure": failed["failure"]}
+        return more
+
+    def _run(self, courses: Iterable[Course]) -> None:
+        """Run scenarios that were not run yet, as many as there may be."""
+        known = [run.course for run in self._all]
+        new = [each for each in courses if each not in known][: _MOST_RUNS - len(known)]
+        self._all += self._brief(new)
+
+    def _brief(self, courses: Sequence[Course]) -> list[_Scenario]:
+        limit = min(self._request["time_limit"], 5 + 5 * self._all[0].outcome["seconds"])
+        outcomes = self._ask([{**each, "is_brief": True, "time_limit": limit} for each in courses])
+        return [_Scenario(*each) for each in zip(courses, outcomes, strict=True)]
+
+    # ---- Which are run
+
+    def worst(self, outcome: Outcome) -> Outcome:
+        """Return the outcome of the scenario that needs most, with what depends on the values.
+
+        Args:
+            outcome: that of the first run.
+        """
+        first = _Scenario(self.course, outcome)
+        self._all = [first]
+        kinds = {kind for _, kind, _ in first.decides}
+        only_masks = kinds == {SELECTION}
+        is_once = outcome["most_turns"] > 1 and not only_masks
+        sizes = [{**first.course, "numbers": LARGE}] if NUMBER in kinds else []
         self._run([self._turned(self._places(), BUT_ONCE if is_once else ALWAYS), *sizes])
         if not (self._agree() or only_masks):
             self._run_mixed()
@@ -196,16 +202,15 @@ class _Scenarios:
         grows = self._grows(conclusive)
         counted = [each for each in conclusive if each.course["numbers"] != LARGE or not grows] or conclusive
         if all(each.fits is None for each in counted):
-            return self._first.outcome
-        most = max(counted, key=lambda run: (run.fits is not None, run.fits is False, run.peak, run is self._first))
-        outcome = self._first.outcome
-        if most is not self._first and (most.fits is not False or self._first.fits is not False):
-            whole = self._runs.whole(most.course)
+            return outcome
+        most = max(counted, key=lambda run: (run.fits is not None, run.fits is False, run.peak, run is first))
+        if most is not first and (most.fits is not False or first.fits is not False):
+            whole = self._whole(most.course)
             outcome = most.outcome if "ended" in whole else whole
         return self._judged(outcome, most, conclusive, grows)
 
-    def _kinds(self) -> set[str]:
-        return {kind for _, kind, _ in _decides(self._all)}
+    def _places(self) -> list[Key]:
+        return _sorted({place for each in self._all for place in each.places})
 
     def _turned(self, places: Iterable[Key], when: str) -> Course:
         """Return the course in which some places go the other way.
@@ -214,47 +219,36 @@ class _Scenarios:
             places: which.
             when: at which turns of a loop.
         """
-        turned = set(places)
-        found: dict[Key, bool] = {}  # the last outcome of each truth, in the first run that came there
-        others: dict[Key, None] = {}
-        for place, kind, outcomes in _decides(self._all):
-            if outcomes is not None and place in turned:
-                found.setdefault(place, not outcomes[1])
-            elif outcomes is None and (_SELECTIONS if kind == SELECTION else place) in turned:
-                others.setdefault(place)
-        return {**self._first.course, "others": list(others), "outcomes": list(found.items()), "when": when}
+        wanted = set(places)
+        turned: dict[Key, bool | None] = {}  # of a truth not the last outcome in the first run that came there
+        for place, kind, outcomes in (each for scenario in self._all for each in scenario.decides):
+            if (_SELECTIONS if kind == SELECTION else place) in wanted and turned.get(place) is None:
+                turned[place] = None if outcomes is None else not outcomes[1]
+        return {**self.course, "turned": list(turned.items()), "when": when}
 
     def _agree(self) -> bool:
         """Return whether what was run tells that the values do not matter."""
         conclusive = [each for each in self._all if each.is_conclusive]
-        fits = {each.fits for each in conclusive}
-        if len(fits) != 1 or None in fits or any(_places([each]) != self._places() for each in conclusive):
+        places, fits = set(self._places()), {each.fits for each in conclusive}
+        if len(fits) != 1 or None in fits or any(each.places != places for each in conclusive):
             return False  # also where a branch that one took decides by more
         if len(conclusive) > 1 and all(each.did_the_same(conclusive[0]) for each in conclusive):
-            return len(conclusive) == len(self._all) or len(self._places()) == 1
+            return len(conclusive) == len(self._all) or len(places) == 1
         peaks = [each.peak for each in conclusive]
-        return len(self._places()) == 1 and max(peaks) <= min(peaks) * (1 + _ALIKE)
-
-    def _run(self, courses: Sequence[Course]) -> None:
-        new = [each for each in courses if all(each != run.course for run in self._all)]
-        variants = [{**each, "is_brief": True, "time_limit": self._limit} for each in new]
-        self._all += [_Scenario(*each) for each in zip(new, self._runs.ask(variants), strict=True)]
+        return len(places) == 1 and max(peaks) <= min(peaks) * (1 + _ALIKE)
 
     def _run_mixed(self) -> None:
         """Run scenarios in which some places go one way and some the other, also those that only these come to."""
         seen: list[Key] = []
         while len(self._places()) > len(seen) and len(self._all) < _MOST_RUNS:
             seen = self._places()
-            if len(seen) * self._first.outcome["seconds"] > _PATIENCE:
+            if len(seen) * self._all[0].outcome["seconds"] > _PATIENCE:
                 return
             in_loop = any(each.outcome.get("most_turns", 0) > 1 for each in self._all[1:])
             courses = [self._turned(each, ALWAYS) for each in _parts(seen)] if in_loop or len(seen) > 1 else []
-            if in_loop and any(each and each[0] == each[1] for _, _, each in _decides([self._first])):
+            if in_loop and any(each and each[0] == each[1] for _, _, each in self._all[0].decides):
                 courses.append(self._turned(seen, ONCE))
             self._run(courses)
-
-    def _places(self) -> list[Key]:
-        return _places(self._all)
 
     def _grows(self, conclusive: list[_Scenario]) -> bool:
         """Return whether the larger a number is that is read, the more is needed: it sizes something."""
@@ -262,17 +256,17 @@ class _Scenarios:
         others = [each.peak for each in conclusive if each is not large]
         if large is None or not large.fits or not others or large.peak <= max(others) * (1 + _ALIKE):
             return False
-        self._run([{**self._first.course, "numbers": LARGER}])
-        larger = self._all[-1]
+        larger = self._brief([{**self.course, "numbers": LARGER}])[0]
         return not larger.is_conclusive or not larger.fits or larger.peak > large.peak * (1 + _ALIKE)
+
+    # ---- What they tell
 
     def _failed(self) -> Outcome:
         """Return the outcome where each scenario fails: for certain, if all do so alike."""
-        error: dict[str, Any] = self._first.outcome["error"]
-        told = [each.outcome["error"] for each in self._all if "error" in each.outcome]
-        if any((each["line"], each["kind"]) != (error["line"], error["kind"]) for each in told):
-            error["depends"] = _named(_places(self._all))
-        return self._first.outcome
+        outcome = self._all[0].outcome
+        if len({(each.outcome["error"]["line"], each.outcome["error"]["kind"]) for each in self._all}) > 1:
+            outcome["error"]["depends"] = _named(self._places())
+        return outcome
 
     def _judged(self, outcome: Outcome, most: _Scenario, conclusive: list[_Scenario], grows: bool) -> Outcome:
         """Return an outcome that says what depends on the values."""
@@ -292,38 +286,24 @@ class _Scenarios:
         ends = other.fits is not None
         if ends and not is_bounded:
             base, other = (choose(conclusive, key=lambda each: each.peak) for choose in (min, max))
-        reason, keys = self._reason(base, other)
-        outcome["unknown"].insert(0, reason)
-        return {**outcome, "varies": True, "depends": True, "open_on": keys, "is_open": not ends}
-
-    def _reason(self, base: _Scenario, other: _Scenario) -> tuple[str, list[tuple[Any, str]]]:
-        """Return what the verdict depends on where two scenarios differ, and the expressions that read it."""
-        keys = _sorted({key for key, _, _ in _decides([base, other])})
-        what = "what the cell needs depends on"
-        why = f"it needs {size(base.peak)} or {size(other.peak)}"
-        if other.fits is None:
-            what = "what the cell needs may depend on"
-            why = f"with others {other.outcome.get('ended') or 'the dry run did not come to its end'}"
-        elif other.fits is not base.fits:
-            why = "with some it fits, with others not"
-        hosts = [key for key in keys if key == HOST]
-        named = _named(keys)
-        on = ["values on the device"] * (len(keys) > len(hosts))
-        on += ["what large tensors and arrays on the CPU hold"] * len(hosts)
-        sentence = f"{what} {' and '.join(on)}{f', read in {named}' if named else ''}: {why}"
-        return sentence, list(dict.fromkeys(key[:2] for key in keys if key != HOST))
+        keys = _sorted({key for key, _, _ in (*base.decides, *other.decides)})
+        outcome["unknown"].insert(0, _reason(base, other, keys))
+        open_on = list(dict.fromkeys(key[:2] for key in keys if key != HOST))
+        return {**outcome, "varies": True, "depends": True, "open_on": open_on, "is_open": not ends}
 
 
-def _decides(scenarios: Iterable[_Scenario]) -> Iterator[tuple[Key, str, tuple[bool, bool] | None]]:
-    """Yield each place that decides in some scenarios, the kind of what decides, a truth's first and last outcome."""
-    for each in scenarios:
-        for place, kind, outcomes in each.outcome.get("decides", ()):
-            yield tuple(place), kind, outcomes
-
-
-def _places(scenarios: Iterable[_Scenario]) -> list[Key]:
-    """Return the places that decide in some scenarios, of masks one for all."""
-    return _sorted({_SELECTIONS if kind == SELECTION else place for place, kind, _ in _decides(scenarios)})
+def _reason(base: _Scenario, other: _Scenario, keys: list[Key]) -> str:
+    """Return what the verdict depends on where two scenarios differ that read some expressions."""
+    what, why = "depends on", f"it needs {size(base.peak)} or {size(other.peak)}"
+    if other.fits is None:
+        what = "may depend on"
+        why = f"with others {other.outcome.get('ended') or 'the dry run did not come to its end'}"
+    elif other.fits is not base.fits:
+        why = "with some it fits, with others not"
+    on = ["values on the device"] if any(key != HOST for key in keys) else []
+    on += ["what large tensors and arrays on the CPU hold"] if HOST in keys else []
+    named = _named(keys)
+    return f"what the cell needs {what} {' and '.join(on)}{f', read in {named}' if named else ''}: {why}"
 
 
 def _parts(keys: Sequence[Key]) -> list[set[Key]]:

@@ -158,7 +158,7 @@ model.load_state_dict({**model.state_dict(), **best})
         dry_run(cell)
         dry_run(cell + "large = best['weight'].abs().max().item() > 2")
     assert told[0]["decides"] == []
-    assert [(place[0], kind) for place, kind, _ in told[1]["decides"]] == [(7, "contents")]
+    assert [(place[0], kind) for place, kind, _ in told[1]["decides"]] == [(7, "number")]
 
 
 def test_what_the_cell_computes_on_the_host_stays_true() -> None:

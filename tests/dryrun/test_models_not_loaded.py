@@ -81,7 +81,7 @@ def test_what_the_host_looks_at_is_drawn_and_said_on_its_line() -> None:
         run.dry_run(script_of(cell + tell), {}, targets.choose("cuda:0", 1 << 30))
     assert told[0]["error"]["kind"] == "RuntimeError"
     assert 0.45 < float(told[0]["error"]["text"]) < 0.55
-    assert [(place[0], kind) for place, kind, _ in told[0]["decides"]] == [(3, "contents")]
+    assert [(place[0], kind) for place, kind, _ in told[0]["decides"]] == [(3, "number")]
 
 
 def test_what_a_small_model_draws_and_what_is_drawn_after_it_are_the_cells_own() -> None:

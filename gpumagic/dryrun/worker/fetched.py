@@ -94,7 +94,7 @@ class Fetched:
         def looked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             read = self.of(tensor) if self._all else None
             if read is not None:
-                self._guesses.lose(read, "contents")
+                self._guesses.lose(read, is_all=True)
             return look(tensor, *args, **kwargs)
 
         return looked
@@ -108,7 +108,7 @@ class Fetched:
         results = list(tensors_in(made))
         name = op._schema.name.removeprefix("aten::")
         if not (results and name not in _SIZED and not any(tag in op.tags for tag in _TAGS)):
-            self._guesses.lose(read, "contents")
+            self._guesses.lose(read, is_all=True)
         if op._schema.is_mutable:
             results += tensors_in(args[:1])
         for each in results:

@@ -44,9 +44,9 @@ THREAD = "a thread"
 NOBODY: Key = (None, "nobody", "")
 """What reads is not the cell, or only shows it."""
 
-TRUTH, SELECTION = "truth", "selection"
-"""Kinds of what decides: a truth or a comparison, and how many elements a mask selects; others are how a number or a
-tensor went where nothing is noted."""
+TRUTH, SELECTION, NUMBER = "truth", "selection", "number"
+"""Kinds of what decides: a truth or a comparison; how many elements a mask selects; a number, or a tensor of some, that
+went where nothing is noted."""
 MOST_FILLED = 64 << 20
 """Bytes of what of the host was not sent that are filled with something."""
 MOST_FETCHED = 16 << 20
@@ -90,9 +90,9 @@ class Guesses:
     """The answers of one run.
 
     Args:
-        course: `numbers`, which of `NUMBERS` is read; `others`, where another one is, or a mask selects nothing;
-            `outcomes`, what is decided at some places; `when`, at which turns of a loop; `noting`, whether fractions
-            and whole numbers are noted.
+        course: `numbers`, which of `NUMBERS` is read; `turned`, the places that go another way, where a number falls
+            and a mask selects nothing, with the outcome that a truth has there; `when`, at which turns of a loop;
+            `notes`, whether numbers note what they decide.
         assume: called with a sentence for each thing that is assumed.
         where: tells which expression of the cell runs; None for a read that is not the cell's.
     """
@@ -115,10 +115,9 @@ class Guesses:
         self.keeps: Callable[[], bool] = lambda: False
         """Tells whether what is copied at the moment is not looked at by what copies it."""
         self._number: int = course["numbers"]
-        self._others = {tuple(each) for each in course["others"]}
-        self._outcomes: dict[Any, bool] = {tuple(place): outcome for place, outcome in course["outcomes"]}
+        self._turned: dict[Key, bool | None] = dict(course["turned"])
         self._is_turned = _TURNS[course["when"]]
-        self._kinds = course["noting"]
+        self._notes: bool = course["notes"]
         self._assume = assume
         self._where = where
         self._room = ROOM
@@ -130,9 +129,7 @@ class Guesses:
 
     def is_noted(self, dtype: torch.dtype) -> bool:
         """Return whether numbers of a type are handed out noted."""
-        if dtype.is_floating_point:
-            return "float" in self._kinds
-        return "int" in self._kinds and not dtype.is_complex and str(dtype) != "torch.bool"
+        return self._notes and not dtype.is_complex and str(dtype) != "torch.bool"
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[_Reading]:
@@ -173,25 +170,29 @@ class Guesses:
             return outcome
         if number is not None and number.may_be_known:
             self.begin_again()
-        is_forced = place in self._outcomes and self._is_turned(turn)
-        if is_forced:
-            outcome = self._outcomes[place]
+        forced = self._turned.get(place) if self._is_turned(turn) else None
+        outcome = outcome if forced is None else forced
         first, _ = self.decides.get((place, TRUTH)) or (outcome, outcome)
         self.decides[place, TRUTH] = first, outcome
-        if is_forced or number is None:
+        if forced is not None or number is None:
             self._say(place, f"is taken to be {outcome}")
         else:
             self._say_number(number.key)
         return outcome
 
-    def lose(self, number: Read, kind: str) -> None:
-        """Note that a number went where nothing is noted."""
+    def lose(self, number: Read, *, is_all: bool = False) -> None:
+        """Note that a number went where nothing is noted.
+
+        Args:
+            number: it.
+            is_all: whether it stands for all the numbers of a tensor.
+        """
         if self._thread.ignores:
             return
         if number.may_be_known:
             self.begin_again()
-        self.decides.setdefault((number.key, kind))
-        self._say_number(number.key, ", throughout" * (kind == "contents"))
+        self.decides.setdefault((number.key, NUMBER))
+        self._say_number(number.key, ", throughout" * is_all)
 
     def shown(self, text: str, number: Read) -> str:
         """Return a number's text, and know it again where the notebook makes a number of it."""
@@ -212,8 +213,8 @@ class Guesses:
             blanks: memory that reads as zeros.
         """
         if blanks:
-            self.decides[HOST, "host"] = None
-        for memory in blanks if HOST in self._others else ():
+            self.decides[HOST, NUMBER] = None
+        for memory in blanks if HOST in self._turned else ():
             part = min(len(memory), MOST_FILLED) // len(FILLING)
             for place, byte in enumerate(FILLING):
                 memory[place * part : (place + 1) * part] = bytes([byte]) * part
@@ -222,13 +223,13 @@ class Guesses:
         """Return what is read from a tensor of one element."""
         if str(dtype) == "torch.bool":
             return self.truth()
-        key, turn = self._turn("number")
+        key, turn = self._turn(NUMBER)
         number = self._number_at(key, turn)
         reading = self._thread.reading
         if key is not NOBODY and reading is not None and self.is_noted(dtype):
             self._note(reading, key, may_be_known=may_be_known)
         elif key is not NOBODY:
-            self.decides.setdefault((key, "number"))
+            self.decides.setdefault((key, NUMBER))
             self._say_number(key)
         if dtype.is_complex:
             return complex(number)
@@ -241,7 +242,7 @@ class Guesses:
     def selected(self, most: int) -> int:
         """Return how many elements a mask selects, or how many are unique."""
         key, turn = self._turn(SELECTION)
-        selects = not (key in self._others and self._is_turned(turn))
+        selects = not (key in self._turned and self._is_turned(turn))
         if key is not NOBODY:
             self.decides.setdefault((key, SELECTION))
             self._say(key, f"is taken to select {'everything' if selects else 'nothing'}")
@@ -260,7 +261,7 @@ class Guesses:
         self._room -= host.nbytes if host.nbytes >= LEAST_COUNTED else 0
         number = self._number_at(key, turn)
         if host.dtype == torch.bool:
-            number = key in self._others and self._is_turned(turn)
+            number = key in self._turned and self._is_turned(turn)
         elif host.dtype.is_floating_point:
             number = min(number, torch.finfo(host.dtype).max)
         elif not host.dtype.is_complex:
@@ -275,7 +276,7 @@ class Guesses:
         elif self.keeps():
             self.remember(whole, Read(number, key, may_be_known))
         else:
-            self.lose(Read(number, key, may_be_known), "contents")
+            self.lose(Read(number, key, may_be_known), is_all=True)
 
     def _note(self, reading: _Reading, key: Key, *, may_be_known: bool) -> None:
         self.noted += 1
@@ -290,7 +291,7 @@ class Guesses:
         return key, self._turns[key, kind] - 1
 
     def _way(self, key: Key) -> int:
-        return FALLING if key in self._others else self._number
+        return FALLING if key in self._turned else self._number
 
     def _number_at(self, key: Key, turn: int) -> float:
         return NUMBERS[self._way(key) if self._is_turned(turn) else 0][1](turn)

@@ -10,6 +10,7 @@ float raises; the cell is run again then with plain numbers.
 from __future__ import annotations
 
 import builtins
+import dis
 import functools
 import json
 import math
@@ -75,10 +76,10 @@ class Noted(Read):
         known = self.may_be_known or any(type(each) is Noted and each.may_be_known for each in others)
         return Noted(number, self.key, self._guesses, may_be_known=known)
 
-    def lose(self, kind: str = "number") -> Any:
+    def lose(self) -> Any:
         """Return the plain number to code that cannot note what it does with it."""
         if not cell.runs_in(*_LOGS):
-            self._guesses.lose(self, kind)
+            self._guesses.lose(self)
         return self.number
 
     def decide(self, outcome: bool) -> bool:
@@ -91,7 +92,7 @@ class Noted(Read):
         elif type(other) is Noted or isinstance(other, _PLAIN):
             mine = self.number
         else:
-            mine = self.lose("size")
+            mine = self.lose()
         theirs = other.number if type(other) is Noted else other
         made = function(theirs, mine) if is_right else function(mine, theirs)
         return self._like(made, other)
@@ -120,9 +121,7 @@ class Noted(Read):
     def __index__(self) -> int:
         if type(self.number) is not int:
             raise TypeError("'float' object cannot be interpreted as an integer")
-        if _is_formatting():
-            return int(self.number)
-        return int(self.lose("index" if _opcode()[0].startswith("BINARY_SUBSCR") else "size"))
+        return int(self)
 
     def __trunc__(self) -> Any:
         return self._like(int(self.number))
@@ -191,7 +190,7 @@ class Noted(Read):
         stays = bool(reached) and not any(each.is_cpu for each in reached) and not any(each in name for each in _FILLS)
         for each in met:
             if type(each.number) is int or not stays:
-                each.lose("size" if type(each.number) is int else "number")
+                each.lose()
         return made
 
 
@@ -213,24 +212,15 @@ def _plain(value: Any, met: list[Noted]) -> Any:
     return {name: _plain(each, met) for name, each in value.items()} if type(value) is dict else value
 
 
-def _opcode() -> tuple[str, str]:
-    """Return the instruction that the innermost frame outside of this module runs, and its argument in words."""
-    import dis
-
+def _is_formatting() -> bool:
+    """Return whether the innermost frame outside of this module makes text by ``%``, which asks for a plain number."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
-    at = frame.f_lasti
-    for each in dis.get_instructions(frame.f_code):
-        if each.offset == at:
-            return each.opname, each.argrepr
-    return "", ""
-
-
-def _is_formatting() -> bool:
-    """Return whether text is made by ``%``, which asks for a plain number."""
-    name, argument = _opcode()
-    return name == "BINARY_MODULO" or (name == "BINARY_OP" and argument in {"%", "%="})
+    running = next((each for each in dis.get_instructions(frame.f_code) if each.offset == frame.f_lasti), None)
+    return running is not None and (
+        running.opname == "BINARY_MODULO" or (running.opname == "BINARY_OP" and running.argrepr in {"%", "%="})
+    )
 
 
 class Numbers:

@@ -93,7 +93,7 @@ class Run:
         """
         self.guesses.keeps = self.lines.keeps
         Fetched(self.guesses, self.shown, self.known).install()
-        self.fills = DeferredFills(self.guesses.fill, draws=not self.request["others"])
+        self.fills = DeferredFills(self.guesses.fill, draws=not self.request["turned"])
         self.fills.install()
         self.guesses.leave = self.fills.leave
         Numbers(self.guesses).install()
