@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import itertools
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -23,19 +24,12 @@ if TYPE_CHECKING:
 
 _DEMO_PACKAGES = ("nbclient", "nbconvert", "nbformat", "ipykernel")
 
-SHORTEST_INTERVAL = 0.1
-"""Seconds, as `%gpuinfo -w` has it."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit status."""
-    options, unknown = _parser().parse_known_args(arguments)
+    options, rest = _parser().parse_known_args(arguments)
     try:
-        if unknown:
-            near = nearest(unknown[0], options.known)
-            hint = f"did you mean {near}?" if near else f"there are {', '.join(options.known)}"
-            raise OptionError(f"there is no {unknown[0]!r} here; {hint}")
-        status: int = options.run(options)
+        status: int = options.run(options, rest)
     except GpuMagicError as error:
         print(f"gpumagic: {error}", file=sys.stderr)
         return 2
@@ -55,45 +49,45 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--output", type=Path, default=Path("gpumagic-demo"), metavar="DIR", help="where the executed notebook goes"
     )
-    demo.set_defaults(run=_demo, known=[*demo._option_string_actions])
-    info = commands.add_parser("gpuinfo", help="show the GPUs, or why there is none")
-    info.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1")
-    info.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
-    info.add_argument("-a", "--all", action="store_true", help="every field: clocks, fan, bus, UUID...")
+    demo.set_defaults(run=_demo)
+    info = commands.add_parser(
+        "gpuinfo", help="show the GPUs, or why there is none", usage="%(prog)s [DEVICE ...] [OPTIONS]",
+        epilog="-p, -a and -w [SECONDS] are those of %%gpuinfo; -w goes on until Ctrl-C",
+    )  # fmt: skip
     instead = info.add_mutually_exclusive_group()
-    instead.add_argument(
-        "-w", "--watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="refresh every SECONDS until Ctrl-C"
-    )
     instead.add_argument("--best", action="store_true", help="print only the device with most free memory")
     instead.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    info.set_defaults(run=_gpuinfo, known=[*info._option_string_actions])
+    info.set_defaults(run=_gpuinfo)
     return parser
 
 
-def _gpuinfo(options: argparse.Namespace) -> int:
+def _gpuinfo(options: argparse.Namespace, rest: Sequence[str]) -> int:
     import json
 
     from gpumagic import api
     from gpumagic.gpus import live
+    from gpumagic.options import parser
 
-    if options.watch is not None and not options.watch >= SHORTEST_INTERVAL:
-        raise OptionError(f"-w {options.watch:g} is too fast; it takes seconds of at least {SHORTEST_INTERVAL}")
-    ask = functools.partial(api.gpuinfo, *options.devices, processes=options.processes, everything=options.all)
-    if options.watch is not None:
-        live.GpuRecorder(ask, options.watch, live.terminal_display()).run()
+    asked = parser("gpuinfo").parse_line(shlex.join(rest))
+    if asked.each_cell or asked.engines or asked.watch == 0:
+        raise OptionError("here are no cells, no engines and nothing to turn off: write that in a notebook")
+    if asked.watch is not None and (options.best or options.json):
+        raise OptionError("-w is not allowed with --best and --json")
+    ask = functools.partial(api.gpuinfo, *asked.devices, processes=asked.processes, everything=asked.all)
+    if asked.watch is not None:
+        live.GpuRecorder(ask, asked.watch, live.terminal_display()).run()
         return 0
     report = ask()
-    if options.best:
-        if report.best is None:
-            raise GpuMagicError(report.cause or "no GPU here says how much memory it has free")
-        print(report.best)
-        return 0
-    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    if options.best and report.best is None:
+        raise GpuMagicError(report.cause or "no GPU here says how much memory it has free")
+    print(report.best if options.best else json.dumps(report.to_dict(), indent=2) if options.json else report)
     return 0
 
 
-def _demo(options: argparse.Namespace) -> int:
+def _demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Execute a demo notebook and write it and its HTML; return 0 if every cell did what it should."""
+    if rest:
+        raise OptionError(f"there is no {rest[0]!r} here; there are NAME and --output DIR")
     output: Path = options.output
     source = _notebook(options.name)
     missing = [name for name in _DEMO_PACKAGES if importlib.util.find_spec(name) is None]

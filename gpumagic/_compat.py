@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import inspect
 import io
 import re
 import sys
-import threading
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FrameType, ModuleType
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -38,43 +35,9 @@ def referrers(objects: Iterable[object]) -> list[Any]:
 
 def snapshot_without_traces(snapshot: Callable[..., Any]) -> Any:
     """Call torch's `memory_snapshot` for its segments alone: since 2.13 it can leave out the history of allocations."""
-    with names_of_stacks():
-        if "include_traces" in inspect.signature(snapshot).parameters:
-            return snapshot(include_traces=False)
-        return snapshot()
-
-
-class _Unimported(ModuleType):
-    """Stands where torch would import its compiler: empty for the thread that names stacks, the real one for others."""
-
-    def __init__(self) -> None:
-        super().__init__("torch._inductor")
-        self.reader: int | None = threading.get_ident()
-
-    def __getattr__(self, name: str) -> Any:
-        if self.reader == threading.get_ident():
-            raise AttributeError(name)
-        return getattr(importlib.import_module("torch._inductor"), name)
-
-
-@contextlib.contextmanager
-def names_of_stacks() -> Iterator[None]:
-    """Keep torch from importing its compiler, some seconds, to name the frames of stacks: nothing of it has run.
-
-    C++ asks for ``torch._inductor.codecache`` (`combined_traceback.cpp`), and `torch.__getattr__` imports it when it is
-    asked for. Only the attribute of `torch` is set, so an `import torch._inductor` of another thread imports as ever.
-    """
-    torch: Any = sys.modules["torch"]
-    stand_in = None if "torch._inductor" in sys.modules else _Unimported()
-    if stand_in is not None:
-        torch._inductor = stand_in
-    try:
-        yield
-    finally:
-        if stand_in is not None:
-            stand_in.reader = None  # whoever has it by now gets the real one
-            if vars(torch).get("_inductor") is stand_in:
-                del torch._inductor
+    if "include_traces" in inspect.signature(snapshot).parameters:
+        return snapshot(include_traces=False)
+    return snapshot()
 
 
 def skip_in_compilers(code: CodeType) -> None:

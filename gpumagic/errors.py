@@ -16,6 +16,7 @@ code that recognises out-of-memory, `gpumagic.oom.recognition`.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 
@@ -44,32 +45,13 @@ class FakecudaUnavailable(GpuMagicError, RuntimeError):
 
 
 def nearest(word: str, valid: Iterable[str]) -> str | None:
-    """Return the valid word that was most likely meant, or None if none is near; messages suggest it.
-
-    That is the one with the fewest letters changed, left out, put in or exchanged with their neighbour, at most one in
-    three; or the only one that begins with what was written.
-    """
+    """Return the valid word that was most likely meant, or None if none is near; messages suggest it."""
     words = sorted(set(valid))
-    distances = {each: _distance(word.casefold(), each.casefold()) for each in words}
-    letters = len(word.strip("-"))
-    if letters < 2 or not words:
-        return None
     begun = [each for each in words if each.startswith(word)]
-    best = min(words, key=lambda each: (distances[each], each not in begun, abs(len(each) - len(word))))
-    if distances[best] <= max(1, letters // 3):
-        return best
-    return begun[0] if len(begun) == 1 else None
-
-
-def _distance(one: str, other: str) -> int:
-    """Return the edit distance in which two neighbours that changed places are one edit."""
-    before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        before, last, row = row, before, [i]
-        for j, their in enumerate(other, 1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != their))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == their:
-                cost = min(cost, last[j - 2] + 1)
-            row.append(cost)
-    return row[-1]
+    if len(word.strip("-")) < 2:
+        return None
+    if len(begun) == 1:
+        return begun[0]
+    folded = {each.casefold().strip("-"): each for each in words}
+    close = difflib.get_close_matches(word.casefold().strip("-"), folded, cutoff=0.65)
+    return folded[min(close, key=lambda each: abs(len(each) - len(word.strip("-"))))] if close else None

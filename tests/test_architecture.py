@@ -37,11 +37,8 @@ Edge = tuple[str, str]
 
 
 def edges() -> set[Edge]:
-    """Return every import between modules of the package, those inside functions and for types included.
-
-    `cluster.engine_side` is left out: no module imports it, it is sent to engines as text.
-    """
-    modules = {name(path): path for path in PACKAGE.rglob("*.py") if path.stem != "engine_side"}
+    """Return every import between modules of the package, those inside functions and for types included."""
+    modules = {name(path): path for path in PACKAGE.rglob("*.py")}
     found = set()
     for importer, path in modules.items():
         for imported in imports(path):

@@ -2,11 +2,10 @@
 
 Start with `queries.py` for the line magics and with `cells.py` for the cell magics.
 
-    connection.py   which engines are meant, and which device each of them gets
+    connection.py   which engines are meant, which device each gets, what each answers or why it does not
     queries.py      `%gpuinfo` and `%devices` on every engine
     cells.py        a cell of `%%ondevice` or `%%oomguard` on every engine
-    transport.py    sends a request to engines and collects the answers, or why there is none
-    engine_side.py  runs in the engine, sent as text; `requests.py` is what it calls there
+    requests.py     what runs in the engine: `answer`, sent as text, and what it calls there
     report.py       `ClusterReport`, merging, and GPUs that several engines share
     view.py         the answer of all engines, a row for those that say the same, and each engine's own report
 

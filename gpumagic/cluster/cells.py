@@ -13,8 +13,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from gpumagic.cluster import transport
-from gpumagic.cluster.connection import Connection, assign_devices, check_options, connect
+from gpumagic.cluster.connection import Connection, ask_all, ask_each, assign_devices, check_options, connect
 from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engines_label
 from gpumagic.errors import OptionError
 from gpumagic.options import parser
@@ -47,7 +46,7 @@ def prepare(magic: str, options: Namespace, body: str | None, timeout: float, de
     check_options(magic, options, "%%px, and below it %%")
     line = " ".join(word for name in parser(magic).forwarded for word in _words(name, getattr(options, name)))
     connection = connect(options.engines, gone=False)
-    ready = transport.ask_all(connection, ("prepare", {}), timeout)
+    ready = ask_all(connection, ("prepare", {}), timeout)
     try:
         _check(ready)
         lines = dict.fromkeys(connection.engines, line)
@@ -57,12 +56,12 @@ def prepare(magic: str, options: Namespace, body: str | None, timeout: float, de
                 engine: ("resolve_device", {"name": name, "fallback": options.fallback, "local_rank": local_rank})
                 for engine, (name, local_rank) in assign_devices(device, origins).items()
             }
-            resolved = transport.ask_each(connection, wanted, timeout)
+            resolved = ask_each(connection, wanted, timeout)
             _check(resolved)
             lines = {int(answer.engine): f"{answer.report} {line}" for answer in resolved}
     except OptionError:
         able = tuple(int(answer.engine) for answer in ready if answer.state == ANSWERED)
-        transport.ask_all(replace(connection, engines=able), ("collect", {"name": REPORT_NAME}), timeout)
+        ask_all(replace(connection, engines=able), ("collect", {"name": REPORT_NAME}), timeout)
         raise
     return EngineCell(connection, magic, lines, body, timeout, magic == "oomguard" and options.keep_going)
 
@@ -153,7 +152,7 @@ class EngineCell:
     def _report(self, sent: Mapping[int, Any], elapsed: float) -> ClusterReport:
         """Collect the reports of the engines whose cells have ended."""
         ended = replace(self.connection, engines=tuple(engine for engine, future in sent.items() if future.done()))
-        answers = transport.ask_all(ended, ("collect", {"name": REPORT_NAME}), self.timeout)
+        answers = ask_all(ended, ("collect", {"name": REPORT_NAME}), self.timeout)
         ready = {answer.engine: _with_outcome(answer, sent[int(answer.engine)].result()) for answer in answers}
         running = EngineAnswer(-1, state="interrupted", detail="but its cell is still running")
         found = [ready.get(engine) or replace(running, engine=engine) for engine in sent]

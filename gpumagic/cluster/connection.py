@@ -1,13 +1,27 @@
-"""Which engines `--engines` means, and which device each of them works on."""
+"""Which engines `--engines` means, which device each of them works on, and what each answers to a request.
+
+An engine runs one thing at a time: in a cell of its own it cannot answer. A request that it has not begun when the
+time is up is cancelled, so that it does not run later.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import io
+import pickle
 import weakref
+import zlib
 from argparse import Namespace
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
+from gpumagic import _compat
+from gpumagic.cluster import requests
+from gpumagic.cluster.report import EngineAnswer
 from gpumagic.errors import OptionError
 from gpumagic.notebook import session
 from gpumagic.options import parser
@@ -143,3 +157,125 @@ def _distinct_ranks(ranks: Mapping[int, int | None]) -> dict[int, int]:
     if len(set(known.values())) == len(ranks):
         return known
     return {engine: place for place, engine in enumerate(ranks)}
+
+
+_ENGINE_CODE = "exec(source) or answer(*request)"
+"""Run by `eval` in the engine, with names of its own, so that the engine needs neither a module nor our bytecode."""
+_REPLY_TIMEOUT = 1.0
+"""Seconds to wait for the engines' threads that cancel requests."""
+
+Request = tuple[str, Mapping[str, object]]
+"""A function of `requests`, and its arguments."""
+
+
+def ask_all(connection: Connection, request: Request, timeout: float) -> tuple[EngineAnswer, ...]:
+    """Send one request to every engine of a connection; see `ask_each`."""
+    return ask_each(connection, dict.fromkeys(connection.engines, request), timeout)
+
+
+def ask_each(connection: Connection, by_engine: Mapping[int, Request], timeout: float) -> tuple[EngineAnswer, ...]:
+    """Return what each engine answered, in the order of the engines.
+
+    Args:
+        connection: the engines.
+        by_engine: the request to each.
+        timeout: seconds to wait for the slowest.
+    """
+    asked = {each: _send(connection, each, by_engine[each]) for each in connection.alive}
+    try:
+        wait(asked.values(), timeout=timeout)
+    except BaseException:  # Ctrl-C
+        _cancel(connection, asked)
+        raise
+    late = {engine: future for engine, future in asked.items() if not future.done()}
+    answers = _cancel(connection, late, timeout) if late else {}
+    answers.update((engine, _read_answer(engine, future)) for engine, future in asked.items() if engine not in answers)
+    gone = EngineAnswer(0, state="dead", detail="it is gone")
+    found = [replace(answers.get(engine, gone), engine=engine) for engine in connection.engines]
+    connection.known.update((int(answer.engine), answer.origin) for answer in found if answer.origin.host)
+    return tuple(replace(each, origin=connection.known.setdefault(int(each.engine), Origin())) for each in found)
+
+
+def _send(connection: Connection, engine: int, request: Request) -> Any:
+    """Return the future of one engine's answer; its attribute ``begun`` is set once the engine starts on it."""
+    name, arguments = request
+    client = connection.client
+    source = f"from __future__ import annotations\n{inspect.getsource(requests.answer)}"
+    names = {"source": source, "request": (name, dict(arguments), _compat.installed_version())}
+    future = client.send_apply_request(
+        client._mux_stream, eval, (_ENGINE_CODE, names), ident=client._engines[engine].encode()
+    )
+    future.begun = False
+    future.iopub_callbacks.append(lambda message: _hear(future, message))
+    return future
+
+
+def _hear(future: Any, message: Mapping[str, Any]) -> None:
+    if message["header"]["msg_type"] == "status":
+        future.begun = True
+
+
+def _read_answer(engine: int, future: Any) -> EngineAnswer:
+    """Return the answer in an engine's reply."""
+    facts = future.result()
+    if isinstance(facts, BaseException):
+        kind = getattr(facts, "ename", type(facts).__name__)
+        if kind == "EngineError":
+            return EngineAnswer(engine, state="dead", detail="it died before it answered")
+        return EngineAnswer(engine, state="failed", detail=f"{kind}: {getattr(facts, 'evalue', facts)}")
+    state, detail = facts["state"], facts.get("detail", "")
+    origin, report = Origin(facts["host"], facts["pid"]), None
+    if "answer" in facts:
+        try:
+            origin, report = load_records(zlib.decompress(facts["answer"]))
+        except Exception as error:
+            state, detail = "other version", f"{type(error).__name__}: {error}"
+    here = _compat.installed_version()
+    explained = {
+        "no gpumagic": "gpumagic is not installed there: %pip install gpumagic in its environment",
+        "no torch": "torch is not installed there",
+        "other version": f"gpumagic {detail} there, {here} here: install the same, and restart the engine",
+    }
+    return EngineAnswer(engine, origin, state, explained.get(state, detail), facts.get("seconds"), report)
+
+
+def _cancel(connection: Connection, late: Mapping[int, Any], seconds: float = 0.0) -> dict[int, EngineAnswer]:
+    """Cancel the requests that engines have not begun, and return for each engine why it did not answer."""
+    alive = [engine for engine in connection.alive if engine in late]
+    messages = [future.msg_id for future in late.values()]
+    if alive:  # a thread of the engine confirms it, also while a cell runs
+        wait([connection.client.abort(messages, targets=alive, block=False)], timeout=_REPLY_TIMEOUT)
+    slow = "slow", f"it started, but did not finish within {seconds:g} s"
+    busy = "busy", f"no answer within {seconds:g} s: it is in a cell, or cannot be reached"
+    return {engine: EngineAnswer(engine, Origin(), *(slow if each.begun else busy)) for engine, each in late.items()}
+
+
+_PLAIN = frozenset({
+    ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "complex"), ("builtins", "bytearray"),
+    ("builtins", "range"), ("builtins", "slice"), ("collections", "Counter"), ("collections", "OrderedDict"),
+    ("collections", "deque"),
+})  # fmt: skip
+
+
+def load_records(data: bytes) -> Any:
+    """Return what an engine pickled: records of gpumagic's own and plain data, and nothing else.
+
+    A pickle can name any function to call. An engine runs its user's code, and what it answers need not come from ours.
+
+    Raises:
+        pickle.UnpicklingError: it has something else than records and plain data.
+    """
+    return _Records(io.BytesIO(data)).load()
+
+
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        if module.startswith("gpumagic.") and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type):
+                is_named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
+                if dataclasses.is_dataclass(found) or is_named_tuple or issubclass(found, Enum):
+                    return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no record of gpumagic's")

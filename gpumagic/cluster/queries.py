@@ -7,7 +7,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 
-from gpumagic.cluster import connection, transport
+from gpumagic.cluster import connection
 from gpumagic.cluster.report import ClusterReport
 from gpumagic.errors import DeviceNotFound
 from gpumagic.options import ENGINE_TIMEOUT
@@ -65,7 +65,7 @@ def ask(magic: str, arguments: Mapping[str, object], engines: str, timeout: floa
     """
     connected = connection.connect(engines)
     started = time.perf_counter()
-    answers = transport.ask_all(connected, (magic, arguments), timeout)
+    answers = connection.ask_all(connected, (magic, arguments), timeout)
     refused = [answer.detail for answer in answers if answer.detail.startswith(_NO_DEVICE)]
     if refused and len(refused) == len(answers):  # no engine has the device: the line itself is wrong
         raise DeviceNotFound(f"on the engines: {refused[0].removeprefix(_NO_DEVICE)}")

@@ -36,8 +36,8 @@ class EngineAnswer:
     origin: Origin = field(default_factory=Origin)
     state: str = ANSWERED
     """``"answered"``, ``"no gpumagic"``, ``"no torch"``, ``"other version"``, ``"failed"``, ``"dead"``, ``"busy"`` (it
-    is in a cell), ``"slow"`` (it began but did not finish in time) or ``"no answer"``; after a cell also
-    ``"out of memory"``, ``"raised"`` or ``"interrupted"``."""
+    is in a cell), or ``"slow"`` (it began but did not finish in time); after a cell also ``"out of memory"``,
+    ``"raised"`` or ``"interrupted"``."""
     detail: str = ""
     """More about the state, with the remedy."""
     seconds: float | None = None

@@ -1,4 +1,4 @@
-"""What an engine does for the client: functions that `engine_side` calls with plain data.
+"""What an engine does for the client: `answer`, which is sent to it as text, and the functions that it calls here.
 
 Simgpu is enabled here where the engine's environment asks for it, as when the extension is loaded.
 """
@@ -73,3 +73,45 @@ def collect(name: str) -> Any:
     if shell.meta.pop(_LOADED_FOR_CELL, False):
         shell.extension_manager.unload_extension("gpumagic")
     return report
+
+
+def answer(request: str, arguments: dict[str, Any], version: str) -> dict[str, Any]:
+    """Call one of the functions above, and return the state, the report and any error, as plain data.
+
+    It is sent to the engine as text and stands alone: the engine may have no gpumagic, or another version.
+
+    Args:
+        request: the name of the function.
+        arguments: its keyword arguments, plain data.
+        version: the gpumagic of the client; nothing is called in another version.
+    """
+    import importlib
+    import importlib.util
+    import os
+    import pickle
+    import socket
+    import time
+    import zlib
+
+    def is_installed(package: str) -> bool:
+        try:
+            return importlib.util.find_spec(package) is not None
+        except ImportError:
+            return False
+
+    facts = {"state": "answered", "host": socket.gethostname(), "pid": os.getpid()}
+    started = time.perf_counter()
+    try:
+        if not is_installed("gpumagic"):
+            return {**facts, "state": "no gpumagic"}
+        here = str(importlib.import_module("gpumagic").__version__)
+        if here != version:
+            return {**facts, "state": "other version", "detail": here}
+        found = importlib.import_module("gpumagic.cluster.requests").serve(request, arguments)
+        facts["answer"] = zlib.compress(pickle.dumps(found, protocol=5), 1)
+    except Exception as error:  # reported by the client
+        facts.update(state="failed", detail=f"{type(error).__name__}: {error}")
+    facts["seconds"] = time.perf_counter() - started
+    if not is_installed("torch") and facts["state"] == "answered":
+        facts["state"] = "no torch"
+    return facts

@@ -15,8 +15,8 @@ from gpumagic.cluster.report import (
     engines_label,
     shared_gpus,
 )
-from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
-from gpumagic.gpus.view import COLUMNS, headline, process_blocks
+from gpumagic.gpus.report import GPUReport, GpuRow
+from gpumagic.gpus.view import COLUMNS, headline
 from gpumagic.oom.view import first_step
 from gpumagic.report import document as doc
 from gpumagic.report.base import Report, grouped, to_document
@@ -123,7 +123,7 @@ def _shown(report: ClusterReport, found: Sequence[Answered]) -> int:
     """Return how many reports are shown whole: the first failures, and reports that are more than a list."""
     if report.magic == "oomguard":
         return SHOWN_FAILURES
-    asked = (getattr(each.report, name, None) for each in found for name in ("show_all", "group_by"))
+    asked = (getattr(each.report, name, None) for each in found for name in ("show_all", "show_processes", "group_by"))
     return MAX_REPORTS if any(asked) else 0
 
 
@@ -161,7 +161,7 @@ def _torch_versions(found: Sequence[Answered]) -> Iterator[doc.Block]:
 
 
 def _gpus(report: ClusterReport) -> Iterator[doc.Block]:
-    """Yield a row for each GPU, of many the fullest; and with `-p` the processes on them."""
+    """Yield a row for each GPU, of many the fullest."""
     gpus = shared_gpus(report)
     if not gpus:
         return
@@ -170,8 +170,6 @@ def _gpus(report: ClusterReport) -> Iterator[doc.Block]:
         gpus = tuple(sorted(gpus, key=_used_share, reverse=True))
     columns = GPU_COLUMNS if several_hosts else GPU_COLUMNS[1:]
     yield Table.of(gpus, columns, "GPUs", limit=MAX_GPUS, rest="GPU", elsewhere="in a wider terminal")
-    if any(getattr(each, "show_processes", False) for each in report.reports.values()):
-        yield from process_blocks([_with_engines_named(gpu) for gpu in gpus[:MAX_GPUS]])
 
 
 def _used_share(gpu: SharedGpu) -> float:
@@ -185,12 +183,11 @@ def _gpu_name(gpu: SharedGpu) -> str:
     return names[0] if len(names) == 1 or gpu.row.nvml_index is None else f"NVML {gpu.row.nvml_index}"
 
 
-def _engines_of(gpu: SharedGpu) -> doc.Cell:
+def _engines_of(gpu: SharedGpu) -> str:
     """Return the engines that hold memory on a GPU, or else those that see it."""
     users = [each for each in gpu.engines if each.row.kernel_reserved]
     text = engine_ranges([each.answer for each in users or gpu.engines])
-    reserved = ", ".join(f"{each.answer.label}: {size(each.row.kernel_reserved)}" for each in users)
-    return doc.Cell(f"none of {text}" if not users and len(gpu.engines) > 1 else text, title=reserved)
+    return f"none of {text}" if not users and len(gpu.engines) > 1 else text
 
 
 def _of_row(column: Column[GpuRow], title: str, priority: int) -> Column[SharedGpu]:
@@ -210,19 +207,6 @@ GPU_COLUMNS: tuple[Column[SharedGpu], ...] = (
     Column("Engine", _engines_of, shrinks=True),
     *(_of_row(each, *_OF_ROWS[each.title]) for each in COLUMNS if each.title in _OF_ROWS),
 )
-
-
-def _with_engines_named(gpu: SharedGpu) -> GpuRow:
-    """Return the GPU with its engines named among the processes."""
-    names = {each.answer.origin.pid: each.answer.label for each in gpu.engines}
-
-    def named(process: ProcessRow) -> ProcessRow:
-        if process.pid is None or process.pid not in names:
-            return replace(process, this_kernel=False)
-        return replace(process, this_kernel=False, name=f"engine {names[process.pid]}: {process.name or 'python'}")
-
-    processes = gpu.row.processes
-    return replace(gpu.row, processes=None if processes is None else tuple(map(named, processes)))
 
 
 def _most_free(report: ClusterReport, found: Sequence[Answered]) -> str:

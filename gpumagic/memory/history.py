@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpumagic import _compat
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats, rounded
 from gpumagic.memory.devices import Device
@@ -99,8 +98,7 @@ class AllocatorHistory:
                 self._module.record_history(False)
 
     def _read_cuda(self) -> None:
-        with _compat.names_of_stacks():
-            self.snapshot = snapshot = self._module.memory._snapshot()
+        self.snapshot = snapshot = self._module.memory._snapshot()
         ahead = self._started[1] - self._started[0]
         for device in self._devices():
             trace = snapshot["device_traces"][Device.parse(device).index]

@@ -77,7 +77,7 @@ def test_the_engine_with_the_memory_stands_out_from_replicas(here, machine) -> N
 def test_a_busy_engine_is_a_line_within_the_time_limit_and_is_not_asked_later(here, machine, gate) -> None:
     report = look(here, "devices --engines", 2)
     assert states(report) == {machine.plain[0]: "busy", **dict.fromkeys(machine.plain[1:], "answered")}
-    assert f"Engine {machine.plain[0]}: busy, in a cell; no answer within 2 s" in text_of(report)
+    assert f"Engine {machine.plain[0]}: busy, no answer within 2 s: it is in a cell" in text_of(report)
     gate.open()
     assert machine.client[machine.plain[0]].pull("ran", block=True) == []
     assert states(look(here, "devices --engines"))[machine.plain[0]] == "answered"
@@ -282,7 +282,7 @@ def test_a_cell_runs_nowhere_where_one_engine_cannot_run_it(here, machine, gate,
     here.run_cell("%%ondevice auto --engines\nmark = 1")
     said = capsys.readouterr().err
     free = ",".join(map(str, machine.plain[1:]))
-    assert f"the cell ran nowhere: engine {machine.plain[0]}: busy, in a cell" in said
+    assert f"the cell ran nowhere: engine {machine.plain[0]}: busy, no answer within" in said
     assert f"without it: --engines {free}" in said
     others = machine.client[machine.plain[1:]]
     assert others.apply_sync(eval, "'mark' in dir()") == [False] * 3

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 
 import gpumagic
-from gpumagic.cluster.connection import assign_devices
+from gpumagic.cluster.connection import assign_devices, load_records
 from gpumagic.cluster.report import ClusterReport, EngineAnswer, engine_ranges, shared_gpus
-from gpumagic.cluster.transport import load_records
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.notebook.cells import CellSessions, PromoteCellMagics
@@ -68,14 +67,13 @@ def test_a_gpu_that_several_processes_see_is_one_with_several_kernels() -> None:
     assert len(merged.to_pandas()) == 3
 
 
-def test_the_processes_on_a_gpu_are_listed_with_the_engines_among_them() -> None:
+def test_the_processes_on_a_gpu_are_listed_in_each_engines_report() -> None:
     processes = (ProcessRow(1, "python", "me", 5 * GIB, this_kernel=True), ProcessRow(9, "Xorg", "root", GIB))
     first = replace(report("a", 1, gpu(0, "a", processes=processes)), show_processes=True)
     second = report("a", 2, replace(gpu(0, "a", processes=processes), device="cuda:3"))
     text = to_text(gpumagic.merge([first, second]), 100)
-    assert "engine 0: python" in text
+    assert "python (this kernel)" in text
     assert "Xorg" in text
-    assert "this kernel" not in text
     every = to_text(gpumagic.merge([replace(first, show_all=True)]), 100)
     assert "UUID" in every
 

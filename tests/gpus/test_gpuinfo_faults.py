@@ -279,10 +279,10 @@ def test_where_there_is_no_best_device_the_command_fails_and_says_why(machine: M
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-w", "0"], "seconds of at least 0.1"),
-        (["-w", "nan"], "at least"),
+        (["-w", "nan"], "seconds of at least 0.1"),
+        (["--each-cell", "on"], "write that in a notebook"),
         (["--json", "-w", "1"], "not allowed with"),
-        (["--bst"], "there is no '--bst' here; did you mean --best?"),
+        (["--processe"], "did you mean --processes?"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_follow(machine: MakeMachine, arguments: list[str], words: str) -> None:

@@ -46,7 +46,7 @@ def test_a_bare_backend_is_its_current_device(two_devices: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("simgpu:9", "did you mean simgpu:0?"),
+        ("simgpu:9", "did you mean simgpu:1?"),
         ("simgpux", "did you mean simgpu?"),
         ("9", "there are simgpu:0, simgpu:1, cpu, meta"),
         ("cuda:9", "there are simgpu:0, simgpu:1, cpu, meta"),
