@@ -18,8 +18,9 @@ TRACK = "rgba(128,128,128,.25)"
 SPARKLINE_WIDTH = "600px"
 """How wide a sparkline is drawn at most."""
 TEXT_WIDTH = "26em;max-width:min(26em,45vw)"
-CODE_WIDTH = "60em;max-width:min(60em,max(16em,100vw - 40em))"
-"""How wide a column that may be cut is at most: code has what the figures beside it leave of the page."""
+"""How wide a note beside code is at most."""
+BAR_WIDTH = "min(9em,14vw,max(0px,99 * (100vw - 800px)))"
+"""A page of less than 800 pixels has the numbers alone."""
 MUTED = "opacity:.72"
 """Small text stays readable (4.5 to 1, WCAG) also where a theme's own text is a dark grey, as VS Code's is."""
 CODE = "font-family:Menlo,Consolas,monospace"
@@ -81,56 +82,58 @@ def _line(block: doc.Heading | doc.Paragraph) -> str:
 
 
 def _table(table: doc.Table, label: str) -> str:
-    barred = [
-        any(isinstance(cell, doc.Cell) and cell.bar for cell in cells) for cells in zip(*table.rows, strict=True)
-    ] or [False] * len(table.columns)
-    head = "".join(map(_title, table.columns, barred))
-    body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, barred))}</tr>" for row in table.rows)
+    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.columns)
+    barred = [any(isinstance(cell, doc.Cell) and cell.bar for cell in cells) for cells in columns]
+    styles = list(map(_column_style, table.columns, columns, barred))
+    head = "".join(map(_title, table.columns, styles, barred))
+    body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, styles, barred))}</tr>" for row in table.rows)
     rest = _line(doc.Paragraph(table.rest, muted=True)) if table.rest else ""
     return _box(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", _named(table.caption or label)) + rest
+
+
+def _column_style(column: doc.Column, cells: Sequence[doc.Cell | str], barred: bool) -> str:
+    """Return how the cells of a column stand: code and names wrap on a narrow page, so that figures stay on it."""
+    align = f"text-align:{'right' if barred else column.align}"  # so that the bars of a column stand in line
+    if not column.shrinks:
+        return f"{align};white-space:nowrap"
+    longest = max((len(cell if isinstance(cell, str) else cell.text) for cell in cells), default=0)
+    wraps = f"overflow-wrap:anywhere;min-width:{min(longest, 20 if column.code else 12)}ch"
+    return f"{align};white-space:{'pre-wrap' if column.code else 'normal'};{wraps}"
 
 
 def _box(table: str, name: str) -> str:
     """Return a table in a box of its own, which scrolls where the page is too narrow for it, and then has an arrow.
 
-    The arrow is as wide as the box and takes one pixel of the line. So it stands beside a table that leaves that pixel
-    free, its end cut off with its picture, and otherwise in a line below. There is no text in it, which would stand
-    alone where styles are stripped; `calc` keeps it away where only some are.
+    The arrow is as wide as the box and takes one pixel of the line. So it stands beside a table that can leave that
+    pixel free, its end cut off with its picture, and otherwise in a line below. There is no text in it, which would
+    stand alone where styles are stripped; `calc` keeps it away where only some are.
     """
     point = "border:5px solid transparent;border-right:0;border-left:calc(6px) solid rgba(128,128,128,.9)"
     shaft = "width:40px;height:calc(2px);margin-bottom:4px;background:rgba(128,128,128,.9)"
     arrow = "".join(f'<span style="display:inline-block;{each}"></span>' for each in (shaft, point))
     beside = "width:100%;margin-right:calc(1px - 100%);text-align:right;white-space:nowrap;font-size:0;line-height:0"
+    least = "width:min-content;flex:1 0 auto;max-width:100%;overflow-x:auto"
     return (
         f'<div style="display:flex;flex-wrap:wrap;overflow:hidden;{APART}">'
-        f'<div style="max-width:100%;overflow-x:auto"><table{name} style="margin-bottom:0">{table}</table></div>'
+        f'<div style="{least}"><table{name} style="margin-bottom:0">{table}</table></div>'
         f'<div aria-hidden="true" style="{beside}">{arrow}</div></div>'
     )
 
 
-def _title(column: doc.Column, barred: bool) -> str:
-    style = f"text-align:{_align(column, barred)};white-space:nowrap"
+def _title(column: doc.Column, style: str, barred: bool) -> str:
     space = _track("", "") if barred else ""
     return f'<th scope="col" style="{style}">{_text(column.title)}{space}</th>'
 
 
-def _cell(cell: doc.Cell | str, column: doc.Column, barred: bool) -> str:
+def _cell(cell: doc.Cell | str, column: doc.Column, style: str, barred: bool) -> str:
     cell = doc.Cell(cell) if isinstance(cell, str) else cell
-    style, title = f"text-align:{_align(column, barred)};white-space:nowrap", cell.title
-    if column.shrinks:
-        style += f";max-width:{CODE_WIDTH if column.code else TEXT_WIDTH};overflow:hidden;text-overflow:ellipsis"
-        title = title or cell.text
     if cell.muted:
         style += f";{MUTED}"
-    hover = f' title="{_uncut(title)}"' if title else ""
+    hover = f' title="{_uncut(cell.title)}"' if cell.title else ""
     bar = _bar(cell) if barred else ""
-    text = f'<code style="white-space:pre;{CODE}">{_uncut(cell.text)}</code>' if column.code else _text(cell.text)
+    text = f'<code style="white-space:inherit;{CODE}">{_uncut(cell.text)}</code>' if column.code else _text(cell.text)
     notes = "".join(f'<div style="white-space:normal">→ {_text(note)}</div>' for note in cell.notes)
     return f'<td style="{style}"{hover}>{text}{bar}{notes}</td>'
-
-
-def _align(column: doc.Column, barred: bool) -> str:
-    return "right" if barred else column.align  # so that the bars of a column stand in line
 
 
 def _bar(cell: doc.Cell) -> str:
@@ -145,8 +148,8 @@ def _bar(cell: doc.Cell) -> str:
 def _track(drawn: str, background: str) -> str:
     """Return the ground of a bar; without one it only keeps the place, so that numbers line up."""
     style = (
-        "display:inline-block;text-align:left;width:9em;width:min(9em,14vw);height:.8em;line-height:.8em;"
-        "font-size:1em;margin-left:.6em"
+        f"display:inline-block;text-align:left;width:9em;width:{BAR_WIDTH};height:.8em;line-height:.8em;"
+        f"font-size:1em;margin-left:.6em"
     )
     return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden;{background}">{drawn}</span>'
 

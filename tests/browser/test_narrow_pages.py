@@ -7,7 +7,7 @@ import pytest
 
 from gpumagic.report import html
 from gpumagic.report.base import to_html
-from gpumagic.report.document import Document, Listing
+from gpumagic.report.document import Cell, Column, Document, Listing, Segment, Table
 
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <style>body {{ margin: 8px; font: 13px sans-serif }} td, th {{ padding: .4em .5em }}
@@ -63,6 +63,19 @@ def test_a_note_that_wraps_beside_code_has_no_arrow(narrow) -> None:
     note = "says what keeps 3.0 MiB without a name: autograd graphs, C++"
     page = narrow(html.render(Document([Listing([("run", "%devices --leaks", note)])])), 480)
     assert page.evaluate(BOXES) == [[False, False, False]]
+
+
+def test_code_and_names_wrap_so_that_the_figures_beside_them_stay_in_sight_and_bars_give_way(narrow) -> None:
+    name = "optimizer.state[model.encoder.layers[3].weight]['exp_avg']"
+    columns = [Column("Name", shrinks=True), Column("Size", "right")]
+    table = Table(columns, [[name, Cell("104.0 MiB", bar=(Segment(1.0),))]])
+    sizes = {}
+    for width in (360, 1200):
+        page = narrow(html.render(Document([table])), width)
+        assert page.evaluate(BOXES) == [[False, False, False]], width
+        sizes[width] = page.evaluate("() => document.querySelector('td span').getBoundingClientRect().width")
+        assert page.evaluate("() => document.querySelectorAll('td')[0].innerText") == name
+    assert sizes[360] == 0 < sizes[1200]
 
 
 def test_an_arrow_stands_under_the_tables_that_scroll_and_under_no_other(narrow) -> None:
