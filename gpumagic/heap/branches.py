@@ -73,8 +73,6 @@ class Reader(NamedTuple):
     """Whether its class may keep tensors itself: it is the user's, or one made for its instances."""
     is_indexed: bool = True
     """Whether an index or a key leads to what the built-in container has there: nobody overrides `__getitem__`."""
-    is_beyond_gc: bool = False
-    """Whether instances hold what the gc does not tell."""
 
     def length(self, value: object) -> int:
         """Return how many children a container has, 0 for anything else."""

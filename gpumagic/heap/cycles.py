@@ -1,78 +1,63 @@
-"""Which tensors only a reference cycle keeps alive, until the garbage collector runs.
+"""What keeps a tensor, found from below: a reference cycle, until the garbage collector runs, or an installed module.
 
 Running a collection would change what is observed; asking who refers to whom does not. Starting from a tensor, all
 that refers to it is gathered; it is a cycle if every reference to what was gathered comes from there, which is how
-the collector itself decides.
+the collector itself decides. To look down from all modules instead would take seconds: they hold a million objects.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from gpumagic import _compat
-from gpumagic.heap.branches import name_of_type
+from gpumagic.heap.branches import dict_of, name_of_type
 from gpumagic.heap.kinds import Graphs, gradients_of, non_leaves, subclasses
-from gpumagic.heap.readers import is_lasting_class
+from gpumagic.heap.readers import is_lasting_class, runs_the_session
 from gpumagic.heap.storages import StorageTable, undisturbed
 from gpumagic.source import frames
 
-MAX_ROUNDS = 16
+MAX_ROUNDS = 24
 """Passes over all objects at most, about 30 ms each for a million."""
 MAX_BELOW = 20_000
 """Objects that a cycle leads to, at most."""
 MAX_OBJECTS = 600
 """Objects that are gathered, at most: what more objects lead to is most likely no cycle."""
-CYCLE = "cycle of "
-"""How the holder of a tensor in a cycle begins."""
+CYCLE, MODULE = "cycle of ", "module "
+"""How the holders of such tensors begin."""
 
 
-def find_cycles(numbers: set[int], followed: set[int]) -> dict[int, str]:
-    """Return ``"cycle of Node"`` by the numbers of the storages that only a reference cycle keeps.
+def find_keepers(numbers: set[int], followed: set[int], ours: Iterable[object]) -> dict[int, str]:
+    """Return ``"cycle of Node"`` or ``"module some_library"`` by the numbers of the storages that these keep.
 
     Args:
-        numbers: the storages that have no holder.
-        followed: those of them from which to look for cycles; what a cycle leads to is kept by it too.
+        numbers: the storages to look for.
+        followed: those of them from which to look; what a cycle leads to is kept by it too.
+        ours: what refers to tensors and is of the session, or of the caller.
     """
     found: dict[int, str] = {}
     with undisturbed():
         tensors, number_of = _tensors_over(numbers)
         starts = [each for each in tensors if number_of[id(each)] in followed]
-        keys = list(map(id, starts))
-        referrers = _Referrers(starts, ours=(tensors, starts))
+        keys = {id(each): number_of[id(each)] for each in starts}
+        referrers = _Referrers(starts, ours=(tensors, starts, *ours))
         tensors.clear()
         starts.clear()  # `referrers` has them: each reference of ours counts in `_is_closed`
         try:
-            for key in keys:
-                cycle = referrers.cycle_of(key)
-                for number in _numbers_below(referrers.below(cycle)) if cycle else ():
-                    if number in numbers:
-                        found.setdefault(number, CYCLE + referrers.kinds(cycle))
+            for key, number in keys.items():
+                module, cycle = referrers.keeper_of(key)
+                if module is not None:
+                    found[number] = module
+                for below in _numbers_below(referrers.below(cycle)) if cycle else ():
+                    if below in numbers:
+                        found.setdefault(below, CYCLE + referrers.kinds(cycle))
         finally:
             referrers.objects.clear()
     return found
-
-
-def garbage_over(tensors: Iterable[Any], ours: Iterable[object]) -> dict[int, str]:
-    """Return ``"cycle of KeyError"`` by the `id`s of the tensors that a cycle refers to as well, until the gc runs.
-
-    Args:
-        tensors: what other holders keep.
-        ours: those holders, and the caller's own objects that contain the tensors.
-    """
-    starts = list(tensors)
-    keys = list(map(id, starts))
-    referrers = _Referrers(starts, ours=(*ours, starts))
-    starts.clear()
-    try:
-        garbage = {key: referrers.garbage_over(key) for key in keys}
-        return {key: CYCLE + referrers.kinds(found) for key, found in garbage.items() if found}
-    finally:
-        referrers.objects.clear()
 
 
 def _tensors_over(numbers: set[int]) -> tuple[list[Any], dict[int, int]]:
@@ -107,14 +92,14 @@ class _Referrers:
         self.objects: dict[int, object] = {id(each): each for each in tensors}
         """By their `id`."""
         self._referrers: dict[int, list[int]] = {}
-        self._open: set[int] = set()
-        """Objects of which it is not known what refers to them; among them what lives as long as the process."""
+        self._open: dict[int, str | None] = {}
+        """Objects of which it is not known what refers to them, with the installed module that they belong to."""
         running = frames.stack(sys._getframe(1))  # a frame that is its own variable would live on, with its callers
         self._ours = {id(self.objects), id(sys._getframe()), *map(id, ours), *map(id, running)}
         self._follow(tensors)
 
     def _follow(self, tensors: list[Any]) -> None:
-        lasting = module_dict_ids()
+        lasting = _modules_by_dict()
         newest = list(tensors)
         for _ in range(MAX_ROUNDS):
             if not newest or len(self.objects) > MAX_OBJECTS:
@@ -129,52 +114,38 @@ class _Referrers:
                     continue
                 for target in targets.intersection(map(id, gc.get_referents(each))):
                     self._referrers.setdefault(target, []).append(id(each))
-                if id(each) in lasting or is_lasting(each):
-                    self._open.add(id(each))
+                if id(each) in lasting or _is_lasting(each):
+                    self._open[id(each)] = lasting.get(id(each)) or _module_of(each)
                 elif id(each) not in self.objects:
                     self.objects[id(each)] = each
                     newest.append(each)
             referrers.clear()
-        self._open.update(map(id, newest))
+        self._open.update((id(each), None) for each in newest)
         newest.clear()
 
-    def cycle_of(self, tensor: int) -> list[int]:
-        """Return the objects of the cycle that keeps a tensor; none if something else keeps it."""
-        cycle: dict[int, None] = {}
-        waiting = list(self._referrers.get(tensor, ()))
-        while waiting:
-            each = waiting.pop(0)
-            if each in self._open:
-                return []
-            if each not in cycle:
-                cycle[each] = None
-                waiting += self._referrers.get(each, ())
-        return list(cycle) if self._is_closed(cycle) else []
-
-    def garbage_over(self, tensor: int) -> list[int]:
-        """Return the objects that lead to a tensor and that nothing but each other refers to."""
+    def keeper_of(self, tensor: int) -> tuple[str | None, list[int]]:
+        """Return the installed module that keeps a tensor, if one does, and else the objects of the cycle that does."""
         above: dict[int, None] = {}
-        waiting = list(self._referrers.get(tensor, ()))
+        is_open = False
+        waiting = deque(self._referrers.get(tensor, ()))
         while waiting:
-            if (each := waiting.pop(0)) not in above:
+            each = waiting.popleft()
+            if each in self._open:
+                is_open = True
+                if (module := self._open[each]) is not None:
+                    return module, []
+            elif each not in above:
                 above[each] = None
                 waiting += self._referrers.get(each, ())
-        counted = above.keys() - self._open
-        unaccounted = self._with_other_references(counted)
-        alive = set(unaccounted)
-        while unaccounted:
-            below = set(map(id, gc.get_referents(self.objects[unaccounted.pop()])))
-            unaccounted |= (below & counted) - alive
-            alive |= below
-        return [each for each in above if each in counted and each not in alive]
+        return None, [] if is_open or not self._is_closed(above) else list(above)
 
     def below(self, cycle: Iterable[int]) -> list[Any]:
         """Return what the objects of a cycle lead to, themselves included, as far as `MAX_BELOW`."""
         found = {key: self.objects[key] for key in cycle}
-        lasting, waiting = module_dict_ids(), list(found.values())
+        lasting, waiting = _modules_by_dict(), list(found.values())
         while waiting and len(found) < MAX_BELOW:
             for each in gc.get_referents(waiting.pop()):
-                if id(each) not in found and id(each) not in lasting and not is_lasting(each):
+                if id(each) not in found and id(each) not in lasting and not _is_lasting(each):
                     found[id(each)] = each
                     waiting.append(each)
         waiting.clear()
@@ -187,15 +158,11 @@ class _Referrers:
 
     def _is_closed(self, cycle: Iterable[int]) -> bool:
         """Return whether all references to the objects of a cycle come from among them."""
-        return not self._with_other_references(cycle)
-
-    def _with_other_references(self, group: Iterable[int]) -> set[int]:
-        """Return which objects of a group something else refers to."""
-        inner = Counter(id(each) for key in group for each in gc.get_referents(self.objects[key]))
+        inner = Counter(id(each) for key in cycle for each in gc.get_referents(self.objects[key]))
         self.objects[0] = []  # it has the references that all have from here, and no other
         own = sys.getrefcount(self.objects[0])
         del self.objects[0]
-        return {key for key in group if sys.getrefcount(self.objects[key]) - own != inner[key]}
+        return all(sys.getrefcount(self.objects[key]) - own == inner[key] for key in cycle)
 
 
 _UNINFORMATIVE = ("dict", "cell", "frame", "tuple", "getset_descriptor")
@@ -205,11 +172,24 @@ def _called(value: Any) -> str:
     return f"class {name_of_type(value)}" if issubclass(type(value), type) else name_of_type(type(value))
 
 
-def is_lasting(value: object) -> bool:
-    """Return whether an object lives as long as the process: a module, a class of a library."""
-    return issubclass(type(value), ModuleType) or (issubclass(type(value), type) and is_lasting_class(value))  # type: ignore[arg-type]
+def _is_lasting(value: object) -> bool:
+    """Return whether an object lives as long as the process or the session."""
+    kind = type(value)
+    is_class = issubclass(kind, type) and is_lasting_class(value)  # type: ignore[arg-type]
+    return is_class or issubclass(kind, ModuleType) or runs_the_session(kind)
 
 
-def module_dict_ids() -> set[int]:
-    """Return the `id`s of the variables of all modules."""
-    return {id(vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType}
+def _module_of(value: object) -> str | None:
+    """Return the module of a class."""
+    name = dict_of(value).get("__module__") if issubclass(type(value), type) else None
+    return f"{MODULE}{name}" if type(name) is str else None
+
+
+def _modules_by_dict() -> dict[int, str | None]:
+    """Return what each module is called, by the `id` of its variables; None for one that the user wrote."""
+    found: dict[int, str | None] = {}
+    for name, module in list(sys.modules.items()):
+        if type(module) is ModuleType:
+            file = vars(module).get("__file__")
+            found[id(vars(module))] = f"{MODULE}{name}" if frames.is_library(name, str(file or "")) else None
+    return found

@@ -4,9 +4,6 @@ One output is referred to from up to seven places, and only when all of them for
 alone frees nothing (ipython#10082, #14129). The last error has three roots, each on its own: `sys.last_traceback` and
 its kin, the formatter's `tb`, and the result of the last cell. Clearing the frames as well ends the cycles that frames
 and errors are in.
-
-Searching a million objects of libraries takes most of a second, so the gc is asked first, in a few passes, whether
-anything but the session refers to the tensors, or to the lists and dicts they are in.
 """
 
 from __future__ import annotations
@@ -14,17 +11,13 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gpumagic import _compat
-from gpumagic.heap import cycles, holders, release
-from gpumagic.heap.branches import Reader
+from gpumagic.heap import holders, release
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
-from gpumagic.heap.holders import Held
 from gpumagic.heap.paths import Names
-from gpumagic.heap.readers import reader_of
 from gpumagic.heap.storages import StorageTable, undisturbed
 from gpumagic.source.frames import related_exceptions, traceback_steps
 
@@ -152,112 +145,26 @@ def _parts(errors: Iterable[BaseException], tracebacks: Iterable[TracebackType])
     return [*family, *(part for step in [*steps, *tracebacks] for part in (step, step.tb_frame))]
 
 
-MAX_STEPS_OF_MODULES = 1_500_000
-"""Children read: about a second for torch, pandas and what they import."""
-_MAX_OBJECTS = 32
-"""Objects whose referrers the gc is asked for: it compares each reference there is with each of them."""
-_MAX_ROUNDS = 4
-"""Passes of the gc, about 20 ms each."""
-
-
-def kept_elsewhere(
-    tensors: list[Any], held: Mapping[int, Held], namespace: Mapping[str, object], shell: InteractiveShell | None,
-    ours: Iterable[object],
-) -> tuple[dict[int, Held], bool]:  # fmt: skip
-    """Return which of some tensors more than the session keeps, by their `id`, and whether all modules were searched.
-
-    That is an installed module, or the frames of an earlier failure, which are garbage until the gc runs.
-
-    Args:
-        tensors: what the session's outputs or its last error keep.
-        held: which of these keeps each, by its `id`.
-        namespace: the notebook's variables.
-        shell: the shell they belong to.
-        ours: lists of the caller's that contain the tensors too.
-    """
-    if not tensors:
-        return {}, True
-    known = [tensors, *ours, *_of_the_session(namespace, shell)]
-    if _only_session_refers_to(tensors, set(map(id, known))):
-        return {}, True
-    found, is_whole = _kept_by_modules(set(map(id, tensors)), lambda each: [id(each)], namespace, shell)
-    for tensor, cycle in cycles.garbage_over([each for each in tensors if id(each) not in found], known).items():
-        label, place = (f"{each} and {cycle}" for each in held[tensor][:2])
-        found[tensor] = Held(label, place, releasable=False)
-    return found, is_whole
-
-
-def in_modules(numbers: set[int], namespace: Mapping[str, object], shell: object | None) -> dict[int, Held]:
-    """Return which installed module keeps the storages with these numbers, by the number."""
-    with undisturbed():
-        table = StorageTable()
-        return _kept_by_modules(numbers, table.numbers, namespace, shell)[0]
-
-
-def _kept_by_modules(
-    wanted: set[int], keys_of: Callable[[Any], Iterable[int]], namespace: Mapping[str, object], shell: object | None
-) -> tuple[dict[int, Held], bool]:
-    """Return which installed module keeps the tensors with some of these keys, by the key, and whether it read all."""
-    roots = list(holders.module_roots(namespace, installed=True))
-    excluded = holders.excluded_objects(namespace, shell)
-    if wanted.isdisjoint(key for each in _tensors_below(roots, excluded) for key in keys_of(each)):
-        return {}, True
-    graph = HeapGraph(excluded, MAX_STEPS_OF_MODULES)
-    found: dict[int, Held] = {}
+def in_modules(
+    numbers: set[int], modules: set[str], namespace: Mapping[str, object], shell: object | None
+) -> dict[int, tuple[str, str]]:
+    """Return which of some modules, ``"module some_library"``, keeps storages, and where, by their numbers."""
+    graph, table = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL), StorageTable()
+    found: dict[int, tuple[str, str]] = {}
     try:
-        paths_to = graph.explore(roots)
-        names = Names(paths_to)
-        for each, tensor in graph.tensors.items():
-            for key in wanted.intersection(keys_of(tensor)):
+        with undisturbed():
+            paths_to = graph.explore(each for each in holders.module_roots(namespace, True) if each[0] in modules)
+            names = Names(paths_to)
+            for each, tensor in graph.tensors.items():
                 first = min(paths_to[each], key=lambda path: path.depth)
-                found[key] = Held(first.root(), names.description(first), releasable=False)
-        return found, not graph.gave_up
+                for number in numbers.intersection(table.numbers(tensor)):
+                    found[number] = first.root(), names.description(first)
+        return found
     finally:
         graph.release()
 
 
-def _tensors_below(roots: Iterable[tuple[str, object]], excluded: Iterable[object]) -> Iterator[Any]:
-    """Yield the tensors that the gc finds below some roots: all that an exploration would, and more.
-
-    The gc follows references in C, which takes a fifth of the time; it does not tell by which names.
-    """
-    seen = cycles.module_dict_ids() | set(map(id, excluded))
-    readers: dict[type, Reader | None] = {}
-    waiting: list[Any] = [value for _, value in roots]
-    while waiting:
-        seen.update(map(id, waiting))
-        met = gc.get_referents(*waiting)
-        for each in waiting:
-            reader = readers.get(type(each))
-            if reader is not None and reader.is_beyond_gc:
-                met += [child for branch in reader.read(each, reader) for _, child in branch.children]
-        unseen = dict(zip(map(id, met), met, strict=True))
-        waiting = [unseen[address] for address in unseen.keys() - seen]
-        readers.update((kind, reader_of(kind)) for kind in set(map(type, waiting)) - readers.keys())
-        waiting = [each for each in waiting if readers[type(each)] is not None]
-        kinds = {kind for kind in set(map(type, waiting)) if (reader := readers[kind]) is not None and reader.is_tensor}
-        if kinds:
-            yield from (each for each in waiting if type(each) in kinds)
-
-
-def _only_session_refers_to(tensors: list[Any], known: set[int]) -> bool:
-    """Tell whether all that refers to some tensors, or to what contains them, is known; False if that takes long."""
-    waiting, lasting = list(tensors), cycles.module_dict_ids()
-    for _ in range(_MAX_ROUNDS):
-        if len(waiting) > _MAX_OBJECTS:
-            break
-        known.add(id(waiting))
-        found = _compat.referrers(waiting)
-        waiting = [each for each in found if id(each) not in known]
-        if not waiting:
-            return True
-        if any(id(each) in lasting or cycles.is_lasting(each) for each in waiting):
-            return False
-        known.update(map(id, waiting), [id(found)])
-    return False
-
-
-def _of_the_session(namespace: Mapping[str, object], shell: InteractiveShell | None) -> Iterator[object]:
+def of_the_session(namespace: Mapping[str, object], shell: InteractiveShell | None) -> Iterator[object]:
     """Yield what refers to outputs and to the variables of failed calls, and is forgotten with them."""
     yield from holders.excluded_objects(namespace, shell)
     for owner in (getattr(shell, "displayhook", None), getattr(shell, "last_execution_result", None)):

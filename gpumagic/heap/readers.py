@@ -54,7 +54,7 @@ def reader_of(kind: type) -> Reader | None:
         return Reader(_tensor_subclass, fields_of(kind), is_tensor=True)
     if kind in calls.EXACTLY:
         return Reader(calls.EXACTLY[kind])
-    if _runs_the_session(kind):
+    if runs_the_session(kind):
         return None
     return _reader_by_base(kind)
 
@@ -66,15 +66,12 @@ def _reader_by_base(kind: type) -> Reader | None:
             container = base if base in _CONTAINERS else None
             fields = None if kind is container else fields_of(kind)
             is_indexed = kind is container or not _is_overridden(kind, "__getitem__", "__iter__", "values")
-            is_module = base is types.ModuleType
-            return Reader(
-                read, fields, container, has_own_class=has_own_class, is_indexed=is_indexed, is_beyond_gc=is_module
-            )
+            return Reader(read, fields, container, has_own_class=has_own_class, is_indexed=is_indexed)
     if is_node(kind):
         return Reader(read_node, fields_of(kind))
     if read_foreign := foreign.read_by_base(kind):
         is_indexed = not _is_overridden(kind, "__getitem__")
-        return Reader(read_foreign, fields_of(kind), is_indexed=is_indexed, is_beyond_gc=kind is not types.CellType)
+        return Reader(read_foreign, fields_of(kind), is_indexed=is_indexed)
     is_plain = kind is types.SimpleNamespace
     fields = fields_of(kind) if is_plain or is_heap_type(kind) else None
     if not is_plain and foreign.shows_more(kind):
@@ -103,7 +100,7 @@ def _is_overridden(kind: type, *names: str) -> bool:
     return any(type(class_attribute(kind, name)) not in in_c for name in names)
 
 
-def _runs_the_session(kind: type) -> bool:
+def runs_the_session(kind: type) -> bool:
     """Return whether a type is IPython's or the kernel's: through `get_ipython` or `exit` they lead everywhere."""
     configurable = sys.modules.get("traitlets.config.configurable")
     return configurable is not None and issubclass(kind, configurable.Configurable)

@@ -1,11 +1,13 @@
-"""Releases what only the session keeps: outputs, the display hook, the last error; nothing of the user's."""
+"""Releases what no variable reaches: outputs, the display hook, the last error, what the gc has not collected yet."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from gpumagic.heap import holders, outputs
+from gpumagic.heap.cycles import CYCLE
 from gpumagic.heap.graph import HeapGraph
 from gpumagic.heap.kinds import Graphs, non_leaves
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
@@ -21,15 +23,21 @@ if TYPE_CHECKING:
 def release(namespace: Mapping[str, object], shell: InteractiveShell | None = None) -> FreedReport:
     """Make IPython and Python forget outputs and the last error where these keep tensors that no variable reaches.
 
+    Then a collection frees what is left of earlier errors, and what is in cycles.
+
     Args:
         namespace: the notebook's variables; none of them changes.
         shell: the shell they belong to; without one only Python's own last error is looked at.
     """
-    with gc_disabled():  # what is freed has to be what was released, not what a collection found
+    with gc_disabled():
         before = scan.scan(namespace, shell=shell, thorough=True)
         figures = allocator.all_device_stats()
         wanted = {number for row in before if row.releasable for number in row.numbers}
         released = _forget(wanted, namespace, shell) if wanted else ()
+        if wanted:
+            gc.collect()
+            found = (row.holder or "" for row in before)
+            released += tuple(dict.fromkeys(holder for holder in found if holder.startswith(CYCLE)))
         now = allocator.all_device_stats()
         after = scan.scan(namespace, shell=shell, thorough=True)
     return FreedReport(tuple(_freed(before, after, figures, now)), released, after.leaks(), after.notes)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.heap.cycles import CYCLE
 from gpumagic.heap.holders import SCRIPTS
 from gpumagic.report.base import Origin, Report
 
@@ -42,7 +41,7 @@ class TensorRow(NamedTuple):
     place: str | None = None
     """Where in its holder it is: ``"Out[12]['k'][0]"``, ``"last traceback.<step()>.hidden"``."""
     releasable: bool = False
-    """Whether ``--free`` frees it: only outputs, the display hook or the last error keep it alive."""
+    """Whether ``--free`` frees it: only outputs, the display hook, the last error or a cycle keep it alive."""
     in_graph: bool = False
     """Whether only autograd graphs keep it; ``holder`` says whose."""
     frees: str | None = None
@@ -355,7 +354,6 @@ class LeakReport(Report[LeakRow]):
 
 RELEASE = "%devices --free"
 COLLECT = "import gc; gc.collect()"
-COLLECT_AND_RELEASE = f"{COLLECT}\n{RELEASE}"
 _CLOSED_BY = {
     "module matplotlib._pylab_helpers": f'import matplotlib.pyplot; matplotlib.pyplot.close("all"); {COLLECT}',
     "module ipywidgets.widgets.widget": f"import ipywidgets; ipywidgets.Widget.close_all(); {COLLECT}",
@@ -371,9 +369,7 @@ def release_command(row: TensorRow) -> str | None:
     by, _, also = holder.partition(" and ")
     if not also.startswith(IN_GRAPH) and (line := script_line(by, row.place or "")):
         return f"{line}\n{RELEASE}" if also else line
-    if holder in _CLOSED_BY:
-        return _CLOSED_BY[holder]
-    return COLLECT_AND_RELEASE if f" and {CYCLE}" in holder else COLLECT if CYCLE in holder else None
+    return _CLOSED_BY.get(holder)
 
 
 def script_line(holder: str, place: str) -> str | None:

@@ -23,7 +23,7 @@ from gpumagic.report.units import few
 from gpumagic.source.text import parse_tree
 from gpumagic.tensors import scan
 from gpumagic.tensors.leaks_report import WayRow, WhyReport
-from gpumagic.tensors.report import COLLECT, RELEASE, TensorReport, TensorRow, release_command
+from gpumagic.tensors.report import RELEASE, TensorReport, TensorRow, release_command
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -79,7 +79,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     finally:
         graph.release()
     if not ways and row.holder is None:
-        (row,) = scan.name_cycles([row])
+        (row,) = scan.name_keepers([row], namespace, shell)
     return WhyReport(row, tuple(ways), tuple(_notes(row, ways, graph)), frees, collects)
 
 
@@ -263,8 +263,8 @@ def _freed(
     kept = set(_numbers([each for key, each in graph.tensors.items() if key not in left]))
     rows = [row for row in report if not gone.isdisjoint(row.numbers) and kept.isdisjoint(row.numbers)]
     if collects and rows:  # which frees what other cycles keep as well
-        others = [row for row in scan.name_cycles(report) if gone.isdisjoint(row.numbers)]
-        rows += [row for row in others if release_command(row) == COLLECT]
+        others = [row for row in scan.name_keepers(report, {}, None) if gone.isdisjoint(row.numbers)]
+        rows += [row for row in others if (row.holder or "").startswith(cycles.CYCLE)]
     return rows, collects and bool(rows)
 
 
