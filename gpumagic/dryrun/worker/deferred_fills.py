@@ -1,24 +1,23 @@
 """Large tensors on the host that are filled as weights are: nothing is drawn and no byte is written.
 
 A model of 70 billion weights that is built from its configuration is drawn at random, cast and copied to the device,
-and nobody looks at a number of it. So a large fill in place (`nn.init` and its like) leaves the storage as the system
-gave it, without pages, and is kept as the way to draw it. While there are such storages a dispatch mode follows them:
-what is written to one, or computed from one at the same scale, is left unwritten too. Where the host does look at the
-numbers they are drawn first, and the report says on which line.
+and nobody looks at a number of it. The first weights are drawn as ever, so that a small model's, and what the cell
+draws after it, are its own. From then on a large fill in place (`nn.init` and its like) leaves the storage as the
+system gave it, without pages, and is kept as the way to draw it. While there are such storages a dispatch mode follows
+them: what is written to one, or computed from one at the same scale, is left unwritten too. Where the host does look at
+the numbers they are drawn first, and the report says on which line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import mmap
 import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,7 +25,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map_only
 
 from gpumagic.dryrun.worker.modules import leaves_of
-from gpumagic.dryrun.worker.shown import Answering, is_plain
+from gpumagic.dryrun.worker.shown import Answering, before_looks, is_plain
 from gpumagic.heap.running_module import tensors_in
 
 LEAST = 1 << 20
@@ -34,13 +33,12 @@ LEAST = 1 << 20
 ROOM = 256 << 20
 """Bytes that are drawn for the host to look at; what is beyond reads as zeros."""
 DRAWN = 160_000_000
-"""Numbers, about a second of them, that are drawn all the same and given up again: what the cell draws later, such as
-the lengths of its sentences, is then what it would draw."""
+"""Numbers, about a second of them, that are drawn all the same: what the cell draws later, such as the lengths of its
+sentences, is then what it would draw."""
 OTHERS = "random numbers that the cell draws on the host after its large weights are others than its own"
 _SWEPT = 64
 """Storages from which on those that are gone are looked for, and again whenever there are twice as many."""
-_PAGE = 4096
-_DONTNEED, _MAP_NORESERVE = 4, 0x4000  # as Linux has them everywhere but on a few old architectures
+_MAP_NORESERVE = 0x4000  # as Linux has it everywhere but on a few old architectures
 
 _FILLS = ("normal_", "uniform_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_",
           "bernoulli_")  # fmt: skip
@@ -50,8 +48,6 @@ _MAKE = {"ones": 1, "zeros": 0, "full": None, "rand": "uniform_", "randn": "norm
 """Functions that make a tensor, by the number that they fill it with, None for their second argument, or the method."""
 _LEAST_MADE = 256 << 20
 """Bytes from which on what those make is left unwritten: below, a mode for all operators costs more than the pages."""
-_LOOKS = ("numpy", "tolist", "__array__", "__dlpack__")
-"""Methods that read a tensor's memory by no operator."""
 _METADATA = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_empty_strided",
     "new_zeros", "new_ones", "new_full", "is_pinned", "is_same_size",
@@ -59,24 +55,20 @@ _METADATA = frozenset({
 """Operators that look at a tensor's size, type and device only."""
 
 
-@dataclass
-class _Fill:
-    method: Callable[..., Any]
-    shape: torch.Size
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    state: torch.Tensor | None = None
-    """Of the generator, where it was so that the fill gives the cell's own numbers."""
-    is_made: bool = False
-    """Whether a function made the tensor with it: the cell has it on the host anyway, and may be given all of it."""
+class _Unwritten(NamedTuple):
+    """A storage.
 
+    Attributes:
+        ref: it, without keeping it.
+        draw: writes numbers into all of it; None where only a device has them.
+        is_exact: whether those are the cell's own.
+        span: the addresses of a file that is mapped: its parts are storages of their own, and keep it.
+    """
 
-@dataclass
-class _Storage:
     ref: StorageWeakRef
-    fill: _Fill | None
+    draw: Callable[[torch.Tensor], object] | None = None
+    is_exact: bool = False
     span: range | None = None
-    """The addresses of a file that is mapped: its parts are storages of their own, and keep it."""
 
 
 class DeferredFills:
@@ -84,14 +76,14 @@ class DeferredFills:
 
     Args:
         fill: puts something into a tensor that the host looks at, and notes it.
-        draws: whether it is drawn then as the cell would have.
+        draws: whether numbers like the cell's are drawn then.
     """
 
     def __init__(self, fill: Callable[[torch.Tensor], object], *, draws: bool) -> None:
         self._guess = fill
         self._draws = draws
-        self._storages: dict[int, _Storage] = {}
-        self._files: list[_Storage] = []
+        self._storages: dict[int, _Unwritten] = {}
+        self._files: list[_Unwritten] = []
         self._most = _SWEPT
         self._mode = Answering(self._follow)
         self._room = ROOM
@@ -111,10 +103,9 @@ class DeferredFills:
         ]
         replaced += [(torch.nn.init, name, functools.partial(self._filling, is_method=False)) for name in _WHOLE_FILLS]
         replaced += [(torch, name, functools.partial(self._making, _MAKE[name])) for name in _MAKE]
-        replaced += [(tensors, name, self._looking) for name in _LOOKS]
         for owner, name, instead in replaced:
-            if hasattr(owner, name):
-                setattr(owner, name, instead(getattr(owner, name)))
+            setattr(owner, name, instead(getattr(owner, name)))
+        before_looks(self._look)
         for name in _MAKE:  # for TorchScript, which knows functions by their identity
             torch.jit._builtins._register_builtin(getattr(torch, name), f"aten::{name}")
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers casts in threads, where no mode follows
@@ -123,7 +114,8 @@ class DeferredFills:
         def mapped(*args: Any, **kwargs: Any) -> Any:
             made = from_file(*args, **kwargs)
             if made.nbytes() >= LEAST:
-                self._add(made, None, range(made.data_ptr(), made.data_ptr() + made.nbytes()))
+                span = range(made.data_ptr(), made.data_ptr() + made.nbytes())
+                self._leave(made, _Unwritten(StorageWeakRef(made), span=span))
             return made
 
         def applied(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -161,10 +153,12 @@ class DeferredFills:
                 made = fill(tensor, *args, **kwargs)
                 self._skipped = None if self._skipped is None else torch.get_rng_state()
                 return made
-            state = self._advance(tensor, fill, args, kwargs)
-            if state is None and is_method:
+            if self._of(tensor) is None and self._may_draw(tensor):
+                self._undisturbed(fill, tensor, *args, **kwargs)
+                return tensor
+            if is_method:
                 fill(tensor.detach().new_empty(0), *args, **kwargs)  # which raises what the arguments deserve
-            self._leave(tensor, _Fill(fill, tensor.shape, args, kwargs, state))
+            self._leave_unwritten(tensor, _drawing(fill, tensor.shape, args, kwargs))
             return tensor
 
         return filled
@@ -175,32 +169,25 @@ class DeferredFills:
             if torch.compiler.is_compiling() or not _is_on_host(kwargs):
                 return make(*args, **kwargs)
             like = make(*args, **{**kwargs, "device": "meta"})
+            is_random = isinstance(fill, str)
             if like.nbytes < _LEAST_MADE or not like.is_floating_point() or not self._is_followed():
                 return make(*args, **kwargs)
+            if is_random and self._may_draw(like):
+                return make(*args, **kwargs)
             blank = _blank(like)
-            state = torch.get_rng_state()
-            if isinstance(fill, str):
-                method: Any = getattr(torch.Tensor, fill)
-                self._advance(blank, method, (), {})
-                self._leave(blank, _Fill(method, blank.shape, (), {}, state, is_made=True))
-            else:
-                number = kwargs.get("fill_value", args[-1]) if fill is None else fill
-                self._leave(blank, _Fill(torch.Tensor.fill_, blank.shape, (number,), {}, state, is_made=True))
+            numbers = () if is_random else (kwargs.get("fill_value", args[-1]) if fill is None else fill,)
+            method = getattr(torch.Tensor, fill if isinstance(fill, str) else "fill_")
+            self._leave_unwritten(blank, _drawing(method, blank.shape, numbers, {}), is_exact=not is_random)
             return blank.requires_grad_(like.requires_grad)
 
         return made
 
-    def _advance(self, tensor: torch.Tensor, fill: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Draw what is few, so that the generator goes on as in the cell; return what it was before."""
+    def _may_draw(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is among the first, whose numbers are drawn as in the cell."""
         self._left_to_draw -= tensor.numel()
         if self._left_to_draw < 0:
             self._skipped = torch.get_rng_state()
-            return None
-        state = torch.get_rng_state()
-        self._undisturbed(fill, tensor, *args, **kwargs)
-        _drop(tensor)
-        is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-        return state if is_whole else None
+        return self._left_to_draw >= 0
 
     @property
     def draws_others(self) -> bool:
@@ -226,20 +213,16 @@ class DeferredFills:
         """
         if not (self._is_applying or _is_large(host)) or not _is_plain(host) or not self._is_followed():
             return False
-        self._leave(host, None)
+        self._leave_unwritten(host, None)
         return True
 
-    def _looking(self, look: Callable[..., Any]) -> Callable[..., Any]:
-        def looked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._storages:
-                self._draw(tensor)
-            return look(tensor, *args, **kwargs)
-
-        return looked
+    def _look(self, tensor: torch.Tensor) -> None:
+        if self._storages:
+            self._write(tensor)
 
     # ---- The storages
 
-    def _of(self, tensor: torch.Tensor) -> _Storage | None:
+    def _of(self, tensor: torch.Tensor) -> _Unwritten | None:
         if tensor.device.type != "cpu" or not _is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -249,22 +232,21 @@ class DeferredFills:
             return next((each for each in self._files if each.span is not None and at in each.span), None)
         return found
 
-    def _leave(self, tensor: torch.Tensor, fill: _Fill | None) -> None:
-        """Note that a tensor's storage is not written."""
+    def _leave_unwritten(
+        self, tensor: torch.Tensor, draw: Callable[[torch.Tensor], object] | None, *, is_exact: bool = False
+    ) -> None:
+        """Note that a tensor's storage is not written, and how to."""
         storage = tensor.untyped_storage()
-        if storage._cdata in self._storages:
-            self._storages[storage._cdata].fill = fill
-        else:
-            self._add(storage, fill)
+        self._leave(storage, _Unwritten(StorageWeakRef(storage), draw, is_exact))
 
-    def _add(self, storage: torch.UntypedStorage, fill: _Fill | None, span: range | None = None) -> None:
-        if len(self._storages) >= self._most:
+    def _leave(self, storage: torch.UntypedStorage, unwritten: _Unwritten) -> None:
+        if storage._cdata not in self._storages and len(self._storages) >= self._most:
             self._sweep()
         if not self._storages:
             self._mode.begin()
-        added = self._storages[storage._cdata] = _Storage(StorageWeakRef(storage), fill, span)
-        if span is not None:
-            self._files.append(added)
+        self._storages[storage._cdata] = unwritten
+        if unwritten.span is not None:
+            self._files.append(unwritten)
 
     def _sweep(self) -> None:
         """Forget the storages that are gone; until then no other one can have the number of one of them."""
@@ -272,22 +254,21 @@ class DeferredFills:
         self._files = [each for each in self._storages.values() if each.span is not None]
         self._most = max(_SWEPT, 2 * len(self._storages))
 
-    def _draw(self, tensor: torch.Tensor) -> None:
+    def _write(self, tensor: torch.Tensor) -> None:
         """Write what is in a tensor's storage, if it is unwritten: the host looks at it."""
         known = self._of(tensor)
         if known is None or known.span is not None:
             return
         storage = tensor.untyped_storage()
-        is_made = known.fill is not None and known.fill.is_made
-        is_room = is_made or storage.nbytes() <= self._room
         whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
-        if not (is_room and known.fill is not None and known.fill.state is not None):
+        if not known.is_exact:
+            is_room = storage.nbytes() <= self._room
             self._undisturbed(self._guess, whole if is_room else whole[:0])
-        if not is_room:
-            return
-        self._room -= 0 if is_made else storage.nbytes()
-        if known.fill is not None and (self._draws or known.fill.state is not None):
-            self._undisturbed(_draw, whole, known.fill)
+            if not is_room:
+                return
+            self._room -= storage.nbytes()
+        if known.draw is not None and (known.is_exact or self._draws):
+            self._undisturbed(known.draw, whole)
         del self._storages[storage._cdata]
 
     # ---- Operators on them
@@ -295,59 +276,43 @@ class DeferredFills:
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; where it would only write what nobody reads, make its result without."""
         met = [] if self._is_drawing else [each for each in tensors_in((args, kwargs)) if self._of(each) is not None]
-        if not met or not isinstance(op, torch._ops.OpOverload):
+        if not met or not _uses_numbers(op):
             return op(*args, **kwargs)
         name = op._schema.name.removeprefix("aten::")
-        if op.is_view or name in _METADATA or torch.Tag.inplace_view in op.tags:
-            return op(*args, **kwargs)
-        if op._schema.is_mutable:
-            return self._write(op, name, args, kwargs, met)
-        if name == "_to_copy" and torch.device(kwargs.get("device") or "cpu").type != "cpu":
-            return op(_blank(args[0], kwargs.get("dtype")), *args[1:], **kwargs)
-        made = _by_shape(op, name, args, kwargs)
-        if made is not None:
-            return self._leave_all(made, met)
-        for each in met:
-            self._draw(each)
-        return op(*args, **kwargs)
-
-    def _write(self, op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[torch.Tensor]) -> Any:
-        """Run an operator in place where it writes to little, such as a row, or to another device."""
-        targets = list(tensors_in(args[0])) if name.endswith("_") else []
+        targets = list(tensors_in(args[0])) if op._schema.is_mutable and name.endswith("_") else []
         if name == "copy_" and args[0].device.type != "cpu":
             return op(args[0], _blank(args[1], args[0].dtype), *args[2:], **kwargs)
+        if name == "_to_copy" and torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            return op(_blank(args[0], kwargs.get("dtype")), *args[1:], **kwargs)
         if targets and all(_is_large(each) for each in targets):
             self._leave_all(targets, met)
             return args[0] if op._schema.returns else None
-        if all(any(each is one for one in targets) for each in met):
-            self._leave_all(targets, met)
-            return op(*args, **kwargs)
-        for each in met:
-            self._draw(each)
+        if not op._schema.is_mutable and (made := _by_shape(op, name, args, kwargs)) is not None:
+            return self._leave_all(made, met)
+        if not all(any(each is one for one in targets) for each in met):  # else it writes to little, such as a row
+            for each in met:
+                self._write(each)
         return op(*args, **kwargs)
 
     def _leave_all(self, made: Any, met: list[torch.Tensor]) -> Any:
         known = self._of(met[0])
-        fill = None if known is None or known.fill is None else replace(known.fill, state=None, is_made=False)
         for each in tensors_in(made):
-            self._leave(each, fill)
+            self._leave_unwritten(each, None if known is None else known.draw)
         return made
 
 
-def _draw(whole: torch.Tensor, fill: _Fill) -> None:
-    shaped = whole.view(fill.shape) if fill.shape.numel() == whole.numel() else whole
-    with contextlib.nullcontext() if fill.state is None else torch.random.fork_rng([]):
-        if fill.state is not None:
-            torch.set_rng_state(fill.state)
-        fill.method(shaped, *fill.args, **fill.kwargs)
+def _uses_numbers(op: Any) -> bool:
+    """Return whether an operator reads or writes numbers of its tensors."""
+    if not isinstance(op, torch._ops.OpOverload) or op.is_view or torch.Tag.inplace_view in op.tags:
+        return False
+    return op._schema.name.removeprefix("aten::") not in _METADATA
 
 
-def _drop(tensor: torch.Tensor) -> None:
-    """Give the pages of a tensor back to the system; they read as zeros then."""
-    first = -(-tensor.data_ptr() // _PAGE) * _PAGE
-    last = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
-    if sys.platform == "linux" and tensor.is_contiguous() and first < last:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONTNEED)
+def _drawing(
+    fill: Callable[..., Any], shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[torch.Tensor], object]:
+    """Return what fills a storage as a tensor of some shape over it was to be."""
+    return lambda whole: fill(whole.view(shape) if shape.numel() == whole.numel() else whole, *args, **kwargs)
 
 
 def _is_on_host(given: dict[str, Any]) -> bool:

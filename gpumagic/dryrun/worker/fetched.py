@@ -13,17 +13,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpumagic.dryrun.worker.guesses import Read
-from gpumagic.dryrun.worker.shown import Shown, is_plain
+from gpumagic.dryrun.worker.shown import Shown, before_looks, is_plain
 from gpumagic.heap.running_module import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gpumagic.dryrun.worker.guesses import Guesses
     from gpumagic.dryrun.worker.known import Known
 
-_LOOKS = ("numpy", "__array__", "__dlpack__", "tolist")
-"""Methods that read a tensor's memory by no operator."""
 _SIZED = frozenset({"where", "argwhere", "nonzero_numpy", "repeat_interleave", "tensor_split", "narrow", "allclose"})
 """Operators composed of others of which one returns as much, or something else, as values say."""
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -53,8 +49,7 @@ class Fetched:
         """Remember what is copied to the host for the rest of the process."""
         self._guesses.remember, self._guesses.fetched = self.add, self.of
         self._shown.to(self._follow)
-        for name in _LOOKS:
-            setattr(torch.Tensor, name, self._looking(getattr(torch.Tensor, name)))
+        before_looks(self._look)
         tensor: Any = torch.Tensor
         is_true = tensor.__bool__
 
@@ -90,14 +85,10 @@ class Fetched:
         found = self._all.get(tensor.untyped_storage()._cdata)
         return None if found is None or found.storage.expired() else found.read
 
-    def _looking(self, look: Callable[..., Any]) -> Callable[..., Any]:
-        def looked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            read = self.of(tensor) if self._all else None
-            if read is not None:
-                self._guesses.lose(read, is_all=True)
-            return look(tensor, *args, **kwargs)
-
-        return looked
+    def _look(self, tensor: torch.Tensor) -> None:
+        read = self.of(tensor) if self._all else None
+        if read is not None:
+            self._guesses.lose(read, is_all=True)
 
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         if not self._all:

@@ -156,6 +156,20 @@ def _show(is_shown: bool) -> None:
     torch._C._dispatch_tls_set_dispatch_key_included(_KEY, is_shown)
 
 
+def before_looks(call: Callable[[torch.Tensor], object]) -> None:
+    """Call back before a tensor's memory is read by no operator, for the rest of the process."""
+
+    def calling(look: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            call(tensor)
+            return look(tensor, *args, **kwargs)
+
+        return looked
+
+    for name in ("numpy", "tolist", "__array__", "__dlpack__"):
+        setattr(torch.Tensor, name, calling(getattr(torch.Tensor, name)))
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has memory of its own, and neither a class nor a transform answers for it."""
     is_its_own = type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
