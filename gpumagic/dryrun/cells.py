@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gpumagic.dryrun import fitting, run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
-from gpumagic.errors import DryRunUnavailable, GpuMagicError, OptionError
+from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.source.settings import Setting
 
 if TYPE_CHECKING:
@@ -76,54 +76,30 @@ class OtherValues:
     """Dry-runs code with one number changed.
 
     Args:
-        setting: the number.
         with_value: returns the code, or a callable, and the variables that a value comes with.
         namespace: the names that the code sees.
-        seconds: how long the first dry run may take, and how long all others together.
     """
 
     def __init__(
-        self,
-        setting: Setting,
-        with_value: Callable[[int], tuple[What, Mapping[str, object]]],
-        namespace: Mapping[str, Any],
-        seconds: float = SECONDS,
+        self, with_value: Callable[[int], tuple[What, Mapping[str, object]]], namespace: Mapping[str, Any]
     ) -> None:
-        self.setting = setting
-        self._with_value, self._namespace, self._seconds = with_value, namespace, seconds
+        self._with_value, self._namespace = with_value, namespace
         self._until: float | None = None
 
-    def dry_run(self, value: int, only: Any = None) -> DryRunReport:
-        """Return the dry run with a value, as the devices are now.
-
-        Raises:
-            GpuMagicError: it cannot be dry-run, or there is no time left.
-        """
-        left = self._seconds if self._until is None else self._until - time.monotonic()
-        if left <= 0:
-            raise DryRunUnavailable(f"the dry runs took more than {self._seconds:g} s")
-        what, values = self._with_value(value)
-        report = run.dry_run(
-            script_of(what), self._namespace, targets.choose(None, None), values=values, time_limit=left, only=only
-        )
-        if self._until is None:  # the worker's start does not count
-            self._until = time.monotonic() + self._seconds
-        return report
-
     def fits(self, value: int) -> bool | None:
-        """Return whether the code fits with a value; None where that cannot be told."""
+        """Return whether the code fits with a value, as the devices are now; None where that cannot be told."""
+        left = SECONDS if self._until is None else self._until - time.monotonic()
+        if left <= 0:
+            return None
+        what, values = self._with_value(value)
+        target = targets.choose(None, None)
         try:
-            return self.dry_run(value).fits
+            report = run.dry_run(script_of(what), self._namespace, target, values=values, time_limit=left)
         except GpuMagicError:
             return None
-
-    def largest(self) -> DryRunReport:
-        """Return the dry run with the largest value that fits.
-
-        Raises:
-            GpuMagicError: it cannot be dry-run, or there is no time left.
-        """
-        return fitting.search(self.dry_run, self.setting.name, self.setting.value, self.dry_run)
+        if self._until is None:  # the worker's start does not count
+            self._until = time.monotonic() + SECONDS
+        return report.fits
 
 
 def with_other_values(source: str, setting: Setting, namespace: Mapping[str, Any]) -> OtherValues:
@@ -133,4 +109,4 @@ def with_other_values(source: str, setting: Setting, namespace: Mapping[str, Any
         text, values = setting.with_value(value)
         return source if text is None else text, values
 
-    return OtherValues(setting, with_value, namespace)
+    return OtherValues(with_value, namespace)

@@ -270,7 +270,7 @@ class _CallRerun(Rerun):
             arguments.arguments[setting.name] = value
             return functools.partial(self._function, *arguments.args, **arguments.kwargs), {}
 
-        return cells.OtherValues(setting, imagine, getattr(self._function, "__globals__", {}))
+        return cells.OtherValues(imagine, getattr(self._function, "__globals__", {}))
 
     def on(self, device: str) -> DeviceRun:
         code = getattr(self._function, "__code__", None)

@@ -20,6 +20,7 @@ Key = tuple["int | None", str, str]
 """A line of the cell, the expression that reads or decides, and where in a library it does, or nothing."""
 
 
+@dataclass(slots=True, eq=False)
 class Read:
     """A number that was read from a device.
 
@@ -29,12 +30,9 @@ class Read:
         may_be_known: whether a run that follows values may know it.
     """
 
-    __slots__ = ("key", "may_be_known", "number")
-
-    def __init__(self, number: Any, key: Key, may_be_known: bool) -> None:
-        self.number = number
-        self.key = key
-        self.may_be_known = may_be_known
+    number: Any
+    key: Key
+    may_be_known: bool
 
 
 HOST: Key = (None, "", "")

@@ -17,7 +17,7 @@ import math
 import operator
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,8 @@ _FILLS = ("fill", "full", "setitem", "scalar_tensor")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod", "and", "or", "xor", "lshift",
                "rshift")  # fmt: skip
+_OF_ONE = {"trunc": int, "floor": math.floor, "ceil": math.ceil, "round": round, "neg": operator.neg,
+           "pos": operator.pos, "abs": abs}  # fmt: skip
 _PLAIN = (int, float, complex)
 
 
@@ -123,26 +125,8 @@ class Noted(Read):
             raise TypeError("'float' object cannot be interpreted as an integer")
         return int(self)
 
-    def __trunc__(self) -> Any:
-        return self._like(int(self.number))
-
-    def __floor__(self) -> Any:
-        return self._like(math.floor(self.number))
-
-    def __ceil__(self) -> Any:
-        return self._like(math.ceil(self.number))
-
-    def __round__(self, digits: int | None = None) -> Any:
-        return self._like(round(self.number, digits))
-
-    def __neg__(self) -> Any:
-        return self._like(-self.number)
-
-    def __pos__(self) -> Any:
-        return self
-
-    def __abs__(self) -> Any:
-        return self._like(abs(self.number))
+    def _of_one(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._like(function(self.number, *args))
 
     def __format__(self, spec: str) -> str:
         return self._guesses.shown(format(self.number, spec), self)
@@ -150,11 +134,10 @@ class Noted(Read):
     def __repr__(self) -> str:
         return self._guesses.shown(repr(self.number), self)
 
-    def __copy__(self) -> Noted:
+    def __copy__(self, *_: Any) -> Noted:
         return self
 
-    def __deepcopy__(self, _: Any) -> Noted:
-        return self
+    __deepcopy__ = __copy__
 
     def __reduce__(self) -> Any:
         return type(self.number), (self.number,)
@@ -200,6 +183,8 @@ for _name in _ARITHMETIC:
     setattr(Noted, f"__r{_name}__", functools.partialmethod(Noted._combined, _function, is_right=True))
 for _name in _COMPARISONS:
     setattr(Noted, f"__{_name}__", functools.partialmethod(Noted._compared, getattr(operator, _name)))
+for _name, _function in _OF_ONE.items():
+    setattr(Noted, f"__{_name}__", functools.partialmethod(Noted._of_one, _function))
 
 
 def _plain(value: Any, met: list[Noted]) -> Any:
@@ -246,17 +231,18 @@ class Numbers:
 
         tensor.__repr__ = shown
         setattr(builtins, "__dry_run_number__", self._converting)  # noqa: B010
-        for owner in (builtins, math, statistics, sys.modules.get("numpy")):
-            for name in ("min", "max") if owner is builtins else (*_MATH, *_AVERAGES):
-                if owner is not None and not (owner is builtins) ^ (name in {"min", "max"}) and hasattr(owner, name):
-                    setattr(owner, name, _carrying(getattr(owner, name)))
-        for name in _TESTS:
-            setattr(math, name, _testing(getattr(math, name)))
+        owners = [each for each in (math, statistics, sys.modules.get("numpy")) if each is not None]
+        carrying = [(builtins, name) for name in ("min", "max")]
+        carrying += [(each, name) for each in owners for name in (*_MATH, *_AVERAGES) if hasattr(each, name)]
         encoder: Any = json.JSONEncoder
-        for name in ("encode", "iterencode"):
-            setattr(encoder, name, _writing(getattr(encoder, name)))
-        torch.tensor = _losing(torch.tensor)
-        torch.as_tensor = _losing(torch.as_tensor)
+        for replacing, places in (
+            (_carrying, carrying),
+            (_testing, [(math, name) for name in _TESTS]),
+            (_writing, [(encoder, "encode"), (encoder, "iterencode")]),
+            (_losing, [(torch, "tensor"), (torch, "as_tensor")]),
+        ):
+            for owner, name in places:
+                setattr(owner, name, replacing(getattr(owner, name)))
 
     def _reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
         guesses = self._guesses
@@ -304,11 +290,10 @@ def _carrying(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of numbers that carries the note on: what `min` returns decides no more than its operands."""
 
     def carried(*args: Any, **kwargs: Any) -> Any:
-        first: Any = args[0] if args else None
-        several: Iterable[Any] = first if len(args) == 1 and type(first) in {list, tuple} else args
-        if kwargs or not any(type(each) is Noted for each in several):
-            return function(*args, **kwargs)
         met: list[Noted] = []
+        is_list = len(args) == 1 and type(args[0]) in {list, tuple}
+        if kwargs or not any(type(each) is Noted for each in (args[0] if is_list else args)):
+            return function(*args, **kwargs)
         made = function(*_plain(args, met))
         value = made.item() if hasattr(made, "item") and getattr(made, "ndim", 1) == 0 else made
         return met[0]._like(value, *met)
@@ -327,7 +312,7 @@ def _writing(function: Callable[..., Any]) -> Callable[..., Any]:
 def _losing(function: Callable[..., Any]) -> Callable[..., Any]:
     def made(data: Any, *args: Any, **kwargs: Any) -> Any:
         met: list[Noted] = []
-        plain = _plain(data, met) if type(data) in {Noted, list, tuple} else data
+        plain = _plain(data, met)
         for each in met:
             each.lose()
         return function(plain, *args, **kwargs)
