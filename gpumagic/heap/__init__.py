@@ -12,9 +12,8 @@ Start with `graph.py`: what some roots reach, and by which references.
     calls.py       what functions, generators, frames and exceptions hold
     foreign.py     what types written in C hold: arrays, columns, thread locals, context variables, iterators
     graph.py       what is reached from some roots: every reference, once; names, holders and ownership are read from it
-    holders.py     the roots, and what keeps tensors that no variable reaches
+    holders.py     the roots, IPython's outputs and the last error among them, and what keeps tensors without a name
     paths.py       a path to a tensor, as code that evaluates to it
-    cycles.py      tensors that only a reference cycle keeps
-    outputs.py     IPython's outputs and the last error: what they keep, and how they are made to forget it
-    release.py     releases the memory that a failure pins
+    cycles.py      tensors that only a reference cycle keeps, or an installed module
+    release.py     releases what a failure pins, and IPython's outputs
 """

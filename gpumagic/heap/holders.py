@@ -7,20 +7,23 @@ IPython's outputs and the last error.
 from __future__ import annotations
 
 import contextvars
+import gc
+import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
 from gpumagic.heap import calls, readers
 from gpumagic.heap.branches import key_code, name_of_type
-from gpumagic.heap.graph import HeapGraph
+from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.heap.paths import Names, is_typeable
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 from gpumagic.source import frames
 
 TRACEBACK = "last traceback"
+LAST_OUTPUTS = ("_", "__", "___")
 SCRIPTS = "get_ipython()._main_mod_cache["
 """How the holder of a variable of a script begins that `%run` ran: IPython keeps all of them."""
 
@@ -99,25 +102,71 @@ def variables(namespace: Mapping[str, object], shell: object | None) -> list[tup
     ]
 
 
-def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> Iterator[tuple[str, object]]:
-    """Yield, with a label, all that IPython and Python keep beside the variables, the most telling first."""
+def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> list[tuple[str, object]]:
+    """Return, each once, with its label, what IPython keeps because it showed it, and the last error.
+
+    What the user has bound to ``_`` and the like is left out.
+    """
+    errors = ((TRACEBACK, each) for each in remembered_errors(shell))
+    found: dict[int, tuple[str, object]] = {}
+    for label, value in (*(_shown_outputs(namespace, shell) if shell is not None else ()), *errors):
+        found.setdefault(id(value), (label, value))
+    return list(found.values())
+
+
+def _shown_outputs(namespace: Mapping[str, object], shell: object) -> Iterator[tuple[str, object]]:
     outputs = namespace.get("_oh")
-    if shell is not None and isinstance(outputs, dict):
-        yield from ((f"Out[{number}]", value) for number, value in list(dict.items(outputs)))
-    hidden = _dict_of(shell, "user_ns_hidden")
-    for name, value in list(hidden.items()):
-        if name in ("_", "__", "___") and namespace.get(name) is value:
+    yield from (
+        (f"Out[{number}]", value) for number, value in (dict.items(outputs) if isinstance(outputs, dict) else ())
+    )
+    for name, value in list(_dict_of(shell, "user_ns_hidden").items()):
+        if is_output_name(name):
             yield name, value
-    for name, value in list(hidden.items()):
-        if type(name) is str and name.startswith("_"):
-            yield (name if namespace.get(name) is value else f"user_ns_hidden[{name!r}]"), value
+    for name in LAST_OUTPUTS:
+        yield name, getattr(getattr(shell, "displayhook", None), name, None)
+    yield "last result", getattr(getattr(shell, "last_execution_result", None), "result", None)
+
+
+def is_output_name(name: object) -> bool:
+    """Return whether IPython gives a name to what it shows: ``_``, ``__``, ``_12``."""
+    return type(name) is str and (name in LAST_OUTPUTS or re.fullmatch(r"_\d+", name) is not None)
+
+
+def remembered_errors(shell: object | None) -> list[BaseException | TracebackType]:
+    """Return the errors that Python and IPython keep of the last failure, then the links of their tracebacks.
+
+    These may be of an earlier error: after a usage error, IPython's formatter still has the traceback before it.
+    """
     result = getattr(shell, "last_execution_result", None)
-    errors = [getattr(sys, name, None) for name in ("last_exc", "last_value", "last_traceback")]
+    errors = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
     errors += [getattr(result, name, None) for name in ("error_in_exec", "error_before_exec")]
-    yield from ((TRACEBACK, value) for value in (*errors, getattr(getattr(shell, "InteractiveTB", None), "tb", None)))
-    if shell is not None:
-        yield "display hook", SimpleNamespace(**getattr(getattr(shell, "displayhook", None), "__dict__", {}))
-        yield "last result", getattr(result, "result", None)
+    kept = (getattr(sys, "last_traceback", None), getattr(getattr(shell, "InteractiveTB", None), "tb", None))
+    steps = (step for each in kept for step in frames.traceback_steps(each))
+    found: list[BaseException | TracebackType] = [each for each in errors if isinstance(each, BaseException)]
+    return list({id(each): each for each in (*found, *steps)}.values())
+
+
+def parts_of_errors(found: Iterable[BaseException | TracebackType]) -> list[object]:
+    """Return errors with all they were raised from, and every traceback and frame of theirs."""
+    errors = [each for each in found if isinstance(each, BaseException)]
+    family = [each for error in errors for each in frames.related_exceptions(error)]
+    steps = [step for each in family for step in frames.traceback_steps(each.__traceback__)]
+    steps += [each for each in found if isinstance(each, TracebackType)]
+    return [*family, *(part for step in steps for part in (step, step.tb_frame))]
+
+
+def objects_of_the_session(namespace: Mapping[str, object], shell: object | None) -> Iterator[object]:
+    """Yield what refers to outputs and to the variables of failed calls, and is forgotten with them."""
+    yield from excluded_objects(namespace, shell)
+    for owner in (getattr(shell, "displayhook", None), getattr(shell, "last_execution_result", None)):
+        yield owner
+        yield getattr(owner, "__dict__", None)
+    for frame in parts_of_errors(remembered_errors(shell)):
+        if isinstance(frame, FrameType):
+            yield frame
+            shared = {id(frame.f_globals), id(frame.f_builtins)}
+            # A frame that was printed keeps a snapshot of its variables.
+            yield from (each for each in gc.get_referents(frame) if type(each) is dict and id(each) not in shared)
 
 
 def session_roots(shell: object | None) -> Iterator[tuple[str, object]]:
@@ -162,6 +211,25 @@ def _called(function: object) -> str:
     kinds = (FunctionType, BuiltinFunctionType, MethodType)
     named: Any = function
     return str(named.__name__) if type(function) in kinds else name_of_type(type(function))
+
+
+def in_modules(
+    numbers: set[int], modules: set[str], namespace: Mapping[str, object], shell: object | None
+) -> dict[int, tuple[str, str]]:
+    """Return which of some modules, ``"module some_library"``, keeps storages, and where, by their numbers."""
+    graph, table = HeapGraph(excluded_objects(namespace, shell), MAX_STEPS_OF_ALL), StorageTable()
+    found: dict[int, tuple[str, str]] = {}
+    try:
+        with undisturbed():
+            paths_to = graph.explore(each for each in module_roots(namespace, True) if each[0] in modules)
+            names = Names(paths_to)
+            for each, tensor in graph.tensors.items():
+                first = min(paths_to[each], key=lambda path: path.depth)
+                for number in numbers.intersection(table.numbers(tensor)):
+                    found[number] = first.root(), names.description(first)
+        return found
+    finally:
+        graph.release()
 
 
 def excluded_objects(namespace: Mapping[str, object], shell: object | None) -> list[object]:

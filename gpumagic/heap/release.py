@@ -1,4 +1,9 @@
-"""Release the memory that a failure pins: frames of the traceback, and every place that keeps the exception.
+"""Releases what a failure pins, and what IPython keeps because it showed it.
+
+One output is referred to from up to seven places, and only when all of them forget it is it freed: `del Out[12]`
+alone frees nothing (ipython#10082, #14129). The last error has three roots, each on its own: `sys.last_traceback` and
+its kin, the formatter's `tb`, and the result of the last cell. Clearing the frames as well ends the cycles that frames
+and errors are in.
 
 The order matters. Frames are cleared and their locals read once more, because `frame.clear` leaves the
 snapshot that an earlier read of `f_locals` made (IPython reads it for each frame it prints; gh-113939, fixed in
@@ -10,10 +15,12 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from gpumagic.heap import holders
+from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.memory import allocator
 from gpumagic.source import frames
 from gpumagic.source.frames import related_exceptions, traceback_steps
@@ -30,6 +37,73 @@ INSPECTOR_PERIOD = 0.25
 """Seconds after which that copy has been renewed."""
 
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
+
+
+NO_OUTPUT = ""
+"""What IPython itself binds `_` to before anything was shown."""
+
+
+def forget_outputs(shell: InteractiveShell, values: Collection[int]) -> None:
+    """Make IPython forget the values with these ids, which the caller keeps alive meanwhile.
+
+    No binding of the user's changes: `_` is only reset where IPython has set it last.
+    """
+    outputs: dict[int, object] = shell.user_ns.get("_oh", {})
+    for number in [number for number, value in dict.items(outputs) if id(value) in values]:
+        dict.pop(outputs, number)
+    for namespace in (shell.user_ns, shell.user_ns_hidden):
+        for name, value in list(namespace.items()):
+            if (
+                id(value) not in values
+                or not holders.is_output_name(name)
+                or shell.user_ns_hidden.get(name) is not value
+            ):
+                continue
+            if name in holders.LAST_OUTPUTS:
+                namespace[name] = NO_OUTPUT
+            else:
+                del namespace[name]
+    for name in holders.LAST_OUTPUTS:
+        if id(getattr(shell.displayhook, name, None)) in values:
+            setattr(shell.displayhook, name, NO_OUTPUT)
+    result = shell.last_execution_result
+    if result is not None and id(result.result) in values:
+        result.result = None
+
+
+def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell | None) -> None:
+    """Make Python and IPython forget the last error.
+
+    Its frames are cleared, unless a variable leads to a part of it: then the error stays whole, and so does what it
+    keeps.
+    """
+    found = holders.remembered_errors(shell)
+    for name in LAST_ERROR:
+        vars(sys).pop(name, None)
+    formatter: Any = getattr(shell, "InteractiveTB", None)
+    if formatter is not None:
+        formatter.tb = None
+    result: Any = getattr(shell, "last_execution_result", None)
+    if result is not None:
+        result.error_in_exec = result.error_before_exec = None
+    if _is_kept_by_user(holders.parts_of_errors(found), namespace, shell):
+        return
+    while found:
+        each = found.pop()
+        if isinstance(each, BaseException):
+            clear_exception(each, shell)
+        else:
+            clear_frame(each.tb_frame)
+
+
+def _is_kept_by_user(parts: list[object], namespace: Mapping[str, object], shell: InteractiveShell | None) -> bool:
+    """Tell whether a variable leads to a part of an error."""
+    graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL, depth=MAX_STEPS_OF_ALL)
+    try:
+        graph.explore(holders.variables(namespace, shell))
+        return any(id(part) in graph.objects for part in parts)
+    finally:
+        graph.release()
 
 
 def clear_exception(error: BaseException, shell: InteractiveShell | None = None, outside: Collection[int] = ()) -> None:

@@ -6,7 +6,8 @@ import gc
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from gpumagic.heap import holders, outputs
+from gpumagic.heap import holders
+from gpumagic.heap import release as releasing
 from gpumagic.heap.cycles import CYCLE
 from gpumagic.heap.graph import HeapGraph
 from gpumagic.heap.kinds import Graphs, non_leaves
@@ -45,22 +46,16 @@ def release(namespace: Mapping[str, object], shell: InteractiveShell | None = No
 
 def _forget(wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None) -> tuple[str, ...]:
     """Make the session forget what keeps the storages with these numbers; return what that was."""
-    shown = list(outputs.shown_outputs(shell)) if shell is not None else []
-    values = {id(value): value for _, value in shown}
-    labels = {key: label for label, key in reversed([(label, id(value)) for label, value in shown])}
-    errors = [(holders.TRACEBACK, each) for each in outputs.remembered_errors(shell)]
-    roots = [*((label, values[key]) for key, label in labels.items()), *errors]
+    roots = holders.hidden_roots(namespace, shell)
     keeping = _keeping(wanted, roots, namespace, shell)
-    forgotten = {key for key, label in labels.items() if label in keeping}
+    forgotten = {id(value) for label, value in roots if label in keeping and label != holders.TRACEBACK}
+    labels = dict.fromkeys(label for label, _ in roots if label in keeping)
     if shell is not None:
-        outputs.forget_outputs(shell, forgotten)
-    shown.clear()
-    values.clear()
+        releasing.forget_outputs(shell, forgotten)
     roots.clear()
     if holders.TRACEBACK in keeping:
-        errors.clear()
-        outputs.forget_last_error(namespace, shell)
-    return tuple(label for label in (*labels.values(), holders.TRACEBACK) if label in keeping)
+        releasing.forget_last_error(namespace, shell)
+    return tuple(labels)
 
 
 def _keeping(

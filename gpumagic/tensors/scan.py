@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gpumagic.heap import calls, cycles, holders, outputs, storages
+from gpumagic.heap import calls, cycles, holders, storages
 from gpumagic.heap.graph import MAX_STEPS, HeapGraph
 from gpumagic.heap.holders import Held
 from gpumagic.heap.kinds import Graphs, kinds_of, leaves, node_types, non_leaves, peek_gradients, subclasses
@@ -114,9 +114,9 @@ def name_keepers(
         if not followed:
             break
         starts = [row for row in starts if row.numbers[0] not in followed]
-        found.update(cycles.find_keepers(waiting, followed, list(outputs.of_the_session(namespace, shell))))
+        found.update(cycles.find_keepers(waiting, followed, list(holders.objects_of_the_session(namespace, shell))))
     modules = {holder for holder in found.values() if holder.startswith(cycles.MODULE)}
-    places = outputs.in_modules(waiting, modules, namespace, shell) if modules else {}
+    places = holders.in_modules(waiting, modules, namespace, shell) if modules else {}
     keepers = {**{number: (holder, holder) for number, holder in found.items()}, **places}
     return [
         row._replace(holder=keeper[0], place=keeper[1], releasable=keeper[0].startswith(cycles.CYCLE))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import OptionError, nearest
-from gpumagic.heap import cycles, holders, outputs
+from gpumagic.heap import cycles, holders
 from gpumagic.heap import graph as graph_module
 from gpumagic.heap.branches import OWN, REGISTERED, class_attribute, is_heap_type, name_of_type
 from gpumagic.heap.graph import HeapGraph, Step
@@ -50,7 +50,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     graph = HeapGraph(holders.excluded_objects(namespace, shell), limit, depth=limit)
     try:
         with undisturbed(), gc_disabled():
-            hidden = _hidden(shell)
+            hidden = holders.hidden_roots(namespace, shell)
             others = [*holders.running_roots(), *holders.session_roots(shell)]
             others += [*holders.module_roots(namespace), *holders.ambient_roots()]
             graph.explore([*holders.variables(namespace, shell), *hidden])
@@ -156,14 +156,6 @@ def _tensor_at(value: object, rest: str) -> Any:
                 if found is not None:
                     return found
     return None
-
-
-def _hidden(shell: InteractiveShell | None) -> list[tuple[str, object]]:
-    """Return what the session keeps beside the variables, each value under one label."""
-    found = [] if shell is None else list(outputs.shown_outputs(shell))
-    found += [(holders.TRACEBACK, each) for each in outputs.remembered_errors(shell)]
-    labels = {id(value): label for label, value in reversed(found)}
-    return [(label, value) for label, value in found if labels[id(value)] == label]
 
 
 def _leaves_of_gradient(row: TensorRow, report: TensorReport) -> list[TensorRow]:

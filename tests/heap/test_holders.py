@@ -116,7 +116,7 @@ def test_an_output_is_named_by_its_number_before_the_underscore() -> None:
 
 def test_what_only_the_hidden_namespace_has_is_said_to_be_there() -> None:
     shell = SimpleNamespace(user_ns_hidden={"_3": torch.ones(3)})
-    assert told(scan({}, shell=shell)) == ["user_ns_hidden['_3']"]
+    assert told(scan({}, shell=shell)) == ["_3"]
 
 
 def test_only_what_the_session_lets_go_of_is_releasable() -> None:
