@@ -20,12 +20,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map_only
 
 from gpumagic.dryrun.worker.modules import leaves_of
-from gpumagic.dryrun.worker.shown import Answering, before_looks, is_plain
+from gpumagic.dryrun.worker.shown import Answering, HostStorages, before_looks, is_plain
 from gpumagic.heap.running_module import tensors_in
 
 LEAST = 1 << 20
@@ -36,8 +35,6 @@ DRAWN = 160_000_000
 """Numbers, about a second of them, that are drawn all the same: what the cell draws later, such as the lengths of its
 sentences, is then what it would draw."""
 OTHERS = "random numbers that the cell draws on the host after its large weights are others than its own"
-_SWEPT = 64
-"""Storages from which on those that are gone are looked for, and again whenever there are twice as many."""
 _MAP_NORESERVE = 0x4000  # as Linux has it everywhere but on a few old architectures
 
 _FILLS = ("normal_", "uniform_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_",
@@ -59,13 +56,11 @@ class _Unwritten(NamedTuple):
     """A storage.
 
     Attributes:
-        ref: it, without keeping it.
         draw: writes numbers into all of it; None where only a device has them.
         is_exact: whether those are the cell's own.
         span: the addresses of a file that is mapped: its parts are storages of their own, and keep it.
     """
 
-    ref: StorageWeakRef
     draw: Callable[[torch.Tensor], object] | None = None
     is_exact: bool = False
     span: range | None = None
@@ -82,16 +77,14 @@ class DeferredFills:
     def __init__(self, fill: Callable[[torch.Tensor], object], *, draws: bool) -> None:
         self._guess = fill
         self._draws = draws
-        self._storages: dict[int, _Unwritten] = {}
+        self._storages = HostStorages[_Unwritten]()
         self._files: list[_Unwritten] = []
-        self._most = _SWEPT
         self._mode = Answering(self._follow)
         self._room = ROOM
         self._left_to_draw = DRAWN
         self._skipped: torch.Tensor | None = None
         """Where the generator was after the last weights, if some were not drawn."""
         self._is_drawing = False
-        self._is_applying = False
         self._thread = threading.get_ident()
 
     def install(self) -> None:
@@ -115,18 +108,15 @@ class DeferredFills:
             made = from_file(*args, **kwargs)
             if made.nbytes() >= LEAST:
                 span = range(made.data_ptr(), made.data_ptr() + made.nbytes())
-                self._leave(made, _Unwritten(StorageWeakRef(made), span=span))
+                self._leave(made, _Unwritten(span=span))
             return made
 
         def applied(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             """Take a module to a device: then what it held before is gone."""
-            was_applying, self._is_applying = self._is_applying, True
-            try:
-                made = apply(module, *args, **kwargs)
-            finally:
-                self._is_applying = was_applying
+            made = apply(module, *args, **kwargs)
             if self._storages:
-                self._sweep()
+                self._storages.sweep()
+                self._files = [each for each in self._storages.notes() if each.span is not None]
                 if not self._storages:
                     self._mode.end()
             return made
@@ -158,7 +148,7 @@ class DeferredFills:
                 return tensor
             if is_method:
                 fill(tensor.detach().new_empty(0), *args, **kwargs)  # which raises what the arguments deserve
-            self._leave_unwritten(tensor, _drawing(fill, tensor.shape, args, kwargs))
+            self._leave(tensor.untyped_storage(), _Unwritten(_drawing(fill, tensor.shape, args, kwargs)))
             return tensor
 
         return filled
@@ -177,7 +167,8 @@ class DeferredFills:
             blank = _blank(like)
             numbers = () if is_random else (kwargs.get("fill_value", args[-1]) if fill is None else fill,)
             method = getattr(torch.Tensor, fill if isinstance(fill, str) else "fill_")
-            self._leave_unwritten(blank, _drawing(method, blank.shape, numbers, {}), is_exact=not is_random)
+            draw = _drawing(method, blank.shape, numbers, {})
+            self._leave(blank.untyped_storage(), _Unwritten(draw, is_exact=not is_random))
             return blank.requires_grad_(like.requires_grad)
 
         return made
@@ -207,13 +198,10 @@ class DeferredFills:
         return not self._is_drawing and threading.get_ident() == self._thread
 
     def leave(self, host: torch.Tensor) -> bool:
-        """Leave a tensor unwritten that a device was copied to; return whether it is.
-
-        It is if it is large, or if all of a module comes to the host: nobody looks at its numbers then.
-        """
-        if not (self._is_applying or _is_large(host)) or not _is_plain(host) or not self._is_followed():
+        """Leave a tensor unwritten that a device was copied to, if it is large; return whether it is."""
+        if not _is_large(host) or not self._is_followed():
             return False
-        self._leave_unwritten(host, None)
+        self._leave(host.untyped_storage(), _Unwritten())
         return True
 
     def _look(self, tensor: torch.Tensor) -> None:
@@ -223,36 +211,19 @@ class DeferredFills:
     # ---- The storages
 
     def _of(self, tensor: torch.Tensor) -> _Unwritten | None:
-        if tensor.device.type != "cpu" or not _is_plain(tensor):
-            return None
-        storage = tensor.untyped_storage()
-        found = self._storages.get(storage._cdata)
-        if found is None and self._files:
-            at = storage.data_ptr()
+        found = self._storages.of(tensor)
+        if found is None and self._files and tensor.is_cpu and _is_plain(tensor):
+            at = tensor.untyped_storage().data_ptr()
             return next((each for each in self._files if each.span is not None and at in each.span), None)
         return found
 
-    def _leave_unwritten(
-        self, tensor: torch.Tensor, draw: Callable[[torch.Tensor], object] | None, *, is_exact: bool = False
-    ) -> None:
-        """Note that a tensor's storage is not written, and how to."""
-        storage = tensor.untyped_storage()
-        self._leave(storage, _Unwritten(StorageWeakRef(storage), draw, is_exact))
-
     def _leave(self, storage: torch.UntypedStorage, unwritten: _Unwritten) -> None:
-        if storage._cdata not in self._storages and len(self._storages) >= self._most:
-            self._sweep()
+        """Note that a storage is not written."""
         if not self._storages:
             self._mode.begin()
-        self._storages[storage._cdata] = unwritten
+        self._storages.add(storage, unwritten)
         if unwritten.span is not None:
             self._files.append(unwritten)
-
-    def _sweep(self) -> None:
-        """Forget the storages that are gone; until then no other one can have the number of one of them."""
-        self._storages = {key: each for key, each in self._storages.items() if not each.ref.expired()}
-        self._files = [each for each in self._storages.values() if each.span is not None]
-        self._most = max(_SWEPT, 2 * len(self._storages))
 
     def _write(self, tensor: torch.Tensor) -> None:
         """Write what is in a tensor's storage, if it is unwritten: the host looks at it."""
@@ -269,7 +240,7 @@ class DeferredFills:
             self._room -= storage.nbytes()
         if known.draw is not None and (known.is_exact or self._draws):
             self._undisturbed(known.draw, whole)
-        del self._storages[storage._cdata]
+        self._storages.remove(storage)
 
     # ---- Operators on them
 
@@ -297,7 +268,7 @@ class DeferredFills:
     def _leave_all(self, made: Any, met: list[torch.Tensor]) -> Any:
         known = self._of(met[0])
         for each in tensors_in(made):
-            self._leave_unwritten(each, None if known is None else known.draw)
+            self._leave(each.untyped_storage(), _Unwritten(None if known is None else known.draw))
         return made
 
 

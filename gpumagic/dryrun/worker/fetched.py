@@ -7,13 +7,12 @@ one of those is. Otherwise something is decided where its numbers go to numpy, o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpumagic.dryrun.worker.guesses import Read
-from gpumagic.dryrun.worker.shown import Shown, before_looks, is_plain
+from gpumagic.dryrun.worker.shown import HostStorages, Shown, before_looks, is_plain
 from gpumagic.heap.running_module import tensors_in
 
 if TYPE_CHECKING:
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
 _SIZED = frozenset({"where", "argwhere", "nonzero_numpy", "repeat_interleave", "tensor_split", "narrow", "allclose"})
 """Operators composed of others of which one returns as much, or something else, as values say."""
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-
-
-class _Fetched(NamedTuple):
-    storage: StorageWeakRef
-    read: Read
 
 
 class Fetched:
@@ -43,7 +37,8 @@ class Fetched:
         self._guesses = guesses
         self._shown = shown
         self._known = known
-        self._all: dict[int, _Fetched] = {}
+        self._all = HostStorages[Read]()
+        self.of = self._all.of
 
     def install(self) -> None:
         """Remember what is copied to the host for the rest of the process."""
@@ -54,7 +49,7 @@ class Fetched:
         is_true = tensor.__bool__
 
         def decided(tensor: torch.Tensor) -> bool:
-            read = self.of(tensor) if self._all else None
+            read = self.of(tensor)
             if read is None:
                 return bool(is_true(tensor))
             with self._guesses.ignoring():
@@ -71,22 +66,11 @@ class Fetched:
             read: what is told of it where something is decided.
         """
         self._shown.begin()
-        if self.of(tensor) is not None:
-            return
-        storage = tensor.untyped_storage()
-        self._all[storage._cdata] = _Fetched(StorageWeakRef(storage), read)
-        if len(self._all) & (len(self._all) - 1) == 0:  # now and then
-            self._all = {key: each for key, each in self._all.items() if not each.storage.expired()}
-
-    def of(self, tensor: torch.Tensor) -> Read | None:
-        """Return what was read if a tensor comes from a device; None for others."""
-        if not self._all or not tensor.is_cpu or tensor.layout is not torch.strided or not is_plain(tensor):
-            return None
-        found = self._all.get(tensor.untyped_storage()._cdata)
-        return None if found is None or found.storage.expired() else found.read
+        if self.of(tensor) is None:
+            self._all.add(tensor.untyped_storage(), read)
 
     def _look(self, tensor: torch.Tensor) -> None:
-        read = self.of(tensor) if self._all else None
+        read = self.of(tensor)
         if read is not None:
             self._guesses.lose(read, is_all=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,18 +69,10 @@ _TURNS: dict[str, Callable[[int], bool]] = {
 """Which times that a loop comes to a place it goes another way there."""
 
 
-@dataclass
-class _Reading:
-    """A read whose number is noted; `key` stays None where the number is known after all."""
-
-    key: Key | None = None
-    may_be_known: bool = False
-
-
 class _Thread(threading.local):
     """What a thread does at the moment."""
 
-    reading: _Reading | None = None
+    reading: list[Read] | None = None
     ignores = False
 
 
@@ -121,7 +113,6 @@ class Guesses:
         self._room = ROOM
         self._turns: Counter[tuple[Key, str]] = Counter()
         self._thread = _Thread()
-        self._shown: deque[tuple[str, Read]] = deque(maxlen=64)
 
     # ---- Numbers that note what they decide
 
@@ -130,9 +121,9 @@ class Guesses:
         return self._notes and not dtype.is_complex and str(dtype) != "torch.bool"
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[_Reading]:
-        """Give the read inside numbers that will be noted."""
-        before, self._thread.reading = self._thread.reading, _Reading()
+    def noting(self) -> Iterator[list[Read]]:
+        """Give the read inside numbers that will be noted, and return what was read unless it is known."""
+        before, self._thread.reading = self._thread.reading, []
         try:
             yield self._thread.reading
         finally:
@@ -192,16 +183,6 @@ class Guesses:
         self.decides.setdefault((number.key, NUMBER))
         self._say_number(number.key, ", throughout" * is_all)
 
-    def shown(self, text: str, number: Read) -> str:
-        """Return a number's text, and know it again where the notebook makes a number of it."""
-        self._shown.append((text, number))
-        return text
-
-    def read_back(self, text: str) -> Read | None:
-        """Return the number that was shown as a text lately."""
-        stripped = text.strip()
-        return next((number for shown, number in self._shown if shown.strip() == stripped), None)
-
     # ---- Answers
 
     def fill_blanks(self, blanks: Collection[Any]) -> None:
@@ -223,10 +204,7 @@ class Guesses:
             return self.truth()
         key, turn = self._turn(NUMBER)
         number = self._number_at(key, turn)
-        reading = self._thread.reading
-        if key is not NOBODY and reading is not None and self.is_noted(dtype):
-            self._note(reading, key, may_be_known=may_be_known)
-        elif key is not NOBODY:
+        if key is not NOBODY and not self._note(dtype, Read(number, key, may_be_known)):
             self.decides.setdefault((key, NUMBER))
             self._say_number(key)
         if dtype.is_complex:
@@ -263,22 +241,23 @@ class Guesses:
         elif host.dtype.is_floating_point:
             number = min(number, torch.finfo(host.dtype).max)
         elif not host.dtype.is_complex:
-            limits = torch.iinfo(host.dtype)
-            number = max(limits.min, min(round(number), limits.max))
+            number = min(round(number), torch.iinfo(host.dtype).max)
         host.fill_(number)
-        reading = self._thread.reading
-        if key is NOBODY:
+        read = Read(number, key, may_be_known)
+        if key is NOBODY or self._note(host.dtype, read):
             return
-        if reading is not None and self.is_noted(host.dtype):
-            self._note(reading, key, may_be_known=may_be_known)
-        elif self.keeps():
-            self.remember(whole, Read(number, key, may_be_known))
+        if self.keeps():
+            self.remember(whole, read)
         else:
-            self.lose(Read(number, key, may_be_known), is_all=True)
+            self.lose(read, is_all=True)
 
-    def _note(self, reading: _Reading, key: Key, *, may_be_known: bool) -> None:
+    def _note(self, dtype: torch.dtype, read: Read) -> bool:
+        """Return whether a read is given a number that is noted."""
+        if self._thread.reading is None or not self.is_noted(dtype):
+            return False
         self.noted += 1
-        reading.key, reading.may_be_known = key, may_be_known
+        self._thread.reading.append(read)
+        return True
 
     def _turn(self, kind: str) -> tuple[Key, int]:
         """Return the expression that reads or decides, and how often it did before."""

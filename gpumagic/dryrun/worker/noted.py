@@ -17,6 +17,7 @@ import math
 import operator
 import statistics
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod
 _OF_ONE = {"trunc": int, "floor": math.floor, "ceil": math.ceil, "round": round, "neg": operator.neg,
            "pos": operator.pos, "abs": abs}  # fmt: skip
 _PLAIN = (int, float, complex)
+_SHOWN: deque[tuple[str, Any]] = deque(maxlen=64)
+"""Numbers that were made a text lately, to know them again where the notebook makes a number of that."""
 
 
 class Noted(Read):
@@ -129,10 +132,14 @@ class Noted(Read):
         return self._like(function(self.number, *args))
 
     def __format__(self, spec: str) -> str:
-        return self._guesses.shown(format(self.number, spec), self)
+        return self._shown(format(self.number, spec))
 
     def __repr__(self) -> str:
-        return self._guesses.shown(repr(self.number), self)
+        return self._shown(repr(self.number))
+
+    def _shown(self, text: str) -> str:
+        _SHOWN.append((text.strip(), self))
+        return text
 
     def __copy__(self, *_: Any) -> Noted:
         return self
@@ -257,10 +264,10 @@ class Numbers:
                 with guesses.ignoring():
                     value = read(tensor)
                 guesses.noted += 1
-                return _wrapped(value, known.key, guesses, known.may_be_known)
-            with guesses.noting() as reading:
+                return _wrapped(value, known, guesses)
+            with guesses.noting() as reads:
                 value = read(tensor)
-            return _wrapped(value, reading.key, guesses, reading.may_be_known) if reading.key else value
+            return _wrapped(value, reads[0], guesses) if reads else value
 
         return noted
 
@@ -272,7 +279,7 @@ class Numbers:
             if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cpu:
                 value = value.item()
             elif type(value) is str:
-                value = self._guesses.read_back(value)
+                value = next((number for text, number in _SHOWN if text == value.strip()), None)
             return (
                 value._like(kind(value.number)) if type(value) is Noted else kind(*args if value is None else [value])
             )
@@ -280,10 +287,10 @@ class Numbers:
         return convert if kind is int or kind is float else kind
 
 
-def _wrapped(value: Any, key: Key, guesses: Guesses, may_be_known: bool) -> Any:
+def _wrapped(value: Any, read: Read, guesses: Guesses) -> Any:
     if isinstance(value, list):
-        return [_wrapped(each, key, guesses, may_be_known) for each in value]
-    return Noted(value, key, guesses, may_be_known=may_be_known)
+        return [_wrapped(each, read, guesses) for each in value]
+    return Noted(value, read.key, guesses, may_be_known=read.may_be_known)
 
 
 def _carrying(function: Callable[..., Any]) -> Callable[..., Any]:

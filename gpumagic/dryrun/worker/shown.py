@@ -13,13 +13,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 Follow = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object]
 """Called with an operator, its arguments and what it returned."""
+_SWEPT = 64
+"""Storages from which on those that are gone are looked for, and again whenever there are twice as many."""
 _NAME = "TESTING_ONLY_GenericMode"
 _KEY = torch._C._dispatch_key_parse(_NAME)
 _VIEWS = {
@@ -154,6 +157,46 @@ class Answering(TorchDispatchMode):
 
 def _show(is_shown: bool) -> None:
     torch._C._dispatch_tls_set_dispatch_key_included(_KEY, is_shown)
+
+
+T = TypeVar("T")
+
+
+class HostStorages(Generic[T]):
+    """What is noted of some storages on the host, without keeping them."""
+
+    def __init__(self) -> None:
+        self._all: dict[int, tuple[StorageWeakRef, T]] = {}
+        self._most = _SWEPT
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def of(self, tensor: torch.Tensor) -> T | None:
+        """Return what is noted of a tensor's storage."""
+        if not self._all or not tensor.is_cpu or tensor.layout is not torch.strided or not is_plain(tensor):
+            return None
+        found = self._all.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def add(self, storage: torch.UntypedStorage, note: T) -> None:
+        """Note something of a storage."""
+        if storage._cdata not in self._all and len(self._all) >= self._most:
+            self.sweep()
+        self._all[storage._cdata] = StorageWeakRef(storage), note
+
+    def remove(self, storage: torch.UntypedStorage) -> None:
+        """Note nothing of a storage any more."""
+        del self._all[storage._cdata]
+
+    def sweep(self) -> None:
+        """Forget the storages that are gone; until then no other one can have the number of one of them."""
+        self._all = {key: each for key, each in self._all.items() if not each[0].expired()}
+        self._most = max(_SWEPT, 2 * len(self._all))
+
+    def notes(self) -> list[T]:
+        """Return what is noted."""
+        return [note for _, note in self._all.values()]
 
 
 def before_looks(call: Callable[[torch.Tensor], object]) -> None:
