@@ -39,6 +39,7 @@ from gpumagic.heap.paths import Path, Spelling
 from gpumagic.heap.readers import reader_of
 
 MAX_DEPTH = 32
+"""References that a path has at most."""
 MAX_STEPS = 250_000
 """References followed before an exploration gives up: about 50 ms."""
 MAX_STEPS_OF_ALL = 500_000
@@ -68,10 +69,9 @@ class HeapGraph:
     Args:
         excluded: objects that are never read, such as the shell.
         steps: how many references one exploration follows before it gives up.
-        depth: how many references a path has at most.
     """
 
-    def __init__(self, excluded: Iterable[object] = (), steps: int = MAX_STEPS, depth: int = MAX_DEPTH) -> None:
+    def __init__(self, excluded: Iterable[object] = (), steps: int = MAX_STEPS) -> None:
         self.objects: dict[int, Any] = {id(each): each for each in excluded}
         """All but tensors that was met or is excluded, by `id`; kept, or another object could get one's `id`."""
         self.tensors: dict[int, Any] = {}
@@ -90,7 +90,6 @@ class HeapGraph:
         """Of the roots, in their order."""
         self._readers: dict[type, Reader | None] = {}
         self._limit = self._steps = steps
-        self._max_depth = depth
         self._order = count()
         self._queue: deque[tuple[object, Path]] = deque()
         self._large: list[tuple[int, int, object, Path]] = []
@@ -148,7 +147,7 @@ class HeapGraph:
     def _read(self, value: object, path: Path) -> None:
         reader = self._readers[type(value)]
         assert reader is not None
-        if path.depth >= self._max_depth:
+        if path.depth >= MAX_DEPTH:
             return
         if reader.read in (readers.read_module, readers.read_optimizer):
             self.owners.append(value)
@@ -300,9 +299,11 @@ class HeapGraph:
     def _children(self, is_cut: Callable[[Path], bool]) -> dict[int | None, list[int]]:
         """Return what each object refers to, by its `id`, and the roots under None; without the references cut."""
         children: dict[int | None, list[int]] = {}
-        for child in dict.fromkeys(target for each in (self._references, *self._found) for target in each):
-            for owner in {each.owner() for each in self.references_to(child) if not is_cut(each)}:
-                children.setdefault(owner, []).append(child)
+        for references in (self._references, *self._found):
+            for child, paths in references.items():
+                for path in paths:
+                    if not is_cut(path):
+                        children.setdefault(path.owner(), []).append(child)
         return children
 
     def _is_class(self, target: int) -> bool:

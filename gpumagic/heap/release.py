@@ -98,7 +98,7 @@ def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell |
 
 def _is_kept_by_user(parts: list[object], namespace: Mapping[str, object], shell: InteractiveShell | None) -> bool:
     """Tell whether a variable leads to a part of an error."""
-    graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL, depth=MAX_STEPS_OF_ALL)
+    graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL)
     try:
         graph.explore(holders.variables(namespace, shell))
         return any(id(part) in graph.objects for part in parts)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gpumagic.heap import calls, cycles, holders, storages
-from gpumagic.heap.graph import MAX_STEPS, HeapGraph
+from gpumagic.heap import calls, cycles, graph, holders, storages
+from gpumagic.heap.graph import HeapGraph
 from gpumagic.heap.holders import Held
 from gpumagic.heap.kinds import Graphs, kinds_of, leaves, node_types, non_leaves, peek_gradients, subclasses
 from gpumagic.heap.paths import Names
@@ -62,7 +62,7 @@ def scan(
         return TensorReport((), limit=limit, group_by=group_by, notes=notes, origin=base.current_origin())
     with gc_disabled():
         namespace = vars(sys.modules["__main__"]) if namespace is None else namespace
-        found = TensorScan(namespace, shell, names)
+        found = TensorScan(namespace, shell, names=names)
         rows = _rows_of(found)
         rows = name_keepers(rows, namespace, shell, 0 if thorough else LARGE) if names else rows
         summary = memory_by_device(rows)
@@ -133,11 +133,18 @@ class TensorScan:
         namespace: the notebook's variables.
         shell: the shell they belong to.
         names: whether to look for names, holders and graphs.
+        every_holder: whether to follow all references, for `--why`, rather than to stop once all have a name.
+
+    Attributes:
+        graph: what was followed.
     """
 
-    def __init__(self, namespace: Mapping[str, object], shell: object | None, names: bool) -> None:
-        self._namespace, self._shell, self._looks_for_names = namespace, shell, names
-        self._graph = HeapGraph(holders.excluded_objects(namespace, shell))
+    def __init__(
+        self, namespace: Mapping[str, object], shell: object | None, *, names: bool = True, every_holder: bool = False
+    ) -> None:
+        self._namespace, self._shell, self._looks_for_names, self._is_for_all = namespace, shell, names, every_holder
+        steps = graph.MAX_STEPS_OF_ALL if every_holder else graph.MAX_STEPS
+        self.graph = HeapGraph(holders.excluded_objects(namespace, shell), steps)
         self._graphs = Graphs()
         self._names = Names({})
         self._table = StorageTable()
@@ -172,10 +179,13 @@ class TensorScan:
         graph_of = {root: frozenset(self._storages(tensors, gradients)) for root, tensors in saved_for.items()}
         commands = DetachCommands(self._namespace, names)
         findings = Findings(names, kinds_of(self._owners), gradient_of, graph_of, commands)
+        self._findings = findings
         rows = RowBuilder(findings, group_by_memory(self._table))
-        if self._looks_for_names and not rows.are_all_named():
-            if self._graph.gave_up:
-                self.notes.append(f"names were only looked for in the first {MAX_STEPS:,} objects of the variables")
+        if self._looks_for_names and (self._is_for_all or not rows.are_all_named()):
+            if self.graph.gave_up:
+                self.notes.append(
+                    f"names were only looked for in the first {graph.MAX_STEPS:,} objects of the variables"
+                )
             rows.find_holders(self._holders())
         found = rows.all()
         if self._saved:  # which are found last the first time, and by the gc the next
@@ -192,7 +202,29 @@ class TensorScan:
         self._nodes.clear()
         self._saved.clear()
         self._graphs.release()
-        self._graph.release()
+        self.graph.release()
+
+    def over(self, numbers: Collection[int]) -> list[int]:
+        """Return the `id`s of the tensors over storages with these numbers."""
+        found = [each for each in self._table.storages.values() if each.number in numbers]
+        return [tensor for each in found for tensor in (*(tensor for tensor, _ in each.views), *each.handles)]
+
+    def graphs_over(self, numbers: Collection[int]) -> list[int]:
+        """Return the `id`s of the tensors whose autograd graphs keep storages with these numbers."""
+        found = self._findings.graph_of.items()
+        return [root for root, kept in found if any(each.number in numbers for each in kept)]
+
+    def kept_by(self, tensors: Collection[int]) -> set[int]:
+        """Return the numbers of the storages that tensors keep: their own, of their gradients, of their graphs."""
+        graph_of = self._findings.graph_of
+        found = {each.number for tensor in tensors for each in graph_of.get(tensor, ())}
+        for storage in self._table.storages.values():
+            if any(tensor in tensors for tensor, _ in storage.views) or any(
+                each in tensors for each in storage.handles
+            ):
+                found.add(storage.number)
+        gradients = self._findings.gradient_of.items()
+        return found | {each.number for each, owners in gradients if any(owner in tensors for owner in owners)}
 
     def _find(self) -> None:
         import torch
@@ -220,11 +252,12 @@ class TensorScan:
         import torch
 
         variables = holders.variables(self._namespace, self._shell)
-        names = Names(self._graph.explore(variables, wanted=map(id, self._tensors)))
+        wanted = None if self._is_for_all else map(id, self._tensors)
+        names = Names(self.graph.explore(variables, wanted))
         known = set(map(id, self._tensors))
-        met = [each for key, each in self._graph.tensors.items() if key not in known]
+        met = [each for key, each in self.graph.tensors.items() if key not in known]
         self._tensors += [each for each in met if type(each) is not torch.UntypedStorage]
-        self._owners += self._graph.owners if gc.get_freeze_count() else ()
+        self._owners += self.graph.owners if gc.get_freeze_count() else ()
         return names
 
     def _walk_graphs(self) -> dict[int, list[Any]]:
@@ -273,8 +306,10 @@ class TensorScan:
         return owners
 
     def _holders(self) -> dict[int, holders.Held]:
-        others = [(calls.generator_label(each), each) for each in self._suspended]
-        found = holders.unnamed_holders(self._graph, self._namespace, self._shell, others)
+        # One that variables reach is no holder of its own.
+        suspended = [each for each in self._suspended if id(each) not in self.graph.objects]
+        others = [(calls.generator_label(each), each) for each in suspended]
+        found = holders.unnamed_holders(self.graph, self._namespace, self._shell, others)
         for key in (*map(id, self._tensors), *map(id, self._bare), *self._nodes):
             # What variables reach and no expression does.
             if not self._names.of(key) and (told := self._names.described(key)) is not None:

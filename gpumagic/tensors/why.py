@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -15,7 +16,6 @@ from gpumagic.heap import cycles, holders
 from gpumagic.heap import graph as graph_module
 from gpumagic.heap.branches import OWN, REGISTERED, class_attribute, is_heap_type, name_of_type
 from gpumagic.heap.graph import HeapGraph, Step
-from gpumagic.heap.kinds import Graphs, gradients_of, non_leaves
 from gpumagic.heap.paths import Path, Spelling
 from gpumagic.heap.readers import reader_of
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
@@ -23,7 +23,7 @@ from gpumagic.report.units import few
 from gpumagic.source.text import parse_tree
 from gpumagic.tensors import scan
 from gpumagic.tensors.leaks_report import WayRow, WhyReport
-from gpumagic.tensors.report import RELEASE, TensorReport, TensorRow, release_command
+from gpumagic.tensors.report import RELEASE, TensorRow, release_command
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -43,41 +43,38 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     Raises:
         OptionError: no live tensor goes by this name; the message suggests similar ones.
     """
-    report = scan.scan(namespace, shell=shell)
-    row = _find_row(name, report, also=_numbers_at(name, namespace))
-    leaves = _leaves_of_gradient(row, report)
-    limit = graph_module.MAX_STEPS_OF_ALL
-    graph = HeapGraph(holders.excluded_objects(namespace, shell), limit, depth=limit)
+    if "torch" not in sys.modules:
+        raise OptionError(_why_not(name, []))
+    search = scan.TensorScan(namespace, shell, every_holder=True)
+    graph = search.graph
     try:
         with undisturbed(), gc_disabled():
-            hidden = holders.hidden_roots(namespace, shell)
-            others = [*holders.running_roots(), *holders.session_roots(shell)]
-            others += [*holders.module_roots(namespace), *holders.ambient_roots()]
-            graph.explore([*holders.variables(namespace, shell), *hidden])
-            graph.explore(others)
-            targets = [id(each) for over in leaves or [row] for each in _over(over, graph)]
+            report = sorted(search.run(), key=lambda row: -(row.nbytes or 0))
+            row = _find_row(name, report, also=_numbers_at(name, namespace))
+            leaves = _leaves_of_gradient(row, report)
+            hidden = {label for label, _ in holders.hidden_roots(namespace, shell)}
+            targets = search.over({number for each in leaves or [row] for number in each.numbers})
             paths = list(graph.paths_to(targets))
-            found = [_way(steps, graph, dict(hidden), bool(leaves)) for steps in paths]
+            found = [_way(steps, graph, hidden, bool(leaves)) for steps in paths]
             ways = [way for way, _ in found] if leaves else _with_shared_commands(found, paths)
             frees, collects = row.nbytes, False
             if not leaves:
                 on_device = [each for each in report if each.device == row.device]
                 cuts = [cut.reference for _, cut in found if cut is not None]
-                freed, collects = _freed(cuts, on_device, graph, dict(hidden))
+                freed, collects = _freed(cuts, on_device, search, hidden)
                 if row not in freed:
-                    through_graphs = list(_ways_through_graphs(row, graph, dict(hidden)))
+                    saving = [key for key in search.graphs_over(row.numbers) if key in graph.tensors]
+                    through_graphs = list(_ways_through_graphs(saving, graph, hidden))
                     ways += [way for way, _ in through_graphs]
                     cuts += [cut.reference for _, cut in through_graphs if cut is not None]
-                    freed, collects = _freed(cuts, on_device, graph, dict(hidden))
+                    freed, collects = _freed(cuts, on_device, search, hidden)
                     through_graphs.clear()
                 is_known = all(way.command is not None for way in ways) and not graph.gave_up
                 frees, collects = (sum(each.nbytes or 0 for each in freed), collects) if is_known else (None, False)
             paths.clear()
-            hidden.clear()
-            others.clear()
             found.clear()
     finally:
-        graph.release()
+        search.release()
     if not ways and row.holder is None:
         (row,) = scan.name_keepers([row], namespace, shell)
     return WhyReport(row, tuple(ways), tuple(_notes(row, ways, graph)), frees, collects)
@@ -88,7 +85,7 @@ def _find_row(text: str, report: Iterable[TensorRow], also: Sequence[int]) -> Te
 
     ``also`` are numbers of storages that it means where no row goes by it.
     """
-    rows = [row for row in report if _goes_by(_unquoted(text), row)]
+    rows = [row for row in report if text in row.names] or [row for row in report if _goes_by(_unquoted(text), row)]
     rows = rows or [row for row in report if not set(also).isdisjoint(row.numbers)]
     if not rows:
         rows = list(_rows_below(_unquoted(text), report))
@@ -158,18 +155,12 @@ def _tensor_at(value: object, rest: str) -> Any:
     return None
 
 
-def _leaves_of_gradient(row: TensorRow, report: TensorReport) -> list[TensorRow]:
+def _leaves_of_gradient(row: TensorRow, report: Sequence[TensorRow]) -> list[TensorRow]:
     """Return the leaves that a storage of gradients belongs to: a gradient itself may be no Python object."""
     leaves = {name.removesuffix(_GRADIENT) for name in row.names if name.endswith(_GRADIENT)}
     if row.kind != "gradient" or len(leaves) < len(row.names):
         return []
     return [each for each in report if leaves.intersection(each.names)]
-
-
-def _over(row: TensorRow, graph: HeapGraph) -> list[object]:
-    """Return the tensors that were met over a row's storage, views included."""
-    table = StorageTable()
-    return [each for each in graph.tensors.values() if not set(row.numbers).isdisjoint(table.numbers(each))]
 
 
 def _way(
@@ -189,10 +180,10 @@ def _way(
 
 
 def _ways_through_graphs(
-    row: TensorRow, graph: HeapGraph, hidden: Collection[str]
+    saving: Iterable[int], graph: HeapGraph, hidden: Collection[str]
 ) -> Iterator[tuple[WayRow, Step | None]]:
-    """Yield the ways to a storage that lead through an autograd graph which saved it; a root goes as a whole."""
-    for steps in list(graph.paths_to(map(id, _saved_by(row, graph)))):
+    """Yield the ways to the tensors whose autograd graphs saved a storage; a root goes as a whole."""
+    for steps in list(graph.paths_to(saving)):
         way, _ = _way(steps, graph, hidden, through_owner=False)
         top = steps[1 if way.root.startswith(holders.SCRIPTS) else 0]
         name = Spelling(graph.name_of).code(top.path)
@@ -203,20 +194,6 @@ def _ways_through_graphs(
         tensor: Any = steps[-1].value
         steps_told = (*way.steps, (_GRAPH, name_of_type(type(tensor.grad_fn))))
         yield WayRow(way.root, way.expression + _GRAPH, steps_told, command), top if command else None
-
-
-def _saved_by(row: TensorRow, graph: HeapGraph) -> Iterator[Any]:
-    """Yield the tensors whose autograd graphs keep a storage."""
-    import torch
-
-    table, graphs, wanted = StorageTable(), Graphs(), set(row.numbers)
-    for each in non_leaves([each for each in graph.tensors.values() if type(each) is not torch.UntypedStorage]):
-        kept = graphs.walk(each.grad_fn)
-        if kept is not None and wanted.intersection(
-            number for saved in kept.tensors for number in table.numbers(saved)
-        ):
-            yield each
-    graphs.release()
 
 
 def _with_shared_commands(found: Sequence[tuple[WayRow, Step | None]], paths: Sequence[Sequence[Step]]) -> list[WayRow]:
@@ -236,7 +213,7 @@ def _with_shared_commands(found: Sequence[tuple[WayRow, Step | None]], paths: Se
 
 
 def _freed(
-    exact: Sequence[Path], report: Sequence[TensorRow], graph: HeapGraph, hidden: Collection[str]
+    exact: Sequence[Path], report: Sequence[TensorRow], search: scan.TensorScan, hidden: Collection[str]
 ) -> tuple[list[TensorRow], bool]:
     """Return what is freed together once these references are gone, and whether the gc has to run for it."""
     states = {state for each in exact if (state := _state(each)) is not None}
@@ -250,9 +227,9 @@ def _freed(
         is_released = releases and is_hidden(reference)
         return is_released or _state(reference) in states or any(reference is each for each in exact)
 
-    left, collects = graph.freed_without(is_cut)
-    gone = set(_numbers([each for key, each in graph.tensors.items() if key in left]))
-    kept = set(_numbers([each for key, each in graph.tensors.items() if key not in left]))
+    left, collects = search.graph.freed_without(is_cut)
+    tensors = search.graph.tensors.keys()
+    gone, kept = search.kept_by(tensors & left), search.kept_by(tensors - left)
     rows = [row for row in report if not gone.isdisjoint(row.numbers) and kept.isdisjoint(row.numbers)]
     if collects and rows:  # which frees what other cycles keep as well
         others = [row for row in scan.name_keepers(report, {}, None) if gone.isdisjoint(row.numbers)]
@@ -264,19 +241,6 @@ def _state(reference: Path) -> tuple[int | None, object] | None:
     """Return whose state of which parameter a reference is of: it goes as a whole."""
     state = reference.parent
     return (reference.owner(), state.key) if state is not None and state.style == "state" else None
-
-
-def _numbers(tensors: list[object]) -> Iterator[int]:
-    """Yield the numbers of the storages of tensors, of their gradients, and of what their graphs keep."""
-    import torch
-
-    table, graphs = StorageTable(), Graphs()
-    plain: list[Any] = [each for each in tensors if type(each) is not torch.UntypedStorage]
-    kept = [graphs.walk(each.grad_fn) for each in non_leaves(plain)]
-    saved = [each for graph in kept if graph is not None for each in graph.tensors]
-    graphs.release()
-    for each in (*tensors, *gradients_of([*plain, *saved]), *saved):
-        yield from table.numbers(each)
 
 
 def _kind(value: object) -> str:
