@@ -10,6 +10,7 @@ from gpumagic.report.base import grouped
 from gpumagic.report.columns import Column, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, few, size
 from gpumagic.transfers.report import Suggestion, TransferReport, TransferRow
+from gpumagic.transfers.trace.report import LineRow
 from gpumagic.transfers.trace.view import line_blocks, module_blocks
 
 SHOWN_ROUTES = 2
@@ -26,7 +27,7 @@ def view_transfers(report: TransferReport) -> doc.Document:
     blocks.append(doc.Paragraph(_summary(report), muted=True))
     if report.by_line is not None and report.by_line.lines:
         changes = {line: _changes(report.advice, line) for line in dict(report.lines)}
-        blocks += line_blocks(report.by_line, changes)
+        blocks += line_blocks(report.by_line, changes, _columns_of_lines(report))
     else:
         blocks += _lines(report)
     blocks += [doc.Paragraph(text, muted=True) for text in _sentences(report)]
@@ -142,6 +143,20 @@ def _code_table(
         Column[int]("Syncs", lambda line: f"{report.syncs[line]:,}" if line in report.syncs else "", "right", 1),
     )  # fmt: skip
     return Table.of(shown, columns, "Lines with transfers or syncs")
+
+
+def _columns_of_lines(report: TransferReport) -> tuple[Column[LineRow], ...]:
+    """Return what a traced line has besides its time and memory."""
+    by_line = grouped((_line_of(row, report), row) for row in report.moves)
+
+    def copied(row: LineRow) -> str:
+        moves = by_line.get(row.line, [])
+        return f"{sum(each.count for each in moves):,}× {size(sum(each.nbytes for each in moves))}" if moves else ""
+
+    return (
+        Column("Transfers", copied, "right", 1),
+        Column("Syncs", lambda row: f"{report.syncs[row.line]:,}" if row.line in report.syncs else "", "right", 2),
+    )
 
 
 def _changes(advice: Sequence[Suggestion], line: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -74,13 +75,12 @@ def spent(run: Callable[[], object]) -> float:
 
 
 def test_what_a_trace_costs_beside_other_profilers() -> None:
-    pytest.importorskip("line_profiler")
-    pytest.importorskip("pytorch_memlab")
     train = training()
-    ways: dict[str, Callable[[], object]] = {
-        "bare": train, "--trace": lambda: traced(train), "line_profiler": lambda: by_line_profiler(train),
-        "pytorch_memlab": lambda: by_memlab(train),
-    }  # fmt: skip
+    ways: dict[str, Callable[[], object]] = {"bare": train, "--trace": lambda: traced(train)}
+    if find_spec("line_profiler"):
+        ways["line_profiler"] = lambda: by_line_profiler(train)
+    if find_spec("pytorch_memlab"):
+        ways["pytorch_memlab"] = lambda: by_memlab(train)
     least = {name: min(spent(run) for _ in range(ROUNDS)) for name, run in ways.items()}
     print()
     for name, seconds in least.items():
@@ -111,5 +111,5 @@ def test_lines_have_the_peaks_of_pytorch_memlab() -> None:
     print()
     for line, row in ours.items():
         told = theirs.get(line)
-        print(f"{row.code:45} {row.peak:>9,} to {row.peak_at_most:>9,} B, pytorch_memlab {told}")
-        assert told is None or row.peak <= told <= row.peak_at_most, row.code
+        print(f"{row.code:45} {row.peak:>9,} B, pytorch_memlab {told}")
+        assert told is None or row.peak == told, row.code

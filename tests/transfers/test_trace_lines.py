@@ -1,4 +1,4 @@
-"""With `--trace` each line has its runs, time, memory, transfers and syncs, as the simulated device counts them."""
+"""With `--trace` each line has its runs, time and memory, as the simulated device counts them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic import simgpu
 from gpumagic.errors import OptionError
 from gpumagic.options import parser
 
@@ -86,21 +85,6 @@ def test_time_within_a_line_includes_its_calls_and_not_what_runs_while_a_generat
     )
     assert rows[6].seconds >= 0.04 > rows[3].seconds + rows[4].seconds
     assert rows[9].seconds >= rows[8].seconds >= 0.02
-
-
-def test_transfers_and_syncs_of_a_line_are_those_of_the_device() -> None:
-    simgpu.reset_copies()
-    rows = lines_of(
-        """
-        h = torch.ones(1000, device="cpu")
-        def send(n):
-            return [h.to("simgpu:0") for _ in range(n)]
-        send(3)
-        g.sum().item()
-        """
-    )
-    assert (rows[4].transfers, rows[4].transferred, rows[4].syncs) == (3, 12_000, 3)
-    assert (rows[3].transfers, rows[5].transferred, rows[5].syncs) == (3, 4, 1)
 
 
 def test_a_thread_has_lines_of_its_own_without_memory() -> None:

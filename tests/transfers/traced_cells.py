@@ -63,8 +63,8 @@ def measured(backend: str) -> list[Taken]:
     return found
 
 
-def traced(backend: str) -> tuple[list[tuple[Taken, int]], Any]:
-    """Return the same of a traced cell, with the highest that its peak may be, and the report."""
+def traced(backend: str) -> list[Taken]:
+    """Return the same of a traced cell."""
     gc.collect()  # garbage of other tests, which would be freed meanwhile
     setup = SETUP.replace("DEVICE", "'simgpu:0'").strip().splitlines()
     report, _, _ = corpus.run("\n".join([*setup, *STATEMENTS]), backend=backend, trace=True)
@@ -73,5 +73,5 @@ def traced(backend: str) -> tuple[list[tuple[Taken, int]], Any]:
     for number in range(len(setup) + 1, len(setup) + len(STATEMENTS) + 1):
         row, level = rows[number], sum(rows[each].allocated - rows[each].freed for each in range(1, number))
         start = level + (report.timeline.courses[0].before if report.timeline else 0)
-        found.append((Taken(row.allocated, row.freed, row.peak - start), row.peak_at_most - start))
-    return found, report
+        found.append(Taken(row.allocated, row.freed, row.peak - start))
+    return found

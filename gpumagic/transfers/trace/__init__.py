@@ -1,12 +1,12 @@
-"""What `--trace` adds to a run: time, memory, transfers and syncs, line by line; time and memory by module.
+"""What `--trace` adds to a run: time and memory line by line, and by module.
 
-Python says which line begins and ends; the allocator's running sums, read then, say what it took, and its history what
-was highest meanwhile and what for. All figures of a line include those of what it calls.
+Python says which line begins and ends, and only the time is noted then. The allocator's own history says afterwards
+what was allocated while a line ran. All figures of a line include those of what it calls.
 
     events.py      which line runs, of the cell and of the functions that `--trace=FUNCTION,...` names
-    lines.py       the running sums, and their differences by line
+    lines.py       how often and how long each line runs, and from when to when
     modules.py     the same by module
-    memory.py      the allocator's history with lines and modules: the peak of each line, a ledger of blocks
+    memory.py      the allocator's history by line and module: the peak of each line, a ledger of blocks
     run.py         the trace of one run
     report.py      the records; `view.py` shows them
 """

@@ -74,7 +74,7 @@ class _MonitoringEvents:
         names = _monitoring.events
         return {
             names.PY_START: self._enter, names.PY_RESUME: self._enter, names.PY_THROW: self._enter_anyhow,
-            names.LINE: self._line, names.PY_RETURN: self._leave, names.PY_YIELD: self._leave,
+            names.LINE: self._listener.line, names.PY_RETURN: self._leave, names.PY_YIELD: self._leave,
             names.PY_UNWIND: self._leave,
         }  # fmt: skip
 
@@ -88,9 +88,6 @@ class _MonitoringEvents:
     def _enter_anyhow(self, code: CodeType, _: int, __: object) -> None:
         if self._wanted(code, sys._getframe(1)):
             self._listener.enter(code)
-
-    def _line(self, code: CodeType, line: int) -> None:
-        self._listener.line(code, line)
 
     def _leave(self, code: CodeType, _: int, __: object) -> None:
         self._listener.leave(code)

@@ -1,15 +1,15 @@
-"""Time and memory by module: the difference of the running sums from when one module runs to when the next does.
+"""Time and memory by module: each has its own figures, without those of the modules in it.
 
-Each module has its own figures, without those of the modules in it, so that all of them and what ran outside add up to
-what the run took. Which module holds the memory at the peak is in the ledger of blocks: a parameter, gradient or
-optimizer state is that of its module, a result of an operator that of the module that ran. Imports torch at its top.
+So all of them and what ran outside add up to what the run took. Which module holds the memory at the peak is in the
+ledger of blocks: a parameter, gradient or optimizer state is that of its module, a result of an operator that of the
+module that ran. Imports torch at its top.
 """
 
 from __future__ import annotations
 
-import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,85 +18,61 @@ from gpumagic.heap import branches
 from gpumagic.heap.modules import registered
 from gpumagic.heap.running_module import RunningModule
 from gpumagic.heap.storages import local_of
-from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.memory.ledger import REST, Ledger
+from gpumagic.memory.ledger import REST
 from gpumagic.memory.parts import OF_MODULES
-from gpumagic.transfers.trace.lines import Meter
 from gpumagic.transfers.trace.memory import Owner, TracedMemory
 from gpumagic.transfers.trace.report import ModuleReport, ModuleRow
 
 
-@dataclass(slots=True)
-class _ModuleSum:
-    calls: int = 0
-    seconds: float = 0.0
-    backward_seconds: float = 0.0
-    allocated: int = 0
-    freed: int = 0
-
-
 class ModuleLog(RunningModule):
-    """The sums of one run by module."""
+    """The modules of one run: their calls and times, and whose the memory of a device is."""
 
-    def __init__(self, meter: Meter, namespace: Mapping[str, Any]) -> None:
+    def __init__(self, device: str, namespace: Mapping[str, Any]) -> None:
         super().__init__(self._switch)
-        self.memory = TracedMemory(meter.device, self._kept)
-        self._meter = meter
+        self.memory = TracedMemory(device, self._kept)
         self._namespace = namespace
+        self._calls: Counter[int | None] = Counter()
+        self._seconds = defaultdict[int | None, float](float), defaultdict[int | None, float](float)
+        """In forward, or outside of modules, and in backward."""
         self._now: int | None = None
         self._was_backward = False
-        self._sums: dict[int | None, _ModuleSum] = {None: _ModuleSum()}
-        self._before = meter.memory()
-        self._at = time.perf_counter()
-        self._seconds = self._at - meter.own_seconds
+        self._since = perf_counter()
 
-    def report(self, book: Ledger) -> ModuleReport:
+    def report(self) -> ModuleReport:
         """Return the rows of the modules that ran or hold memory."""
-        self._add()
+        book, taken, freed = self.memory.ledger()
         names: dict[int | None, str] = {None: REST, **dict(enumerate(self.names))}
         at_peak = dict(book.by_module(0, self.names))
         rows = []
         for number, path in names.items():
-            found, parts = (
-                self._sums.get(number, _ModuleSum()),
-                at_peak.pop(path, {}),
-            )  # once: modules that are made anew share a name
-            if found != _ModuleSum() or parts:
+            figures = (
+                self._calls[number], self._seconds[0][number], self._seconds[1][number], taken[number], freed[number],
+            )  # fmt: skip
+            parts = at_peak.pop(path, {})  # once: modules that are made anew share a name
+            if any(figures) or parts:
                 parts["other"] = parts.get("other", 0) + parts.pop("earlier cells", 0)
                 held = {kind.replace(" ", "_"): parts.get(kind, 0) for kind in OF_MODULES}
-                taken = found.calls, found.seconds, found.backward_seconds, found.allocated, found.freed
-                rows.append(ModuleRow(path, *taken, **held, at_peak=sum(held.values())))
-        return ModuleReport(self._meter.device, tuple(rows), book.accounts[0].peak.allocated)
+                rows.append(ModuleRow(path, *figures, **held, at_peak=sum(held.values())))
+        return ModuleReport(self.memory.device, tuple(rows), book.accounts[0].peak.allocated)
 
-    # ---- Turns
+    def unwatch(self) -> None:
+        """Remove every hook, and end the time of what runs; idempotent."""
+        super().unwatch()
+        self._end_turn(perf_counter())
 
     def entered(self, module: torch.nn.Module) -> None:
         """Count the call."""
-        self._sums.setdefault(self.number(module), _ModuleSum()).calls += 1
+        self._calls[self.number(module)] += 1
 
     def _switch(self, number: int | None) -> None:
-        now = self._add()
+        now = perf_counter()
+        self._end_turn(now)
         self._now, self._was_backward = number, self.in_backward
-        self.memory.module_runs(number, self.in_backward, self._at, now)
-        self._meter.own_seconds += time.perf_counter() - self._at
+        self.memory.module_runs(number, self.in_backward, now)
 
-    def _add(self) -> AllocatorStats | None:
-        """Give what was taken since another module ran to the one that ran until now; return the memory."""
-        before, seconds = self._before or AllocatorStats(0, 0, 0), self._seconds
-        self._at = time.perf_counter()
-        self._seconds = self._at - self._meter.own_seconds
-        self._before = self._meter.memory()
-        found = self._sums.setdefault(self._now, _ModuleSum())
-        if self._was_backward:
-            found.backward_seconds += self._seconds - seconds
-        else:
-            found.seconds += self._seconds - seconds
-        now = self._before or before
-        found.allocated += now.total - before.total
-        found.freed += now.freed - before.freed
-        return self._before
-
-    # ---- Memory
+    def _end_turn(self, now: float) -> None:
+        self._seconds[self._was_backward][self._now] += now - self._since
+        self._since = now
 
     def _kept(self) -> Iterator[tuple[int, Owner]]:
         """Yield the addresses of parameters, buffers, gradients and optimizers' state, with their modules."""

@@ -22,21 +22,16 @@ class LineRow:
     seconds: float
     """The host's time in it; of a generator and a coroutine, without the time between two steps."""
     allocated: int | None
-    """Bytes allocated on the run's device while it ran; None where only other threads ran it, or nothing counts."""
+    """Bytes allocated on the run's device while it ran, by the allocator's history; None where only other threads ran
+    it, or there is no history."""
     freed: int | None
     peak: int | None
-    """Bytes that the device certainly had allocated at once while it ran."""
-    peak_at_most: int | None
-    """The same as `peak`; more where the allocator keeps no history: then the true peak is between the two."""
-    transfers: int
-    transferred: int
-    """Their bytes."""
-    syncs: int
+    """The most bytes that the device had allocated at once while it ran."""
 
 
 @dataclass(frozen=True, repr=False)
 class LineReport(Report[LineRow]):
-    """Time, memory, transfers and syncs, line by line."""
+    """Time and memory, line by line."""
 
     row_type: ClassVar[type[Any]] = LineRow
 
@@ -47,6 +42,8 @@ class LineReport(Report[LineRow]):
     """Where each function that was asked for stands."""
     reason: str = ""
     """Why there are no lines."""
+    missing: str = ""
+    """Why lines have no memory, or only some."""
 
     @property
     def rows(self) -> tuple[LineRow, ...]:

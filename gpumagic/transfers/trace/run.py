@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
-from gpumagic.memory.history import AllocatorHistory
 from gpumagic.memory.timeline import DeviceEvent
 from gpumagic.source import frames
 from gpumagic.source.lines import WatchedCode
 from gpumagic.transfers.recorder import Recorder
 from gpumagic.transfers.trace.events import Events, events
-from gpumagic.transfers.trace.lines import LineLog, LineSum, Meter, Place
+from gpumagic.transfers.trace.lines import LineLog, LineSum, Place
 from gpumagic.transfers.trace.modules import ModuleLog
 from gpumagic.transfers.trace.report import LineReport, LineRow, ModuleReport
 
@@ -35,23 +35,17 @@ class Trace:
         block: CodeType | None,
         named: Mapping[str, CodeType],
     ) -> None:
-        meter = Meter(recorder)
-        self._device = meter.device
-        self._modules = ModuleLog(meter, code.namespace)
+        self._device = str(recorder.device)
+        self._modules = ModuleLog(self._device, code.namespace)
         self._memory = self._modules.memory
         self._sites = recorder.log.sites
         self._block = set() if block is None else set(frames.code_objects(block))
         self._code = code
         self._named = {name: set(frames.code_objects(each)) for name, each in named.items()}
         self._others = {each for codes in self._named.values() for each in codes} - self._block
-        self._lines = LineLog(meter, self._memory, lambda code: code not in self._others, self._place)
+        self._lines = LineLog(self._place, lambda code: code not in self._others, self._memory.line_runs)
         self._events: Events = events(self._lines, self._is_followed)
         self._reason = ""
-
-    @property
-    def history(self) -> AllocatorHistory:
-        """What the allocator recorded."""
-        return self._memory.history
 
     def start(self) -> None:
         """Begin to follow lines, if nobody else has what it takes, and modules."""
@@ -63,11 +57,15 @@ class Trace:
         """End it; idempotent, so that it can be called after an interrupt anywhere."""
         self._events.stop()
         self._modules.unwatch()
-        self._memory.stop()
+        self._memory.stop(perf_counter())
 
     def by_module(self) -> ModuleReport:
         """Return the sums by module."""
-        return self._modules.report(self._memory.ledger())
+        return self._modules.report()
+
+    def snapshot(self, lines: Sequence[tuple[int, str]]) -> Mapping[str, Any] | str:
+        """Return the snapshot of torch's CUDA allocator with its history of the cell, or why there is none."""
+        return self._memory.snapshot(self._code.filename or self._sites.filename or "", {**dict(lines)})
 
     def timeline(self) -> list[DeviceEvent]:
         """Return what was allocated after each event of the allocator's history."""
@@ -76,7 +74,7 @@ class Trace:
     def by_line(self, lines: Sequence[tuple[int, str]], elapsed: float) -> LineReport:
         """Return the sums by line; ``lines`` are those of the cell or block."""
         self._lines.close()
-        self._lines.find_peaks(self._memory.levels())
+        self._memory.add_to_lines(self._lines.runs())
         sums = self._lines.sums
         file = self._sites.filename if self._code.line is None else self._code.filename
         # The head of a `with` block runs before the block, and once more as it is left.
@@ -88,7 +86,7 @@ class Trace:
             files[name] = place
             rows += [_row(name, number, text, sums.get((place, number))) for number, text in _text(codes)]
         found = tuple(each for each in rows if each is not None)
-        return LineReport(self._device, found, elapsed, files, self._reason)
+        return LineReport(self._device, found, elapsed, files, self._reason, self._memory.missing())
 
     def _place(self, code: CodeType, line: int) -> Place:
         return (code.co_filename, line) if code in self._others else self._sites.place(code, line)

@@ -9,7 +9,7 @@ from gpumagic.memory.parts import OF_MODULES
 from gpumagic.report import document as doc
 from gpumagic.report.columns import Column, Table
 from gpumagic.report.tree import OUTSIDE, tree_blocks
-from gpumagic.report.units import count, duration, size, size_range
+from gpumagic.report.units import count, duration, size
 from gpumagic.transfers.trace.report import LineReport, LineRow, ModuleReport, ModuleRow
 
 SHOWN_LINES = 24
@@ -27,16 +27,23 @@ Changes = Mapping[int, tuple[str, ...]]
 _NONE: Changes = MappingProxyType({})
 
 
-def line_blocks(report: LineReport, changes: Changes = _NONE) -> Iterator[doc.Block]:
-    """Yield a table of the cell's lines, each with what to change about it, and one of each function's."""
+def line_blocks(
+    report: LineReport, changes: Changes = _NONE, columns: Sequence[Column[LineRow]] = ()
+) -> Iterator[doc.Block]:
+    """Yield a table of the cell's lines, each with what to change about it, and one of each function's.
+
+    The lines of the cell have further ``columns``.
+    """
     if report.reason:
         yield doc.Paragraph(f"Lines were not traced: {report.reason}.", muted=True)
+    elif report.missing:
+        yield doc.Paragraph(report.missing, muted=True)
     for function in dict.fromkeys([None, *report.files]):
         rows = [row for row in report.lines if row.function == function]
         if function is not None:
             yield doc.Heading(f"{function}: {_sum(rows)}" if rows else f"{function} did not run in Python", apart=True)
         if rows:
-            yield from _tables(rows, changes if function is None else _NONE)
+            yield from _tables(rows, changes, columns) if function is None else _tables(rows)
 
 
 def _headline(report: LineReport) -> str:
@@ -53,44 +60,36 @@ def _sum(rows: Sequence[LineRow]) -> str:
     return f"{duration(sum(row.seconds for row in rows))} in {count(len(rows), 'line')}"
 
 
-def _tables(rows: Sequence[LineRow], changes: Changes) -> Iterator[doc.Block]:
+def _tables(
+    rows: Sequence[LineRow], changes: Changes = _NONE, columns: Sequence[Column[LineRow]] = ()
+) -> Iterator[doc.Block]:
     shown = set(sorted(rows, key=lambda row: (row.seconds, row.allocated or 0), reverse=True)[:SHOWN_LINES])
     name = rows[0].function or "the cell"
-    yield _table([row for row in rows if row in shown], f"Lines of {name}", changes)
+    yield _table([row for row in rows if row in shown], f"Lines of {name}", changes, columns)
     if len(shown) < len(rows):
-        yield doc.Fold(f"{count(len(rows) - len(shown), 'more line')} of {name}", [_table(rows, "All lines", changes)])
+        yield doc.Fold(
+            f"{count(len(rows) - len(shown), 'more line')} of {name}", [_table(rows, "All lines", changes, columns)]
+        )
 
 
-def _table(rows: Sequence[LineRow], name: str, changes: Changes) -> Table:
+def _table(rows: Sequence[LineRow], name: str, changes: Changes, columns: Sequence[Column[LineRow]]) -> Table:
     line = Column[LineRow]("Line", lambda row: str(row.line), "right")
     code = Column[LineRow]("Code", lambda row: _code(row, changes), shrinks=True, code=True, least=24)
-    return Table.of(rows, (line, code, *FIGURES), name, elsewhere="in a wider terminal and in .by_line.to_pandas()")
+    return Table.of(
+        rows, (line, code, *FIGURES, *columns), name, elsewhere="in a wider terminal and in .by_line.to_pandas()"
+    )
 
 
 def _code(row: LineRow, changes: Changes) -> doc.Cell:
     return doc.Cell(row.code, notes=changes.get(row.line, ()))
 
 
-def _peak(row: LineRow) -> doc.Cell:
-    """Return the peak, as a range where only that is known."""
-    if not row.peak:
-        return doc.Cell("")
-    if row.peak_at_most is not None and size(row.peak_at_most) != size(row.peak):
-        return doc.Cell(
-            size_range(row.peak, row.peak_at_most),
-            title="The line frees what it allocates, and the allocator keeps no history: the peak lies in between.",
-        )
-    return doc.Cell(size(row.peak))
-
-
 FIGURES: tuple[Column[LineRow], ...] = (
     Column("Runs", lambda row: f"{row.hits:,}", "right", 2),
     Column("Time", lambda row: duration(row.seconds), "right", bar=lambda row: row.seconds),
     Column("Allocated", lambda row: size(row.allocated) if row.allocated else "", "right", 1),
-    Column("Freed", lambda row: size(row.freed) if row.freed else "", "right", 2),
-    Column("Peak", _peak, "right", 1),
-    Column("Transfers", lambda row: f"{row.transfers:,}× {size(row.transferred)}" if row.transfers else "", "right", 1),
-    Column("Syncs", lambda row: f"{row.syncs:,}" if row.syncs else "", "right", 2),
+    Column("Freed", lambda row: size(row.freed) if row.freed else "", "right", 3),
+    Column("Peak", lambda row: size(row.peak) if row.peak else "", "right", 1),
 )
 """What is measured of a line."""
 
