@@ -122,11 +122,6 @@ def ask(request: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[dic
     return start(request["engine"]).ask(request, variants) if variants else []
 
 
-def warm(engine: str = "fake") -> Worker | None:
-    """Return the worker that waits for an engine's next dry run, if one does."""
-    return _workers.get(engine)
-
-
 def close() -> None:
     """End the warm workers, if there are any."""
     while _workers:

@@ -177,7 +177,8 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     workers: dict[str, Any] = {}
-    _import_all("import torch._dynamo, torch.utils.checkpoint")  # as optimizers and autograd do when first used
+    # As optimizers and autograd do when first used, and as every notebook has.
+    _import_all("import torch._dynamo, torch.utils.checkpoint, IPython.core.interactiveshell, gpumagic.dryrun.run")
     for line in sys.stdin:
         asked = json.loads(line)
         _import_all(asked["setup"] + "\n" + asked["code"])

@@ -218,7 +218,7 @@ def test_what_does_nothing_in_a_dry_run_lets_it_go_on(tmp_path, monkeypatch, cel
 
 def test_a_worker_that_was_killed_is_replaced(notebook) -> None:
     gpumagic.dry_run(STEP, notebook)
-    worker = client.warm().pid
+    worker = client._workers["fake"].pid
     os.kill(worker, signal.SIGKILL)
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # it has ended, and its parent is still to find that out
     assert gpumagic.dry_run(STEP, notebook).fits

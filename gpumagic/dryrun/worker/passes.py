@@ -23,6 +23,9 @@ from gpumagic.source import frames
 _FOR, _ENTER, _AGAIN = "__dry_run_for__", "__dry_run_enter__", "__dry_run_again__"
 _NUMBER = "__dry_run_number__"
 
+_OFTEN = 4
+"""How many times as many passes of a loop must have been run as those that are said to have needed all."""
+
 File = tuple[str, int]
 """A file name and a line in it."""
 
@@ -67,6 +70,7 @@ class Passes:
         self._cell = cell
         self._sources = sources
         self._loops: list[Loop] = []
+        self._samples: list[tuple[list[int], int, int]] = []
         self._codes: dict[str, dict[tuple[int, str], types.CodeType]] = {}
         vars(builtins).update({_FOR: self._iterate, _ENTER: self._enter, _AGAIN: self._again})
 
@@ -94,14 +98,25 @@ class Passes:
         found = self._codes[name].get((code.co_firstlineno, code.co_name), code)
         return found if found.co_freevars == code.co_freevars else code
 
-    def runs(self) -> list[int]:
-        """Return how many passes of each loop were begun, of its latest run."""
-        return [loop.run for loop in self._loops]
+    def sample(self, peak: int, allocated: int) -> None:
+        """Note how many passes were begun at a peak and with so many allocated bytes of all devices."""
+        self._samples.append(([loop.run for loop in self._loops], peak, allocated))
 
-    def flat(self, since: list[int | None]) -> list[tuple[str, int]]:
-        """Return the places of loops of which no pass after the given one took more memory, and that pass."""
-        told = zip(self._loops, since, strict=True)
-        return [(loop.place, number) for loop, number in told if number is not None and not loop.is_over]
+    def flat(self, peak: int) -> list[tuple[str, int]]:
+        """Return the places of loops that need no more memory after some pass, and which it is.
+
+        Neither the peak may have grown since, nor what was found allocated, which is beneath it, in the later half.
+
+        Args:
+            peak: what it is now.
+        """
+        later = [(runs, allocated) for runs, highest, allocated in self._samples if highest == peak]
+        half = len(later) // 2
+        if not half or max(each[1] for each in later[half:]) > max(each[1] for each in later[:half]):
+            return []
+        needed = {place: run + 1 for place, run in enumerate(later[0][0])}
+        told = [(loop, needed.get(place, 1)) for place, loop in enumerate(self._loops) if not loop.is_over]
+        return [(loop.place, number) for loop, number in told if loop.run >= _OFTEN * number]
 
     def counts(self, running: Iterable[File]) -> list[tuple[str, int, int | None]]:
         """Return each loop's place, and of its latest run the passes begun and the passes asked for.

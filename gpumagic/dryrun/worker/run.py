@@ -62,8 +62,6 @@ class Run:
         self.kept: list[torch.Tensor] = []
         """What the notebook holds besides what was sent."""
         self._until = math.inf
-        self._seen: list[tuple[list[int], int, int]] = []
-        """Now and then: the passes of each loop, the peak and the allocated bytes of all devices."""
         self.names: list[str] = []
         self.namespace: dict[str, Any] = {}
 
@@ -145,20 +143,7 @@ class Run:
             signal.setitimer(signal.ITIMER_REAL, 0)
             self.out_of_time(frame)
         else:
-            self._seen.append((self.passes.runs(), *self.allocated()))
-
-    def _flat_from(self) -> list[int | None]:
-        """Return for each loop the pass after which none took more memory; None where that was not seen.
-
-        Neither the peak may have grown since, nor what was found allocated, which is beneath it, in the later half.
-        """
-        now, peak = self.passes.runs(), self.allocated()[0]
-        later = [(runs, allocated) for runs, highest, allocated in self._seen if highest == peak]
-        half = len(later) // 2
-        if not half or max(each[1] for each in later[half:]) > max(each[1] for each in later[:half]):
-            return [None] * len(now)
-        first = [*later[0][0], *[0] * (len(now) - len(later[0][0]))]
-        return [begun + 1 if run >= _OFTEN * (begun + 1) else None for begun, run in zip(first, now, strict=True)]
+            self.passes.sample(*self.allocated())
 
     def out_of_time(self, frame: types.FrameType | None) -> None:
         """Tell how far it came."""
@@ -168,7 +153,7 @@ class Run:
         """Send what is known so far."""
         seconds = self.request["time_limit"]
         self.notes.not_known(f"what the cell needs later: it was run for {seconds:g} s and not to its end")
-        flat = self.passes.flat(self._flat_from())
+        flat = self.passes.flat(self.allocated()[0])
         self.send({**self.outcome(None, running), "is_open": True, "flat": flat})
 
     def outcome(self, error: dict[str, Any] | None, running: Iterable[File]) -> Outcome:
@@ -220,8 +205,6 @@ class Run:
 
 _TICK = 0.05
 """Seconds between two looks."""
-_OFTEN = 4
-"""How many times as many passes must have been run as those that are said to have needed all."""
 
 
 class _Unpickler(pickle.Unpickler):
