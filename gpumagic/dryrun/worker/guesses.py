@@ -1,6 +1,6 @@
 """What the host is told where it reads something that no dry run computes: a loss, whether it fell, how many match.
 
-A number is handed out as `noted.Numbers` does, and what it decides is noted here. Where something is decided by it the
+A number is handed out as a `noted.Noted`, and what it decides is noted here. Where something is decided by it the
 cell is run again, and at that place another outcome is taken, or another number; the report names each with its line.
 """
 

@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from gpumagic.dryrun.worker.guesses import Read
 from gpumagic.heap.running_module import tensors_in
 
 if TYPE_CHECKING:
-    from gpumagic.dryrun.worker.guesses import Guesses, Key
+    from gpumagic.dryrun.worker.guesses import Guesses
 
 _LOGS = (
     "logging", "tqdm", "json", "pprint", "csv", "rich", "wandb", "mlflow", "matplotlib", "tensorboard", "tensorboardX",
@@ -52,21 +53,11 @@ _SHOWN: deque[tuple[str, Any]] = deque(maxlen=64)
 """Numbers that were made a text lately, to know them again where the notebook makes a number of that."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Noted(Read):
-    """A number from a device that notes what it decides.
+    """A number from a device that notes what it decides; `guesses` is told."""
 
-    Args:
-        number: what it is taken to be.
-        key: where it was read.
-        guesses: is told what it decides.
-        may_be_known: whether a run that follows values may know it.
-    """
-
-    __slots__ = ("_guesses",)
-
-    def __init__(self, number: float, key: Key, guesses: Guesses, *, may_be_known: bool) -> None:
-        super().__init__(number, key, may_be_known)
-        self._guesses = guesses
+    guesses: Guesses
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -79,37 +70,34 @@ class Noted(Read):
         if type(number) not in {int, float}:
             return number
         known = self.may_be_known or any(type(each) is Noted and each.may_be_known for each in others)
-        return Noted(number, self.key, self._guesses, may_be_known=known)
+        return Noted(number, self.key, known, self.guesses)
 
     def lose(self) -> Any:
         """Return the plain number to code that cannot note what it does with it."""
         if not cell.runs_in(*_LOGS):
-            self._guesses.lose(self)
+            self.guesses.lose(self)
         return self.number
 
     def decide(self, outcome: bool) -> bool:
         """Return what is decided, which a run may turn over."""
-        return self._guesses.decide(self, outcome)
+        return self.guesses.decide(self, outcome)
+
+    def _beside(self, other: Any) -> Any:
+        """Return the plain number for an operation with another value, told where that could not note it."""
+        is_on_device = isinstance(other, torch.Tensor) and not other.is_cpu
+        return self.number if is_on_device or isinstance(other, _PLAIN) else self.lose()
 
     def _combined(self, function: Callable[[Any, Any], Any], other: Any, *, is_right: bool = False) -> Any:
-        if isinstance(other, torch.Tensor):
-            mine = self.number if not other.is_cpu else self.lose()
-        elif type(other) is Noted or isinstance(other, _PLAIN):
-            mine = self.number
-        else:
-            mine = self.lose()
-        theirs = other.number if type(other) is Noted else other
-        made = function(theirs, mine) if is_right else function(mine, theirs)
-        return self._like(made, other)
+        pair = self._beside(other), other.number if type(other) is Noted else other
+        return self._like(function(*(pair[::-1] if is_right else pair)), other)
 
     def _compared(self, function: Callable[[Any, Any], Any], other: Any) -> Any:
-        if isinstance(other, torch.Tensor):
-            return function(self.number if not other.is_cpu else self.lose(), other)
-        if type(other) is Noted or isinstance(other, _PLAIN):
-            if self.may_be_known or (type(other) is Noted and other.may_be_known):
-                self._guesses.begin_again()
-            return self.decide(function(self.number, other.number if type(other) is Noted else other))
-        return function(self.number if isinstance(other, str | None) else self.lose(), other)
+        if not isinstance(other, _PLAIN):
+            return function(self.number if isinstance(other, str | None) else self._beside(other), other)
+        theirs: Any = other
+        if self.may_be_known or getattr(theirs, "may_be_known", False):
+            self.guesses.begin_again()
+        return self.decide(function(self.number, getattr(theirs, "number", theirs)))
 
     def __bool__(self) -> bool:
         return self.decide(bool(self.number))
@@ -215,82 +203,76 @@ def _is_formatting() -> bool:
     )
 
 
-class Numbers:
-    """Noted numbers wherever the host reads one of an accelerator's, for the rest of the process.
+def install(guesses: Guesses) -> None:
+    """Note numbers wherever the host reads one of an accelerator's, for the rest of the process.
+
+    Functions of Python that would lose the note for nothing are replaced.
 
     Args:
         guesses: tells what is read.
     """
+    tensor: Any = torch.Tensor
+    show = tensor.__repr__
 
-    def __init__(self, guesses: Guesses) -> None:
-        self._guesses = guesses
+    def shown(tensor: torch.Tensor, **how: Any) -> str:
+        with guesses.ignoring():
+            return str(show(tensor, **how))
 
-    def install(self) -> None:
-        """Replace the functions that read, and those of Python that would lose the note for nothing."""
-        tensor: Any = torch.Tensor
-        for name in ("item", "tolist"):
-            setattr(tensor, name, self._reading(getattr(tensor, name)))
-        show = tensor.__repr__
+    tensor.__repr__ = shown
+    setattr(builtins, "__dry_run_number__", _converting)  # noqa: B010
+    owners = [each for each in (math, statistics, sys.modules.get("numpy")) if each is not None]
+    carrying = [(builtins, name) for name in ("min", "max")]
+    carrying += [(each, name) for each in owners for name in (*_MATH, *_AVERAGES) if hasattr(each, name)]
+    encoder: Any = json.JSONEncoder
+    for replacing, places in (
+        (functools.partial(_reading, guesses), [(tensor, "item"), (tensor, "tolist")]),
+        (_carrying, carrying),
+        (_testing, [(math, name) for name in _TESTS]),
+        (_writing, [(encoder, "encode"), (encoder, "iterencode")]),
+        (_losing, [(torch, "tensor"), (torch, "as_tensor")]),
+    ):
+        for owner, name in places:
+            setattr(owner, name, replacing(getattr(owner, name)))
 
-        def shown(tensor: torch.Tensor, **how: Any) -> str:
-            with self._guesses.ignoring():
-                return str(show(tensor, **how))
 
-        tensor.__repr__ = shown
-        setattr(builtins, "__dry_run_number__", self._converting)  # noqa: B010
-        owners = [each for each in (math, statistics, sys.modules.get("numpy")) if each is not None]
-        carrying = [(builtins, name) for name in ("min", "max")]
-        carrying += [(each, name) for each in owners for name in (*_MATH, *_AVERAGES) if hasattr(each, name)]
-        encoder: Any = json.JSONEncoder
-        for replacing, places in (
-            (_carrying, carrying),
-            (_testing, [(math, name) for name in _TESTS]),
-            (_writing, [(encoder, "encode"), (encoder, "iterencode")]),
-            (_losing, [(torch, "tensor"), (torch, "as_tensor")]),
-        ):
-            for owner, name in places:
-                setattr(owner, name, replacing(getattr(owner, name)))
+def _reading(guesses: Guesses, read: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that reads a tensor with its numbers noted."""
 
-    def _reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        guesses = self._guesses
+    def wrapped(value: Any, origin: Read) -> Any:
+        if isinstance(value, list):
+            return [wrapped(each, origin) for each in value]
+        return Noted(value, origin.key, origin.may_be_known, guesses)
 
-        def noted(tensor: torch.Tensor) -> Any:
-            if tensor.is_meta or not guesses.is_noted(tensor.dtype) or tensor.numel() > _MOST_LISTED:
+    def noted(tensor: torch.Tensor) -> Any:
+        if tensor.is_meta or not guesses.is_noted(tensor.dtype) or tensor.numel() > _MOST_LISTED:
+            return read(tensor)
+        if tensor.is_cpu:
+            known = guesses.fetched(tensor)
+            if known is None:
                 return read(tensor)
-            if tensor.is_cpu:
-                known = guesses.fetched(tensor)
-                if known is None:
-                    return read(tensor)
-                with guesses.ignoring():
-                    value = read(tensor)
-                guesses.noted += 1
-                return _wrapped(value, known, guesses)
-            with guesses.noting() as reads:
+            with guesses.ignoring():
                 value = read(tensor)
-            return _wrapped(value, reads[0], guesses) if reads else value
+            guesses.noted += 1
+            return wrapped(value, known)
+        with guesses.noting() as reads:
+            value = read(tensor)
+        return wrapped(value, reads[0]) if reads else value
 
-        return noted
-
-    def _converting(self, kind: Any) -> Any:
-        """Return what the notebook's code calls for `float(x)` and `int(x)`."""
-
-        def convert(*args: Any) -> Any:
-            value = args[0] if len(args) == 1 else None
-            if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cpu:
-                value = value.item()
-            elif type(value) is str:
-                value = next((number for text, number in _SHOWN if text == value.strip()), None)
-            return (
-                value._like(kind(value.number)) if type(value) is Noted else kind(*args if value is None else [value])
-            )
-
-        return convert if kind is int or kind is float else kind
+    return noted
 
 
-def _wrapped(value: Any, read: Read, guesses: Guesses) -> Any:
-    if isinstance(value, list):
-        return [_wrapped(each, read, guesses) for each in value]
-    return Noted(value, read.key, guesses, may_be_known=read.may_be_known)
+def _converting(kind: Any) -> Any:
+    """Return what the notebook's code calls for `float(x)` and `int(x)`."""
+
+    def convert(*args: Any) -> Any:
+        value = args[0] if len(args) == 1 else None
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cpu:
+            args = (value := value.item(),)
+        elif type(value) is str:
+            value = next((number for text, number in _SHOWN if text == value.strip()), None)
+        return value._like(kind(value.number)) if type(value) is Noted else kind(*args)
+
+    return convert if kind is int or kind is float else kind
 
 
 def _carrying(function: Callable[..., Any]) -> Callable[..., Any]:

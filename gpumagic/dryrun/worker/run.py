@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.worker import deferred_fills
+from gpumagic.dryrun.worker import deferred_fills, noted
 from gpumagic.dryrun.worker.cell import Lines, Notes
 from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.dryrun.worker.deferred_fills import DeferredFills
@@ -29,7 +29,6 @@ from gpumagic.dryrun.worker.fetched import Fetched
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.known import Known
 from gpumagic.dryrun.worker.modules import Models, Modules
-from gpumagic.dryrun.worker.noted import Numbers
 from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.dryrun.worker.sandbox import Magics
 from gpumagic.dryrun.worker.shown import Shown
@@ -94,7 +93,7 @@ class Run:
         self.fills = DeferredFills(self.guesses.fill, draws=not self.request["turned"])
         self.fills.install()
         self.guesses.leave = self.fills.leave
-        Numbers(self.guesses).install()
+        noted.install(self.guesses)
         self.notes.effects.clear()
         self._prepare()
         self.models = Models(self.namespace)
