@@ -15,19 +15,15 @@ scan counts such objects as the graph's, before and after.
 from __future__ import annotations
 
 import contextlib
-import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.heap import storages
-from gpumagic.heap.branches import Fields, attributes, attributes_of, class_attribute, fields_of
-from gpumagic.heap.modules import modules_in, registered
-from gpumagic.heap.storages import local_of, undisturbed
-from gpumagic.memory.timeline import KeptStorage, KeptStorages
+from gpumagic.heap.branches import Fields, attributes, class_attribute, fields_of
+from gpumagic.heap.storages import local_of
 
 if TYPE_CHECKING:
     import torch
@@ -77,48 +73,6 @@ def node_types() -> set[type]:
 def is_node(kind: type) -> bool:
     """Return whether a type is of a node of autograd's graphs."""
     return type(class_attribute(kind, "next_functions")) is types.GetSetDescriptorType
-
-
-MOST_TENSORS = 400
-"""The limit for a cell that is not traced: each takes five microseconds."""
-
-
-def find_kept(namespace: Mapping[str, object], most: int | None = MOST_TENSORS) -> KeptStorages:
-    """Return the device storages of the modules and optimizers in a namespace; none above ``most`` tensors."""
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "optim"):
-        return {}
-    values = list(namespace.values())
-    roots = [each for each in values if issubclass(type(each), torch.nn.Module)]
-    modules = {id(each): each for root in roots for _, each in modules_in(root)}.values()
-    optimizers = [each for each in values if issubclass(type(each), torch.optim.Optimizer)]
-    if not modules and not optimizers:
-        return {}
-    found: dict[int, KeptStorage] = {}
-    with undisturbed():
-        states = [state for each in optimizers for state in _values(attributes_of(each).get("state"))]
-        weights = [each for module in modules for _, each in registered(module, "_parameters")]
-        if most is not None and len(weights) + sum(map(len, states)) > most:
-            return {}
-        _note(found, "parameters", weights)
-        _note(found, "buffers", (each for module in modules for _, each in registered(module, "_buffers")))
-        _note(found, "gradients", gradients_of(weights))
-        _note(found, "optimizer state", (each for state in states for each in _values(state)))
-    storages.forget_expired()
-    return found
-
-
-def _note(found: dict[int, KeptStorage], part: str, tensors: Iterable[Any]) -> None:
-    import torch
-
-    for each in map(local_of, tensors):
-        if type(each) not in (torch.Tensor, torch.nn.Parameter) or each.device.type in ("cpu", "meta"):
-            continue
-        if each.layout is torch.strided:
-            storage = each.untyped_storage()
-            found.setdefault(
-                storages.number_of(storage), KeptStorage(str(each.device), part, storage.nbytes(), storage.data_ptr())
-            )
 
 
 def _values(mapping: Any) -> list[Any]:

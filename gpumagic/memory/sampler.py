@@ -14,21 +14,13 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.memory.timeline import (
-    MAX_POINTS,
-    DeviceEvent,
-    KeptStorages,
-    MemoryTimeline,
-    TimelineLog,
-    kept_by_part,
-    new_storages,
-)
+from gpumagic.memory.timeline import MAX_POINTS, MemoryTimeline, TimelineLog
 from gpumagic.source.lines import CellLineFinder, CodeLineFinder, LineFinder, WatchedCode
 
 FIRST_DELAY = 0.064
@@ -188,19 +180,7 @@ class CellMemory:
         self.log.end()
         stop_sampling(self._sampled)
 
-    def finished(
-        self,
-        after: Mapping[str, AllocatorStats],
-        kept: tuple[KeptStorages, KeptStorages] = ({}, {}),
-        events: Sequence[DeviceEvent] = (),
-    ) -> MemoryTimeline | None:
-        """Return the timeline, or None where no device's memory changed.
-
-        Args:
-            after: the final statistics.
-            kept: the storages of modules and optimizers at the start and at the end.
-            events: what the allocators' own histories say, which is all; else the samples do.
-        """
+    def finished(self, after: Mapping[str, AllocatorStats]) -> MemoryTimeline | None:
+        """Return the timeline with the final statistics, or None where no device's memory changed."""
         self._code.filename = self._code.filename or self._finder.filename
-        log = self.log.of_events(events, after) if events else self.log
-        return log.finished(after, lambda: dict(self._code.lines()), kept_by_part(*kept), new_storages(*kept))
+        return self.log.finished(after, lambda: dict(self._code.lines()))

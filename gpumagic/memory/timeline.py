@@ -2,24 +2,21 @@
 
 A sample is what the allocators' counters say at one moment. An excursion between two samples shows in the peak counter,
 which is never reset: where that has risen, the line responsible is one of those that ran between the two samples
-(`lines_between`). `sampler` samples by the clock; a traced cell has a sample of every block that was taken or
-given back.
+(`lines_between`). `sampler` samples by the clock.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.report.base import grouped, to_figure
+from gpumagic.report.base import to_figure
 from gpumagic.source.lines import lines_between
 
 if TYPE_CHECKING:
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """A stretch of the time of a cell; with ``--trace``, of its operators."""
+    """A stretch of the time of a cell."""
 
     seconds: float
     """When its first sample was taken, from the start of the cell."""
@@ -38,11 +35,6 @@ class MemoryPoint:
     """Most of them; or the allocator's peak between two samples, where that is higher."""
     last: int
     """Bytes at the last sample in it."""
-    look: int = 0
-    """The number of that first sample; with ``--trace`` there is one of each block taken or given back."""
-    parts: Mapping[str, int] = field(default_factory=dict)
-    """With ``--trace``, bytes that were certainly there throughout, by what they are for, as in `DeviceTimeline.parts`:
-    what had come by its begin and stayed to the end of the cell. Empty without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +53,6 @@ class DeviceTimeline:
     code: str | None
     """That line, where it is one."""
     points: tuple[MemoryPoint, ...] = ()
-    parts: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that were there from the start to the end, and so at the peak, by what modules and optimizers of the
-    notebook have them for: ``"parameters"``, ``"gradients"``, ``"optimizer state"``, ``"buffers"``. The rest of the
-    peak is activations and what else came and went. Empty where that is not known."""
-    grown: Mapping[str, int] = field(default_factory=dict)
-    """The same of what came during the cell and was there at its end."""
     capacity: int | None = None
     """Bytes of the device; None where its driver does not tell."""
 
@@ -90,13 +76,10 @@ class MemoryTimeline:
     seconds: float
     looks: int
     """How often the allocators' figures were read, the start and the end included."""
-    every_operator: bool = False
-    """Whether each block is known that was taken or given back; else the figures were read by the clock."""
 
     def share(self, point: MemoryPoint) -> float:
-        """Return where a point is, from 0 for the start to 1 for the end: in time, or in blocks."""
-        at, whole = (point.look, self.looks) if self.every_operator else (point.seconds, self.seconds)
-        return at / whole if whole else 0.0
+        """Return where a point is, from 0 for the start to 1 for the end."""
+        return point.seconds / self.seconds if self.seconds else 0.0
 
 
 def plot(timeline: MemoryTimeline | None) -> Figure:
@@ -110,46 +93,6 @@ def plot(timeline: MemoryTimeline | None) -> Figure:
     return to_figure(timeline)
 
 
-class KeptStorage(NamedTuple):
-    """A storage: where, what for, its bytes, and the address of the first."""
-
-    device: str
-    part: str
-    nbytes: int
-    address: int
-
-
-class DeviceEvent(NamedTuple):
-    """A block that was taken or given back, as an allocator's history has it."""
-
-    device: str
-    at: float
-    """When, by `time.perf_counter`."""
-    allocated: int
-    """The device's bytes after it."""
-    line: int | None
-    address: int
-    """Where a block was taken; 0 where one was given back."""
-
-
-KeptStorages = Mapping[int, KeptStorage]
-"""By the storage's number."""
-
-
-def kept_by_part(before: KeptStorages, after: KeptStorages) -> dict[str, dict[str, int]]:
-    """Return by device the bytes of each part of what both samples have, the largest first."""
-    sums: dict[str, Counter[str]] = {}
-    for number in before.keys() & after.keys():
-        device, part, nbytes, _ = after[number]
-        sums.setdefault(device, Counter())[part] += nbytes
-    return {device: dict(found.most_common()) for device, found in sums.items()}
-
-
-def new_storages(before: KeptStorages, after: KeptStorages) -> dict[str, list[KeptStorage]]:
-    """Return by device the storages that only the later sample has."""
-    return grouped((after[number].device, after[number]) for number in after.keys() - before.keys())
-
-
 MAX_POINTS = 200
 """The most points of a timeline."""
 _FINEST_WIDTH = 1e-6
@@ -161,19 +104,16 @@ _NOTHING = AllocatorStats(0, 0, 0)
 
 
 class _Downsampler:
-    """One figure over time, or over samples, in at most so many points."""
+    """One figure over time, in at most so many points."""
 
-    def __init__(self, most: int, *, by_sample: bool = False) -> None:
-        self._most = most
-        self._by_sample = by_sample
-        self._width = 1.0 if by_sample else _FINEST_WIDTH
+    def __init__(self, most: int) -> None:
+        self._most, self._width = most, _FINEST_WIDTH
         self._found: dict[int, MemoryPoint] = {}
 
-    def add(self, seconds: float, look: int, high: int, last: int) -> None:
-        at = look if self._by_sample else seconds
-        while at >= self._most * self._width:
+    def add(self, seconds: float, high: int, last: int) -> None:
+        while seconds >= self._most * self._width:
             self._halve()
-        self._put(int(at / self._width), MemoryPoint(seconds, last, high, last, look))
+        self._put(int(seconds / self._width), MemoryPoint(seconds, last, high, last))
 
     def points(self) -> tuple[MemoryPoint, ...]:
         return tuple(self._found[place] for place in sorted(self._found))
@@ -185,9 +125,7 @@ class _Downsampler:
 
     def _put(self, place: int, new: MemoryPoint) -> None:
         old = self._found.get(place, new)
-        self._found[place] = MemoryPoint(
-            old.seconds, min(old.low, new.low), max(old.high, new.high), new.last, old.look
-        )
+        self._found[place] = MemoryPoint(old.seconds, min(old.low, new.low), max(old.high, new.high), new.last)
 
 
 class _DeviceLog:
@@ -205,33 +143,24 @@ class _DeviceLog:
         self.between: tuple[int | None, int | None] = (None, None)
         """Else the lines at the samples before and after it."""
         self.fold = fold
-        self.fold.add(0.0, 0, before.allocated, before.allocated)
+        self.fold.add(0.0, before.allocated, before.allocated)
 
-    def add(self, seconds: float, look: int, figures: AllocatorStats, since: int | None, line: int | None) -> bool:
-        """Add a sample with its time and number; return whether there is a new maximum.
-
-        The lines are those that ran at the previous sample and at this one.
-        """
+    def add(self, seconds: float, figures: AllocatorStats, since: int | None, line: int | None) -> None:
+        """Add a sample with its time; the lines are those that ran at the previous sample and at this one."""
         self.now = high = figures.allocated
         self.is_touched |= (figures.allocated, figures.allocations) != (self.before, self._allocations)
-        counter, is_new = self._counter if figures.peak is None else figures.peak, False
+        counter = self._counter if figures.peak is None else figures.peak
         if counter > self._counter:
             self.is_touched = True
             high = max(high, counter)
             if self.peak is None or counter > self.peak:
-                self.peak, self.line, self.between, is_new = counter, None, (since, line), True
+                self.peak, self.line, self.between = counter, None, (since, line)
         self._counter = counter  # lower than it was where the cell's own code has reset it
         if figures.allocated > self.seen:
             self.seen = figures.allocated
             if self.peak is None:
-                self.line, is_new = line, True
-        self.fold.add(seconds, look, high, figures.allocated)
-        return is_new
-
-    def settle_peak(self, after: AllocatorStats) -> None:
-        """Take the peak from the allocator's counter where it rose, with the line of the most that was seen."""
-        if (after.peak or 0) > self._counter:
-            self.peak = self._counter = after.peak or 0
+                self.line = line
+        self.fold.add(seconds, high, figures.allocated)
 
 
 class TimelineLog:
@@ -241,24 +170,18 @@ class TimelineLog:
         before: the allocators' statistics as the cell begins.
         line: the line that runs then.
         max_points: the most points to keep.
-        by_event: whether a point stands for a number of events of the allocator, rather than for a time.
     """
 
     def __init__(
-        self, before: Mapping[str, AllocatorStats], line: int | None = None, max_points: int = MAX_POINTS,
-        *, by_event: bool = False,
-    ) -> None:  # fmt: skip
-        self._before, self._first_line, self._max_points = before, line, max_points
+        self, before: Mapping[str, AllocatorStats], line: int | None = None, max_points: int = MAX_POINTS
+    ) -> None:
         self.started = time.perf_counter()
         self._ended: float | None = None
-        self._new_fold = partial(_Downsampler, max_points, by_sample=by_event)
-        self._tracks = {device: _DeviceLog(figures, self._new_fold()) for device, figures in before.items()}
+        self._max_points = max_points
+        self._tracks = {device: _DeviceLog(figures, _Downsampler(max_points)) for device, figures in before.items()}
         self._line = line
         self._samples = 1
         self._seconds = 0.0
-        self._is_every_operator = by_event
-        self._born: dict[tuple[str, int], int] = {}
-        """The event by which a block was last taken at an address of a device: that is there at the end."""
         self._lock = Lock()
 
     def add(self, figures: Mapping[str, AllocatorStats], line: int | None) -> None:
@@ -271,59 +194,28 @@ class TimelineLog:
         try:
             self._seconds = self._now()
             for device, now in figures.items():
-                self._track(device).add(self._seconds, self._samples, now, self._line, line)
+                self._track(device).add(self._seconds, now, self._line, line)
             self._samples += 1
             self._line = line
         finally:
             self._lock.release()
 
-    def of_events(self, events: Sequence[DeviceEvent], after: Mapping[str, AllocatorStats]) -> TimelineLog:
-        """Return the same by the allocators' histories, in which every block is, in the place of samples."""
-        log = TimelineLog(self._before, self._first_line, self._max_points, by_event=True)
-        log.started, log._ended = self.started, self._ended
-        for event in events:
-            log._add_event(event)
-        for device, track in log._tracks.items():
-            track.settle_peak(after.get(device, _NOTHING))
-        return log
-
-    def _add_event(self, event: DeviceEvent) -> None:
-        if event.address:
-            self._born[event.device, event.address] = self._samples
-        now = AllocatorStats(event.allocated, 0, None)
-        if self._track(event.device).add(event.at - self.started, self._samples, now, event.line, event.line):
-            self._track(event.device).line = event.line
-        self._samples += 1
-
     def finished(
-        self,
-        after: Mapping[str, AllocatorStats],
-        code: Callable[[], Mapping[int, str]] = dict,
-        parts: Mapping[str, Mapping[str, int]] | None = None,
-        grown: Mapping[str, Sequence[KeptStorage]] | None = None,
+        self, after: Mapping[str, AllocatorStats], code: Callable[[], Mapping[int, str]] = dict
     ) -> MemoryTimeline | None:
         """Return the timeline with the final statistics, or None where no device's memory changed.
 
         Args:
             after: the final statistics.
             code: returns the code's lines by number.
-            parts: by device, the bytes that were there throughout, by what for.
-            grown: by device, the storages that only the end has.
         """
         self.add(after, _END)
         touched = {device: track for device, track in sorted(self._tracks.items()) if track.is_touched}
         if not touched:
             return None
         lines = code()
-        arrivals = {
-            device: [(self._born.get((each.device, each.address)), each.part, each.nbytes) for each in storages]
-            for device, storages in (grown or {}).items()
-        }
-        courses = tuple(
-            _device_timeline(device, track, lines, (parts or {}).get(device, {}), arrivals.get(device, ()))
-            for device, track in touched.items()
-        )
-        return MemoryTimeline(courses, self._seconds, self._samples, self._is_every_operator)
+        courses = tuple(_device_timeline(device, track, lines) for device, track in touched.items())
+        return MemoryTimeline(courses, self._seconds, self._samples)
 
     def end(self) -> None:
         """Stop the clock: what follows is not part of the cell."""
@@ -334,43 +226,17 @@ class TimelineLog:
 
     def _track(self, device: str) -> _DeviceLog:
         if device not in self._tracks:
-            self._tracks[device] = _DeviceLog(_NOTHING, self._new_fold())
+            self._tracks[device] = _DeviceLog(_NOTHING, _Downsampler(self._max_points))
         return self._tracks[device]
 
 
-_Arrival = tuple[int | None, str, int]
-"""At which sample, if that is known; what for; how many bytes."""
-
-
-def _device_timeline(
-    device: str, track: _DeviceLog, code: Mapping[int, str], parts: Mapping[str, int], arrivals: Sequence[_Arrival]
-) -> DeviceTimeline:
+def _device_timeline(device: str, track: _DeviceLog, code: Mapping[int, str]) -> DeviceTimeline:
     first, last = (max(code, default=None) if line == _END else line for line in track.between)
     lines = lines_between(code, first, last) if track.line is None else (track.line, track.line)
     is_one = lines is not None and lines[0] == lines[1]
     text = code.get(lines[0], "").strip() if lines is not None and is_one else ""
     room = allocator.mem_get_info(device)
     return DeviceTimeline(
-        device, track.before, track.now, track.peak, track.seen, lines, text or None,
-        tuple(_with_parts(track.fold.points(), parts, arrivals)), parts, _sums(arrivals), room[1] if room else None,
+        device, track.before, track.now, track.peak, track.seen, lines, text or None, track.fold.points(),
+        room[1] if room else None,
     )  # fmt: skip
-
-
-def _with_parts(
-    points: Iterable[MemoryPoint], lasting: Mapping[str, int], arrivals: Sequence[_Arrival]
-) -> Iterator[MemoryPoint]:
-    """Yield the points with what was certainly there, where it is known when any of it came."""
-    timed = [each for each in arrivals if each[0] is not None]
-    always: list[_Arrival] = [(0, part, nbytes) for part, nbytes in lasting.items()]
-    for point in points:
-        come = [each for each in timed if each[0] is not None and each[0] <= point.look]
-        parts = _sums([*always, *come]) if timed else {}
-        # A module's memory that another library's allocator owns is not among what was allocated.
-        yield replace(point, parts=parts) if 0 < sum(parts.values()) <= point.low else point
-
-
-def _sums(arrivals: Iterable[_Arrival]) -> dict[str, int]:
-    found = Counter[str]()
-    for _, part, nbytes in arrivals:
-        found[part] += nbytes
-    return dict(found.most_common())

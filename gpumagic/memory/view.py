@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.memory.timeline import DeviceTimeline, MemoryTimeline
-from gpumagic.report import document
-from gpumagic.report.document import Block, Fold, Paragraph, Sparkline, stacking_order
-from gpumagic.report.plot import figure_of, finish_memory, label, mark_point, new_figure, part_colour, unit_for
+from gpumagic.report.document import Block, Fold, Paragraph, Sparkline
+from gpumagic.report.plot import figure_of, finish_memory, label, mark_point, new_figure, unit_for
 from gpumagic.report.units import count, duration, size, sparkline
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 COLUMNS = 60
 MIN_POINTS = 4
 """Points from which on there is something to draw."""
-REST = "activations and others"
 
 
 def timeline_blocks(timeline: MemoryTimeline | None) -> Iterator[Block]:
@@ -30,7 +28,7 @@ def timeline_blocks(timeline: MemoryTimeline | None) -> Iterator[Block]:
     if others:
         names = ", ".join(f"{each.device} (peak {size(each.highest)})" for each in others)
         yield Fold(f"Memory on {names}", [block for each in others for block in _device_blocks(each, timeline)])
-    yield Fold(_method(timeline), [Paragraph(text) for text in _details(timeline, drawn)])
+    yield Fold(_method(timeline), [Paragraph(text) for text in _details(drawn)])
 
 
 def drawable_devices(timeline: MemoryTimeline | None) -> tuple[DeviceTimeline, ...]:
@@ -52,25 +50,6 @@ def device_sparkline(timeline: MemoryTimeline | None, device: str, columns: int)
     return sparkline([float(each) for each in heights(series, timeline, columns)], high=float(series.highest))
 
 
-def bands(series: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUMNS) -> dict[str, list[float]]:
-    """Return what each column certainly consists of, as shares of the highest, the rest last; empty if unknown."""
-    whole = heights(series, timeline, columns)
-    certain: list[Mapping[str, int]] = [series.parts] * columns
-    highest = [-1] * columns
-    for point in series.points:
-        place = min(columns - 1, int(columns * timeline.share(point)))
-        if point.parts and point.high > highest[place]:
-            highest[place] = point.high
-            certain[place:] = [point.parts] * (columns - place)
-    certain = [each if sum(each.values()) <= top else {} for each, top in zip(certain, whole, strict=True)]
-    names = document.stacking_order(part for each in certain for part in each)
-    if not names:
-        return {}
-    found = {name: [each.get(name, 0) / series.highest for each in certain] for name in names}
-    sums = [sum(each.values()) for each in certain]
-    return {**found, REST: [(top - sure) / series.highest for top, sure in zip(whole, sums, strict=True)]}
-
-
 def heights(series: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUMNS) -> list[int]:
     """Return the most bytes in each of so many equal parts of the cell; without a sample, the last value seen."""
     found: list[int | None] = [None] * columns
@@ -88,7 +67,7 @@ def _device_blocks(series: DeviceTimeline, timeline: MemoryTimeline) -> Iterator
     yield Paragraph(said, muted=True)
     shares = [each / series.highest for each in shown]
     note = _peak_note(series)
-    yield Sparkline(shares, shown.index(max(shown)), note, f"{said}, {note}", bands(series, timeline))
+    yield Sparkline(shares, shown.index(max(shown)), note, f"{said}, {note}")
 
 
 def _peak_note(series: DeviceTimeline) -> str:
@@ -107,30 +86,18 @@ def _place(series: DeviceTimeline) -> str:
 
 
 def _method(timeline: MemoryTimeline) -> str:
-    if timeline.every_operator:
-        return "Memory after every block taken or given back, by the allocator's own history"
     apart = timeline.seconds / max(1, timeline.looks - 1)
     return f"Memory was sampled {count(timeline.looks, 'time')}, about every {duration(apart)}"
 
 
-def _details(timeline: MemoryTimeline, drawn: Sequence[DeviceTimeline]) -> Iterator[str]:
+def _details(drawn: Sequence[DeviceTimeline]) -> Iterator[str]:
     for series in drawn:
         code = f": {series.code}" if series.code else ""
         yield f"{series.device}: {_peak_note(series)}{code}."
-        if series.parts:
-            yield f"Peak: {_listed(series.parts)}, the rest activations and temporaries."
-        if series.grown:
-            yield f"Still allocated at the end: {_listed(series.grown)}."
-    if timeline.every_operator:
-        return
     if any(each.peak is None for each in drawn):
         yield "A peak between two samples is seen only where it is higher than any before the cell."
     else:
-        yield "Peaks between two samples are from the allocator's counter. --trace has every block."
-
-
-def _listed(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{part} {size(nbytes)}" for part, nbytes in found.items())
+        yield "Peaks between two samples are from the allocator's counter. --trace has that of each line."
 
 
 @figure_of.register(MemoryTimeline)
@@ -144,10 +111,7 @@ def plot_timeline(timeline: MemoryTimeline) -> Figure:
     axes = figure.subplots()
     most = max(series.highest for series in timeline.courses)
     unit = unit_for(most)
-    over = "Blocks taken and given back" if timeline.every_operator else "Seconds"
-    axes.set(xlabel=over, xlim=(0, timeline.looks if timeline.every_operator else timeline.seconds or None))
-    if len(timeline.courses) == 1:
-        _lay_out_parts(axes, timeline.courses[0], timeline, unit[0])
+    axes.set(xlabel="Seconds", xlim=(0, timeline.seconds or None))
     for series in timeline.courses:
         _draw(axes, series, timeline, unit[0])
     capacities = {series.capacity for series in timeline.courses}
@@ -156,37 +120,12 @@ def plot_timeline(timeline: MemoryTimeline) -> Figure:
 
 
 def _draw(axes: Any, series: DeviceTimeline, timeline: MemoryTimeline, unit: int) -> None:
-    *moments, end = _moments(series, timeline)
-    highs, lasts = ([each / unit for each in found] for found in _columns(series))
+    moments = [point.seconds for point in series.points]
+    highs, lasts = [point.high / unit for point in series.points], [point.last / unit for point in series.points]
     (line,) = axes.plot(
-        [*moments, end], [*lasts, series.after / unit], label=label(series.device), drawstyle="steps-post"
+        [*moments, timeline.seconds], [*lasts, series.after / unit], label=label(series.device), drawstyle="steps-post"
     )
     axes.vlines(moments, lasts, highs, color=line.get_color(), alpha=0.5)
     if moments:
         top = highs.index(max(highs))
         mark_point(axes, moments[top], highs[top], f"{_kind_of_highest(series)}{_place(series)}")
-
-
-def _moments(series: DeviceTimeline, timeline: MemoryTimeline) -> list[float]:
-    """Return where each point is drawn, in seconds or blocks, and the end."""
-    if timeline.every_operator:
-        return [*(point.look for point in series.points), timeline.looks]
-    return [*(point.seconds for point in series.points), timeline.seconds]
-
-
-def _lay_out_parts(axes: Any, series: DeviceTimeline, timeline: MemoryTimeline, unit: int) -> None:
-    """Draw what was certainly there as bands under the line."""
-    moments = _moments(series, timeline)
-    found = [point.parts or series.parts for point in series.points]
-    found.append(found[-1] if found else series.parts)
-    floor = [0.0] * len(found)
-    for part in stacking_order(part for each in found for part in each):
-        top = [low + each.get(part, 0) / unit for low, each in zip(floor, found, strict=True)]
-        axes.fill_between(
-            moments, floor, top, step="post", alpha=0.85, color=part_colour(part), lw=0, label=label(part)
-        )
-        floor = top
-
-
-def _columns(series: DeviceTimeline) -> tuple[Sequence[int], Sequence[int]]:
-    return [point.high for point in series.points], [point.last for point in series.points]

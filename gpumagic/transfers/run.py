@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from gpumagic import _compat
 from gpumagic.errors import OptionError
-from gpumagic.heap import kinds
+from gpumagic.heap import storages
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.memory.sampler import CellMemory
-from gpumagic.memory.timeline import KeptStorages, MemoryTimeline
+from gpumagic.memory.timeline import MemoryTimeline
 from gpumagic.notebook import session
 from gpumagic.report import base
 from gpumagic.source import lines, magics
@@ -224,7 +224,6 @@ class DeviceRun:
         self._memory = CellMemory(
             self._clock.before, self._namespace, self._block, self._code.line, is_running=self._is_running,
         )  # fmt: skip
-        self._kept = self._find_kept() if self._clock.before else {}  # else no device has tensors yet
         if self._moved:
             self._memory.sample()  # what the move allocated does not belong to the next line
         self._memory.start()
@@ -238,14 +237,8 @@ class DeviceRun:
         self._traced.start()
 
     def _timeline(self) -> MemoryTimeline | None:
-        if self._memory is None:
-            return None
-        at_end = self._find_kept() if self._clock.after else {}
-        events = [] if self._traced is None else self._traced.timeline()
-        return self._memory.finished(self._clock.after, (self._kept, at_end), events)
-
-    def _find_kept(self) -> KeptStorages:
-        return kinds.find_kept(self._namespace, None if self._trace else kinds.MOST_TENSORS)
+        storages.forget_expired()
+        return None if self._memory is None else self._memory.finished(self._clock.after)
 
     def restore(self) -> None:
         """Restore the default device and torch's functions, then the current device; again after an interrupt."""

@@ -87,9 +87,9 @@ def test_points_are_few_in_order_and_lose_neither_the_highest_nor_the_lowest(ste
     from gpumagic.memory.timeline import _Downsampler
 
     fold, now = _Downsampler(16), 0.0
-    for look, (pause, allocated) in enumerate(steps):
+    for pause, allocated in steps:
         now += pause
-        fold.add(now, look, allocated, allocated)
+        fold.add(now, allocated, allocated)
     points = fold.points()
     assert len(points) <= 16
     assert [point.seconds for point in points] == sorted(point.seconds for point in points)

@@ -6,7 +6,6 @@ The clock is stopped here: cells call `look()`, which does what the sampler's th
 
 from __future__ import annotations
 
-import re
 import threading
 
 import pytest
@@ -58,7 +57,7 @@ def run(bare_shell, warm_worker):
     bare_shell.run_line_magic("unload_ext", "gpumagic")
 
 
-RISE_AND_FALL = """%%ondevice 0 -q -o report{options}
+RISE_AND_FALL = """%%ondevice 0 -q -o report
 a = watched(10)
 b = watched(30)
 look(); c = b.clone(); look()
@@ -67,11 +66,10 @@ d = watched(5)
 """
 
 
-@pytest.mark.parametrize("options", ["", " --trace"])
-def test_a_timeline_shows_the_rise_and_the_fall_and_the_peak_on_its_line(run, options) -> None:
+def test_a_timeline_shows_the_rise_and_the_fall_and_the_peak_on_its_line(run) -> None:
     """10, then 40, then 70 MiB, back to 10, and 15 in the end."""
     before = torch.simgpu.memory_allocated(0)
-    report = run(RISE_AND_FALL.format(options=options))
+    report = run(RISE_AND_FALL)
     (course,) = report.timeline.courses
     assert (course.before, course.after) == (before, before + 15 * MIB)
     assert course.peak == torch.simgpu.max_memory_allocated(0) == before + 70 * MIB
@@ -81,29 +79,6 @@ def test_a_timeline_shows_the_rise_and_the_fall_and_the_peak_on_its_line(run, op
     highs = [(point.high - before) // MIB for point in course.points]
     assert lasts[: highs.index(70)] == sorted(lasts[: highs.index(70)]), "it only rises up to there"
     assert lasts[-1] == 15
-    assert report.timeline.every_operator == bool(options)
-
-
-def test_every_operator_is_a_point_under_trace_also_those_of_functions_and_of_backward(run) -> None:
-    """The peak is the gradient's, or the product's, which no look saw; the line is the function's own."""
-    report = run(
-        "%%ondevice 0 -q -o report --trace\n"
-        "def squared(x):\n"
-        "    y = x * x\n"
-        "    return (y * y).sum()\n"
-        "w = torch.ones(MIB, requires_grad=True)\n"
-        "loss = squared(w)\n"
-        "del loss\n"
-    )
-    (course,) = report.timeline.courses
-    assert course.peak == torch.simgpu.max_memory_allocated(0)
-    assert (course.line, course.code) == (4, "return (y * y).sum()")
-    backward = run(
-        "%%ondevice 0 -q -o report --trace\nw = torch.ones(4 * MIB, requires_grad=True)\n(w * w).sum().backward()\n"
-    )
-    (course,) = backward.timeline.courses
-    assert course.peak == torch.simgpu.max_memory_allocated(0)
-    assert course.line == 3
 
 
 def test_a_peak_in_a_loop_is_claimed_for_the_loop_and_for_no_line_of_it(run) -> None:
@@ -294,85 +269,3 @@ def test_a_backend_whose_counters_fail_ends_the_looking_and_not_the_cell(run, mo
     IPython.get_ipython().user_ns["failed"] = failed
     assert run("%%ondevice 0 -q -o report\nok = failed.wait(60)") is not None
     assert "driver" not in capfd.readouterr().err
-
-
-def test_what_was_there_all_the_time_is_told_by_what_it_is_for(run) -> None:
-    """1 MiB of weights, twice that of Adam's state, and gradients that were there before and are replaced."""
-    run(
-        "model = torch.nn.Linear(512, 512, bias=False, device='simgpu:0')\n"
-        "optimizer = torch.optim.Adam(model.parameters(), foreach=False)\n"
-        "def step():\n"
-        "    optimizer.zero_grad()\n"
-        "    model(torch.ones(8, 512, device='simgpu:0')).sum().backward()\n"
-        "    optimizer.step()\n"
-        "step()"
-    )
-    (course,) = run("%%ondevice 0 -q -o report\nstep()").timeline.courses
-    assert course.parts == {"optimizer state": 2 * MIB, "parameters": MIB}
-    (course,) = run("%%ondevice 0 -q -o report\nx = make(1)").timeline.courses
-    assert course.parts == {"optimizer state": 2 * MIB, "parameters": MIB, "gradients": MIB}
-    assert sum(course.parts.values()) <= course.highest
-
-
-def test_a_model_of_many_tensors_is_looked_through_only_where_the_cell_is_traced_anyway(run, monkeypatch) -> None:
-    from gpumagic.heap import kinds
-
-    monkeypatch.setattr(kinds, "MOST_TENSORS", 0)
-    run("model = torch.nn.Linear(512, 512, bias=False, device='simgpu:0')")
-    (course,) = run("%%ondevice 0 -q -o report\nx = make(1)").timeline.courses
-    assert course.parts == {}
-    (course,) = run("%%ondevice 0 -q -o report --trace\nx = make(1)").timeline.courses
-    assert course.parts == {"parameters": MIB}
-
-
-TRAINS = """
-model = torch.nn.Linear(512, 512, bias=False)
-optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=False)
-x = torch.ones(2048, 512)
-loss = model(x).square().sum()
-loss.backward()
-optimizer.step()
-"""
-
-
-def test_what_came_and_stayed_is_told_by_what_it_is_for(run) -> None:
-    """A model of 1 MiB, its gradient and its momentum, of as much each."""
-    for options in ("", " --trace"):
-        (course,) = run(f"%%ondevice 0 -q -o report{options}{TRAINS}").timeline.courses
-        assert course.grown == {"parameters": MIB, "gradients": MIB, "optimizer state": MIB}
-        assert course.parts == {}
-        run("del model, optimizer, x, loss")
-
-
-def test_a_traced_cell_knows_when_each_part_came(run) -> None:
-    """Weights first, then the gradient, then the momentum; each stays, and all of it is below what is allocated."""
-    report = run(f"%%ondevice 0 -q -o report --trace{TRAINS}")
-    (course,) = report.timeline.courses
-    seen = [set(each) for each in dict.fromkeys(frozenset(point.parts) for point in course.points)]
-    assert seen == sorted(seen, key=len), "what has come stays"
-    assert course.points[-1].parts == {"parameters": MIB, "gradients": MIB, "optimizer state": MIB}
-    assert all(sum(point.parts.values()) <= point.low for point in course.points)
-    assert "optimizer state" not in max(course.points, key=lambda point: point.high).parts
-    assert "From the bottom: parameters, optimizer state, gradients, activations and others." in text_of(report)
-
-
-def test_a_traced_cell_claims_no_gradient_before_it_is_there(run) -> None:
-    """An address is used again: what lay there before the gradient is not taken for it."""
-    run("w = torch.nn.Linear(512, 512, bias=False, device='simgpu:0')")
-    run("x = torch.ones(8, 512, device='simgpu:0')")
-    report = run(
-        "%%ondevice 0 -q -o report --trace\n"
-        "for _ in range(4):\n"
-        "    a = torch.empty(512, 512); del a\n"
-        "w(x).sum().backward()"
-    )  # fmt: skip
-    (course,) = report.timeline.courses
-    assert course.grown == {"gradients": MIB}
-    claimed = [point.seconds for point in course.points if "gradients" in point.parts]
-    others = [point.seconds for point in course.points if point.high == course.before + MIB][:4]
-    assert claimed
-    assert max(others) < min(claimed)
-
-
-def text_of(report) -> str:
-    return re.sub("<[^>]*>", "", report._repr_html_())

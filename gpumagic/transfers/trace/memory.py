@@ -24,7 +24,6 @@ from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.memory.history import AllocatorHistory, BlockEvent
 from gpumagic.memory.ledger import Account, Ledger, Place
-from gpumagic.memory.timeline import DeviceEvent
 from gpumagic.transfers.trace.lines import LineSum
 
 Owner = tuple[int | None, str]
@@ -169,17 +168,6 @@ class TracedMemory:
             if not life.backward:
                 life.mark("activations")  # results of the forward that have no other name
         return book, taken, freed
-
-    def timeline(self) -> list[DeviceEvent]:
-        """Return every event of every device of the backend, in order, with the line that ran."""
-        found: list[DeviceEvent] = []
-        for device, events in self.history.events().items():
-            levels = Levels(events, self.history.after[device]).levels
-            found += [
-                DeviceEvent(device, event.at, level, self.line_at(event.turn), event.address if event.nbytes > 0 else 0)
-                for event, level in zip(events, levels[1:], strict=True)
-            ]
-        return sorted(found, key=lambda each: each.at)
 
     def snapshot(self, filename: str, code: Mapping[int | None, str]) -> Mapping[str, Any] | str:
         """Return torch's snapshot of the cell, in which each entry without a stack has the line of the cell for one."""

@@ -8,7 +8,6 @@ from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
-from gpumagic.memory.timeline import DeviceEvent
 from gpumagic.source import frames
 from gpumagic.source.lines import WatchedCode
 from gpumagic.transfers.recorder import Recorder
@@ -66,10 +65,6 @@ class Trace:
     def snapshot(self, lines: Sequence[tuple[int, str]]) -> Mapping[str, Any] | str:
         """Return the snapshot of torch's CUDA allocator with its history of the cell, or why there is none."""
         return self._memory.snapshot(self._code.filename or self._sites.filename or "", {**dict(lines)})
-
-    def timeline(self) -> list[DeviceEvent]:
-        """Return what was allocated after each event of the allocator's history."""
-        return self._memory.timeline()
 
     def by_line(self, lines: Sequence[tuple[int, str]], elapsed: float) -> LineReport:
         """Return the sums by line; ``lines`` are those of the cell or block."""
