@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpumagic.dryrun.worker import forks
+from gpumagic.dryrun.worker import process
 from gpumagic.memory import host
 
 MIB = 1 << 20
@@ -32,7 +32,7 @@ def answers(*taken: int) -> list[dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork of a process with threads
         requests = [{"taken": each, "time_limit": 30.0, "filename": "cell"} for each in taken]
-        return [json.loads(each) for each in forks.run_each(requests, serve)]
+        return [json.loads(each) for each in process.run_each(requests, serve)]
 
 
 def test_a_run_that_takes_more_than_half_of_what_is_free_is_stopped(monkeypatch) -> None:
@@ -45,7 +45,7 @@ def test_a_run_that_takes_more_than_half_of_what_is_free_is_stopped(monkeypatch)
 
 def test_runs_that_take_too_much_together_are_run_one_after_the_other(monkeypatch) -> None:
     monkeypatch.setattr(host, "available_memory", lambda: (256 * MIB, 1024 * MIB))
-    monkeypatch.setattr(forks, "_cores", lambda: 3)
+    monkeypatch.setattr(process, "_cores", lambda: 3)
     assert [each.get("kept") for each in answers(96 * MIB, 88 * MIB, 80 * MIB)] == [12, 11, 10]
 
 

@@ -2,7 +2,7 @@
 
 Start with `process.py`, then `run.py`.
 
-    process.py       the warm process, of which each dry run is a fork; `forks.py` starts and ends those
+    process.py       the warm process, of which each dry run is a fork
     run.py           one dry run from unpacking the notebook to the outcome
     cuda/            what of that is done on torch's own CUDA over the fake runtime
     fake/            the same on fake tensors
@@ -10,9 +10,8 @@ Start with `process.py`, then `run.py`.
     modules.py       tells parameters, gradients, optimizer state and activations, by module; the models of a cell
     guesses.py       what the host is told where it reads a value, and what is decided by it
     noted.py         numbers that were read, and note what is decided by them
-    fetched.py       tensors that were copied to the host, which do the same
-    known.py         the few small values that are known, since the host put them there
-    shown.py         shows every operator to those two
+    known.py         the few small values that are known, since the host put them there, and tensors that came to it
+    shown.py         shows every operator to what follows values
     sandbox.py       data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
     box/             what the machine's kernel keeps in; files of the process's own
     ranks.py         one rank of many; `rank_agreements.py` has what libraries make ranks agree on

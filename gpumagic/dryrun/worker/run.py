@@ -25,9 +25,8 @@ from gpumagic.dryrun.worker import deferred_fills, noted
 from gpumagic.dryrun.worker.cell import Lines, Notes
 from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.dryrun.worker.deferred_fills import DeferredFills
-from gpumagic.dryrun.worker.fetched import Fetched
 from gpumagic.dryrun.worker.guesses import Guesses
-from gpumagic.dryrun.worker.known import Known
+from gpumagic.dryrun.worker.known import Fetched, Known
 from gpumagic.dryrun.worker.modules import Models, Modules
 from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.dryrun.worker.sandbox import Magics
