@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import linecache
 import os
 import random
@@ -60,10 +61,7 @@ def dry_run(
         DryRunUnavailable: this torch or system cannot.
         OptionError: the code uses tensors on a device that is none of them, or there is no snapshot to be had.
     """
-
-    def one(rank: Rank | None) -> tuple[DryRunReport, dict[str, Any]]:
-        return _dry_run(what, namespace, target, values or {}, time_limit, only, snapshot, rank)
-
+    one = functools.partial(_dry_run, what, namespace, target, values or {}, time_limit, only, snapshot)
     if target.ranks is None:
         report, outcome = one(None)
         if "ranks" not in outcome:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import Any
 
 from gpumagic.dryrun.effects import CACHES
 from gpumagic.dryrun.worker.guesses import THREAD, Key
@@ -44,7 +44,8 @@ class Notes:
         self.unknown.setdefault(text)
 
 
-_NOWHERE = Place()
+Location = tuple[str, str, int]
+"""A file, a function in it, and a line."""
 _BETWEEN = ("gpumagic.", "torch._ops")
 """Modules that stand between the code that calls an operator and what answers for it."""
 _COPIES = {"cpu", "to", "copy_"}
@@ -61,22 +62,12 @@ class Lines:
     def __init__(self, filename: str, sources: dict[str, str]) -> None:
         self._cell = filename
         self._lines = {name: text.splitlines() for name, text in sources.items()}
-        self._places: dict[tuple[Any, ...], Place] = {}
-        self._expressions: dict[tuple[CodeType, int], str] = {}
-        self._keeping: dict[tuple[CodeType, int], bool] = {}
+        self._place = functools.cache(self._place_of)
+        self._text = functools.cache(self._text_at)
 
     def where(self) -> Place:
         """Return the cell's innermost running line, and the notebook's function it is in where that is another's."""
-        frame, inner = self._running()
-        if frame is None:
-            frame, inner = inner, None
-        if frame is None:
-            return _NOWHERE
-        key = frame.f_code, frame.f_lineno, inner and inner.f_code, inner and inner.f_lineno
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = self._place(_location(frame), _location(inner) if inner else None)
-        return place
+        return self._place(*(_location(each) for each in self._running() if each is not None))
 
     def reading(self) -> Key | None:
         """Return the cell's running line, the notebook's innermost expression, and below it the library's line.
@@ -90,20 +81,12 @@ class Lines:
         library = "" if below is None or below is inner else f"{below.f_code.co_filename}:{below.f_lineno}"
         if inner is None:
             return None, THREAD, library
-        at = (inner.f_code, inner.f_lasti)
-        if at not in self._expressions:
-            self._expressions[at] = self._text(inner)
-        return (frame or inner).f_lineno, self._expressions[at], library
+        return (frame or inner).f_lineno, self._text(inner.f_code, inner.f_lasti, inner.f_lineno), library
 
     def keeps(self) -> bool:
         """Return whether a method is called that copies a tensor and looks at none of its numbers."""
         frame = _calling()
-        if frame is None:
-            return False
-        at = (frame.f_code, frame.f_lasti)
-        if at not in self._keeping:
-            self._keeping[at] = _method(self._text(frame)) in _COPIES
-        return self._keeping[at]
+        return frame is not None and _method(self._text(frame.f_code, frame.f_lasti, frame.f_lineno)) in _COPIES
 
     def _running(self) -> tuple[FrameType | None, FrameType | None]:
         """Return the cell's innermost frame, and the innermost one of the notebook's other code that it has called."""
@@ -118,27 +101,29 @@ class Lines:
             frame = frame.f_back
         return frame, inner
 
-    def _text(self, frame: FrameType) -> str:
-        """Return what a frame's instruction was compiled from; all of its line where Python does not say (3.10)."""
-        name = frame.f_code.co_filename
+    def _text_at(self, code: CodeType, instruction: int, number: int) -> str:
+        """Return what an instruction was compiled from; all of its line where Python does not say (3.10)."""
+        name = code.co_filename
         lines = self._lines[name] if name in self._lines else linecache.getlines(name)
-        line = lines[frame.f_lineno - 1] if 0 < frame.f_lineno <= len(lines) else ""
-        span = span_at(frame.f_code, frame.f_lasti)
-        if span is not None and span[0] == span[1] == frame.f_lineno:
+        line = lines[number - 1] if 0 < number <= len(lines) else ""
+        span = span_at(code, instruction)
+        if span is not None and span[0] == span[1] == number:
             line = line.encode()[span[2] : span[3]].decode()
         return line.strip()
 
-    def of(self, frames: Iterable[tuple[str, str, int]]) -> Place:
-        """Return the same from the file, function and line of each frame, the innermost first."""
-        innermost: tuple[str, str, int] | None = None
+    def of(self, frames: Iterable[Location]) -> Place:
+        """Return the same from the location of each frame, the innermost first."""
+        innermost: Location | None = None
         for frame in frames:
             if frame[0] == self._cell:
                 return self._place(frame, innermost)
             if innermost is None and frame[0] in self._lines:
                 innermost = frame
-        return Place() if innermost is None else self._place(innermost, None)
+        return self._place(innermost)
 
-    def _place(self, frame: tuple[str, str, int], inner: tuple[str, str, int] | None) -> Place:
+    def _place_of(self, frame: Location | None = None, inner: Location | None = None) -> Place:
+        if frame is None:
+            return Place()
         filename, _, line = frame
         lines = self._lines.get(filename, [])
         code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
@@ -163,7 +148,7 @@ def _method(text: str) -> str:
     return ""
 
 
-def _location(frame: FrameType) -> tuple[str, str, int]:
+def _location(frame: FrameType) -> Location:
     return frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
 
 
