@@ -68,7 +68,7 @@ class Reader(NamedTuple):
     container: Any = None
     """The built-in container that it is or derives from: its own methods read it, never those of a subclass."""
     is_tensor: bool = False
-    """Whether it is what is searched for: a tensor, a storage."""
+    """Whether it is what is searched for: a tensor."""
     has_own_class: bool = False
     """Whether its class may keep tensors itself: it is the user's, or one made for its instances."""
     is_indexed: bool = True

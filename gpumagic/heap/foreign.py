@@ -1,4 +1,4 @@
-"""What types written in C hold: numpy's arrays, pandas' columns, thread locals, context variables, iterators.
+"""What types written in C hold: numpy's arrays, cells, iterators, pandas' columns, thread locals.
 
 They have no attributes to read. Those that notebooks keep tensors in have expressions of their own; for the rest the
 gc shows what they hold, and no expression reaches it.
@@ -6,11 +6,9 @@ gc shows what they hold, and no expression reaches it.
 
 from __future__ import annotations
 
-import contextvars
 import gc
 import itertools
 import sys
-import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -26,9 +24,6 @@ def read_by_base(kind: type) -> Read | None:
 
 
 def _bases() -> Iterator[tuple[type, Read]]:
-    yield threading.local, _thread_local
-    yield contextvars.ContextVar, _context_variable
-    yield contextvars.Context, _context
     yield types.CellType, _cell
     numpy: Any = sys.modules.get("numpy")
     pandas: Any = sys.modules.get("pandas")
@@ -57,24 +52,6 @@ def _is_of_no_use(value: object, own: list[tuple[str, object]]) -> bool:
     if issubclass(type(value), type | types.ModuleType):
         return True
     return type(value) is dict and bool(own) and value.keys() <= {name for name, _ in own}  # the attributes themselves
-
-
-def _thread_local(value: Any, reader: Reader) -> Iterator[Branch]:
-    own: Any = threading.local.__getattribute__(value, "__dict__")  # of this thread
-    yield Branch(".", CONTAINED, list(dict.items(own)))
-    yield from read_opaque(value, reader)  # and of the others
-
-
-def _context_variable(value: Any, reader: Reader) -> Iterator[Branch]:
-    missing = object()
-    current = contextvars.ContextVar.get(value, missing)
-    if current is not missing:
-        yield Branch("in", CONTAINED, [(Inside("get()", code=".get()"), current)])
-    yield from read_opaque(value, reader)
-
-
-def _context(value: contextvars.Context, _reader: Reader) -> Iterator[Branch]:
-    yield Branch("in", CONTAINED, [(Inside(variable.name), held) for variable, held in value.items()])
 
 
 def _cell(value: types.CellType, _reader: Reader) -> Iterator[Branch]:

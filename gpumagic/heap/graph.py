@@ -75,7 +75,7 @@ class HeapGraph:
         self.objects: dict[int, Any] = {id(each): each for each in excluded}
         """All but tensors that was met or is excluded, by `id`; kept, or another object could get one's `id`."""
         self.tensors: dict[int, Any] = {}
-        """The tensors and storages met."""
+        """The tensors met."""
         self.owners: list[object] = []
         """The modules and optimizers met."""
         self.nodes: dict[int, Any] = {}

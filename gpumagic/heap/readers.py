@@ -48,7 +48,7 @@ def reader_of(kind: type) -> Reader | None:
     """Return how to read the instances of a type, or None if they cannot hold a tensor."""
     import torch
 
-    if kind in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
+    if kind in (torch.Tensor, torch.nn.Parameter):
         return Reader(lambda _value, _reader: iter(()), is_tensor=True)
     if issubclass(kind, torch.Tensor):
         return Reader(_tensor_subclass, fields_of(kind), is_tensor=True)
@@ -124,8 +124,6 @@ def read_node(value: object, reader: Reader) -> Iterator[Branch]:
 
 def tensor_attributes(tensor: object) -> Iterator[Branch]:
     """Read what was set on a plain tensor, and its hooks; asking for its `__dict__` would allocate one."""
-    if class_attribute(type(tensor), "_backward_hooks") is None:  # a storage
-        return
     for name, each in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), _hooks_of(tensor), strict=True):
         yield Branch(".", CONTAINED, [(name, each)] if each else [])
     own = [each for each in gc.get_referents(tensor) if type(each) is dict]

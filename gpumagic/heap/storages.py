@@ -137,8 +137,6 @@ class Storage:
     from_graph: bool = False
     """Whether a tensor over it is the result of an operation that autograd recorded."""
     is_parameter: bool = False
-    handles: tuple[int, ...] = ()
-    """The `id`s of Python's own objects for the storage, where a path leads to them."""
 
     def is_special(self) -> bool:
         """Return whether its own tensors show what it is for."""
@@ -155,7 +153,6 @@ class StorageTable:
         self._torch: Any = torch._C
         self._base = base
         self._parameter = torch.nn.Parameter
-        self._storage_type = torch.UntypedStorage
         self._address = torch._C._data_address
         self._plain = (torch.Tensor, torch.nn.Parameter)
         self._size, self._dtype, self._device_of = base.shape.__get__, base.dtype.__get__, base.device.__get__
@@ -219,24 +216,11 @@ class StorageTable:
         storage.from_graph |= from_graph
         return storage
 
-    def add_storage(self, storage: torch.UntypedStorage) -> None:
-        """Add an object of Python's for a storage, which may have no tensor."""
-        entry, _ = self.find(storage)
-        entry.handles += (id(storage),)
-
-    def add_bare(self, found: Iterable[torch.UntypedStorage]) -> None:
-        """Add the storages among some objects of Python's that no tensor has: each looks like one of bytes."""
-        for storage in found:
-            entry = self.storages.get(storage._cdata) or self.find(storage)[0]
-            if not entry.views:
-                nbytes = entry.nbytes or 0
-                entry.views.append((id(storage), View((nbytes,), "uint8", nbytes, 0, nbytes, nbytes)))
-
-    def find(self, tensor: torch.Tensor | torch.UntypedStorage) -> tuple[Storage, list[Storage]]:
-        """Return the entry of a tensor's storage, or of a storage; for a sparse tensor those of all its parts too."""
+    def find(self, tensor: torch.Tensor) -> tuple[Storage, list[Storage]]:
+        """Return the entry of a tensor's storage; for a sparse tensor those of all its parts too."""
         tensor = local_of(tensor)
         try:
-            storage = tensor if type(tensor) is self._storage_type else self._base.untyped_storage(tensor)
+            storage = self._base.untyped_storage(tensor)
             key = storage._cdata
         except Exception:  # sparse, opaque, batched, functional: whatever refuses to show a storage
             return self._without_storage(tensor)
@@ -261,13 +245,12 @@ class StorageTable:
         device = self._device(tensor)
         try:
             nbytes = storage.nbytes()
-            is_bare = type(tensor) is self._storage_type
-            address = storage.data_ptr() if is_bare else self._torch._data_address(tensor)
+            address = self._torch._data_address(tensor)
         except Exception as error:
             return Storage(device, None, note=f"its size cannot be read ({type(error).__name__})")
         if address == 0 and nbytes > 0:
             return Storage(device, 0, note=_why_weightless(tensor, device))
-        emptied = not is_bare and nbytes == 0 and prod(self._shape(tensor)) > 0
+        emptied = nbytes == 0 and prod(self._shape(tensor)) > 0
         return Storage(device, nbytes, address, note="its storage was emptied" if emptied else None)
 
     def _view(self, storage: Storage, tensor: torch.Tensor) -> View:
@@ -317,7 +300,7 @@ class StorageTable:
 
     def _device(self, tensor: torch.Tensor) -> str:
         try:
-            device = tensor.device if type(tensor) is self._storage_type else self._device_of(tensor)
+            device = self._device_of(tensor)
         except Exception:
             return "?"
         return self._devices.get(device) or self._devices.setdefault(device, str(device))

@@ -51,8 +51,7 @@ class _Block:
         return bool(self.roots) and not self.names and self.held is None
 
     def tensors(self) -> list[int]:
-        found = [tensor for storage in self.storages for tensor, _ in storage.views]
-        return found + [handle for storage in self.storages for handle in storage.handles]
+        return [tensor for storage in self.storages for tensor, _ in storage.views]
 
 
 class RowBuilder:
@@ -133,10 +132,7 @@ class RowBuilder:
                 if own or through:
                     found += own
                     named.append(view)
-            handles = [name for handle in storage.handles for name in names.of(handle)]
-            if handles and not named:
-                named += [view for _, view in storage.views]
-            found += through + handles
+            found += through
         if found:
             block.names, block.named = _bounded(found), named
         return block

@@ -86,7 +86,11 @@ def _rows_of(found: TensorScan) -> list[TensorRow]:
 
 
 def name_keepers(
-    rows: Sequence[TensorRow], namespace: Mapping[str, object], shell: Any, least: int = 0
+    rows: Sequence[TensorRow],
+    namespace: Mapping[str, object],
+    shell: Any,
+    least: int = 0,
+    ours: Sequence[object] = (),
 ) -> list[TensorRow]:
     """Return the rows; those without a holder name the reference cycle or the installed module that keeps them.
 
@@ -98,6 +102,7 @@ def name_keepers(
         shell: the shell they belong to.
         least: the bytes of such rows together from which on it looks; 0 also looks whether a module keeps what
             the session does.
+        ours: what the caller has the tensors in.
     """
     unexplained = [row for row in rows if not row.is_reached() and row.holder in (None, GRAPH)]
     if sum(row.nbytes or 0 for row in unexplained) < least:
@@ -109,12 +114,13 @@ def name_keepers(
         key=lambda row: (row.releasable, -(row.nbytes or 0)),
     )
     found: dict[int, str] = {}
+    session = list(holders.objects_of_the_session(namespace, shell))
     for _ in range(1 if least else ROUNDS):
         followed = {row.numbers[0] for row in [each for each in starts if each.numbers[0] not in found][:LARGEST]}
         if not followed:
             break
         starts = [row for row in starts if row.numbers[0] not in followed]
-        found.update(cycles.find_keepers(waiting, followed, list(holders.objects_of_the_session(namespace, shell))))
+        found.update(cycles.find_keepers(waiting, followed, [*ours, *session]))
     modules = {holder for holder in found.values() if holder.startswith(cycles.MODULE)}
     places = holders.in_modules(waiting, modules, namespace, shell) if modules else {}
     keepers = {**{number: (holder, holder) for number, holder in found.items()}, **places}
@@ -153,8 +159,6 @@ class TensorScan:
         self._suspended: list[object] = []
         self._nodes: dict[int, Any] = {}
         """The nodes of graphs that have objects of Python's, by their `id`."""
-        self._bare: list[Any] = []
-        """Python's own objects for storages; torch keeps one that was asked for as long as its storage lives."""
         self._saved: dict[int, Any] = {}
         self.graphs: tuple[GraphRow, ...] = ()
         self.notes: list[str] = []
@@ -171,10 +175,6 @@ class TensorScan:
         )
         gradient_of = self._find_gradients()
         self._add_saved()
-        self._table.add_bare(self._bare)
-        for each in self._bare:
-            if names.paths(id(each)):
-                self._table.add_storage(each)
         gradients = grouped((leaf, storage) for storage, owners in gradient_of.items() for leaf in owners)
         graph_of = {root: frozenset(self._storages(tensors, gradients)) for root, tensors in saved_for.items()}
         commands = DetachCommands(self._namespace, names)
@@ -198,16 +198,19 @@ class TensorScan:
         self._tensors.clear()
         self._owners.clear()
         self._suspended.clear()
-        self._bare.clear()
         self._nodes.clear()
         self._saved.clear()
         self._graphs.release()
         self.graph.release()
 
+    def containers(self) -> list[object]:
+        """Return what this has the tensors in."""
+        return [self._tensors, self._saved, self.graph.tensors, self.graph.objects]
+
     def over(self, numbers: Collection[int]) -> list[int]:
         """Return the `id`s of the tensors over storages with these numbers."""
         found = [each for each in self._table.storages.values() if each.number in numbers]
-        return [tensor for each in found for tensor in (*(tensor for tensor, _ in each.views), *each.handles)]
+        return [tensor for each in found for tensor, _ in each.views]
 
     def graphs_over(self, numbers: Collection[int]) -> list[int]:
         """Return the `id`s of the tensors whose autograd graphs keep storages with these numbers."""
@@ -218,11 +221,8 @@ class TensorScan:
         """Return the numbers of the storages that tensors keep: their own, of their gradients, of their graphs."""
         graph_of = self._findings.graph_of
         found = {each.number for tensor in tensors for each in graph_of.get(tensor, ())}
-        for storage in self._table.storages.values():
-            if any(tensor in tensors for tensor, _ in storage.views) or any(
-                each in tensors for each in storage.handles
-            ):
-                found.add(storage.number)
+        views = ((each, tensor) for each in self._table.storages.values() for tensor, _ in each.views)
+        found.update(each.number for each, tensor in views if tensor in tensors)
         gradients = self._findings.gradient_of.items()
         return found | {each.number for each, owners in gradients if any(owner in tensors for owner in owners)}
 
@@ -230,16 +230,14 @@ class TensorScan:
         import torch
 
         tensor_types = subclasses(torch.Tensor)
-        wanted = tensor_types | {torch.UntypedStorage} | subclasses(torch.nn.Module, torch.optim.Optimizer)
+        wanted = tensor_types | subclasses(torch.nn.Module, torch.optim.Optimizer)
         wanted.update(calls.SUSPENDED)
         nodes = node_types() if self._looks_for_names else set()
         wanted |= nodes
         found = [each for each in gc.get_objects() if type(each) in wanted]
         self._tensors = [each for each in found if type(each) in tensor_types]
         for each in found if len(found) > len(self._tensors) else ():
-            if type(each) is torch.UntypedStorage:
-                self._bare.append(each)
-            elif type(each) in nodes:
+            if type(each) in nodes:
                 self._nodes[id(each)] = each
             elif type(each) in calls.SUSPENDED:
                 self._suspended.append(each)
@@ -249,14 +247,11 @@ class TensorScan:
             self.notes.append(f"gc.freeze() hides {frozen:,} objects; of theirs only tensors with a name are listed")
 
     def _named(self) -> Names:
-        import torch
-
         variables = holders.variables(self._namespace, self._shell)
         wanted = None if self._is_for_all else map(id, self._tensors)
         names = Names(self.graph.explore(variables, wanted))
         known = set(map(id, self._tensors))
-        met = [each for key, each in self.graph.tensors.items() if key not in known]
-        self._tensors += [each for each in met if type(each) is not torch.UntypedStorage]
+        self._tensors += [each for key, each in self.graph.tensors.items() if key not in known]
         self._owners += self.graph.owners if gc.get_freeze_count() else ()
         return names
 
@@ -310,7 +305,7 @@ class TensorScan:
         suspended = [each for each in self._suspended if id(each) not in self.graph.objects]
         others = [(calls.generator_label(each), each) for each in suspended]
         found = holders.unnamed_holders(self.graph, self._namespace, self._shell, others)
-        for key in (*map(id, self._tensors), *map(id, self._bare), *self._nodes):
+        for key in (*map(id, self._tensors), *self._nodes):
             # What variables reach and no expression does.
             if not self._names.of(key) and (told := self._names.described(key)) is not None:
                 variable, holder, place = told

@@ -232,7 +232,8 @@ def _freed(
     gone, kept = search.kept_by(tensors & left), search.kept_by(tensors - left)
     rows = [row for row in report if not gone.isdisjoint(row.numbers) and kept.isdisjoint(row.numbers)]
     if collects and rows:  # which frees what other cycles keep as well
-        others = [row for row in scan.name_keepers(report, {}, None) if gone.isdisjoint(row.numbers)]
+        named = scan.name_keepers(report, {}, None, ours=search.containers())
+        others = [row for row in named if gone.isdisjoint(row.numbers)]
         rows += [row for row in others if (row.holder or "").startswith(cycles.CYCLE)]
     return rows, collects and bool(rows)
 

@@ -27,6 +27,7 @@ from makers import (
     half_read,
     names_of,
     started,
+    thread_local,
     thread_local_of_another,
 )
 
@@ -47,6 +48,7 @@ HOLDERS = {
     "map it": lambda t: {"it": map(None, [t])},
     "zip it": lambda t: {"it": zip([t])},
     "threading.local mine": lambda t: {"mine": thread_local_of_another(t)},
+    "threading.local own": lambda t: {"own": thread_local([t])},
     "Context context": lambda t: {"context": context_with(t)},
     "DataLoaderLike cfg['loader']": lambda t: {"cfg": {"loader": DataLoaderLike(t)}},
 }
