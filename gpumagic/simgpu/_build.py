@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -89,6 +90,8 @@ def _compile(home: Path) -> ModuleType:
 
 
 def _build_in(folder: str) -> ModuleType:
+    # It warns on import where a CUDA toolkit stands but no GPU, as in Colab without one; nothing of CUDA is built here.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from torch.utils import cpp_extension
 
     sources = [str(HERE / source) for source in SOURCES]

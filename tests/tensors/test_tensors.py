@@ -424,13 +424,18 @@ def test_its_own_failure_keeps_no_tensor(monkeypatch, broken) -> None:
     assert watch() is None
 
 
+def test_the_few_objects_that_python_312_begins_with_frozen_are_no_note(monkeypatch) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
+    assert not any("gc.freeze()" in note for note in scan({"x": torch.ones(3)}).notes)
+
+
 def test_a_name_that_is_frozen_away_is_found_through_the_namespace(monkeypatch) -> None:
     """And so is what it is for, from the modules and optimizers that the names lead to."""
     net = torch.nn.BatchNorm1d(3)
     opt = torch.optim.Adam(net.parameters())
     net(torch.ones(2, 3)).sum().backward()
     opt.step()
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)  # all tests of this file run frozen, and do not say so
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 5000)  # all tests of this file run frozen, and do not say so
     gc.freeze()
     try:
         report = scan({"frozen": torch.ones(123), "net": net, "opt": opt})
