@@ -10,7 +10,6 @@ Start with `guard.py`: `OomGuard` has the order of things after a failure.
     evidence.py      what is read after the release, the report made of it, lines to run at once
     rules/           facts -> verdict and suggestions
     advice.py        the suggestions tried, combined and ranked; `trials.py` has the dry runs
-    followed.py      what came of a change since the cell ran out of memory before
     rerun.py         running again: with what, and when to stop; `rollback.py` restores the notebook before it
     every_cell.py    guards all cells of a shell; `late_traceback.py` shows a traceback after its report
     report.py        the records; `view.py` shows them

@@ -11,7 +11,7 @@ from gpumagic.oom.report import Advice, EditTrial, Need
 from gpumagic.oom.rules import batch, collected, expressions, kept, limits, loops, parts, training
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, cleared
-from gpumagic.oom.trials import DEAR, NOT_INSTALLED, Chosen, Trials
+from gpumagic.oom.trials import DEAR, Chosen, Trials
 from gpumagic.oom.view import known_early
 from gpumagic.report import progress
 from gpumagic.report.units import duration
@@ -25,16 +25,15 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
      kept.only_looks, kept.of_a_frozen_model, kept.retained, kept.gradients, limits.on_the_host, limits.fraction),
     # The same result, with less memory or in another place.
     (expressions.rewritten, expressions.expand, collected.results, loops.predictions, kept.copies, collected.listed,
-     kept.last_turn, kept.weights, training.single, expressions.update_in_place, kept.spent,
-     limits.expandable_segments, limits.compact, limits.private_pools, limits.workers, limits.unpinned, limits.mapped,
-     training.one_by_one, limits.other_device, limits.benchmark, training.in_parts, parts.smaller, training.slices,
-     parts.by_rows, parts.mapped),
+     kept.last_turn, kept.weights, training.single, expressions.update_in_place, limits.expandable_segments,
+     limits.compact, limits.workers, training.one_by_one, limits.other_device, training.in_parts, parts.smaller,
+     training.slices, parts.by_rows, parts.mapped),
     # Memory against time or precision.
     (batch.accumulate, batch.smaller, loops.batch, batch.unnamed, training.of_all_in_parts, training.checkpoint,
-     training.mixed, *loops.SWITCHES, limits.half_as_wide, training.smaller_parameters),
+     training.mixed, *loops.SWITCHES, training.smaller_parameters),
     (),  # a number of the tier before that changes the result
     # Another model, another optimizer, more devices.
-    (training.leaner, *loops.OPTIMIZERS, batch.numbers, limits.divided, limits.large_blocks, limits.watermark),
+    (training.leaner, loops.adafactor, batch.numbers, limits.divided, limits.large_blocks, limits.watermark),
     (limits.larger,),
 )  # fmt: skip
 """The rules in the order of what their suggestions cost."""
@@ -268,5 +267,4 @@ def _rank(found: _Tried, most: int, *, is_all: bool) -> tuple[int, int, int, int
     if trial.needs is not None:
         return (2 if trial.fits is None else 4), found.tier >= DRASTIC, -found.saves, found.place
     is_code = bool(found.advice.changes or found.advice.first)  # what it says is clear, where to write it may not be
-    is_far = not is_code or trial.reason.endswith(NOT_INSTALLED)
-    return (7 if is_far else 5), is_crumb, found.tier, found.place
+    return (5 if is_code else 7), is_crumb, found.tier, found.place

@@ -11,11 +11,10 @@ from typing import Any
 
 from gpumagic.memory import allocator, devices, workspaces
 from gpumagic.memory.devices import Device
-from gpumagic.memory.workspaces import CLEAR_WORKSPACES
-from gpumagic.oom import advice, failing_code, followed, ownership
+from gpumagic.oom import advice, failing_code, ownership
 from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.recognition import OomEvent
-from gpumagic.oom.report import WORKSPACE, Action, OomReport
+from gpumagic.oom.report import OomReport
 from gpumagic.oom.rules import limits, training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Ownership
 from gpumagic.oom.trials import Trials
@@ -64,10 +63,6 @@ def conclude(
             tried.reason, need = "the cell fits in a dry run, so a dry run does not know what it failed for", None
         facts = replace(facts, need=need)
         advised = () if recovered else advice.advise(facts, tried)
-    since = ""
-    if need is not None and state.shell is not None and not recovered:
-        now = followed.LastFailure(facts.source or "", facts.device or "", need, advised)
-        since = followed.compare(state.shell, now)
     notes += [*verdict.sentences(facts), *_notes(facts, failure.event, state, kept), *dict.fromkeys(tried.exhausted)]
     if tried.reason and need is not None:
         notes.append(f"Not all advice was tried: {tried.reason}.")
@@ -80,7 +75,7 @@ def conclude(
         facts.kind, failure.event.certainty, facts.device, facts.requested, before, at_failure, after, reserved_after,
         facts.line, facts.code, explanation.sentence, cause=explanation.cause,
         reserved_before=reserved_before, reserved_at_failure=reserved_at_failure,
-        need=need, since=since, untried=tried.reason if need is None else "",
+        need=need, untried=tried.reason if need is None else "",
         holders=facts.holders, advice=advised, capacity=facts.capacity, retries=retries, recovered=recovered,
         message=failure.event.message, notes=tuple(notes), origin=base.current_origin(),
     )  # fmt: skip
@@ -96,6 +91,9 @@ def _notes(facts: Facts, event: OomEvent, state: GuardState, kept: BaseException
         yield f"The error does not name the device; {facts.device} is the fullest of its kind in use."
     if facts.inside is not None:
         yield f"It failed inside {facts.inside}"
+    named = sum(holder.nbytes for holder in facts.holders)
+    if facts.after is not None and named and facts.after.allocated - named >= LARGE:
+        yield f"{size(facts.after.allocated - named)} has no name, only autograd graphs or C++; see %devices --leaks."
 
 
 def _with_notebook(facts: Facts, state: GuardState) -> Facts:
@@ -103,11 +101,7 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
     import torch
 
     device, namespace, bound, shell = facts.device, state.namespace, state.bound, state.shell
-    facts = replace(
-        facts,
-        fused_attention=Device.parse(device or "").backend in FUSED_ATTENTION,
-        tries_algorithms=torch.backends.cudnn.benchmark,
-    )
+    facts = replace(facts, fused_attention=Device.parse(device or "").backend in FUSED_ATTENTION)
     if device is None:
         return facts
     owned = ownership.by_names(namespace, device, shell)
@@ -237,23 +231,3 @@ def other_devices(device: str) -> tuple[dict[str, int], int | None]:
     alike = {other: each.free for other, each in figures.items() if Device.parse(other).backend == backend}
     free = {other: nbytes for other, nbytes in alike.items() if other != device and nbytes is not None}
     return free, figures[device].other_processes if device in figures else None
-
-
-def actions_of(report: OomReport, *, in_notebook: bool) -> tuple[Action, ...]:
-    """Return lines that give memory back now, or make more of it usable.
-
-    Args:
-        report: of the failure.
-        in_notebook: whether magics can be typed.
-    """
-    found, asked = list[Action](), report.requested or 0
-    nameless = (report.allocated_after or 0) - sum(holder.nbytes for holder in report.holders) if report.holders else 0
-    if nameless >= LARGE:
-        line = "%devices --leaks" if in_notebook else "gpumagic.devices().leaks()"
-        found.append(Action(line, f"says what keeps {size(nameless)} without a name: autograd graphs, C++"))
-    for holder in report.holders:
-        # Workspaces are offered where they are as large as the request that failed; of a whole GPU they are little.
-        if holder.kind == WORKSPACE and holder.nbytes >= max(LARGE, asked):
-            note = f"frees {size(holder.nbytes)} of workspaces, until the next matrix product"
-            found.append(Action(CLEAR_WORKSPACES, note))
-    return tuple(found)

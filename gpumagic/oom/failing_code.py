@@ -16,7 +16,6 @@ from typing import Any
 
 from gpumagic.heap.branches import attributes_of, class_attribute, dict_of, mro_of, name_of_type, stored_attribute
 from gpumagic.oom import ownership
-from gpumagic.oom.report import Instant, Shape
 from gpumagic.oom.rules.facts import Collection as Collected
 from gpumagic.oom.rules.facts import Facts, TensorFact, Trainer
 from gpumagic.source import cell_code, frames
@@ -204,42 +203,6 @@ def _fact(value: object) -> TensorFact | None:
             nbytes=tensor.numel() * tensor.element_size(), device=str(tensor.device),
             requires_grad=tensor.requires_grad, graph=tensor.grad_fn is not None,
         )  # fmt: skip
-
-
-SIGNS = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.MatMult: "@", ast.Pow: "**", ast.Mod: "%",
-    ast.FloorDiv: "//",
-}  # fmt: skip
-
-
-def find_operation(error: BaseException, facts: Facts, outside: Collection[int] = ()) -> Instant:
-    """Return the operation that failed and its tensors: torch's own function, else what the user's line says."""
-    if facts.function:
-        return Instant(facts.function, _shapes(facts.operands, facts))
-    steps = [
-        step
-        for each in frames.related_exceptions(error, outside)
-        for step in frames.traceback_steps(each.__traceback__)
-        if is_user_code(step.tb_frame)
-    ]
-    node = texts.failing_node(steps[-1]) if steps else None
-    if node is None:
-        return Instant()
-    if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Return) and node.value is not None:
-        node = node.value  # Python 3.10 does not say which part of the statement
-    operator = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-    if isinstance(node, ast.BinOp | ast.AugAssign):
-        operator = SIGNS.get(type(node.op), "")
-    operands = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Call):
-        owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-        operands = [*owner, *node.args, *(keyword.value for keyword in node.keywords)]
-    return Instant(operator, _shapes(map(ast.unparse, operands), facts))
-
-
-def _shapes(codes: Iterable[str], facts: Facts) -> tuple[Shape, ...]:
-    known = {**facts.tensors, **facts.operands}
-    return tuple(Shape(code, known[code].shape, known[code].dtype) for code in sorted(set(codes)) if code in known)
 
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")

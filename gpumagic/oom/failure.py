@@ -1,11 +1,11 @@
 """What is read of a failure before the release: by an observer of CUDA's allocator, then from the exception's frames.
 
-By the time Python has an exception, the values that C++ and a comprehension held are gone. torch calls the observers
-of its allocator before that, without the allocator's lock (`torch._C._cuda_attach_out_of_memory_observer`, since 2.0).
-There is no way to detach one, so ours is attached once and samples only while a guard is open. It is attached only
+The error's text rounds its figures, and those of the allocator are others once frames unwind. torch calls observers
+before that, without the allocator's lock (`torch._C._cuda_attach_out_of_memory_observer`, since 2.0).
+There is no way to detach one, so ours is attached once and listens only while a guard is open. It is attached only
 once CUDA is up (before, old versions crash: pytorch#107330), and only to torch's own allocator: cudaMallocAsync calls
-none. It is also called for failures that torch recovers from itself, such as cuDNN's trials, so a sample counts only
-if the guarded code fails. It has run on torch's CUDA build over `fakecuda`, not on a real GPU.
+none. It is also called for failures that torch recovers from itself, such as cuDNN's trials, so a refusal counts only
+if it is the error's. It has run on torch's CUDA build over `fakecuda`, not on a real GPU.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpumagic.heap.identity import Identities
 from gpumagic.memory import allocator, host
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
-from gpumagic.oom import failing_code, ownership, recognition
+from gpumagic.oom import failing_code, recognition
 from gpumagic.oom.outside import Outside
 from gpumagic.oom.recognition import OomEvent
-from gpumagic.oom.report import Instant, Share
 from gpumagic.oom.rules.facts import Facts
 
 if TYPE_CHECKING:
@@ -109,28 +108,12 @@ def examine(error: Exception, state: GuardState, observed: Mapping[str, Refusal]
         capacity=now[1] if now is not None else numbers.capacity,
         free=numbers.free if numbers.free is not None or now is None else now[0],
         unallocated=cached if numbers.unallocated is None else numbers.unallocated,
-        private_pools=numbers.private_pools or 0,
         before=state.before.get(device) or (NOT_IN_USE if figures is not None else None),
         at_failure=figures,
         from_allocator=event.from_allocator,
         segments_can_expand=event.from_allocator and can_expand and "expandable_segments:True" not in settings,
     )
     return Failure(event, facts, at_failure, tuple(notes))
-
-
-def instant(error: Exception, failure: Failure, state: GuardState, observed: tuple[Share, ...] = ()) -> Instant:
-    """Return what the failing operation worked on and what occupied the device.
-
-    `observed` is what the `OomObserver` found there before anything was unwound, and is preferred.
-    """
-    found = Instant()
-    device, figures = failure.facts.device, failure.facts.at_failure
-    if device is not None and "torch" in sys.modules:
-        with contextlib.suppress(Exception):  # our own failure must not cost the user the release
-            found = failing_code.find_operation(error, failure.facts, state.outside)
-            shares = observed or ownership.find_shares(state.namespace, state.bound, device, state.shell, figures)
-            found = replace(found, shares=shares)
-    return found
 
 
 Capacities = Mapping[str, tuple[int, int] | None]
@@ -182,45 +165,29 @@ def _device(event: OomEvent, capacities: Capacities) -> str | None:
     return min(free, key=lambda device: free[device], default=None)
 
 
-MAX_SAMPLES = 4
-"""Samples at most while one guard is open: one takes tens of milliseconds."""
-
-
 class OomObserver:
-    """Samples a device at each failure of torch's CUDA allocator while it is open; `sample` must not allocate there."""
+    """Notes what torch's CUDA allocator says at each failure, while it is open; `notify` must not allocate there."""
 
-    def __init__(self, sample: Callable[[str], object]) -> None:
-        self._sample = sample
-        self._count = 0
-        self.samples: dict[str, Any] = {}
-        """The last sample of each device."""
+    def __init__(self) -> None:
         self.refusals: dict[str, Refusal] = {}
         """The last refusal of each device."""
 
     def open(self) -> None:
-        """Start sampling, where there is such an allocator."""
+        """Start to listen, where there is such an allocator."""
         if _attach():
             open_observers.append(self)
 
     def close(self) -> None:
-        """Stop sampling."""
+        """Stop listening."""
         if self in open_observers:
             open_observers.remove(self)
 
     def notify(self, device: str, requested: int) -> None:
-        """Sample a device; never raises, because torch would raise that in place of its own error."""
-        self._count += 1
+        """Note a refusal; never raises, because torch would raise that in place of its own error."""
         self.refusals.pop(device, None)
         with contextlib.suppress(Exception):
             figures = allocator.device_stats(device)
             self.refusals |= {device: Refusal(requested, figures)} if figures is not None else {}
-        try:
-            if self._count <= MAX_SAMPLES:
-                self.samples[device] = self._sample(device)
-            else:
-                self.samples.pop(device, None)  # it is of an earlier failure
-        except BaseException:
-            self.samples.pop(device, None)
 
 
 open_observers: list[OomObserver] = []

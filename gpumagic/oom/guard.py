@@ -20,11 +20,10 @@ from gpumagic.heap.identity import Identities
 from gpumagic.memory import allocator, host
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
-from gpumagic.oom import failure, followed, ownership, recognition
+from gpumagic.oom import failure, recognition
 from gpumagic.oom.failure import Failure, GuardState, OomObserver
 from gpumagic.oom.late_traceback import LateTraceback, forget_traceback
 from gpumagic.oom.outside import Outside
-from gpumagic.oom.report import Instant
 from gpumagic.report.units import size
 from gpumagic.source import frames
 
@@ -94,8 +93,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._timeline: MemoryTimeline | None = None
         self.on_report: Callable[[], None] = lambda: None
         """Called with each report."""
-        self._instant = Instant()
-        self._observer = OomObserver(self._shares)
+        self._observer = OomObserver()
         self._failure: Failure | None = None
         self._retries = 0
         self._recovered = False
@@ -110,7 +108,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._state.effects.close()
         if self._memory is not None:
             self._memory.stop()
-        self._observer = OomObserver(self._shares)
+        self._observer = OomObserver()
         try:
             self._observer.open()
             if not self._retries:  # a further try is measured against the state before the first
@@ -266,29 +264,21 @@ class OomGuard(contextlib.ContextDecorator):
     def _examine(self, error: BaseException) -> Failure | None:
         if not isinstance(error, Exception):
             return None
-        found, samples = failure.examine(error, self._state, self._observer.refusals), self._observer.samples
-        if found is not None:
-            self._instant = failure.instant(error, found, self._state, samples.get(found.facts.device or "", ()))
-        return found
-
-    def _shares(self, device: str) -> object:
-        state, figures = self._state, allocator.device_stats(device)
-        return ownership.find_shares(state.namespace, state.bound, device, state.shell, figures)
+        return failure.examine(error, self._state, self._observer.refusals)
 
     def _conclude(self, kept: BaseException | None = None) -> OomReport:
         """Publish and return the report of the last failure, from what is alive now; forget the failure.
 
         `kept` is the error where a debugger is to find its frames.
         """
-        from gpumagic.oom.evidence import actions_of, conclude
+        from gpumagic.oom.evidence import conclude
 
         assert self._failure is not None
         found, self._failure = self._failure, None
         report = conclude(
             found, self._state, kept, retries=self._retries, recovered=self._recovered, seconds=self._seconds
         )
-        report = replace(report, instant=self._instant, timeline=self._timeline)
-        report = replace(report, actions=actions_of(report, in_notebook=self._shell is not None))
+        report = replace(report, timeline=self._timeline)
         self.publish(report)
         self.on_report()
         return report
@@ -329,7 +319,6 @@ def _warn_of_host_memory(shell: InteractiveShell) -> None:
 
 
 def off(shell: InteractiveShell) -> None:
-    """Forget the warning about host memory, the last failure and the text for `%tb`, when the extension is unloaded."""
+    """Forget the warning about host memory and the text for `%tb`, when the extension is unloaded."""
     shell.meta.pop(_WARNED, None)
-    shell.meta.pop(followed.KEY, None)
     forget_traceback()

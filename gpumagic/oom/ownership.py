@@ -13,20 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic.heap import branches, calls, holders, modules
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
-from gpumagic.heap.identity import Identities
 from gpumagic.heap.kinds import gradients_of
 from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
-from gpumagic.memory.parts import PART_OF_KIND
 from gpumagic.memory.segments import OccupiedBytes
-from gpumagic.oom.report import CUBLAS, WORKSPACE, Share
+from gpumagic.oom.report import CUBLAS, WORKSPACE
 from gpumagic.oom.rules.facts import SAVING_METHODS, Model, Optimizer, Ownership
-from gpumagic.report.base import Holder, grouped
+from gpumagic.report.base import Holder
 from gpumagic.source import frames
-from gpumagic.tensors import scan
-from gpumagic.tensors.report import TensorRow, root_of
 
 if TYPE_CHECKING:
-    from gpumagic.memory.allocator import AllocatorStats
+    pass
 
 
 FRAMES = "(failed frames)"
@@ -104,47 +100,6 @@ def kind_of(value: object) -> str:
     kind = type(value)
     named = {torch.nn.Module: "module", torch.optim.Optimizer: "optimizer", torch.Tensor: "tensor"}
     return next((word for base, word in named.items() if issubclass(kind, base)), branches.name_of_type(kind))
-
-
-NAMES = 3
-"""How many names of each part are kept."""
-
-
-def find_shares(
-    namespace: Mapping[str, object], bound: Identities, device: str, shell: object | None,
-    figures: AllocatorStats | None,
-) -> tuple[Share, ...]:  # fmt: skip
-    """Return what the bytes of a device are for, largest first, then what the allocator kept for reuse.
-
-    `bound` is what the variables were bound to when the cell began; `figures` is None for an allocator that does not
-    count.
-    """
-    report = scan.scan(namespace, shell=shell)
-    rows = sorted((row for row in report if row.device == device and row.nbytes), key=lambda row: -(row.nbytes or 0))
-    found = []
-    for what, those in grouped((_part(row, namespace, bound), row) for row in rows).items():
-        names = [root_of(row.name) if row.name else str(row.variable) for row in those if row.is_reached()]
-        found.append(Share(what, sum(row.nbytes or 0 for row in those), tuple(dict.fromkeys(names))[:NAMES]))
-    kept = sum(row.workspaces or 0 for row in report.by_device if row.device == device)
-    found += [Share("cuBLAS workspaces", kept)] if kept else []
-    if figures is not None:
-        unseen = figures.allocated - sum(share.nbytes for share in found)
-        found += [Share("without a name (graphs, C++, unfinished lists)", unseen)] if unseen > 0 else []
-    found.sort(key=lambda share: -share.nbytes)
-    cached = figures.reserved - figures.allocated if figures is not None else 0
-    return (*found, Share("cache", cached)) if cached > 0 else tuple(found)
-
-
-def _part(row: TensorRow, namespace: Mapping[str, object], bound: Identities) -> str:
-    if row.kind in PART_OF_KIND:
-        return PART_OF_KIND[row.kind]
-    if row.is_reached():
-        roots = {root_of(name) for name in row.names} or {str(row.variable)}
-        old = any(bound.is_still(root, namespace.get(root)) for root in roots)
-        return "names of earlier cells" if old else "names of this cell"
-    if row.holder is not None and row.holder.startswith("Out["):
-        return "outputs"
-    return "variables of failed functions"
 
 
 Named = Iterable[tuple[str, object, bool]]

@@ -135,8 +135,6 @@ class Numbers:
     """In torch's live tensors, at the instant of the failure."""
     unallocated: int | None = None
     """Reserved by torch but unallocated: what fragmentation could have cost."""
-    private_pools: int | None = None
-    """In the pools that CUDA graphs keep for themselves."""
     capped: bool = False
     """Whether a cap that the process has set itself left less than the device had free."""
 
@@ -185,7 +183,6 @@ def read_numbers(text: str) -> Numbers:
         capped=capped,
         allocated=_credible(in_tensors, capacity),
         unallocated=_credible(unallocated, capacity),
-        private_pools=_credible(_size(text, rf"with {_SIZE} allocated in private pools")[0], capacity),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,46 +18,6 @@ CUBLAS, WORKSPACE = "cuBLAS", "workspace"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """A part of what was allocated on the device."""
-
-    what: str
-    """``"parameters"``, ``"gradients"``, ``"optimizer state"``, ``"activations"``, ``"names of this cell"``..."""
-    nbytes: int
-    names: tuple[str, ...] = ()
-    """The largest of those that have a name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A tensor that the failing operation worked on."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """A line to run now."""
-
-    code: str
-    note: str = ""
-    """What it gives."""
-
-
-@dataclass(frozen=True, slots=True)
-class Instant:
-    """The failing operation and what occupied the device."""
-
-    operator: str = ""
-    """The function or the sign of it; empty where it is not known."""
-    operands: tuple[Shape, ...] = ()
-    shares: tuple[Share, ...] = ()
-    """Of everything in torch's live tensors, and the allocator's cache and other processes below it."""
-
-
-@dataclass(frozen=True, slots=True)
 class Try:
     """One run of a cell."""
 
@@ -68,10 +29,6 @@ class Try:
     """Where it ran, if it was sent elsewhere."""
     fits: bool
     seconds: float
-    allocated: int | None
-    """Bytes in use on the device when it ended."""
-    requested: int | None = None
-    """Bytes of the request that failed."""
     line: int | None = None
     """Where it failed."""
     lost: tuple[str, ...] = ()
@@ -99,6 +56,8 @@ class Need:
     """Parameters, gradients and optimizer state at the peak, which no smaller batch makes smaller."""
     on: str = ""
     """The lines on whose values it depends; empty where it depends on none."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the peak by what they are for: parameters, activations..."""
 
     @property
     def missing(self) -> int:
@@ -190,10 +149,6 @@ class OomReport(Report[Advice]):
     message: str = ""
     """The first line of the original exception."""
     notes: tuple[str, ...] = ()
-    instant: Instant = field(default_factory=Instant)
-    """The operation that failed, and what occupied the device then."""
-    actions: tuple[Action, ...] = ()
-    """Lines to run now, each of which gives memory back or makes more of it usable."""
     tries: tuple[Try, ...] = ()
     """Every run of a cell that was run more than once."""
     shrunk: str = ""
@@ -202,8 +157,6 @@ class OomReport(Report[Advice]):
     """Where that int stands, and what it has to be for the cell to pass: ``"line 2: batch_size = 64"``."""
     need: Need | None = None
     """What the cell needs, by a dry run; None where there was none."""
-    since: str = ""
-    """What the change gave where the cell ran out of memory before, was edited, and ran out again; else empty."""
     untried: str = ""
     """Why none of the advice was tried; empty where some was."""
     cause: str = "shortage"

@@ -1,13 +1,12 @@
 """Runs a cell or a function again after it ran out of memory: smaller, or elsewhere.
 
-An int is halved down to 1, past what dry runs rule out; then, with its first value, comes another device. Before each
-further run the guard releases what the previous one pinned, `oom.rollback` restores the notebook, and one printed line
-says what comes next and what cannot be undone. The cell is left as its last run left it.
+An int is halved down to 1; then, with its first value, comes another device. Before each further run the guard
+releases what the previous one pinned, `oom.rollback` restores the notebook, and one printed line says what comes next
+and what cannot be undone. The cell is left as its last run left it.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import time
@@ -23,13 +22,10 @@ from gpumagic.notebook.guards import BodyOutcome, Guard, NestedGuard, Outcome
 from gpumagic.oom.guard import raise_alone
 from gpumagic.oom.report import Try
 from gpumagic.oom.rollback import Rollback
-from gpumagic.report.units import size
-from gpumagic.source import cell_code, settings
-from gpumagic.transfers import log
+from gpumagic.source import settings
 from gpumagic.transfers.run import DeviceRun
 
 if TYPE_CHECKING:
-    from gpumagic.dryrun.cells import OtherValues
     from gpumagic.oom.guard import OomGuard
 
 
@@ -90,12 +86,6 @@ class Rerun(guards.BodyRuns):
         """Return the int that goes down from run to run."""
         return settings.find_in_cell(self._source, name, self._namespace, "--shrink")
 
-    def other_values(self, setting: settings.Setting) -> OtherValues:
-        """Return the dry runs with other values of that int."""
-        from gpumagic.dryrun import cells
-
-        return cells.with_other_values(self._source, setting, self._namespace)
-
     def on(self, device: str) -> DeviceRun:
         """Return what sends a run to another device."""
         return DeviceRun(device, namespace=self._namespace)
@@ -134,20 +124,11 @@ class Rerun(guards.BodyRuns):
         lost = self._rollback.undo()
         release.reclaim()
         self._tries[-1] = replace(self._tries[-1], lost=lost)
-        self._say(self._announcement(self._halve() if is_halved else []))
+        if is_halved:
+            self._size = (self._size or 0) // 2
+        self._say(self._announcement())
         self._fits = False
         return self._start()
-
-    def _halve(self) -> list[int]:
-        """Halve the size until a dry run does not rule it out, and return those that are passed over."""
-        assert self._setting is not None
-        assert self._size is not None
-        others, skipped = self.other_values(self._setting), list[int]()
-        self._size //= 2
-        while self._size > 1 and others.fits(self._size) is False:
-            skipped.append(self._size)
-            self._size //= 2
-        return skipped
 
     def end(self) -> None:
         """Restore the setting, unless the code passed with another value."""
@@ -186,42 +167,17 @@ class Rerun(guards.BodyRuns):
 
     def _result(self) -> Try:
         """Return the record of the run that ended."""
-        failure, device = self._guard.failure, self._failed_device()
-        now = {each: figures.allocated for each, figures in allocator.all_device_stats().items()}
-        ran = Try(
-            len(self._tries) + 1, self._size, self._device, self._fits, time.perf_counter() - self._started,
-            allocated=now.get(device) if device is not None else max(now.values(), default=None),
-        )  # fmt: skip
-        if self._fits or failure is None:
-            return ran
-        facts = failure.facts
-        in_use = facts.at_failure.allocated if facts.at_failure is not None else None
-        return replace(ran, allocated=in_use, requested=facts.requested, line=facts.line)
+        line = self._guard.failure.facts.line if self._guard.failure is not None and not self._fits else None
+        number, seconds = len(self._tries) + 1, time.perf_counter() - self._started
+        return Try(number, self._size, self._device, self._fits, seconds, line)
 
-    def _announcement(self, skipped: list[int]) -> str:
+    def _announcement(self) -> str:
         last = self._tries[-1]
         what = f"{self._plan.shrink} = {last.size}" if last.size is not None else "the cell"
         where = f" in line {last.line}" if last.line is not None else ""
         undone = f" Cannot be undone: {', '.join(last.lost)}." if last.lost else ""
-        no = f" By dry runs {' and '.join(map(str, skipped))} would not fit." if skipped else ""
-        return f"%%oomguard: {what} ran out of memory{where}; now {self._described()}.{undone}{no}"
-
-    def _described(self) -> str:
-        if self._device is None:
-            return f"{self._plan.shrink} = {self._size}"
-        cell = cell_code.read_cell(self._source)  # what it reads before it rebinds it
-        names = (cell.reads - cell.bound_first if cell is not None else ()) if self._source else self._namespace.keys()
-        used = {name: value for name, value in list(self._namespace.items()) if name in names}
-        stay = log.tensors_elsewhere(used, self._device)
-        staying = ", ".join(f"{each.name} ({each.device}, {size(each.nbytes)})" for each in stay)
-        quoted = [each for each in ast.walk(ast.parse(self._source)) if isinstance(each, ast.Constant)]
-        # A default device does not change the name of one that stands in quotes.
-        line = min((each.lineno for each in quoted if each.value == self._failed_device()), default=None)
-        return (
-            f"on {self._device}"
-            + (f"; what it uses stays where it is: {staying}" if staying else "")
-            + (f"; line {line} names {self._failed_device()}, and means it there too" if line is not None else "")
-        )
+        now = f"{self._plan.shrink} = {self._size}" if self._device is None else f"on {self._device}"
+        return f"%%oomguard: {what} ran out of memory{where}; now {now}.{undone}"
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -261,16 +217,6 @@ class _CallRerun(Rerun):
 
     def find(self, name: str) -> settings.Setting:
         return settings.find_in_arguments(name, self._namespace, "--shrink")
-
-    def other_values(self, setting: settings.Setting) -> OtherValues:
-        from gpumagic.dryrun import cells
-
-        def imagine(value: int) -> tuple[Callable[[], object], dict[str, object]]:
-            arguments = self._call.signature.bind(*self._call.args, **self._call.kwargs)
-            arguments.arguments[setting.name] = value
-            return functools.partial(self._function, *arguments.args, **arguments.kwargs), {}
-
-        return cells.OtherValues(imagine, getattr(self._function, "__globals__", {}))
 
     def on(self, device: str) -> DeviceRun:
         code = getattr(self._function, "__code__", None)

@@ -2,8 +2,8 @@
 
 No tensor is kept alive or copied. Restored: names that the run bound or replaced, entries added to lists, dicts and
 sets, first gradients (removed, because a second backward would add to them), and random states. Reported but not
-restored: tensors changed in place, hence an optimizer's steps. Not seen: numpy arrays, files, and the attributes of
-other objects.
+restored: tensors changed in place, as by an optimizer. Not seen: numpy arrays, files, and the attributes of other
+objects.
 
 Nothing on an accelerator is kept: the run would have got that memory back when it rebound the name.
 """
@@ -11,6 +11,7 @@ Nothing on an accelerator is kept: the run would have got that memory back when 
 from __future__ import annotations
 
 import ast
+import contextlib
 import random
 import sys
 import weakref
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
-from gpumagic.heap import branches, holders, kinds
+from gpumagic.heap import holders, kinds
 from gpumagic.heap.graph import HeapGraph
 from gpumagic.heap.identity import Identities, is_marked, mark
 from gpumagic.heap.storages import plain, undisturbed
@@ -43,12 +44,11 @@ def _is_on_accelerator(tensor: Any) -> bool:
         return plain(tensor, "device").type not in ("cpu", "meta")
 
 
-def _gradients(tensors: list[Any]) -> dict[int, tuple[int, int]]:
-    """Return the address and version of each tensor's gradient, by the tensor's `id`."""
+def _gradients(tensors: list[Any]) -> dict[int, int]:
+    """Return the version of each tensor's gradient, by the tensor's `id`."""
     with undisturbed():
         leaves = kinds.leaves(tensors)
-        found = kinds.peek_gradients(leaves) or ()
-        return {id(leaves[i]): (alias.data_ptr(), _version(alias)) for i, alias in found}
+        return {id(leaves[i]): _version(alias) for i, alias in kinds.peek_gradients(leaves) or ()}
 
 
 def _random_states(namespace: Mapping[str, object]) -> Iterator[Callable[[], object]]:
@@ -105,11 +105,9 @@ class Rollback:
             is_harmless = name in rebound - self._remade and not any(map(_is_on_accelerator, reached.get(name, ())))
             if type(value) in SCALARS or is_harmless:
                 self._kept[name] = value
-            elif _weakref_offset_of(type(value)):
-                self._watched[name] = weakref.ref(value)
-        torch: Any = sys.modules.get("torch")
-        optimizers = torch.optim.Optimizer if torch is not None else ()
-        self._steps = {name: _steps(value) for name, value in mine.items() if issubclass(type(value), optimizers)}
+            else:
+                with contextlib.suppress(TypeError):  # not everything takes a weak reference
+                    self._watched[name] = weakref.ref(value)
         containers: dict[str, Any] = {name: each for name, each in mine.items() if type(each) in (list, dict, set)}
         self._contents = {name: _entries(each) for name, each in containers.items() if len(each) <= MAX_LENGTH}
         self._random = list(_random_states(mine))
@@ -157,25 +155,17 @@ class Rollback:
             graph.release()
 
     def _written(self) -> Iterator[str]:
-        """Yield what was changed in place: the steps of optimizers, and variables whose tensors were written to."""
+        """Yield the variables whose tensors were changed in place, each tensor under its first name."""
         alive = {key: each() for key, each in self._tensors.items()}
         own = _gradients([each for each in alive.values() if each is not None])
         written = {
             key for key, each in alive.items()
             if each is not None and (_version(each), own.get(key)) != self._versions[key]
         }  # fmt: skip
-        stepped = {
-            name: _steps(self._namespace[name]) - before for name, before in self._steps.items() if self._has(name)
-        }
-        for name, taken in stepped.items():
-            if taken > 0:
-                yield f"{taken} step{'s' if taken > 1 else ''} of {name}"
-        listed: set[int] = set()
-        for name in sorted(self._by_name, key=lambda each: each in stepped):  # a model before its optimizer
-            changed = self._by_name[name] & written
-            if not changed <= listed and stepped.get(name, 0) <= 0:
-                listed |= changed
+        for name, reached in self._by_name.items():
+            if written & reached:
                 yield f"changes in place of {name}"
+            written -= reached
 
     def _has(self, name: str) -> bool:
         """Return whether a name is bound to the same object as before."""
@@ -198,17 +188,6 @@ class Rollback:
                 yield f"the new value of {name}" if name in self._namespace else f"the deletion of {name}"
             elif name in self._namespace and any(map(_is_on_accelerator, self._reached(name).get(name, ()))):
                 del self._namespace[name]  # the run makes a new one; both at once would not fit either
-
-
-_weakref_offset_of = type.__dict__["__weakrefoffset__"].__get__
-
-
-def _steps(optimizer: Any) -> int:
-    """Return how many steps an optimizer has taken, from the versions of its counters: no device is read."""
-    kept = branches.attributes_of(optimizer).get("state")
-    states = [state for state in dict.values(kept) if isinstance(state, dict)] if isinstance(kept, dict) else []
-    counters = [state["step"] for state in states if "step" in state]
-    return max((each if type(each) is int else _version(each) for each in counters), default=0)
 
 
 def _entries(value: Any) -> Entries:

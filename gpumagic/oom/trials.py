@@ -36,8 +36,6 @@ _FIXED = ("parameters", "gradients", "optimizer state")
 DEAR = 2.0
 """Seconds of a dry run from which on few are made."""
 
-NOT_INSTALLED = " is not installed"
-_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _PLACE = re.compile(r"line \d+ \((`.*?`)\)")
 _XDEL = re.compile(r"(?m)^%xdel (\w+)$")
 _UNBIND = r"""_value = \1
@@ -112,6 +110,7 @@ class Trials:
             found.peak, found.capacity, report.fits, report.certain, found.peak - min(found.before, self._unused),
             sum(report.breakdown.get(part, 0) for part in _FIXED) if report.device == self._device else 0,
             " and ".join(f"line {line}" for line, _ in report.open_on),
+            report.breakdown if report.device == self._device else {},
         )  # fmt: skip
         return self._need
 
@@ -264,8 +263,7 @@ class Trials:
     def _trial(self, report: DryRunReport) -> EditTrial:
         found, deciding = self._of_device(report), report.device or self._device
         if report.error is not None:
-            missing = _MISSING.search(report.error)
-            return EditTrial(reason=f"{missing[1]}{NOT_INSTALLED}" if missing else report.error)
+            return EditTrial(reason=report.error)
         needed = self._need.needed if self._need is not None else None
         saves = None
         if found is not None and needed is not None and (report.fits or deciding == found.device):

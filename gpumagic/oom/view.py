@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from gpumagic.memory.view import timeline_blocks
-from gpumagic.oom.report import WORKSPACE, Advice, OomReport, Share, Try
+from gpumagic.oom.report import WORKSPACE, Advice, OomReport, Try
 from gpumagic.report.base import Holder
 from gpumagic.report.columns import Column, Table
 from gpumagic.report.document import Block, Cell, Document, Fold, Heading, Listing, Paragraph, Segment, document_of
-from gpumagic.report.units import LARGE, count, duration, shape, size, size_of
+from gpumagic.report.units import LARGE, count, duration, size, size_of
 
 
 def tries_table(tries: Sequence[Try], name: str) -> Table:
@@ -18,8 +18,6 @@ def tries_table(tries: Sequence[Try], name: str) -> Table:
         Column("Run", lambda each: str(each.number), "right"),
         Column(name, lambda each: str(each.size), "right", when=lambda _: name),
         Column("Ended", _ending),
-        Column("Allocated", lambda each: "" if each.allocated is None else size(each.allocated), "right",
-               when=lambda _: True),
         Column("Time", lambda each: duration(each.seconds), "right", priority=1),
         Column("Could not be undone", lambda each: ", ".join(each.lost), shrinks=True),
     )  # fmt: skip
@@ -30,9 +28,8 @@ def _ending(each: Try) -> str:
     where = f" on {each.device}" if each.device else ""
     if each.fits:
         return f"fits{where}"
-    asked = f", asked for {size(each.requested)}" if each.requested is not None else ""
     line = f" in line {each.line}" if each.line is not None else ""
-    return f"out of memory{where}{line}{asked}"
+    return f"out of memory{where}{line}"
 
 
 SHOWN_ADVICE = 5
@@ -51,8 +48,7 @@ def view_failure(report: OomReport) -> Document:
         freed = before - after if before is not None and after is not None else 0
         said = [report.verdict] if report.advice else []  # else it is in the first line
         said += [f"Freed {size(freed)}{_still_held(report, freed)}."] if freed > 0 else []
-        paragraphs = [Paragraph(sentence) for sentence in (" ".join(said), report.since) if sentence]
-        return Document((heading, *paragraphs, *failure))
+        return Document((heading, *([Paragraph(" ".join(said))] if said else []), *failure))
     tries = [tries_table(report.tries, report.shrunk)] if report.tries else []
     return Document((heading, *tries, Fold(f"Why it ran out at first: {report.verdict}", failure)))
 
@@ -71,16 +67,13 @@ def _failure(report: OomReport) -> Iterator[Block]:
     if report.tries and not report.recovered:
         yield tries_table(report.tries, report.shrunk)
     yield from _advice(report)
-    if report.actions:
-        yield Listing([("run", each.code, each.note) for each in report.actions], whole=True)
     if report.allocated_at_failure is not None:
         yield _memory(report)
     line = [Listing([(report.line or 0, report.code, "")])] if report.code is not None else []
     evidence = [*line, *timeline_blocks(report.timeline)]
     if evidence:
-        where = _operation(report) or report.code
-        yield Fold(f"Failed in {where}" if where else "Memory over the cell", evidence)
-    yield from _shares(report)
+        yield Fold(f"Failed in {report.code}" if report.code else "Memory over the cell", evidence)
+    yield from _parts(report)
     yield from _holders(report)
     if report.notes:
         yield Fold(report.notes[0], [Paragraph(note, muted=True) for note in report.notes])
@@ -160,30 +153,17 @@ def _allocated(bar: Bar, capacity: int, whole: int) -> Cell:
     return Cell(f"{size(allocated)} + {size(asked)}" if asked else size(allocated), parts)
 
 
-def _operation(report: OomReport) -> str:
-    """Return the operation that failed with the shapes it worked on; nothing where they are not known."""
-    instant = report.instant
-    shapes = [f"{each.name} {shape(each.shape)} {each.dtype}" for each in instant.operands]
-    if not shapes:
-        return ""
-    is_sign = bool(instant.operator) and not instant.operator[-1].isalnum()
-    return f" {instant.operator} ".join(shapes) if is_sign else f"{instant.operator}({', '.join(shapes)})"
-
-
-def _shares(report: OomReport) -> Iterator[Block]:
-    """Say what the device was full of, folded: the largest part in a line, the table behind it."""
-    shown = [share for share in report.instant.shares if share.nbytes >= LARGE]
-    if not shown:
-        return
-    whole = sum(share.nbytes for share in shown)
-    columns: tuple[Column[Share], ...] = (
-        Column("At the failure", lambda share: share.what),
-        Column("Names", lambda share: ", ".join(share.names), priority=1, shrinks=True, when=lambda _: True),
-        Column("Size", lambda share: size(share.nbytes), "right", bar=lambda share: {share.what: share.nbytes}),
-    )
-    largest = max(shown, key=lambda share: share.nbytes)
-    caption = f"At the failure: {largest.what.partition(' (')[0]} {size_of(largest.nbytes, whole)}"
-    yield Fold(caption, [Table.of(shown, columns, "What occupied the device at the failure", whole=whole)])
+def _parts(report: OomReport) -> Iterator[Block]:
+    """Say what the cell needs memory for at its peak, folded: the largest part in a line, the table behind it."""
+    parts = report.need.parts if report.need is not None else {}
+    rows = sorted(((what, each) for what, each in parts.items() if each >= LARGE), key=lambda row: -row[1])
+    if rows and report.need is not None:
+        columns: tuple[Column[tuple[str, int]], ...] = (
+            Column("At the peak", lambda row: row[0]),
+            Column("Size", lambda row: size(row[1]), "right", bar=lambda row: {row[0]: row[1]}),
+        )
+        table = Table.of(rows, columns, "What the cell needs memory for at its peak", whole=report.need.needed)
+        yield Fold(f"At its peak: {rows[0][0]} {size_of(rows[0][1], report.need.needed)}", [table])
 
 
 def _holders(report: OomReport) -> Iterator[Block]:

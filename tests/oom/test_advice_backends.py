@@ -95,13 +95,6 @@ def test_a_cap_on_the_process_is_lifted_not_worked_around() -> None:
     assert not list(limits.fraction(SHORTAGE))
 
 
-def test_cudnn_is_named_only_where_its_trials_are_on_and_a_convolution_failed() -> None:
-    conv = replace(SHORTAGE, functions=frozenset({"forward", "_conv_forward"}))
-    assert one(limits.benchmark, replace(conv, tries_algorithms=True)).first.endswith("benchmark = False")
-    assert not list(limits.benchmark(conv))
-    assert not list(limits.benchmark(replace(SHORTAGE, tries_algorithms=True)))
-
-
 def test_limits_of_xpu_and_mps_name_the_variable_and_the_restart() -> None:
     block = one(limits.large_blocks, replace(SHORTAGE, kind="xpu block limit"))
     cap = one(limits.watermark, replace(SHORTAGE, kind="mps allocator"))
@@ -111,11 +104,6 @@ def test_limits_of_xpu_and_mps_name_the_variable_and_the_restart() -> None:
     assert "restart" in block.cost
     assert "restart" in cap.cost
     assert not [*limits.large_blocks(SHORTAGE), *limits.watermark(SHORTAGE)]
-
-
-def test_pools_of_cuda_graphs_are_named_only_if_they_hold_the_request() -> None:
-    assert one(limits.private_pools, replace(SHORTAGE, private_pools=3 * GIB)).frees == 3 * GIB
-    assert not list(limits.private_pools(replace(SHORTAGE, private_pools=GIB)))
 
 
 def test_several_devices_take_parts_of_the_batch_or_of_a_model_that_is_too_large_alone() -> None:
@@ -141,15 +129,6 @@ def test_workers_are_blamed_only_for_what_failed_in_them() -> None:
     )
     assert not list(limits.workers(replace(killed, kind="numpy")))
     assert not list(limits.workers(replace(killed, loaders=(replace(loader, workers=0),))))
-
-
-def test_an_array_of_float64_is_halved_where_numpy_was_refused() -> None:
-    source = "table = np.zeros((10**5, 10**5))"
-    facts = failing(source, {}, kind="numpy", memory="host", device="cpu", requested=75 * GIB, free=40 * GIB)
-    advice = one(limits.half_as_wide, facts)
-    assert advice.edit == "table = np.zeros((10**5, 10**5), dtype=np.float32)"
-    narrow = failing("table = np.zeros(9, dtype=np.float32)", {}, kind="numpy", memory="host", requested=GIB)
-    assert not list(limits.half_as_wide(narrow))
 
 
 def test_a_smaller_batch_is_denied_where_the_step_failed() -> None:

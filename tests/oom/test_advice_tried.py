@@ -75,29 +75,6 @@ def test_results_that_are_collected_count_to_the_end_of_the_loop(report_of) -> N
     assert report.advice[0].covers
 
 
-LOOP = """
-rows = {}
-kept = []
-for _ in range(10):
-    kept.append(torch.ones(rows << 18, device='simgpu:0'))"""
-
-
-def test_the_next_report_of_an_edited_cell_says_what_the_edit_gave(report_of) -> None:
-    assert report_of(LOOP.format(40)).since == ""
-    report = report_of(LOOP.format(30))
-    assert report.need.needed == 300 * MIB
-    assert report.since == (
-        "Since the last failure, the change of line 3 (`rows = 40` to `rows = 30`) saved 100.0 MiB of the 144.0 MiB "
-        "missing; 44.0 MiB still missing."
-    )
-    assert "44.0 MiB still missing" in " ".join(str(report).split())
-    assert report_of(LOOP.format(30)).since == (
-        "Since the last failure, with the cell unchanged, what ran in between saved nothing: 44.0 MiB still missing."
-    )
-    assert "made it worse: 94.0 MiB missing, 44.0 MiB before" in report_of(LOOP.format(35)).since
-    assert report_of("y = torch.ones(70 << 20, device='simgpu:0')").since == "", "another cell"
-
-
 SCOPES = {
     "an executor": "from concurrent.futures import ThreadPoolExecutor\n"
     "with ThreadPoolExecutor(1) as pool:\n    pool.submit(work, {}).result()",

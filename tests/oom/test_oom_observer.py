@@ -1,4 +1,4 @@
-"""The observer of CUDA's allocator, with torch's entry to it stood in for: gated, attached once, never in the way."""
+"""The observer of CUDA's allocator, with torch's entry to it stood in for: attached once, never in the way."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gpumagic
+from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import failure, outside
-from gpumagic.oom.guard import OomGuard
-from gpumagic.oom.report import Share
 
+FIGURES = AllocatorStats(5, 7, 9)
 TEXT = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 2 has a total capacity of 2.00 GiB of which 0 bytes free."
 
 
@@ -25,48 +25,40 @@ def observers(monkeypatch):
 
 
 @pytest.fixture
-def gate(observers):
-    looks: list[str] = []
-    gate = failure.OomObserver(lambda device: looks.append(device) or len(looks))
+def gate(observers, monkeypatch):
+    monkeypatch.setattr("gpumagic.memory.allocator.device_stats", lambda _: FIGURES)
+    gate = failure.OomObserver()
     gate.open()
     yield gate
     gate.close()
     assert len(failure.open_observers) == 0
 
 
-def test_it_is_attached_once_and_looks_only_while_a_gate_is_open(observers, gate) -> None:
+def test_it_is_attached_once_and_listens_only_while_a_gate_is_open(observers, gate) -> None:
     (attached,) = observers
     attached(1, 2**30, 2**31, 0)
-    assert gate.samples == {"cuda:1": 1}
+    assert gate.refusals == {"cuda:1": (2**30, FIGURES)}
     gate.close()
-    attached(1, 2**30, 2**31, 0)
-    assert gate.samples == {"cuda:1": 1}
-    again = failure.OomObserver(str)
+    attached(1, 2**20, 2**31, 0)
+    assert gate.refusals == {"cuda:1": (2**30, FIGURES)}
+    again = failure.OomObserver()
     again.open()
     again.close()
     assert len(observers) == 1
 
 
 def test_the_innermost_gate_is_told(observers, gate) -> None:
-    inner = failure.OomObserver(str.upper)
+    inner = failure.OomObserver()
     inner.open()
     observers[0](0, 1, 2, 3)
     inner.close()
-    assert (inner.samples, gate.samples) == ({"cuda:0": "CUDA:0"}, {})
+    assert (inner.refusals, gate.refusals) == ({"cuda:0": (1, FIGURES)}, {})
 
 
-def test_what_goes_wrong_in_a_look_never_reaches_torch(observers) -> None:
-    gate = failure.OomObserver(lambda _: 1 / 0)
-    gate.open()
+def test_what_goes_wrong_in_it_never_reaches_torch(observers, gate, monkeypatch) -> None:
+    monkeypatch.setattr("gpumagic.memory.allocator.device_stats", lambda _: 1 / 0)
     observers[0](0, 1, 2, 3)
-    gate.close()
-    assert gate.samples == {}
-
-
-def test_after_many_failures_that_torch_mended_none_is_taken_for_the_last(observers, gate) -> None:
-    for _ in range(failure.MAX_SAMPLES + 1):
-        observers[0](0, 1, 2, 3)
-    assert gate.samples == {}
+    assert gate.refusals == {}
 
 
 @pytest.mark.parametrize("missing", ["cuda", "native allocator", "entry"])
@@ -77,22 +69,23 @@ def test_where_it_cannot_be_attached_nothing_is_tried(observers, monkeypatch, mi
         monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer")
     else:
         monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
-    gate = failure.OomObserver(str)
+    gate = failure.OomObserver()
     gate.open()
     assert observers == []
     assert len(failure.open_observers) == 0
 
 
 def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
-    monkeypatch.setattr(OomGuard, "_shares", lambda *_: (Share("parameters", 7),), raising=True)
+    monkeypatch.setattr("gpumagic.memory.allocator.device_stats", lambda _: FIGURES)
     monkeypatch.setattr("gpumagic.memory.allocator.all_device_stats", dict)
+    monkeypatch.setattr("gpumagic.memory.allocator.mem_get_info", lambda _: (0, 2**31))
     monkeypatch.setattr("gpumagic.heap.release.reclaim", lambda: None)  # there is no CUDA whose cache to empty
     guard = gpumagic.oomguard(keep_going=True)
     with guard:
-        observers[0](2, 2**30, 2**31, 0)
+        observers[0](2, 2**30 + 512, 2**31, 0)
         raise torch.OutOfMemoryError(TEXT)
     assert guard.report.device == "cuda:2"
-    assert guard.report.instant.shares == (Share("parameters", 7),)
+    assert (guard.report.requested, guard.report.allocated_at_failure) == (2**30 + 512, 5)
     assert len(failure.open_observers) == 0
 
 

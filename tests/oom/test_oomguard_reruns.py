@@ -30,10 +30,7 @@ def test_shrink_halves_a_number_of_the_text_until_the_cell_fits(guarded, ns, cap
         "%%oomguard: batch_size = 40 ran out of memory in line 3; now batch_size = 20."
     )
     report = ns["report"]
-    assert [(each.size, each.fits, each.line, each.requested) for each in report.tries] == [
-        (40, False, 3, 5 * GIB),
-        (20, True, None, None),
-    ]
+    assert [(each.size, each.fits, each.line) for each in report.tries] == [(40, False, 3), (20, True, None)]
     assert " ".join(str(report).split()).startswith(
         "Out of memory on simgpu:0, line 3; passed with batch_size = 20. To keep it: line 2: batch_size = 20 "
     )
@@ -51,7 +48,7 @@ def test_where_nothing_fits_the_variable_is_as_before_and_the_cell_fails_once(gu
     result = guarded("x = n\nfail()", "--shrink n")
     assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
     assert ns["n"] == 4
-    assert [each.size for each in ns["report"].tries] == [4, 1]
+    assert [each.size for each in ns["report"].tries] == [4, 2, 1]
     assert allocated() == before
     assert shown()[-1].splitlines()[0].startswith("Out of memory on simgpu:0, line 3, also with n = 1. ")
 
@@ -94,14 +91,8 @@ for step in range(3):
     )
     said = capsys.readouterr().out.splitlines()
     line = "%%oomguard: batch_size = 16 ran out of memory in line 6; now batch_size = 8. Cannot be undone: "
-    assert said[:4] == ["step", "step", "step", line + "2 steps of opt, changes in place of net."]
-    assert ns["report"].tries[0].lost == ("2 steps of opt", "changes in place of net")
-
-
-def test_shrink_passes_over_what_a_dry_run_says_no_to(guarded, ns, capsys) -> None:
-    assert guarded("batch_size = 200\nx = take(batch_size / 8)\nbatch_size", "--shrink batch_size").result == 25
-    assert [each.size for each in ns["report"].tries] == [200, 25]
-    assert "now batch_size = 25. By dry runs 100 and 50 would not fit." in capsys.readouterr().out
+    assert said[:4] == ["step", "step", "step", line + "changes in place of net."]
+    assert ns["report"].tries[0].lost == ("changes in place of net",)
 
 
 def test_another_error_ends_the_tries_and_is_the_cells(guarded, ns, bare_shell) -> None:
@@ -142,26 +133,17 @@ def test_smaller_sizes_come_before_another_device(guarded, ns, bare_shell) -> No
     assert ns["n"] == 2
 
 
-def test_fallback_runs_the_cell_elsewhere_and_says_what_stays(guarded, ns, bare_shell, capsys, shown) -> None:
+def test_fallback_runs_the_cell_elsewhere(guarded, bare_shell, capsys, shown) -> None:
     bare_shell.run_cell("torch.set_default_device('simgpu:0')\nw = take(3)", store_history=True)
     try:
         result = guarded("n = w.nbytes\ny = torch.empty(2 * 2**30, dtype=torch.uint8)\ny.device", "--fallback auto")
     finally:
         torch.set_default_device(None)
     assert str(result.result) == "simgpu:1"
-    assert (
-        "%%oomguard: the cell ran out of memory in line 3; now on simgpu:1; "
-        "what it uses stays where it is: w (simgpu:0, 3.0 GiB)."
-    ) in capsys.readouterr().out
+    assert "%%oomguard: the cell ran out of memory in line 3; now on simgpu:1." in capsys.readouterr().out
     texts = shown()
     assert any("simgpu:1, " in text.splitlines()[1] for text in texts)
     assert any("passed on simgpu:1" in text for text in texts)
-
-
-def test_fallback_says_when_the_text_names_the_device_itself(guarded, ns, capsys) -> None:
-    result = guarded("x = torch.empty(9 * 2**30, dtype=torch.uint8, device='simgpu:0')", "--fallback cpu")
-    assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
-    assert "now on cpu; line 2 names simgpu:0, and means it there too." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpumagic.oom import evidence
 from gpumagic.oom.report import Advice, EditTrial, Need, OomReport
 from gpumagic.report.base import Holder, to_html, to_text
 from gpumagic.source.text import Change
@@ -123,22 +122,6 @@ def test_code_to_be_typed_is_never_cut() -> None:
 def test_a_change_in_another_cell_says_which() -> None:
     advice = Advice("Lower bs", None, None, "bs = 8", changes=(Change(2, 5, "16", "8", "In [3]"),))
     assert "In [3] 2 | bs = 8" in to_text(replace(REPORT, advice=(advice,)), width=80)
-
-
-MIB = 2**20
-DEVICE = "cuda:0"
-
-
-def codes(*, holders: tuple[Holder, ...]) -> list[str]:
-    report = OomReport("cuda allocator", "certain", DEVICE, 64 * MIB, 0, 0, 40 * MIB, 40 * MIB, 1, "x", "full", holders)
-    return [action.code for action in evidence.actions_of(report, in_notebook=True)]
-
-
-NET = Holder("net", DEVICE, 4 * MIB, "module")
-
-
-def test_what_nothing_names_is_to_be_looked_for() -> None:
-    assert codes(holders=(NET,)) == ["%devices --leaks"]
 
 
 def test_that_nothing_fits_is_said_where_only_another_machine_is_left() -> None:

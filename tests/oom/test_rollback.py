@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -87,13 +85,13 @@ def test_the_devices_random_numbers_come_again(two_devices) -> None:
     assert torch.rand(3, device="simgpu:1").tolist() == first
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
-def test_steps_of_an_optimizer_are_counted_and_said(optimizer) -> None:
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop])
+def test_steps_of_an_optimizer_are_said(optimizer) -> None:
     net = torch.nn.Linear(4, 4)
     namespace = {"net": net, "opt": optimizer(net.parameters()), "torch": torch}
     step = "net(torch.ones(1, 4)).sum().backward(); opt.step()"
-    assert run(f"{step}; {step}", namespace) == ("2 steps of opt", "changes in place of net")
-    assert run(step, namespace) == ("1 step of opt", "changes in place of net")
+    assert run(step, namespace) == ("changes in place of net",)
+    assert run(step, namespace) == ("changes in place of net", "changes in place of opt")
 
 
 def test_steps_of_an_optimizer_that_counts_none_show_in_its_model() -> None:
@@ -164,14 +162,10 @@ def test_a_value_made_anew_at_the_address_of_the_old_one_is_not_taken_for_it(two
 
 
 class Calls(Rerun):
-    """Runs of code that a number is given to, of which dry runs cannot tell whether it fits."""
+    """Runs of code that a number is given to."""
 
     def find(self, name: str) -> settings.Setting:
         return settings.find_in_arguments(name, self._namespace, "--shrink")
-
-    def other_values(self, setting: settings.Setting) -> Any:
-        del setting
-        return SimpleNamespace(fits=lambda _: None)
 
 
 def tried(size: int, limit: int) -> list[int]:

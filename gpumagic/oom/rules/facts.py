@@ -243,12 +243,8 @@ class Facts:
     trainer: Trainer | None = None
     fused_attention: bool = False
     """Whether torch has attention kernels for this backend that never make the matrix of all scores."""
-    tries_algorithms: bool = False
-    """Whether ``torch.backends.cudnn.benchmark`` is on."""
     need: Need | None = None
     """What the cell needs, by a dry run; None where there was none."""
-    private_pools: int = 0
-    """Bytes in CUDA graphs' own pools, by the error's text."""
 
     @property
     def text(self) -> CellText | None:

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Ownership
-from gpumagic.oom.rules.proposal import Remedy, called_models, calls, failed, find, loop_around, prepare, propose
-from gpumagic.report.base import grouped
+from gpumagic.oom.rules.proposal import Remedy, called_models, calls, find, loop_around, prepare, propose
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, names_in
 
@@ -69,29 +68,6 @@ def last_turn(facts: Facts) -> Iterator[Advice]:
             changes=text.insert_after(loop.body[-1], f"del {', '.join(names)}"),
             evidence=f"{', '.join(names)} of the previous pass was alive while the next was made",
             cost="its last value is gone after the loop, too",
-        )  # fmt: skip
-
-
-def spent(facts: Facts) -> Iterator[Advice]:
-    """Delete what a cell without a loop has made and reads no more, once it has been read for the last time."""
-    text, statement = next(failed(facts), (None, None))
-    if text is None or statement is None or loop_around(text, statement.lineno) is not None:
-        return
-    if facts.trains and facts.stage in ("forward", "backward"):
-        return  # the graph keeps them
-    small = {name for name, fact in facts.tensors.items() if fact.device != facts.device or fact.nbytes < LARGE}
-    small |= facts.numbers.keys()
-    made, last = set[str](), dict[str, ast.stmt]()
-    for each in text.block_of(statement):
-        last |= dict.fromkeys(names_in(each) & made, each)
-        if isinstance(each, ast.Assign) and not isinstance(each.value, ast.Constant):
-            made |= set().union(*map(names_in, each.targets)) - small
-    ends = grouped((each, name) for name, each in sorted(last.items()) if each is not text.block_of(statement)[-1])
-    if ends and all(map(text.stands_alone, ends)):
-        yield propose(
-            f"Delete {', '.join(name for names in ends.values() for name in names)} after the last use", text=text,
-            changes=[new for each, names in ends.items() for new in text.insert_after(each, f"del {', '.join(names)}")],
-            evidence="a variable keeps its tensor to the end of the cell", cost="later cells do not find them",
         )  # fmt: skip
 
 

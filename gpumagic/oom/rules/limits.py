@@ -9,7 +9,6 @@ from typing import Any
 
 from gpumagic.memory.devices import Device
 from gpumagic.memory.presets import GPUS, USUAL
-from gpumagic.oom.recognition import PINNED
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import collected
 from gpumagic.oom.rules.batch import remake
@@ -83,12 +82,6 @@ fraction = Remedy(
     first=lambda facts, *_: "torch.cuda.set_per_process_memory_fraction(1.0"
     + ("" if facts.device in (None, "cuda:0") else f', "{facts.device}"') + ")",
 )  # fmt: skip
-benchmark = Remedy(
-    "Do not let cuDNN try every algorithm",
-    lambda facts: facts.tries_algorithms and facts.functions & {"_conv_forward", "conv2d", "conv3d"},
-    "cudnn.benchmark is on and it failed in a convolution; trials take workspace", "convolutions may take longer",
-    first="torch.backends.cudnn.benchmark = False",
-)  # fmt: skip
 large_blocks = Remedy(
     "Allow blocks of more than 4 GB", lambda facts: facts.kind == "xpu block limit",
     "the driver refuses single blocks beyond 4 GB unless the environment says so at the start",
@@ -99,14 +92,6 @@ watermark = Remedy(
     lambda facts, *_: f"the cap is {size(facts.capacity)}, a share of the memory that the CPU uses too",
     "a restart of the kernel; the machine may stall", edit="PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
 )  # fmt: skip
-private_pools = Remedy(
-    "Forget the captured CUDA graphs", lambda facts: facts.requested is not None
-    and facts.private_pools >= facts.requested,
-    lambda facts, *_: f"{size(facts.private_pools)} is in pools of CUDA graphs, which nothing else may use",
-    'compiled functions compile again; mode="reduce-overhead" makes such pools',
-    first="torch._dynamo.reset()", frees=lambda facts: facts.private_pools,
-)  # fmt: skip
-
 
 A_FAIR_SHARE = 8
 """Every process has pieces too small for the next request; less than one part in so many is no fragmentation."""
@@ -186,18 +171,6 @@ def workers(facts: Facts) -> Iterator[Advice]:
         )  # fmt: skip
 
 
-_PINNING = frozenset({"pin_memory", "_pin_memory_loop"})
-unpinned = Remedy(
-    lambda facts, *_: f"Do not pin the {'batches' if facts.functions & _PINNING else 'memory'}",
-    lambda facts: facts.functions & _PINNING or facts.kind == PINNED,
-    "it failed while pinning, and pinned memory cannot be swapped", "slower copies",
-    argument="pin_memory=False", of=lambda *known: known[-1] == "True",
-)  # fmt: skip
-mapped = Remedy(
-    "Map the checkpoint's file instead of reading it", lambda facts: facts.stage == "load" and facts.memory == "host",
-    "mmap=True reads each tensor when it is used", "the file must stay where it is", argument="mmap=True",
-    of=lambda _, text, call, given: text.code(call.func) == "torch.load" and not given,
-)  # fmt: skip
 on_the_host = Remedy(
     "Load the checkpoint into the host's memory", lambda facts: facts.stage == "load" and facts.memory == "device",
     lambda *known: f"map_location={known[-1]} puts the tensors beside the model's own" if known[-1]
@@ -205,17 +178,6 @@ on_the_host = Remedy(
     "its tensors are on the CPU until they are copied or moved", argument='map_location="cpu"',
     of=lambda _, text, call, given: text.code(call.func) in ("torch.load", "load") and "cpu" not in given,
 )  # fmt: skip
-_WIDE_BY_DEFAULT = ("zeros", "ones", "empty", "full")
-half_as_wide = Remedy(
-    "Make the array float32", lambda facts: facts.kind in ("numpy", "host allocator"),
-    lambda facts, *_: f"float64 takes {size(facts.requested)}", "seven digits instead of sixteen",
-    argument=lambda _, text, call: f"dtype={text.code(call.func).partition('.')[0]}.float32",
-    calls=(*_WIDE_BY_DEFAULT, "rand", "randn", "random", "standard_normal"), in_line=True,
-    of=lambda _, text, call, given: "64" in given if given
-    else text.code(call.func).startswith(("np.", "numpy.")) and called_name(call) in _WIDE_BY_DEFAULT,
-)  # fmt: skip
-
-
 CONTEXT = 1 << 30
 """What CUDA and its libraries take of a GPU, generously."""
 SMALL = 4 << 30

@@ -49,11 +49,9 @@ SWITCHES = (
     _switch("bf16=True", *_BF16, unless=("fp16", "bf16_full_eval", "fp16_full_eval")),
     _switch('precision="bf16-mixed"', *_BF16, library="lightning"),
 )  # fmt: skip
-OPTIMIZERS = (
-    _switch('optim="adamw_8bit"', "Use AdamW with 8-bit state (bitsandbytes)",
-            "another package; the state is rounded"),
-    _switch('optim="adafactor"', "Replace AdamW by Adafactor", "another optimizer: tune the learning rate again"),
-)  # fmt: skip
+adafactor = _switch(
+    'optim="adafactor"', "Replace AdamW by Adafactor", "another optimizer: tune the learning rate again"
+)
 
 
 def batch(facts: Facts) -> Iterator[Choice]:

@@ -221,7 +221,6 @@ class Remedy:
     """Code to run before the cell."""
     edit: str | None = None
     """What to set where no code can, such as an environment variable."""
-    frees: Callable[[Facts], int] = lambda _: 0
     argument: Said = ""
     """The keyword argument to give to a call, ``"pin_memory=False"``; without one no call is edited."""
     calls: tuple[str, ...] = ()
@@ -258,8 +257,7 @@ class Remedy:
     def _proposed(self, known: tuple[Any, ...], **more: Any) -> Advice:
         more |= {"edit": self.edit} if self.edit else {}
         title, why, first = (_said(each, *known) for each in (self.title, self.why, self.first))
-        frees = self.frees(known[0]) or None
-        return propose(title, evidence=why, cost=self.cost, first=first or None, frees=frees, **more)
+        return propose(title, evidence=why, cost=self.cost, first=first or None, **more)
 
 
 def _said(said: Said, *known: Any) -> str:

@@ -36,7 +36,7 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
 
 
 class Leaner(NamedTuple):
-    """An optimizer that may replace Adam's; `{kind}` is which of them."""
+    """An optimizer that may replace Adam's; `{kind}` is which of Adam's forms it replaces."""
 
     constructor: str
     title: str
@@ -44,10 +44,6 @@ class Leaner(NamedTuple):
 
 
 _TUNE = "tune the learning rate again"
-EIGHT_BIT = Leaner(
-    "bitsandbytes.optim.{kind}8bit", "Use {kind} with 8-bit state (bitsandbytes)",
-    "another package; the state is rounded",
-)  # fmt: skip
 ADAFACTOR = Leaner("torch.optim.Adafactor", "Replace {kind} by Adafactor", f"another optimizer: {_TUNE}")
 SGD = Leaner("torch.optim.SGD", "Replace {kind} by SGD", f"no state at all, and slower to converge: {_TUNE}")
 
@@ -56,30 +52,8 @@ def leaner(facts: Facts) -> Iterator[Advice]:
     """Use an optimizer with less state, where Adam's is what does not fit: the least intrusive first."""
     found = next((each for each in facts.optimizers if each.kind in ADAMS), None)
     if found is not None and 2 * found.nbytes >= LARGE and facts.stage in ("step", "forward", "backward"):
-        if found.kind in ("Adam", "AdamW") and backend(facts) == "cuda":
-            yield from _replaced(facts, found, EIGHT_BIT)
         yield from _replaced(facts, found, ADAFACTOR)
-        yield from _half_parameters(facts, found)
         yield from _replaced(facts, found, SGD)
-
-
-def _half_parameters(facts: Facts, found: Optimizer) -> Iterator[Advice]:
-    """Keep parameters in bfloat16, and with them gradients and what an optimizer has not made yet."""
-    full = [each for each in facts.models_there if each.name in found.models and 2 * each.float32_nbytes > each.nbytes]
-    is_kept = found.state and facts.stage != "step"  # what a first step has half made is cleared
-    if not full or is_kept or full[0].local:
-        return
-    model = full[0]
-    made = prepare(facts, model.name, f"{model.name}.bfloat16()")
-    changes, region = list(made.get("changes", ())), find(facts)
-    if region is not None and facts.stage != "step" and facts.cell is not None and not facts.cell.autocasts:
-        changes += region.text.wrap(region.computed, _autocast(facts))  # its inputs stay as they are
-    yield propose(
-        f"Train {model.name} in bfloat16, parameters too", first=made.get("first"), changes=changes,
-        text=made.get("text") or (region.text if region is not None and changes else None),
-        evidence=f"{model.name} has {size(model.float32_nbytes)} of float32 parameters; gradients and Adam's state are "
-        "three times as much", cost="three digits of precision; a small update may round to nothing",
-    )  # fmt: skip
 
 
 def _switched(facts: Facts, found: Optimizer | None, argument: str) -> dict[str, Any]:
@@ -106,19 +80,15 @@ def _replaced(facts: Facts, found: Optimizer, other: Leaner) -> Iterator[Advice]
 
 def _constructed(facts: Facts, found: Optimizer, other: Leaner) -> dict[str, Any]:
     """Return the edit that makes another optimizer where the cell makes this one, else before it."""
-    constructor = other.constructor.format(kind=found.kind)
-    module = constructor.rpartition(".")[0]
-    first = None if module.startswith("torch.") else f"import {module}"
     for text, call in calls(facts.texts, found.kind):
         shared = [f"{each.arg}={text.code(each.value)}" for each in call.keywords if each.arg in SHARED]
         given = ", ".join(filter(None, (*map(text.code, call.args), *shared)))
-        changes = [text.replace(call, f"{constructor}({given})")]
-        return {"text": text, "changes": changes, "first": first} if len(call.args) == 1 else {}
+        changes = [text.replace(call, f"{other.constructor}({given})")]
+        return {"text": text, "changes": changes} if len(call.args) == 1 else {}
     models = [each for each in facts.models_there if each.nbytes == found.nbytes and not each.local]
     if len(models) != 1 or found.local:
         return {}
-    made = f"{found.name} = {constructor}({models[0].name}.parameters())"
-    return {"first": "\n".join(filter(None, (first, made)))}
+    return {"first": f"{found.name} = {other.constructor}({models[0].name}.parameters())"}
 
 
 def _autocast(facts: Facts) -> str:
